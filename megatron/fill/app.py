@@ -1,0 +1,265 @@
+"""The composition root: the one room that knows all the others.
+
+``launch(main)`` runs a Megatron script's ``main`` with the patches applied; when Megatron is initialised a ``Session``
+is started, which gives this rank its gate, its agent and its listener, and which is finished when ``main`` is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import pipefill_patches
+from megatron.fill.config import FillSettings
+from megatron.fill.device.cuda import FreeDeviceMemory
+from megatron.fill.device.host import FreeHostMemory
+from megatron.fill.errors import ConfigError
+from megatron.fill.gate import SharedGate
+from megatron.fill.hooks import bus
+from megatron.fill.predictor import BubblePredictor
+from megatron.fill.records import write_agent, write_rank
+from megatron.fill.runtime.agent import AgentJob, AgentSpec
+from megatron.fill.runtime.queue import ClaimQueue
+from megatron.fill.runtime.rank import RankListener
+from megatron.fill.runtime.recorder import Recorder
+from megatron.fill.types import JobRecord, JobState, RankInfo
+
+logger = logging.getLogger("pipefill")
+
+_AGENT_END_S = 20.0
+
+
+class Session:
+    """PipeFill's part of one rank of one run."""
+
+    def __init__(self, settings: FillSettings, info: RankInfo, run_dir: Path, search: list[str]) -> None:
+        self.settings = settings
+        self.info = info
+        self.run_dir = run_dir
+        self.gate: SharedGate | None = None
+        self.agent: subprocess.Popen[bytes] | None = None
+        self.recorder = Recorder(info, settings.trace_iterations)
+        if settings.jobs:
+            self.gate = SharedGate()
+            self.agent = self._start_agent(self.gate, search)
+        free_bytes = FreeDeviceMemory(info.device) if info.device.startswith("cuda") else FreeHostMemory()
+        self.listener = RankListener(
+            self.gate,
+            self.recorder,
+            BubblePredictor(warmup=settings.warmup_iterations),
+            free_bytes,
+            settings.warmup_iterations,
+            settings.paired_blocks,
+            int(settings.guard_us * 1000),
+            int(settings.min_bubble_us * 1000),
+        )
+
+    def finish(self) -> None:
+        """The main job is done: measure the jobs alone if asked to, stop them, write this rank's records."""
+        bus.listener = None
+        if self.gate is not None:
+            if self.settings.baseline_seconds:
+                self._measure_alone(self.gate)
+            self.gate.end()
+        write_rank(self.run_dir / "ranks" / f"rank{self.info.rank}.json", self.recorder.record())
+        self._wait_for_agent()
+
+    def abort(self) -> None:
+        """The main job failed: let nothing of ours live on."""
+        bus.listener = None
+        if self.gate is not None:
+            self.gate.end()
+        self._wait_for_agent()
+
+    def _measure_alone(self, gate: SharedGate) -> None:
+        duration_ns = int(self.settings.baseline_seconds * 1e9)
+        gate.open_alone(time.monotonic_ns() + duration_ns)
+        time.sleep(self.settings.baseline_seconds)
+        gate.close(time.monotonic_ns())
+
+    def _start_agent(self, gate: SharedGate, search: list[str]) -> subprocess.Popen[bytes]:
+        settings = self.settings
+        gate_fd = gate.reader_fd()
+        spec = AgentSpec(
+            run_dir=str(self.run_dir.resolve()),
+            rank=self.info.rank,
+            parent=os.getpid(),
+            gate_fd=gate_fd,
+            device=self.info.device,
+            cpus=sorted(os.sched_getaffinity(0)) if self.info.device == "cpu" else [],
+            jobs=[
+                AgentJob(job.name, job.what, job.task, list(job.command) if job.command else None, job.args, job.memory)
+                for job in ordered(settings)
+            ],
+            search=search,
+            grace_ns=int(settings.grace_ms * 1e6),
+            max_overruns=settings.max_overruns,
+            max_output_bytes=int(settings.max_output_mib * 2**20),
+        )
+        with (self.run_dir / "agents" / f"agent{self.info.rank}.log").open("ab") as log:
+            agent = subprocess.Popen(
+                [sys.executable, "-m", "megatron.fill.runtime.agent", spec.to_json()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(gate_fd,),
+            )
+        os.close(gate_fd)
+        return agent
+
+    def _wait_for_agent(self) -> None:
+        if self.agent is None:
+            return
+        try:
+            self.agent.wait(_AGENT_END_S)
+        except subprocess.TimeoutExpired:
+            logger.warning(
+                "rank %d: its fill agent did not end within %g s; it is killed", self.info.rank, _AGENT_END_S
+            )
+            self.agent.kill()
+            self.agent.wait()
+
+
+def ordered(settings: FillSettings) -> list[Any]:
+    """The jobs in the order in which they start: by priority, then as written."""
+    return sorted(settings.jobs, key=lambda job: -job.priority)
+
+
+class Launch:
+    """One run of a Megatron script under the patches."""
+
+    def __init__(self) -> None:
+        self.settings: FillSettings | None = None
+        self.session: Session | None = None
+        self._search: list[str] = []
+
+    def on_parse(self, args: Namespace) -> None:
+        self.settings = FillSettings.from_args(args)
+        if self.settings.report is not None:
+            try:
+                Path(self.settings.report).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"--fill-report {self.settings.report}: {error.strerror}; expected a folder that can be written"
+                ) from error
+        if args.fill_jobs is not None:
+            self._search = [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
+        if self.settings.pipeline_schedule == "gpipe":
+            if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:
+                raise ConfigError("--fill-pipeline-schedule gpipe does not interleave; expected no virtual stages")
+            pipefill_patches.apply(("gpipe",))
+
+    def on_start(self, info: RankInfo, args: Namespace) -> None:
+        settings = self.settings
+        if settings is None or not settings.active:
+            return
+        run_dir = self._prepare_run(settings, info)
+        if run_dir is None:
+            return
+        self.session = Session(settings, info, run_dir, self._search)
+        bus.listener = self.session.listener
+
+    def _prepare_run(self, settings: FillSettings, info: RankInfo) -> Path | None:
+        """Agree on the run folder: rank 0 makes it, the others wait for it; None if it cannot be made."""
+        import torch.distributed as dist
+
+        agreed: list[str] = [""]
+        if info.rank == 0:
+            name = settings.report or time.strftime("runs/pipefill-%Y%m%d-%H%M%S-") + str(os.getpid())
+            try:
+                _make_run_folder(Path(name), [job.name for job in ordered(settings)])
+                agreed = [name]
+                print(f"PipeFill: {len(settings.jobs)} jobs, run folder {name}", flush=True)
+            except OSError as error:
+                logger.warning("the run folder %s cannot be made, so nothing is filled: %s", name, error)
+        dist.broadcast_object_list(agreed, src=0)
+        return Path(agreed[0]) if agreed[0] else None
+
+    def finish(self) -> None:
+        """Every rank has trained to the end: write, draw and print the result."""
+        if self.session is None or self.settings is None:
+            return
+        import torch.distributed as dist
+
+        self.session.finish()
+        dist.barrier()
+        if self.session.info.rank == 0:
+            self._report(self.settings, self.session.run_dir)
+
+    def _report(self, settings: FillSettings, run_dir: Path) -> None:
+        from megatron.fill import report
+
+        console = Console()
+        if settings.profile_only:
+            report.print_cycle(report.profile(run_dir), console)
+            print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
+            return
+        write_agent(run_dir / "agents" / "agent-none.json", [], _unstarted(settings, run_dir))
+        report.print_report(report.compose(run_dir, shlex.join(sys.argv), settings.trace_iterations), console)
+        print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
+
+
+def _make_run_folder(run_dir: Path, names: list[str]) -> None:
+    for part in ("ranks", "agents", "jobs"):
+        (run_dir / part).mkdir(parents=True, exist_ok=True)
+    for stale in [*(run_dir / "ranks").glob("*.json"), *(run_dir / "agents").glob("*.json")]:
+        stale.unlink()
+    ClaimQueue(run_dir, names).prepare()
+
+
+def _unstarted(settings: FillSettings, run_dir: Path) -> list[JobRecord]:
+    """Records of the jobs for which no agent wrote one."""
+    from megatron.fill.records import read_agent
+
+    known = {job.name for path in (run_dir / "agents").glob("agent[0-9]*.json") for job in read_agent(path)[1]}
+    queue = ClaimQueue(run_dir, [job.name for job in settings.jobs])
+    records = []
+    for job in ordered(settings):
+        if job.name in known:
+            continue
+        state, reason = JobState.QUEUED, "no rank became free before the main job ended"
+        if queue.claimed(job.name):
+            state, reason = JobState.FAILED, "the fill agent that ran it was killed"
+        unit = "seconds" if job.command else "steps"
+        folder = str(queue.directory(job.name))
+        records.append(JobRecord(job.name, job.what, state, reason, 0.0, unit, directory=folder))
+    return records
+
+
+def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> None:
+    """Run ``main`` (a Megatron script's) with the patches applied, and PipeFill beside it.
+
+    Args:
+        main: trains; it returns or exits when training is over.
+        patches: the names of the patches to apply; None for all that apply here.
+    """
+    run = Launch()
+    bus.on_parse, bus.on_start = run.on_parse, run.on_start
+    pipefill_patches.apply(patches if patches is not None else pipefill_patches.defaults(sys.argv))
+    try:
+        main()
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            _abort(run)
+            raise
+        run.finish()
+        raise
+    except BaseException:
+        _abort(run)
+        raise
+    run.finish()
+
+
+def _abort(run: Launch) -> None:
+    if run.session is not None:
+        run.session.abort()

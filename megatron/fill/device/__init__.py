@@ -1,0 +1,1 @@
+"""What a worker may use, and what the main job leaves free."""

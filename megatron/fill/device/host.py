@@ -1,0 +1,73 @@
+"""What Linux gives us to keep a worker out of the main job's way, and to take it down with it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import time
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel end this process when its parent dies.  ``parent`` is the pid that the parent was known by."""
+    _libc.prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies, so that none can slip away."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def yield_to_main_job(cpus: list[int] | None = None) -> None:
+    """Run this process only when nothing else wants its cores, and only on those of the rank it serves.
+
+    A waking rank then takes the core back at once, even from a step in flight.  The scheduling class counts only
+    inside one autogroup, so the worker must stay in its parent's session.
+    """
+    if cpus:
+        with contextlib.suppress(OSError):  # the cores may have been taken from us since
+            os.sched_setaffinity(0, cpus)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def use_every_core() -> None:
+    """Undo a pinning that was inherited."""
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+def run_at_normal_priority() -> None:
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def cap_memory(memory_bytes: int | None) -> None:
+    """Make allocations beyond ``memory_bytes`` of private memory fail in this process and its children."""
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+class FreeHostMemory:
+    """The machine's available memory in bytes; read at most every quarter of a second."""
+
+    def __init__(self) -> None:
+        self._fd = os.open("/proc/meminfo", os.O_RDONLY | os.O_CLOEXEC)
+        self._read_ns = 0
+        self._bytes = 0
+
+    def __call__(self) -> int:
+        now_ns = time.monotonic_ns()
+        if now_ns - self._read_ns > 250_000_000:
+            text = os.pread(self._fd, 512, 0)
+            start = text.index(b"MemAvailable:") + len(b"MemAvailable:")
+            self._bytes = int(text[start : text.index(b"kB", start)]) * 1024
+            self._read_ns = now_ns
+        return self._bytes

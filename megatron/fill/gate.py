@@ -1,0 +1,201 @@
+"""The gate: one rank's shared-memory word that says "a bubble is open until T, with B bytes free".
+
+One page of an anonymous memory file (``memfd``): it has no name, so nothing is left behind and two runs cannot
+collide.  The rank is its only writer; workers map it read-only, so nothing a worker does can reach the rank through
+it.  Opening is a handful of stores and one futex wake; closing likewise.  There is no lock.
+
+Layout, in 64-bit words of the machine's byte order::
+
+    0  the futex word (low 32 bits): even = shut, odd = open; it grows with every opening and every closing
+    1  magic and version
+    2  number of the open (or last) bubble, from 1
+    3  when it opened            4  when it is expected to end       5  free bytes
+    6  phase (Phase)
+    16..79  when bubble n ended, at 16 + n % 64 (0 while it is open)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+
+from megatron.fill import futex
+from megatron.fill.errors import GateError
+
+PAGE_BYTES = 4096
+_MAGIC = 0x50495045_00000001
+_FUTEX, _VERSION, _SEQ, _OPENED, _DEADLINE, _FREE, _PHASE = range(7)
+_CLOSED, _CLOSED_SLOTS = 16, 64
+
+
+class Phase(IntEnum):
+    """What the main job is doing."""
+
+    TRAINING = 0
+    ALONE = 1  # it stands still after its last iteration; the open bubble measures tasks by themselves
+    ENDED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBubble:
+    """What a worker knows of a bubble while it is open."""
+
+    seq: int
+    opened_ns: int
+    deadline_ns: int
+    free_bytes: int
+    alone: bool = False
+
+
+class GateWriter(Protocol):
+    """The rank's end."""
+
+    def open(self, deadline_ns: int, free_bytes: int) -> int:
+        """Open a bubble that is expected to end at ``deadline_ns``; return its number."""
+
+    def close(self, now_ns: int) -> None:
+        """The bubble is over."""
+
+    def end(self) -> None:
+        """The main job is over: every waiter returns None from now on."""
+
+
+class GateReader(Protocol):
+    """A worker's end."""
+
+    def wait(self, after_seq: int) -> OpenBubble | None:
+        """Sleep until a bubble with a number above ``after_seq`` is open; None when the main job is over or a signal
+        asks to look around (call again)."""
+
+    def is_open(self, seq: int) -> bool:
+        """Whether bubble ``seq`` is still open."""
+
+    def closed_ns(self, seq: int) -> int | None:
+        """When bubble ``seq`` ended; None while it is open."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the main job is over."""
+
+
+class SharedGate:
+    """The rank's end of a real gate (GateWriter)."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("pipefill-gate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, PAGE_BYTES)
+        # A file that cannot shrink cannot take the page away from under the rank.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._map = mmap.mmap(self.fd, PAGE_BYTES)
+        self._words = memoryview(self._map).cast("Q")
+        self._word = memoryview(self._map).cast("I")
+        self._wake = futex.Waker(ctypes.addressof(ctypes.c_uint32.from_buffer(self._map)))
+        self._seq = 0
+        self._is_open = False
+        self._words[_VERSION] = _MAGIC
+
+    def open(self, deadline_ns: int, free_bytes: int) -> int:
+        return self._open(deadline_ns, free_bytes, Phase.TRAINING)
+
+    def open_alone(self, deadline_ns: int) -> int:
+        """Open a bubble in which the main job stands still, to measure the tasks by themselves."""
+        return self._open(deadline_ns, 0, Phase.ALONE)
+
+    def _open(self, deadline_ns: int, free_bytes: int, phase: Phase) -> int:
+        words = self._words
+        self._seq = seq = self._seq + 1
+        words[_CLOSED + seq % _CLOSED_SLOTS] = 0
+        words[_SEQ] = seq
+        words[_DEADLINE] = deadline_ns
+        words[_FREE] = free_bytes
+        words[_PHASE] = phase
+        self._is_open = True
+        words[_OPENED] = time.monotonic_ns()
+        self._word[0] = (2 * seq + 1) & 0xFFFFFFFF
+        self._wake()
+        return seq
+
+    def close(self, now_ns: int) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._words[_CLOSED + self._seq % _CLOSED_SLOTS] = now_ns
+        self._word[0] = (2 * self._seq + 2) & 0xFFFFFFFF
+        self._wake()
+
+    def end(self) -> None:
+        self.close(time.monotonic_ns())
+        self._words[_PHASE] = Phase.ENDED
+        self._word[0] = (self._word[0] + 2) & 0xFFFFFFFE
+        self._wake()
+
+    def reader_fd(self) -> int:
+        """A new descriptor of the gate through which nothing can be written."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class SharedGateReader:
+    """A worker's end of a real gate (GateReader), over the descriptor that the agent passed on.
+
+    Raises:
+        GateError: the descriptor is not a gate of this version.
+    """
+
+    def __init__(self, fd: int) -> None:
+        try:
+            # np.frombuffer is how the address of a read-only mapping is had.
+            self._map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise GateError(f"descriptor {fd} cannot be mapped as a gate: {error}") from error
+        self._words = memoryview(self._map).cast("Q")
+        self._word = memoryview(self._map).cast("I")
+        if self._words[_VERSION] != _MAGIC:
+            raise GateError(f"descriptor {fd} is no gate: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
+        self._address = int(np.frombuffer(self._map, dtype=np.uint32).ctypes.data)
+
+    def wait(self, after_seq: int) -> OpenBubble | None:
+        word = self._word[0]
+        if self.ended:
+            return None
+        if not word & 1 or self._words[_SEQ] <= after_seq:
+            futex.wait(self._address, word)
+        return self.current(after_seq)
+
+    def current(self, after_seq: int = 0) -> OpenBubble | None:
+        """The open bubble, if its number is above ``after_seq``."""
+        words = self._words
+        seq = words[_SEQ]
+        if self._word[0] != (2 * seq + 1) & 0xFFFFFFFF or seq <= after_seq:
+            return None
+        bubble = OpenBubble(seq, words[_OPENED], words[_DEADLINE], words[_FREE], words[_PHASE] == Phase.ALONE)
+        # The fields belong together only if the word did not move while they were read.
+        return bubble if self.is_open(seq) else None
+
+    def wait_change(self, seq: int, timeout_ns: int | None) -> None:
+        """Sleep until bubble ``seq`` is over, at most ``timeout_ns``."""
+        word = (2 * seq + 1) & 0xFFFFFFFF
+        if self._word[0] == word:
+            futex.wait(self._address, word, timeout_ns)
+
+    def is_open(self, seq: int) -> bool:
+        return self._word[0] == (2 * seq + 1) & 0xFFFFFFFF
+
+    def closed_ns(self, seq: int) -> int | None:
+        return self._words[_CLOSED + seq % _CLOSED_SLOTS] or None
+
+    @property
+    def seq(self) -> int:
+        """The number of the open or last bubble."""
+        return self._words[_SEQ]
+
+    @property
+    def ended(self) -> bool:
+        return self._words[_PHASE] == Phase.ENDED

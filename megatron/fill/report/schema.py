@@ -1,0 +1,176 @@
+"""The models of ``report.json`` and of the bubble-cycle file.  ``docs/report.md`` explains them to a reader.
+
+A name ends in its unit (``_s``, ``_ms``, ``_us``, ``_bytes``); a value that cannot be known is null, never NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron.fill.types import BubbleKind, JobState
+
+REPORT_VERSION = 1
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Slowdown(_Model):
+    """How much slower the main job's iterations are with filling on, from paired blocks."""
+
+    mean: float = Field(description="mean over the pairs of (median time on / median time off) - 1; 0.01 is 1%")
+    ci95: tuple[float, float] = Field(description="95% bootstrap interval of the mean over the pairs: [low, high]")
+    pairs: int = Field(description="complete pairs of an on block and an off block")
+
+
+class Percentiles(_Model):
+    """The distribution of a short time, in microseconds."""
+
+    count: int = Field(description="how many values there are")
+    p50: float = Field(description="median")
+    p99: float = Field(description="99th percentile")
+    max: float = Field(description="largest")
+
+
+class Times(_Model):
+    """The distribution of iteration times."""
+
+    count: int = Field(description="how many iterations")
+    mean_s: float = Field(description="mean seconds")
+    median_s: float = Field(description="median seconds")
+    p99_s: float = Field(description="99th percentile, seconds")
+
+
+class PairedTimes(_Model):
+    """The iteration times inside the paired blocks, split by whether filling was on."""
+
+    on: Times | None = Field(description="iterations with filling on")
+    off: Times | None = Field(description="iterations with filling off")
+
+
+class Work(_Model):
+    """What one job did in the bubbles of one rank (in the total: of all ranks)."""
+
+    job: str = Field(description="the job's name")
+    work_done: float = Field(description="work done in bubbles, in the job's unit")
+    unit: str = Field(description="the unit of work, as the task names it")
+    steps: int = Field(description="steps done in bubbles")
+    harvested_s: float = Field(description="seconds inside steps and inside bubbles")
+
+
+class Totals(_Model):
+    """The figures of one rank, or of all ranks together."""
+
+    iterations: int = Field(description="training iterations; in the total, the most of any rank")
+    iteration_s: float = Field(description="seconds in training iterations; in the total, summed over ranks")
+    iteration_time: Times | None = Field(description="training iteration times; in the total, of all ranks pooled")
+    bubble_s: dict[BubbleKind, float] = Field(description="seconds of bubbles in training iterations, by kind")
+    bubble_share: float | None = Field(description="sum of bubble_s / iteration_s")
+    evaluation_bubble_s: dict[BubbleKind, float] = Field(description="seconds of bubbles in evaluations, by kind")
+    fillable_s: float = Field(description="seconds of bubbles, training and evaluation, while filling was on")
+    harvested_s: float = Field(description="seconds inside side-task steps and inside bubbles")
+    harvest_ratio: float | None = Field(description="harvested_s / fillable_s")
+    fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
+    steps: int = Field(description="side-task steps done in bubbles")
+    work: list[Work] = Field(description="what each job did here")
+    open_to_step_us: Percentiles | None = Field(description="from a gate's opening to the start of the first step")
+    overrun_us: Percentiles | None = Field(description="how long the last step ran on after its bubble; 0 counts")
+    paired: PairedTimes | None = Field(description="iteration times with filling on and off, inside paired blocks")
+    predicted_bubbles: int = Field(description="bubbles whose duration was predicted when they opened")
+    prediction_error_ms: float | None = Field(description="mean absolute error of those predictions")
+
+
+class RankReport(Totals):
+    """The figures of one rank of the main job."""
+
+    rank: int = Field(description="the rank in the main job")
+    stage: int = Field(description="its pipeline stage, from 0")
+    node: int = Field(description="the node that it runs on, from 0")
+    device: str = Field(description="its device")
+    data_parallel_rank: int = Field(description="its place in data parallelism")
+    tensor_parallel_rank: int = Field(description="its place in tensor parallelism")
+
+
+class CycleBubble(_Model):
+    """One bubble of the cycle: the same place in every iteration."""
+
+    index: int = Field(description="its place in the cycle, from 0")
+    kind: BubbleKind = Field(description="where in the iteration: fill, fwd-bwd, interior or drain")
+    mean_ms: float = Field(description="mean duration")
+    median_ms: float = Field(description="median duration")
+    p10_ms: float = Field(description="10th percentile of the duration")
+    p90_ms: float = Field(description="90th percentile of the duration")
+    offset_ms: float = Field(
+        description="median time from the start of the iteration (evaluation: of its first bubble) to this bubble"
+    )
+    share: float | None = Field(description="mean duration / mean iteration time; null in evaluations")
+    free_bytes: int = Field(description="least device memory that the main job left free; 0 if not measured")
+    count: int = Field(description="iterations that the figures are from")
+
+
+class RankCycle(_Model):
+    """The bubble cycle of one rank."""
+
+    rank: int = Field(description="the rank in the main job")
+    stage: int = Field(description="its pipeline stage, from 0")
+    iteration_ms: float | None = Field(description="mean time of the iterations that the cycle is from")
+    training: list[CycleBubble] = Field(description="the bubbles of a training iteration, in order")
+    evaluation: list[CycleBubble] = Field(description="the bubbles of an evaluation iteration, in order")
+
+
+class Cycles(_Model):
+    """The file that ``--fill-profile-only`` writes."""
+
+    version: int = Field(default=REPORT_VERSION, description="version of this schema")
+    ranks: list[RankCycle] = Field(description="the bubble cycle of each rank")
+
+
+class JobSummary(_Model):
+    """How one fill job ended, in short."""
+
+    name: str = Field(description="the job's name")
+    state: JobState = Field(description="QUEUED, RUNNING, SUCCEEDED, FAILED or STOPPED")
+    reason: str = Field(description="why it is in this state")
+    work_done: float = Field(description="work done, in its unit")
+    unit: str = Field(description="the unit of work, as the task names it")
+
+
+class JobReport(JobSummary):
+    """How one fill job ended, in full."""
+
+    what: str = Field(description="module:Class, or the command line")
+    rank: int | None = Field(description="the rank whose bubbles it ran in; null if it never started")
+    steps: int = Field(description="steps done")
+    harvested_s: float = Field(description="seconds inside its steps and inside bubbles")
+    rate: float | None = Field(description="work_done / harvested_s")
+    total_work: float | None = Field(description="how much there was to do; null if the task did not say")
+    result: dict[str, Any] = Field(description="what the task reported")
+    directory: str = Field(description="its folder: output.log and the task's own files")
+
+
+class Summary(_Model):
+    """The run in a few figures."""
+
+    iterations: int = Field(description="training iterations of the main job")
+    bubble_share: float | None = Field(description="bubble seconds / iteration seconds, over all ranks")
+    harvest_ratio: float | None = Field(description="harvested seconds / fillable bubble seconds, over all ranks")
+    fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
+    slowdown: Slowdown | None = Field(description="of the main job; null without --fill-paired-blocks")
+    open_to_step_us: Percentiles | None = Field(description="from a gate's opening to the start of the first step")
+    overrun_us: Percentiles | None = Field(description="how long the last step ran on after its bubble; 0 counts")
+    jobs: list[JobSummary] = Field(description="how each job ended")
+
+
+class Report(_Model):
+    """``report.json``."""
+
+    version: int = Field(default=REPORT_VERSION, description="version of this schema")
+    command: str = Field(description="the command line of the main job")
+    summary: Summary = Field(description="the run in a few figures")
+    ranks: list[RankReport] = Field(description="the figures of each rank")
+    total: Totals = Field(description="the figures of all ranks together")
+    jobs: list[JobReport] = Field(description="how each fill job ended")
+    cycle: list[RankCycle] = Field(description="the bubble cycle of each rank")

@@ -1,0 +1,165 @@
+"""The report on a terminal, readable in 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron.fill.report.schema import CycleBubble, Percentiles, RankCycle, Report, Summary, Totals
+from megatron.fill.types import BubbleKind, JobState
+
+_STATE_COLOURS = {
+    JobState.SUCCEEDED: "green",
+    JobState.FAILED: "red",
+    JobState.STOPPED: "yellow",
+    JobState.RUNNING: "cyan",
+    JobState.QUEUED: "dim",
+}
+_GIB = 2**30
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the bubbles of each rank, the jobs, and how well filling went."""
+    console.print(_rank_table(report), "")
+    if report.jobs:
+        console.print(_job_table(report), "")
+    for line in _lines(report.summary, jobs=bool(report.jobs)):
+        console.print(line, highlight=False)
+
+
+def print_cycle(cycles: Sequence[RankCycle], console: Console) -> None:
+    """Print the bubble cycle of each rank, in training and, where there was one, in evaluation."""
+    for cycle in cycles:
+        where = f"rank {cycle.rank} (stage {cycle.stage})"
+        took = "" if cycle.iteration_ms is None else f": iterations of {cycle.iteration_ms:.1f} ms"
+        if cycle.training:
+            console.print(_cycle_table(f"Bubbles of {where}{took}", cycle.training), "")
+        else:
+            console.print(f"{where} had no bubbles{took}", highlight=False)
+        if cycle.evaluation:
+            console.print(_cycle_table(f"Evaluation bubbles of {where}", cycle.evaluation), "")
+
+
+def _rank_table(report: Report) -> Table:
+    table = _table("Bubbles of the main job, in seconds by kind")
+    plain = all(rank.rank == rank.stage for rank in report.ranks)
+    table.add_column("rank" if plain else "rank/\nstage", justify="right", no_wrap=True)
+    headings = ["iters", "median\nms", "bubble\nshare", "fill", "fwd-\nbwd", "inter-\nior", "drain", "har-\nvested"]
+    for heading in [*headings, "harvest\nratio"]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rank in report.ranks:
+        table.add_row(str(rank.rank) if plain else f"{rank.rank}/{rank.stage}", *_rank_cells(rank))
+    if len(report.ranks) > 1:
+        table.add_section()
+        table.add_row("all", *_rank_cells(report.total), style="bold")
+    return table
+
+
+def _rank_cells(totals: Totals) -> list[str]:
+    time = totals.iteration_time
+    return [
+        str(totals.iterations),
+        _short(time.median_s * 1e3) if time else "-",
+        _percent(totals.bubble_share),
+        *(_short(totals.bubble_s.get(kind, 0.0)) for kind in BubbleKind),
+        _short(totals.harvested_s),
+        "-" if totals.harvest_ratio is None else f"{totals.harvest_ratio:.3f}",
+    ]
+
+
+def _job_table(report: Report) -> Table:
+    table = _table("Jobs")
+    table.add_column("job", overflow="fold", max_width=18)
+    table.add_column("state", no_wrap=True)
+    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("work done", overflow="fold", max_width=18)
+    table.add_column("per s in\nbubbles", justify="right", no_wrap=True)
+    table.add_column("reason", overflow="fold")
+    for job in report.jobs:
+        colour = _STATE_COLOURS[job.state]
+        table.add_row(
+            escape(job.name),
+            f"[{colour}]{job.state}[/]",
+            "-" if job.rank is None else str(job.rank),
+            escape(f"{_amount(job.work_done)} {job.unit}".rstrip()),
+            "-" if job.rate is None else _amount(job.rate),
+            escape(job.reason),
+        )
+    return table
+
+
+def _lines(summary: Summary, jobs: bool) -> list[str]:
+    if summary.slowdown:
+        low, high = summary.slowdown.ci95
+        pairs = f"{summary.slowdown.pairs} pair{'s' if summary.slowdown.pairs > 1 else ''} of blocks"
+        slowdown = f"{summary.slowdown.mean:+.2%} (95% interval {low:+.2%} to {high:+.2%}, {pairs})"
+    else:
+        slowdown = "not measured; --fill-paired-blocks measures it"
+    lines = [f"main job slowdown: {slowdown}"]
+    if not jobs:
+        return lines
+    if summary.fill_efficiency is None:
+        lines.append("fill efficiency: not known (no job was measured alone)")
+    else:
+        lines.append(f"fill efficiency: {summary.fill_efficiency:.3f} of the work per second that the jobs do alone")
+    opening, overrun = _distribution(summary.open_to_step_us), _distribution(summary.overrun_us)
+    lines.append(f"bubble to first step: {opening}")
+    lines.append(f"overrun of the bubble: {overrun}")
+    return lines
+
+
+def _cycle_table(title: str, bubbles: Sequence[CycleBubble]) -> Table:
+    table = _table(title)
+    table.add_column("index", justify="right", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    headings = ["mean\nms", "p10\nms", "p90\nms", "starts at\nms", "share of\niteration", "free\nGiB", "seen"]
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for bubble in bubbles:
+        table.add_row(
+            str(bubble.index),
+            str(bubble.kind),
+            _milliseconds(bubble.mean_ms),
+            _milliseconds(bubble.p10_ms),
+            _milliseconds(bubble.p90_ms),
+            _milliseconds(bubble.offset_ms),
+            _percent(bubble.share),
+            f"{bubble.free_bytes / _GIB:.1f}" if bubble.free_bytes else "-",
+            str(bubble.count),
+        )
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _short(value: float) -> str:
+    """At most six characters up to a million."""
+    if value >= 1000 or value == 0:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.2f}" if value < 1000 else f"{value:.1f}"
+
+
+def _amount(value: float) -> str:
+    if value >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _distribution(times: Percentiles | None) -> str:
+    if times is None:
+        return "no step ran in a bubble"
+    return f"p50 {times.p50:,.0f} us, p99 {times.p99:,.0f} us, max {times.max:,.0f} us ({times.count:,} bubbles)"

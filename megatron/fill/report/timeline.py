@@ -1,0 +1,233 @@
+"""A picture of a run's iterations: what each rank computed, where it waited, and what ran meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.fill.records import replacing
+from megatron.fill.report.bars import Bar, join, subtract
+from megatron.fill.report.build import build_report
+from megatron.fill.report.schema import Summary
+from megatron.fill.report.window import Window, choose_window
+from megatron.fill.types import RankInfo, RankRecord, WorkerRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart: blues for the main job, the rest for side tasks.
+_FORWARD, _BACKWARD, _OTHER = "#56B4E9", "#0072B2", "#8F8F8F"
+_BUBBLE, _BUBBLE_HATCH, _INK = "#FAF8F2", "#CFC8B4", "#333333"
+_JOBS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00")
+_WIDTH_IN, _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN, _ROW_IN = 13.0, 0.95, 0.25, 0.78, 1.0, 0.66
+_AXES_IN = _WIDTH_IN - _LEFT_IN - _RIGHT_IN
+_LEGEND_IN = 0.47  # its top, from the figure's bottom
+_LANE_TOP, _LANE, _SIDE_TOP, _SIDE = 0.08, 0.5, 0.62, 0.26  # in rows; a row is one rank
+_CHARACTER_IN = 0.075  # of a label in a bubble
+_VISIBLE_EDGE_IN = 0.04  # a narrower bar would be all edge
+_JOIN_IN = 0.012  # steps less than a pixel apart are drawn as one
+_NUMBER_IN = 0.95  # what an iteration's number takes
+_NAME_LENGTH = 26
+
+
+@dataclass(frozen=True, slots=True)
+class _Lanes:
+    """What to draw of one rank, in ms from the window's start."""
+
+    forward: list[Bar]
+    backward: list[Bar]
+    other: list[Bar]
+    bubbles: list[tuple[Bar, str]]
+    steps: dict[str, list[Bar]]
+    iterations: list[tuple[int, Bar]]
+
+
+def draw_timeline(
+    path: Path,
+    ranks: Sequence[RankRecord],
+    workers: Sequence[WorkerRecord],
+    iterations: int = 2,
+    *,
+    summary: Summary | None = None,
+) -> None:
+    """Draw a PNG with two lanes per rank: the main job with its bubbles, and the side tasks' steps.
+
+    The iterations are the last ones with side-task steps, or the last ones where there are none.
+
+    Args:
+        summary: for the title; built from the records if not given.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ranks = sorted(ranks, key=lambda record: record.info.rank)
+    window = choose_window(ranks, workers, iterations)
+    height = _TOP_IN + _BOTTOM_IN + _ROW_IN * (len(ranks) if window else 0)
+    figure = Figure(figsize=(_WIDTH_IN, height), dpi=110)
+    FigureCanvasAgg(figure)
+    if window is None:
+        figure.text(0.5, 0.5, "No iteration was recorded on all ranks.", ha="center", va="center")
+    else:
+        lanes = [_lanes(record, workers, window) for record in ranks]
+        colours, legend = _job_colours(lanes)
+        axes = figure.add_axes(
+            (_LEFT_IN / _WIDTH_IN, _BOTTOM_IN / height, _AXES_IN / _WIDTH_IN, _ROW_IN * len(ranks) / height)
+        )
+        for row, its in enumerate(lanes):
+            _draw_main(axes, row, its, window)
+            _draw_side(axes, row, its, colours, window)
+        _dress_axes(axes, [record.info for record in ranks], lanes[0], window)
+        _add_legend(figure, legend)
+        title = _title(window, summary or build_report(ranks, workers, [], "").summary)
+        figure.text(_LEFT_IN / _WIDTH_IN, 1 - 0.28 / height, title, fontsize=12, weight="bold", va="center")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def _lanes(record: RankRecord, workers: Iterable[WorkerRecord], window: Window) -> _Lanes:
+    def bars(times: Iterable[tuple[int, int]]) -> list[Bar]:
+        placed = (window.place(record.info.rank, start, end) for start, end in times)
+        return [(bar[0] / 1e6, bar[1] / 1e6) for bar in placed if bar]
+
+    inside = [item for item in record.iterations if window.first <= item.iteration <= window.last]
+    whole = bars((item.start_ns, item.end_ns) for item in inside)
+    forward = bars((span.start_ns, span.end_ns) for span in record.spans if span.name == "forward")
+    backward = bars((span.start_ns, span.end_ns) for span in record.spans if span.name == "backward")
+    bubbles = [
+        (bar, f"eval {bubble.kind}" if bubble.forward_only else str(bubble.kind))
+        for bubble in record.bubbles
+        for bar in bars([(bubble.start_ns, bubble.end_ns)])
+    ]
+    steps: dict[str, list[Bar]] = {}
+    for worker in workers:
+        if worker.rank == record.info.rank and (its := bars(worker.steps)):
+            steps.setdefault(worker.job, []).extend(its)
+    return _Lanes(
+        forward=forward,
+        backward=backward,
+        other=subtract(whole, [*forward, *backward, *(bar for bar, _ in bubbles)]),
+        bubbles=bubbles,
+        steps=steps,
+        iterations=[(item.iteration, bar) for item, bar in zip(inside, whole, strict=True)],
+    )
+
+
+def _draw_main(axes: Axes, row: int, lanes: _Lanes, window: Window) -> None:
+    lane = (row + _LANE_TOP, _LANE)
+    for bars, colour in ((lanes.other, _OTHER), (lanes.forward, _FORWARD), (lanes.backward, _BACKWARD)):
+        axes.broken_barh(bars, lane, facecolors=colour, edgecolors="white", linewidth=_edge(bars, window))
+    waits = [bar for bar, _ in lanes.bubbles]
+    axes.broken_barh(waits, lane, facecolors=_BUBBLE, edgecolors=_BUBBLE_HATCH, hatch="////", linewidth=0.4)
+    for (start, width), label in lanes.bubbles:
+        if width * _scale(window) > (len(label) + 1.5) * _CHARACTER_IN:
+            axes.text(
+                start + width / 2,
+                row + _LANE_TOP + _LANE / 2,
+                label,
+                fontsize=7.5,
+                ha="center",
+                va="center",
+                color=_INK,
+                bbox={"boxstyle": "round,pad=0.12", "facecolor": _BUBBLE, "edgecolor": "none"},
+            )
+    for _, (start, width) in lanes.iterations:
+        axes.vlines(
+            [start, start + width], row + _LANE_TOP, row + _SIDE_TOP + _SIDE, colors=_INK, linewidth=0.9, clip_on=False
+        )
+
+
+def _draw_side(axes: Axes, row: int, lanes: _Lanes, colours: dict[str, str], window: Window) -> None:
+    lane = (row + _SIDE_TOP, _SIDE)
+    for job, steps in lanes.steps.items():
+        bars = join(steps, _JOIN_IN / _scale(window))
+        axes.broken_barh(bars, lane, facecolors=colours[job], edgecolors="white", linewidth=_edge(bars, window))
+
+
+def _scale(window: Window) -> float:
+    """Inches per millisecond."""
+    return _AXES_IN / (window.duration_ns / 1e6)
+
+
+def _edge(bars: Sequence[Bar], window: Window) -> float:
+    narrowest = min((width for _, width in bars), default=0.0)
+    return 0.5 if narrowest * _scale(window) > _VISIBLE_EDGE_IN else 0.0
+
+
+def _job_colours(lanes: Iterable[_Lanes]) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """The colour of each visible job, and the legend's entries: one for all where the palette is too small."""
+    jobs = sorted({job for its in lanes for job in its.steps})
+    if len(jobs) > len(_JOBS):
+        return dict.fromkeys(jobs, _JOBS[0]), [(f"side-task steps ({len(jobs)} jobs)", _JOBS[0])]
+    colours = dict(zip(jobs, _JOBS, strict=False))
+    return colours, [(f"side task: {_shorten(job)}", colour) for job, colour in colours.items()]
+
+
+def _shorten(name: str) -> str:
+    """Both ends stay: names that differ often differ in their last characters."""
+    half = _NAME_LENGTH // 2
+    return name if len(name) <= _NAME_LENGTH else f"{name[:half]}…{name[-half + 1 :]}"
+
+
+def _dress_axes(axes: Axes, infos: Sequence[RankInfo], first: _Lanes, window: Window) -> None:
+    axes.set_xlim(0, window.duration_ns / 1e6)
+    axes.set_ylim(len(infos), 0)
+    axes.set_yticks(
+        [row + _LANE_TOP + (_LANE + _SIDE) / 2 for row in range(len(infos))],
+        [f"rank {info.rank}\nstage {info.stage}" for info in infos],
+        fontsize=9,
+    )
+    axes.set_xlabel(f"ms from the start of iteration {window.first}", fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=9)
+    axes.grid(axis="x", color="#E4E4E4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    for number, (start, width) in first.iterations:
+        if width * _scale(window) < _NUMBER_IN:
+            continue
+        axes.annotate(
+            f"iteration {number}",
+            (start + width / 2, 0),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            color=_INK,
+        )
+
+
+def _add_legend(figure: Figure, jobs: Iterable[tuple[str, str]]) -> None:
+    from matplotlib.patches import Patch
+
+    entries = {"forward": _FORWARD, "backward": _BACKWARD, "other compute": _OTHER}
+    handles = [Patch(facecolor=colour, label=label) for label, colour in entries.items()]
+    handles.append(Patch(facecolor=_BUBBLE, edgecolor=_BUBBLE_HATCH, hatch="////", label="bubble"))
+    handles += [Patch(facecolor=colour, label=label) for label, colour in jobs]
+    figure.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(_LEFT_IN / _WIDTH_IN, _LEGEND_IN / figure.get_figheight()),
+        bbox_transform=figure.transFigure,
+        ncols=len(handles) if len(handles) <= 6 else (len(handles) + 1) // 2,
+        frameon=False,
+        fontsize=9,
+        borderaxespad=0,
+        borderpad=0,
+        columnspacing=1.6,
+        handlelength=1.4,
+    )
+
+
+def _title(window: Window, summary: Summary) -> str:
+    several = window.last > window.first
+    parts = [f"Iterations {window.first} to {window.last}" if several else f"Iteration {window.first}"]
+    if summary.harvest_ratio is not None:
+        parts.append(f"harvest ratio of the run {summary.harvest_ratio:.3f}")
+    if summary.slowdown:
+        low, high = summary.slowdown.ci95
+        parts.append(f"main job slowdown {summary.slowdown.mean:+.2%} [{low:+.2%}, {high:+.2%}]")
+    return "   ·   ".join(parts)

@@ -1,0 +1,105 @@
+"""Which iterations of a run to draw, and where each rank's events stand on one time axis."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import numpy as np
+
+from megatron.fill.types import Iteration, RankRecord, WorkerRecord
+
+_LOOK_BACK = 1000  # iterations
+_GAP = 1.1  # a window this much longer than its iterations has something else inside, such as an evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of consecutive iterations.
+
+    Attributes:
+        first, last: the numbers of its iterations.
+        start_ns, end_ns: on the clock of the lowest rank's node.
+        shift_ns: per rank, what to add to its node's clock to get to that one.
+    """
+
+    first: int
+    last: int
+    start_ns: int
+    end_ns: int
+    shift_ns: dict[int, int]
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+    def place(self, rank: int, start_ns: int, end_ns: int) -> tuple[int, int] | None:
+        """Start and duration of an event of a rank in nanoseconds from the window's start; None if it lies outside."""
+        start = start_ns + self.shift_ns.get(rank, 0) - self.start_ns
+        end = start + end_ns - start_ns
+        if end <= 0 or start >= self.duration_ns:
+            return None
+        start, end = max(start, 0), min(end, self.duration_ns)
+        return start, end - start
+
+
+def choose_window(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], iterations: int) -> Window | None:
+    """The last consecutive iterations that all ranks have and that show the most.
+
+    Iterations with side-task steps and filling on go before those with filling on alone, and those before the rest: a
+    run that ends in a block with filling off, or after its jobs, is still shown at work.  Then a window goes before one
+    that is torn apart by an evaluation.
+
+    Returns:
+        None if the ranks have no iteration in common.
+    """
+    if not ranks or iterations < 1:
+        return None
+    by_number = [{item.iteration: item for item in record.iterations} for record in ranks]
+    common = sorted(set.intersection(*(set(items) for items in by_number)))[-_LOOK_BACK:]
+    if not common:
+        return None
+    shift_ns = _shifts(ranks, by_number, common)
+    steps = np.sort([start + shift_ns.get(worker.rank, 0) for worker in workers for start, _ in worker.steps] or [0])
+    reference, offset = by_number[0], shift_ns[ranks[0].info.rank]
+
+    def merit(numbers: Sequence[int]) -> tuple[bool, bool, bool, int]:
+        items = [reference[number] for number in numbers]
+        filling = all(item.filling for item in items)
+        edges = np.searchsorted(steps, [(item.start_ns + offset, item.end_ns + offset) for item in items])
+        busy = bool((edges[:, 1] > edges[:, 0]).all())
+        spent = sum(item.end_ns - item.start_ns for item in items)
+        whole = items[-1].end_ns - items[0].start_ns <= _GAP * spent
+        return filling and busy, filling, whole, numbers[-1]
+
+    length = min(iterations, len(common))
+    chosen = max((common[at : at + length] for at in range(len(common) - length + 1)), key=merit)
+    edges = [
+        (items[chosen[0]].start_ns + shift, items[chosen[-1]].end_ns + shift)
+        for items, shift in zip(by_number, (shift_ns[record.info.rank] for record in ranks), strict=True)
+    ]
+    return Window(chosen[0], chosen[-1], min(start for start, _ in edges), max(end for _, end in edges), shift_ns)
+
+
+def _shifts(
+    ranks: Sequence[RankRecord], by_number: Sequence[dict[int, Iteration]], common: Iterable[int]
+) -> dict[int, int]:
+    """Per rank, its node's clock shift.
+
+    Nodes do not share CLOCK_MONOTONIC; but an iteration ends with a collective of all ranks, so its ends are taken to
+    be simultaneous.
+    """
+    ends: defaultdict[int, list[float]] = defaultdict(list)
+    home = ranks[0].info.node
+    for number in common:
+        by_node: defaultdict[int, list[int]] = defaultdict(list)
+        for record, items in zip(ranks, by_number, strict=True):
+            by_node[record.info.node].append(items[number].end_ns)
+        base = by_node[home][0]  # means of small differences: a float does not hold large times exactly
+        means = {node: fmean(end - base for end in its) for node, its in by_node.items()}
+        for node, mean in means.items():
+            ends[node].append(means[home] - mean)
+    shifts = {node: 0 if node == home else round(median(its)) for node, its in ends.items()}
+    return {record.info.rank: shifts[record.info.node] for record in ranks}

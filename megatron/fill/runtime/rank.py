@@ -1,0 +1,120 @@
+"""The rank's own part: predict each bubble, open and shut the gate, keep the records.
+
+This is all of PipeFill that runs inside the training process while it trains: a few microseconds a bubble.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.fill.gate import GateWriter
+from megatron.fill.predictor import BubblePredictor
+from megatron.fill.runtime.recorder import Recorder
+from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration
+
+
+class RankListener:
+    """A hooks.Listener that fills one rank's bubbles.
+
+    Args:
+        gate: the rank's gate; None to measure only.
+        free_bytes: the device memory that the main job leaves free, now.
+        warmup_iterations: training iterations before filling starts.
+        paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
+        guard_ns: kept free at the end of every predicted bubble.
+        min_bubble_ns: bubbles predicted to be shorter are left alone.
+    """
+
+    def __init__(
+        self,
+        gate: GateWriter | None,
+        recorder: Recorder,
+        predictor: BubblePredictor,
+        free_bytes: Callable[[], int],
+        warmup_iterations: int = 5,
+        paired_blocks: int = 0,
+        guard_ns: int = 0,
+        min_bubble_ns: int = 1_000_000,
+    ) -> None:
+        self.gate = gate
+        self.recorder = recorder
+        self.predictor = predictor
+        self.free_bytes = free_bytes
+        self.warmup_iterations = warmup_iterations
+        self.paired_blocks = paired_blocks
+        self.guard_ns = guard_ns
+        self.min_bubble_ns = min_bubble_ns
+        self.filling = False
+        self._iteration = 0
+        self._iteration_start_ns = 0
+        self._iterations_seen = 0
+        self._block = -1
+        self._forward_only = False
+        self._disturbed = False
+        self._bubble: tuple[BubbleKind, int, int, int, int] | None = None
+
+    def iteration_started(self, iteration: int, now_ns: int) -> None:
+        self._iteration = iteration
+        self._iteration_start_ns = now_ns
+        past_warmup = self._iterations_seen - self.warmup_iterations
+        self._iterations_seen += 1
+        if past_warmup >= 0 and self.paired_blocks:
+            self._block = past_warmup // self.paired_blocks
+        on = not self.paired_blocks or self._block % 2 == 0
+        self.filling = self.gate is not None and past_warmup >= 0 and on
+        self.recorder.iteration_started()
+
+    def iteration_ended(self, now_ns: int) -> None:
+        self.recorder.iterations.append(
+            Iteration(self._iteration, self._iteration_start_ns, now_ns, self.filling, self._block)
+        )
+
+    def cycle_started(self, key: CycleKey, iteration: int) -> None:
+        self.predictor.cycle_started(key, self._disturbed)
+        # Evaluations follow one another undisturbed; only the training iteration after them differs from the others.
+        self._disturbed = self._disturbed and key.forward_only
+        self._forward_only = key.forward_only
+
+    def cycle_ended(self) -> None:
+        """Nothing to do: positions start again with the next cycle."""
+
+    def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int) -> None:
+        predicted_ns = self.predictor.predict(kind, index)
+        seq = 0
+        if self.filling and predicted_ns >= self.min_bubble_ns and self.gate is not None:
+            seq = self.gate.open(now_ns + predicted_ns - self.guard_ns, self.free_bytes())
+        self._bubble = (kind, index, now_ns, predicted_ns, seq)
+
+    def bubble_closed(self, now_ns: int) -> None:
+        if self._bubble is None:
+            return
+        kind, index, start_ns, predicted_ns, seq = self._bubble
+        self._bubble = None
+        if seq and self.gate is not None:
+            self.gate.close(now_ns)
+        self.predictor.observe(kind, index, now_ns - start_ns)
+        self.recorder.bubble(
+            Bubble(
+                self._iteration,
+                index,
+                kind,
+                start_ns,
+                now_ns,
+                predicted_ns,
+                seq,
+                self.free_bytes(),
+                self.filling,
+                self._forward_only,
+            )
+        )
+
+    def computed(self, name: str, start_ns: int, end_ns: int) -> None:
+        self.recorder.span(name, self._iteration, start_ns, end_ns)
+
+    def disturbed(self, reason: str) -> None:
+        self._disturbed = True
+
+    def shut(self) -> None:
+        """Called when the bus takes this listener off after a failure: no bubble opens any more."""
+        if self.gate is not None:
+            self.gate.end()

@@ -1,0 +1,67 @@
+"""What the agent hands a worker, as JSON on its command line, and what the worker leaves in the job's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.types import JobState
+
+_OUTCOME = "outcome.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker's job.  Exactly one of ``task`` and ``command`` is set."""
+
+    name: str
+    directory: str
+    gate_fd: int
+    log_fd: int
+    parent: int
+    device: str = "cpu"
+    cpus: list[int] = field(default_factory=list)
+    task: str | None = None
+    command: list[str] | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    search: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> WorkerSpec:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a worker says that its job ended."""
+
+    state: JobState
+    reason: str
+    unit: str = "steps"
+    total_work: float | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, directory: Path) -> None:
+        scratch = directory / (_OUTCOME + ".part")
+        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(scratch, directory / _OUTCOME)
+
+    @classmethod
+    def read(cls, directory: Path) -> Outcome | None:
+        """What the worker left; None if it left nothing, or nothing that can be read."""
+        try:
+            data = json.loads((directory / _OUTCOME).read_text(encoding="utf-8"))
+            return cls(**data | {"state": JobState(data["state"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    @staticmethod
+    def discard(directory: Path) -> None:
+        (directory / _OUTCOME).unlink(missing_ok=True)

@@ -1,0 +1,146 @@
+"""What a worker has done, in shared memory: written after every step, readable by the agent whatever happens.
+
+A worker that is killed takes nothing with it: the totals, the callback it was in and its recent steps are here.  Only
+the worker writes; the rank never reads it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from enum import IntEnum
+
+import numpy as np
+
+from megatron.fill.types import BubbleUse, WorkerRecord
+
+_USES, _USE_FIELDS = 65_536, 5
+_STEPS = 8_192
+_HEADER = 64
+_BYTES = 8 * (_HEADER + _USES * _USE_FIELDS + _STEPS * 2)
+
+_PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS = range(7)
+_WORK, _ALONE_WORK = 16, 17  # float64
+
+
+class WorkerPhase(IntEnum):
+    """What a worker is at; the agent names it when the worker dies."""
+
+    STARTING = 0
+    CREATE = 1
+    INIT = 2
+    ASLEEP = 3
+    START = 4
+    STEP = 5
+    PAUSE = 6
+    STOP = 7
+
+    @property
+    def callback(self) -> str:
+        names = {self.STEP: "run_next_step()", self.ASLEEP: "between bubbles", self.STARTING: "while starting"}
+        return names.get(self, f"{self.name.lower()}()")
+
+
+def create_log() -> int:
+    """A new, empty log; returns its descriptor.  It cannot be shrunk by the worker that it is given to."""
+    fd = os.memfd_create("pipefill-steps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, _BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+class StepLog:
+    """Both ends of a step log, over its descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, _BYTES)
+        view = memoryview(self._map)
+        self._words = view.cast("Q")
+        self._floats = view.cast("d")
+        # Signed, for the latency of -1 that stands for "no step".
+        self._uses = view[8 * _HEADER : 8 * (_HEADER + _USES * _USE_FIELDS)].cast("q")
+        self._steps = view[8 * (_HEADER + _USES * _USE_FIELDS) :].cast("Q")
+
+    @property
+    def phase(self) -> WorkerPhase:
+        value = self._words[_PHASE]
+        return WorkerPhase(value) if value < len(WorkerPhase) else WorkerPhase.STARTING
+
+    @phase.setter
+    def phase(self, phase: WorkerPhase) -> None:
+        self._words[_PHASE] = phase
+
+    @property
+    def step_seq(self) -> int:
+        """The bubble that the running step, start or pause was begun in; 0 when the worker is between bubbles."""
+        return self._words[_STEP_SEQ]
+
+    @property
+    def step_count(self) -> int:
+        """All the steps so far, those alone included."""
+        return self._words[_STEP_COUNT]
+
+    @property
+    def work_done(self) -> float:
+        """All the work so far, that alone included."""
+        return self._floats[_WORK] + self._floats[_ALONE_WORK]
+
+    @property
+    def harvested_ns(self) -> int:
+        return self._words[_HARVESTED]
+
+    def enter_bubble(self, seq: int) -> None:
+        self._words[_STEP_SEQ] = seq
+
+    def step_ended(self, start_ns: int, end_ns: int, work: float, alone: bool) -> None:
+        words = self._words
+        count = words[_STEP_COUNT]
+        slot = count % _STEPS * 2
+        self._steps[slot] = start_ns
+        self._steps[slot + 1] = end_ns
+        words[_STEP_COUNT] = count + 1
+        if alone:
+            words[_ALONE_NS] += end_ns - start_ns
+            self._floats[_ALONE_WORK] += work
+        else:
+            self._floats[_WORK] += work
+            words[_FILL_STEPS] += 1
+
+    def leave_bubble(self, use: BubbleUse, alone: bool) -> None:
+        words = self._words
+        words[_STEP_SEQ] = 0
+        if alone:
+            return
+        words[_HARVESTED] += use.harvested_ns
+        count = words[_USE_COUNT]
+        slot = count % _USES * _USE_FIELDS
+        self._uses[slot] = use.seq
+        self._uses[slot + 1] = use.latency_ns
+        self._uses[slot + 2] = use.harvested_ns
+        self._uses[slot + 3] = use.overrun_ns
+        self._uses[slot + 4] = use.steps
+        words[_USE_COUNT] = count + 1
+
+    def record(self, job: str, rank: int) -> WorkerRecord:
+        """Everything, as the report wants it."""
+        uses = _recent(np.frombuffer(self._uses, dtype=np.int64).reshape(_USES, _USE_FIELDS), self._words[_USE_COUNT])
+        steps = _recent(np.frombuffer(self._steps, dtype=np.int64).reshape(_STEPS, 2), self._words[_STEP_COUNT])
+        return WorkerRecord(
+            job=job,
+            rank=rank,
+            steps_done=self._words[_FILL_STEPS],
+            work_done=self._floats[_WORK],
+            harvested_ns=self._words[_HARVESTED],
+            alone_ns=self._words[_ALONE_NS],
+            alone_work=self._floats[_ALONE_WORK],
+            uses=[BubbleUse(*row) for row in uses.tolist()],
+            steps=[(start, end) for start, end in steps.tolist()],
+        )
+
+
+def _recent(ring: np.ndarray, count: int) -> np.ndarray:
+    """The rows of a ring buffer that were written, oldest first."""
+    if count <= len(ring):
+        return ring[:count]
+    return np.roll(ring, -(count % len(ring)), axis=0)

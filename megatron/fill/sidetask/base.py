@@ -1,0 +1,114 @@
+"""``SideTask``: what a side task's author writes (FreeRide, section 4)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+class TaskState(StrEnum):
+    """FreeRide's states of a side task, in order."""
+
+    SUBMITTED = "SUBMITTED"
+    CREATED = "CREATED"  # in host memory
+    PAUSED = "PAUSED"  # in device memory, between bubbles
+    RUNNING = "RUNNING"  # inside a bubble
+    STOPPED = "STOPPED"
+
+
+@dataclass(slots=True)
+class TaskContext:
+    """What the runtime gives a task, as ``self.context``.
+
+    Attributes:
+        name: the job's name.
+        device: the torch device of the task: ``"cpu"`` or ``"cuda:0"``.
+        memory_bytes: the cap on the task's memory; None for none.
+        directory: the job's own folder, for whatever the task writes.
+        logger: writes to the job's output.log.
+        total_work: how much work there is in all, in the task's unit, where it is known.
+        result: what ``report`` collected.
+    """
+
+    name: str
+    directory: Path
+    device: str = "cpu"
+    memory_bytes: int | None = None
+    logger: logging.Logger = field(default_factory=lambda: logging.getLogger("pipefill.task"))
+    total_work: float | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+
+    def report(self, **values: Any) -> None:
+        """Record results (say, ``accuracy=0.97``); the last value of each name stands in the report.
+
+        Raises:
+            TypeError: a value cannot be written as JSON.
+        """
+        merged = self.result | values
+        text = json.dumps(merged)
+        self.result = merged
+        scratch = self.directory / "result.json.part"
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, self.directory / "result.json")
+
+
+class SideTask:
+    """Work done in small steps inside pipeline bubbles.
+
+    Subclass it and override ``run_next_step``; override the rest as needed.  The callbacks are called in this order,
+    each from one thread::
+
+        create(**args) -> init() -> [start() -> run_next_step() ... -> pause()] ... -> stop()
+
+    ``create`` and ``init`` run once, outside bubbles, at idle priority; ``start``, ``run_next_step`` and ``pause`` run
+    inside bubbles.  The runtime measures each step, and begins one only if it is expected to end before the bubble
+    does, so make steps short (a few milliseconds) and of even length.
+
+    Attributes:
+        unit: what a unit of work is: samples, edges, images, tokens, ...
+        context: set before ``create``.
+    """
+
+    unit: ClassVar[str] = "steps"
+    context: TaskContext
+
+    def create(self, *args: Any, **kwargs: Any) -> None:
+        """SUBMITTED -> CREATED: load what is needed into host memory.
+
+        Override it with keyword parameters: they are the ``args`` of the jobs file.
+        """
+        if args or kwargs:
+            raise TypeError(f"{type(self).__name__} takes no args; got {', '.join(kwargs)}")
+
+    def init(self) -> None:
+        """CREATED -> PAUSED: move to ``self.context.device``."""
+
+    def start(self) -> None:
+        """PAUSED -> RUNNING: a bubble has opened."""
+
+    def run_next_step(self) -> float | None:
+        """Do one small step and return the work it did, in ``unit``; None counts as 1.
+
+        Raises:
+            StopIteration: there is nothing left to do; the job has succeeded.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not override run_next_step()")
+
+    def pause(self) -> None:
+        """RUNNING -> PAUSED: the bubble is about to end."""
+
+    def stop(self) -> None:
+        """-> STOPPED: release everything; called once, also after a failure in another callback."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What is needed to go on later: tensors, numbers, strings and containers of them; None if not resumable."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a ``state_dict``; called between ``create`` and ``init``."""
+        raise NotImplementedError(f"{type(self).__name__} has a state_dict() but no load_state_dict()")

@@ -1,0 +1,36 @@
+"""From ``module:Class`` to a side task."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from megatron.fill.errors import TaskError
+from megatron.fill.sidetask.base import SideTask
+
+
+def load_task(path: str, search: tuple[str, ...] = ()) -> SideTask:
+    """Import and construct the side task ``module:Class``.
+
+    Args:
+        path: where it is.
+        search: folders to look for the module in besides ``sys.path`` (the jobs file's own folder).
+
+    Raises:
+        TaskError: it cannot be imported, is not a subclass of ``SideTask``, or cannot be constructed.
+    """
+    module_name, _, class_name = path.partition(":")
+    sys.path.extend(folder for folder in search if folder not in sys.path)
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:  # a module may raise anything, SystemExit included
+        raise TaskError(f"importing {module_name} failed: {type(error).__name__}: {error}") from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        raise TaskError(f"{module_name} has no {class_name}")
+    if not (isinstance(found, type) and issubclass(found, SideTask)):
+        raise TaskError(f"{path} is no SideTask: expected a subclass of megatron.fill.SideTask, found {found!r}")
+    try:
+        return found()
+    except Exception as error:
+        raise TaskError(f"{path} cannot be constructed: {type(error).__name__}: {error}") from error

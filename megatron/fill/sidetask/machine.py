@@ -1,0 +1,80 @@
+"""The state machine of a side task: which callback may follow which (FreeRide, figure 5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.fill.errors import TaskError
+from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
+
+
+class TaskMachine:
+    """Takes one task through its states and calls its callbacks.
+
+    An exception of a callback passes through unchanged; ``callback`` then names the one that raised it.
+    """
+
+    def __init__(self, task: SideTask, context: TaskContext) -> None:
+        self.task = task
+        self.task.context = context
+        self.state = TaskState.SUBMITTED
+        self.callback = ""
+
+    def create(self, args: dict[str, Any]) -> None:
+        self._expect(TaskState.SUBMITTED, "create")
+        self.task.create(**args)
+        self.state = TaskState.CREATED
+
+    def load(self, state: dict[str, Any]) -> None:
+        self._expect(TaskState.CREATED, "load_state_dict")
+        self.task.load_state_dict(state)
+
+    def init(self) -> None:
+        self._expect(TaskState.CREATED, "init")
+        self.task.init()
+        self.state = TaskState.PAUSED
+
+    def start(self) -> None:
+        self._expect(TaskState.PAUSED, "start")
+        self.task.start()
+        self.state = TaskState.RUNNING
+
+    def run_next_step(self) -> float:
+        """Run one step; return the work it did.
+
+        Raises:
+            StopIteration: the task has nothing left to do.
+            TaskError: the step returned something else than a number or None.
+        """
+        if self.state is not TaskState.RUNNING:
+            self._expect(TaskState.RUNNING, "run_next_step")
+        self.callback = "run_next_step"
+        work = self.task.run_next_step()
+        if work is None:
+            return 1.0
+        try:
+            return float(work)
+        except (TypeError, ValueError):
+            raise TaskError(f"run_next_step() returned {work!r}; expected the work done as a number, or None") from None
+
+    def pause(self) -> None:
+        self._expect(TaskState.RUNNING, "pause")
+        self.task.pause()
+        self.state = TaskState.PAUSED
+
+    def state_dict(self) -> dict[str, Any] | None:
+        self.callback = "state_dict"
+        return self.task.state_dict()
+
+    def stop(self) -> None:
+        """Stop from whatever state; a second call does nothing."""
+        if self.state is TaskState.STOPPED:
+            return
+        self.callback = "stop"
+        self.state = TaskState.STOPPED
+        self.task.stop()
+
+    def _expect(self, state: TaskState, callback: str) -> None:
+        if self.state is not state:
+            raise TaskError(f"{callback}() was called in state {self.state}; expected {state}")
+        self.callback = callback

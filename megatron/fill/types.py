@@ -1,0 +1,189 @@
+"""The values that pass between PipeFill's parts: frozen and torch-free.
+
+Times are nanoseconds of ``CLOCK_MONOTONIC`` (``_ns``), which all processes of a machine share; memory is in bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class BubbleKind(StrEnum):
+    """Where in an iteration a rank waits for other stages (PipeFill, section 2)."""
+
+    FILL = "fill"  # before the first forward
+    FWD_BWD = "fwd-bwd"  # between the last warm-up forward and the first backward
+    INTERIOR = "interior"  # non-contiguous, inside the steady state
+    DRAIN = "drain"  # after the last backward, until the iteration's last cross-stage collective
+
+
+class JobState(StrEnum):
+    """Where a fill job is in its life; the last three are final for a run."""
+
+    QUEUED = "QUEUED"
+    RUNNING = "RUNNING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    STOPPED = "STOPPED"  # the main job ended first; resumable when the task has a state_dict
+
+
+@dataclass(frozen=True, slots=True)
+class CycleKey:
+    """What a bubble cycle depends on: two iterations with equal keys have the same bubbles in the same order."""
+
+    schedule: str
+    microbatches: int
+    chunks: int = 1
+    forward_only: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.schedule}, {self.microbatches} microbatches"
+        if self.chunks > 1:
+            text += f" x {self.chunks} chunks"
+        return text + (", forward only" if self.forward_only else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Bubble:
+    """One observed bubble of one rank.
+
+    Attributes:
+        iteration: 1 for the first training iteration of the run, as Megatron prints it.
+        index: position in the iteration's bubble cycle, from 0.
+        predicted_ns: the duration the predictor expected when it opened; 0 where it expected nothing.
+        seq: the gate's number for it; 0 where the gate stayed shut (too short, not yet predictable, filling off).
+        free_bytes: device memory that the main job left free.
+        filling: whether filling was on, so that the bubble counts in the harvest ratio.
+        forward_only: the bubble belongs to an evaluation.
+    """
+
+    iteration: int
+    index: int
+    kind: BubbleKind
+    start_ns: int
+    end_ns: int
+    predicted_ns: int = 0
+    seq: int = 0
+    free_bytes: int = 0
+    filling: bool = False
+    forward_only: bool = False
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One training iteration of one rank: from the start of ``train_step`` to its end."""
+
+    iteration: int
+    start_ns: int
+    end_ns: int
+    filling: bool = False
+    block: int = -1  # which block of --fill-paired-blocks; -1 outside them
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of the main job's compute, for the trace: ``forward`` or ``backward`` of one microbatch."""
+
+    name: str
+    iteration: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Where one rank of the main job stands."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node: int
+    nodes: int
+    stage: int
+    stages: int
+    data_parallel_rank: int = 0
+    tensor_parallel_rank: int = 0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """What the recorder of one rank writes at the end of a run."""
+
+    info: RankInfo
+    iterations: list[Iteration]
+    bubbles: list[Bubble]
+    spans: list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class BubbleUse:
+    """What a worker did in one bubble.
+
+    Attributes:
+        seq: the gate's number of the bubble.
+        latency_ns: from the gate's opening to the start of the first step; -1 if no step ran.
+        harvested_ns: time inside steps and inside the bubble.
+        overrun_ns: how long the last step ran on after the bubble's end; 0 for none.
+        steps: the steps begun in it.
+    """
+
+    seq: int
+    latency_ns: int
+    harvested_ns: int
+    overrun_ns: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """What one worker did over a run: exact totals, and the most recent bubbles and steps.
+
+    Attributes:
+        alone_ns, alone_work: step time and work measured while the main job stood still after its last iteration.
+        uses: the most recent bubbles it was given.
+        steps: ``(start_ns, end_ns)`` of the most recent steps.
+    """
+
+    job: str
+    rank: int
+    steps_done: int
+    work_done: float
+    harvested_ns: int
+    alone_ns: int
+    alone_work: float
+    uses: list[BubbleUse] = field(default_factory=list)
+    steps: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """How one fill job ended.
+
+    Attributes:
+        what: ``module:Class`` or the command line.
+        rank: the main job's rank whose bubbles it ran in; None if it never started.
+        total_work: how much there was to do, where the task said so.
+        result: what the task reported with ``context.report``.
+        directory: its folder: output.log and the task's own files.
+    """
+
+    name: str
+    what: str
+    state: JobState
+    reason: str
+    work_done: float
+    unit: str
+    rank: int | None = None
+    steps: int = 0
+    harvested_s: float = 0.0
+    total_work: float | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    directory: str = ""

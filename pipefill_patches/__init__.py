@@ -1,0 +1,59 @@
+"""PipeFill's patches on pip's megatron-core: applied by an explicit call, in memory only.
+
+>>> import pipefill_patches
+>>> pipefill_patches.apply(("p2p_communicator", "schedules"))
+>>> pipefill_patches.revert()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from megatron.fill.errors import PatchError
+from pipefill_patches import arguments, cpu_backend, p2p_communicator, schedules, training_loop
+from pipefill_patches.registry import Patch
+
+# In the order in which they are applied; the CPU backend must come before anything looks for a device.
+PATCHES: dict[str, Patch] = {
+    patch.name: patch
+    for patch in (
+        cpu_backend.PATCH,
+        arguments.PATCH,
+        training_loop.PATCH,
+        schedules.PATCH,
+        p2p_communicator.PATCH,
+        schedules.GPIPE_PATCH,
+    )
+}
+
+
+def defaults(argv: Sequence[str]) -> tuple[str, ...]:
+    """The patches that a run with this command line needs.
+
+    The CPU backend is among them when asked for (``--fill-cpu-backend`` or ``PIPEFILL_CPU_BACKEND=1``) or when there
+    is no CUDA device.
+    """
+    on_cpu = "--fill-cpu-backend" in argv or os.environ.get("PIPEFILL_CPU_BACKEND") == "1" or cpu_backend.needed()
+    names = ("arguments", "training_loop", "schedules", "p2p_communicator")
+    return ("cpu_backend", *names) if on_cpu else names
+
+
+def apply(names: Sequence[str]) -> None:
+    """Apply the named patches, in the registry's order; those applied already are left as they are.
+
+    Raises:
+        PatchError: a name is unknown, or a patch does not fit the installed megatron-core.
+    """
+    for name in names:
+        if name not in PATCHES:
+            raise PatchError(f"there is no patch {name!r}; expected one of {', '.join(PATCHES)}")
+    for name, patch in PATCHES.items():
+        if name in names:
+            patch.apply()
+
+
+def revert() -> None:
+    """Take every applied patch back."""
+    for patch in reversed(PATCHES.values()):
+        patch.revert()

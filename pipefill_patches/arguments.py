@@ -1,0 +1,138 @@
+"""The ``--fill-*`` group in Megatron's own parser, shown by ``--help`` and checked before training starts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import sys
+from typing import Any
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.hooks import bus
+from pipefill_patches.registry import Patch, Target, replace
+
+_ADD = Target("megatron.training.arguments:add_megatron_arguments", ("parser",))
+_PARSE = Target("megatron.training.arguments:parse_args", ("extra_args_provider", "ignore_unknown_args"))
+
+
+def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group("fill", "run other work in the pipeline bubbles (PipeFill)")
+    group.add_argument("--fill-jobs", metavar="FILE", help="jobs file (YAML): what to run in the bubbles")
+    group.add_argument(
+        "--fill-report",
+        metavar="DIR",
+        help="run folder: report.json, trace.json, timeline.png and the jobs' output (default: runs/pipefill-TIME); "
+        "jobs that were stopped resumably in the same folder go on from there",
+    )
+    group.add_argument(
+        "--fill-profile-only",
+        action="store_true",
+        help="run no jobs; write every rank's bubble cycle to bubbles.json in the run folder and print it",
+    )
+    group.add_argument(
+        "--fill-pipeline-schedule",
+        choices=("megatron", "gpipe"),
+        default="megatron",
+        help="gpipe: all forwards, then all backwards (default: Megatron's own choice, 1F1B or interleaved)",
+    )
+    group.add_argument(
+        "--fill-paired-blocks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="alternate N iterations with filling and N without, to measure the slowdown within one run (0: off)",
+    )
+    group.add_argument(
+        "--fill-warmup-iterations",
+        type=int,
+        default=5,
+        metavar="N",
+        help="how often a bubble is observed before it is predicted and filled (default: 5)",
+    )
+    group.add_argument(
+        "--fill-guard-us",
+        type=float,
+        default=0.0,
+        metavar="US",
+        help="keep the last microseconds of every predicted bubble free (default: 0)",
+    )
+    group.add_argument(
+        "--fill-min-bubble-us",
+        type=float,
+        default=1000.0,
+        metavar="US",
+        help="leave bubbles alone that are predicted to be shorter (default: 1000)",
+    )
+    group.add_argument(
+        "--fill-grace-ms",
+        type=float,
+        default=500.0,
+        metavar="MS",
+        help="how long a step may run on after its bubble before its process is paused (default: 500)",
+    )
+    group.add_argument(
+        "--fill-max-overruns",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how often that may happen before the job is stopped as FAILED (default: 3)",
+    )
+    group.add_argument(
+        "--fill-max-output-mib",
+        type=float,
+        default=64.0,
+        metavar="MIB",
+        help="a job that prints more than this is stopped as FAILED; the first and last 512 KiB are kept (default: 64)",
+    )
+    group.add_argument(
+        "--fill-baseline-seconds",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="after the last iteration, run the jobs alone for S seconds to measure the fill efficiency (default: 0)",
+    )
+    group.add_argument(
+        "--fill-trace-iterations",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how many of the last iterations trace.json holds (default: 3)",
+    )
+    group.add_argument(
+        "--fill-cpu-backend",
+        action="store_true",
+        help="run on the CPU over gloo even where there is a CUDA device (without one, this is what happens anyway)",
+    )
+    return parser
+
+
+def _install(stack: contextlib.ExitStack) -> None:
+    holder, name = _ADD.resolve()
+    add = getattr(holder, name)
+
+    @functools.wraps(add)
+    def add_with_fill(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_fill_arguments(add(parser))
+
+    replace(stack, holder, name, add_with_fill)
+
+    holder, name = _PARSE.resolve()
+    parse = getattr(holder, name)
+
+    @functools.wraps(parse)
+    def parse_and_check(*args: Any, **kwargs: Any) -> argparse.Namespace:
+        parsed = parse(*args, **kwargs)
+        try:
+            bus.parsed(parsed)
+        except ConfigError as error:
+            if int(os.environ.get("RANK", "0")) == 0:
+                print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+            sys.exit(2)
+        return parsed
+
+    replace(stack, holder, name, parse_and_check)
+
+
+PATCH = Patch("arguments", "one function builds Megatron's parser, one uses it", _install, (_ADD, _PARSE))

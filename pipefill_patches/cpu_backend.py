@@ -1,0 +1,119 @@
+"""Megatron on a machine without a CUDA device: all of it runs on the CPU over gloo, one core per rank.
+
+Made for trying things out, for tests and for measuring schedules on a laptop.  It is applied only where ``needed()``
+says so; the CUDA path never sees it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.fill.errors import ConfigError, PatchError
+from pipefill_patches import cpu_torch
+from pipefill_patches.cpu_torch import pin_to_core
+from pipefill_patches.registry import Patch, Target, replace
+
+__all__ = ["PATCH", "needed", "pin_to_core"]
+
+_RNG_LOGGER = "megatron.core.tensor_parallel.random"
+
+
+def needed() -> bool:
+    """Whether this machine has no CUDA device."""
+    return PATCH.applied or not torch.cuda.is_available()
+
+
+def _defaults() -> dict[str, Any]:
+    """Megatron's parser defaults on the CPU, by dest: what needs CUDA, Transformer Engine or Apex is off."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    return {
+        "distributed_backend": "gloo",
+        "transformer_impl": "local",
+        "attention_backend": AttnBackend.unfused,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "no_persist_layer_norm": True,
+        "apply_rope_fusion": False,
+        "pin_cpu_grads": False,
+        "pin_cpu_params": False,
+        "num_workers": 0,  # a loader's workers would share the rank's one core
+    }
+
+
+def _backend(name: str) -> str:
+    if "nccl" in name:
+        raise ConfigError(f"--distributed-backend {name}: this machine has no CUDA device; leave it out, or give gloo")
+    return name
+
+
+def _with_cpu_defaults(
+    add_arguments: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
+) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
+    @functools.wraps(add_arguments)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add_arguments(parser)
+        actions = {action.dest: action for action in parser._actions}
+        defaults = _defaults()
+        missing = sorted(defaults.keys() - actions.keys())
+        if missing:
+            raise PatchError(f"patch 'cpu_backend': Megatron's parser has no {', '.join(missing)}")
+        parser.set_defaults(**defaults)
+        actions["distributed_backend"].type = _backend
+        return parser
+
+    return add_megatron_arguments
+
+
+def _unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    """``compile_helpers`` for an installed wheel, which ships the compiled helper but not its Makefile."""
+
+    @functools.wraps(compile_helpers)
+    def wrapper() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            compile_helpers()
+
+    return wrapper
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # The tracker warns when the CPU's generator moves inside a fork.  Here that generator is the forked one.
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def _install(stack: contextlib.ExitStack) -> None:
+    from megatron.core.datasets import utils as dataset_utils
+    from megatron.training import arguments
+
+    cpu_torch.pin_until_closed(stack, int(os.environ.get("LOCAL_RANK", "0")))
+    cpu_torch.install(stack)
+    replace(stack, arguments, "add_megatron_arguments", _with_cpu_defaults(arguments.add_megatron_arguments))
+    replace(stack, dataset_utils, "compile_helpers", _unless_shipped(dataset_utils.compile_helpers))
+    logger = logging.getLogger(_RNG_LOGGER)
+    logger.addFilter(_is_news)
+    stack.callback(logger.removeFilter, _is_news)
+    if os.environ.get("RANK", "0") == "0":
+        print("PipeFill: no CUDA device: Megatron runs on the CPU over gloo, one core per rank", flush=True)
+
+
+PATCH = Patch(
+    "cpu_backend",
+    "Megatron names CUDA in hundreds of places and torch is below all of them",
+    _install,
+    targets=(
+        Target("megatron.training.arguments:add_megatron_arguments", ("parser",)),
+        Target("megatron.core.datasets.utils:compile_helpers", ()),
+        Target("megatron.core.tensor_parallel.random:_get_cuda_rng_state", ("device", "clone", "graph_safe")),
+        Target("megatron.core.tensor_parallel.random:_set_cuda_rng_state", ("new_state", "device", "graph_safe")),
+    ),
+)

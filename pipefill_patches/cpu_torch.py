@@ -1,0 +1,327 @@
+"""The torch half of the CPU backend: what stands in for ``torch.cuda`` in a process without a CUDA device.
+
+Megatron asks for ``device="cuda"`` by name everywhere, so the cheapest faithful seam is torch itself: a
+``TorchFunctionMode`` turns the device into the CPU, and the few ``torch.cuda`` functions that Megatron calls get a
+stand-in.  Everything is registered on an ``ExitStack`` and taken back by closing it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.accelerator
+import torch.autograd
+import torch.cuda.random
+import torch.distributed.distributed_c10d
+import torch.utils.data.dataloader
+from torch.overrides import TorchFunctionMode
+
+from pipefill_patches.registry import replace
+
+_CPU = torch.device("cpu")
+
+
+def _on_cpu(device: Any) -> Any:
+    """The CPU for anything that names a CUDA device (a bare int does too); other values unchanged."""
+    if isinstance(device, torch.device):
+        return _CPU if device.type == "cuda" else device
+    if isinstance(device, str):
+        return _CPU if device.partition(":")[0] == "cuda" else device
+    if isinstance(device, int) and not isinstance(device, bool):
+        return _CPU
+    return device
+
+
+def _tensor_cuda(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _tensor_to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if "device" in kwargs:
+        kwargs["device"] = _on_cpu(kwargs["device"])
+    elif args:
+        args = (_on_cpu(args[0]), *args[1:])
+    return tensor.to(*args, **kwargs)
+
+
+def _tensor_type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    # Megatron's optimizers sort parameters by comparing this name with 'torch.cuda.FloatTensor' and the like.
+    if dtype is None:
+        return tensor.type().replace("torch.", "torch.cuda.", 1)
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.", 1)
+    return tensor.type(dtype, non_blocking=non_blocking, **kwargs)
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+_METHODS: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.cuda: _tensor_cuda,
+    torch.Tensor.to: _tensor_to,
+    torch.Tensor.type: _tensor_type,
+    torch.Tensor.pin_memory: _tensor_cuda,
+    torch.Tensor.record_stream: _nothing,
+}
+
+
+class CudaOnCpu(TorchFunctionMode):
+    """Runs every torch call that names a CUDA device on the CPU instead."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        method = _METHODS.get(func)
+        if method is not None:
+            return method(*args, **(kwargs or {}))
+        if not kwargs:
+            return func(*args)
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+        if kwargs.get("pin_memory"):  # there is no device that memory could be pinned for
+            kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+
+class Stream:
+    """A stream on which all work is finished as soon as it is submitted, as CPU work is."""
+
+    device = _CPU
+    cuda_stream = 0
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        pass
+
+
+class Event:
+    """An event that has happened as soon as it is recorded; it keeps the host's time."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        self._recorded_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds between two recorded events."""
+        return (end._recorded_s - self._recorded_s) * 1e3
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+
+_STREAM = Stream()
+
+
+def _stream(*_args: Any) -> Stream:
+    return _STREAM
+
+
+def _total_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _peak_bytes(*_args: Any) -> int:
+    """Peak resident memory of this process, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _resident_bytes(*_args: Any) -> int:
+    """Resident memory of this process now, in bytes (its peak where the system does not say)."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return _peak_bytes()
+
+
+def _memory_stats(*_args: Any) -> dict[str, int]:
+    now, peak = _resident_bytes(), _peak_bytes()
+    stats = {f"{kind}_bytes.all.{when}": now for kind in ("allocated", "reserved") for when in ("current", "peak")}
+    return (
+        stats | {f"{kind}_bytes.all.peak": peak for kind in ("allocated", "reserved")} | {"allocation.all.current": 0}
+    )
+
+
+def _properties(*_args: Any) -> SimpleNamespace:
+    # Compute capability 10: from there on Megatron no longer asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or
+    # context parallelism, a setting that means nothing here.
+    return SimpleNamespace(name="cpu", major=10, minor=0, total_memory=_total_memory_bytes(), multi_processor_count=1)
+
+
+def _cuda_stand_ins() -> dict[str, Any]:
+    """What replaces the attributes of ``torch.cuda``."""
+    resident = dict.fromkeys(("memory_allocated", "memory_reserved", "device_memory_used"), _resident_bytes)
+    peak = dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_bytes)
+    silent = dict.fromkeys(
+        ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "set_device", "set_stream", "synchronize"), _nothing
+    )
+    return {
+        **resident,
+        **peak,
+        **silent,
+        "is_available": lambda: True,
+        # True makes torch's own lazy initialisation a no-op, so that torch.cuda's RNG functions act at once.
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        # All of torch.cuda.random and of Megatron's RNG helpers go through this tuple: with the CPU's generator in it
+        # they save, set and fork the very state that dropout and initialisation draw from on the CPU.
+        "default_generators": (torch.default_generator,),
+        "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda *_args, **_kwargs: True,
+        "get_device_properties": _properties,
+        "get_device_capability": lambda *_args: (10, 0),
+        "get_device_name": lambda *_args: "cpu",
+        "mem_get_info": lambda *_args: (max(0, _total_memory_bytes() - _resident_bytes()), _total_memory_bytes()),
+        "memory_stats": _memory_stats,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": lambda _stream: contextlib.nullcontext(),
+        "current_stream": _stream,
+        "default_stream": _stream,
+    }
+
+
+def _without_device_id(init: Callable[..., Any]) -> Callable[..., Any]:
+    """``init_process_group`` without ``device_id``, which would bind the group to a device that is not there."""
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_id", None)
+        return init(*args, **kwargs)
+
+    return init_process_group
+
+
+def _keeping_rng_state(init: Callable[..., None]) -> Callable[..., None]:
+    """A data loader's start without its draw from the CPU generator.
+
+    It draws a seed for its workers, on the ranks that load data only.  Where the CPU's generator is also the model's,
+    that would give the ranks of one tensor-parallel group different dropout, and a resumed run another one.
+    """
+
+    @functools.wraps(init)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        state = torch.get_rng_state()
+        try:
+            init(*args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+
+    return wrapper
+
+
+def install(stack: contextlib.ExitStack) -> None:
+    """Let this process use torch as if the CPU were its CUDA device, until ``stack`` is closed."""
+    for name, stand_in in _cuda_stand_ins().items():
+        replace(stack, torch.cuda, name, stand_in)
+    for name in ("current_device", "device_count", "is_initialized"):  # imported there by name
+        replace(stack, torch.cuda.random, name, getattr(torch.cuda, name))
+    # A CUDA build of torch names CUDA as its accelerator even where there is no device.
+    replace(stack, torch.accelerator, "is_available", lambda: False)
+    replace(stack, torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    replace(stack, torch.accelerator, "device_count", lambda: 0)
+
+    init = _without_device_id(torch.distributed.init_process_group)
+    replace(stack, torch.distributed, "init_process_group", init)
+    replace(stack, torch.distributed.distributed_c10d, "init_process_group", init)
+    loader = torch.utils.data.dataloader._BaseDataLoaderIter
+    replace(stack, loader, "__init__", _keeping_rng_state(loader.__init__))
+
+    stance = torch.compiler.set_stance("force_eager")  # compiling for the CPU takes minutes and a C++ compiler
+    stack.callback(stance.__exit__, None, None, None)
+
+    mode = CudaOnCpu()
+    engine = torch.autograd._engine_run_backward
+
+    @functools.wraps(engine)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        # backward() is itself a torch function, and a mode is off inside the call that it handles.  The backward of a
+        # Python autograd.Function (activation recomputation is one) needs it on.
+        with mode:
+            return engine(*args, **kwargs)
+
+    replace(stack, torch.autograd, "_engine_run_backward", run_backward)
+    stack.enter_context(mode)
+
+
+def pin_to_core(local_rank: int) -> int:
+    """Keep all threads of this process, and those they start, on one core; return its number.
+
+    The core is the ``local_rank``-th of those the process may use, beginning again where there are fewer.  Call it
+    before any process group exists: gloo's threads inherit the mask of the thread that starts them.  Where the system
+    has no affinity masks nothing is pinned and -1 is returned; torch computes with one thread either way.
+    """
+    torch.set_num_threads(1)
+    if not hasattr(os, "sched_getaffinity"):
+        return -1
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[local_rank % len(cores)]
+    for thread in _threads():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, {core})
+    return core
+
+
+def pin_until_closed(stack: contextlib.ExitStack, local_rank: int) -> int:
+    """``pin_to_core`` until ``stack`` is closed."""
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    if hasattr(os, "sched_getaffinity"):
+        stack.callback(_unpin, {thread: os.sched_getaffinity(thread) for thread in _threads()})
+    return pin_to_core(local_rank)
+
+
+def _unpin(masks: dict[int, set[int]]) -> None:
+    everywhere = set().union(*masks.values())
+    for thread in _threads():  # those started in between inherited the one core
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, masks.get(thread, everywhere))
+
+
+def _threads() -> list[int]:
+    return [int(thread) for thread in os.listdir("/proc/self/task")]

@@ -1,0 +1,114 @@
+"""Schedule boundaries, compute spans, and the GPipe schedule.
+
+The schedule functions look each other and the pass functions up as module globals at each call, so replacing these
+globals reaches every caller without touching the copies of ``get_forward_backward_func`` that other modules imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron.fill.errors import PatchError
+from megatron.fill.hooks import bus
+from megatron.fill.types import CycleKey
+from pipefill_patches.registry import Patch, Target, replace
+
+_MODULE = "megatron.core.pipeline_parallel.schedules"
+_KEYWORDS = ("forward_step_func", "data_iterator", "model", "num_microbatches")
+_PLAIN = Target(f"{_MODULE}:forward_backward_pipelining_without_interleaving", _KEYWORDS)
+_INTERLEAVED = Target(f"{_MODULE}:forward_backward_pipelining_with_interleaving", _KEYWORDS)
+_FORWARD = Target(f"{_MODULE}:forward_step", ("forward_step_func", "data_iterator", "model", "num_microbatches"))
+_BACKWARD = Target(f"{_MODULE}:backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
+_GROUPS = Target(f"{_MODULE}:_build_default_pg_collection", ())
+_STAGES = Target(
+    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator.__init__", ("self", "pp_group", "config")
+)
+
+
+def _bracketed(original: Callable[..., Any], schedule: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(**kwargs: Any) -> Any:
+        model = kwargs["model"]
+        chunks = len(model) if isinstance(model, list) else 1
+        bus.begin_schedule(CycleKey(schedule, kwargs["num_microbatches"], chunks, kwargs.get("forward_only", False)))
+        try:
+            return original(**kwargs)
+        finally:
+            bus.end_schedule()
+
+    return run
+
+
+def _spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        start_ns = time.monotonic_ns()
+        result = original(*args, **kwargs)
+        report(start_ns)
+        return result
+
+    return run
+
+
+def _install(stack: contextlib.ExitStack) -> None:
+    for target, schedule in ((_PLAIN, "1f1b"), (_INTERLEAVED, "interleaved")):
+        holder, name = target.resolve()
+        replace(stack, holder, name, _bracketed(getattr(holder, name), schedule))
+    for target, report in ((_FORWARD, bus.forward), (_BACKWARD, bus.backward)):
+        holder, name = target.resolve()
+        replace(stack, holder, name, _spanned(getattr(holder, name), report))
+
+
+PATCH = Patch(
+    "schedules",
+    "the schedules call each other and the passes as globals of one module",
+    _install,
+    (_PLAIN, _INTERLEAVED, _FORWARD, _BACKWARD),
+)
+
+
+def _install_gpipe(stack: contextlib.ExitStack) -> None:
+    holder, name = _PLAIN.resolve()
+    one_forward_one_backward = inspect.unwrap(getattr(holder, name))
+    communicator_class, _ = _STAGES.resolve()
+
+    @functools.wraps(one_forward_one_backward)
+    def forward_backward_gpipe(**kwargs: Any) -> Any:
+        if kwargs.get("p2p_communicator") is not None or kwargs.get("pg_collection") is not None:
+            raise PatchError("--fill-pipeline-schedule gpipe does not support multi-module pipelines")
+        from megatron.core import parallel_state
+        from megatron.core.utils import get_model_config
+
+        model = kwargs["model"]
+        communicator = _all_forwards_first(communicator_class, kwargs["num_microbatches"])(
+            parallel_state.get_pipeline_model_parallel_group(),
+            get_model_config(model[0] if isinstance(model, list) else model),
+        )
+        kwargs |= {"p2p_communicator": communicator, "pg_collection": holder._build_default_pg_collection()}
+        return one_forward_one_backward(**kwargs)
+
+    replace(stack, holder, name, _bracketed(forward_backward_gpipe, "gpipe"))
+
+
+@functools.cache
+def _all_forwards_first(base: type, microbatches: int) -> type:
+    """A communicator that claims a pipeline so deep that 1F1B's warm-up holds every forward.
+
+    1F1B with as many warm-up forwards as microbatches is GPipe: all forwards, then all backwards.  The backwards keep
+    1F1B's order, so gradients are summed in the same order and the losses are equal to the bit.
+    """
+
+    def total_stages(self: Any) -> int:
+        return self.current_stage + 1 + microbatches
+
+    return type("AllForwardsFirst", (base,), {"total_stages": property(total_stages)})
+
+
+GPIPE_PATCH = Patch(
+    "gpipe", "GPipe is 1F1B whose warm-up holds every forward", _install_gpipe, (_PLAIN, _GROUPS, _STAGES)
+)

@@ -1,0 +1,58 @@
+"""Honest small fakes of the edges to the world; the contract tests hold them to the same behaviour as the real ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from megatron.fill.gate import OpenBubble
+
+
+class FakeGate:
+    """A gate within one process: both ends in one object, over a condition variable."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._bubble: OpenBubble | None = None
+        self._seq = 0
+        self._closed: dict[int, int] = {}
+        self._ended = False
+
+    def open(self, deadline_ns: int, free_bytes: int) -> int:
+        with self._changed:
+            self._seq += 1
+            self._bubble = OpenBubble(self._seq, time.monotonic_ns(), deadline_ns, free_bytes)
+            self._changed.notify_all()
+            return self._seq
+
+    def close(self, now_ns: int) -> None:
+        with self._changed:
+            if self._bubble is not None:
+                self._closed[self._bubble.seq] = now_ns
+                self._bubble = None
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        self.close(time.monotonic_ns())
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def wait(self, after_seq: int) -> OpenBubble | None:
+        with self._changed:
+            if self._ended:
+                return None
+            if self._bubble is None or self._bubble.seq <= after_seq:
+                self._changed.wait()
+            bubble = self._bubble
+            return bubble if bubble is not None and bubble.seq > after_seq else None
+
+    def is_open(self, seq: int) -> bool:
+        return self._bubble is not None and self._bubble.seq == seq
+
+    def closed_ns(self, seq: int) -> int | None:
+        return self._closed.get(seq)
+
+    @property
+    def ended(self) -> bool:
+        return self._ended

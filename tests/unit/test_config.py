@@ -1,0 +1,128 @@
+"""A jobs file's errors name the file, the job, the field, the value and what was expected."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.config import FillSettings, load_jobs, parse_bytes
+from megatron.fill.errors import ConfigError
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "jobs.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_whole_file(tmp_path):
+    jobs = load_jobs(
+        write(
+            tmp_path,
+            """
+jobs:
+  - name: digits
+    task: megatron.fill.sidetask.digits:DigitsTraining
+    args: {batch_size: 32}
+    memory: 1.5 GiB
+    priority: 2
+    count: 2
+  - {name: zip, command: "gzip -k 'a b.txt'"}
+  - {name: list, command: [sleep, "1"]}
+""",
+        )
+    )
+    assert [job.name for job in jobs] == ["digits-0", "digits-1", "zip", "list"]
+    assert jobs[0].memory == int(1.5 * 2**30)
+    assert jobs[0].args == {"batch_size": 32}
+    assert jobs[2].command == ("gzip", "-k", "a b.txt")
+    assert jobs[2].what == "gzip -k 'a b.txt'"
+    assert jobs[3].command == ("sleep", "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("jobs:\n  - {name: a, task: m:C, speed: 9}", "job 'a': unknown field 'speed'; expected one of name, task"),
+        ("jobs: []\nqueue: 1", "unknown field 'queue'; expected one of jobs"),
+        ("jobs:\n  - {name: a}", "job 'a': expected exactly one of task and command"),
+        ("jobs:\n  - {name: a, task: m:C, command: ls}", "job 'a': expected exactly one of task and command"),
+        ("jobs:\n  - {name: a, command: ls, args: {x: 1}}", "job 'a': args belong to a task"),
+        ("jobs:\n  - {task: m:C}", "job 1: field 'name' is missing"),
+        ("jobs:\n  - {name: ../up, task: m:C}", "job '../up': name is '../up': expected letters, digits"),
+        ("jobs:\n  - {name: a, task: noclass}", "job 'a': task is 'noclass': expected module:Class"),
+        (
+            "jobs:\n  - {name: a, task: m:C, count: 0}",
+            "job 'a': count is 0: Input should be greater than or equal to 1",
+        ),
+        ("jobs:\n  - {name: a, task: m:C, count: many}", "job 'a': count is 'many': Input should be a valid integer"),
+        ("jobs:\n  - {name: a, task: m:C, memory: lots}", "job 'a': memory is 'lots': expected a size above 0"),
+        ("jobs:\n  - {name: a, task: m:C, memory: -1}", "job 'a': memory is -1: expected a size above 0"),
+        ("jobs:\n  - {name: a, task: m:C, args: [1]}", "job 'a': args is [1]: Input should be a valid dictionary"),
+        ("jobs:\n  - {name: a, command: []}", "job 'a': command is []"),
+        ("jobs:\n  - {name: a, task: m:C}\n  - {name: a, task: m:C}", "two jobs are named 'a'"),
+        ("jobs:\n  - just text", "job 1"),
+        ("jobs: []", "jobs is []"),
+        ("- a", "expected a mapping with a list under 'jobs'"),
+        ("", "expected a mapping with a list under 'jobs'"),
+        ("jobs: [", "is not YAML"),
+    ],
+)
+def test_errors_say_where_and_what(tmp_path, text, expected):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as error:
+        load_jobs(path)
+    assert expected in str(error.value)
+    assert str(error.value).startswith(str(path))
+
+
+def test_every_problem_is_reported_at_once(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_jobs(write(tmp_path, "jobs:\n  - {name: a, task: x}\n  - {name: b, task: m:C, count: 0}"))
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_a_missing_file_and_a_binary_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
+        load_jobs(tmp_path / "nowhere.yaml")
+    path = tmp_path / "jobs.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        load_jobs(path)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", 1), ("2GiB", 2**31), ("512 mb", 512 * 10**6), (4096, 4096)])
+def test_sizes(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "2 parsecs", "-3MB", True, "0"])
+def test_wrong_sizes(text):
+    with pytest.raises(ValueError, match="expected a size above 0"):
+        parse_bytes(text)
+
+
+def flags(**changed: object) -> Namespace:
+    values = {f"fill_{name}": field.default for name, field in FillSettings.model_fields.items()}
+    return Namespace(**values | {"fill_jobs": None} | {f"fill_{name}": value for name, value in changed.items()})
+
+
+def test_settings_from_flags():
+    assert not FillSettings.from_args(flags()).active
+    assert FillSettings.from_args(flags(profile_only=True)).active
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"paired_blocks": -1}, "--fill-paired-blocks is -1"),
+        ({"warmup_iterations": 0}, "--fill-warmup-iterations is 0"),
+        ({"grace_ms": 0.0}, "--fill-grace-ms is 0.0"),
+        ({"profile_only": True, "jobs": "x.yaml"}, "expected no --fill-jobs with it"),
+    ],
+)
+def test_wrong_flags(changed, expected):
+    with pytest.raises(ConfigError, match=expected):
+        FillSettings.from_args(flags(**changed))

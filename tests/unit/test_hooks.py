@@ -1,0 +1,140 @@
+"""The bus classifies waits by what has run before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.fill.hooks import BubbleBus
+from megatron.fill.types import CycleKey
+
+
+class Heard:
+    """A listener that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "shut":
+            raise AttributeError(name)
+        return lambda *args: self.events.append((name, *args))
+
+    @property
+    def bubbles(self) -> list[tuple[str, int]]:
+        return [(str(event[1]), event[2]) for event in self.events if event[0] == "bubble_opened"]
+
+
+def make() -> tuple[BubbleBus, Heard]:
+    bus = BubbleBus()
+    heard = Heard()
+    bus.listener = heard
+    return bus, heard
+
+
+def wait(bus: BubbleBus, for_backward: bool = False) -> None:
+    bus.open(for_backward=for_backward)
+    bus.close()
+
+
+def test_1f1b_last_of_two_stages():
+    bus, heard = make()
+    bus.begin_iteration(1)
+    bus.begin_schedule(CycleKey("1f1b", 2))
+    wait(bus)
+    bus.forward(0)
+    bus.backward(0)
+    wait(bus)
+    bus.forward(0)
+    bus.backward(0)
+    wait(bus)
+    bus.end_schedule()
+    wait(bus)
+    bus.end_iteration()
+    assert heard.bubbles == [("fill", 0), ("interior", 1), ("drain", 2), ("drain", 3)]
+
+
+def test_1f1b_first_of_two_stages():
+    bus, heard = make()
+    bus.begin_iteration(1)
+    bus.begin_schedule(CycleKey("1f1b", 2))
+    bus.forward(0)
+    wait(bus)
+    bus.forward(0)
+    wait(bus, for_backward=True)
+    bus.backward(0)
+    wait(bus, for_backward=True)
+    bus.backward(0)
+    bus.end_schedule()
+    assert bus.in_drain
+    wait(bus)
+    bus.end_iteration()
+    assert not bus.in_drain
+    assert heard.bubbles == [("interior", 0), ("fwd-bwd", 1), ("interior", 2), ("drain", 3)]
+
+
+def test_interleaved_counts_every_chunk():
+    bus, heard = make()
+    bus.begin_iteration(1)
+    bus.begin_schedule(CycleKey("interleaved", 1, chunks=2))
+    bus.forward(0)
+    bus.forward(0)
+    bus.backward(0)
+    assert not bus.in_drain
+    bus.backward(0)
+    assert bus.in_drain
+    assert heard.bubbles == []
+
+
+def test_evaluation_ends_its_cycle_with_the_schedule():
+    bus, heard = make()
+    bus.begin_schedule(CycleKey("1f1b", 1, forward_only=True))
+    wait(bus)
+    bus.forward(0)
+    wait(bus)
+    bus.end_schedule()
+    wait(bus)
+    assert heard.bubbles == [("fill", 0), ("drain", 1)]
+    assert [event[0] for event in heard.events][-1] == "cycle_ended"
+
+
+def test_a_rerun_schedule_numbers_its_bubbles_anew():
+    bus, heard = make()
+    bus.begin_iteration(1)
+    for _ in range(2):
+        bus.begin_schedule(CycleKey("1f1b", 1))
+        wait(bus)
+        bus.end_schedule()
+    bus.end_iteration()
+    assert heard.bubbles == [("fill", 0), ("fill", 0)]
+
+
+def test_waits_outside_a_schedule_are_no_bubbles():
+    bus, heard = make()
+    wait(bus)
+    bus.begin_iteration(1)
+    wait(bus)
+    bus.end_iteration()
+    assert heard.bubbles == []
+
+
+def test_a_listener_that_raises_is_taken_off_and_shut(caplog):
+    class Broken(Heard):
+        shut_calls = 0
+
+        def bubble_opened(self, *args: Any) -> None:
+            raise RuntimeError("boom")
+
+        def shut(self) -> None:
+            type(self).shut_calls += 1
+            raise RuntimeError("boom again")
+
+    bus = BubbleBus()
+    bus.listener = Broken()
+    bus.begin_iteration(1)
+    bus.begin_schedule(CycleKey("1f1b", 1))
+    wait(bus)
+    wait(bus)
+    bus.end_iteration()
+    assert bus.listener is None
+    assert Broken.shut_calls == 1
+    assert "the training goes on" in caplog.text

@@ -1,0 +1,95 @@
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron.fill.report import Report, bubble_cycle, build_report, print_cycle, print_report, write_cycles
+from megatron.fill.report.schema import Cycles
+from megatron.fill.types import BubbleKind, JobRecord, JobState, RankRecord
+from tests.unit.synthetic import LAST, MS, synthetic_run
+
+
+def test_cycle() -> None:
+    first, second = (bubble_cycle(record) for record in synthetic_run()[0])
+    assert [bubble.kind for bubble in first.training] == [BubbleKind.FWD_BWD, BubbleKind.INTERIOR]
+    bubble = first.training[1]
+    assert (bubble.index, bubble.count, bubble.free_bytes) == (1, LAST - 1, 3 << 30)
+    assert (bubble.mean_ms, bubble.median_ms, bubble.p10_ms, bubble.p90_ms) == pytest.approx((10, 10, 10, 10))
+    assert bubble.offset_ms == pytest.approx(60)
+    assert first.iteration_ms == pytest.approx(904 / 9)
+    assert bubble.share == pytest.approx(90 / 904)
+    assert first.evaluation == []
+    assert [(bubble.kind, bubble.count) for bubble in second.evaluation] == [(BubbleKind.FILL, 2)]
+    assert second.evaluation[0].share is None
+
+
+def test_cycle_of_the_most_common_length() -> None:
+    record = synthetic_run()[0][0]
+    odd = [bubble for bubble in record.bubbles if (bubble.iteration, bubble.index) != (5, 1)]
+    assert [bubble.count for bubble in bubble_cycle(replace(record, bubbles=odd)).training] == [LAST - 2] * 2
+
+
+def test_cycle_of_one_iteration_and_of_none() -> None:
+    record = synthetic_run()[0][0]
+    one = replace(record, iterations=record.iterations[:1])
+    assert [bubble.count for bubble in bubble_cycle(one).training] == [1, 1]
+    none = bubble_cycle(replace(record, iterations=[], bubbles=[]))
+    assert (none.training, none.evaluation, none.iteration_ms) == ([], [], None)
+
+
+def test_cycles_file(tmp_path: Path) -> None:
+    cycles = [bubble_cycle(record) for record in synthetic_run()[0]]
+    write_cycles(tmp_path / "cycle.json", cycles)
+    assert Cycles.model_validate_json((tmp_path / "cycle.json").read_text()).ranks == cycles
+
+
+def printed(report: Report, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=StringIO())
+    print_report(report, console)
+    print_cycle(report.cycle, console)
+    return console.export_text()
+
+
+def test_terminal_in_80_columns() -> None:
+    ranks, workers, jobs = synthetic_run()
+    text = printed(build_report(ranks, workers, jobs, ""))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert "main job slowdown: +1.00% (95% interval +1.00% to +1.00%, 2 pairs of blocks)" in text
+    assert "fill efficiency: 0.768" in text
+    assert "bubble to first step: p50 100 us, p99 100 us, max 100 us (18 bubbles)" in text
+    assert "0.829" in next(line for line in text.splitlines() if line.strip().startswith("all"))
+    assert "224 images" in text
+    assert "Evaluation bubbles of rank 1 (stage 1)" in text
+
+
+def test_terminal_without_blocks_or_jobs() -> None:
+    ranks = [
+        replace(record, iterations=[replace(item, block=-1) for item in record.iterations])
+        for record in synthetic_run()[0]
+    ]
+    text = printed(build_report(ranks, [], [], ""))
+    assert "--fill-paired-blocks" in text
+    assert "Jobs" not in text
+    assert printed(build_report([], [], [], ""))
+
+
+def test_terminal_with_large_figures_and_markup() -> None:
+    record, _ = synthetic_run()[0]
+    ranks = [
+        RankRecord(
+            replace(record.info, rank=rank, stage=rank // 2),
+            [replace(item, end_ns=item.start_ns + 200_000 * MS) for item in record.iterations] * 1000,
+            [replace(bubble, end_ns=bubble.start_ns + 98_700 * MS) for bubble in record.bubbles],
+            [],
+        )
+        for rank in range(98, 130)
+    ]
+    reason = "step 3 raised ValueError: [bold]no[/bold] such file " * 4
+    jobs = [JobRecord("name-" * 8, "m:C", JobState.FAILED, reason, 1234567.25, "token-batches [x]", 3, 1, 0.1)]
+    text = printed(build_report(ranks, [], jobs, ""))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert "[bold]no[/bold]" in text
