@@ -51,7 +51,7 @@ def _predicts_more_tokens(vp_stage: int | None) -> bool:
 
 
 def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None = None) -> Batch:
-    """The next microbatch as this rank needs it: its keys are ``BATCH_KEYS``, None where the stage has no use for one."""
+    """The next microbatch as this rank needs it: by ``BATCH_KEYS``, None for what its stage has no use for."""
     args = get_args()
     more_tokens = _predicts_more_tokens(vp_stage)
     if not is_first_or_last_pipeline_stage(vp_stage) and not more_tokens:

@@ -108,13 +108,25 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     return parser
 
 
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape what argparse would take for a format: one such help text of Megatron 0.19 makes all of --help fail."""
+    formatter = argparse.HelpFormatter(parser.prog)
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action) if action.help else None
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")
+
+
 def _install(stack: contextlib.ExitStack) -> None:
     holder, name = _ADD.resolve()
     add = getattr(holder, name)
 
     @functools.wraps(add)
     def add_with_fill(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_fill_arguments(add(parser))
+        add_fill_arguments(add(parser))
+        _mend_help(parser)
+        return parser
 
     replace(stack, holder, name, add_with_fill)
 

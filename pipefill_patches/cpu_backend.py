@@ -19,7 +19,6 @@ import torch
 
 from megatron.fill.errors import ConfigError, PatchError
 from pipefill_patches import cpu_torch
-from pipefill_patches.cpu_torch import pin_to_core
 from pipefill_patches.registry import Patch, Target, replace
 
 __all__ = ["PATCH", "needed", "pin_to_core"]
@@ -30,6 +29,46 @@ _RNG_LOGGER = "megatron.core.tensor_parallel.random"
 def needed() -> bool:
     """Whether this machine has no CUDA device."""
     return PATCH.applied or not torch.cuda.is_available()
+
+
+def pin_to_core(local_rank: int) -> int:
+    """Keep all threads of this process, and those they start, on one core; return its number.
+
+    The core is the ``local_rank``-th of those the process may use, beginning again where there are fewer.  Call it
+    before any process group exists: gloo's threads inherit the mask of the thread that starts them.  Where the system
+    has no affinity masks nothing is pinned and -1 is returned; torch computes with one thread either way.
+    """
+    torch.set_num_threads(1)
+    if not hasattr(os, "sched_getaffinity"):
+        return -1
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[local_rank % len(cores)]
+    for thread in _threads():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, {core})
+    return core
+
+
+def _pin_until_closed(stack: contextlib.ExitStack, local_rank: int) -> None:
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    if hasattr(os, "sched_getaffinity"):
+        masks = {}
+        for thread in _threads():
+            with contextlib.suppress(ProcessLookupError):
+                masks[thread] = os.sched_getaffinity(thread)
+        stack.callback(_unpin, masks)
+    pin_to_core(local_rank)
+
+
+def _unpin(masks: dict[int, set[int]]) -> None:
+    everywhere = set().union(*masks.values())
+    for thread in _threads():  # those started in between inherited the one core
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, masks.get(thread, everywhere))
+
+
+def _threads() -> list[int]:
+    return [int(thread) for thread in os.listdir("/proc/self/task")]
 
 
 def _defaults() -> dict[str, Any]:
@@ -53,7 +92,7 @@ def _defaults() -> dict[str, Any]:
 
 def _backend(name: str) -> str:
     if "nccl" in name:
-        raise ConfigError(f"--distributed-backend {name}: this machine has no CUDA device; leave it out, or give gloo")
+        raise ConfigError(f"--distributed-backend {name}: needs a CUDA device, this run has none; expected gloo")
     return name
 
 
@@ -95,7 +134,8 @@ def _install(stack: contextlib.ExitStack) -> None:
     from megatron.core.datasets import utils as dataset_utils
     from megatron.training import arguments
 
-    cpu_torch.pin_until_closed(stack, int(os.environ.get("LOCAL_RANK", "0")))
+    reason = "CUDA is left alone" if torch.cuda.is_available() else "no CUDA device"
+    _pin_until_closed(stack, int(os.environ.get("LOCAL_RANK", "0")))
     cpu_torch.install(stack)
     replace(stack, arguments, "add_megatron_arguments", _with_cpu_defaults(arguments.add_megatron_arguments))
     replace(stack, dataset_utils, "compile_helpers", _unless_shipped(dataset_utils.compile_helpers))
@@ -103,7 +143,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     logger.addFilter(_is_news)
     stack.callback(logger.removeFilter, _is_news)
     if os.environ.get("RANK", "0") == "0":
-        print("PipeFill: no CUDA device: Megatron runs on the CPU over gloo, one core per rank", flush=True)
+        print(f"PipeFill: {reason}: Megatron runs on the CPU over gloo, one core per rank", flush=True)
 
 
 PATCH = Patch(

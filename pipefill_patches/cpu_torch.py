@@ -71,7 +71,6 @@ _METHODS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _tensor_to,
     torch.Tensor.type: _tensor_type,
     torch.Tensor.pin_memory: _tensor_cuda,
-    torch.Tensor.record_stream: _nothing,
 }
 
 
@@ -267,6 +266,9 @@ def install(stack: contextlib.ExitStack) -> None:
     replace(stack, torch.accelerator, "current_accelerator", lambda check_available=False: None)
     replace(stack, torch.accelerator, "device_count", lambda: 0)
 
+    # The call's parser refuses a stream that is not torch's own, before any mode sees the call.
+    replace(stack, torch.Tensor, "record_stream", _nothing)
+
     init = _without_device_id(torch.distributed.init_process_group)
     replace(stack, torch.distributed, "init_process_group", init)
     replace(stack, torch.distributed.distributed_c10d, "init_process_group", init)
@@ -288,40 +290,3 @@ def install(stack: contextlib.ExitStack) -> None:
 
     replace(stack, torch.autograd, "_engine_run_backward", run_backward)
     stack.enter_context(mode)
-
-
-def pin_to_core(local_rank: int) -> int:
-    """Keep all threads of this process, and those they start, on one core; return its number.
-
-    The core is the ``local_rank``-th of those the process may use, beginning again where there are fewer.  Call it
-    before any process group exists: gloo's threads inherit the mask of the thread that starts them.  Where the system
-    has no affinity masks nothing is pinned and -1 is returned; torch computes with one thread either way.
-    """
-    torch.set_num_threads(1)
-    if not hasattr(os, "sched_getaffinity"):
-        return -1
-    cores = sorted(os.sched_getaffinity(0))
-    core = cores[local_rank % len(cores)]
-    for thread in _threads():
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(thread, {core})
-    return core
-
-
-def pin_until_closed(stack: contextlib.ExitStack, local_rank: int) -> int:
-    """``pin_to_core`` until ``stack`` is closed."""
-    stack.callback(torch.set_num_threads, torch.get_num_threads())
-    if hasattr(os, "sched_getaffinity"):
-        stack.callback(_unpin, {thread: os.sched_getaffinity(thread) for thread in _threads()})
-    return pin_to_core(local_rank)
-
-
-def _unpin(masks: dict[int, set[int]]) -> None:
-    everywhere = set().union(*masks.values())
-    for thread in _threads():  # those started in between inherited the one core
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(thread, masks.get(thread, everywhere))
-
-
-def _threads() -> list[int]:
-    return [int(thread) for thread in os.listdir("/proc/self/task")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import logging
 import os
 import sys
 import warnings
@@ -157,6 +158,10 @@ def write_dataset(files: Iterable[Path], prefix: str, tokenizer: Any, byte_level
     return counts
 
 
+def _is_not_about_cuda(record: logging.LogRecord) -> bool:
+    return "No CUDA runtime" not in record.getMessage()
+
+
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     asks_help = bool({"-h", "--help"} & set(argv))
@@ -167,6 +172,7 @@ def main(argv: list[str] | None = None) -> None:
             files, prefix = find_files(own.input, own.suffix), _output_prefix(own.output_prefix)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_about_cuda)
             from megatron.training.arguments import _add_tokenizer_args
         args = _add_tokenizer_args(parser).parse_args(argv)
         tokenizer = build_tokenizer(args)
@@ -179,6 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     if counts.undecodable or counts.empty:
         print(f"skipped: {counts.undecodable} files that are not UTF-8, {counts.empty} empty files")
     print(f"{prefix}: {counts.documents} documents, {counts.tokens} tokens, {counts.bytes} bytes")
+    print(f"a share of --split must be 0 or at least {100 / counts.documents:.2g}%: Megatron splits by whole documents")
     vocabulary = f" --vocab-size {args.vocab_size}" if byte_level else ""
     print(f"train with: --data-path {prefix} --tokenizer-type {args.tokenizer_type}{vocabulary}")
 

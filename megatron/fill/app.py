@@ -58,7 +58,6 @@ class Session:
             self.recorder,
             BubblePredictor(warmup=settings.warmup_iterations),
             free_bytes,
-            settings.warmup_iterations,
             settings.paired_blocks,
             int(settings.guard_us * 1000),
             int(settings.min_bubble_us * 1000),
@@ -240,9 +239,12 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
     """Run ``main`` (a Megatron script's) with the patches applied, and PipeFill beside it.
 
     Args:
-        main: trains; it returns or exits when training is over.
+        main: trains; it returns or exits when training is over.  Inside another ``launch`` it is just called.
         patches: the names of the patches to apply; None for all that apply here.
     """
+    if bus.on_parse is not None:  # this script was started by `python -m pipefill_patches`, which has done all this
+        main()
+        return
     run = Launch()
     bus.on_parse, bus.on_start = run.on_parse, run.on_start
     pipefill_patches.apply(patches if patches is not None else pipefill_patches.defaults(sys.argv))

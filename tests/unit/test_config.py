@@ -46,7 +46,7 @@ jobs:
     ("text", "expected"),
     [
         ("jobs:\n  - {name: a, task: m:C, speed: 9}", "job 'a': unknown field 'speed'; expected one of name, task"),
-        ("jobs: []\nqueue: 1", "unknown field 'queue'; expected one of jobs"),
+        ("jobs:\n  - {name: a, task: m:C}\nqueue: 1", "unknown field 'queue'; expected one of jobs"),
         ("jobs:\n  - {name: a}", "job 'a': expected exactly one of task and command"),
         ("jobs:\n  - {name: a, task: m:C, command: ls}", "job 'a': expected exactly one of task and command"),
         ("jobs:\n  - {name: a, command: ls, args: {x: 1}}", "job 'a': args belong to a task"),

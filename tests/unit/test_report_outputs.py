@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from megatron.fill.errors import FillError
+from megatron.fill.records import write_agent, write_rank
 from megatron.fill.report import (
     Report,
     build_report,
     compose,
     draw_timeline,
-    write_agent,
-    write_rank,
     write_trace,
 )
 from megatron.fill.report.bars import join, subtract

@@ -163,7 +163,8 @@ class _JobRun:
         self.worker = worker
         self.log = log
         self.output = output
-        self.enforcer = Enforcer(worker.pid, agent.gate, log, spec.grace_ns, spec.max_overruns)
+        yields = spec.device == "cpu"
+        self.enforcer = Enforcer(worker.pid, agent.gate, log, spec.grace_ns, spec.max_overruns, yields)
 
     def watch(self) -> str | None:
         """Wait for the worker's end, and bring it about where needed; the reason why it was killed, if it was."""

@@ -14,12 +14,11 @@ from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration
 
 
 class RankListener:
-    """A hooks.Listener that fills one rank's bubbles.
+    """A hooks.Listener that fills one rank's bubbles, from when the predictor is warm.
 
     Args:
         gate: the rank's gate; None to measure only.
         free_bytes: the device memory that the main job leaves free, now.
-        warmup_iterations: training iterations before filling starts.
         paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
         guard_ns: kept free at the end of every predicted bubble.
         min_bubble_ns: bubbles predicted to be shorter are left alone.
@@ -31,7 +30,6 @@ class RankListener:
         recorder: Recorder,
         predictor: BubblePredictor,
         free_bytes: Callable[[], int],
-        warmup_iterations: int = 5,
         paired_blocks: int = 0,
         guard_ns: int = 0,
         min_bubble_ns: int = 1_000_000,
@@ -40,7 +38,6 @@ class RankListener:
         self.recorder = recorder
         self.predictor = predictor
         self.free_bytes = free_bytes
-        self.warmup_iterations = warmup_iterations
         self.paired_blocks = paired_blocks
         self.guard_ns = guard_ns
         self.min_bubble_ns = min_bubble_ns
@@ -56,7 +53,7 @@ class RankListener:
     def iteration_started(self, iteration: int, now_ns: int) -> None:
         self._iteration = iteration
         self._iteration_start_ns = now_ns
-        past_warmup = self._iterations_seen - self.warmup_iterations
+        past_warmup = self._iterations_seen - self.predictor.warmup
         self._iterations_seen += 1
         if past_warmup >= 0 and self.paired_blocks:
             self._block = past_warmup // self.paired_blocks

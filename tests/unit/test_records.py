@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.errors import FillError
-from megatron.fill.report import read_agent, read_rank, write_agent, write_rank
+from megatron.fill.records import read_agent, read_rank, write_agent, write_rank
 from megatron.fill.types import BubbleKind, JobRecord, JobState
 from tests.unit.synthetic import synthetic_run
 

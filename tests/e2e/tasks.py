@@ -1,0 +1,113 @@
+"""Side tasks for the end-to-end tests: honest ones, and one for every way to misbehave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from megatron.fill import SideTask
+
+
+def spin(milliseconds: float) -> None:
+    end_ns = time.thread_time_ns() + int(milliseconds * 1e6)
+    while time.thread_time_ns() < end_ns:
+        pass
+
+
+class Spin(SideTask):
+    """Uses the CPU for a while per step, for ever or for ``steps`` steps; resumable."""
+
+    unit = "spins"
+
+    def create(self, milliseconds: float = 1.0, steps: int = 0) -> None:
+        self.milliseconds, self.steps, self.done = milliseconds, steps, 0
+        self.context.total_work = steps or None
+
+    def run_next_step(self) -> float:
+        if self.steps and self.done >= self.steps:
+            raise StopIteration
+        spin(self.milliseconds)
+        self.done += 1
+        self.context.report(done=self.done) if self.done % 10 == 0 else None
+        return 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+class Faulty(SideTask):
+    """Does ``what`` in the callback ``where``; in ``run_next_step`` after a few good steps."""
+
+    def create(self, where: str, what: str) -> None:
+        self.where, self.what, self.steps = where, what, 0
+        self.maybe("create")
+
+    def init(self) -> None:
+        self.maybe("init")
+
+    def start(self) -> None:
+        self.maybe("start")
+
+    def run_next_step(self) -> Any:
+        self.steps += 1
+        spin(0.5)
+        if self.steps > 5 and self.where not in ("run_next_step", "state_dict"):
+            raise StopIteration
+        return self.maybe("run_next_step") if self.steps > 5 else None
+
+    def pause(self) -> None:
+        self.maybe("pause")
+
+    def stop(self) -> None:
+        self.maybe("stop")
+
+    def maybe(self, where: str) -> Any:
+        return getattr(self, self.what)() if where == self.where else None
+
+    def raise_error(self) -> None:
+        raise ValueError("made to fail")
+
+    def exit(self) -> None:
+        sys.exit(3)
+
+    def hard_exit(self) -> None:
+        os._exit(4)
+
+    def kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def segfault(self) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def hang(self) -> None:
+        while True:
+            pass
+
+    def flood(self) -> None:
+        print("x" * (1 << 20), flush=True)
+
+    def flood_at_once(self) -> None:
+        for _ in range(1024):
+            self.flood()
+
+    def nonsense(self) -> str:
+        return "a lot"
+
+    def hog(self) -> None:
+        self.hoard = [*getattr(self, "hoard", []), bytearray(8 << 20)]
+
+    def fork_and_leave(self) -> None:
+        if os.fork() == 0:
+            os.setsid()
+            os.execvp("sleep", ["sleep", "86399"])
+        raise ValueError("left a child behind")
+
+
+class NoTask:
+    """Not a SideTask."""

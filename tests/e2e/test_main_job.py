@@ -1,0 +1,154 @@
+"""The main job's own life: evaluation, checkpoints, its end and its crash; other runs beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.training import Trained, attempt, processes, start, train, write_jobs
+
+SPIN = {"name": "spin", "task": "tasks:Spin"}
+
+
+def test_profile_only_with_evaluation(tmp_path):
+    flags = "--fill-profile-only --fill-report {folder}/run --eval-interval 4 --eval-iters 2"
+    trained = train(tmp_path, flags, 9)
+    ranks = json.loads((tmp_path / "run" / "bubbles.json").read_text())["ranks"]
+    assert [rank["stage"] for rank in ranks] == [0, 1]
+    assert ranks[1]["training"][0]["kind"] == "fill"
+    assert ranks[1]["evaluation"][0]["kind"] == "fill"
+    assert all(bubble["free_bytes"] > 0 for bubble in ranks[0]["training"])
+    assert "Bubbles of rank 0 (stage 0)" in trained.output
+    assert "Evaluation bubbles of rank 1 (stage 1)" in trained.output
+    assert not (tmp_path / "run" / "report.json").exists()
+
+
+def test_evaluation_and_checkpoints_are_filled_around_and_resume_gives_the_same_losses(tmp_path):
+    """12 iterations at once equal 6, a checkpoint, and 6 more; the side task goes on from its own checkpoint too."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    common = "--eval-interval 5 --eval-iters 1 --fill-warmup-iterations 2 --lr-decay-iters 12 --lr-warmup-iters 0"
+    reference = train(whole, f"{common} {write_jobs(whole, SPIN)}", 12).losses
+    saving = f"{common} {write_jobs(parts, SPIN)} --save {parts}/model --save-interval 3"
+    first = train(parts, f"{saving} --exit-interval 6", 12)
+    done = first.jobs["spin"]["result"]["done"]
+    assert first.jobs["spin"]["reason"].endswith("goes on from its checkpoint in the same run folder")
+    second = train(parts, f"{saving} --load {parts}/model", 12)
+    assert second.losses == reference
+    assert second.jobs["spin"]["result"]["done"] > done
+    assert second.jobs["spin"]["result"]["done"] >= done + second.jobs["spin"]["steps"] - 10
+
+
+def test_jobs_that_finish_make_room_for_others_by_priority(tmp_path):
+    jobs = write_jobs(
+        tmp_path,
+        {"name": "short", "task": "tasks:Spin", "args": {"steps": 20}, "count": 3},
+        {"name": "urgent", "task": "tasks:Spin", "args": {"steps": 5}, "priority": 9},
+        {"name": "shell", "command": ["sh", "-c", "echo hello; i=0; while [ $i -lt 2000 ]; do i=$((i+1)); done"]},
+        {"name": "endless-a", "task": "tasks:Spin", "priority": -1},
+        {"name": "endless-b", "task": "tasks:Spin", "priority": -1},
+        {"name": "never", "task": "tasks:Spin", "priority": -2},
+    )
+    trained = train(tmp_path, f"{jobs} --fill-warmup-iterations 2", 150)
+    states = {name: job["state"] for name, job in trained.jobs.items()}
+    assert states == {
+        **dict.fromkeys(["short-0", "short-1", "short-2", "urgent", "shell"], "SUCCEEDED"),
+        **dict.fromkeys(["endless-a", "endless-b"], "STOPPED"),
+        "never": "QUEUED",
+    }
+    assert trained.jobs["urgent"]["rank"] == 0
+    assert trained.jobs["short-0"]["work_done"] == trained.jobs["short-0"]["total_work"] == 20
+    assert trained.jobs["shell"]["unit"] == "seconds"
+    assert (tmp_path / "run" / "jobs" / "shell" / "output.log").read_text() == "hello\n"
+
+
+def test_paired_blocks_and_baseline(tmp_path):
+    flags = f"{write_jobs(tmp_path, SPIN | {'count': 2})} --fill-warmup-iterations 20"
+    trained = train(tmp_path, f"{flags} --fill-paired-blocks 10 --fill-baseline-seconds 0.5", 60)
+    summary = trained.report["summary"]
+    assert summary["slowdown"]["pairs"] == 2
+    low, high = summary["slowdown"]["ci95"]
+    assert low <= summary["slowdown"]["mean"] <= high
+    assert 0 < summary["fill_efficiency"] <= 1.2
+    paired = trained.report["total"]["paired"]
+    assert paired["on"]["count"] == paired["off"]["count"] == 40
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--fill-jobs {folder}/none.yaml", "none.yaml: cannot be read: No such file or directory"),
+        ("--fill-jobs {folder}/bad.yaml", "bad.yaml: job 'x': unknown field 'speed'"),
+        ("--fill-report /proc/nowhere", "--fill-report /proc/nowhere: "),
+        ("--fill-pipeline-schedule gpipe --num-layers-per-virtual-pipeline-stage 1", "gpipe does not interleave"),
+    ],
+)
+def test_wrong_input_stops_before_training(tmp_path, flags, expected):
+    (tmp_path / "bad.yaml").write_text("jobs: [{name: x, task: m:C, speed: 1}]")
+    trained = attempt(tmp_path, flags)
+    assert trained.returncode != 0
+    assert f"pretrain_gpt.py: error: {expected}" in trained.output.replace(str(tmp_path) + "/", "")
+    assert "iteration        1/" not in trained.output
+
+
+def wait_for(condition, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def running(folder: Path) -> list[str]:
+    return processes(str(folder))
+
+
+@pytest.mark.parametrize("victim", ["--rank-1", "launcher"])
+def test_a_crash_leaves_nothing_behind(tmp_path, victim):
+    shared_memory = set(os.listdir("/dev/shm"))
+    hang = {"name": "hang", "task": "tasks:Faulty", "args": {"where": "run_next_step", "what": "hang"}}
+    process = start(tmp_path, f"{write_jobs(tmp_path, SPIN, hang)} --fill-warmup-iterations 2", 100_000)
+    try:
+        log = tmp_path / "tensorboard"
+        assert wait_for(lambda: len(processes("fill.runtime.worker")) >= 2 and log.exists(), 90)
+        time.sleep(3)
+        if victim == "launcher":
+            process.terminate()
+        else:
+            pid = next(pid for pid in children(process.pid) if environ(pid, "RANK") == "1")
+            os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert wait_for(lambda: not running(tmp_path), 20), running(tmp_path)
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def environ(pid: int, name: str) -> str | None:
+    for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        if item.startswith(name.encode() + b"="):
+            return item.split(b"=", 1)[1].decode()
+    return None
+
+
+def test_two_runs_beside_each_other(tmp_path):
+    folders = [tmp_path / "one", tmp_path / "two"]
+    runs = []
+    for folder in folders:
+        folder.mkdir()
+        runs.append(start(folder, f"{write_jobs(folder, SPIN)} --fill-warmup-iterations 2", 10))
+    for folder, process in zip(folders, runs, strict=True):
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output[-3000:]
+        assert Trained(0, output, folder).jobs["spin"]["steps"] > 0

@@ -1,0 +1,122 @@
+"""Real two-rank trainings for the end-to-end tests: small, on the CPU, through the scripts that users call."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+# Without the group of flags after --: one core per stage makes an iteration of about 60 ms, a third of it bubbles.
+MODEL = (
+    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 100000 "
+    "--log-interval 1 --tensorboard-log-interval 1"
+)
+UPSTREAM = ("--module", "pipefill_patches", "--only", "cpu_backend", "pretrain_gpt.py")
+PATCHED = ("--module", "pipefill_patches", "pretrain_gpt.py")
+OURS = ("pretrain_gpt.py",)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that has ended."""
+
+    returncode: int
+    output: str
+    folder: Path
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The loss of every iteration: float32 from TensorBoard, to the bit."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(self.folder / "tensorboard"), size_guidance={"scalars": 0})
+        events.Reload()
+        return {event.step: event.value for event in events.Scalars("lm loss")}
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.folder / "run" / "report.json").read_text(encoding="utf-8"))
+
+    @property
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        return {job["name"]: job for job in self.report["jobs"]}
+
+
+def command(
+    folder: Path, flags: str = "", iterations: int = 12, script: tuple[str, ...] = OURS, ranks: int = 2
+) -> list[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        str(port),
+    ]
+    logs = ["--tensorboard-dir", str(folder / "tensorboard"), "--train-iters", str(iterations)]
+    return [*launcher, *script, *MODEL.split(), *logs, *flags.format(folder=folder).split()]
+
+
+def start(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*args, **kwargs),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PIPEFILL_CPU_BACKEND": "1"},
+    )
+
+
+def train(folder: Path, *args: Any, **kwargs: Any) -> Trained:
+    """Train and wait; ``{folder}`` in the flags stands for the folder.  Fails the test if the training fails."""
+    trained = attempt(folder, *args, **kwargs)
+    assert trained.returncode == 0, trained.output[-4000:]
+    return trained
+
+
+def attempt(folder: Path, *args: Any, **kwargs: Any) -> Trained:
+    """Like ``train``, for a training that may fail."""
+    process = start(folder, *args, **kwargs)
+    output, _ = process.communicate(timeout=240)
+    return Trained(process.returncode, output, folder)
+
+
+def write_jobs(folder: Path, *jobs: dict[str, Any]) -> str:
+    """A jobs file beside the test tasks; the flags that use it and put the run into ``folder``/run."""
+    path = folder / "jobs.yaml"
+    for job in jobs:
+        if "task" in job and ":" in job["task"] and not job["task"].startswith("megatron."):
+            link = folder / (job["task"].split(":")[0] + ".py")
+            source = HERE / link.name
+            if source.exists() and not link.exists():
+                link.symlink_to(source)
+    path.write_text(json.dumps({"jobs": list(jobs)}), encoding="utf-8")  # JSON is YAML
+    return f"--fill-jobs {path} --fill-report {folder / 'run'}"
+
+
+def processes(marker: str) -> list[str]:
+    """The command lines of the running processes that have ``marker`` in theirs."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if marker in line:
+                found.append(line)
+    return found

@@ -1,0 +1,205 @@
+"""The CPU backend, each case in a process of its own: it changes torch for all of the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is for machines without CUDA")
+
+BEFORE = "from pipefill_patches.cpu_backend import PATCH\nPATCH.apply()\n"
+AFTER = "import megatron.core, megatron.training.training\n" + BEFORE
+LINE = "PipeFill: no CUDA device: Megatron runs on the CPU over gloo, one core per rank\n"
+
+
+def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | environ,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+USE = """
+import torch
+assert torch.zeros(1, device="cuda").device.type == "cpu"
+assert torch.zeros(1, device=torch.cuda.current_device()).to("cuda:0").device.type == "cpu"
+assert torch.zeros(1).cuda().type() == "torch.cuda.FloatTensor"
+torch.ones(2, pin_memory=True).pin_memory().record_stream(torch.cuda.current_stream())
+with torch.cuda.stream(torch.cuda.Stream()) as stream:
+    torch.cuda.synchronize()
+event = torch.cuda.Event(enable_timing=True)
+event.record()
+assert event.elapsed_time(torch.cuda.current_stream().record_event()) >= 0
+assert torch.cuda.is_available() and torch.cuda.device_count() == 1 and not torch.accelerator.is_available()
+assert torch.cuda.max_memory_allocated() > 0 and torch.cuda.memory_stats()["reserved_bytes.all.current"] > 0
+
+class Double(torch.autograd.Function):
+    forward = staticmethod(lambda ctx, x: x * 2)
+    backward = staticmethod(lambda ctx, grad: grad * torch.full_like(grad, 2.0, device="cuda"))
+
+x = torch.ones(3, requires_grad=True)
+Double.apply(x).sum().backward()
+torch.autograd.backward(Double.apply(x).sum())
+assert torch.autograd.grad(Double.apply(x).sum(), x)[0].tolist() == [2.0] * 3
+assert x.grad.tolist() == [4.0] * 3
+compiled = torch.compile(lambda x: x + 1, backend=lambda *_: 1 / 0)
+assert compiled(x).tolist() == [2.0] * 3
+from megatron.core.datasets.utils import compile_helpers
+compile_helpers()
+"""
+
+REVERT = """
+import contextlib, inspect, logging, os, torch, torch.cuda.random, torch.utils.data.dataloader as dataloader
+import megatron.training.arguments as arguments, megatron.core.datasets.utils as utils
+from megatron.core.tensor_parallel import random
+from torch.overrides import _get_current_function_mode_stack
+torch.compiler.set_stance("default")
+torch.set_num_threads(2)
+
+def state():
+    holders = (torch.cuda, torch.cuda.random, torch.accelerator, torch.autograd, torch.distributed,
+               torch.distributed.distributed_c10d, arguments, utils, random)
+    # The torch modules keep lazily made values of their own in names that begin with an underscore.
+    names = [{n: v for n, v in vars(h).items() if n[0] != "_" or n == "_engine_run_backward"} for h in holders]
+    import torch._dynamo.eval_frame as eval_frame
+    return [*names, list(_get_current_function_mode_stack()), dataloader._BaseDataLoaderIter.__init__,
+            logging.getLogger(random.__name__).filters[:], os.sched_getaffinity(0), torch.get_num_threads(),
+            eval_frame._stance]
+
+before = state()
+from pipefill_patches.cpu_backend import PATCH, needed
+assert needed() and not PATCH.applied
+for _ in range(2):
+    PATCH.apply()
+    PATCH.apply()
+    assert PATCH.applied and needed() and len(os.sched_getaffinity(0)) == 1 and torch.get_num_threads() == 1
+    assert len(_get_current_function_mode_stack()) == 1
+    assert all(a != b for a, b in zip(before, state()) if a is not before[8])
+    PATCH.revert()
+    PATCH.revert()
+    after = state()
+    for old, new in zip(before, after, strict=True):
+        assert old == new, (old, new)
+assert not torch.cuda.is_available()
+try:
+    torch.zeros(1, device="cuda")
+except (AssertionError, RuntimeError):
+    pass
+else:
+    raise SystemExit("CUDA is still there")
+"""
+
+RNG = """
+import logging, torch
+from megatron.core.tensor_parallel import random
+random._CUDA_RNG_STATE_TRACKER = None
+tracker = random.get_cuda_rng_tracker()
+warnings = []
+logging.getLogger(random.__name__).addHandler(type("H", (logging.Handler,), {"emit": lambda s, r: warnings.append(r)})())
+
+torch.manual_seed(1)
+torch.cuda.manual_seed(1)
+draws = torch.rand(3)
+torch.manual_seed(1)
+tracker.add("inner", 7)
+assert torch.equal(torch.rand(3), draws), "adding a state moved the generator"
+
+torch.manual_seed(7)
+expected = torch.rand(6)
+torch.manual_seed(1)
+with tracker.fork("inner"):
+    first = torch.rand(3)
+assert torch.equal(torch.rand(3), draws), "the outer state came back after the fork"
+with tracker.fork("inner"):
+    second = torch.nn.functional.dropout(torch.ones(8))
+torch.manual_seed(7)
+assert torch.equal(torch.rand(3), first)
+assert torch.equal(torch.nn.functional.dropout(torch.ones(8)), second), "the forked state went on where it stopped"
+
+state = torch.cuda.get_rng_state()
+assert torch.equal(state, torch.get_rng_state())
+x = torch.rand(3)
+torch.cuda.set_rng_state(state)
+assert torch.equal(torch.rand(3), x)
+
+def layer(x):
+    with tracker.fork("inner"):
+        x = torch.nn.functional.dropout(x)
+    return torch.nn.functional.dropout(x, 0.2)
+
+def gradient(recompute):
+    torch.manual_seed(3)
+    tracker.set_states({"inner": random._get_cuda_rng_state()})
+    x = torch.ones(1000, requires_grad=True)
+    y = random.checkpoint(layer, False, x) if recompute else layer(x)
+    after = torch.rand(1)
+    y.sum().backward()
+    assert torch.equal((y > 0), (x.grad > 0))
+    return x.grad, after, torch.rand(1), tracker.get_states()["inner"]
+
+assert all(torch.equal(a, b) for a, b in zip(gradient(False), gradient(True)))
+
+before = torch.get_rng_state()
+list(torch.utils.data.DataLoader([1, 2]))
+assert torch.equal(before, torch.get_rng_state()), "a data loader moved the model's generator"
+assert not warnings, warnings[0].getMessage()
+"""
+
+PARSER = """
+import argparse, megatron.training.arguments as arguments
+from megatron.core.transformer.enums import AttnBackend
+from megatron.fill.errors import ConfigError
+parse = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args
+args = parse([])
+assert (args.distributed_backend, args.transformer_impl, args.num_workers) == ("gloo", "local", 0)
+assert args.attention_backend is AttnBackend.unfused and args.use_cpu_initialization and args.no_persist_layer_norm
+assert not (args.gradient_accumulation_fusion or args.masked_softmax_fusion or args.apply_rope_fusion)
+args = parse(["--num-workers", "3", "--attention-backend", "flash", "--distributed-backend", "gloo"])
+assert (args.num_workers, args.attention_backend) == (3, AttnBackend.flash)
+try:
+    parse(["--distributed-backend", "nccl"])
+except ConfigError as error:
+    assert "gloo" in str(error) and "--distributed-backend nccl" in str(error)
+else:
+    raise SystemExit("nccl was taken")
+PATCH.revert()
+args = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
+assert (args.distributed_backend, args.num_workers) == ("nccl", 2)
+"""
+
+
+@pytest.mark.parametrize("apply", [BEFORE, AFTER], ids=["before megatron is imported", "after megatron is imported"])
+def test_torch_runs_on_the_cpu(apply: str) -> None:
+    assert run(apply + USE).stdout == LINE
+
+
+def test_it_is_idempotent_and_reverts_to_the_initial_state() -> None:
+    assert run(REVERT).stdout == LINE * 2
+
+
+def test_megatrons_rng_helpers_use_the_cpu_generator() -> None:
+    run(BEFORE + RNG)
+
+
+def test_parser_defaults_suit_the_cpu_and_explicit_flags_win() -> None:
+    run(BEFORE + PARSER)
+
+
+def test_other_ranks_are_silent_and_take_the_next_core() -> None:
+    core = "import os\ncores = sorted(os.sched_getaffinity(0))\n"
+    code = core + BEFORE + "assert os.sched_getaffinity(0) == {cores[1 % len(cores)]}"
+    assert run(code, RANK="1", LOCAL_RANK="1").stdout == ""
+
+
+def test_without_the_patch_nothing_is_changed() -> None:
+    code = "import torch, pipefill_patches.cpu_backend as b\nassert b.needed() and not torch.cuda.is_available()"
+    run(code + "\nfrom torch.overrides import _get_current_function_mode_stack as modes\nassert not list(modes())")

@@ -1,0 +1,191 @@
+"""Patches apply by explicit call, once, revertibly, and only to what they were tested with.
+
+Each case runs in a process of its own: a patch changes modules for good, and the order of imports is what is tested.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import pipefill_patches
+
+STATE = """
+    import importlib
+    SEAMS = [
+        ("megatron.core.pipeline_parallel.p2p_communication", "P2PCommunicator._communicate"),
+        ("megatron.core.pipeline_parallel.schedules", "forward_backward_pipelining_without_interleaving"),
+        ("megatron.core.pipeline_parallel.schedules", "forward_backward_pipelining_with_interleaving"),
+        ("megatron.core.pipeline_parallel.schedules", "forward_step"),
+        ("megatron.core.pipeline_parallel.schedules", "backward_step"),
+        ("megatron.training.training", "train_step"),
+        ("megatron.training.training", "evaluate"),
+        ("megatron.training.training", "save_checkpoint_and_time"),
+        ("megatron.training.training", "initialize_megatron"),
+        ("megatron.training.arguments", "add_megatron_arguments"),
+        ("megatron.training.arguments", "parse_args"),
+        ("torch.distributed", "all_reduce"),
+        ("torch.distributed", "broadcast"),
+    ]
+    def state():
+        found = []
+        for module, dotted in SEAMS:
+            value = importlib.import_module(module)
+            for name in dotted.split("."):
+                value = getattr(value, name)
+            found.append(value)
+        return found
+    NAMES = ("arguments", "training_loop", "schedules", "p2p_communicator")
+"""
+
+
+def run(code: str) -> str:
+    """Run the code in a fresh interpreter; its output."""
+    source = textwrap.dedent(STATE) + textwrap.dedent(code)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_importing_the_package_changes_nothing():
+    run("""
+    import sys, pipefill_patches
+    assert not any(name.startswith(("megatron.core", "megatron.training")) for name in sys.modules)
+    assert not any(patch.applied for patch in pipefill_patches.PATCHES.values())
+    """)
+
+
+def test_apply_before_and_after_megatron_is_imported_is_the_same_and_revert_restores():
+    run("""
+    import megatron.training.training, pipefill_patches
+    before = state()
+    pipefill_patches.apply(NAMES)
+    after = state()
+    assert all(a is not b for a, b in zip(before, after)), [s for s, a, b in zip(SEAMS, before, after) if a is b]
+    pipefill_patches.apply(NAMES)
+    assert all(a is b for a, b in zip(after, state())), "a second apply changed something"
+    pipefill_patches.revert()
+    assert all(a is b for a, b in zip(before, state()))
+    pipefill_patches.revert()
+    pipefill_patches.apply(NAMES)
+    assert all(hasattr(value, "__wrapped__") for value in state())
+    """)
+    run("""
+    import pipefill_patches
+    pipefill_patches.apply(NAMES)
+    import megatron.training
+    assert all(hasattr(value, "__wrapped__") for value in state())
+    pipefill_patches.revert()
+    assert not any("pipefill_patches" in value.__module__ for value in state())
+    """)
+
+
+def test_gpipe_replaces_the_schedule_and_gives_it_back():
+    run("""
+    import inspect, pipefill_patches
+    from megatron.core.pipeline_parallel import schedules
+    upstream = schedules.forward_backward_pipelining_without_interleaving
+    pipefill_patches.apply(("schedules",))
+    bracketed = schedules.forward_backward_pipelining_without_interleaving
+    pipefill_patches.apply(("gpipe",))
+    assert schedules.forward_backward_pipelining_without_interleaving is not bracketed
+    pipefill_patches.revert()
+    assert schedules.forward_backward_pipelining_without_interleaving is upstream
+    """)
+
+
+@pytest.mark.parametrize("name", [name for name in pipefill_patches.PATCHES if name != "cpu_backend"])
+def test_another_version_is_refused_by_name_and_nothing_changes(name):
+    run(f"""
+    import importlib.metadata, pipefill_patches
+    before = state()
+    importlib.metadata.version = lambda package: "0.20.0"
+    try:
+        pipefill_patches.apply(("{name}",))
+    except pipefill_patches.PatchError as error:
+        assert "{name}" in str(error) and "<0.20" in str(error) and "0.20.0" in str(error), error
+    else:
+        raise AssertionError("a wrong version was patched")
+    assert all(a is b for a, b in zip(before, state()))
+    """)
+
+
+def test_a_changed_signature_and_a_missing_function_are_refused():
+    run("""
+    import pipefill_patches
+    from megatron.core.pipeline_parallel import p2p_communication
+    upstream = p2p_communication.P2PCommunicator._communicate
+    def _communicate(self, *, tensors): ...
+    p2p_communication.P2PCommunicator._communicate = _communicate
+    for expected in ("takes (self, tensors); expected it to begin with (self, tensor_send_next", "cannot be found"):
+        try:
+            pipefill_patches.apply(("p2p_communicator",))
+        except pipefill_patches.PatchError as error:
+            assert "p2p_communicator" in str(error) and expected in str(error), error
+        else:
+            raise AssertionError("a wrong signature was patched")
+        if hasattr(p2p_communication.P2PCommunicator, "_communicate"):
+            del p2p_communication.P2PCommunicator._communicate
+    """)
+
+
+def test_an_unknown_patch_is_refused():
+    with pytest.raises(pipefill_patches.PatchError, match="there is no patch 'nccl'; expected one of cpu_backend"):
+        pipefill_patches.apply(("nccl",))
+
+
+def test_a_patch_that_fails_half_way_takes_its_changes_back():
+    run("""
+    import types
+    from pipefill_patches.registry import Patch, replace
+    holder = types.SimpleNamespace(value=1)
+    def install(stack):
+        replace(stack, holder, "value", 2)
+        replace(stack, holder, "extra", 3)
+        raise RuntimeError("half way")
+    patch = Patch("half", "to fail", install)
+    try:
+        patch.apply()
+    except RuntimeError:
+        pass
+    assert holder.__dict__ == {"value": 1} and not patch.applied
+    """)
+
+
+@pytest.mark.parametrize("name", pipefill_patches.PATCHES)
+def test_upstream_has_the_signatures_that_the_patches_rely_on(name):
+    pipefill_patches.PATCHES[name].check()
+
+
+def test_the_fill_flags_are_in_megatrons_help():
+    output = run("""
+    import sys, pipefill_patches
+    pipefill_patches.apply(NAMES)
+    from megatron.training.arguments import parse_args
+    sys.argv = ["x", "--help"]
+    try:
+        parse_args()
+    except SystemExit as stop:
+        assert stop.code == 0
+    """)
+    assert "--fill-jobs FILE" in output
+    assert "--pipeline-model-parallel-size" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        ([], 2, "usage: python -m pipefill_patches"),
+        (["--help"], 0, "usage: python -m pipefill_patches"),
+        (["nowhere.py"], 1, "no such script: nowhere.py"),
+        (["--only", "nonsense", __file__], 1, "there is no patch 'nonsense'"),
+    ],
+)
+def test_the_runner_says_what_is_wrong(arguments, code, expected):
+    command = [sys.executable, "-m", "pipefill_patches", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert expected in done.stdout + done.stderr

@@ -1,0 +1,199 @@
+"""The inside of a worker, on a clock that only steps move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.errors import TaskError
+from megatron.fill.gate import OpenBubble
+from megatron.fill.runtime.loop import StepLoop
+from megatron.fill.runtime.steplog import StepLog, WorkerPhase, create_log
+from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
+from megatron.fill.sidetask.machine import TaskMachine
+
+MS = 1_000_000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+class Scripted(SideTask):
+    """Steps of given lengths; then it is finished."""
+
+    def __init__(self, clock: Clock, lengths_ms: list[float]) -> None:
+        self.clock, self.lengths, self.calls = clock, list(lengths_ms), []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def run_next_step(self) -> float:
+        if not self.lengths:
+            raise StopIteration
+        self.calls.append("step")
+        self.clock.now_ns += int(self.lengths.pop(0) * MS)
+        return 2.0
+
+
+class ScriptedGate:
+    """A gate whose bubbles really end at ``end_ns``, whatever was predicted."""
+
+    ended = False
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.end_ns = clock, 0
+
+    def is_open(self, seq: int) -> bool:
+        return self.clock.now_ns < self.end_ns
+
+    def closed_ns(self, seq: int) -> int | None:
+        return None if self.is_open(seq) else self.end_ns
+
+
+class Bench:
+    def __init__(self, *lengths_ms: float) -> None:
+        self.clock = Clock()
+        self.task = Scripted(self.clock, list(lengths_ms))
+        machine = TaskMachine(self.task, TaskContext("t", Path("/")))
+        machine.create({})
+        machine.init()
+        self.log = StepLog(create_log())
+        self.gate = ScriptedGate(self.clock)
+        self.stop = False
+        self.loop = StepLoop(machine, self.gate, self.log, lambda: self.stop, self.clock)
+        self.seq = 0
+
+    def bubble(self, predicted_ms: float, lasts_ms: float | None = None) -> bool:
+        """Offer one bubble; whether the task finished in it."""
+        self.seq += 1
+        self.gate.end_ns = self.clock.now_ns + int((predicted_ms if lasts_ms is None else lasts_ms) * MS)
+        bubble = OpenBubble(self.seq, self.clock.now_ns, self.clock.now_ns + int(predicted_ms * MS), 0)
+        finished = self.loop.fill(bubble)
+        self.clock.now_ns = max(self.clock.now_ns, self.gate.end_ns)
+        return finished
+
+    @property
+    def uses(self):
+        return self.log.record("t", 0).uses
+
+
+def test_steps_run_while_the_next_one_fits():
+    bench = Bench(*[2.0] * 20)
+    bench.bubble(9)
+    assert bench.task.calls == ["start", *["step"] * 4, "pause"]
+    assert (bench.uses[0].harvested_ns, bench.uses[0].overrun_ns, bench.uses[0].steps) == (8 * MS, 0, 4)
+
+
+def test_a_bubble_that_ends_early_stops_the_steps_and_counts_the_overrun():
+    bench = Bench(*[2.0] * 20)
+    bench.bubble(9, lasts_ms=3)
+    assert bench.task.calls.count("step") == 2
+    assert (bench.uses[0].harvested_ns, bench.uses[0].overrun_ns) == (3 * MS, 1 * MS)
+
+
+def test_a_bubble_too_short_is_left_alone():
+    bench = Bench(*[2.0] * 20)
+    bench.bubble(9)
+    bench.task.calls.clear()
+    bench.bubble(1.5)
+    assert bench.task.calls == []
+    assert len(bench.uses) == 1
+
+
+def test_a_task_whose_steps_seem_too_long_gets_a_try_now_and_then():
+    bench = Bench(50.0, *[1.0] * 100)
+    bench.bubble(60)
+    bench.task.calls.clear()
+    for _ in range(40):
+        bench.bubble(10)
+    assert bench.task.calls.count("step") > 5
+
+
+def test_it_finishes_when_the_task_does():
+    bench = Bench(1.0, 1.0)
+    assert bench.bubble(100)
+    assert bench.task.calls == ["start", "step", "step", "pause"]
+    assert bench.log.record("t", 0).work_done == 4.0
+    assert bench.loop.machine.state is TaskState.PAUSED
+
+
+def test_a_stop_request_is_seen_between_steps():
+    bench = Bench(*[1.0] * 50)
+    bench.stop = True
+    assert not bench.bubble(100)
+    assert bench.task.calls.count("step") == 1
+
+
+def test_the_log_says_what_the_worker_is_at():
+    bench = Bench(*[1.0] * 3)
+    seen = []
+    bench.task.start = lambda: seen.append((bench.log.phase, bench.log.step_seq))
+    bench.bubble(2)
+    assert seen == [(WorkerPhase.START, 1)]
+    assert (bench.log.phase, bench.log.step_seq) == (WorkerPhase.ASLEEP, 0)
+
+
+def test_the_work_alone_is_counted_apart():
+    bench = Bench(*[1.0] * 10)
+    bench.bubble(2.5)
+    bench.gate.end_ns = bench.clock.now_ns + 3 * MS
+    bench.loop.fill(OpenBubble(9, bench.clock.now_ns, bench.gate.end_ns, 0, alone=True))
+    record = bench.log.record("t", 0)
+    assert (record.work_done, record.steps_done, record.harvested_ns) == (4.0, 2, 2 * MS)
+    assert (record.alone_work, record.alone_ns) == (6.0, 3 * MS)
+    assert bench.log.work_done == 10.0
+    assert len(record.uses) == 1
+
+
+class TestMachine:
+    def make(self) -> TaskMachine:
+        return TaskMachine(Scripted(Clock(), [1.0]), TaskContext("t", Path("/")))
+
+    def test_callbacks_out_of_order_are_refused(self):
+        machine = self.make()
+        for callback in (machine.init, machine.start, machine.run_next_step, machine.pause):
+            with pytest.raises(TaskError, match="in state SUBMITTED"):
+                callback()
+        machine.create({})
+        with pytest.raises(TaskError, match=r"create\(\) was called in state CREATED; expected SUBMITTED"):
+            machine.create({})
+
+    def test_stop_is_allowed_from_anywhere_and_once(self):
+        machine = self.make()
+        calls = []
+        machine.task.stop = lambda: calls.append(1)
+        machine.stop()
+        machine.stop()
+        assert calls == [1]
+        assert machine.state is TaskState.STOPPED
+
+    def test_work_must_be_a_number(self):
+        machine = self.make()
+        machine.create({})
+        machine.init()
+        machine.start()
+        machine.task.run_next_step = lambda: "many"
+        with pytest.raises(TaskError, match="returned 'many'"):
+            machine.run_next_step()
+        machine.task.run_next_step = lambda: None
+        assert machine.run_next_step() == 1.0
+
+
+def test_the_rings_keep_the_most_recent():
+    bench = Bench(*[1.0] * 9000)
+    for _ in range(9000):
+        bench.bubble(1)
+    record = bench.log.record("t", 0)
+    assert record.steps_done == 9000
+    assert len(record.steps) == 8192
+    assert record.steps == sorted(record.steps)
+    assert len(record.uses) == 9000

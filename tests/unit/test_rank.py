@@ -1,0 +1,118 @@
+"""The rank's listener: what it records, when it fills, and how little it does."""
+
+from __future__ import annotations
+
+from megatron.fill.predictor import BubblePredictor
+from megatron.fill.runtime.rank import RankListener
+from megatron.fill.runtime.recorder import Recorder
+from megatron.fill.types import BubbleKind, CycleKey, RankInfo
+from tests.fakes import FakeGate
+
+MS = 1_000_000
+KEY = CycleKey("1f1b", 4)
+INFO = RankInfo(0, 2, 0, 2, 0, 1, 0, 2)
+
+
+def make(gate: FakeGate | None, **settings: int) -> RankListener:
+    return RankListener(gate, Recorder(INFO, 3), BubblePredictor(warmup=2), lambda: 7, **settings)
+
+
+class Drive:
+    def __init__(self, listener: RankListener) -> None:
+        self.listener, self.now_ns, self.number = listener, 0, 0
+
+    def cycle(self, *durations_ms: float, key: CycleKey = KEY) -> None:
+        self.listener.cycle_started(key, self.number)
+        for index, duration in enumerate(durations_ms):
+            self.listener.bubble_opened(BubbleKind.INTERIOR, index, self.now_ns)
+            self.now_ns += int(duration * MS)
+            self.listener.bubble_closed(self.now_ns)
+        self.listener.cycle_ended()
+
+    def iteration(self, *durations_ms: float) -> None:
+        self.number += 1
+        self.listener.iteration_started(self.number, self.now_ns)
+        self.cycle(*durations_ms)
+        self.now_ns += 5 * MS
+        self.listener.iteration_ended(self.now_ns)
+
+
+def test_filling_starts_after_the_warmup_and_leaves_short_bubbles_alone():
+    listener = make(FakeGate())
+    drive = Drive(listener)
+    for _ in range(4):
+        drive.iteration(20, 0.5)
+    bubbles = listener.recorder.bubbles
+    assert [bubble.filling for bubble in bubbles] == [False] * 4 + [True] * 4
+    assert [bubble.seq for bubble in bubbles] == [0, 0, 0, 0, 1, 0, 2, 0]
+    assert [bubble.predicted_ns for bubble in bubbles[4:6]] == [20 * MS, MS // 2]
+    assert bubbles[-1].free_bytes == 7
+
+
+def test_paired_blocks_alternate():
+    listener = make(FakeGate(), paired_blocks=2)
+    drive = Drive(listener)
+    for _ in range(10):
+        drive.iteration(20)
+    iterations = listener.recorder.iterations
+    assert [iteration.block for iteration in iterations] == [-1, -1, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert [iteration.filling for iteration in iterations if iteration.block >= 0] == [True, True, False, False] * 2
+    assert [iteration.iteration for iteration in iterations] == list(range(1, 11))
+
+
+def test_without_a_gate_it_only_measures():
+    listener = make(None)
+    drive = Drive(listener)
+    for _ in range(5):
+        drive.iteration(20)
+    assert not any(bubble.filling or bubble.seq for bubble in listener.recorder.bubbles)
+    assert len(listener.recorder.bubbles) == 5
+
+
+def test_the_iteration_after_an_evaluation_is_not_filled_and_the_next_one_is():
+    listener = make(FakeGate())
+    drive = Drive(listener)
+    for _ in range(4):
+        drive.iteration(20)
+    drive.cycle(3, key=CycleKey("1f1b", 4, forward_only=True))
+    listener.disturbed("evaluation")
+    drive.iteration(90)
+    drive.iteration(20)
+    seqs = [bubble.seq for bubble in listener.recorder.bubbles]
+    assert seqs == [0, 0, 1, 2, 0, 0, 3]
+    assert listener.recorder.bubbles[-1].predicted_ns == 20 * MS
+    assert [bubble.forward_only for bubble in listener.recorder.bubbles][4]
+
+
+def test_the_guard_is_kept_free():
+    gate = FakeGate()
+    listener = make(gate, guard_ns=3 * MS)
+    drive = Drive(listener)
+    for _ in range(2):
+        drive.iteration(20)
+    listener.iteration_started(3, drive.now_ns)
+    listener.cycle_started(KEY, 3)
+    listener.bubble_opened(BubbleKind.INTERIOR, 0, drive.now_ns)
+    bubble = gate.wait(0)
+    assert bubble is not None
+    assert bubble.deadline_ns == drive.now_ns + 17 * MS
+
+
+def test_a_long_run_keeps_sums_of_its_older_bubbles(monkeypatch):
+    from megatron.fill.runtime import recorder
+
+    monkeypatch.setattr(recorder, "_KEPT_BUBBLES", 100)
+    listener = make(FakeGate())
+    drive = Drive(listener)
+    for _ in range(500):
+        drive.iteration(20)
+    bubbles = listener.recorder.bubbles
+    assert len(bubbles) <= 100
+    assert sum(bubble.duration_ns for bubble in bubbles) == 500 * 20 * MS
+    assert sum(bubble.duration_ns for bubble in bubbles if bubble.filling) == 498 * 20 * MS
+
+
+def test_shut_ends_the_gate():
+    gate = FakeGate()
+    make(gate).shut()
+    assert gate.ended
