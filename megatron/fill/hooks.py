@@ -27,7 +27,7 @@ class Listener(Protocol):
     def iteration_ended(self, now_ns: int) -> None:
         """It has ended, whole."""
 
-    def cycle_started(self, key: CycleKey, iteration: int) -> None:
+    def cycle_started(self, key: CycleKey, now_ns: int) -> None:
         """A schedule begins: the bubbles that follow are numbered from 0 again."""
 
     def cycle_ended(self) -> None:
@@ -54,7 +54,6 @@ class BubbleBus:
         self.on_parse: Callable[[Namespace], None] | None = None
         self.on_start: Callable[[RankInfo, Namespace], None] | None = None
         self.clock: Callable[[], int] = time.monotonic_ns
-        self._iteration = 0
         self._training = False
         self._in_cycle = False
         self._forward_only = False
@@ -81,7 +80,6 @@ class BubbleBus:
     # The patches call what follows in the order in which it happens.
 
     def begin_iteration(self, iteration: int) -> None:
-        self._iteration = iteration
         self._training = True
         if self.listener is not None:
             self._guarded(self.listener.iteration_started, iteration, self.clock())
@@ -100,7 +98,7 @@ class BubbleBus:
         self._index = self._forwards = self._backwards = 0
         self._passes = key.microbatches * key.chunks
         if self.listener is not None:
-            self._guarded(self.listener.cycle_started, key, self._iteration)
+            self._guarded(self.listener.cycle_started, key, self.clock())
 
     def end_schedule(self) -> None:
         """The schedule is over.  A training iteration's cycle goes on until the iteration's end, with the drain."""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,14 +14,21 @@ MS = 1_000_000
 
 
 def cycle(
-    predictor: BubblePredictor, durations: list[int], key: CycleKey = TRAINING, disturbed: bool = False
+    predictor: BubblePredictor,
+    durations: list[int],
+    key: CycleKey = TRAINING,
+    disturbed: bool = False,
+    before: int = 10 * MS,
 ) -> list[int]:
-    """Run one cycle; what was predicted for each of its bubbles."""
-    predictor.cycle_started(key, disturbed)
+    """Run one cycle, with ``before`` ns of compute ahead of each bubble; what was predicted for each bubble."""
+    now_ns = 10**12
+    predictor.cycle_started(key, now_ns, disturbed)
     predictions = []
     for index, duration in enumerate(durations):
-        predictions.append(predictor.predict(BubbleKind.INTERIOR, index))
-        predictor.observe(BubbleKind.INTERIOR, index, duration)
+        now_ns += before
+        predictions.append(predictor.predict(BubbleKind.INTERIOR, index, now_ns))
+        predictor.observe(BubbleKind.INTERIOR, index, now_ns, now_ns + duration)
+        now_ns += duration
     return predictions
 
 
@@ -31,11 +40,11 @@ def test_nothing_is_predicted_before_the_warmup():
 def test_a_kind_that_does_not_match_is_not_predicted_and_starts_over():
     predictor = BubblePredictor(warmup=1)
     cycle(predictor, [10 * MS])
-    predictor.cycle_started(TRAINING)
-    assert predictor.predict(BubbleKind.FILL, 0) == 0
-    predictor.observe(BubbleKind.FILL, 0, 3 * MS)
-    predictor.cycle_started(TRAINING)
-    assert predictor.predict(BubbleKind.FILL, 0) == 3 * MS
+    predictor.cycle_started(TRAINING, 0)
+    assert predictor.predict(BubbleKind.FILL, 0, 0) == 0
+    predictor.observe(BubbleKind.FILL, 0, 0, 3 * MS)
+    predictor.cycle_started(TRAINING, 0)
+    assert predictor.predict(BubbleKind.FILL, 0, 0) == 3 * MS
 
 
 def test_evaluation_does_not_teach_training():
@@ -60,7 +69,8 @@ def test_a_bubble_that_becomes_shorter_fools_it_once():
     for _ in range(20):
         cycle(predictor, [100 * MS])
     assert cycle(predictor, [40 * MS]) == [100 * MS]
-    assert cycle(predictor, [40 * MS]) == [40 * MS]
+    for _ in range(10):
+        assert cycle(predictor, [40 * MS])[0] <= 40 * MS
 
 
 def test_a_bubble_that_becomes_longer_is_followed_after_three():
@@ -88,20 +98,42 @@ def test_a_ramped_batch_size_has_a_cycle_of_its_own():
     assert cycle(predictor, [40 * MS]) == [40 * MS]
 
 
-@given(st.lists(st.integers(1, 10**9), min_size=6, max_size=80))
-def test_the_prediction_is_always_one_of_the_recent_durations(durations):
+def test_an_end_that_is_steady_from_the_last_meeting_is_told_from_there():
+    """This rank's compute varies by 20 ms, the other rank's by nothing: the bubble ends 100 ms after the last one."""
+    predictor = BubblePredictor()
+    noise = random.Random(0)
+    for _ in range(30):
+        before = noise.randint(20 * MS, 40 * MS)
+        cycle(predictor, [100 * MS - before], before=before)
+    for before in (20 * MS, 33 * MS, 40 * MS):
+        assert cycle(predictor, [100 * MS - before], before=before) == [100 * MS - before]
+
+
+def test_a_length_that_is_steady_from_its_own_opening_is_told_from_there():
+    predictor = BubblePredictor()
+    noise = random.Random(0)
+    for _ in range(30):
+        cycle(predictor, [70 * MS], before=noise.randint(20 * MS, 40 * MS))
+    assert cycle(predictor, [70 * MS], before=5 * MS) == [70 * MS]
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=80))
+def test_a_prediction_is_never_longer_than_the_recent_bubbles(durations):
     predictor = BubblePredictor(warmup=5)
     for duration in durations:
         cycle(predictor, [duration])
-    assert cycle(predictor, [1])[0] in durations[-predictor.window :]
+    prediction = cycle(predictor, [1])[0]
+    assert 0 <= prediction <= max(durations[-predictor.window :])
 
 
-@given(st.lists(st.integers(50 * MS, 60 * MS), min_size=40, max_size=40))
-def test_noise_is_rarely_overpredicted(durations):
-    """With a low quantile of the last 24, at most about that share of steady durations falls below the prediction."""
+@given(st.integers(0, 2**32))
+def test_steady_noise_is_rarely_overpredicted(seed):
+    """Of bubbles of 170 +- 6 ms, one in twelve at most ends before it was predicted to."""
+    noise = random.Random(seed)
     predictor = BubblePredictor()
-    for duration in durations[:30]:
-        cycle(predictor, [duration])
-    prediction = cycle(predictor, [durations[30]])[0]
-    recent = durations[6:30]
-    assert sum(duration < prediction for duration in recent) <= predictor.quantile * len(recent)
+    caught = 0
+    for number in range(300):
+        duration = round(noise.gauss(170, 6) * MS)
+        prediction = cycle(predictor, [duration])[0]
+        caught += number >= 50 and prediction > duration
+    assert caught <= 250 / 12

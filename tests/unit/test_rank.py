@@ -22,7 +22,7 @@ class Drive:
         self.listener, self.now_ns, self.number = listener, 0, 0
 
     def cycle(self, *durations_ms: float, key: CycleKey = KEY) -> None:
-        self.listener.cycle_started(key, self.number)
+        self.listener.cycle_started(key, self.now_ns)
         for index, duration in enumerate(durations_ms):
             self.listener.bubble_opened(BubbleKind.INTERIOR, index, self.now_ns)
             self.now_ns += int(duration * MS)
@@ -91,7 +91,7 @@ def test_the_guard_is_kept_free():
     for _ in range(2):
         drive.iteration(20)
     listener.iteration_started(3, drive.now_ns)
-    listener.cycle_started(KEY, 3)
+    listener.cycle_started(KEY, drive.now_ns)
     listener.bubble_opened(BubbleKind.INTERIOR, 0, drive.now_ns)
     bubble = gate.wait(0)
     assert bubble is not None

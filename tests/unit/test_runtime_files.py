@@ -88,7 +88,7 @@ def test_checkpoints_load_data_and_nothing_else(tmp_path):
     assert loaded is not None
     assert loaded["epoch"] == 3
     assert torch.equal(loaded["weights"], torch.ones(2))
-    torch.save({"code": Path("/")}, tmp_path / checkpoint.NAME)
+    torch.save({"code": ClaimQueue(tmp_path, [])}, tmp_path / checkpoint.NAME)
     with pytest.raises(TaskError, match="cannot be loaded"):
         checkpoint.load(tmp_path)
     (tmp_path / checkpoint.NAME).write_bytes(b"not a checkpoint")

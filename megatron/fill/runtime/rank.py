@@ -66,8 +66,8 @@ class RankListener:
             Iteration(self._iteration, self._iteration_start_ns, now_ns, self.filling, self._block)
         )
 
-    def cycle_started(self, key: CycleKey, iteration: int) -> None:
-        self.predictor.cycle_started(key, self._disturbed)
+    def cycle_started(self, key: CycleKey, now_ns: int) -> None:
+        self.predictor.cycle_started(key, now_ns, self._disturbed)
         # Evaluations follow one another undisturbed; only the training iteration after them differs from the others.
         self._disturbed = self._disturbed and key.forward_only
         self._forward_only = key.forward_only
@@ -76,7 +76,7 @@ class RankListener:
         """Nothing to do: positions start again with the next cycle."""
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int) -> None:
-        predicted_ns = self.predictor.predict(kind, index)
+        predicted_ns = self.predictor.predict(kind, index, now_ns)
         seq = 0
         if self.filling and predicted_ns >= self.min_bubble_ns and self.gate is not None:
             seq = self.gate.open(now_ns + predicted_ns - self.guard_ns, self.free_bytes())
@@ -89,7 +89,7 @@ class RankListener:
         self._bubble = None
         if seq and self.gate is not None:
             self.gate.close(now_ns)
-        self.predictor.observe(kind, index, now_ns - start_ns)
+        self.predictor.observe(kind, index, start_ns, now_ns)
         self.recorder.bubble(
             Bubble(
                 self._iteration,

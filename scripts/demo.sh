@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Sets up if needed, then trains a byte-level GPT on the Python standard library's sources in two pipeline stages, with
+# side tasks in the bubbles, and prints and draws what came of it.  Everything it writes is in the run folder.
+#   scripts/demo.sh [RUN_FOLDER]      (default: runs/demo)
+set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,4s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+run=$(mkdir -p "${1:-$root/runs/demo}" && cd "${1:-$root/runs/demo}" && pwd)
+cd "$root"
+scripts/setup.sh
+export OMP_NUM_THREADS=1
+
+corpus=$run/data/stdlib
+if [ ! -e "${corpus}_text_document.idx" ]; then
+    echo "== A corpus that every machine has: the sources of Python's standard library"
+    mkdir -p "$run/data"
+    .venv/bin/python scripts/preprocess_text.py --append-eod --output-prefix "$corpus" \
+        --input "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')/*.py"
+fi
+
+echo "== Training, with the jobs of examples/demo.yaml in the bubbles (the log is $run/training.log)"
+rm -rf "$run/jobs"
+flags=(
+    --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 256 --num-attention-heads 4
+    --seq-length 256 --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 8
+    --train-iters 110 --lr 2e-3 --lr-warmup-iters 5 --lr-decay-style cosine --min-lr 2e-4 --clip-grad 1.0
+    --data-path "${corpus}_text_document" --tokenizer-type NullTokenizer --vocab-size 256 --split 90,5,5
+    --eval-interval 50 --eval-iters 2 --log-interval 5 --tensorboard-dir "$run/tensorboard"
+    --fill-jobs examples/demo.yaml --fill-report "$run"
+    --fill-warmup-iterations 10 --fill-paired-blocks 5 --fill-baseline-seconds 2
+)
+RANKS=2 scripts/train_local.sh "${flags[@]}" 2>&1 | tee "$run/training.log" |
+    sed -un -e 's/.*\(iteration  *[0-9]*\/ *[0-9]*\) .*\(lm loss: [0-9.E+-]*\).*/\1 | \2/p' \
+        -e 's/.*\(validation loss at iteration [0-9]* .*lm loss value: [0-9.E+-]*\).*/\1/p' \
+        -e '/^PipeFill: no CUDA/p' -e '/^Bubbles of the main job/,$p' -e '/[Ee]rror:/p'
+status=${PIPESTATUS[0]}
+[ "$status" = 0 ] || { tail -n 30 "$run/training.log" >&2; exit "$status"; }
+
+.venv/bin/python - "$run" <<'PYTHON'
+import json, re, sys
+from pathlib import Path
+
+run = Path(sys.argv[1])
+losses = re.findall(r"lm loss: ([0-9.E+-]+)", (run / "training.log").read_text())
+report = json.loads((run / "report.json").read_text())
+print(f"\nThe loss fell from {float(losses[0]):.2f} to {float(losses[-1]):.2f}.")
+for job in report["jobs"]:
+    if job["result"]:
+        print(f"{job['name']}: " + ", ".join(f"{key} {str(value)[:60]}" for key, value in job["result"].items()))
+print(f"The timeline of two iterations is {run / 'timeline.png'}; trace.json opens in Perfetto.")
+PYTHON
