@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -125,6 +126,41 @@ def _unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
     return wrapper
 
 
+def _resumable_adam(stack: contextlib.ExitStack) -> None:
+    """Let the distributed optimizer be loaded where it wraps torch's own Adam, as it does without Apex and TE.
+
+    Upstream then asks a fresh Adam for its step, copies into parameters that require gradients, looks for each
+    parameter's step in a checkpoint that has one for all, and gives all parameters the same step tensor, which Adam
+    advances once for each of them.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
+
+    sharded_state_dict, load_state_dict = Optimizer.sharded_state_dict, Optimizer.load_state_dict
+    set_states = Optimizer._set_main_param_and_optimizer_states
+
+    @functools.wraps(sharded_state_dict)
+    def with_states(self: Any, model: Any = MappingProxyType({}), is_loading: bool = False, **kwargs: Any) -> Any:
+        if is_loading and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return sharded_state_dict(self, model, is_loading, **kwargs)
+
+    @functools.wraps(load_state_dict)
+    def with_own_steps(self: Any, state_dict: Any) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    @functools.wraps(set_states)
+    def without_grad(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        with torch.no_grad():
+            set_states(self, model_param, {"step": None, **tensors})
+
+    replace(stack, Optimizer, "sharded_state_dict", with_states)
+    replace(stack, Optimizer, "load_state_dict", with_own_steps)
+    replace(stack, Optimizer, "_set_main_param_and_optimizer_states", without_grad)
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     # The tracker warns when the CPU's generator moves inside a fork.  Here that generator is the forked one.
     return "CPU RNG state changed" not in record.getMessage()
@@ -139,6 +175,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     cpu_torch.install(stack)
     replace(stack, arguments, "add_megatron_arguments", _with_cpu_defaults(arguments.add_megatron_arguments))
     replace(stack, dataset_utils, "compile_helpers", _unless_shipped(dataset_utils.compile_helpers))
+    _resumable_adam(stack)
     logger = logging.getLogger(_RNG_LOGGER)
     logger.addFilter(_is_news)
     stack.callback(logger.removeFilter, _is_news)

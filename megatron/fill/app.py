@@ -140,6 +140,7 @@ class Launch:
     def __init__(self) -> None:
         self.settings: FillSettings | None = None
         self.session: Session | None = None
+        self._run_dir: Path | None = None
         self._search: list[str] = []
 
     def on_parse(self, args: Namespace) -> None:
@@ -162,10 +163,12 @@ class Launch:
         settings = self.settings
         if settings is None or not settings.active:
             return
-        run_dir = self._prepare_run(settings, info)
-        if run_dir is None:
+        self._run_dir = self._prepare_run(settings, info)
+        if self._run_dir is None:
             return
-        self.session = Session(settings, info, run_dir, self._search)
+        if info.rank == 0 and settings.jobs:
+            _warn_of_no_bubbles(info)
+        self.session = Session(settings, info, self._run_dir, self._search)
         bus.listener = self.session.listener
 
     def _prepare_run(self, settings: FillSettings, info: RankInfo) -> Path | None:
@@ -186,14 +189,21 @@ class Launch:
 
     def finish(self) -> None:
         """Every rank has trained to the end: write, draw and print the result."""
-        if self.session is None or self.settings is None:
+        if self._run_dir is None or self.settings is None:
             return
         import torch.distributed as dist
 
-        self.session.finish()
-        dist.barrier()
-        if self.session.info.rank == 0:
-            self._report(self.settings, self.session.run_dir)
+        try:
+            if self.session is not None:
+                self.session.finish()
+        except Exception:
+            logger.exception("the records of this rank are lost; the training itself is done")
+        dist.barrier()  # every rank comes here, also one whose session failed
+        if dist.get_rank() == 0:
+            try:
+                self._report(self.settings, self._run_dir)
+            except Exception:
+                logger.exception("the report could not be made; the training itself is done")
 
     def _report(self, settings: FillSettings, run_dir: Path) -> None:
         from megatron.fill import report
@@ -206,6 +216,13 @@ class Launch:
         write_agent(run_dir / "agents" / "agent-none.json", [], _unstarted(settings, run_dir))
         report.print_report(report.compose(run_dir, shlex.join(sys.argv), settings.trace_iterations), console)
         print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
+
+
+def _warn_of_no_bubbles(info: RankInfo) -> None:
+    if info.stages == 1:
+        logger.warning("there is one pipeline stage and so no bubble: the jobs will not run")
+    elif info.device != "cpu":
+        logger.warning("bubbles are not seen on CUDA yet: the jobs will not run")
 
 
 def _make_run_folder(run_dir: Path, names: list[str]) -> None:

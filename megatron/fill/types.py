@@ -20,10 +20,9 @@ class BubbleKind(StrEnum):
 
 
 class JobState(StrEnum):
-    """Where a fill job is in its life; the last three are final for a run."""
+    """Where a fill job is in its life; as far as one run of the main job tells."""
 
     QUEUED = "QUEUED"
-    RUNNING = "RUNNING"
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
     STOPPED = "STOPPED"  # the main job ended first; resumable when the task has a state_dict

@@ -86,7 +86,10 @@ def test_paired_blocks_and_baseline(tmp_path):
         ("--fill-jobs {folder}/none.yaml", "none.yaml: cannot be read: No such file or directory"),
         ("--fill-jobs {folder}/bad.yaml", "bad.yaml: job 'x': unknown field 'speed'"),
         ("--fill-report /proc/nowhere", "--fill-report /proc/nowhere: "),
-        ("--fill-pipeline-schedule gpipe --num-layers-per-virtual-pipeline-stage 1", "gpipe does not interleave"),
+        (
+            "--fill-pipeline-schedule gpipe --num-layers-per-virtual-pipeline-stage 1",
+            "--fill-pipeline-schedule gpipe does not interleave",
+        ),
     ],
 )
 def test_wrong_input_stops_before_training(tmp_path, flags, expected):
@@ -106,10 +109,6 @@ def wait_for(condition, seconds: float) -> bool:
     return False
 
 
-def running(folder: Path) -> list[str]:
-    return processes(str(folder))
-
-
 @pytest.mark.parametrize("victim", ["--rank-1", "launcher"])
 def test_a_crash_leaves_nothing_behind(tmp_path, victim):
     shared_memory = set(os.listdir("/dev/shm"))
@@ -127,7 +126,7 @@ def test_a_crash_leaves_nothing_behind(tmp_path, victim):
         process.communicate(timeout=60)
     finally:
         process.kill()
-    assert wait_for(lambda: not running(tmp_path), 20), running(tmp_path)
+    assert wait_for(lambda: not processes(str(tmp_path)), 20), processes(str(tmp_path))
     assert set(os.listdir("/dev/shm")) <= shared_memory
 
 
@@ -152,3 +151,19 @@ def test_two_runs_beside_each_other(tmp_path):
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output[-3000:]
         assert Trained(0, output, folder).jobs["spin"]["steps"] > 0
+
+
+def test_killed_agents_do_not_stop_the_training(tmp_path):
+    process = start(tmp_path, f"{write_jobs(tmp_path, SPIN, SPIN | {'name': 'other'})} --fill-warmup-iterations 2", 150)
+    assert wait_for(lambda: len(processes("fill.runtime.worker")) >= 2, 90)
+    time.sleep(1)
+    for pid in processes("megatron.fill.runtime.agent", str(tmp_path)):
+        os.kill(pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output[-3000:]
+    trained = Trained(0, output, tmp_path)
+    assert trained.report["summary"]["iterations"] == 150
+    assert {(job["state"], job["reason"]) for job in trained.jobs.values()} == {
+        ("FAILED", "the fill agent that ran it was killed")
+    }
+    assert not processes(str(tmp_path))

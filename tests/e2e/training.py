@@ -108,15 +108,15 @@ def write_jobs(folder: Path, *jobs: dict[str, Any]) -> str:
     return f"--fill-jobs {path} --fill-report {folder / 'run'}"
 
 
-def processes(marker: str) -> list[str]:
-    """The command lines of the running processes that have ``marker`` in theirs."""
-    found = []
+def processes(*markers: str) -> dict[int, str]:
+    """The running processes, by pid, whose command lines have all the ``markers`` in them."""
+    found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if marker in line:
-                found.append(line)
+            if all(marker in line for marker in markers):
+                found[int(entry.name)] = line
     return found

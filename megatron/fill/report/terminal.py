@@ -16,7 +16,6 @@ _STATE_COLOURS = {
     JobState.SUCCEEDED: "green",
     JobState.FAILED: "red",
     JobState.STOPPED: "yellow",
-    JobState.RUNNING: "cyan",
     JobState.QUEUED: "dim",
 }
 _GIB = 2**30

@@ -30,6 +30,7 @@ from megatron.fill.runtime.output import BoundedOutput
 from megatron.fill.runtime.queue import ClaimQueue
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.sidetask.base import RESULT
 from megatron.fill.types import JobRecord, JobState, WorkerRecord
 
 logger = logging.getLogger("pipefill.agent")
@@ -113,6 +114,7 @@ class Agent:
     def _run_job(self, job: AgentJob) -> None:
         directory = self.queue.directory(job.name)
         Outcome.discard(directory)
+        (directory / RESULT).unlink(missing_ok=True)
         log_fd = create_log()
         log = StepLog(log_fd)
         logger.info("job %s: starting", job.name)
@@ -272,7 +274,7 @@ class _JobRun:
 
 def _read_result(directory: Path) -> dict[str, Any]:
     try:
-        return json.loads((directory / "result.json").read_text(encoding="utf-8"))
+        return json.loads((directory / RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 
@@ -288,7 +290,7 @@ def _worker_environment() -> dict[str, str]:
 
 def main() -> None:
     spec = AgentSpec.from_json(sys.argv[1])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s rank %(message)s")
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(message)s")
     agent = Agent(spec)
 
     def on_term(number: int, frame: object) -> None:

@@ -10,6 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
+RESULT = "result.json"  # in the job's folder
+
 
 class TaskState(StrEnum):
     """FreeRide's states of a side task, in order."""
@@ -52,9 +54,9 @@ class TaskContext:
         merged = self.result | values
         text = json.dumps(merged)
         self.result = merged
-        scratch = self.directory / "result.json.part"
+        scratch = self.directory / f"{RESULT}.part"
         scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, self.directory / "result.json")
+        os.replace(scratch, self.directory / RESULT)
 
 
 class SideTask:
