@@ -129,12 +129,15 @@ def _unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
 def _resumable_adam(stack: contextlib.ExitStack) -> None:
     """Let the distributed optimizer be loaded where it wraps torch's own Adam, as it does without Apex and TE.
 
-    Upstream then asks a fresh Adam for its step, copies into parameters that require gradients, looks for each
-    parameter's step in a checkpoint that has one for all, and gives all parameters the same step tensor, which Adam
-    advances once for each of them.
+    Upstream then asks a fresh Adam for its step, copies into parameters that require gradients, takes a parameter's
+    step from a checkpoint that has one for all, and gives all parameters the same step tensor, which Adam advances
+    once for each of them.
     """
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
 
+    if HAVE_APEX_OR_TE:
+        return
     sharded_state_dict, load_state_dict = Optimizer.sharded_state_dict, Optimizer.load_state_dict
     set_states = Optimizer._set_main_param_and_optimizer_states
 
@@ -154,7 +157,7 @@ def _resumable_adam(stack: contextlib.ExitStack) -> None:
     @functools.wraps(set_states)
     def without_grad(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         with torch.no_grad():
-            set_states(self, model_param, {"step": None, **tensors})
+            set_states(self, model_param, {**tensors, "step": None})
 
     replace(stack, Optimizer, "sharded_state_dict", with_states)
     replace(stack, Optimizer, "load_state_dict", with_own_steps)

@@ -59,19 +59,22 @@ compile_helpers()
 
 REVERT = """
 import contextlib, inspect, logging, os, torch, torch.cuda.random, torch.utils.data.dataloader as dataloader
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 import megatron.training.arguments as arguments, megatron.core.datasets.utils as utils
 from megatron.core.tensor_parallel import random
 from torch.overrides import _get_current_function_mode_stack
 torch.compiler.set_stance("default")
 torch.set_num_threads(2)
 
+holders = (torch.cuda, torch.cuda.random, torch.accelerator, torch.autograd, torch.distributed,
+           torch.distributed.distributed_c10d, arguments, utils, random, DistributedOptimizer)
+
 def state():
-    holders = (torch.cuda, torch.cuda.random, torch.accelerator, torch.autograd, torch.distributed,
-               torch.distributed.distributed_c10d, arguments, utils, random)
     # The torch modules keep lazily made values of their own in names that begin with an underscore.
-    names = [{n: v for n, v in vars(h).items() if n[0] != "_" or n == "_engine_run_backward"} for h in holders]
+    ours = ("_engine_run_backward", "_set_main_param_and_optimizer_states")
+    names = [{n: v for n, v in vars(h).items() if n[0] != "_" or n in ours} for h in holders]
     import torch._dynamo.eval_frame as eval_frame
-    return [*names, list(_get_current_function_mode_stack()), dataloader._BaseDataLoaderIter.__init__,
+    return [*names, torch.Tensor.record_stream, list(_get_current_function_mode_stack()), dataloader._BaseDataLoaderIter.__init__,
             logging.getLogger(random.__name__).filters[:], os.sched_getaffinity(0), torch.get_num_threads(),
             eval_frame._stance]
 
@@ -83,7 +86,8 @@ for _ in range(2):
     PATCH.apply()
     assert PATCH.applied and needed() and len(os.sched_getaffinity(0)) == 1 and torch.get_num_threads() == 1
     assert len(_get_current_function_mode_stack()) == 1
-    assert all(a != b for a, b in zip(before, state()) if a is not before[8])
+    changed = [a != b for a, b in zip(before, state(), strict=True)]
+    assert changed == [h is not random for h in holders] + [True] * (len(before) - len(holders))
     PATCH.revert()
     PATCH.revert()
     after = state()
@@ -177,29 +181,19 @@ assert (args.distributed_backend, args.num_workers) == ("nccl", 2)
 """
 
 
-@pytest.mark.parametrize("apply", [BEFORE, AFTER], ids=["before megatron is imported", "after megatron is imported"])
-def test_torch_runs_on_the_cpu(apply: str) -> None:
-    assert run(apply + USE).stdout == LINE
+def test_applied_before_megatron_is_imported() -> None:
+    assert run(BEFORE + USE).stdout == LINE
+
+
+def test_applied_after_megatron_is_imported_on_another_rank() -> None:
+    core = "import os\ncores = sorted(os.sched_getaffinity(0))\n"
+    pinned = "assert os.sched_getaffinity(0) == {cores[1 % len(cores)]}\n"
+    assert run(core + AFTER + pinned + USE, RANK="1", LOCAL_RANK="1").stdout == ""
 
 
 def test_it_is_idempotent_and_reverts_to_the_initial_state() -> None:
     assert run(REVERT).stdout == LINE * 2
 
 
-def test_megatrons_rng_helpers_use_the_cpu_generator() -> None:
-    run(BEFORE + RNG)
-
-
-def test_parser_defaults_suit_the_cpu_and_explicit_flags_win() -> None:
-    run(BEFORE + PARSER)
-
-
-def test_other_ranks_are_silent_and_take_the_next_core() -> None:
-    core = "import os\ncores = sorted(os.sched_getaffinity(0))\n"
-    code = core + BEFORE + "assert os.sched_getaffinity(0) == {cores[1 % len(cores)]}"
-    assert run(code, RANK="1", LOCAL_RANK="1").stdout == ""
-
-
-def test_without_the_patch_nothing_is_changed() -> None:
-    code = "import torch, pipefill_patches.cpu_backend as b\nassert b.needed() and not torch.cuda.is_available()"
-    run(code + "\nfrom torch.overrides import _get_current_function_mode_stack as modes\nassert not list(modes())")
+def test_rng_helpers_use_the_cpu_generator_and_parser_defaults_suit_the_cpu() -> None:
+    run(BEFORE + RNG + PARSER)
