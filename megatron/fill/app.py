@@ -105,9 +105,12 @@ class Session:
             max_overruns=settings.max_overruns,
             max_output_bytes=int(settings.max_output_mib * 2**20),
         )
-        with (self.run_dir / "agents" / f"agent{self.info.rank}.log").open("ab") as log:
+        agents = self.run_dir / "agents"
+        spec_path = agents / f"spec{self.info.rank}.json"
+        spec_path.write_text(spec.to_json(), encoding="utf-8")  # a command line could not hold thousands of jobs
+        with (agents / f"agent{self.info.rank}.log").open("ab") as log:
             agent = subprocess.Popen(
-                [sys.executable, "-m", "megatron.fill.runtime.agent", spec.to_json()],
+                [sys.executable, "-m", "megatron.fill.runtime.agent", str(spec_path)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -264,14 +267,21 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
         return
     run = Launch()
     bus.on_parse, bus.on_start = run.on_parse, run.on_start
-    pipefill_patches.apply(patches if patches is not None else pipefill_patches.defaults(sys.argv))
+    try:
+        pipefill_patches.apply(patches if patches is not None else pipefill_patches.defaults(sys.argv))
+        _run(main, run)
+    finally:
+        bus.on_parse = bus.on_start = None
+
+
+def _run(main: Callable[[], Any], run: Launch) -> None:
     try:
         main()
     except SystemExit as stop:
         if stop.code not in (None, 0):
             _abort(run)
-            raise
-        run.finish()
+        else:
+            run.finish()
         raise
     except BaseException:
         _abort(run)

@@ -14,6 +14,7 @@ A jobs file::
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from argparse import Namespace
@@ -65,6 +66,15 @@ class JobSpec(BaseModel):
         if self.command is not None and self.args:
             raise ValueError("args belong to a task; write a command's arguments into command")
         return self
+
+    @field_validator("args")
+    @classmethod
+    def _args_are_plain(cls, args: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(args, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"expected numbers, strings, booleans, null, lists and mappings: {error}") from None
+        return args
 
     @property
     def what(self) -> str:

@@ -62,6 +62,7 @@ jobs:
         ("jobs:\n  - {name: a, task: m:C, memory: -1}", "job 'a': memory is -1: expected a size above 0"),
         ("jobs:\n  - {name: a, task: m:C, args: [1]}", "job 'a': args is [1]: Input should be a valid dictionary"),
         ("jobs:\n  - {name: a, command: []}", "job 'a': command is []"),
+        ("jobs:\n  - {name: a, task: m:C, args: {day: 2026-01-02}}", "job 'a': args is {'day': datetime.date(2026, 1"),
         ("jobs:\n  - {name: a, task: m:C}\n  - {name: a, task: m:C}", "two jobs are named 'a'"),
         ("jobs:\n  - just text", "job 1"),
         ("jobs: []", "jobs is []"),

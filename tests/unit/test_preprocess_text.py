@@ -43,7 +43,9 @@ def documents(prefix: Path) -> list[list[int]]:
     return [dataset[index].tolist() for index in range(len(dataset))]
 
 
-def test_bytes_round_trip_through_megatrons_dataset(preprocess, texts, tmp_path, capsys):
+def test_bytes_round_trip_through_megatrons_dataset(
+    preprocess: ModuleType, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prefix = tmp_path / "data"
     preprocess.main(["--input", str(texts), "--suffix", ".py,.txt", "--output-prefix", str(prefix), "--append-eod"])
     expected = [b"print('a')\n", "Grüße, 世界".encode()]
@@ -54,14 +56,16 @@ def test_bytes_round_trip_through_megatrons_dataset(preprocess, texts, tmp_path,
     assert f"--data-path {prefix}_text_document --tokenizer-type NullTokenizer --vocab-size 256" in out
 
 
-def test_megatrons_tokenizer_flags_are_taken(preprocess, texts, tmp_path):
+def test_megatrons_tokenizer_flags_are_taken(preprocess: ModuleType, texts: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "data"
     flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "70000", "--append-eod"]
     preprocess.main(["--input", str(texts / "c.md"), "--output-prefix", str(prefix), *flags])
     assert documents(prefix) == [[*b"# c", 69999]]
 
 
-def test_undecodable_and_empty_files_are_skipped_and_counted(preprocess, texts, tmp_path, capsys):
+def test_undecodable_and_empty_files_are_skipped_and_counted(
+    preprocess: ModuleType, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (texts / "picture.md").write_bytes(b"\xff\xfe\x00")
     (texts / "empty.md").touch()
     preprocess.main(["--input", str(texts), "--suffix", ".md", "--output-prefix", str(tmp_path / "data")])
@@ -69,7 +73,7 @@ def test_undecodable_and_empty_files_are_skipped_and_counted(preprocess, texts, 
     assert "1 files that are not UTF-8, 1 empty files" in capsys.readouterr().out
 
 
-def test_files_are_found_once_in_order(preprocess, texts, monkeypatch):
+def test_files_are_found_once_in_order(preprocess: ModuleType, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(texts)
     found = preprocess.find_files(["c.md", ".", "**/*.txt", "a.py"], ".py,.txt")
     assert [file.name for file in found] == ["c.md", "a.py", "b.txt"]
@@ -89,7 +93,9 @@ def test_files_are_found_once_in_order(preprocess, texts, monkeypatch):
         ("--input {t}", "the following arguments are required: --output-prefix"),
     ],
 )
-def test_a_wrong_input_is_one_line_and_exit_2(preprocess, texts, capsys, arguments, said):
+def test_a_wrong_input_is_one_line_and_exit_2(
+    preprocess: ModuleType, texts: Path, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
     (texts / "bad").write_bytes(b"\xff")
     before = sorted(texts.rglob("*"))
     with pytest.raises(SystemExit) as stopped:
@@ -101,13 +107,13 @@ def test_a_wrong_input_is_one_line_and_exit_2(preprocess, texts, capsys, argumen
     assert sorted(texts.rglob("*")) == before
 
 
-def test_the_default_tokenizer_is_one_that_training_takes(preprocess):
+def test_the_default_tokenizer_is_one_that_training_takes(preprocess: ModuleType) -> None:
     args = Namespace(tokenizer_type=None, vocab_size=None, null_tokenizer_eod_id=None, null_tokenizer_pad_id=-1)
     tokenizer = preprocess.build_tokenizer(args)
     assert (args.tokenizer_type, tokenizer.vocab_size, tokenizer.eod) == ("NullTokenizer", 256, 255)
 
 
-def test_the_command_fails_at_once_on_a_wrong_path(tmp_path):
+def test_the_command_fails_at_once_on_a_wrong_path(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--input", "none", "--output-prefix", str(tmp_path / "d")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (2, "preprocess_text.py: --input none: no such file or folder\n")

@@ -142,8 +142,10 @@ class Agent:
             memory_bytes=job.memory_bytes,
             search=self.spec.search,
         )
+        spec_path = directory / "spec.json"
+        spec_path.write_text(spec.to_json(), encoding="utf-8")
         return subprocess.Popen(
-            [sys.executable, "-m", "megatron.fill.runtime.worker", spec.to_json()],
+            [sys.executable, "-m", "megatron.fill.runtime.worker", str(spec_path)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -289,7 +291,7 @@ def _worker_environment() -> dict[str, str]:
 
 
 def main() -> None:
-    spec = AgentSpec.from_json(sys.argv[1])
+    spec = AgentSpec.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(message)s")
     agent = Agent(spec)
 

@@ -1,4 +1,4 @@
-"""What the agent hands a worker, as JSON on its command line, and what the worker leaves in the job's folder."""
+"""What the agent hands a worker, as a file, and what the worker leaves in the job's folder."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _end_children() -> None:
 
 
 def main() -> None:
-    spec = WorkerSpec.from_json(sys.argv[1])
+    spec = WorkerSpec.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     host.die_with_parent(spec.parent)
     host.adopt_orphans()
     host.yield_to_main_job(spec.cpus)
