@@ -6,8 +6,6 @@ import os
 import runpy
 import sys
 
-from megatron.fill.errors import FillError
-
 _USAGE = """usage: python -m pipefill_patches [--only PATCH,...] SCRIPT ARGS...
 
 Runs a Megatron-LM training script with PipeFill's patches applied and the --fill-* flags available.
@@ -27,15 +25,13 @@ def main() -> None:
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
     script = arguments[0]
     if not os.path.isfile(script):
-        sys.exit(f"pipefill_patches: error: no such script: {script}")
+        print(f"pipefill_patches: error: no such script: {script}", file=sys.stderr)
+        sys.exit(2)
     from megatron.fill.app import launch
 
     sys.argv = arguments
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    try:
-        launch(lambda: runpy.run_path(script, run_name="__main__"), only)
-    except FillError as error:
-        sys.exit(f"pipefill_patches: error: {error}")
+    launch(lambda: runpy.run_path(script, run_name="__main__"), only)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import os
-import sys
 from typing import Any
 
-from megatron.fill.errors import ConfigError
 from megatron.fill.hooks import bus
 from pipefill_patches.registry import Patch, Target, replace
 
@@ -136,12 +133,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     @functools.wraps(parse)
     def parse_and_check(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed = parse(*args, **kwargs)
-        try:
-            bus.parsed(parsed)
-        except ConfigError as error:
-            if int(os.environ.get("RANK", "0")) == 0:
-                print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
-            sys.exit(2)
+        bus.parsed(parsed)
         return parsed
 
     replace(stack, holder, name, parse_and_check)

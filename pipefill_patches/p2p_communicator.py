@@ -1,43 +1,71 @@
-"""Bubbles around the point-to-point transfers of the pipeline.
+"""Bubbles around the waits of the pipeline's point-to-point transfers.
 
-``P2PCommunicator._communicate`` is the one place through which every pipeline send and receive goes; its signature is
-the same in core 0.14 to 0.19.  A send can wait as well (gloo's waits for the receiver), so every blocking call counts.
-With overlapped communication the wait happens later, in the handles it returns: these are wrapped then.
+Every pipeline send and receive goes through ``P2PCommunicator._communicate``, whose signature is the same in core 0.14
+to 0.19; it posts the transfers with one of two functions and waits for them.  A bubble opens with the first wait, when
+everything is posted and the rank has nothing left to do, and closes with the call.  A send can wait as well (gloo's
+waits for the receiver), so every wait counts.  With overlapped communication ``_communicate`` does not wait but returns
+the handles, and each of their waits is a bubble of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from megatron.fill.hooks import bus
 from pipefill_patches.registry import Patch, Target, replace
 
+_MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 _COMMUNICATE = Target(
-    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+    f"{_MODULE}:P2PCommunicator._communicate",
     ("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs"),
 )
+_TRANSFERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+_POST = Target(f"{_MODULE}:_p2p_ops", _TRANSFERS)
+_POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _TRANSFERS)
 
 
-class _WaitedRequest:
-    """A communication handle whose ``wait`` is a bubble."""
+class _Call:
+    """The ``_communicate`` call that is running: whether it waits itself, and for an output gradient."""
 
-    __slots__ = ("_for_backward", "_request")
+    waits = False
+    for_backward = False
+
+
+class _WatchedRequest:
+    """A transfer whose ``wait`` opens a bubble, and closes it unless the running call will."""
+
+    __slots__ = ("_closes", "_for_backward", "_request")
 
     def __init__(self, request: Any, for_backward: bool) -> None:
         self._request = request
         self._for_backward = for_backward
+        self._closes = not _Call.waits
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         bus.open(for_backward=self._for_backward)
         try:
             return self._request.wait(*args, **kwargs)
         finally:
-            bus.close()
+            if self._closes:
+                bus.close()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
+
+
+def _watching(post: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(post)
+    def run(**kwargs: Any) -> Any:
+        requests = post(**kwargs)
+        if isinstance(requests, dict):
+            for_backward = {key: _Call.for_backward if _Call.waits else key == "recv_next" for key in requests}
+            return {key: _WatchedRequest(request, for_backward[key]) for key, request in requests.items()}
+        return [_WatchedRequest(request, _Call.for_backward) for request in requests]
+
+    return run
 
 
 def _install(stack: contextlib.ExitStack) -> None:
@@ -45,38 +73,23 @@ def _install(stack: contextlib.ExitStack) -> None:
     original = getattr(holder, name)
 
     @functools.wraps(original)
-    def communicate(
-        self: Any,
-        *,
-        tensor_send_next: Any,
-        tensor_send_prev: Any,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any,
-        wait_on_reqs: bool = True,
-    ) -> Any:
-        transfers = recv_prev or recv_next or tensor_send_next is not None or tensor_send_prev is not None
-        waits = wait_on_reqs and transfers
-        if waits:
-            bus.open(for_backward=recv_next)
+    def communicate(self: Any, *, recv_next: bool, wait_on_reqs: bool = True, **kwargs: Any) -> Any:
+        _Call.waits, _Call.for_backward = wait_on_reqs, recv_next
         try:
-            received_prev, received_next, requests = original(
-                self,
-                tensor_send_next=tensor_send_next,
-                tensor_send_prev=tensor_send_prev,
-                recv_prev=recv_prev,
-                recv_next=recv_next,
-                tensor_shape=tensor_shape,
-                wait_on_reqs=wait_on_reqs,
-            )
+            return original(self, recv_next=recv_next, wait_on_reqs=wait_on_reqs, **kwargs)
         finally:
-            if waits:
+            if wait_on_reqs:
                 bus.close()
-        if not wait_on_reqs and requests:
-            requests = {key: _WaitedRequest(request, key == "recv_next") for key, request in requests.items()}
-        return received_prev, received_next, requests
 
     replace(stack, holder, name, communicate)
+    for target in (_POST, _POST_BATCHED):
+        holder, name = target.resolve()
+        replace(stack, holder, name, _watching(getattr(holder, name)))
 
 
-PATCH = Patch("p2p_communicator", "every pipeline transfer goes through _communicate", _install, (_COMMUNICATE,))
+PATCH = Patch(
+    "p2p_communicator",
+    "every pipeline transfer goes through _communicate, which posts it with one of two functions",
+    _install,
+    (_COMMUNICATE, _POST, _POST_BATCHED),
+)

@@ -44,7 +44,14 @@ def prepare() -> Any:
 
     communicator = SimpleNamespace()
 
+    request = SimpleNamespace(wait=lambda: None)
+
+    def post(**kwargs: Any) -> dict[str, Any]:
+        return {"send_next": request, "recv_prev": request}
+
     def communicate(self: Any, **kwargs: Any) -> tuple[None, None, None]:
+        for posted in p2p_communication._p2p_ops().values():
+            posted.wait()
         return None, None, None
 
     def a_pass(*args: Any, **kwargs: Any) -> None:
@@ -68,6 +75,7 @@ def prepare() -> Any:
                 bus.close()
 
     stand_in(p2p_communication.P2PCommunicator, "_communicate", communicate)
+    stand_in(p2p_communication, "_p2p_ops", post)
     stand_in(schedules, "forward_step", a_pass)
     stand_in(schedules, "backward_step", lambda *args: None)
     stand_in(schedules, "forward_backward_pipelining_without_interleaving", schedule)

@@ -23,7 +23,7 @@ import pipefill_patches
 from megatron.fill.config import FillSettings
 from megatron.fill.device.cuda import FreeDeviceMemory
 from megatron.fill.device.host import FreeHostMemory
-from megatron.fill.errors import ConfigError
+from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.gate import SharedGate
 from megatron.fill.hooks import bus
 from megatron.fill.predictor import BubblePredictor
@@ -261,6 +261,8 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
     Args:
         main: trains; it returns or exits when training is over.  Inside another ``launch`` it is just called.
         patches: the names of the patches to apply; None for all that apply here.
+
+    What a user got wrong (FillError) is said in a line by rank 0, and the process exits with 2.
     """
     if bus.on_parse is not None:  # this script was started by `python -m pipefill_patches`, which has done all this
         main()
@@ -270,6 +272,10 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
     try:
         pipefill_patches.apply(patches if patches is not None else pipefill_patches.defaults(sys.argv))
         _run(main, run)
+    except FillError as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
+        sys.exit(2)
     finally:
         bus.on_parse = bus.on_start = None
 

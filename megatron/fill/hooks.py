@@ -106,8 +106,11 @@ class BubbleBus:
             self._end_cycle()
 
     def open(self, *, for_backward: bool = False) -> None:
-        """The rank is about to wait for another stage (``for_backward``: for an output gradient)."""
-        if self._in_cycle and self.listener is not None:
+        """The rank is about to wait for another stage (``for_backward``: for an output gradient).
+
+        A second call before ``close`` goes on with the same bubble.
+        """
+        if self._in_cycle and not self._open and self.listener is not None:
             self._open = True
             self._guarded(self.listener.bubble_opened, self._kind(for_backward), self._index, self.clock())
 

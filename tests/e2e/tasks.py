@@ -31,8 +31,10 @@ class Spin(SideTask):
             raise StopIteration
         spin(self.milliseconds)
         self.done += 1
-        self.context.report(done=self.done) if self.done % 10 == 0 else None
         return 1.0
+
+    def stop(self) -> None:
+        self.context.report(done=self.done)
 
     def state_dict(self) -> dict[str, Any]:
         return {"done": self.done}

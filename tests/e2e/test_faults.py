@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.training import UPSTREAM, Trained, processes, train, write_jobs
 
-ITERATIONS = 220
+ITERATIONS = 160
 
 
 def fault(name: str, where: str, what: str) -> dict:

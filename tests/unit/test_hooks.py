@@ -108,6 +108,17 @@ def test_a_rerun_schedule_numbers_its_bubbles_anew():
     assert heard.bubbles == [("fill", 0), ("fill", 0)]
 
 
+def test_several_waits_of_one_call_are_one_bubble():
+    bus, heard = make()
+    bus.begin_schedule(CycleKey("1f1b", 1))
+    bus.open()
+    bus.open(for_backward=True)
+    bus.close()
+    bus.close()
+    assert heard.bubbles == [("fill", 0)]
+    assert [event[0] for event in heard.events] == ["cycle_started", "bubble_opened", "bubble_closed"]
+
+
 def test_waits_outside_a_schedule_are_no_bubbles():
     bus, heard = make()
     wait(bus)
