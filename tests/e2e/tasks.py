@@ -102,7 +102,7 @@ class Faulty(SideTask):
         return "a lot"
 
     def hog(self) -> None:
-        self.hoard = [*getattr(self, "hoard", []), bytearray(8 << 20)]
+        self.hoard = bytearray(1 << 30)
 
     def fork_and_leave(self) -> None:
         if os.fork() == 0:

@@ -129,7 +129,7 @@ def wait_for(condition, seconds: float) -> bool:
 def test_a_crash_leaves_nothing_behind(tmp_path, victim):
     shared_memory = set(os.listdir("/dev/shm"))
     hang = {"name": "hang", "task": "tasks:Faulty", "args": {"where": "run_next_step", "what": "hang"}}
-    process = start(tmp_path, f"{write_jobs(tmp_path, SPIN, hang)} --fill-warmup-iterations 2", 100_000)
+    process = start(tmp_path, f"{write_jobs(tmp_path, SPIN, hang)} --fill-warmup-iterations 2", 100_000, torchrun=True)
     try:
         log = tmp_path / "tensorboard"
         assert wait_for(lambda: len(processes("fill.runtime.worker")) >= 2 and log.exists(), 90)

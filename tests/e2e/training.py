@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ MODEL = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 100000 "
     "--log-interval 1 --tensorboard-log-interval 1"
 )
-UPSTREAM = ("--module", "pipefill_patches", "--only", "cpu_backend", "pretrain_gpt.py")
-PATCHED = ("--module", "pipefill_patches", "pretrain_gpt.py")
+UPSTREAM = ("-m", "pipefill_patches", "--only", "cpu_backend", "pretrain_gpt.py")
+PATCHED = ("-m", "pipefill_patches", "pretrain_gpt.py")
 OURS = ("pretrain_gpt.py",)
 
 
@@ -50,28 +49,21 @@ class Trained:
         return {job["name"]: job for job in self.report["jobs"]}
 
 
-def command(
-    folder: Path, flags: str = "", iterations: int = 12, script: tuple[str, ...] = OURS, ranks: int = 2
-) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(ranks),
-        "--master-port",
-        str(port),
-    ]
+def start(
+    folder: Path,
+    flags: str = "",
+    iterations: int = 12,
+    script: tuple[str, ...] = OURS,
+    ranks: int = 2,
+    torchrun: bool = False,
+) -> subprocess.Popen[str]:
+    """Start a training; ``{folder}`` in the flags stands for the folder."""
+    launcher = [str(HERE / "launch.py"), str(ranks)]
+    if torchrun:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     logs = ["--tensorboard-dir", str(folder / "tensorboard"), "--train-iters", str(iterations)]
-    return [*launcher, *script, *MODEL.split(), *logs, *flags.format(folder=folder).split()]
-
-
-def start(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(*args, **kwargs),
+        [sys.executable, *launcher, *script, *MODEL.split(), *logs, *flags.format(folder=folder).split()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,7 +73,7 @@ def start(*args: Any, **kwargs: Any) -> subprocess.Popen[str]:
 
 
 def train(folder: Path, *args: Any, **kwargs: Any) -> Trained:
-    """Train and wait; ``{folder}`` in the flags stands for the folder.  Fails the test if the training fails."""
+    """Train and wait.  Fails the test if the training fails."""
     process = start(folder, *args, **kwargs)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output[-4000:]

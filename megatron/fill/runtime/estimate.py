@@ -7,14 +7,14 @@ from collections import deque
 
 
 class StepEstimator:
-    """A high quantile of the recent step durations.
+    """A quantile of the recent step durations.
 
     Args:
         quantile: 0 to 1; higher overruns less and fills less.
         window: how many recent steps count.
     """
 
-    def __init__(self, quantile: float = 0.8, window: int = 32) -> None:
+    def __init__(self, quantile: float = 0.6, window: int = 32) -> None:
         self.quantile = quantile
         self.window = window
         self.estimate_ns = 0  # 0: nothing is known yet
