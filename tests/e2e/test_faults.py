@@ -58,6 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def test_the_job_fails_and_says_why(run, name):
     job = run.jobs[name]
     assert job["state"] == "FAILED"
+    assert job["reason"]
     assert FAULTS[name][1] in job["reason"]
 
 
