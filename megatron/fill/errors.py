@@ -19,3 +19,15 @@ class TaskError(FillError):
 
 class GateError(FillError):
     """A gate's shared memory is not what this version reads."""
+
+
+class StoreError(FillError):
+    """The job store cannot be reached, or is not what this version reads."""
+
+
+class JobError(FillError):
+    """There is no such job, or it is in no state for what was asked."""
+
+
+class PlanError(FillError):
+    """A job fits no bubble; the message says which node is too long or too large for which bubble, and by how much."""

@@ -20,12 +20,17 @@ class BubbleKind(StrEnum):
 
 
 class JobState(StrEnum):
-    """Where a fill job is in its life; as far as one run of the main job tells."""
+    """Where a fill job is in its life."""
 
-    QUEUED = "QUEUED"
+    QUEUED = "QUEUED"  # waits for a device; also when the main job ended first: it goes on from its checkpoint
+    RUNNING = "RUNNING"  # an agent holds it
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
-    STOPPED = "STOPPED"  # the main job ended first; resumable when the task has a state_dict
+    CANCELLED = "CANCELLED"
+
+    @property
+    def finished(self) -> bool:
+        return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
 @dataclass(frozen=True, slots=True)

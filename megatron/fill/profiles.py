@@ -1,0 +1,157 @@
+"""What is known of a fill job and of a rank before they are brought together: nodes, configurations, bubble cycles.
+
+Frozen and torch-free values with a JSON form.  Times are nanoseconds (``_ns``), memory is in bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from megatron.fill.types import BubbleKind
+
+
+class Offload(StrEnum):
+    """What a fill job keeps in host memory while its node does not need it (PipeFill, section 4.2)."""
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"  # the optimizer's state
+    WEIGHTS = "weights"  # the optimizer's state and the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One way to run a fill job; none of them changes what it computes.
+
+    Its text form is ``b8``, ``b8+checkpointing``, ``b8+offload-optimizer``, ``b8+checkpointing+offload-weights``.
+
+    Attributes:
+        batch_size: samples that pass through the model at a time; for training the micro-batch.
+        checkpointing: activations are computed again in the backward pass instead of kept.
+    """
+
+    batch_size: int = 1
+    checkpointing: bool = False
+    offload: Offload = Offload.NONE
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; expected at least 1")
+
+    def __str__(self) -> str:
+        parts = [f"b{self.batch_size}"]
+        if self.checkpointing:
+            parts.append("checkpointing")
+        if self.offload is not Offload.NONE:
+            parts.append(f"offload-{self.offload}")
+        return "+".join(parts)
+
+    @classmethod
+    def parse(cls, text: str) -> Configuration:
+        """Read the text form.
+
+        Raises:
+            ValueError: with the text and what was expected.
+        """
+        match = re.fullmatch(r"b(\d+)(\+checkpointing)?(?:\+offload-(optimizer|weights))?", text)
+        if match is None:
+            raise ValueError(f"{text!r} is no configuration; expected such as b8 or b8+checkpointing+offload-optimizer")
+        return cls(int(match[1]), match[2] is not None, Offload(match[3] or "none"))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProfile:
+    """One node of a job's linear list: the least that runs at a time.
+
+    Attributes:
+        duration_ns: how long it takes by itself.
+        memory_bytes: the peak of all that the job holds on the device while it runs.
+    """
+
+    name: str
+    duration_ns: int
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.duration_ns < 0 or self.memory_bytes < 0:
+            raise ValueError(f"node {self.name!r}: expected no negative duration or memory; got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class JobProfile:
+    """A job's nodes in order, measured in one configuration.  One pass over all of them is an iteration of the job.
+
+    Attributes:
+        work: what one iteration does, in the job's unit.
+    """
+
+    configuration: Configuration
+    nodes: tuple[NodeProfile, ...]
+    work: float
+
+    def __post_init__(self) -> None:
+        if not self.nodes or self.work <= 0:
+            raise ValueError(f"{self.configuration}: expected nodes and work; got {len(self.nodes)} and {self.work}")
+
+    @property
+    def duration_ns(self) -> int:
+        """Of one iteration."""
+        return sum(node.duration_ns for node in self.nodes)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most that any node needs."""
+        return max(node.memory_bytes for node in self.nodes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "configuration": str(self.configuration),
+            "work": self.work,
+            "nodes": [asdict(node) for node in self.nodes],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> JobProfile:
+        """Read what ``to_dict`` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            nodes = tuple(NodeProfile(**node) for node in data["nodes"])
+            return cls(Configuration.parse(data["configuration"]), nodes, float(data["work"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not the profile of a job: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class BubbleSlot:
+    """One place of a bubble cycle.
+
+    Attributes:
+        duration_ns: how much of it can be counted on.
+        free_bytes: device memory that the main job leaves free in it.
+    """
+
+    kind: BubbleKind
+    duration_ns: int
+    free_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.duration_ns < 0 or self.free_bytes < 0:
+            raise ValueError(f"expected no negative duration or memory in a bubble; got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class BubbleCycle:
+    """The bubbles of one iteration of one rank, in order; it repeats every ``period_ns``."""
+
+    period_ns: int
+    slots: tuple[BubbleSlot, ...]
+
+    @property
+    def bubble_ns(self) -> int:
+        """All of a cycle's bubble time."""
+        return sum(slot.duration_ns for slot in self.slots)
