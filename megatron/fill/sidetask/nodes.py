@@ -1,0 +1,37 @@
+"""``NodeTask``: a side task that is a linear list of nodes, run over and over (PipeFill, section 4.2)."""
+
+from __future__ import annotations
+
+from megatron.fill.profiles import Configuration
+from megatron.fill.sidetask.base import SideTask
+
+
+class NodeTask(SideTask):
+    """A side task whose step is the next node of a list; one pass over the list is an iteration.
+
+    The runtime measures the nodes in each of ``configurations()``, has an execution plan made of them, and calls
+    ``configure`` with the chosen one: first between ``create`` (and ``load_state_dict``) and ``init``, later between
+    ``init`` and the end, but only between iterations (``next_node == 0``).  ``run_next_step`` runs node ``next_node``
+    and returns the work done: an iteration's work may come with any of its nodes.
+
+    Attributes:
+        split: how the work was split into nodes, for a reader: ``torch.export, 24 pieces``.
+    """
+
+    split: str = ""
+
+    def configurations(self) -> list[Configuration]:
+        """The ways in which this job can run, the preferred first; called after ``create``."""
+        return [Configuration()]
+
+    def configure(self, configuration: Configuration) -> None:
+        """Go on in this configuration."""
+        raise NotImplementedError(f"{type(self).__name__} does not override configure()")
+
+    def node_names(self) -> tuple[str, ...]:
+        """The nodes of an iteration in the present configuration, in order; called after ``init``."""
+        raise NotImplementedError(f"{type(self).__name__} does not override node_names()")
+
+    def iteration_work(self) -> float:
+        """The work of one full iteration in the present configuration, in ``unit``."""
+        raise NotImplementedError(f"{type(self).__name__} does not override iteration_work()")
