@@ -73,8 +73,8 @@ class SideTask:
 
     Attributes:
         unit: what a unit of work is: samples, edges, images, tokens, ...
-        next_node: which kind of step comes next, for tasks whose steps are of several kinds; the runtime expects steps of
-            one number to take about equally long.
+        next_node: which kind of step comes next, for tasks whose steps are of several kinds; the runtime expects steps
+            of one number to take about equally long.
         context: set before ``create``.
     """
 

@@ -2,7 +2,8 @@
 
 Times are seconds since the epoch (``_s``).  A *claim* makes one agent a job's only owner until its *lease* ends; every
 heartbeat renews the lease.  A job whose lease has run out belongs to nobody and goes back to QUEUED; its former owner
-learns so from the next call and has to stop.  ``attempt`` counts the claims of a job and tells an old owner from a new one.
+learns so from the next call and has to stop.  ``attempt`` counts the claims of a job and tells an old owner from a new
+one.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class NewJob:
     Attributes:
         name: unique among the unfinished jobs of a store.
         user: whom fair sharing counts it for.
-        spec: what to run, as plain JSON data: ``task`` or ``command``, ``args``, ``memory_bytes``, ``search`` (folders to
-            import the task from).
+        spec: what to run, as plain JSON data: ``task`` or ``command``, ``args``, ``memory_bytes``, ``search`` (folders
+            to import the task from).
         deadline_s: when it should be done; None for whenever.
     """
 
