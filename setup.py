@@ -14,6 +14,7 @@ setup(
     python_requires=">=3.12",
     # megatron itself has no __init__.py: it is a namespace shared with pip's megatron-core.
     packages=find_namespace_packages(include=["megatron.fill*", "pipefill_patches*"]),
+    entry_points={"console_scripts": ["pipefill = megatron.fill.cli:main"]},
     package_data={"megatron.fill": ["py.typed"], "pipefill_patches": ["py.typed"]},
     install_requires=[
         "torch>=2.8",
@@ -24,7 +25,7 @@ setup(
         "pydantic>=2",
         "pyyaml",
         "rich",
-        "typer",
+        "typer>=0.29",
         "sqlalchemy>=2",
         "alembic",
         "matplotlib",

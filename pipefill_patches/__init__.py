@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 from megatron.fill.errors import PatchError
-from pipefill_patches import arguments, cpu_backend, p2p_communicator, schedules, training_loop
+from pipefill_patches import arguments, cpu_backend, offload, p2p_communicator, schedules, training_loop
 from pipefill_patches.registry import Patch
 
 # In the order in which they are applied; the CPU backend must come before anything looks for a device.
@@ -24,6 +24,7 @@ PATCHES: dict[str, Patch] = {
         schedules.PATCH,
         p2p_communicator.PATCH,
         schedules.GPIPE_PATCH,
+        offload.PATCH,
     )
 }
 

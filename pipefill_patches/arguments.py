@@ -18,10 +18,43 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group = parser.add_argument_group("fill", "run other work in the pipeline bubbles (PipeFill)")
     group.add_argument("--fill-jobs", metavar="FILE", help="jobs file (YAML): what to run in the bubbles")
     group.add_argument(
+        "--fill-store",
+        metavar="URL",
+        help="job store to take jobs from, and to put those of --fill-jobs into: an SQLite file, a run folder, or "
+        "postgresql+psycopg://USER@HOST/DATABASE, which several nodes can share (default: $PIPEFILL_STORE, else "
+        "jobs.db in the run folder)",
+    )
+    group.add_argument(
+        "--fill-policy",
+        default="priority",
+        metavar="POLICY",
+        help="which job is next: fifo, sjf, makespan, deadline, priority, fair, a weighted sum such as "
+        "0.7*sjf+0.3*deadline, or module:function (default: priority)",
+    )
+    group.add_argument(
+        "--fill-checkpoint-seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="how often resumable jobs are saved, so what a crash costs them at most (default: 60)",
+    )
+    group.add_argument(
+        "--fill-lease-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="how long the store keeps a job for an agent that is silent (default: 30)",
+    )
+    group.add_argument(
+        "--fill-offload-optimizer",
+        action="store_true",
+        help="keep the main job's optimizer state in host memory between optimizer steps, where that pays",
+    )
+    group.add_argument(
         "--fill-report",
         metavar="DIR",
         help="run folder: report.json, trace.json, timeline.png and the jobs' output (default: runs/pipefill-TIME); "
-        "jobs that were stopped resumably in the same folder go on from there",
+        "unfinished jobs of an earlier run in the same folder go on",
     )
     group.add_argument(
         "--fill-profile-only",

@@ -6,6 +6,8 @@ is started, which gives this rank its gate, its agent and its listener, and whic
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import logging
 import os
 import shlex
@@ -20,18 +22,22 @@ from typing import Any
 from rich.console import Console
 
 import pipefill_patches
+from megatron.fill.board import CycleBoard
 from megatron.fill.config import FillSettings
 from megatron.fill.device.cuda import FreeDeviceMemory
 from megatron.fill.device.host import FreeHostMemory
 from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.gate import SharedGate
 from megatron.fill.hooks import bus
+from megatron.fill.planner.offload import weigh_offload
 from megatron.fill.predictor import BubblePredictor
-from megatron.fill.records import write_agent, write_rank
-from megatron.fill.runtime.agent import AgentJob, AgentSpec
-from megatron.fill.runtime.queue import ClaimQueue
+from megatron.fill.records import read_agent, write_agent, write_rank
+from megatron.fill.runtime.agent import AgentSpec
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
+from megatron.fill.scheduler.policies import parse_policy
+from megatron.fill.store import NewJob, open_store
+from megatron.fill.store.submit import new_job
 from megatron.fill.types import JobRecord, JobState, RankInfo
 
 logger = logging.getLogger("pipefill")
@@ -40,18 +46,24 @@ _AGENT_END_S = 20.0
 
 
 class Session:
-    """PipeFill's part of one rank of one run."""
+    """PipeFill's part of one rank of one run.
 
-    def __init__(self, settings: FillSettings, info: RankInfo, run_dir: Path, search: list[str]) -> None:
+    Args:
+        store: the URL of the job store that this run serves.
+        jobs: what this rank's agent puts into it.
+    """
+
+    def __init__(self, settings: FillSettings, info: RankInfo, run_dir: Path, store: str, jobs: list[NewJob]) -> None:
         self.settings = settings
         self.info = info
         self.run_dir = run_dir
         self.gate: SharedGate | None = None
+        self.board: CycleBoard | None = None
         self.agent: subprocess.Popen[bytes] | None = None
         self.recorder = Recorder(info, settings.trace_iterations)
-        if settings.jobs:
-            self.gate = SharedGate()
-            self.agent = self._start_agent(self.gate, search)
+        if settings.serves:
+            self.gate, self.board = SharedGate(), CycleBoard()
+            self.agent = self._start_agent(self.gate, self.board, store, jobs)
         free_bytes = FreeDeviceMemory(info.device) if info.device.startswith("cuda") else FreeHostMemory()
         self.listener = RankListener(
             self.gate,
@@ -61,6 +73,7 @@ class Session:
             settings.paired_blocks,
             int(settings.guard_us * 1000),
             int(settings.min_bubble_us * 1000),
+            self.board,
         )
 
     def finish(self) -> None:
@@ -86,37 +99,43 @@ class Session:
         time.sleep(self.settings.baseline_seconds)
         gate.close(time.monotonic_ns())
 
-    def _start_agent(self, gate: SharedGate, search: list[str]) -> subprocess.Popen[bytes]:
+    def _start_agent(
+        self, gate: SharedGate, board: CycleBoard, store: str, jobs: list[NewJob]
+    ) -> subprocess.Popen[bytes]:
         settings = self.settings
-        gate_fd = gate.reader_fd()
+        gate_fd, board_fd = gate.reader_fd(), board.reader_fd()
         spec = AgentSpec(
             run_dir=str(self.run_dir.resolve()),
             rank=self.info.rank,
             parent=os.getpid(),
             gate_fd=gate_fd,
+            board_fd=board_fd,
             device=self.info.device,
             cpus=sorted(os.sched_getaffinity(0)) if self.info.device == "cpu" else [],
-            jobs=[
-                AgentJob(job.name, job.what, job.task, list(job.command) if job.command else None, job.args, job.memory)
-                for job in ordered(settings)
-            ],
-            search=search,
+            store=store,
+            submit=jobs,
+            policy=settings.policy,
+            lease_s=settings.lease_seconds,
+            checkpoint_s=settings.checkpoint_seconds,
             grace_ns=int(settings.grace_ms * 1e6),
             max_overruns=settings.max_overruns,
             max_output_bytes=int(settings.max_output_mib * 2**20),
         )
         agents = self.run_dir / "agents"
         spec_path = agents / f"spec{self.info.rank}.json"
-        spec_path.write_text(spec.to_json(), encoding="utf-8")  # a command line could not hold thousands of jobs
+        # A command line could not hold thousands of jobs, and the store's URL may hold a password.
+        spec_path.touch(mode=0o600)
+        spec_path.write_text(spec.to_json(), encoding="utf-8")
         with (agents / f"agent{self.info.rank}.log").open("ab") as log:
             agent = subprocess.Popen(
                 [sys.executable, "-m", "megatron.fill.runtime.agent", str(spec_path)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(gate_fd,),
+                pass_fds=(gate_fd, board_fd),
             )
         os.close(gate_fd)
+        os.close(board_fd)
         return agent
 
     def _wait_for_agent(self) -> None:
@@ -132,11 +151,6 @@ class Session:
             self.agent.wait()
 
 
-def ordered(settings: FillSettings) -> list[Any]:
-    """The jobs in the order in which they start: by priority, then as written."""
-    return sorted(settings.jobs, key=lambda job: -job.priority)
-
-
 class Launch:
     """One run of a Megatron script under the patches."""
 
@@ -144,23 +158,52 @@ class Launch:
         self.settings: FillSettings | None = None
         self.session: Session | None = None
         self._run_dir: Path | None = None
-        self._search: list[str] = []
+        self._jobs: list[NewJob] = []
 
     def on_parse(self, args: Namespace) -> None:
-        self.settings = FillSettings.from_args(args)
-        if self.settings.report is not None:
+        self.settings = settings = FillSettings.from_args(args)
+        if settings.report is not None:
             try:
-                Path(self.settings.report).mkdir(parents=True, exist_ok=True)
+                Path(settings.report).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ConfigError(
-                    f"--fill-report {self.settings.report}: {error.strerror}; expected a folder that can be written"
+                    f"--fill-report {settings.report}: {error.strerror}; expected a folder that can be written"
                 ) from error
+        parse_policy(settings.policy)
+        if settings.serves:
+            _check_store(self._store(Path(settings.report or "runs")))
         if args.fill_jobs is not None:
-            self._search = [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
-        if self.settings.pipeline_schedule == "gpipe":
+            search = [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
+            self._jobs = [new_job(job, search, getpass.getuser()) for job in settings.jobs]
+        if settings.pipeline_schedule == "gpipe":
             if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:
                 raise ConfigError("--fill-pipeline-schedule gpipe does not interleave; expected no virtual stages")
             pipefill_patches.apply(("gpipe",))
+        if settings.offload_optimizer:
+            self._check_offload(args)
+            pipefill_patches.apply(("offload",))
+            bus.weigh_offload = self._weigh_offload
+
+    def _check_offload(self, args: Namespace) -> None:
+        on_cpu = pipefill_patches.PATCHES["cpu_backend"].applied
+        if not (args.bf16 or args.fp16 or on_cpu):
+            raise ConfigError(
+                "--fill-offload-optimizer moves the optimizer's own copy of the weights too, and in fp32 it has none; "
+                "expected --bf16 or --fp16"
+            )
+
+    def _weigh_offload(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
+        free_bytes = self.session.listener.free_bytes() if self.session is not None else 0
+        choice = weigh_offload(gained_bytes, free_bytes, lost_ns, iteration_ns)
+        where = "in host memory between steps" if choice.on else "on the device"
+        rank = os.environ.get("RANK", "0")
+        print(f"PipeFill: rank {rank} keeps its optimizer state {where}: {choice.why}", flush=True)
+        return choice.on
+
+    def _store(self, run_dir: Path) -> str:
+        """Where this run's jobs are kept."""
+        assert self.settings is not None
+        return self.settings.store or os.environ.get("PIPEFILL_STORE") or str(run_dir.resolve())
 
     def on_start(self, info: RankInfo, args: Namespace) -> None:
         settings = self.settings
@@ -169,9 +212,10 @@ class Launch:
         self._run_dir = self._prepare_run(settings, info)
         if self._run_dir is None:
             return
-        if info.rank == 0 and settings.jobs:
+        if info.rank == 0 and settings.serves:
             _warn_of_no_bubbles(info)
-        self.session = Session(settings, info, self._run_dir, self._search)
+        jobs = self._jobs if info.rank == 0 else []
+        self.session = Session(settings, info, self._run_dir, self._store(self._run_dir), jobs)
         bus.listener = self.session.listener
 
     def _prepare_run(self, settings: FillSettings, info: RankInfo) -> Path | None:
@@ -182,7 +226,7 @@ class Launch:
         if info.rank == 0:
             name = settings.report or time.strftime("runs/pipefill-%Y%m%d-%H%M%S-") + str(os.getpid())
             try:
-                _make_run_folder(Path(name), [job.name for job in ordered(settings)])
+                _make_run_folder(Path(name))
                 agreed = [name]
                 print(f"PipeFill: {len(settings.jobs)} jobs, run folder {name}", flush=True)
             except OSError as error:
@@ -216,9 +260,33 @@ class Launch:
             report.print_cycle(report.profile(run_dir), console)
             print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
             return
-        write_agent(run_dir / "agents" / "agent-none.json", [], _unstarted(settings, run_dir))
+        if self._jobs:
+            write_agent(run_dir / "agents" / "agent-none.json", [], self._unstarted(run_dir))
         report.print_report(report.compose(run_dir, shlex.join(sys.argv), settings.trace_iterations), console)
         print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
+
+    def _unstarted(self, run_dir: Path) -> list[JobRecord]:
+        """Records of the jobs for which no agent wrote one."""
+        known = {job.name for path in (run_dir / "agents").glob("agent[0-9]*.json") for job in read_agent(path)[1]}
+        missing = [job for job in self._jobs if job.name not in known]
+        store = open_store(self._store(run_dir)) if missing else None
+        records = []
+        for job in missing:
+            command = job.spec["command"]
+            what = shlex.join(command) if command else job.spec["task"]
+            state, reason, directory = JobState.QUEUED, "it was not submitted; the agent's log says why", ""
+            with contextlib.suppress(FillError):
+                assert store is not None
+                kept = store.find(job.name)
+                state, directory = kept.state, kept.directory
+                reason = kept.reason or "no rank became free before the main job ended"
+                if state is JobState.RUNNING:
+                    reason = "its agent was killed; it goes back to the queue when the lease ends"
+            unit = "seconds" if command else "steps"
+            records.append(JobRecord(job.name, what, state, reason, 0.0, unit, directory=directory))
+        if store is not None:
+            store.close()
+        return records
 
 
 def _warn_of_no_bubbles(info: RankInfo) -> None:
@@ -228,31 +296,27 @@ def _warn_of_no_bubbles(info: RankInfo) -> None:
         logger.warning("bubbles are not seen on CUDA yet: the jobs will not run")
 
 
-def _make_run_folder(run_dir: Path, names: list[str]) -> None:
+def _check_store(where: str) -> None:
+    """Refuse a store that this run cannot share, before the training starts; whether it answers is seen later.
+
+    Raises:
+        ConfigError: it is no store's address, or several nodes would share an SQLite file.
+        StoreError: likewise.
+    """
+    from megatron.fill.store.location import locate
+
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
+    if locate(where).drivername == "sqlite" and nodes > 1:
+        raise ConfigError(
+            f"{nodes} nodes cannot share the job store {where}; expected --fill-store postgresql+psycopg://..."
+        )
+
+
+def _make_run_folder(run_dir: Path) -> None:
     for part in ("ranks", "agents", "jobs"):
         (run_dir / part).mkdir(parents=True, exist_ok=True)
     for stale in [*(run_dir / "ranks").glob("*.json"), *(run_dir / "agents").glob("*.json")]:
         stale.unlink()
-    ClaimQueue(run_dir, names).prepare()
-
-
-def _unstarted(settings: FillSettings, run_dir: Path) -> list[JobRecord]:
-    """Records of the jobs for which no agent wrote one."""
-    from megatron.fill.records import read_agent
-
-    known = {job.name for path in (run_dir / "agents").glob("agent[0-9]*.json") for job in read_agent(path)[1]}
-    queue = ClaimQueue(run_dir, [job.name for job in settings.jobs])
-    records = []
-    for job in ordered(settings):
-        if job.name in known:
-            continue
-        state, reason = JobState.QUEUED, "no rank became free before the main job ended"
-        if queue.claimed(job.name):
-            state, reason = JobState.FAILED, "the fill agent that ran it was killed"
-        unit = "seconds" if job.command else "steps"
-        folder = str(queue.directory(job.name))
-        records.append(JobRecord(job.name, job.what, state, reason, 0.0, unit, directory=folder))
-    return records
 
 
 def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> None:
@@ -277,7 +341,7 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
             print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
-        bus.on_parse = bus.on_start = None
+        bus.on_parse = bus.on_start = bus.weigh_offload = None
 
 
 def _run(main: Callable[[], Any], run: Launch) -> None:

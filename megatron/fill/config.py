@@ -9,6 +9,8 @@ A jobs file::
         args: {batch_size: 64}
         memory: 2GiB
         priority: 0        # higher first
+        user: ada          # whom fair sharing counts it for (default: who submits it)
+        deadline: 2h       # from now, or a point in time such as 2030-01-31T18:00
         count: 1           # how many instances
 """
 
@@ -17,7 +19,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import time
 from argparse import Namespace
+from collections import Counter
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +31,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from megatron.fill.errors import ConfigError
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -40,6 +46,24 @@ def parse_bytes(value: object) -> int:
     if match is None or unit is None or isinstance(value, bool) or float(match[1]) * unit < 1:
         raise ValueError("expected a size above 0 such as 512MB or 2GiB")
     return int(float(match[1]) * unit)
+
+
+def parse_deadline(value: object) -> float:
+    """``90s``, ``30m``, ``2h`` or ``1d`` from now, or a point in time (ISO 8601, local without a zone).
+
+    Returns:
+        Seconds since the epoch.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", str(value))
+    if match is not None:
+        return time.time() + float(match[1]) * _SECONDS[match[2]]
+    try:
+        return datetime.fromisoformat(str(value)).timestamp()
+    except ValueError:
+        raise ValueError("expected such as 90s, 30m, 2h, 1d, or 2030-01-31T18:00") from None
 
 
 def _split_command(value: object) -> object:
@@ -57,6 +81,8 @@ class JobSpec(BaseModel):
     args: dict[str, Any] = {}
     memory: Annotated[int, BeforeValidator(parse_bytes)] | None = None
     priority: int = 0
+    user: str = ""
+    deadline: Annotated[float, BeforeValidator(parse_deadline)] | None = None
     count: int = Field(default=1, ge=1, le=10_000)
 
     @model_validator(mode="after")
@@ -92,9 +118,8 @@ class JobsFile(BaseModel):
     @field_validator("jobs")
     @classmethod
     def _names_are_unique(cls, jobs: tuple[JobSpec, ...]) -> tuple[JobSpec, ...]:
-        names = [instance.name for instance in expand(jobs)]
-        for name in names:
-            if names.count(name) > 1:
+        for name, times in Counter(instance.name for instance in expand(jobs)).items():
+            if times > 1:
                 raise ValueError(f"two jobs are named {name!r}; expected different names")
         return jobs
 
@@ -170,6 +195,8 @@ class FillSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     jobs: tuple[JobSpec, ...] = ()
+    store: str | None = None
+    policy: str = "priority"
     report: str | None = None
     profile_only: bool = False
     pipeline_schedule: Literal["megatron", "gpipe"] = "megatron"
@@ -180,13 +207,21 @@ class FillSettings(BaseModel):
     grace_ms: float = Field(default=500.0, gt=0)
     max_overruns: int = Field(default=3, ge=1)
     max_output_mib: float = Field(default=64.0, gt=0)
+    checkpoint_seconds: float = Field(default=60.0, gt=0)
+    lease_seconds: float = Field(default=30.0, ge=1)
+    offload_optimizer: bool = False
     baseline_seconds: float = Field(default=0.0, ge=0)
     trace_iterations: int = Field(default=3, ge=1)
 
     @property
     def active(self) -> bool:
         """Whether anything is asked of PipeFill beyond the schedule."""
-        return bool(self.jobs) or self.profile_only or self.report is not None
+        return self.serves or self.profile_only or self.report is not None
+
+    @property
+    def serves(self) -> bool:
+        """Whether jobs may come: from a jobs file, or through a store that others submit to."""
+        return bool(self.jobs) or self.store is not None
 
     @classmethod
     def from_args(cls, args: Namespace) -> FillSettings:
@@ -199,6 +234,8 @@ class FillSettings(BaseModel):
         path = values.pop("jobs")
         if values["profile_only"] and path is not None:
             raise ConfigError("--fill-profile-only measures the bubbles without jobs; expected no --fill-jobs with it")
+        if values["profile_only"] and values["store"] is not None:
+            raise ConfigError("--fill-profile-only measures the bubbles without jobs; expected no --fill-store with it")
         try:
             return cls(jobs=tuple(load_jobs(path)) if path is not None else (), **values)
         except ValidationError as error:

@@ -53,6 +53,8 @@ class BubbleBus:
         self.listener: Listener | None = None
         self.on_parse: Callable[[Namespace], None] | None = None
         self.on_start: Callable[[RankInfo, Namespace], None] | None = None
+        self.on_last_backward: Callable[[], None] | None = None
+        self.weigh_offload: Callable[[int, int, int], bool] | None = None
         self.clock: Callable[[], int] = time.monotonic_ns
         self._training = False
         self._in_cycle = False
@@ -132,8 +134,14 @@ class BubbleBus:
     def backward(self, start_ns: int) -> None:
         """A backward pass that began at ``start_ns`` has ended."""
         self._backwards += 1
+        if self._backwards == self._passes and self._training and self.on_last_backward is not None:
+            self.on_last_backward()
         if self._in_cycle and self.listener is not None:
             self._guarded(self.listener.computed, "backward", start_ns, self.clock())
+
+    def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
+        """Whether to go on moving the optimizer's state to the host, given what that gains and costs an iteration."""
+        return self.weigh_offload is not None and self.weigh_offload(gained_bytes, lost_ns, iteration_ns)
 
     def disturb(self, reason: str) -> None:
         if self.listener is not None:

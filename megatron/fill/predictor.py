@@ -15,6 +15,8 @@ from collections import deque
 
 from megatron.fill.types import BubbleKind, CycleKey
 
+ENOUGH_TO_PLAN = 5  # observations of each bubble
+
 
 class BubblePredictor:
     """Predicts when one rank's bubbles end, per cycle and position in it.
@@ -64,6 +66,18 @@ class BubblePredictor:
         if history.kind is not kind or history.seen < self.warmup:
             return 0
         return max(0, history.predict(now_ns - self._met_ns, self))
+
+    def expected(self) -> list[tuple[BubbleKind, int]]:
+        """The bubbles of the present cycle with the durations that can be counted on, in ns; empty if it is too new.
+
+        A few observations do for a plan; to fill by, ``warmup`` many are asked for.  Bubbles that come in fewer than half
+        of the iterations are left out.
+        """
+        cycles = max((history.seen for history in self._current), default=0)
+        if cycles < min(ENOUGH_TO_PLAN, self.warmup):
+            return []
+        usual = [history for history in self._current if 2 * history.seen >= cycles]
+        return [(history.kind, max(0, history.from_opening.low(self)[0])) for history in usual]
 
     def observe(self, kind: BubbleKind, index: int, start_ns: int, end_ns: int) -> None:
         """Learn when the bubble began and ended."""

@@ -5,6 +5,8 @@ Frozen and torch-free values with a JSON form.  Times are nanoseconds (``_ns``),
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -124,6 +126,17 @@ class JobProfile:
             return cls(Configuration.parse(data["configuration"]), nodes, float(data["work"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not the profile of a job: {type(error).__name__}: {error}") from error
+
+
+def profile_key(spec: dict[str, Any], device: str) -> str:
+    """What the profiles of a job are kept under: the same work with the same cap on the same kind of device.
+
+    Args:
+        spec: of the job, with ``task``, ``args`` and ``memory_bytes``.
+        device: the device's fingerprint, versions included: a profile that is stale or foreign is just not found.
+    """
+    what = json.dumps([spec["task"], spec["args"], spec["memory_bytes"], device], sort_keys=True)
+    return hashlib.sha256(what.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

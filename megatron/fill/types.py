@@ -177,6 +177,7 @@ class JobRecord:
         total_work: how much there was to do, where the task said so.
         result: what the task reported with ``context.report``.
         directory: its folder: output.log and the task's own files.
+        ended_s: when this was noted, in seconds since the epoch; a job that was tried again has several records.
     """
 
     name: str
@@ -191,3 +192,4 @@ class JobRecord:
     total_work: float | None = None
     result: dict[str, Any] = field(default_factory=dict)
     directory: str = ""
+    ended_s: float = 0.0

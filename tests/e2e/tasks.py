@@ -9,6 +9,8 @@ import time
 from typing import Any
 
 from megatron.fill import SideTask
+from megatron.fill.profiles import Configuration
+from megatron.fill.sidetask.nodes import NodeTask
 
 
 def spin(milliseconds: float) -> None:
@@ -41,6 +43,48 @@ class Spin(SideTask):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.done = state["done"]
+
+
+class Layers(NodeTask):
+    """An iteration is a list of nodes that take the given times, twice that in batches of two; resumable."""
+
+    unit = "samples"
+    split = "by hand"
+
+    def create(self, milliseconds: list[float], iterations: int = 0, batches: tuple[int, ...] = (1, 2)) -> None:
+        self.milliseconds, self.iterations, self.batches = milliseconds, iterations, batches
+        self.samples, self.batch = 0, 0
+        self.context.total_work = iterations or None
+
+    def configurations(self) -> list[Configuration]:
+        return [Configuration(batch) for batch in self.batches]
+
+    def configure(self, configuration: Configuration) -> None:
+        assert self.next_node == 0
+        self.batch = configuration.batch_size
+
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(f"forward {node}" for node in range(len(self.milliseconds)))
+
+    def iteration_work(self) -> float:
+        return float(self.batch)
+
+    def run_next_step(self) -> float:
+        if self.next_node == 0 and self.iterations and self.samples >= self.iterations:
+            raise StopIteration
+        spin(self.milliseconds[self.next_node] * self.batch)
+        self.next_node = (self.next_node + 1) % len(self.milliseconds)
+        if self.next_node:
+            return 0.0
+        self.samples += self.batch
+        self.context.report(samples=self.samples, batch=self.batch)
+        return float(self.batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples = state["samples"]
 
 
 class Faulty(SideTask):

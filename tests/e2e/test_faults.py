@@ -67,9 +67,8 @@ def test_the_training_is_unchanged(run, tmp_path):
 
 
 def test_output_is_kept_and_bounded(run):
-    jobs = run.folder / "run" / "jobs"
-    assert "ValueError: made to fail" in (jobs / "step" / "output.log").read_text()
-    flood = jobs / "flood" / "output.log"
+    assert "ValueError: made to fail" in run.path("step", "output.log").read_text()
+    flood = run.path("flood", "output.log")
     assert 900_000 < flood.stat().st_size < 1_200_000
     assert b"bytes left out" in flood.read_bytes()
 

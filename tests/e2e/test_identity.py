@@ -55,7 +55,7 @@ def test_bubbles_are_filled(filled):
     assert report["summary"]["iterations"] == 12
     assert 0.02 < report["summary"]["bubble_share"] < 0.9
     assert report["summary"]["harvest_ratio"] > 0
-    assert [job["state"] for job in report["jobs"]] == ["STOPPED", "STOPPED"]
+    assert [job["state"] for job in report["jobs"]] == ["QUEUED", "QUEUED"]
     assert all(job["work_done"] == job["steps"] > 0 for job in report["jobs"])
     assert "harvest" in trained.output
     for name in ("trace.json", "timeline.png"):

@@ -44,6 +44,10 @@ class Trained:
     def report(self) -> dict[str, Any]:
         return json.loads((self.folder / "run" / "report.json").read_text(encoding="utf-8"))
 
+    def path(self, job: str, file: str) -> Path:
+        """A file in a job's folder."""
+        return Path(self.jobs[job]["directory"]) / file
+
     @property
     def jobs(self) -> dict[str, dict[str, Any]]:
         return {job["name"]: job for job in self.report["jobs"]}

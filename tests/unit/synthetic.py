@@ -130,7 +130,7 @@ def _jobs(workers: list[WorkerRecord]) -> list[JobRecord]:
         JobRecord(
             name="train",
             what="examples.tasks:Train",
-            state=JobState.STOPPED,
+            state=JobState.QUEUED,
             reason="the main job ended",
             work_done=train.work_done,
             unit="images",
@@ -152,6 +152,6 @@ def _jobs(workers: list[WorkerRecord]) -> list[JobRecord]:
             steps=resize.steps_done,
             harvested_s=resize.harvested_ns / 1e9,
         ),
-        JobRecord("graph", "examples.tasks:Graph", JobState.STOPPED, "the main job ended", graph.work_done, "edges", 1),
+        JobRecord("graph", "examples.tasks:Graph", JobState.QUEUED, "the main job ended", graph.work_done, "edges", 1),
         JobRecord("late", "examples.tasks:Late", JobState.QUEUED, "no rank had a free slot in this run", 0.0, "items"),
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,15 @@ jobs:
     assert jobs[3].command == ("sleep", "1")
 
 
+def test_deadlines_are_from_now_or_points_in_time(tmp_path):
+    now_s = time.time()
+    jobs = "{name: a, task: m:C, deadline: 1.5h}, {name: b, task: m:C, deadline: 2030-01-31T18:00:00, user: ada}"
+    relative, absolute = load_jobs(write(tmp_path, f"jobs: [{jobs}]"))
+    assert relative.deadline == pytest.approx(now_s + 5400, abs=60)
+    assert absolute.deadline == datetime(2030, 1, 31, 18).timestamp()
+    assert (relative.user, absolute.user) == ("", "ada")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -60,6 +71,7 @@ jobs:
         ("jobs:\n  - {name: a, task: m:C, count: many}", "job 'a': count is 'many': Input should be a valid integer"),
         ("jobs:\n  - {name: a, task: m:C, memory: lots}", "job 'a': memory is 'lots': expected a size above 0"),
         ("jobs:\n  - {name: a, task: m:C, memory: -1}", "job 'a': memory is -1: expected a size above 0"),
+        ("jobs:\n  - {name: a, task: m:C, deadline: soon}", "job 'a': deadline is 'soon': expected such as 90s, 30m"),
         ("jobs:\n  - {name: a, task: m:C, args: [1]}", "job 'a': args is [1]: Input should be a valid dictionary"),
         ("jobs:\n  - {name: a, command: []}", "job 'a': command is []"),
         ("jobs:\n  - {name: a, task: m:C, args: {day: 2026-01-02}}", "job 'a': args is {'day': datetime.date(2026, 1"),

@@ -22,10 +22,19 @@ RULES: dict[str, set[str]] = {
     "hooks": {"types", "errors"},
     "gate": {"types", "errors", "futex"},
     "predictor": {"types", "errors"},
-    "sidetask": {"types", "errors"},
+    "profiles": {"types"},
+    "board": {"types", "profiles"},
+    "sidetask": {"types", "errors", "profiles"},
     "device": {"types", "errors"},
+    "planner": {"types", "errors", "profiles"},
+    "scheduler": {"types", "errors", "profiles", "planner"},
+    "store": {"types", "errors", "config"},
     "report": {"types", "errors", "records"},
-    "runtime": {"types", "errors", "records", "gate", "sidetask", "device", "predictor", "hooks"},
+    "runtime": {
+        *("types", "errors", "profiles", "records", "gate", "board", "futex", "sidetask", "device", "predictor"),
+        *("hooks", "planner", "scheduler", "store"),
+    },
+    "cli": {"types", "errors", "profiles", "config", "store", "planner", "device", "runtime"},
     "__init__": {"types", "errors", "sidetask"},
 }
 TORCH_FREE = [
@@ -35,12 +44,20 @@ TORCH_FREE = [
     "hooks",
     "gate",
     "predictor",
+    "profiles",
+    "board",
     "records",
     "report",
     "sidetask",
+    "planner.search",
+    "planner.draw",
+    "scheduler.policies",
+    "store.sql",
+    "cli.app",
     "runtime.agent",
     "runtime.worker",
     "runtime.rank",
+    "runtime.measure",
 ]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.fill.errors import TaskError
 from megatron.fill.gate import OpenBubble
+from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
 from megatron.fill.runtime.loop import StepLoop
 from megatron.fill.runtime.steplog import StepLog, WorkerPhase, create_log
 from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
@@ -197,3 +198,105 @@ def test_the_rings_keep_the_most_recent():
     assert len(record.steps) == 8192
     assert record.steps == sorted(record.steps)
     assert len(record.uses) == 9000
+
+
+class TwoKinds(Scripted):
+    """Short and long steps in turn."""
+
+    def run_next_step(self) -> float:
+        work = super().run_next_step()
+        self.next_node = 1 - self.next_node
+        return work
+
+
+def profile(*nodes: tuple[float, int]) -> JobProfile:
+    found = (NodeProfile("n", int(duration_ms * MS), memory) for duration_ms, memory in nodes)
+    return JobProfile(Configuration(), tuple(found), 10.0)
+
+
+def two_kinds(*lengths_ms: float) -> Bench:
+    bench = Bench()
+    bench.task.__class__ = TwoKinds
+    bench.task.lengths = list(lengths_ms)
+    return bench
+
+
+def test_each_kind_of_step_is_expected_to_take_its_own_time():
+    bench = two_kinds(*[2, 8] * 50)
+    bench.loop.expect(profile((2, 0), (8, 0)))
+    for _ in range(10):
+        bench.bubble(11)
+        bench.bubble(7)
+    # At first 2 and 8, then 2; from then on 8 and 2 in every bubble of 11, and the 8 that is next fits in no 7.
+    assert bench.task.calls.count("step") == 3 + 9 * 2
+    assert sum(use.overrun_ns for use in bench.log.record("t", 0).uses) == 0
+
+
+def test_a_step_that_needs_more_memory_than_is_free_waits():
+    bench = two_kinds(1, 1, 1, 1)
+    bench.loop.expect(profile((1, 50), (1, 150)))
+    bench.bubble(10)  # 0 bytes are free: node 0 runs, node 1 does not
+    assert bench.task.calls.count("step") == 1
+    bench.bubble(10)
+    assert bench.task.calls.count("step") == 1
+
+
+def test_no_iteration_begins_while_a_change_is_due():
+    bench = two_kinds(1, 1, 1, 1)
+    bench.bubble(1.5)
+    bench.loop.hold_at_start = True
+    bench.bubble(10)
+    assert bench.task.calls.count("step") == 2  # the iteration was ended
+    bench.loop.hold_at_start = False
+    bench.bubble(10)
+    assert bench.task.calls.count("step") == 4
+
+
+def test_the_baton_is_passed_on_in_every_bubble_and_there_is_a_break_after_it():
+    class Passed:
+        def __init__(self) -> None:
+            self.calls: list[object] = []
+
+        def hold(self) -> None:
+            self.calls.append("hold")
+
+        def pass_on(self, seq: int) -> None:
+            self.calls.append(seq)
+
+    class Queue(ScriptedGate):
+        def __init__(self, clock: Clock) -> None:
+            super().__init__(clock)
+            self.seq = 0
+
+        def wait(self, after_seq: int) -> OpenBubble:
+            self.seq += 1
+            self.end_ns = self.clock.now_ns + 10 * MS
+            return OpenBubble(self.seq, self.clock.now_ns, self.end_ns, 0)
+
+    bench, passed = Bench(*[4] * 5), Passed()
+    gate = Queue(bench.clock)
+    breaks: list[int] = []
+    loop = StepLoop(
+        bench.loop.machine, gate, bench.log, lambda: False, bench.clock, lambda: breaks.append(gate.seq), passed
+    )
+    assert loop.run()
+    assert passed.calls == ["hold", 1, 2, 3]
+    assert breaks == [1, 2]
+
+
+def test_part_of_an_iteration_is_part_of_its_work():
+    class Iterations(TwoKinds):
+        def run_next_step(self) -> float:
+            last = self.next_node == 1
+            super().run_next_step()
+            return 8.0 if last else 0.0  # the last batch was smaller than the profile says
+
+    bench = two_kinds(1, 3, 1, 3)
+    bench.task.__class__ = Iterations
+    bench.loop.expect(profile((1, 0), (3, 0)))
+    bench.bubble(1)
+    assert (bench.log.work_done, bench.log.partial_work) == (2.5, 2.5)
+    bench.bubble(3)
+    assert (bench.log.work_done, bench.log.partial_work) == (8.0, 0.0)
+    bench.bubble(1)
+    assert (bench.log.work_done, bench.log.partial_work) == (10.5, 2.5)

@@ -137,3 +137,15 @@ def test_steady_noise_is_rarely_overpredicted(seed):
         prediction = cycle(predictor, [duration])[0]
         caught += number >= 50 and prediction > duration
     assert caught <= 250 / 12
+
+
+def test_the_expected_cycle_leaves_rare_bubbles_out():
+    predictor = BubblePredictor(warmup=4)
+    for iteration in range(6):
+        predictor.cycle_started(CycleKey("1f1b", 4), 0)
+        assert (predictor.expected() == []) == (iteration < 4)
+        predictor.observe(BubbleKind.FILL, 0, 0, 100)
+        predictor.observe(BubbleKind.DRAIN, 1, 200, 250)
+        if iteration == 2:
+            predictor.observe(BubbleKind.DRAIN, 2, 260, 261)
+    assert predictor.expected() == [(BubbleKind.FILL, 100), (BubbleKind.DRAIN, 50)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from megatron.fill.board import CycleBoard, CycleBoardReader
 from megatron.fill.predictor import BubblePredictor
+from megatron.fill.profiles import BubbleSlot
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
 from megatron.fill.types import BubbleKind, CycleKey, RankInfo
@@ -116,3 +118,26 @@ def test_shut_ends_the_gate():
     gate = FakeGate()
     make(gate).shut()
     assert gate.ended
+
+
+def test_the_cycle_is_shown_before_filling_starts_and_again_later():
+    board = CycleBoard()
+    reader = CycleBoardReader(board.reader_fd())
+    listener = RankListener(None, Recorder(INFO, 3), BubblePredictor(warmup=50), lambda: 7, board=board)
+    drive = Drive(listener)
+    for _ in range(4):
+        drive.iteration(20, 0.5)
+    assert reader.read() is None
+    drive.iteration(20, 0.5)
+    cycle = reader.read()
+    assert cycle is not None
+    assert cycle.period_ns == int(25.5 * MS)
+    assert cycle.slots == (
+        BubbleSlot(BubbleKind.INTERIOR, 20 * MS, 7),
+        BubbleSlot(BubbleKind.INTERIOR, 0, 7),  # too short to be filled
+    )
+    version = reader.version
+    for _ in range(20):
+        drive.iteration(30, 0.5)
+    assert reader.version > version
+    assert not any(bubble.filling for bubble in listener.recorder.bubbles)

@@ -38,7 +38,7 @@ def test_summary(report: Report) -> None:
     assert [job.name for job in summary.jobs] == ["train", "resize", "graph", "late"]
     assert summary.jobs[0].model_dump() == {
         "name": "train",
-        "state": JobState.STOPPED,
+        "state": JobState.QUEUED,
         "reason": "the main job ended",
         "work_done": 224.0,
         "unit": "images",

@@ -1,8 +1,7 @@
-"""The run folder's parts: the claim queue, bounded output, outcomes, checkpoints."""
+"""A job's folder: bounded output, outcomes; how a task is loaded."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,39 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fill.errors import TaskError
-from megatron.fill.runtime import checkpoint, output
+from megatron.fill.runtime import output
 from megatron.fill.runtime.output import BoundedOutput
-from megatron.fill.runtime.queue import ClaimQueue
 from megatron.fill.runtime.spec import Outcome
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.types import JobState
-
-
-def test_every_job_is_claimed_exactly_once_by_many(tmp_path):
-    names = [f"job-{number}" for number in range(50)]
-    ClaimQueue(tmp_path, names).prepare()
-    taken: list[str] = []
-
-    def take(who: int) -> None:
-        queue = ClaimQueue(tmp_path, names)
-        while (name := queue.claim(f"rank {who}", who)) is not None:
-            taken.append(name)
-
-    threads = [threading.Thread(target=take, args=(who,)) for who in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(taken) == sorted(names)
-
-
-def test_claims_begin_where_asked_and_are_forgotten_by_the_next_run(tmp_path):
-    queue = ClaimQueue(tmp_path, ["a", "b", "c"])
-    queue.prepare()
-    assert [queue.claim("x", 1), queue.claim("x", 1), queue.claim("x", 1), queue.claim("x")] == ["b", "c", "a", None]
-    assert queue.claimed("a")
-    queue.prepare()
-    assert not queue.claimed("a")
 
 
 @given(st.lists(st.integers(0, 400), max_size=30))
@@ -70,30 +41,13 @@ def test_output_keeps_the_beginning_and_the_end(tmp_path_factory, sizes):
 
 
 def test_an_outcome_survives_the_file_and_rubbish_is_none(tmp_path):
-    outcome = Outcome(JobState.FAILED, "because", "images", 7.0, {"accuracy": 0.5})
+    outcome = Outcome(JobState.FAILED, "because", False, "images", 7.0, {"accuracy": 0.5})
     outcome.write(tmp_path)
     assert Outcome.read(tmp_path) == outcome
     (tmp_path / "outcome.json").write_text('{"state": "ODD"')
     assert Outcome.read(tmp_path) is None
     Outcome.discard(tmp_path)
     assert Outcome.read(tmp_path) is None
-
-
-def test_checkpoints_load_data_and_nothing_else(tmp_path):
-    import torch
-
-    assert checkpoint.load(tmp_path) is None
-    checkpoint.save(tmp_path, {"weights": torch.ones(2), "epoch": 3})
-    loaded = checkpoint.load(tmp_path)
-    assert loaded is not None
-    assert loaded["epoch"] == 3
-    assert torch.equal(loaded["weights"], torch.ones(2))
-    torch.save({"code": ClaimQueue(tmp_path, [])}, tmp_path / checkpoint.NAME)
-    with pytest.raises(TaskError, match="cannot be loaded"):
-        checkpoint.load(tmp_path)
-    (tmp_path / checkpoint.NAME).write_bytes(b"not a checkpoint")
-    with pytest.raises(TaskError, match="cannot be loaded"):
-        checkpoint.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.fill.errors import FillError
@@ -48,11 +50,27 @@ def compose(run_dir: Path, command: str, trace_iterations: int = 3) -> Report:
         its_workers, its_jobs = read_agent(path)
         workers += its_workers
         jobs += its_jobs
-    report = build_report(ranks, workers, jobs, command)
+    report = build_report(ranks, workers, merge_attempts(jobs), command)
     write_text(run_dir / "report.json", report.model_dump_json(indent=2) + "\n")
     write_trace(run_dir / "trace.json", ranks, workers, trace_iterations)
     draw_timeline(run_dir / "timeline.png", ranks, workers, summary=report.summary)
     return report
+
+
+def merge_attempts(jobs: Sequence[JobRecord]) -> list[JobRecord]:
+    """One record per job: the last one's word, with the work of all its attempts in this run."""
+    merged: dict[tuple[str, str], JobRecord] = {}
+    for job in sorted(jobs, key=lambda job: job.ended_s):
+        before = merged.get((job.name, job.directory))
+        if before is not None:
+            job = replace(
+                job,
+                work_done=before.work_done + job.work_done,
+                steps=before.steps + job.steps,
+                harvested_s=before.harvested_s + job.harvested_s,
+            )
+        merged[job.name, job.directory] = job
+    return list(merged.values())
 
 
 def profile(run_dir: Path) -> list[RankCycle]:

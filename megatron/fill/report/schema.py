@@ -132,7 +132,7 @@ class JobSummary(_Model):
     """How one fill job ended, in short."""
 
     name: str = Field(description="the job's name")
-    state: JobState = Field(description="QUEUED, SUCCEEDED, FAILED or STOPPED")
+    state: JobState = Field(description="QUEUED, RUNNING, SUCCEEDED, FAILED or CANCELLED")
     reason: str = Field(description="why it is in this state")
     work_done: float = Field(description="work done, in its unit")
     unit: str = Field(description="the unit of work, as the task names it")

@@ -15,7 +15,7 @@ from megatron.fill.types import BubbleKind, JobState
 _STATE_COLOURS = {
     JobState.SUCCEEDED: "green",
     JobState.FAILED: "red",
-    JobState.STOPPED: "yellow",
+    JobState.CANCELLED: "yellow",
     JobState.QUEUED: "dim",
 }
 _GIB = 2**30

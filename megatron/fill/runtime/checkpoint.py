@@ -1,41 +1,143 @@
-"""A stopped task's state on disk: written atomically, loaded without running code."""
+"""A task's state on disk: written atomically, checked before it is believed, loaded without running code.
+
+A job's folder holds the newest checkpoint and the one before it.  A file is what ``torch.save`` writes, or JSON where
+that says it all (importing torch takes seconds and half a GiB), followed by the SHA-256 of it: PyTorch itself loads a
+flipped bit without a word.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import TaskError
 
-NAME = "checkpoint.pt"
+logger = logging.getLogger("pipefill.checkpoint")
+
+NAME, PREVIOUS = "checkpoint.pt", "checkpoint-previous.pt"
+_MARK = b"PIPEFILL-SHA256:"
+_TRAILER_BYTES = len(_MARK) + hashlib.sha256().digest_size
+_BLOCK = 1 << 20
 
 
 def save(directory: Path, state: dict[str, Any]) -> None:
-    """Write ``state`` to the job's folder; a crash leaves the previous checkpoint in place."""
-    import torch
+    """Write ``state`` to the job's folder; whatever happens meanwhile, a whole checkpoint stays there.
 
+    Raises:
+        OSError: it could not be written (a full disk, say); nothing has changed.
+    """
     scratch = directory / (NAME + ".part")
-    torch.save(state, scratch)
-    os.replace(scratch, directory / NAME)
+    try:
+        with scratch.open("w+b") as file:
+            _write(file, state)
+            file.seek(0)
+            digest = _digest(file, None)
+            file.seek(0, os.SEEK_END)
+            file.write(_MARK + digest)
+            file.flush()
+            os.fsync(file.fileno())
+        if (directory / NAME).exists():
+            os.replace(directory / NAME, directory / PREVIOUS)
+        os.replace(scratch, directory / NAME)
+        _sync_folder(directory)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def load(directory: Path) -> dict[str, Any] | None:
-    """The state that was saved in the job's folder; None if there is none.
+    """The newest state that is whole; None if none was saved.
+
+    A damaged file is kept aside (``.corrupt``), and the one before it is used.
 
     Raises:
-        TaskError: the file is damaged, or holds more than tensors, numbers, strings and containers of them.
+        TaskError: there are checkpoints and none is whole.
     """
-    path = directory / NAME
-    if not path.exists():
-        return None
-    import torch
-
-    try:
-        return torch.load(path, weights_only=True)
-    except Exception as error:
-        raise TaskError(f"{path} cannot be loaded: {' '.join(str(error).split())[:200]}") from error
+    damaged = []
+    for name in (NAME, PREVIOUS):
+        path = directory / name
+        if not path.exists():
+            continue
+        try:
+            return _load(path)
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            aside = path.with_suffix(".corrupt")
+            os.replace(path, aside)
+            damaged.append(f"{aside} ({reason})")
+            logger.warning("checkpoint %s cannot be used and is kept as %s: %s", path, aside, reason)
+    if damaged:
+        raise TaskError(f"no checkpoint can be loaded: {'; '.join(damaged)}; remove them to begin again")
+    return None
 
 
 def discard(directory: Path) -> None:
-    (directory / NAME).unlink(missing_ok=True)
+    for name in (NAME, PREVIOUS):
+        (directory / name).unlink(missing_ok=True)
+
+
+def _write(file: Any, state: dict[str, Any]) -> None:
+    text = _as_json(state)
+    if text is not None:
+        file.write(text)
+        return
+    import torch
+
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:  # PyTorch's writer says "unexpected pos" for a full disk
+        raise OSError(f"{file.name} cannot be written: {' '.join(str(error).split())[:200]}") from error
+
+
+def _as_json(state: dict[str, Any]) -> bytes | None:
+    """The state as JSON, if exactly the same comes back from that."""
+    try:
+        text = json.dumps(state)
+    except (TypeError, ValueError):
+        return None
+    return text.encode() if repr(json.loads(text)) == repr(state) else None
+
+
+def _load(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END) - _TRAILER_BYTES
+        file.seek(max(0, size))
+        trailer = file.read()
+        if not trailer.startswith(_MARK):
+            raise ValueError("it is cut short, or no checkpoint")
+        file.seek(0)
+        if _digest(file, size) != trailer[len(_MARK) :]:
+            raise ValueError("its checksum is wrong")
+        file.seek(0)
+        if file.read(1) == b"{":
+            file.seek(0)
+            return json.loads(file.read(size))
+        import torch
+
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__}; expected a dict")
+    return state
+
+
+def _digest(file: Any, size: int | None) -> bytes:
+    """The SHA-256 of the first ``size`` bytes from here on, of all if None."""
+    digest = hashlib.sha256()
+    left = size
+    while block := file.read(_BLOCK if left is None else min(_BLOCK, left)):
+        digest.update(block)
+        left = None if left is None else left - len(block)
+    return digest.digest()
+
+
+def _sync_folder(directory: Path) -> None:
+    """Renames survive a power cut only once the folder is on disk too."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron.fill.gate import GateReader, OpenBubble
-from megatron.fill.runtime.estimate import StepEstimator
+from megatron.fill.profiles import JobProfile
+from megatron.fill.runtime.baton import Baton
+from megatron.fill.runtime.estimate import NodeEstimators
 from megatron.fill.runtime.steplog import StepLog, WorkerPhase
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.types import BubbleUse
@@ -20,6 +22,8 @@ class StepLoop:
     Args:
         machine: the task, in state PAUSED.
         stopping: tells between steps whether the worker was asked to stop.
+        between: called after every bubble, outside of it: checkpoints are due there.
+        baton: passed on in each bubble when the next step does not fit any more; None if nobody waits for it.
     """
 
     def __init__(
@@ -29,29 +33,54 @@ class StepLoop:
         log: StepLog,
         stopping: Callable[[], bool],
         clock: Callable[[], int] = time.monotonic_ns,
+        between: Callable[[], None] | None = None,
+        baton: Baton | None = None,
     ) -> None:
         self.machine = machine
         self.gate = gate
         self.log = log
         self.stopping = stopping
         self.clock = clock
-        self.estimator = StepEstimator()
+        self.between = between
+        self.baton = baton
+        self.hold_at_start = False  # begin no new iteration: the configuration is about to change
+        self.estimators = NodeEstimators()
+        self._extra_bytes: Sequence[int] = ()
+        self._shares: Sequence[float] = ()  # of an iteration's work, by node
         self._pause_ns = 0
         self._skipped = 0
+
+    def expect(self, profile: JobProfile) -> None:
+        """What is known of the task's nodes: how long each takes, and the memory it needs."""
+        nodes = profile.nodes
+        self.estimators.expect([node.duration_ns for node in nodes])
+        least = min(node.memory_bytes for node in nodes)  # what the task holds anyway
+        self._extra_bytes = [node.memory_bytes - least for node in nodes]
+        whole_ns = max(1, profile.duration_ns)
+        self._shares = [profile.work * node.duration_ns / whole_ns for node in nodes]
 
     def run(self) -> bool:
         """Go on until the task is finished (True), or the main job is over or a stop was asked for (False)."""
         seq = 0
+        if self.baton is not None:
+            self.baton.hold()
         while not (self.gate.ended or self.stopping()):
             bubble = self.gate.wait(seq)
             if bubble is not None:
                 seq = bubble.seq
-                if self.fill(bubble):
+                finished = self.fill(bubble)
+                if self.baton is not None:
+                    self.baton.pass_on(seq)
+                if finished:
                     return True
+                if self.between is not None:
+                    self.between()
         return False
 
     def fill(self, bubble: OpenBubble) -> bool:
         """Use one open bubble; whether the task finished in it."""
+        if not self._may_run(bubble):
+            return False
         if not self._fits(bubble, self.clock()):
             self._skipped += 1
             if self._skipped < _PROBE_AFTER:
@@ -83,19 +112,41 @@ class StepLoop:
         first_ns = end_ns = spent_ns = steps = 0
         start_ns = clock()
         while True:
+            node = machine.task.next_node
             try:
                 work = machine.run_next_step()
             except StopIteration:
                 return True, first_ns, end_ns, spent_ns, steps
             end_ns = clock()
-            self.estimator.observe(end_ns - start_ns)
-            log.step_ended(start_ns, end_ns, work, bubble.alone)
+            self.estimators.observe(node, end_ns - start_ns)
+            log.step_ended(start_ns, end_ns, self._credit(node, work), bubble.alone)
             first_ns = first_ns or start_ns
             spent_ns += end_ns - start_ns
             steps += 1
             start_ns = clock()
-            if not (self._fits(bubble, start_ns) and self.gate.is_open(bubble.seq)) or self.stopping():
+            goes_on = self._fits(bubble, start_ns) and self._may_run(bubble) and self.gate.is_open(bubble.seq)
+            if not goes_on or self.stopping():
                 return False, first_ns, end_ns, spent_ns, steps
 
+    def _credit(self, node: int, work: float) -> float:
+        """The work that counts for a node: its share of the iteration's; with the last one, the rest of what the
+        iteration really did.  So half an iteration counts as half of its work, and whole ones exactly."""
+        if node >= len(self._shares):
+            return work
+        log = self.log
+        if work:
+            work, log.partial_work = work - log.partial_work, 0.0
+        else:
+            work = self._shares[node]
+            log.partial_work += work
+        return work
+
     def _fits(self, bubble: OpenBubble, now_ns: int) -> bool:
-        return now_ns + self.estimator.estimate_ns + self._pause_ns <= bubble.deadline_ns
+        estimate_ns = self.estimators.estimate_ns(self.machine.task.next_node)
+        return now_ns + estimate_ns + self._pause_ns <= bubble.deadline_ns
+
+    def _may_run(self, bubble: OpenBubble) -> bool:
+        node = self.machine.task.next_node
+        if self.hold_at_start and node == 0:
+            return False
+        return bubble.alone or node >= len(self._extra_bytes) or self._extra_bytes[node] <= bubble.free_bytes

@@ -6,11 +6,16 @@ This is all of PipeFill that runs inside the training process while it trains: a
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 
+from megatron.fill.board import CycleBoard
 from megatron.fill.gate import GateWriter
-from megatron.fill.predictor import BubblePredictor
+from megatron.fill.predictor import ENOUGH_TO_PLAN, BubblePredictor
+from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.runtime.recorder import Recorder
 from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration
+
+_SHOW_EVERY = 20  # iterations between two looks at the cycle for the board
 
 
 class RankListener:
@@ -22,6 +27,7 @@ class RankListener:
         paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
         guard_ns: kept free at the end of every predicted bubble.
         min_bubble_ns: bubbles predicted to be shorter are left alone.
+        board: where the cycle is shown to the planners, after a few iterations and then every 20; None for nowhere.
     """
 
     def __init__(
@@ -33,6 +39,7 @@ class RankListener:
         paired_blocks: int = 0,
         guard_ns: int = 0,
         min_bubble_ns: int = 1_000_000,
+        board: CycleBoard | None = None,
     ) -> None:
         self.gate = gate
         self.recorder = recorder
@@ -41,7 +48,10 @@ class RankListener:
         self.paired_blocks = paired_blocks
         self.guard_ns = guard_ns
         self.min_bubble_ns = min_bubble_ns
+        self.board = board
         self.filling = False
+        self._free_bytes: dict[int, int] = {}  # the least seen free in each bubble of the cycle
+        self._show_at = min(ENOUGH_TO_PLAN, predictor.warmup)
         self._iteration = 0
         self._iteration_start_ns = 0
         self._iterations_seen = 0
@@ -65,6 +75,22 @@ class RankListener:
         self.recorder.iterations.append(
             Iteration(self._iteration, self._iteration_start_ns, now_ns, self.filling, self._block)
         )
+        if self.board is not None and self._iterations_seen >= self._show_at:
+            self._show(self.board)
+
+    def _show(self, board: CycleBoard) -> None:
+        expected = self.predictor.expected()
+        if not expected:  # not warm: look again after the next iteration
+            return
+        self._show_at = self._iterations_seen + _SHOW_EVERY
+        slots = [
+            # A bubble that is left alone holds its place with no time in it.
+            BubbleSlot(kind, duration_ns if duration_ns >= self.min_bubble_ns else 0, self._free_bytes.get(index, 0))
+            for index, (kind, duration_ns) in enumerate(expected)
+        ]
+        recent = [item.end_ns - item.start_ns for item in self.recorder.iterations[-ENOUGH_TO_PLAN:]]
+        board.show(BubbleCycle(int(median(recent)), tuple(slots)))
+        self._free_bytes.clear()
 
     def cycle_started(self, key: CycleKey, now_ns: int) -> None:
         self.predictor.cycle_started(key, now_ns, self._disturbed)
@@ -90,6 +116,9 @@ class RankListener:
         if seq and self.gate is not None:
             self.gate.close(now_ns)
         self.predictor.observe(kind, index, start_ns, now_ns)
+        free_bytes = self.free_bytes()
+        if not self._forward_only:
+            self._free_bytes[index] = min(free_bytes, self._free_bytes.get(index, free_bytes))
         self.recorder.bubble(
             Bubble(
                 self._iteration,
@@ -99,7 +128,7 @@ class RankListener:
                 now_ns,
                 predicted_ns,
                 seq,
-                self.free_bytes(),
+                free_bytes,
                 self.filling,
                 self._forward_only,
             )

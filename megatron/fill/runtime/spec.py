@@ -15,13 +15,28 @@ _OUTCOME = "outcome.json"
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker's job.  Exactly one of ``task`` and ``command`` is set."""
+    """One worker's job.  Exactly one of ``task`` and ``command`` is set.
+
+    Attributes:
+        board_fd: where the rank shows its bubble cycle.
+        baton_fd: what the resident job and the tail job share.
+        tail: this is the tail job: it gets what the resident job leaves of each bubble.
+        cycle: the bubbles to plan for, as JSON, instead of those on the board; given to a tail job.
+        profiles: the job's profiles as JSON, one per configuration; None if it has to be measured.
+        checkpoint_s: how often a resumable task is saved, in seconds.
+    """
 
     name: str
     directory: str
     gate_fd: int
     log_fd: int
+    board_fd: int
+    baton_fd: int
     parent: int
+    tail: bool = False
+    cycle: dict[str, Any] | None = None
+    profiles: list[dict[str, Any]] | None = None
+    checkpoint_s: float = 60.0
     device: str = "cpu"
     cpus: list[int] = field(default_factory=list)
     task: str | None = None
@@ -40,10 +55,15 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a worker says that its job ended."""
+    """How a worker says that its job ended.
+
+    Attributes:
+        state: QUEUED when the main job ended first, or when the job does not fit here (``unfit``).
+    """
 
     state: JobState
     reason: str
+    unfit: bool = False
     unit: str = "steps"
     total_work: float | None = None
     result: dict[str, Any] = field(default_factory=dict)

@@ -21,7 +21,8 @@ _HEADER = 64
 _BYTES = 8 * (_HEADER + _USES * _USE_FIELDS + _STEPS * 2)
 
 _PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS = range(7)
-_WORK, _ALONE_WORK = 16, 17  # float64
+_WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
+_UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
 
 
 class WorkerPhase(IntEnum):
@@ -56,6 +57,7 @@ class StepLog:
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, _BYTES)
         view = memoryview(self._map)
+        self._unit = view[_UNIT]
         self._words = view.cast("Q")
         self._floats = view.cast("d")
         # Signed, for the latency of -1 that stands for "no step".
@@ -85,6 +87,52 @@ class StepLog:
     def work_done(self) -> float:
         """All the work so far, that alone included."""
         return self._floats[_WORK] + self._floats[_ALONE_WORK]
+
+    @property
+    def unit(self) -> str:
+        """What the task's work is counted in; empty before it was loaded."""
+        return bytes(self._unit).rstrip(b"\0").decode("utf-8", "ignore")
+
+    @unit.setter
+    def unit(self, unit: str) -> None:
+        text = unit.encode()[: len(self._unit)]
+        self._unit[:] = text.ljust(len(self._unit), b"\0")
+
+    @property
+    def base_work(self) -> float:
+        """The work of earlier attempts, which the checkpoint that this one began from holds."""
+        return self._floats[_BASE_WORK]
+
+    @base_work.setter
+    def base_work(self, work: float) -> None:
+        self._floats[_BASE_WORK] = work
+
+    @property
+    def partial_work(self) -> float:
+        """The part of ``work_done`` that belongs to an iteration that has not ended."""
+        return self._floats[_PARTIAL_WORK]
+
+    @partial_work.setter
+    def partial_work(self, work: float) -> None:
+        self._floats[_PARTIAL_WORK] = work
+
+    @property
+    def total_work(self) -> float | None:
+        """How much there is in all; None if the task has not said."""
+        return self._floats[_TOTAL_WORK] or None
+
+    @total_work.setter
+    def total_work(self, work: float | None) -> None:
+        self._floats[_TOTAL_WORK] = work or 0.0
+
+    @property
+    def checkpoint_s(self) -> float | None:
+        """When the task was last saved, in seconds since the epoch; None for never."""
+        return self._floats[_CHECKPOINT_S] or None
+
+    @checkpoint_s.setter
+    def checkpoint_s(self, now_s: float) -> None:
+        self._floats[_CHECKPOINT_S] = now_s
 
     @property
     def harvested_ns(self) -> int:

@@ -7,26 +7,31 @@ import logging
 import os
 import signal
 import sys
-import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
+from megatron.fill.board import CycleBoardReader
 from megatron.fill.device import cuda, host
-from megatron.fill.errors import FillError
-from megatron.fill.gate import SharedGateReader
+from megatron.fill.errors import FillError, PlanError
+from megatron.fill.gate import GateReader, SharedGateReader
 from megatron.fill.runtime import checkpoint
+from megatron.fill.runtime.baton import Baton, TailGate
+from megatron.fill.runtime.command import CommandRun
 from megatron.fill.runtime.loop import StepLoop
+from megatron.fill.runtime.planned import NodeRun, StaleProfile
+from megatron.fill.runtime.saver import Saver
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import StepLog, WorkerPhase
 from megatron.fill.sidetask.base import SideTask, TaskContext
-from megatron.fill.sidetask.imperative import StoppedCommand
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.machine import TaskMachine
-from megatron.fill.types import BubbleUse, JobState
+from megatron.fill.sidetask.nodes import NodeTask
+from megatron.fill.types import JobState
 
-_COMMAND_GUARD_NS = 500_000  # a command is stopped this long before the predicted end of the bubble
+logger = logging.getLogger("pipefill.worker")
 
 
 class Worker:
@@ -36,6 +41,9 @@ class Worker:
         self.spec = spec
         self.directory = Path(spec.directory)
         self.gate = SharedGateReader(spec.gate_fd)
+        self.board = CycleBoardReader(spec.board_fd)
+        self.baton = Baton(spec.baton_fd)
+        self.view: GateReader = TailGate(self.gate, self.baton) if spec.tail else self.gate
         self.log = StepLog(spec.log_fd)
         self._stop = False
         signal.signal(signal.SIGTERM, self._on_term)
@@ -44,121 +52,89 @@ class Worker:
         """Do the job; never raises."""
         return self._run_command() if self.spec.command is not None else self._run_task()
 
+    def stopping(self) -> bool:
+        """Whether the agent asked for the end."""
+        return self._stop
+
     def _on_term(self, number: int, frame: object) -> None:
         self._stop = True
 
-    def _stopping(self) -> bool:
-        return self._stop
+    def _run_command(self) -> Outcome:
+        if not self.spec.tail:
+            self.baton.hold()
+        self.log.unit = "seconds"
+        left = (lambda seq: None) if self.spec.tail else self.baton.pass_on
+        return CommandRun(self.spec, self.view, self.gate, self.log, self.stopping, left).run()
 
     def _run_task(self) -> Outcome:
-        context = TaskContext(self.spec.name, self.directory, self.spec.device, self.spec.memory_bytes)
         machine: TaskMachine | None = None
+        context = TaskContext(self.spec.name, self.directory, self.spec.device, self.spec.memory_bytes)
         unit = SideTask.unit
         try:
-            machine = TaskMachine(load_task(self.spec.task or "", tuple(self.spec.search)), context)
-            unit = machine.task.unit
-            finished = self._run_machine(machine)
+            machine = self._new_machine(context)
+            unit = self.log.unit = machine.task.unit
+            try:
+                finished = self._run_machine(machine, context, self.spec)
+            except StaleProfile as error:
+                logger.warning("%s: measuring it again", error)
+                machine.stop()
+                machine = self._new_machine(context)
+                finished = self._run_machine(machine, context, replace(self.spec, profiles=None))
             self.log.phase = WorkerPhase.STOP
-            resumable = False if finished else self._save(machine)
             machine.stop()
+        except PlanError as error:
+            if machine is not None:
+                machine.stop()
+            return Outcome(JobState.QUEUED, str(error), True, unit, context.total_work, context.result)
         except BaseException as error:  # SystemExit included: whatever it was, the job failed and says why
             traceback.print_exc()
-            checkpoint.discard(self.directory)
             reason = _reason(error, machine.callback if machine else "", self.spec.memory_bytes)
             if machine is not None:
                 with contextlib.suppress(BaseException):
                     machine.stop()
-            return Outcome(JobState.FAILED, reason, unit, context.total_work, context.result)
+            return Outcome(JobState.FAILED, reason, False, unit, context.total_work, context.result)
         if finished:
             checkpoint.discard(self.directory)
-            return Outcome(JobState.SUCCEEDED, "", unit, context.total_work, context.result)
-        reason = "the main job ended first"
-        if resumable:
-            reason += "; goes on from its checkpoint in the same run folder"
-        return Outcome(JobState.STOPPED, reason, unit, context.total_work, context.result)
+            return Outcome(JobState.SUCCEEDED, "", False, unit, context.total_work, context.result)
+        reason = "the main job ended first; "
+        reason += "goes on from its checkpoint" if self.log.checkpoint_s else "it begins again from its start"
+        return Outcome(JobState.QUEUED, reason, False, unit, context.total_work, context.result)
 
-    def _run_machine(self, machine: TaskMachine) -> bool:
+    def _new_machine(self, context: TaskContext) -> TaskMachine:
+        return TaskMachine(load_task(self.spec.task or "", tuple(self.spec.search)), context)
+
+    def _run_machine(self, machine: TaskMachine, context: TaskContext, spec: WorkerSpec) -> bool:
+        saver = Saver(machine, self.directory, spec.checkpoint_s, self.log)
+        loop = StepLoop(machine, self.view, self.log, self.stopping, baton=None if spec.tail else self.baton)
+        if spec.device.startswith("cuda"):
+            cuda.cap_memory(spec.device, spec.memory_bytes)
+        plans = None
+        if isinstance(machine.task, NodeTask):
+            plans = NodeRun(spec, machine.task, loop, self.view, self.board, self.log, self.stopping)
+            if not plans.choose():
+                return False
         self.log.phase = WorkerPhase.CREATE
-        machine.create(self.spec.args)
-        state = checkpoint.load(self.directory)
-        if state is not None:
-            machine.load(state)
+        machine.create(spec.args)
+        saver.load()
+        if plans is not None:
+            plans.configure()
         self.log.phase = WorkerPhase.INIT
-        if self.spec.device.startswith("cuda"):
-            cuda.cap_memory(self.spec.device, self.spec.memory_bytes)
         machine.init()
+        self.log.total_work = context.total_work
+        if plans is not None:
+            plans.begin()
+
+        def between() -> None:
+            saver.save_if_due()
+            if plans is not None:
+                plans.follow()
+
+        loop.between = between
         self.log.phase = WorkerPhase.ASLEEP
-        return StepLoop(machine, self.gate, self.log, self._stopping).run()
-
-    def _save(self, machine: TaskMachine) -> bool:
-        state = machine.state_dict()
-        if state is None:
-            return False
-        checkpoint.save(self.directory, state)
-        return True
-
-    def _run_command(self) -> Outcome:
-        # This process only watches the clock, and must get the core back when the bubble ends; the command itself
-        # yields to the main job.
-        host.run_at_normal_priority()
-        try:
-            command = StoppedCommand(self.spec.command or [], self.directory, self._prepare_command)
-        except FillError as error:
-            return Outcome(JobState.FAILED, str(error), "seconds")
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the command's end interrupts the wait
-        try:
-            code = self._run_in_bubbles(command)
-        finally:
-            command.kill()
-        if code is None:
-            return Outcome(JobState.STOPPED, "the main job ended first", "seconds")
-        if code == 0:
-            return Outcome(JobState.SUCCEEDED, "", "seconds")
-        ended = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        return Outcome(JobState.FAILED, f"the command {ended}; see output.log", "seconds")
-
-    def _prepare_command(self) -> None:
-        host.yield_to_main_job(self.spec.cpus)
-        host.die_with_parent(os.getppid())
-
-    def _run_in_bubbles(self, command: StoppedCommand) -> int | None:
-        seq, ran_ns = 0, 0
-        self.log.phase = WorkerPhase.ASLEEP
-        while not (self.gate.ended or self._stop):
-            bubble = self.gate.wait(seq)
-            if bubble is None:
-                continue
-            seq = bubble.seq
-            start_ns = time.monotonic_ns()
-            remaining_ns = bubble.deadline_ns - _COMMAND_GUARD_NS - start_ns
-            if remaining_ns <= 0:
-                continue
-            self.log.enter_bubble(seq)
-            self.log.phase = WorkerPhase.STEP
-            command.resume()
-            while self.gate.is_open(seq) and not self._stop and command.poll() is None:
-                left_ns = start_ns + remaining_ns - time.monotonic_ns()
-                if left_ns <= 0:
-                    break
-                self.gate.wait_change(seq, left_ns)
-            command.pause()
-            end_ns = time.monotonic_ns()
-            ran_ns = end_ns - start_ns
-            self.log.step_ended(start_ns, end_ns, ran_ns / 1e9, bubble.alone)
-            overrun_ns = max(0, end_ns - (self.gate.closed_ns(seq) or end_ns))
-            use = BubbleUse(seq, start_ns - bubble.opened_ns, ran_ns - overrun_ns, overrun_ns, 1)
-            self.log.leave_bubble(use, bubble.alone)
-            self.log.phase = WorkerPhase.ASLEEP
-            if command.poll() is not None:
-                return command.exit_code
-        return None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        finished = loop.run()
+        if not finished:
+            saver.save()
+        return finished
 
 
 def _reason(error: BaseException, callback: str, memory_bytes: int | None) -> str:

@@ -32,6 +32,7 @@ class TaskContext:
         device: the torch device of the task: ``"cpu"`` or ``"cuda:0"``.
         memory_bytes: the cap on the task's memory; None for none.
         directory: the job's own folder, for whatever the task writes.
+        measuring: the task is only measured, and thrown away: it should write nothing outside ``directory``.
         logger: writes to the job's output.log.
         total_work: how much work there is in all, in the task's unit, where it is known.
         result: what ``report`` collected.
@@ -41,6 +42,7 @@ class TaskContext:
     directory: Path
     device: str = "cpu"
     memory_bytes: int | None = None
+    measuring: bool = False
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("pipefill.task"))
     total_work: float | None = None
     result: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ class NodeTask(SideTask):
     The runtime measures the nodes in each of ``configurations()``, has an execution plan made of them, and calls
     ``configure`` with the chosen one: first between ``create`` (and ``load_state_dict``) and ``init``, later between
     ``init`` and the end, but only between iterations (``next_node == 0``).  ``run_next_step`` runs node ``next_node``
-    and returns the work done: an iteration's work may come with any of its nodes.
+    and returns 0, with the last node of an iteration the work that the iteration did.
 
     Attributes:
         split: how the work was split into nodes, for a reader: ``torch.export, 24 pieces``.

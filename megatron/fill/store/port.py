@@ -1,9 +1,10 @@
 """The job store's port: what PipeFill asks of whatever keeps its jobs.
 
 Times are seconds since the epoch (``_s``).  A *claim* makes one agent a job's only owner until its *lease* ends; every
-heartbeat renews the lease.  A job whose lease has run out belongs to nobody and goes back to QUEUED; its former owner
-learns so from the next call and has to stop.  ``attempt`` counts the claims of a job and tells an old owner from a new
-one.
+heartbeat renews the lease.  A job whose lease has run out goes back to QUEUED with the next claim or ``recover`` of
+anyone; its former owner learns so from its next call and has to stop.  (An owner that comes before that still has the
+job.  One that cannot reach the store has to stop by itself when its lease ends.)  ``attempt`` counts the claims of a
+job and tells an old owner from a new one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class NewJob:
         name: unique among the unfinished jobs of a store.
         user: whom fair sharing counts it for.
         spec: what to run, as plain JSON data: ``task`` or ``command``, ``args``, ``memory_bytes``, ``search`` (folders
-            to import the task from).
+            to import the task from; they do not make it another job).
         deadline_s: when it should be done; None for whenever.
     """
 
@@ -60,6 +61,7 @@ class Job:
     """A job as the store has it.
 
     Attributes:
+        started_s: when it was last claimed.
         owner: the agent that holds it; None unless RUNNING.
         device: where it runs or last ran, for a reader: ``rank 1 of runs/first on host``.
         directory: its folder, absolute; empty until it was first claimed.
@@ -145,7 +147,7 @@ class JobStore(Protocol):
         """Raises JobError when there is no such job."""
 
     def find(self, name: str) -> Job:
-        """The latest job of that name, or the job of that number (``"12"``).
+        """The latest job of that name or, where there is none, the job of that number (``"12"``).
 
         Raises:
             JobError: there is none; the message names the closest names there are.
@@ -157,7 +159,8 @@ class JobStore(Protocol):
     def claim(self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "") -> Claim | None:
         """Take the first job of ``wanted`` (numbers, best first) that is still QUEUED; None if none is.
 
-        Jobs whose lease ran out are put back to QUEUED first (``recover``).
+        Jobs whose lease ran out are put back to QUEUED first (``recover``).  A job that another call is at work on at
+        this moment is passed over.
         """
 
     def heartbeat(self, claim: Claim, progress: Progress, lease_s: float) -> Standing:
@@ -167,7 +170,10 @@ class JobStore(Protocol):
         """Note the job's folder; False if the claim is lost."""
 
     def finish(self, claim: Claim, state: JobState, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
-        """The job is done: SUCCEEDED, FAILED or CANCELLED; False (and nothing changes) if the claim is lost."""
+        """The job is done: SUCCEEDED, FAILED or CANCELLED; False (and nothing changes) if the claim is lost.
+
+        After a StoreError it may have happened all the same: then the same call again returns True.
+        """
 
     def release(self, claim: Claim, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
         """Give the job back: QUEUED again (CANCELLED if that was asked for); False if the claim is lost."""
@@ -182,6 +188,9 @@ class JobStore(Protocol):
             JobError: there is no such job, or it has finished.
         """
 
+    def note(self, job_id: int, reason: str) -> None:
+        """Say why a QUEUED job still waits; of a job that is not QUEUED any more, nothing changes."""
+
     def retry(self, job_id: int) -> Job:
         """Put a FAILED or CANCELLED job back to QUEUED, with its checkpoint if it left one.
 
@@ -195,7 +204,7 @@ class JobStore(Protocol):
     def forget_device(self, name: str) -> None:
         """This device serves no more jobs."""
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> Sequence[Device]:
         """The devices that serve jobs now, by name."""
 
     def profile(self, key: str) -> dict[str, Any] | None:

@@ -1,0 +1,26 @@
+"""All commands of ``pipefill``, in the order in which the help lists them.
+
+A command is a function of a module of its own; that module imports what is slow (SQLAlchemy, pydantic, matplotlib)
+inside the function, so that help and completion stay quick.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from megatron.fill.cli import jobs, logs, plan, profile
+
+app = typer.Typer(
+    help="Jobs for the pipeline bubbles of Megatron-LM training.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # paragraphs are filled
+)
+app.command("submit")(jobs.submit)
+app.command("list")(jobs.list_jobs)
+app.command("show")(jobs.show)
+app.command("logs")(logs.logs)
+app.command("cancel")(jobs.cancel)
+app.command("retry")(jobs.retry)
+app.command("profile")(profile.profile)
+app.command("plan")(plan.plan)

@@ -1,0 +1,118 @@
+"""``pipefill submit``, ``list``, ``show``, ``cancel`` and ``retry``."""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron.fill.cli import views
+from megatron.fill.cli.options import JobName, JobNames, Json, Store, opened
+from megatron.fill.errors import JobError
+from megatron.fill.store import Job, JobStore
+from megatron.fill.types import JobState
+
+_FINISHED_SHOWN = 10
+_UNFINISHED = [state for state in JobState if not state.finished]
+_FINISHED = [state for state in JobState if state.finished]
+
+
+def submit(
+    jobs_file: Annotated[Path, typer.Argument(metavar="JOBS.yaml", help="The jobs, as --fill-jobs takes them.")],
+    store: Store = None,
+    user: Annotated[str | None, typer.Option(help="Whom the jobs are counted for.  [default: you]")] = None,
+    as_json: Json = False,
+) -> None:
+    """Put the jobs of a file into the store; a job that is there already is left as it is.
+
+    Makes the store if it is not there. --json prints a list of jobs as "show" does one.
+    """
+    from megatron.fill.config import load_jobs
+    from megatron.fill.store.submit import new_job
+
+    search = list(dict.fromkeys([str(jobs_file.absolute().parent), str(Path.cwd())]))
+    owner = user or getpass.getuser()
+    new = [new_job(spec, search, owner) for spec in load_jobs(jobs_file)]
+    with opened(store, create=True) as jobs:
+        _print(jobs.submit(new), as_json)
+
+
+def list_jobs(
+    store: Store = None,
+    state: Annotated[
+        list[JobState] | None, typer.Option(help="Only jobs in this state; may be given again.", case_sensitive=False)
+    ] = None,
+    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also all that finished.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the jobs in the order of their submission: all that have not finished, and the last ten that have.
+
+    --json prints a list of jobs as "show" does one.
+    """
+    with opened(store) as jobs:
+        if state or show_all:
+            found, more = jobs.list(state or ()), False
+        else:
+            done = jobs.list(_FINISHED, limit=_FINISHED_SHOWN + 1)
+            more = len(done) > _FINISHED_SHOWN
+            found = sorted(jobs.list(_UNFINISHED) + done[-_FINISHED_SHOWN:], key=lambda job: job.id)
+    _print(found, as_json)
+    if more and not as_json:
+        print(f"The last {_FINISHED_SHOWN} of the finished jobs are shown; --all lists every job.")
+
+
+def show(name: JobName, store: Store = None, as_json: Json = False) -> None:
+    """Show all about one job.
+
+    --json prints: id, name, state, reason, user, priority, attempt, owner, device, directory, cancelling; the times
+    submitted_s, started_s, finished_s, deadline_s, checkpoint_s, lease_until_s, ends_s (seconds since 1970); work_done,
+    total_work, unit, percent, rate (per second), remaining_s, steps, harvested_s; result and spec. What is not known is
+    null.
+    """
+    with opened(store) as jobs:
+        job = jobs.find(name)
+    if as_json:
+        views.print_json(views.as_dict(job))
+    else:
+        views.print_job(job)
+
+
+def cancel(names: JobNames, store: Store = None, as_json: Json = False) -> None:
+    """Cancel jobs: waiting ones at once, running ones as soon as their agent hears of it.
+
+    --json prints a list of jobs as "show" does one.
+    """
+    _each(names, store, as_json, lambda jobs, job_id: jobs.cancel(job_id))
+
+
+def retry(names: JobNames, store: Store = None, as_json: Json = False) -> None:
+    """Put failed or cancelled jobs back into the queue; they go on from their checkpoints.
+
+    --json prints a list of jobs as "show" does one.
+    """
+    _each(names, store, as_json, lambda jobs, job_id: jobs.retry(job_id))
+
+
+def _each(names: list[str], store: str | None, as_json: bool, change: Callable[[JobStore, int], Job]) -> None:
+    """Change every job that can be changed; the others are named in one error at the end."""
+    changed, problems = [], []
+    with opened(store) as jobs:
+        for name in names:
+            try:
+                changed.append(change(jobs, jobs.find(name).id))
+            except JobError as error:
+                problems.append(str(error))
+    if changed or as_json:
+        _print(changed, as_json)
+    if problems:
+        raise JobError("; ".join(problems))
+
+
+def _print(jobs: list[Job], as_json: bool) -> None:
+    if as_json:
+        views.print_json([views.as_dict(job) for job in jobs])
+    else:
+        views.print_table(jobs)

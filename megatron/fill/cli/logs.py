@@ -1,0 +1,117 @@
+"""``pipefill logs``: what a job printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron.fill.cli.options import JobName, Json, Store, opened
+from megatron.fill.errors import JobError
+from megatron.fill.store import Job
+
+_OUTPUT = "output.log"  # in the job's folder
+_POLL_S = 0.5
+
+
+def logs(
+    name: JobName,
+    store: Store = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has finished.")] = False,
+    lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print what a job printed.
+
+    --json prints one object per line: job (its name) and line (the text).
+    """
+    with opened(store) as jobs:
+        job = jobs.find(name)
+        output = _Output()
+        printer = _JsonLines(job.name) if as_json else _Bytes()
+        if not follow and not (job.directory and _path(job).exists()):
+            raise JobError(_nothing(job))
+        printer.write(_last(output.read(job), lines))
+        while follow and not job.state.finished:
+            time.sleep(_POLL_S)
+            job = jobs.get(job.id)  # before the output: all of a finished job's is written
+            printer.write(output.read(job))
+        printer.close()
+
+
+def _path(job: Job) -> Path:
+    return Path(job.directory, _OUTPUT)
+
+
+class _Output:
+    """A job's output as it grows; when the job begins anew elsewhere, so does the output."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._read = 0
+
+    def read(self, job: Job) -> bytes:
+        """What was written since the last call.
+
+        Raises:
+            JobError: it is there and cannot be read.
+        """
+        if not job.directory:
+            return b""
+        path = _path(job)
+        try:
+            with path.open("rb") as file:
+                if path != self._path or file.seek(0, 2) < self._read:
+                    self._path, self._read = path, 0
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise JobError(f"the output of job {job.name}, {path}, cannot be read: {error.strerror}") from error
+        self._read += len(data)
+        return data
+
+
+class _Bytes:
+    def write(self, data: bytes) -> None:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    def close(self) -> None:
+        """Nothing is kept back."""
+
+
+class _JsonLines:
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._begun = b""  # a line that has not ended yet
+
+    def write(self, data: bytes) -> None:
+        *whole, self._begun = (self._begun + data).split(b"\n")
+        for line in whole:
+            print(json.dumps({"job": self._job, "line": line.decode("utf-8", "replace")}), flush=True)
+
+    def close(self) -> None:
+        if self._begun:
+            self.write(b"\n")
+
+
+def _last(data: bytes, lines: int | None) -> bytes:
+    if lines is None:
+        return data
+    found = data.splitlines(keepends=True)
+    return b"".join(found[max(0, len(found) - lines) :])
+
+
+def _nothing(job: Job) -> str:
+    if not job.directory:
+        return f"job {job.name} ({job.id}) is {job.state} and has printed nothing yet; -f waits for it"
+    where = f", {job.device}" if job.device else ""
+    return (
+        f"job {job.name} ({job.id}) is {job.state}{where}; its output {_path(job)} is not there, or not on this machine"
+    )

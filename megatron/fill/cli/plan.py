@@ -1,0 +1,238 @@
+"""``pipefill plan``: how jobs would be laid into measured bubbles, without running anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron.fill.cli.options import Json, Store
+from megatron.fill.cli.profile import stored_profiles
+from megatron.fill.errors import ConfigError, PlanError
+
+if TYPE_CHECKING:
+    from megatron.fill.config import JobSpec
+    from megatron.fill.planner.draw import Resident
+    from megatron.fill.profiles import BubbleCycle, JobProfile
+
+_PANELS = 24  # in a picture, at most
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A job on a rank: its plan, or why there is none.
+
+    Attributes:
+        packed, packed_with_tail: shares of the rank's bubble time inside nodes.
+        tail: the other job that packs most into the tails.
+    """
+
+    rank: int
+    cycle: BubbleCycle
+    name: str
+    job: Resident | None = None
+    tail: Resident | None = None
+    packed: float = 0.0
+    packed_with_tail: float = 0.0
+    error: str = ""
+
+
+def plan(
+    jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="A jobs file.")],
+    bubbles: Annotated[Path, typer.Option("--bubbles", metavar="FILE", help="What --fill-profile-only wrote.")],
+    rank: Annotated[int | None, typer.Option("--rank", metavar="N", help="Only this rank of the main job.")] = None,
+    profiles: Annotated[
+        Path | None, typer.Option("--profiles", metavar="FILE", help="JSON: a list of profiles per job name.")
+    ] = None,
+    store: Store = None,
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the plans into this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show how jobs fit into a training's bubbles: per rank and job, the configuration with the most work.
+
+    A cycle is one iteration of the training; packed is the share of its bubble time inside the job's nodes, also with
+    the other job that fits best into what is left. Exits with 1 if no job fits any rank.
+
+    --json prints "without_profile", the names of jobs, and a list "plans" of: rank, job and error, or rank, job,
+    configuration, iterations_per_cycle, work_per_cycle, packed, tail, packed_with_tail, work_per_s, plan, tail_plan.
+    """
+    from megatron.fill.config import load_jobs
+    from megatron.fill.planner.cycles import load_cycles
+
+    specs, cycles = _distinct(load_jobs(jobs)), load_cycles(bubbles)
+    if not cycles:
+        raise ConfigError(f"{bubbles}: ranks is empty: expected the bubbles of at least one rank")
+    if rank is not None and rank not in cycles:
+        raise ConfigError(f"--rank is {rank}: expected one of {', '.join(map(str, cycles))}")
+    known = _known_profiles(specs, profiles, store)
+    found = {spec.name: its for spec in specs if (its := _of(spec, known))}
+    unknown = [spec.name for spec in specs if spec.name not in found]
+    rows = [
+        row for number, cycle in cycles.items() if rank in (None, number) for row in _plan_rank(number, cycle, found)
+    ]
+    if as_json:
+        print(json.dumps({"plans": [_as_dict(row) for row in rows], "without_profile": unknown}, indent=2))
+    else:
+        _print_rows(rows)
+        if unknown:
+            print(f"Without a profile: {', '.join(unknown)}; first run: pipefill profile {jobs}")
+    fitting = [row for row in rows if row.job]
+    if png and fitting:
+        _draw(png, fitting)
+    if not fitting:
+        raise typer.Exit(1)
+
+
+def _distinct(specs: Sequence[JobSpec]) -> list[JobSpec]:
+    """One of each kind: the instances of a job with a count differ in their names only."""
+    first: dict[str, JobSpec] = {}
+    for spec in specs:
+        first.setdefault(spec.model_copy(update={"name": ""}).model_dump_json(), spec)
+    return list(first.values())
+
+
+def _of(spec: JobSpec, known: Mapping[str, Sequence[JobProfile]]) -> Sequence[JobProfile]:
+    """A job's profiles, also under the name that it has in the jobs file, which its first instance has with ``-0``."""
+    return known.get(spec.name) or known.get(spec.name.removesuffix("-0")) or ()
+
+
+def _known_profiles(
+    specs: Sequence[JobSpec], path: Path | None, store: str | None
+) -> Mapping[str, Sequence[JobProfile]]:
+    if path is not None:
+        return _load_profiles(path)
+    if store is not None:
+        return stored_profiles(specs, store)
+    raise ConfigError("no profiles given; expected --profiles FILE, or --store after pipefill profile JOBS")
+
+
+def _load_profiles(path: Path) -> dict[str, list[JobProfile]]:
+    from megatron.fill.profiles import JobProfile
+
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"is not JSON: {error}"
+        raise ConfigError(f"{path}: cannot be read: {reason}; expected a list of profiles per job name") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: found a {type(data).__name__}; expected a list of profiles per job name")
+    found = {}
+    for name, entries in data.items():
+        try:
+            found[name] = [JobProfile.from_dict(entry) for entry in entries]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path}: job {name!r}: {error}; expected a list of profiles") from error
+    return found
+
+
+def _plan_rank(rank: int, cycle: BubbleCycle, profiles: Mapping[str, Sequence[JobProfile]]) -> list[_Row]:
+    from megatron.fill.planner.tail import leftover, packed_ns
+
+    rows = []
+    for name, its_profiles in profiles.items():
+        try:
+            job = _resident(name, cycle, its_profiles)
+        except PlanError as error:
+            rows.append(_Row(rank, cycle, name, error=str(error)))
+            continue
+        packed = packed_ns(job.plan, job.profile) / cycle.bubble_ns
+        rest = leftover(cycle, job.plan, job.profile)
+        best: tuple[float, Resident | None] = (0.0, None)
+        for other in profiles:
+            if other == name:
+                continue
+            try:
+                tail = _resident(other, rest, profiles[other])
+            except PlanError:
+                continue
+            share = packed_ns(tail.plan, tail.profile) / job.plan.cycles / cycle.bubble_ns
+            best = max(best, (share, tail), key=lambda found: found[0])
+        rows.append(_Row(rank, cycle, name, job, best[1], packed, packed + best[0]))
+    return rows
+
+
+def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile]) -> Resident:
+    from megatron.fill.planner.draw import Resident
+    from megatron.fill.planner.search import best_plan
+
+    found = best_plan(cycle, profiles)
+    return Resident(name, found, next(its for its in profiles if its.configuration == found.configuration))
+
+
+def _rate(cycle: BubbleCycle, job: Resident) -> float:
+    """Work per second of wall time."""
+    from megatron.fill.planner.tail import processing_time_s
+
+    return job.plan.work_per_cycle / processing_time_s(cycle, job.plan, job.plan.work_per_cycle)
+
+
+def _as_dict(row: _Row) -> dict[str, Any]:
+    head = {"rank": row.rank, "job": row.name}
+    if row.job is None:
+        return head | {"error": row.error}
+    found = row.job.plan
+    return head | {
+        "configuration": str(found.configuration),
+        "iterations_per_cycle": found.iterations / found.cycles,
+        "work_per_cycle": found.work_per_cycle,
+        "packed": row.packed,
+        "tail": row.tail.name if row.tail else None,
+        "packed_with_tail": row.packed_with_tail,
+        "work_per_s": _rate(row.cycle, row.job),
+        "plan": found.to_dict(),
+        "tail_plan": row.tail.plan.to_dict() if row.tail else None,
+    }
+
+
+def _print_rows(rows: Sequence[_Row]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    fitting = [row for row in rows if row.job]
+    if fitting:
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("RANK", justify="right", no_wrap=True)
+        table.add_column("JOB", overflow="fold", min_width=10)
+        table.add_column("CONFIGURATION", overflow="fold", min_width=13)
+        for heading in ("ITERATIONS", "WORK PER\nCYCLE", "PACKED"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("WITH A\nTAIL JOB", overflow="fold", min_width=8)
+        table.add_column("WORK/S", justify="right", no_wrap=True)
+        for row in fitting:
+            if row.job:
+                tail = f"{row.packed_with_tail:.1%}\n{row.tail.name}" if row.tail else "-"
+                table.add_row(
+                    str(row.rank),
+                    escape(row.name),
+                    str(row.job.plan.configuration).replace("+", "\n+"),
+                    _iterations(row.job.plan.iterations / row.job.plan.cycles),
+                    f"{row.job.plan.work_per_cycle:.4g}",
+                    f"{row.packed:.1%}",
+                    escape(tail),
+                    f"{_rate(row.cycle, row.job):.4g}",
+                )
+        Console().print(table)
+    for row in rows:
+        if row.error:
+            print(f"rank {row.rank}: {row.name}: {row.error}")
+
+
+def _iterations(per_cycle: float) -> str:
+    return f"{per_cycle:.3g} a cycle" if per_cycle >= 1 else f"1 in {1 / per_cycle:.3g}"
+
+
+def _draw(path: Path, rows: Sequence[_Row]) -> None:
+    from megatron.fill.planner.draw import Panel, draw_plans
+
+    panels = [Panel(f"rank {row.rank}", row.cycle, row.job, row.tail) for row in rows if row.job]
+    try:
+        draw_plans(path, panels[:_PANELS])
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    if len(panels) > _PANELS:
+        typer.echo(f"{path} shows the first {_PANELS} of {len(panels)} plans; choose a rank with --rank", err=True)

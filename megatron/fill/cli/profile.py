@@ -1,0 +1,169 @@
+"""``pipefill profile``: measure jobs by themselves, before or without a training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron.fill.cli.options import Json, Store, opened
+from megatron.fill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.fill.config import JobSpec
+    from megatron.fill.profiles import JobProfile
+
+
+class NothingToMeasure(ConfigError):
+    """A plain side task: no failure."""
+
+
+def profile(
+    jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="A jobs file.")],
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="DEVICE", help="cpu or cuda:0 (default: a GPU if there is one).")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the profiles here, for pipefill plan.")
+    ] = None,
+    store: Store = None,
+    as_json: Json = False,
+) -> None:
+    """Measure each node of the jobs in each configuration: its time and its peak memory.
+
+    With --store the profiles are kept there, and a training that serves it needs not measure these jobs in its bubbles.
+    The device should have nothing else to do. Exits with 1 if a job could not be measured.
+
+    --json prints, per job name, the list of its profiles: configuration, work per iteration, and nodes.
+    """
+    from megatron.fill.config import load_jobs
+    from megatron.fill.device.meter import default_device
+
+    where = device or default_device()
+    if where != "cpu" and not where.startswith("cuda:"):
+        raise ConfigError(f"--device is {where!r}: expected cpu or cuda:0")
+    search = [str(jobs.resolve().parent), os.getcwd()]
+    found: dict[str, dict[str, Any]] = {}
+    specs = [spec for spec in load_jobs(jobs) if spec.task is not None]
+    failures = {}
+    for spec in specs:
+        twin = next((found[one.name] for one in specs if one.name in found and _same(one, spec)), None)
+        try:
+            found[spec.name] = twin or _measure(spec, search, where)
+        except NothingToMeasure as error:
+            print(f"{spec.name}: {error}", file=sys.stderr)
+        except ConfigError as error:
+            failures[spec.name] = str(error)
+    if store is not None:
+        _keep(store, specs, found, where)
+    profiles = {name: content["configurations"] for name, content in found.items()}
+    if output is not None:
+        try:
+            output.write_text(json.dumps(profiles) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
+    if as_json:
+        print(json.dumps(profiles, indent=2))
+    else:
+        _print(found)
+    for name, reason in failures.items():
+        print(f"{name}: not measured: {reason}", file=sys.stderr)
+    if failures:
+        raise typer.Exit(1)
+
+
+def stored_profiles(specs: Sequence[JobSpec], where: str) -> Mapping[str, Sequence[JobProfile]]:
+    """The profiles that a store has of these jobs on a device like this machine's, by job name."""
+    from megatron.fill.device.meter import default_device, fingerprint
+    from megatron.fill.profiles import JobProfile
+
+    found = {}
+    mark = fingerprint(default_device())
+    with opened(where) as store:
+        for spec in specs:
+            content = store.profile(_key(spec, mark))
+            if content is not None:
+                found[spec.name] = [JobProfile.from_dict(one) for one in content["configurations"]]
+    return found
+
+
+def _same(one: JobSpec, other: JobSpec) -> bool:
+    return (one.task, one.args, one.memory) == (other.task, other.args, other.memory)
+
+
+def _key(spec: JobSpec, mark: str) -> str:
+    from megatron.fill.profiles import profile_key
+    from megatron.fill.store.submit import new_job
+
+    return profile_key(new_job(spec, [], "").spec, mark)
+
+
+def _measure(spec: JobSpec, search: list[str], device: str) -> dict[str, Any]:
+    from megatron.fill.runtime.measure import NO_NODES, MeasureSpec
+    from megatron.fill.runtime.profiler import PROFILE
+
+    with tempfile.TemporaryDirectory(prefix="pipefill-profile-") as folder:
+        measured = MeasureSpec(spec.name, spec.task or "", spec.args, spec.memory, search, device, folder)
+        path = Path(folder) / "spec.json"
+        path.write_text(measured.to_json(), encoding="utf-8")
+        print(f"measuring {spec.name} on {device}", file=sys.stderr)
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron.fill.runtime.measure", str(path)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            check=False,
+        )
+        if done.returncode:
+            error = NothingToMeasure if done.returncode == NO_NODES else ConfigError
+            raise error((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+        return json.loads((Path(folder) / PROFILE).read_text(encoding="utf-8"))
+
+
+def _keep(where: str, specs: Sequence[JobSpec], found: Mapping[str, dict[str, Any]], device: str) -> None:
+    from megatron.fill.device.meter import fingerprint
+
+    mark = fingerprint(device)
+    with opened(where, create=True) as store:
+        for spec in specs:
+            if spec.name in found:
+                store.keep_profile(_key(spec, mark), found[spec.name])
+
+
+def _print(found: Mapping[str, dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from megatron.fill.profiles import JobProfile
+
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("JOB", overflow="fold", min_width=8)
+    table.add_column("CONFIGURATION", overflow="fold", min_width=13)
+    for heading in ("NODES", "LONGEST\nMS", "ITERATION\nMS", "WORK/S\nALONE", "PEAK\nMIB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, content in found.items():
+        for entry in content["configurations"]:
+            one = JobProfile.from_dict(entry)
+            table.add_row(
+                escape(name),
+                str(one.configuration),
+                str(len(one.nodes)),
+                f"{max(node.duration_ns for node in one.nodes) / 1e6:.1f}",
+                f"{one.duration_ns / 1e6:.1f}",
+                f"{one.work / max(1, one.duration_ns) * 1e9:.4g}",
+                f"{one.memory_bytes / 2**20:.0f}",
+            )
+    Console().print(table)
+    for name, content in found.items():
+        if content["split"]:
+            print(f"{name}: {content['split']}")

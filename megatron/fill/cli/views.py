@@ -1,0 +1,194 @@
+"""Jobs as tables for people and as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from megatron.fill.store import Job
+from megatron.fill.types import JobState
+
+_PIPE_WIDTH = 160  # columns, where the output goes to no terminal
+_COLOURS = {JobState.RUNNING: "cyan", JobState.SUCCEEDED: "green", JobState.FAILED: "red", JobState.CANCELLED: "yellow"}
+
+
+def percent(job: Job) -> float | None:
+    total = job.progress.total_work
+    return min(100.0, 100 * job.progress.work_done / total) if total else None
+
+
+def remaining_s(job: Job) -> float | None:
+    """How long a running job will take at its present rate; None if unknown."""
+    progress = job.progress
+    if job.state is not JobState.RUNNING or progress.total_work is None or not progress.rate:
+        return None
+    return max(0.0, progress.total_work - progress.work_done) / progress.rate
+
+
+def as_dict(job: Job) -> dict[str, Any]:
+    """The job as ``pipefill show --help`` documents its JSON."""
+    values = asdict(job)
+    left_s = remaining_s(job)
+    return (
+        values
+        | values.pop("progress")
+        | {
+            "percent": percent(job),
+            "remaining_s": left_s,
+            "ends_s": None if left_s is None else time.time() + left_s,
+        }
+    )
+
+
+def print_json(value: object) -> None:
+    print(json.dumps(_finite(value), indent=2))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_table(jobs: list[Job]) -> None:
+    """One line per job, in 80 columns."""
+    from rich.table import Table
+
+    if not jobs:
+        print("There are no jobs.")
+        return
+    several_users = len({job.user for job in jobs}) > 1
+    table = Table(box=None, pad_edge=False)
+    table.add_column("ID", justify="right", no_wrap=True)
+    table.add_column("NAME", overflow="fold", min_width=12)
+    if several_users:
+        table.add_column("USER", overflow="fold", max_width=12)
+    table.add_column("STATE", no_wrap=True)
+    table.add_column("DONE", overflow="fold")
+    table.add_column("%", justify="right", no_wrap=True)
+    table.add_column("RATE", justify="right", no_wrap=True)
+    table.add_column("LEFT", justify="right", no_wrap=True)
+    for job in jobs:
+        user = [_text(job.user)] if several_users else []
+        cells = [_text(_done(job)), _text(_percent(job)), _text(_rate(job)), _text(_duration(remaining_s(job)))]
+        table.add_row(_text(str(job.id)), _text(job.name), *user, _state(job), *cells)
+    _console().print(table)
+
+
+def print_job(job: Job) -> None:
+    """All about one job that is known, a line each."""
+    from rich.table import Table
+
+    progress, left_s = job.progress, remaining_s(job)
+    done = f"{_done(job)} {f'({_percent(job)}%)' if _percent(job) else ''}"
+    lines = {
+        "job": f"{job.name} ({job.id})",
+        "reason": job.reason,
+        "what": job.spec.get("task") or " ".join(job.spec.get("command") or ()),
+        "args": json.dumps(job.spec["args"]) if job.spec.get("args") else "",
+        "user": job.user,
+        "priority": str(job.priority),
+        "attempt": str(job.attempt) if job.attempt else "",
+        "device": job.device,
+        "folder": job.directory,
+        "done": done,
+        "rate": _rate(job),
+        "ends": "" if left_s is None else f"{_moment(time.time() + left_s)} (in {_duration(left_s)})",
+        "in bubbles": f"{_duration(progress.harvested_s)}, {progress.steps} steps" if progress.steps else "",
+        "saved": _moment(progress.checkpoint_s),
+        "submitted": _moment(job.submitted_s),
+        "deadline": _moment(job.deadline_s),
+        "started": _moment(job.started_s),
+        "finished": _moment(job.finished_s),
+        "result": json.dumps(job.result) if job.result else "",
+    }
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("state", _state(job))
+    for name, value in lines.items():
+        if value.strip():
+            table.add_row(name, _text(value.strip()))
+    _console().print(table)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=_PIPE_WIDTH if free else None, highlight=False)
+
+
+def _text(text: str, style: str = "") -> Any:
+    """Text as it is: no markup, and nothing that could command the terminal."""
+    from rich.text import Text
+
+    return Text("".join(letter if letter.isprintable() else " " for letter in text), style=style)
+
+
+def _state(job: Job) -> Any:
+    stopping = job.cancelling and job.state is JobState.RUNNING
+    return _text("CANCELLING" if stopping else str(job.state), _COLOURS.get(job.state, ""))
+
+
+def _done(job: Job) -> str:
+    progress = job.progress
+    if not progress.work_done and progress.total_work is None:
+        return ""
+    of = "" if progress.total_work is None else f"/{_number(progress.total_work)}"
+    return f"{_number(progress.work_done)}{of} {progress.unit}"
+
+
+def _percent(job: Job) -> str:
+    share = percent(job)
+    # Rounded down: 100 means done.
+    return "" if share is None else f"{math.floor(share)}"
+
+
+def _rate(job: Job) -> str:
+    rate = job.progress.rate
+    return "" if rate is None or job.state is not JobState.RUNNING else f"{_number(rate)}/s"
+
+
+def _number(value: float) -> str:
+    """Three digits or so: 7, 0.25, 1.44k, 28.7M."""
+    if not math.isfinite(value):
+        return str(value)
+    for unit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            scaled = value / unit
+            return (f"{scaled:.3g}" if abs(scaled) < 999.5 else f"{scaled:.0f}") + suffix
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if not math.isfinite(seconds):
+        return "never"
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{whole:02}s" if minutes else f"{whole}s"
+
+
+def _moment(seconds: float | None) -> str:
+    """The local time."""
+    if seconds is None:
+        return ""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, OSError, ValueError):  # infinity, or beyond the calendar
+        return "never"

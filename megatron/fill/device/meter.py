@@ -1,0 +1,91 @@
+"""How long a piece of work takes by itself, and the most memory it needs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Protocol
+
+_RESET_PEAK = b"5"  # what clears VmHWM, see proc(5)
+
+
+class Meter(Protocol):
+    """Measures one piece of work at a time."""
+
+    def start(self) -> None:
+        """The work begins."""
+
+    def stop(self) -> tuple[int, int]:
+        """It has ended: its nanoseconds, and the peak of all that this process held meanwhile, in bytes."""
+
+
+class HostMeter:
+    """On the CPU: the time that this process had the core, between the main job's turns; its peak resident memory."""
+
+    def __init__(self) -> None:
+        self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
+        self._status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+        self._start_ns = 0
+
+    def start(self) -> None:
+        os.write(self._clear, _RESET_PEAK)
+        self._start_ns = time.process_time_ns()
+
+    def stop(self) -> tuple[int, int]:
+        duration_ns = time.process_time_ns() - self._start_ns
+        text = os.pread(self._status, 4096, 0)
+        start = text.index(b"VmHWM:") + len(b"VmHWM:")
+        return duration_ns, int(text[start : text.index(b"kB", start)]) * 1024
+
+
+class CudaMeter:
+    """On CUDA: from an idle device to an idle device; the peak of PyTorch's allocator."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._start_ns = 0
+
+    def start(self) -> None:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._start_ns = time.monotonic_ns()
+
+    def stop(self) -> tuple[int, int]:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+        return time.monotonic_ns() - self._start_ns, torch.cuda.max_memory_reserved(self._device)
+
+
+def meter(device: str) -> Meter:
+    return CudaMeter(device) if device.startswith("cuda") else HostMeter()
+
+
+def fingerprint(device: str) -> str:
+    """What a measured time depends on besides the job: the device's model, and the versions of what runs on it.
+
+    Two devices with the same fingerprint share their profiles.
+    """
+    from importlib.metadata import version
+
+    versions = f"torch {version('torch')}, pipefill {version('pipefill')}"
+    if not device.startswith("cuda"):
+        return f"{_processor()}, {versions}"
+    import torch
+
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"
+
+
+def default_device() -> str:
+    """Where a job is measured if nobody says: on the first GPU, where there is one."""
+    return "cuda:0" if Path("/dev/nvidia0").exists() else "cpu"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith(("model name", "CPU implementer", "cpu model")):
+            return line.partition(":")[2].strip()
+    return os.uname().machine

@@ -1,0 +1,121 @@
+"""Bubble cycles from the file that ``--fill-profile-only`` writes, their JSON form, and when one has drifted."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.profiles import BubbleCycle, BubbleSlot
+from megatron.fill.types import BubbleKind
+
+_MAJOR = 0.1  # of the cycle's bubble time
+_NOT_MEASURED = sys.maxsize  # bytes
+
+_Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Bubble(BaseModel):
+    """What a plan needs of ``CycleBubble``, which is not imported: the report's room pulls in its own libraries."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: BubbleKind
+    p10_ms: _Ms
+    free_bytes: Annotated[int, Field(ge=0)]
+
+
+class _Rank(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    rank: int
+    iteration_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+    training: tuple[_Bubble, ...]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    ranks: tuple[_Rank, ...]
+
+
+def load_cycles(path: str | Path) -> dict[int, BubbleCycle]:
+    """The training bubbles of each rank, from a ``bubbles.json``.
+
+    A bubble counts with the 10th percentile of its durations: a step that a bubble's end catches holds up the main
+    job, so a plan should hold nine times of ten.  ``free_bytes`` of 0 means that it was not measured; such a bubble
+    takes a node of any size.
+
+    Raises:
+        ConfigError: naming the file, the field, the value, and what was expected.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}; expected a file of --fill-profile-only") from error
+    try:
+        file = _File.model_validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {first_problem(error)}") from error
+    cycles = {}
+    for at, rank in enumerate(file.ranks):
+        if rank.iteration_ms is None and rank.training:
+            raise ConfigError(f"{path}: ranks.{at}.iteration_ms is null: expected the time of an iteration")
+        slots = (BubbleSlot(b.kind, round(b.p10_ms * 1e6), b.free_bytes or _NOT_MEASURED) for b in rank.training)
+        cycles[rank.rank] = BubbleCycle(round((rank.iteration_ms or 0) * 1e6), tuple(slots))
+    return cycles
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of pydantic's findings in one line: field, value, what was expected."""
+    problem = error.errors()[0]
+    field = ".".join(map(str, problem["loc"]))
+    value = repr(problem["input"])
+    shown = value if len(value) <= 60 else value[:57] + "..."
+    return f"{field + ' ' if field else ''}is {shown}: {problem['msg']}"
+
+
+def cycle_to_dict(cycle: BubbleCycle) -> dict[str, Any]:
+    """As JSON data."""
+    return asdict(cycle)
+
+
+def cycle_from_dict(data: dict[str, Any]) -> BubbleCycle:
+    """Read what ``cycle_to_dict`` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        slots = (
+            BubbleSlot(BubbleKind(slot["kind"]), int(slot["duration_ns"]), int(slot["free_bytes"]))
+            for slot in data["slots"]
+        )
+        return BubbleCycle(int(data["period_ns"]), tuple(slots))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a bubble cycle: {type(error).__name__}: {error}") from error
+
+
+def drifted(planned: BubbleCycle, measured: BubbleCycle, tolerance: float = 0.2) -> bool:
+    """Whether a plan made for the one cycle should be made again for the other.
+
+    It should when the bubbles are others (how many, of which kinds), when a bubble's free memory has fallen by more
+    than ``tolerance`` of what it was, or when the period, the bubble time, or a bubble with at least a tenth of it has
+    changed by as much.
+    """
+    if [slot.kind for slot in planned.slots] != [slot.kind for slot in measured.slots]:
+        return True
+    pairs = list(zip(planned.slots, measured.slots, strict=True))
+    if any(new.free_bytes < (1 - tolerance) * old.free_bytes for old, new in pairs):
+        return True
+    times = [(planned.period_ns, measured.period_ns), (planned.bubble_ns, measured.bubble_ns)]
+    major_ns = _MAJOR * max(planned.bubble_ns, measured.bubble_ns)
+    times += [
+        (old.duration_ns, new.duration_ns) for old, new in pairs if max(old.duration_ns, new.duration_ns) >= major_ns
+    ]
+    return any(abs(new - old) > tolerance * old for old, new in times)

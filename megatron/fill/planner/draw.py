@@ -1,0 +1,163 @@
+"""A picture of execution plans: the bubbles of a cycle, and the nodes laid into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.fill.planner.plan import ExecutionPlan
+from megatron.fill.profiles import BubbleCycle, JobProfile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+_KINDS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#E69F00"}
+_OTHER, _TAIL, _RESERVED = "#009E73", "#CC79A7", "#8F8F8F"
+_BUBBLE, _HATCH, _INK = "#FAF8F2", "#CFC8B4", "#333333"
+_ROWS = 4  # cycles of a plan that are drawn at most
+_WIDTH_IN, _ROW_IN, _HEAD_IN, _FOOT_IN, _LEFT_IN, _RIGHT_IN = 13.0, 0.42, 0.42, 0.42, 0.95, 0.2
+_LEGEND_IN = 0.45
+_CHARACTER_IN = 0.072
+_GAP, _GAPS = 0.006, 0.15  # between bubbles, of all bubble time: one gap at most, and all together
+_EDGE_IN = 0.05  # a narrower node would be all edge
+_MARGIN = 0.1  # above and below a lane, of a row
+
+type _Bar = tuple[int, tuple[float, float], str]  # row, start and length in ns, colour
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A job with its plan."""
+
+    name: str
+    plan: ExecutionPlan
+    profile: JobProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """What to draw of one rank: a job in its bubbles, and another one in their tails.
+
+    Attributes:
+        tail: planned for ``leftover(cycle, job.plan, job.profile)``.
+    """
+
+    title: str
+    cycle: BubbleCycle
+    job: Resident
+    tail: Resident | None = None
+
+
+def draw_plans(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw a PNG with a panel per plan and a row per cycle of it, the first four at most.
+
+    Bubbles stand side by side, without the main job's compute between them.
+
+    Raises:
+        ValueError: there is nothing to draw.
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    if not panels:
+        raise ValueError("expected at least one plan to draw")
+    heights = [_HEAD_IN + _FOOT_IN + _ROW_IN * min(_ROWS, panel.job.plan.cycles) for panel in panels]
+    height_in = sum(heights) + _LEGEND_IN
+    figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=110, facecolor="white")
+    top_in = height_in
+    for panel, panel_in in zip(panels, heights, strict=True):
+        bottom_in, lanes_in = top_in - panel_in + _FOOT_IN, panel_in - _HEAD_IN - _FOOT_IN
+        left, width = _LEFT_IN / _WIDTH_IN, 1 - (_LEFT_IN + _RIGHT_IN) / _WIDTH_IN
+        _draw_panel(figure.add_axes((left, bottom_in / height_in, width, lanes_in / height_in)), panel)
+        top_in -= panel_in
+    kinds = dict.fromkeys(_kind(node.name) for panel in panels for node in panel.job.profile.nodes)
+    patches = [Patch(facecolor=_KINDS.get(kind, _OTHER), label=kind) for kind in kinds]
+    if any(panel.tail for panel in panels):
+        patches.append(Patch(facecolor=_TAIL, label="second job, in the tails"))
+    if any(panel.job.plan.reserve_ns for panel in panels):
+        patches.append(Patch(facecolor=_RESERVED, label="reserved to wake up and pause"))
+    patches.append(Patch(facecolor=_BUBBLE, edgecolor=_HATCH, hatch="////", label="left over"))
+    figure.legend(handles=patches, loc="lower left", ncols=len(patches), frameon=False, fontsize=9)
+    figure.savefig(path, format="png")
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    slots, rows = panel.cycle.slots, min(_ROWS, panel.job.plan.cycles)
+    gap = min(_GAP, _GAPS / len(slots)) * panel.cycle.bubble_ns
+    begins = [0.0, *accumulate(slot.duration_ns + gap for slot in slots)]
+    width = begins.pop() - gap
+    inches = (_WIDTH_IN - _LEFT_IN - _RIGHT_IN) / width  # per ns
+    filled_to = {(row, bubble): begin for row in range(rows) for bubble, begin in enumerate(begins)}
+    bars = _lay(panel.job, filled_to, len(slots), _EDGE_IN / inches)
+    if panel.tail:
+        bars += [(row, span, _TAIL) for row, span, _ in _lay(panel.tail, filled_to, len(slots), _EDGE_IN / inches)]
+    for row in range(rows):
+        lane = (row + _MARGIN, 1 - 2 * _MARGIN)
+        spans = [(begin, float(slot.duration_ns)) for begin, slot in zip(begins, slots, strict=True)]
+        axes.broken_barh(spans, lane, facecolor=_BUBBLE, edgecolor=_HATCH, hatch="////", linewidth=0.5)
+        for colour in {colour for at, _, colour in bars if at == row}:
+            spans = [span for at, span, its in bars if at == row and its == colour]
+            edges = [0.6 if length * inches > _EDGE_IN else 0.0 for _, length in spans]
+            axes.broken_barh(spans, lane, facecolor=colour, edgecolor="white", linewidth=edges)
+    for begin, slot in zip(begins, slots, strict=True):
+        text = f"{slot.kind}\n{slot.duration_ns / 1e6:.3g} ms"
+        if slot.duration_ns * inches > max(map(len, text.split("\n"))) * _CHARACTER_IN:
+            middle = begin + slot.duration_ns / 2
+            axes.text(middle, rows + 0.05, text, ha="center", va="top", fontsize=8, color=_INK)
+    axes.set_title(_title(panel), loc="left", fontsize=10, color=_INK)
+    axes.set(xlim=(0, width), ylim=(rows, 0), xticks=[])
+    axes.set_yticks([row + 0.5 for row in range(rows)], [f"cycle {row + 1}" for row in range(rows)], fontsize=9)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _lay(job: Resident, filled_to: dict[tuple[int, int], float], bubbles: int, narrow_ns: float) -> list[_Bar]:
+    """A bar per node in the rows that are drawn, or one for all alike in a row that are too narrow to be told apart.
+
+    Moves on where each bubble is filled to.
+    """
+    bars: list[_Bar] = []
+    nodes = job.profile.nodes
+    for chunk in job.plan.chunks():
+        # a tail's cycle is as long as all cycles of the plan that leaves it
+        place = divmod(chunk.cycle * len(job.plan.counts[0]) + chunk.bubble, bubbles)
+        if place not in filled_to:
+            continue
+        at = filled_to[place]
+        if job.plan.reserve_ns:
+            bars.append((place[0], (at, job.plan.reserve_ns), _RESERVED))
+            at += job.plan.reserve_ns
+        upcoming = (nodes[(chunk.first + offset) % len(nodes)] for offset in range(chunk.count))
+        for (colour, narrow), alike in groupby(upcoming, lambda it: (_colour(it.name), it.duration_ns < narrow_ns)):
+            durations_ns = [node.duration_ns for node in alike]
+            for duration_ns in [sum(durations_ns)] if narrow else durations_ns:
+                bars.append((place[0], (at, duration_ns), colour))
+                at += duration_ns
+        filled_to[place] = at
+    return bars
+
+
+def _colour(name: str) -> str:
+    return _KINDS[kind] if (kind := _kind(name)) in _KINDS else _OTHER
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind in _KINDS if name.startswith(kind)), "other nodes")
+
+
+def _title(panel: Panel) -> str:
+    plan = panel.job.plan
+    title = f"{panel.title}: {panel.job.name} ({plan.configuration}), "
+    title += f"{_count(plan.iterations, 'iteration')} in {_count(plan.cycles, 'cycle')}"
+    if plan.cycles > _ROWS:
+        title += f", of which {_ROWS} are shown"
+    return title + (f"; in the tails {panel.tail.name} ({panel.tail.plan.configuration})" if panel.tail else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

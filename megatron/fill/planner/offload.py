@@ -1,0 +1,35 @@
+"""Whether the main job should keep its optimizer's state in host memory between steps (PipeFill, section 4.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_LOST = 0.01  # of an iteration: the main job comes first
+LEAST_GAINED = 0.05  # of what is free already: less makes room for no other job
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadChoice:
+    """What was chosen, and why."""
+
+    on: bool
+    why: str
+
+
+def weigh_offload(gained_bytes: int, free_bytes: int, lost_ns: int, iteration_ns: int) -> OffloadChoice:
+    """Weigh the memory gained against the time lost.
+
+    Args:
+        gained_bytes: what leaves the device.
+        free_bytes: what is free there without it.
+        lost_ns: how long an iteration waits for the state to come back.
+    """
+    lost = lost_ns / iteration_ns if iteration_ns > 0 else 0.0
+    costs = f"{gained_bytes / 2**20:.0f} MiB for {lost:.2%} of an iteration"
+    if gained_bytes == 0:
+        return OffloadChoice(False, "none of it is in the memory of a device, so there is nothing to gain")
+    if lost > MOST_LOST:
+        return OffloadChoice(False, f"{costs}: more than {MOST_LOST:.0%} is too slow")
+    if gained_bytes < LEAST_GAINED * free_bytes:
+        return OffloadChoice(False, f"{costs}: {free_bytes / 2**20:.0f} MiB are free without it")
+    return OffloadChoice(True, costs)

@@ -1,0 +1,200 @@
+"""The execution plan: which nodes of a fill job run in which bubble (PipeFill, section 4.3, Algorithm 1)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from megatron.fill.errors import PlanError
+from megatron.fill.profiles import BubbleCycle, Configuration, JobProfile, NodeProfile
+
+_HEAD = re.compile(r"(\S+): (\d+) nodes do (\S+) work; a bubble's first (\d+) ns are reserved; (\d+) cycles:")
+_LINE = re.compile(r"node (\d+): (\d+(?: \d+)*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The nodes laid into one bubble: ``count`` of them from node ``first`` on, past the last one to node 0 again."""
+
+    cycle: int
+    bubble: int
+    first: int
+    count: int
+
+    def nodes(self, profile: JobProfile) -> tuple[NodeProfile, ...]:
+        """The nodes that run in it, in order, each of them once."""
+        return (profile.nodes[self.first :] + profile.nodes[: self.first])[: self.count]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionPlan:
+    """How many nodes run in each bubble, over the cycles after which the plan repeats.
+
+    The nodes have one order, iteration after iteration, so the counts alone say which node runs where.  The text form
+    has a line per cycle: the first node, and a count per bubble::
+
+        b8: 12 nodes do 64.0 work; a bubble's first 0 ns are reserved; 2 cycles:
+        node 4: 3 0 2 5
+        node 2: 7 0 2 5
+
+    Attributes:
+        nodes: in an iteration of the job.
+        work: what an iteration does, in the job's unit.
+        first_node: where the first cycle begins.  A job that begins at node 0 comes to this point after some cycles.
+        counts: per cycle, per bubble.
+        reserve_ns: of each bubble with nodes, left for waking up and pausing.
+    """
+
+    configuration: Configuration
+    nodes: int
+    work: float
+    first_node: int
+    counts: tuple[tuple[int, ...], ...]
+    reserve_ns: int = 0
+
+    def __post_init__(self) -> None:
+        laid = sum(map(sum, self.counts))
+        ok = (
+            0 <= self.first_node < self.nodes
+            and self.work > 0
+            and self.reserve_ns >= 0
+            and len({len(row) for row in self.counts}) == 1
+            and all(count >= 0 for row in self.counts for count in row)
+            and laid > 0
+            and laid % self.nodes == 0
+        )
+        if not ok:
+            raise ValueError(f"expected whole iterations over cycles of as many bubbles each; got\n{self}")
+
+    @property
+    def cycles(self) -> int:
+        """After which the plan repeats."""
+        return len(self.counts)
+
+    @property
+    def iterations(self) -> int:
+        """Of the job, in ``cycles``."""
+        return sum(map(sum, self.counts)) // self.nodes
+
+    @property
+    def work_per_cycle(self) -> float:
+        """In the long run, from any start."""
+        return self.iterations * self.work / self.cycles
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The bubbles that have nodes, in order."""
+        node = self.first_node
+        for cycle, row in enumerate(self.counts):
+            for bubble, count in enumerate(row):
+                if count:
+                    yield Chunk(cycle, bubble, node, count)
+                node = (node + count) % self.nodes
+
+    def durations_ns(self, profile: JobProfile) -> Iterator[int]:
+        """How long the nodes of each of the ``chunks`` take."""
+        ends = list(accumulate((node.duration_ns for node in profile.nodes), initial=0))
+        for chunk in self.chunks():
+            iterations, last = divmod(chunk.first + chunk.count, len(profile.nodes))
+            yield iterations * ends[-1] + ends[last] - ends[chunk.first]
+
+    def validate(self, cycle: BubbleCycle, profile: JobProfile) -> None:
+        """Check every chunk against its bubble.
+
+        Raises:
+            PlanError: the plan is for another cycle or profile, or a chunk exceeds its bubble's time or memory; the
+                message holds the plan.
+        """
+        if problem := self._problem(cycle, profile):
+            raise PlanError(f"{problem}; the plan is\n{self}")
+
+    def _problem(self, cycle: BubbleCycle, profile: JobProfile) -> str:
+        mine = (self.configuration, self.nodes, self.work)
+        if mine != (profile.configuration, len(profile.nodes), profile.work):
+            return f"expected a plan for {profile.configuration}, {len(profile.nodes)} nodes, {profile.work} work"
+        if len(self.counts[0]) != len(cycle.slots):
+            return f"expected a plan for cycles of {len(cycle.slots)} bubbles"
+        for chunk, duration_ns in zip(self.chunks(), self.durations_ns(profile), strict=True):
+            slot, usable_ns = cycle.slots[chunk.bubble], cycle.slots[chunk.bubble].duration_ns - self.reserve_ns
+            where = f"cycle {chunk.cycle}, bubble {chunk.bubble}"
+            if duration_ns > usable_ns:
+                return f"{where}: its nodes take {duration_ns} ns; expected at most {usable_ns}"
+            largest = max(chunk.nodes(profile), key=lambda node: node.memory_bytes)
+            if largest.memory_bytes > slot.free_bytes:
+                return f"{where}: {largest.name} takes {largest.memory_bytes} bytes; expected at most {slot.free_bytes}"
+        return ""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.configuration}: {self.nodes} nodes do {self.work!r} work; a bubble's first {self.reserve_ns} ns are"
+            f" reserved; {self.cycles} cycles:"
+        ]
+        node = self.first_node
+        for row in self.counts:
+            lines.append(f"node {node}: " + " ".join(map(str, row)))
+            node = (node + sum(row)) % max(1, self.nodes)
+        return "\n".join(lines)
+
+    @classmethod
+    def parse(cls, text: str) -> ExecutionPlan:
+        """Read the text form.
+
+        Raises:
+            ValueError: it is none; names the line.
+        """
+        head, *lines = text.strip().splitlines() or [""]
+        match = _HEAD.fullmatch(head)
+        if match is None:
+            raise ValueError(f"line 1 is {head!r}: expected such as 'b8: 12 nodes do 64.0 work; ...'")
+        firsts, counts = [], []
+        for number, line in enumerate(lines, 2):
+            row = _LINE.fullmatch(line)
+            if row is None:
+                raise ValueError(f"line {number} is {line!r}: expected such as 'node 4: 3 0 2 5'")
+            firsts.append(int(row[1]))
+            counts.append(tuple(map(int, row[2].split())))
+        if len(counts) != int(match[5]):
+            raise ValueError(f"expected {match[5]} lines of cycles; got {len(counts)}")
+        plan = cls(
+            Configuration.parse(match[1]),
+            int(match[2]),
+            float(match[3]),
+            firsts[0] if firsts else 0,
+            tuple(counts),
+            int(match[4]),
+        )
+        if str(plan) != "\n".join([head, *lines]):
+            raise ValueError(f"the first nodes do not follow from the counts; expected\n{plan}")
+        return plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {
+            "configuration": str(self.configuration),
+            "nodes": self.nodes,
+            "work": self.work,
+            "first_node": self.first_node,
+            "counts": [list(row) for row in self.counts],
+            "reserve_ns": self.reserve_ns,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ExecutionPlan:
+        """Read what ``to_dict`` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            return cls(
+                Configuration.parse(data["configuration"]),
+                int(data["nodes"]),
+                float(data["work"]),
+                int(data["first_node"]),
+                tuple(tuple(int(count) for count in row) for row in data["counts"]),
+                int(data["reserve_ns"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not an execution plan: {type(error).__name__}: {error}") from error

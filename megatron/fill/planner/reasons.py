@@ -1,0 +1,74 @@
+"""Why a job fits no bubble: which node is too long or too large for which bubble, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile, NodeProfile
+
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def why_nothing_fits(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: int) -> str:
+    """One line; where bubbles are too short or too small, about the configuration that comes closest.
+
+    Its worst node is named, and the bubble that fits that node best.
+    """
+    if not profiles:
+        return "the job has no profile; expected one for at least one configuration"
+    if not cycle.slots:
+        return "the cycle has no bubbles; expected at least one"
+    longest_ns = max(slot.duration_ns for slot in cycle.slots)
+    if longest_ns <= reserve_ns:
+        return (
+            f"the longest bubble is {_ms(longest_ns)}; expected more than the {_ms(reserve_ns)} that each one reserves"
+        )
+    closest = min((_worst(cycle, profile, reserve_ns) for profile in profiles), key=lambda worst: worst[0])
+    return _explain(cycle, *closest[1:], reserve_ns)
+
+
+def _worst(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int) -> tuple[float, JobProfile, NodeProfile, int]:
+    """The node that exceeds its best bubble most: by which share of it, its profile, the node, the bubble."""
+    found = []
+    for node in profile.nodes:
+        excess = [_excess(node, slot, reserve_ns) for slot in cycle.slots]
+        found.append((min(excess), profile, node, excess.index(min(excess))))
+    return max(found, key=lambda misfit: misfit[0])
+
+
+def _excess(node: NodeProfile, slot: BubbleSlot, reserve_ns: int) -> float:
+    """How much too long or too large, whichever is worse, as a share of the bubble; below 0 if it fits."""
+    usable_ns = slot.duration_ns - reserve_ns
+    time = node.duration_ns / usable_ns - 1 if usable_ns > 0 else inf
+    memory = node.memory_bytes / slot.free_bytes - 1 if slot.free_bytes else inf * node.memory_bytes
+    return max(time, memory)
+
+
+def _explain(cycle: BubbleCycle, profile: JobProfile, node: NodeProfile, bubble: int, reserve_ns: int) -> str:
+    slot = cycle.slots[bubble]
+    usable_ns = max(0, slot.duration_ns - reserve_ns)
+    too_much = []
+    if node.duration_ns > usable_ns:
+        too_much.append(f"{_ms(node.duration_ns - usable_ns)} too long")
+    if node.memory_bytes > slot.free_bytes:
+        too_much.append(f"{_size(node.memory_bytes - slot.free_bytes)} too large")
+    reserved = f" with {_ms(reserve_ns)} reserved" if reserve_ns else ""
+    reason = (
+        f"node {node.name!r} of {profile.configuration} ({_ms(node.duration_ns)}, {_size(node.memory_bytes)}) is"
+        f" {' and '.join(too_much)} for bubble {bubble} ({slot.kind}, {_ms(slot.duration_ns)}{reserved},"
+        f" {_size(slot.free_bytes)} free), which fits it best"
+    )
+    most = max(slot.free_bytes for slot in cycle.slots)
+    return reason if node.memory_bytes <= most else f"{reason}; no bubble has more than {_size(most)} free"
+
+
+def _ms(duration_ns: int) -> str:
+    return f"{duration_ns / 1e6:.3f} ms"
+
+
+def _size(count: int) -> str:
+    for size, unit in _UNITS:
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,114 @@
+"""Laying a job's nodes into a bubble cycle, and choosing the configuration (PipeFill, section 4.3, Algorithm 1).
+
+For one order of nodes, laying as many as fit into each bubble is optimal.  Count nodes from the job's start on, and let
+``reach(p)`` be where a job that stands at ``p`` can stand after a bubble.  A job further on is never overtaken there:
+``reach(p) <= reach(q)`` for ``p <= q``, because what fits from ``p`` on to beyond ``q`` fits without the nodes
+before ``q`` too, in time and in memory.  So whoever stops early never gets ahead of the one who did not.
+
+A whole cycle is then a function of the node at which it begins, so after at most as many cycles as there are nodes a
+cycle begins where an earlier one did, and the plan repeats.  That function is monotone on a circle: it has the same
+rate in the long run (its rotation number) from every start.  So the plan that a job reaches from node 0 is as good as
+any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.fill.errors import PlanError
+from megatron.fill.planner.plan import ExecutionPlan
+from megatron.fill.planner.reasons import why_nothing_fits
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
+
+type _Counts = NDArray[np.int64]
+
+
+def best_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: int = 0) -> ExecutionPlan:
+    """The plan with the most work per cycle; of equal ones that with the least memory, then the first.
+
+    Args:
+        profiles: of one job, a configuration each.
+        reserve_ns: of each bubble, for waking up and pausing.
+
+    Raises:
+        PlanError: no configuration fits; names the node and the bubble that come closest, and by how much it fails.
+    """
+    plans = [(plan, profile) for profile in profiles if (plan := lay(cycle, profile, reserve_ns))]
+    if not plans:
+        raise PlanError(why_nothing_fits(cycle, profiles, reserve_ns))
+    return max(plans, key=lambda pair: (pair[0].work_per_cycle, -pair[1].memory_bytes))[0]
+
+
+def lay(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int = 0) -> ExecutionPlan | None:
+    """The best plan for one configuration; None if some node fits no bubble.
+
+    Raises:
+        PlanError: the profile says that an iteration takes no time at all.
+    """
+    if profile.duration_ns == 0:
+        raise PlanError(f"{profile.configuration}: all nodes take 0 ns; expected a measured profile")
+    layer = _Layer(profile, reserve_ns)
+    tables = [layer.counts(slot) for slot in cycle.slots]
+    nodes = len(profile.nodes)
+    after = np.arange(nodes)
+    for table in tables:
+        after = after + table[after % nodes]
+    if not tables or (after == np.arange(nodes)).any():  # from there, no bubble of a whole cycle takes the next node
+        return None
+    ends: list[int] = (after % nodes).tolist()
+    starts = _repeating(ends)
+    at = np.array(starts)
+    columns = []
+    for table in tables:
+        columns.append(table[at % nodes])
+        at = at + columns[-1]
+    counts = tuple(map(tuple, np.stack(columns, axis=1).tolist()))
+    return ExecutionPlan(profile.configuration, nodes, profile.work, starts[0], counts, reserve_ns)
+
+
+def _repeating(ends: Sequence[int]) -> list[int]:
+    """The nodes at which the cycles begin that come again and again, following ``ends`` from node 0."""
+    seen: dict[int, None] = {}
+    node = 0
+    while node not in seen:
+        seen[node] = None
+        node = ends[node]
+    order = list(seen)
+    return order[order.index(node) :]
+
+
+class _Layer:
+    """How many nodes fit into a bubble from each node on, for all nodes at once."""
+
+    def __init__(self, profile: JobProfile, reserve_ns: int) -> None:
+        self.nodes = len(profile.nodes)
+        self.reserve_ns = reserve_ns
+        durations = np.array([node.duration_ns for node in profile.nodes], dtype=np.int64)
+        self.memory = np.array([node.memory_bytes for node in profile.nodes], dtype=np.int64)
+        self.ends = np.concatenate([[0], np.cumsum(np.tile(durations, 2))])  # two iterations: a chunk may wrap around
+        self.iteration_ns = profile.duration_ns
+        self.known: dict[tuple[int, int], _Counts] = {}
+
+    def counts(self, slot: BubbleSlot) -> _Counts:
+        """Per node, how many fit from it on."""
+        key = (slot.duration_ns, slot.free_bytes)
+        if key not in self.known:
+            self.known[key] = self._counts(slot)
+        return self.known[key]
+
+    def _counts(self, slot: BubbleSlot) -> _Counts:
+        first = np.arange(self.nodes)
+        usable_ns = slot.duration_ns - self.reserve_ns
+        if usable_ns <= 0:
+            return np.zeros_like(first)
+        iterations, rest_ns = divmod(usable_ns, self.iteration_ns)
+        reached = np.searchsorted(self.ends, self.ends[: self.nodes] + rest_ns, side="right") - 1
+        count = iterations * self.nodes + reached - first
+        too_large = np.flatnonzero(self.memory > slot.free_bytes)
+        if len(too_large):
+            following = np.append(too_large, too_large[0] + self.nodes)  # from each node on, the next too large one
+            count = np.minimum(count, following[np.searchsorted(too_large, first)] - first)
+        return count

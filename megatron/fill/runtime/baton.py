@@ -1,0 +1,99 @@
+"""The baton: how two jobs share a rank's bubbles, the second one getting what the first one cannot use.
+
+One page of an anonymous memory file that both workers and their agent map.  The resident job *holds* the baton while it
+serves bubbles, and passes it on in each of them when its next step does not fit any more; the tail job sleeps until
+then.  Words: 0 the futex (low 32 bits of the number of the bubble passed on), 1 that number, 2 whether it is held.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+
+import numpy as np
+
+from megatron.fill import futex
+from megatron.fill.gate import OpenBubble, SharedGateReader
+
+_BYTES = 4096
+_LOOK_AGAIN_NS = 1_000_000_000  # the holder may die; whoever waits looks up once a second
+
+
+class Baton:
+    """Every end of a baton, over its descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, _BYTES)
+        self._words = memoryview(self._map).cast("Q")
+        self._word = memoryview(self._map).cast("I")
+        self._address = int(np.frombuffer(self._map, dtype=np.uint32).ctypes.data)
+        self._wake = futex.Waker(ctypes.addressof(ctypes.c_uint32.from_buffer(self._map)))
+
+    @staticmethod
+    def create() -> int:
+        """A new baton that nobody holds; returns its descriptor."""
+        fd = os.memfd_create("pipefill-baton", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, _BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return fd
+
+    @property
+    def held(self) -> bool:
+        return bool(self._words[2])
+
+    def hold(self) -> None:
+        """The resident job serves bubbles from now on."""
+        self._words[2] = 1
+
+    def drop(self) -> None:
+        """The resident job is gone."""
+        self._words[2] = 0
+        self._wake()
+
+    def pass_on(self, seq: int) -> None:
+        """The resident job is done with bubble ``seq``."""
+        self._words[1] = seq
+        self._word[0] = seq & 0xFFFFFFFF
+        self._wake()
+
+    @property
+    def seq(self) -> int:
+        """The last bubble that was passed on."""
+        return self._words[1]
+
+    def wait(self, seen: int) -> None:
+        """Sleep until another bubble than ``seen`` is passed on, the baton is dropped, a signal comes, or a second
+        is over."""
+        futex.wait(self._address, seen & 0xFFFFFFFF, _LOOK_AGAIN_NS)
+
+
+class TailGate:
+    """The gate as the tail job sees it (GateReader): bubbles open when the resident job is done with them."""
+
+    def __init__(self, gate: SharedGateReader, baton: Baton) -> None:
+        self._gate = gate
+        self._baton = baton
+        self._seen = baton.seq
+
+    def wait(self, after_seq: int) -> OpenBubble | None:
+        if not self._baton.held:
+            bubble = self._gate.wait(after_seq)
+            return None if self._baton.held else bubble
+        if self._baton.seq == self._seen:
+            self._baton.wait(self._seen)
+        if self._baton.seq == self._seen:
+            return None
+        self._seen = self._baton.seq
+        return self._gate.current(after_seq)
+
+    def is_open(self, seq: int) -> bool:
+        return self._gate.is_open(seq)
+
+    def closed_ns(self, seq: int) -> int | None:
+        return self._gate.closed_ns(seq)
+
+    @property
+    def ended(self) -> bool:
+        return self._gate.ended

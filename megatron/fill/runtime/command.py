@@ -1,0 +1,110 @@
+"""A command as a worker's job: it runs while a bubble is open, and is stopped outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.fill.device import host
+from megatron.fill.errors import FillError
+from megatron.fill.gate import GateReader, SharedGateReader
+from megatron.fill.runtime.spec import Outcome, WorkerSpec
+from megatron.fill.runtime.steplog import StepLog, WorkerPhase
+from megatron.fill.sidetask.imperative import StoppedCommand
+from megatron.fill.types import BubbleUse, JobState
+
+_GUARD_NS = 500_000  # a command is stopped this long before the predicted end of the bubble
+
+
+class CommandRun:
+    """Runs one command to its end, or until the main job is over.
+
+    Args:
+        view: the gate as this job sees it; bubbles are waited for here.
+        gate: the gate itself, for the end of a bubble.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        view: GateReader,
+        gate: SharedGateReader,
+        log: StepLog,
+        stopping: Callable[[], bool],
+        left: Callable[[int], None],
+    ) -> None:
+        self.spec = spec
+        self.view = view
+        self.gate = gate
+        self.log = log
+        self.stopping = stopping
+        self.left = left
+
+    def run(self) -> Outcome:
+        # This process only watches the clock, and must get the core back when the bubble ends; the command itself
+        # yields to the main job.
+        host.run_at_normal_priority()
+        try:
+            command = StoppedCommand(self.spec.command or [], Path(self.spec.directory), self._prepare)
+        except FillError as error:
+            return Outcome(JobState.FAILED, str(error), unit="seconds")
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the command's end interrupts the wait
+        try:
+            code = self._run_in_bubbles(command)
+        finally:
+            command.kill()
+        if code is None:
+            reason = "the main job ended first; a command begins again from its start"
+            return Outcome(JobState.QUEUED, reason, unit="seconds")
+        if code == 0:
+            return Outcome(JobState.SUCCEEDED, "", unit="seconds")
+        ended = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
+        return Outcome(JobState.FAILED, f"the command {ended}; see output.log", unit="seconds")
+
+    def _prepare(self) -> None:
+        host.yield_to_main_job(self.spec.cpus)
+        host.die_with_parent(os.getppid())
+
+    def _run_in_bubbles(self, command: StoppedCommand) -> int | None:
+        seq = 0
+        self.log.phase = WorkerPhase.ASLEEP
+        while not (self.gate.ended or self.stopping()):
+            bubble = self.view.wait(seq)
+            if bubble is None:
+                continue
+            seq = bubble.seq
+            start_ns = time.monotonic_ns()
+            remaining_ns = bubble.deadline_ns - _GUARD_NS - start_ns
+            if remaining_ns <= 0:
+                self.left(seq)
+                continue
+            self.log.enter_bubble(seq)
+            self.log.phase = WorkerPhase.STEP
+            command.resume()
+            while self.gate.is_open(seq) and not self.stopping() and command.poll() is None:
+                left_ns = start_ns + remaining_ns - time.monotonic_ns()
+                if left_ns <= 0:
+                    break
+                self.gate.wait_change(seq, left_ns)
+            command.pause()
+            end_ns = time.monotonic_ns()
+            ran_ns = end_ns - start_ns
+            self.log.step_ended(start_ns, end_ns, ran_ns / 1e9, bubble.alone)
+            overrun_ns = max(0, end_ns - (self.gate.closed_ns(seq) or end_ns))
+            use = BubbleUse(seq, start_ns - bubble.opened_ns, ran_ns - overrun_ns, overrun_ns, 1)
+            self.log.leave_bubble(use, bubble.alone)
+            self.log.phase = WorkerPhase.ASLEEP
+            self.left(seq)
+            if command.poll() is not None:
+                return command.exit_code
+        return None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,194 @@
+"""An agent's dealings with the job store: patient where the store cannot be reached, and never in the way.
+
+A database that is locked, slow or gone costs the agent's jobs nothing while they run: heartbeats and questions are
+tried again after a pause that grows, and said in the agent's log.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.fill.errors import FillError, JobError, StoreError
+from megatron.fill.runtime.steplog import StepLog
+from megatron.fill.store import open_store
+from megatron.fill.store.port import Claim, Device, Job, JobStore, NewJob, Progress, Standing
+from megatron.fill.types import JobState
+
+logger = logging.getLogger("pipefill.agent")
+
+_TICK_S = 0.5
+_BEAT_S = 3.0  # at most between two heartbeats: they also carry progress out, and cancellations in
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+
+
+@dataclass(slots=True)
+class Held:
+    """A job that this agent holds.
+
+    Attributes:
+        progress: how far the job is now.
+        standing: what the store last said of the claim.
+    """
+
+    claim: Claim
+    progress: Callable[[], Progress]
+    standing: Standing = Standing.HELD
+    beat_s: float = field(default_factory=time.monotonic)
+
+
+class Keeper:
+    """Keeps one agent's jobs and device alive in the store.
+
+    Args:
+        submit: the jobs to put into the queue once the store can be reached.
+        device: this agent's device as it is now.
+        lease_s: how long the store waits for a heartbeat.
+    """
+
+    def __init__(
+        self, url: str, owner: str, submit: Sequence[NewJob], device: Callable[[], Device], lease_s: float
+    ) -> None:
+        self.url = url
+        self.owner = owner
+        self.lease_s = lease_s
+        self.every_s = min(_BEAT_S, lease_s / 3)
+        self.refused: list[tuple[str, str]] = []  # jobs that could not be submitted, and why
+        self._submit = list(submit)
+        self._device = device
+        self._store: JobStore | None = None
+        self._held: list[Held] = []
+        self._lock = threading.Lock()
+        self._pause_s = _FIRST_PAUSE_S
+        self._again_s = 0.0
+        self._device_s = 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No more heartbeats; the device serves no more jobs."""
+        self._done.set()
+        self._thread.join(self.lease_s)
+        self.ask(lambda store: store.forget_device(self._device().name))
+        if self._store is not None:
+            self._store.close()
+
+    def ask[T](self, question: Callable[[JobStore], T], patience_s: float = 0.0) -> T | None:
+        """Ask the store; None when it cannot be reached (within ``patience_s``)."""
+        end = time.monotonic() + patience_s
+        while True:
+            if patience_s or time.monotonic() >= self._again_s:
+                try:
+                    return question(self._connected())
+                except StoreError as error:
+                    self._failed(error)
+            if time.monotonic() >= end:
+                return None
+            time.sleep(min(_TICK_S, max(0.0, end - time.monotonic())))
+
+    def claim(self, wanted: Callable[[JobStore], Sequence[int]], device: str) -> Claim | None:
+        """Take the first free one of the jobs that ``wanted`` names."""
+
+        def take(store: JobStore) -> Claim | None:
+            store.recover()
+            numbers = wanted(store)
+            return store.claim(self.owner, numbers, self.lease_s, device) if numbers else None
+
+        return self.ask(take)
+
+    def hold(self, held: Held) -> None:
+        """Send heartbeats for this job from now on."""
+        with self._lock:
+            self._held.append(held)
+
+    def let_go(self, held: Held) -> None:
+        with self._lock:
+            self._held.remove(held)
+
+    def finish(self, held: Held, state: JobState, reason: str, result: dict[str, Any], patience_s: float) -> bool:
+        """Say that the job ended (QUEUED: give it back); False if it is not this agent's any more, or nobody heard."""
+        progress = held.progress()
+
+        def say(store: JobStore) -> bool:
+            if state is JobState.QUEUED:
+                return store.release(held.claim, reason, progress, result)
+            return store.finish(held.claim, state, reason, progress, result)
+
+        return bool(self.ask(say, patience_s))
+
+    def _connected(self) -> JobStore:
+        if self._store is None:
+            self._store = open_store(self.url)
+        if self._submit:
+            self._submit_jobs(self._store)
+        self._pause_s = _FIRST_PAUSE_S
+        return self._store
+
+    def _submit_jobs(self, store: JobStore) -> None:
+        with self._lock:
+            waiting, self._submit = self._submit, []
+        try:
+            store.submit(waiting)
+        except StoreError:
+            self._submit = waiting
+            raise
+        except JobError:  # one of them is in the way: submit the others
+            for job in waiting:
+                try:
+                    store.submit([job])
+                except JobError as error:
+                    logger.warning("job %s is not submitted: %s", job.name, error)
+                    self.refused.append((job.name, str(error)))
+
+    def _failed(self, error: StoreError) -> None:
+        logger.warning("the job store does not answer, trying again in %g s: %s", self._pause_s, error)
+        self._again_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _run(self) -> None:
+        while not self._done.wait(_TICK_S):
+            try:
+                self.ask(self._beat)
+            except FillError:
+                logger.exception("a heartbeat failed")
+
+    def _beat(self, store: JobStore) -> None:
+        now_s = time.monotonic()
+        if now_s - self._device_s >= self.every_s:
+            store.report_device(self._device(), self.lease_s)
+            self._device_s = now_s
+        with self._lock:
+            due = [held for held in self._held if now_s - held.beat_s >= self.every_s]
+        for held in due:
+            standing = store.heartbeat(held.claim, held.progress(), self.lease_s)
+            if standing is not held.standing:
+                logger.info("job %s: %s", held.claim.job.name, standing)
+            held.standing, held.beat_s = standing, now_s
+
+    def look_again(self) -> None:
+        """The device's load has changed: tell the store at the next tick."""
+        self._device_s = 0.0
+
+
+def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
+    """How far a job is, from its worker's step log."""
+    done = log.base_work + log.work_done
+    elapsed_s = time.monotonic() - began_s
+    rate = log.work_done / elapsed_s if log.work_done and elapsed_s > 0 else job.progress.rate
+    before = job.progress
+    return Progress(
+        work_done=done,
+        total_work=log.total_work or before.total_work,
+        unit=log.unit or before.unit,
+        rate=rate,
+        steps=before.steps + log.step_count,
+        harvested_s=before.harvested_s + log.harvested_ns / 1e9,
+        checkpoint_s=log.checkpoint_s or before.checkpoint_s,
+    )

@@ -1,0 +1,201 @@
+"""A node task in a worker: measured where it has to be, planned, and planned again when the bubbles change."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from megatron.fill.board import CycleBoardReader
+from megatron.fill.device.meter import fingerprint, meter
+from megatron.fill.errors import PlanError, TaskError
+from megatron.fill.gate import GateReader
+from megatron.fill.planner.cycles import cycle_from_dict, drifted
+from megatron.fill.planner.plan import ExecutionPlan
+from megatron.fill.planner.search import best_plan
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
+from megatron.fill.records import write_text
+from megatron.fill.runtime.loop import StepLoop
+from megatron.fill.runtime.profiler import MeasuringMachine, Profiler, write_profile
+from megatron.fill.runtime.spec import WorkerSpec
+from megatron.fill.runtime.steplog import StepLog, WorkerPhase
+from megatron.fill.sidetask.base import TaskContext
+from megatron.fill.sidetask.loader import load_task
+from megatron.fill.sidetask.nodes import NodeTask
+
+logger = logging.getLogger("pipefill.plan")
+
+PLAN = "plan.json"  # in the job's folder, beside plan.txt
+CHUNK_RESERVE_NS = 300_000  # waking up and pausing: what no step can use of a bubble
+_LOOK_AGAIN_S = 0.5  # for the first cycle of a run
+_WORTH_CHANGING = 1.05  # by how much another configuration must be better
+
+
+class StaleProfile(TaskError):
+    """The task has changed since it was measured."""
+
+
+class NodeRun:
+    """Chooses the configuration of one node task, and keeps it right.
+
+    Args:
+        task: not created yet.
+        loop: what will run it; learns from the profile how long each node takes.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        task: NodeTask,
+        loop: StepLoop,
+        view: GateReader,
+        board: CycleBoardReader,
+        log: StepLog,
+        stopping: Callable[[], bool],
+    ) -> None:
+        self.spec = spec
+        self.task = task
+        self.loop = loop
+        self.view = view
+        self.board = board
+        self.log = log
+        self.stopping = stopping
+        self.directory = Path(spec.directory)
+        self.profiles: list[JobProfile] = []
+        self.plan: ExecutionPlan | None = None
+        self._cycle: BubbleCycle | None = None
+        self._version = 0
+        self._wanted: ExecutionPlan | None = None
+
+    def choose(self) -> bool:
+        """Measure the job if need be, and plan it; False if the main job ended first.  Called before ``create``.
+
+        Raises:
+            PlanError: no node list of any configuration fits the bubbles.
+            TaskError: the job cannot be measured.
+        """
+        if self.spec.profiles is None:
+            logger.info("no profile of this job on this device yet: measuring it")
+            measured = self._measure()
+            if measured is None:
+                return False
+            self.profiles = measured
+        else:
+            self.profiles = [JobProfile.from_dict(one) for one in self.spec.profiles]
+        self._cycle = self._wait_for_cycle()
+        if self._cycle is None:
+            return False
+        self.plan = best_plan(self._cycle, self.profiles, CHUNK_RESERVE_NS)
+        return True
+
+    def configure(self) -> None:
+        """Configure the task as planned.  Called between ``create`` (and ``load_state_dict``) and ``init``."""
+        assert self.plan is not None
+        self._take(self.plan)
+
+    def begin(self) -> None:
+        """The task is initialised: tell the loop what to expect.
+
+        Raises:
+            StaleProfile: the task has other nodes than its profile.
+        """
+        profile = self._profile()
+        names = self.task.node_names()
+        if names != tuple(node.name for node in profile.nodes):
+            raise StaleProfile(f"its profile has {len(profile.nodes)} nodes and the task {len(names)}, or other ones")
+        self.loop.expect(profile)
+
+    def follow(self) -> None:
+        """Called between bubbles: plan again if the bubbles have changed, and change over between iterations."""
+        if self._wanted is not None and self.task.next_node == 0:
+            plan, self._wanted = self._wanted, None
+            self.loop.hold_at_start = False
+            self._take(plan)
+            self.begin()
+        if self.spec.tail or self.board.version == self._version or self._wanted is not None:
+            return
+        self._version = self.board.version
+        cycle = self._read_cycle()
+        assert self._cycle is not None
+        if cycle is None or not drifted(self._cycle, cycle):
+            return
+        self._cycle = cycle
+        self._replan(cycle)
+
+    def _replan(self, cycle: BubbleCycle) -> None:
+        try:
+            best = best_plan(cycle, self.profiles, CHUNK_RESERVE_NS)
+        except PlanError as error:  # the steps that still fit go on; nothing better is known
+            logger.warning("the bubbles have changed, and nothing fits them as measured: %s", error)
+            return
+        try:
+            present = best_plan(cycle, [self._profile()], CHUNK_RESERVE_NS)
+        except PlanError:
+            present = None
+        if present is not None and best.work_per_cycle < _WORTH_CHANGING * present.work_per_cycle:
+            logger.info("the bubbles have changed; %s stays", present.configuration)
+            self._write(present)
+            return
+        logger.info("the bubbles have changed: from %s to %s", self._profile().configuration, best.configuration)
+        self._wanted = best
+        self.loop.hold_at_start = True
+
+    def _profile(self) -> JobProfile:
+        assert self.plan is not None
+        return next(one for one in self.profiles if one.configuration == self.plan.configuration)
+
+    def _take(self, plan: ExecutionPlan) -> None:
+        self.task.configure(plan.configuration)
+        self._write(plan)
+        logger.info("%s; planned as %s: %g %s a cycle", self.task.split, plan.configuration, plan.work_per_cycle,
+                    self.task.unit)  # fmt: skip
+
+    def _write(self, plan: ExecutionPlan) -> None:
+        self.plan = plan
+        assert self._cycle is not None
+        write_text(self.directory / PLAN, json.dumps(plan.to_dict()) + "\n")
+        write_text(self.directory / "plan.txt", f"{plan}\n")
+
+    def _measure(self) -> list[JobProfile] | None:
+        meters = meter(self.spec.device)
+
+        def make(context: TaskContext) -> MeasuringMachine:
+            task = load_task(self.spec.task or "", tuple(self.spec.search))
+            assert isinstance(task, NodeTask)
+            return MeasuringMachine(task, context, meters)
+
+        def run(machine: MeasuringMachine) -> bool:
+            return StepLoop(machine, self.view, self.log, self.stopping, baton=self.loop.baton).run()
+
+        context = TaskContext(self.spec.name, self.directory, self.spec.device, self.spec.memory_bytes)
+        profiler = Profiler(make, run, context, self.spec.args)
+        profiles = profiler.measure()
+        if profiles is not None:
+            write_profile(self.directory, profiles, profiler, fingerprint(self.spec.device))
+        return profiles
+
+    def _wait_for_cycle(self) -> BubbleCycle | None:
+        """It is on the board after a few iterations, before bubbles are filled: time to get ready."""
+        while not (self.view.ended or self.stopping()):
+            self._version = self.board.version
+            cycle = self._read_cycle()
+            if cycle is not None:
+                return cycle
+            self.log.phase = WorkerPhase.ASLEEP
+            time.sleep(_LOOK_AGAIN_S)
+        return None
+
+    def _read_cycle(self) -> BubbleCycle | None:
+        if self.spec.cycle is not None:
+            return cycle_from_dict(self.spec.cycle)
+        cycle = self.board.read()
+        if cycle is None or self.spec.device != "cpu":
+            return cycle
+        # What is free in a bubble is free besides what this process holds already; a node's memory is all it holds.
+        held = psutil.Process().memory_info().rss
+        slots = [BubbleSlot(slot.kind, slot.duration_ns, slot.free_bytes + held) for slot in cycle.slots]
+        return BubbleCycle(cycle.period_ns, tuple(slots))

@@ -1,0 +1,71 @@
+"""Saves a task at its interval, and when it stops; gives it its state back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from megatron.fill.runtime import checkpoint
+from megatron.fill.runtime.steplog import StepLog
+from megatron.fill.sidetask.machine import TaskMachine
+
+logger = logging.getLogger("pipefill.checkpoint")
+
+
+class Saver:
+    """The checkpoints of one task.
+
+    A checkpoint that cannot be written (a full disk) is tried again at the next interval; the job goes on.
+
+    Args:
+        every_s: seconds between two checkpoints.
+    """
+
+    def __init__(self, machine: TaskMachine, directory: Path, every_s: float, log: StepLog) -> None:
+        self.machine = machine
+        self.directory = directory
+        self.every_s = every_s
+        self.log = log
+        self._resumable = True
+        self._due_s = time.monotonic() + every_s
+        self._saved_steps = -1
+
+    def load(self) -> None:
+        """Go on from the newest checkpoint, if there is one.
+
+        Raises:
+            TaskError: there are checkpoints, and none of them is whole.
+        """
+        saved = checkpoint.load(self.directory)
+        if saved is None:
+            return
+        self.machine.load(saved["task"])
+        self.log.base_work = saved["work_done"]
+        self.log.checkpoint_s = saved["saved_s"]
+        logger.info("goes on from its checkpoint at %g %s", saved["work_done"], self.machine.task.unit)
+
+    def save_if_due(self) -> None:
+        """Called between bubbles."""
+        if self._resumable and time.monotonic() >= self._due_s:
+            self.save()
+
+    def save(self) -> None:
+        """Save the task, if it is resumable and has done anything since."""
+        if not self._resumable or self._saved_steps == self.log.step_count:
+            return
+        state = self.machine.state_dict()
+        if state is None:
+            self._resumable = False
+            return
+        now_s = time.time()
+        # A task goes on from the beginning of its iteration.
+        work_done = self.log.base_work + self.log.work_done - self.log.partial_work
+        try:
+            checkpoint.save(self.directory, {"task": state, "work_done": work_done, "saved_s": now_s})
+        except (OSError, ImportError, MemoryError) as error:  # torch may not fit under a small memory cap
+            logger.warning("no checkpoint was written, the job goes on: %s", error)
+        else:
+            self.log.checkpoint_s = now_s
+            self._saved_steps = self.log.step_count
+        self._due_s = time.monotonic() + self.every_s

@@ -1,0 +1,79 @@
+"""What the jobs made from ordinary models share: their arguments, and the splits for each batch shape."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from megatron.fill.sidetask.checks import check_whole
+from megatron.fill.sidetask.data import RandomData, Samples, collate, inputs_and_target, load_object
+from megatron.fill.sidetask.models import WORKLOADS, build_model
+from megatron.fill.sidetask.nodes import NodeTask
+
+_WAYS = ("auto", "sequential", "export", "whole")
+
+
+class ModelJob(NodeTask):
+    """A job that passes samples through a ``torch.nn.Module``, split into pieces."""
+
+    unit: ClassVar[str] = "samples"
+
+    def build_model(self) -> Any:
+        """The model; override it, or give ``model``: ``module:factory`` or a name of ``models.WORKLOADS``."""
+        name, args = self._args["model"], self._args["model_args"] or {}
+        if isinstance(name, str) and ":" in name:
+            return load_object("model", name)(**args)
+        return build_model(name, **args)
+
+    def build_data(self) -> Any:
+        """The samples; override it, or give ``data``: ``module:factory``.  A workload has random data of its own."""
+        name, args = self._args["model"], self._args["data_args"] or {}
+        if self._args["data"] is None and name in WORKLOADS:
+            return RandomData(name, **({"size": "full"} | (self._args["model_args"] or {}) | args))
+        return load_object("data", self._args["data"])(**args)
+
+    def _prepare(self, args: dict[str, Any], seed: int, pieces: int, split: str) -> None:
+        """Check what all such jobs have, and make model and data."""
+        import torch
+
+        check_whole(seed=(seed, 0), pieces=(pieces, 1))
+        if split not in _WAYS:
+            raise ValueError(f"split is {split!r}: expected one of {', '.join(_WAYS)}")
+        self._args, self._seed, self._pieces, self._way = args, seed, pieces, split
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.model = self.build_model()
+        if not isinstance(self.model, torch.nn.Module):
+            raise ValueError(f"model is a {type(self.model).__name__}: expected a torch.nn.Module")
+        self._samples = Samples(self.build_data())
+        self._splits: dict[Any, Any] = {}
+
+    def _split_for(self, inputs: Any, pieces: int | None = None, prepared: bool = True) -> Any:
+        """The split for a batch; one of a shape that was not prepared runs whole unless its pieces fit any shape."""
+        from megatron.fill.sidetask.split import Call, split_model
+
+        key = Call(inputs).key
+        if key not in self._splits:
+            first = next(iter(self._splits.values()), None)
+            if first is not None and first.how.startswith("module boundaries"):
+                self._splits[key] = first
+            else:
+                way = self._way if prepared else "whole"
+                self._splits[key] = split_model(self.model, inputs, way, pieces or self._pieces)
+        return self._splits[key]
+
+    def _example(self, count: int) -> tuple[Any, Any]:
+        """A batch of ``count`` samples to try the model with: inputs and targets."""
+        return self._collate(self._samples.first(count))
+
+    def _collate(self, samples: list[Any]) -> tuple[Any, Any]:
+        pairs = [inputs_and_target(sample) for sample in samples]
+        inputs = collate([inputs for inputs, _ in pairs], self.context.device)
+        targets = [target for _, target in pairs]
+        return inputs, None if targets[0] is None else collate(targets, self.context.device)
+
+    def _synchronize(self) -> None:
+        """A step ends when its kernels do."""
+        if self.context.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize(self.context.device)

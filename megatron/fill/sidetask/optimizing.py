@@ -1,0 +1,92 @@
+"""The optimizer's step, a few parameters at a time, and what is kept in host memory between uses (torch inside)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.fill.profiles import Offload
+
+
+def group_parameters(optimizer: Any, parameters: list[Any], pieces: int) -> list[list[Any]]:
+    """Groups of about equal size, ``pieces`` at most; a parameter is never cut.
+
+    Only torch's own optimizers are known to treat parameters one by one; any other gets one group.
+    """
+    from megatron.fill.sidetask.split.segments import even_cuts
+
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return [parameters]
+    cuts = even_cuts([float(p.numel()) for p in parameters], dict.fromkeys(range(1, len(parameters)), 0.0), pieces)
+    bounds = [0, *cuts, len(parameters)]
+    return [parameters[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def step_group(optimizer: Any, parameters: list[Any]) -> None:
+    """One step for these parameters only; their gradients are freed."""
+    chosen = {id(p) for p in parameters}
+    before = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in chosen]
+        optimizer.step()
+    finally:
+        for group, all_of_it in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = all_of_it
+    for parameter in parameters:
+        parameter.grad = None
+
+
+class Offloaded:
+    """Keeps optimizer state, and weights with their gradients, in host memory while no node needs them.
+
+    It has only been run where device and host are the same, not on a GPU.
+    """
+
+    def __init__(self, offload: Offload, device: str) -> None:
+        self._offload, self._device = offload, device
+
+    def keep(self, model: Any, optimizer: Any) -> None:
+        """Put everything where it is between nodes."""
+        self._move_state(optimizer, model.parameters(), "cpu" if self._offload is not Offload.NONE else self._device)
+        self._move(list(model.parameters()), "cpu" if self._offload is Offload.WEIGHTS else self._device)
+
+    @contextlib.contextmanager
+    def weights(self, parameters: Sequence[Any]) -> Iterator[None]:
+        """These parameters are on the device inside."""
+        if self._offload is not Offload.WEIGHTS:
+            yield
+            return
+        self._move(parameters, self._device)
+        try:
+            yield
+        finally:
+            self._move(parameters, "cpu")
+
+    @contextlib.contextmanager
+    def step(self, optimizer: Any, parameters: list[Any]) -> Iterator[None]:
+        """These parameters and their optimizer state are on the device inside."""
+        with self.weights(parameters):
+            if self._offload is Offload.NONE:
+                yield
+                return
+            self._move_state(optimizer, parameters, self._device)
+            try:
+                yield
+            finally:
+                self._move_state(optimizer, parameters, "cpu")
+
+    @staticmethod
+    def _move(parameters: Sequence[Any], device: str) -> None:
+        for parameter in parameters:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.to(device)
+            parameter.grad = None if gradient is None else gradient.to(device)
+
+    @staticmethod
+    def _move_state(optimizer: Any, parameters: Any, device: str) -> None:
+        for parameter in parameters:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if hasattr(value, "to") and name != "step":  # torch keeps the count of steps where it likes it
+                    optimizer.state[parameter][name] = value.to(device)

@@ -1,0 +1,91 @@
+"""A Parquet file written in parts, so that an interrupted job neither loses nor doubles a row."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.sidetask.models import need
+
+
+class ParquetFile:
+    """Rows in order of their number, of which ``part_rows`` at a time become a file of ``<path>.parts``.
+
+    A part always holds the same rows, so writing it a second time changes nothing.  ``assemble`` puts the parts
+    together, one per call, and then the whole file takes its place in one stroke.
+
+    Attributes:
+        rows: the rows that are not in a part yet, as lists by column.
+    """
+
+    def __init__(self, path: Path, part_rows: int) -> None:
+        self._arrow, self._parquet = need("pyarrow"), need("pyarrow.parquet")
+        self.path, self._part_rows = path, part_rows
+        self._parts = path.with_name(path.name + ".parts")
+        self.rows: dict[str, list[Any]] = {}
+        self._part = 0  # the next to be written
+        self._assembled = 0
+        self._writer: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": {name: list(values) for name, values in self.rows.items()}, "part": self._part}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows, self._part = dict(state["rows"]), state["part"]
+
+    def add(self, columns: dict[str, list[Any]]) -> None:
+        """Append rows; a full part is written."""
+        for name, values in columns.items():
+            self.rows.setdefault(name, []).extend(values)
+        while self._waiting() >= self._part_rows:
+            self._write_part(self._part_rows)
+
+    def assemble(self) -> bool:
+        """Do the next bit of what is left after the last row; True when the file is there."""
+        if self._waiting():
+            self._write_part(self._part_rows)
+            return False
+        if self.path.exists() and not self._parts.exists():
+            return True
+        scratch = self.path.with_name(self.path.name + ".part")
+        table = self._parquet.read_table(self._part_path(self._assembled))
+        if self._writer is None:
+            self._writer = self._parquet.ParquetWriter(scratch, table.schema)
+        self._writer.write_table(table)
+        self._assembled += 1
+        if self._assembled < self._part:
+            return False
+        self._writer.close()
+        os.replace(scratch, self.path)
+        shutil.rmtree(self._parts)
+        return True
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _waiting(self) -> int:
+        return len(next(iter(self.rows.values()), []))
+
+    def _part_path(self, number: int) -> Path:
+        return self._parts / f"{number:06d}.parquet"
+
+    def _write_part(self, count: int) -> None:
+        arrow = self._arrow
+        columns = {name: _column(arrow, values[:count]) for name, values in self.rows.items()}
+        self._parts.mkdir(parents=True, exist_ok=True)
+        path = self._part_path(self._part)
+        scratch = path.with_suffix(".scratch")
+        self._parquet.write_table(arrow.table(columns), scratch)
+        os.replace(scratch, path)
+        self.rows = {name: values[count:] for name, values in self.rows.items()}
+        self._part += 1
+
+
+def _column(arrow: Any, values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, list) and first and isinstance(first[0], float):
+        return arrow.array(values, arrow.list_(arrow.float32()))
+    return arrow.array(values)

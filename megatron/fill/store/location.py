@@ -1,0 +1,54 @@
+"""From what a user calls a store to the URL of its database."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from megatron.fill.errors import StoreError
+
+JOBS_DB = "jobs.db"  # in a run folder
+_FILE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
+_EXPECTED = "expected sqlite:///FILE, postgresql+psycopg://USER@HOST/DATABASE, a database file or a run folder"
+
+
+def shown(url: URL | str) -> str:
+    """The URL without its passwords."""
+    text = url if isinstance(url, str) else url.render_as_string(hide_password=False)
+    text = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", text)
+    return re.sub(r"(password=)[^&]*", r"\1***", text)
+
+
+def locate(where: str | Path) -> URL:
+    """The URL of a store given as a URL, a database file or a run folder.
+
+    Raises:
+        StoreError: it is something else.
+    """
+    if isinstance(where, str) and "://" in where:
+        return _parse(where)
+    if not str(where).strip():
+        raise StoreError(f"the job store is given as {str(where)!r}; {_EXPECTED}")
+    path = Path(where).expanduser()
+    if path.is_dir() or (not path.exists() and path.suffix not in _FILE_SUFFIXES):
+        path /= JOBS_DB
+    return URL.create("sqlite", database=str(path.absolute()))
+
+
+def _parse(text: str) -> URL:
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        raise StoreError(f"{shown(text)!r} is no database URL; {_EXPECTED}") from None
+    if url.drivername in ("postgresql", "postgres"):
+        url = url.set(drivername="postgresql+psycopg")
+    if url.drivername not in ("sqlite", "postgresql+psycopg"):
+        raise StoreError(f"{shown(text)!r} is a database of another kind ({url.drivername}); {_EXPECTED}")
+    if url.drivername == "sqlite":
+        if url.database in (None, "", ":memory:") or url.query:
+            raise StoreError(f"{shown(text)!r} names no file; expected sqlite:///FILE, without options")
+        url = url.set(database=str(Path(str(url.database)).expanduser().absolute()))
+    return url

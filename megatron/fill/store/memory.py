@@ -1,0 +1,138 @@
+"""The in-memory twin of the SQL store: for tests, and for simulations that need no database."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from megatron.fill.store.port import Device, Job, NewJob, Progress
+from megatron.fill.store.queue import JobQueue
+from megatron.fill.store.transaction import Transaction
+from megatron.fill.types import JobState
+
+
+class MemoryStore(JobQueue):
+    """A job store that lives as long as this object, for the threads of one process.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._lock = threading.Lock()
+        self._tables = _Tables(clock)
+
+    def _run[T](self, work: Callable[[Transaction], T], *, write: bool = True) -> T:
+        with self._lock:
+            before = self._tables.copy() if write else None
+            try:
+                return work(self._tables)
+            except BaseException:
+                if before is not None:
+                    self._tables = before
+                raise
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class _Tables:
+    """Every value in them is frozen or never changed in place, so a copy of the tables is a snapshot."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._jobs: dict[int, Job] = {}
+        self._devices: dict[str, tuple[Device, float]] = {}
+        self._profiles: dict[str, dict[str, Any]] = {}
+
+    def copy(self) -> _Tables:
+        tables = _Tables(self._clock)
+        tables._jobs = dict(self._jobs)
+        tables._devices = dict(self._devices)
+        tables._profiles = dict(self._profiles)
+        return tables
+
+    @property
+    def now_s(self) -> float:
+        return self._clock()
+
+    def lock_names(self) -> None:
+        """This transaction is the only one anyway."""
+
+    def add(self, jobs: Sequence[NewJob]) -> list[Job]:
+        added = [self._new(job_id, job) for job_id, job in enumerate(jobs, len(self._jobs) + 1)]
+        for job in added:
+            self.put(job)
+        return added
+
+    def _new(self, job_id: int, job: NewJob) -> Job:
+        return Job(
+            id=job_id,
+            name=job.name,
+            spec=job.spec,
+            user=job.user,
+            priority=job.priority,
+            deadline_s=job.deadline_s,
+            state=JobState.QUEUED,
+            reason="",
+            submitted_s=self.now_s,
+            started_s=None,
+            finished_s=None,
+            attempt=0,
+            owner=None,
+            lease_until_s=None,
+            cancelling=False,
+            device="",
+            directory="",
+            progress=Progress(),
+        )
+
+    def put(self, job: Job) -> None:
+        self._jobs[job.id] = job
+
+    def job(self, job_id: int) -> Job | None:
+        return self._jobs.get(job_id)
+
+    def unfinished(self, names: Collection[str]) -> dict[str, Job]:
+        return {job.name: job for job in self._jobs.values() if job.name in names and not job.state.finished}
+
+    def latest(self, name: str) -> Job | None:
+        found = [job for job in self._jobs.values() if job.name == name]
+        return found[-1] if found else None
+
+    def first_queued(self, ids: Sequence[int]) -> Job | None:
+        jobs = (self._jobs.get(job_id) for job_id in ids)
+        return next((job for job in jobs if job is not None and job.state is JobState.QUEUED), None)
+
+    def expired(self) -> list[Job]:
+        now_s = self.now_s
+        return [
+            job
+            for job in self._jobs.values()
+            if job.state is JobState.RUNNING and job.lease_until_s is not None and job.lease_until_s <= now_s
+        ]
+
+    def jobs(self, states: Collection[JobState], limit: int | None) -> list[Job]:
+        found = [job for job in self._jobs.values() if not states or job.state in states]
+        return found if limit is None else found[max(0, len(found) - limit) :]
+
+    def names(self, limit: int) -> list[str]:
+        return [job.name for job in self.jobs((), limit)]
+
+    def put_device(self, device: Device, lease_s: float) -> None:
+        self._devices[device.name] = (device, self.now_s + lease_s)
+
+    def drop_device(self, name: str) -> None:
+        self._devices.pop(name, None)
+
+    def devices(self) -> list[Device]:
+        now_s = self.now_s
+        return [device for _, (device, until_s) in sorted(self._devices.items()) if until_s > now_s]
+
+    def profile(self, key: str) -> dict[str, Any] | None:
+        return self._profiles.get(key)
+
+    def put_profile(self, key: str, profile: dict[str, Any]) -> None:
+        self._profiles[key] = profile

@@ -1,0 +1,301 @@
+"""The rules of the job queue, written once over what any database can do in one transaction."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.fill.errors import JobError
+from megatron.fill.store.port import Claim, Device, Job, NewJob, Progress, Standing
+from megatron.fill.store.transaction import Transaction
+from megatron.fill.types import JobState
+
+_MAX_ID = 2**63 - 1
+_NAMES_COMPARED = 10_000
+
+
+class JobQueue(ABC):
+    """``JobStore`` over transactions; ``port.JobStore`` says what each method does."""
+
+    @abstractmethod
+    def _run[T](self, work: Callable[[Transaction], T], *, write: bool = True) -> T:
+        """Do ``work`` in one transaction, anew where the database could not do it just now."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def submit(self, jobs: Sequence[NewJob]) -> list[Job]:
+        checked = [_checked(job) for job in jobs]
+
+        def work(transaction: Transaction) -> list[Job]:
+            transaction.lock_names()
+            return _submit(transaction, checked)
+
+        return self._run(work)
+
+    def get(self, job_id: int) -> Job:
+        return self._run(lambda transaction: _existing(transaction, job_id), write=False)
+
+    def find(self, name: str) -> Job:
+        return self._run(lambda transaction: _find(transaction, name), write=False)
+
+    def list(self, states: Collection[JobState] = (), limit: int | None = None) -> list[Job]:
+        if limit is not None and limit < 0:
+            raise JobError(f"the limit of a list of jobs is {limit}; expected 0 or more")
+        return self._run(lambda transaction: transaction.jobs(states, limit), write=False)
+
+    def claim(self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "") -> Claim | None:
+        _check_lease(lease_s)
+        ids = [job_id for job_id in wanted if _possible(job_id)]
+
+        def work(transaction: Transaction) -> Claim | None:
+            _recover(transaction)
+            job = transaction.first_queued(ids)
+            if job is None:
+                return None
+            now_s = transaction.now_s
+            job = replace(
+                job,
+                state=JobState.RUNNING,
+                reason="",
+                started_s=now_s,
+                attempt=job.attempt + 1,
+                owner=owner,
+                lease_until_s=now_s + lease_s,
+                device=_storable(device),
+            )
+            transaction.put(job)
+            return Claim(job, owner)
+
+        return self._run(work)
+
+    def heartbeat(self, claim: Claim, progress: Progress, lease_s: float) -> Standing:
+        _check_lease(lease_s)
+
+        def work(transaction: Transaction) -> Standing:
+            job = _held(transaction, claim)
+            if job is None:
+                return Standing.LOST
+            transaction.put(replace(job, lease_until_s=transaction.now_s + lease_s, progress=progress))
+            return Standing.CANCELLED if job.cancelling else Standing.HELD
+
+        return self._run(work)
+
+    def place(self, claim: Claim, directory: str) -> bool:
+        if directory != _storable(directory):
+            raise JobError(f"the folder of job {claim.job.name} is {directory!r}; expected a printable path")
+        return self._change(claim, lambda job, now_s: replace(job, directory=directory))
+
+    def finish(self, claim: Claim, state: JobState, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
+        if not state.finished:
+            raise JobError(f"job {claim.job.name} cannot finish as {state}; expected SUCCEEDED, FAILED or CANCELLED")
+        plain = _plain("result", result)
+
+        def work(transaction: Transaction) -> bool:
+            job = _held(transaction, claim)
+            if job is None:
+                # Done already by an earlier call whose answer got lost on its way: nobody else ends this attempt so.
+                last = transaction.job(claim.job.id)
+                return last is not None and (last.state, last.attempt) == (state, claim.attempt)
+            ended = _ended(job, state, reason, transaction.now_s)
+            transaction.put(replace(ended, progress=progress, result=plain))
+            return True
+
+        return self._run(work)
+
+    def release(self, claim: Claim, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
+        plain = _plain("result", result)
+        return self._change(
+            claim, lambda job, now_s: replace(_returned(job, reason, now_s), progress=progress, result=plain)
+        )
+
+    def recover(self) -> int:
+        return self._run(_recover)
+
+    def cancel(self, job_id: int) -> Job:
+        def work(transaction: Transaction) -> Job:
+            job = _existing(transaction, job_id)
+            if job.state.finished:
+                raise JobError(f"job {_label(job)} is {job.state}; expected a job that has not finished")
+            if job.state is JobState.RUNNING:
+                job = replace(job, cancelling=True)
+            else:
+                job = _ended(job, JobState.CANCELLED, "cancelled", transaction.now_s)
+            transaction.put(job)
+            return job
+
+        return self._run(work)
+
+    def note(self, job_id: int, reason: str) -> None:
+        def work(transaction: Transaction) -> None:
+            job = _existing(transaction, job_id)
+            if job.state is JobState.QUEUED:
+                transaction.put(replace(job, reason=_storable(reason)))
+
+        self._run(work)
+
+    def retry(self, job_id: int) -> Job:
+        def work(transaction: Transaction) -> Job:
+            job = _existing(transaction, job_id)
+            if job.state not in (JobState.FAILED, JobState.CANCELLED):
+                raise JobError(f"job {_label(job)} is {job.state}; expected a FAILED or CANCELLED job")
+            namesake = transaction.unfinished([job.name]).get(job.name)
+            if namesake is not None:
+                raise JobError(
+                    f"job {_label(job)} cannot be retried: its name is in use by the {namesake.state} job {namesake.id}"
+                )
+            job = replace(job, state=JobState.QUEUED, reason="", finished_s=None)
+            transaction.put(job)
+            return job
+
+        return self._run(work)
+
+    def report_device(self, device: Device, lease_s: float) -> None:
+        _check_lease(lease_s)
+        plain = replace(
+            device,
+            name=_storable(device.name),
+            run=_storable(device.run),
+            job=_storable(device.job),
+            cycle=None if device.cycle is None else _plain("cycle", device.cycle),
+        )
+        self._run(lambda transaction: transaction.put_device(plain, lease_s))
+
+    def forget_device(self, name: str) -> None:
+        self._run(lambda transaction: transaction.drop_device(_storable(name)))
+
+    def devices(self) -> Sequence[Device]:
+        return self._run(lambda transaction: transaction.devices(), write=False)
+
+    def profile(self, key: str) -> dict[str, Any] | None:
+        return self._run(lambda transaction: transaction.profile(key), write=False)
+
+    def keep_profile(self, key: str, profile: dict[str, Any]) -> None:
+        plain = _plain("profile", profile)
+        self._run(lambda transaction: transaction.put_profile(key, plain))
+
+    def _change(self, claim: Claim, change: Callable[[Job, float], Job]) -> bool:
+        """Change a job that is still its owner's; False if it is not."""
+
+        def work(transaction: Transaction) -> bool:
+            job = _held(transaction, claim)
+            if job is not None:
+                transaction.put(change(job, transaction.now_s))
+            return job is not None
+
+        return self._run(work)
+
+
+def _checked(job: NewJob) -> NewJob:
+    """The job as any database can hold it.
+
+    Raises:
+        JobError: there is something in it that none can.
+    """
+    for field, text in (("name", job.name), ("user", job.user)):
+        if text != _storable(text) or (field == "name" and not text):
+            raise JobError(f"the {field} of a job is {text!r}; expected printable text")
+    if not -_MAX_ID <= job.priority <= _MAX_ID:
+        raise JobError(f"job {job.name!r}: priority is {job.priority}; expected a number of 64 bits")
+    return replace(job, spec=_plain("spec", job.spec))
+
+
+def _submit(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
+    known = transaction.unfinished({job.name for job in new})
+    fresh: dict[str, NewJob] = {}
+    for job in new:
+        namesake = known.get(job.name)
+        if namesake is not None and not _same(namesake.spec, job.spec):
+            raise JobError(
+                f"the name {job.name!r} is in use by the {namesake.state} job {namesake.id}, which is another one; "
+                "expected another name, or that job cancelled first"
+            )
+        if namesake is None and not _same(fresh.setdefault(job.name, job).spec, job.spec):
+            raise JobError(f"two different jobs are named {job.name!r}; expected different names")
+    known |= {job.name: job for job in transaction.add(list(fresh.values()))}
+    return [known[job.name] for job in new]
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    # As text: NaN is not equal to itself.  Where a task is imported from depends on where one stands.
+    texts = [json.dumps({**spec, "search": None}, sort_keys=True) for spec in (one, other)]
+    return texts[0] == texts[1]
+
+
+def _find(transaction: Transaction, name: str) -> Job:
+    job = transaction.latest(_storable(name))
+    if job is None and name.isdecimal() and _possible(int(name)):
+        job = transaction.job(int(name))
+    if job is not None:
+        return job
+    close = difflib.get_close_matches(name, sorted(set(transaction.names(_NAMES_COMPARED))))
+    raise JobError(f"there is no job {name!r}" + (f"; the closest: {', '.join(close)}" if close else ""))
+
+
+def _existing(transaction: Transaction, job_id: int) -> Job:
+    job = transaction.job(job_id) if _possible(job_id) else None
+    if job is None:
+        raise JobError(f"there is no job {job_id}")
+    return job
+
+
+def _held(transaction: Transaction, claim: Claim) -> Job | None:
+    """The claimed job, if nobody has taken or put it back since."""
+    job = transaction.job(claim.job.id)
+    held = job is not None and (job.state, job.owner, job.attempt) == (JobState.RUNNING, claim.owner, claim.attempt)
+    return job if held else None
+
+
+def _recover(transaction: Transaction) -> int:
+    expired = transaction.expired()
+    for job in expired:
+        transaction.put(_returned(job, f"{job.owner} was not heard of in time", transaction.now_s))
+    return len(expired)
+
+
+def _returned(job: Job, reason: str, now_s: float) -> Job:
+    if job.cancelling:
+        return _ended(job, JobState.CANCELLED, "cancelled", now_s)
+    return replace(job, state=JobState.QUEUED, reason=_storable(reason), owner=None, lease_until_s=None)
+
+
+def _ended(job: Job, state: JobState, reason: str, now_s: float) -> Job:
+    return replace(
+        job,
+        state=state,
+        reason=_storable(reason),
+        finished_s=now_s,
+        owner=None,
+        lease_until_s=None,
+        cancelling=False,
+    )
+
+
+def _plain(what: str, value: dict[str, Any]) -> dict[str, Any]:
+    """A copy of it that is JSON data."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise JobError(f"the {what} is {value!r:.60}, which is no JSON data: {error}") from None
+
+
+def _storable(text: str) -> str:
+    """Without what no database takes: lone surrogates, and NUL characters."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "?")
+
+
+def _possible(job_id: int) -> bool:
+    return 0 < job_id <= _MAX_ID
+
+
+def _label(job: Job) -> str:
+    return f"{job.name} ({job.id})"
+
+
+def _check_lease(lease_s: float) -> None:
+    if not 0 < lease_s < float("inf"):
+        raise JobError(f"a lease of {lease_s} s; expected more than 0, and an end")

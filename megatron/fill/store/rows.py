@@ -1,0 +1,169 @@
+"""One transaction of a SQL store: the tables' rows as the port's values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from itertools import batched
+from typing import Any
+
+from sqlalchemy import Connection, Double, Row, Select, case, cast, delete, func, insert, select, update
+
+from megatron.fill.store.port import Device, Job, NewJob, Progress
+from megatron.fill.store.schema import NAMES_LOCK, devices, jobs, profiles
+from megatron.fill.types import JobState
+
+_UNFINISHED = (JobState.QUEUED, JobState.RUNNING)
+_IDS_AT_A_TIME = 32
+_NAMES_AT_A_TIME = 500
+
+
+class SqlTransaction:
+    """Reads and writes in the transaction that ``connection`` is in.
+
+    Args:
+        clock: seconds since the epoch; None for the database's own clock.
+        locking: what is read will be written: lock it.
+    """
+
+    def __init__(self, connection: Connection, clock: Callable[[], float] | None, locking: bool) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._locking = locking
+        self._now_s: float | None = None
+
+    @property
+    def now_s(self) -> float:
+        """The time of the first look at it: what one transaction does, it does at one time."""
+        if self._now_s is None:
+            if self._clock is not None:
+                self._now_s = self._clock()
+            else:
+                clock = select(cast(func.extract("epoch", func.clock_timestamp()), Double))
+                self._now_s = self._connection.execute(clock).scalar_one()
+        return self._now_s
+
+    def lock_names(self) -> None:
+        # Two that insert the same names in different orders would wait for each other.
+        if self._connection.dialect.name == "postgresql":
+            self._connection.execute(select(func.pg_advisory_xact_lock(NAMES_LOCK)))
+
+    def add(self, new: Sequence[NewJob]) -> list[Job]:
+        if not new:
+            return []
+        inserted = insert(jobs).returning(jobs, sort_by_parameter_order=True)
+        return [_job(row) for row in self._connection.execute(inserted, [self._values(job) for job in new])]
+
+    def _values(self, job: NewJob) -> dict[str, Any]:
+        return {
+            "name": job.name,
+            "spec": json.dumps(job.spec),
+            "user": job.user,
+            "priority": job.priority,
+            "deadline_s": job.deadline_s,
+            "submitted_s": self.now_s,
+            "attempt": 0,
+            "state": JobState.QUEUED,
+            "reason": "",
+            "cancelling": False,
+            "device": "",
+            "directory": "",
+            "progress": json.dumps(asdict(Progress())),
+            "result": "{}",
+        }
+
+    def put(self, job: Job) -> None:
+        self._connection.execute(
+            update(jobs)
+            .where(jobs.c.id == job.id)
+            .values(
+                state=job.state,
+                reason=job.reason,
+                started_s=job.started_s,
+                finished_s=job.finished_s,
+                attempt=job.attempt,
+                owner=job.owner,
+                lease_until_s=job.lease_until_s,
+                cancelling=job.cancelling,
+                device=job.device,
+                directory=job.directory,
+                progress=json.dumps(asdict(job.progress)),
+                result=json.dumps(job.result),
+            )
+        )
+
+    def job(self, job_id: int) -> Job | None:
+        return self._first(select(jobs).where(jobs.c.id == job_id))
+
+    def unfinished(self, names: Collection[str]) -> dict[str, Job]:
+        found: dict[str, Job] = {}
+        for batch in batched(sorted(names), _NAMES_AT_A_TIME):
+            query = select(jobs).where(jobs.c.name.in_(batch), jobs.c.state.in_(_UNFINISHED))
+            rows = self._connection.execute(query.order_by(jobs.c.id).with_for_update())
+            found |= {row.name: _job(row) for row in rows}
+        return found
+
+    def latest(self, name: str) -> Job | None:
+        return self._first(select(jobs).where(jobs.c.name == name).order_by(jobs.c.id.desc()).limit(1))
+
+    def first_queued(self, ids: Sequence[int]) -> Job | None:
+        for batch in batched(ids, _IDS_AT_A_TIME):
+            rank = case({job_id: place for place, job_id in enumerate(batch)}, value=jobs.c.id)
+            queued = select(jobs).where(jobs.c.id.in_(batch), jobs.c.state == JobState.QUEUED)
+            job = self._first(queued.order_by(rank).limit(1), skip_locked=True)
+            if job is not None:
+                return job
+        return None
+
+    def expired(self) -> list[Job]:
+        query = select(jobs).where(jobs.c.state == JobState.RUNNING, jobs.c.lease_until_s <= self.now_s)
+        return [_job(row) for row in self._connection.execute(query.with_for_update(skip_locked=True))]
+
+    def jobs(self, states: Collection[JobState], limit: int | None) -> list[Job]:
+        query = select(jobs).order_by(jobs.c.id.desc()).limit(limit)
+        if states:
+            query = query.where(jobs.c.state.in_(states))
+        return [_job(row) for row in self._connection.execute(query)][::-1]
+
+    def names(self, limit: int) -> list[str]:
+        return list(self._connection.scalars(select(jobs.c.name).order_by(jobs.c.id.desc()).limit(limit)))
+
+    def put_device(self, device: Device, lease_s: float) -> None:
+        values = asdict(device) | {"cycle": json.dumps(device.cycle), "lease_until_s": self.now_s + lease_s}
+        there = self._connection.execute(update(devices).where(devices.c.name == device.name).values(values))
+        if not there.rowcount:
+            self._connection.execute(insert(devices).values(values))
+
+    def drop_device(self, name: str) -> None:
+        self._connection.execute(delete(devices).where(devices.c.name == name))
+
+    def devices(self) -> list[Device]:
+        rows = self._connection.execute(select(devices).where(devices.c.lease_until_s > self.now_s))
+        found = [Device(row.name, row.run, row.busy_until_s, row.job, json.loads(row.cycle)) for row in rows]
+        return sorted(found, key=lambda device: device.name)  # the databases' own orders of text differ
+
+    def profile(self, key: str) -> dict[str, Any] | None:
+        text = self._connection.scalar(select(profiles.c.profile).where(profiles.c.key == key))
+        return None if text is None else json.loads(text)
+
+    def put_profile(self, key: str, profile: dict[str, Any]) -> None:
+        values = {"key": key, "profile": json.dumps(profile), "kept_s": self.now_s}
+        there = self._connection.execute(update(profiles).where(profiles.c.key == key).values(values))
+        if not there.rowcount:
+            self._connection.execute(insert(profiles).values(values))
+
+    def _first(self, query: Select[Any], skip_locked: bool = False) -> Job | None:
+        if self._locking:  # SQLite has no such clause: there, one writer has the whole database
+            query = query.with_for_update(skip_locked=skip_locked)
+        row = self._connection.execute(query).first()
+        return None if row is None else _job(row)
+
+
+def _job(row: Row[Any]) -> Job:
+    values = dict(row._mapping)
+    values["state"] = JobState(values["state"])
+    values["spec"] = json.loads(values["spec"])
+    values["progress"] = Progress(**json.loads(values["progress"]))
+    values["result"] = json.loads(values["result"])
+    return Job(**values)

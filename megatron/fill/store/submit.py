@@ -1,0 +1,28 @@
+"""From a job of a jobs file to a job of the store."""
+
+from __future__ import annotations
+
+from megatron.fill.config import JobSpec
+from megatron.fill.store.port import NewJob
+
+
+def new_job(spec: JobSpec, search: list[str], user: str) -> NewJob:
+    """The job as ``JobStore.submit`` takes it.
+
+    Args:
+        search: absolute folders that the task is imported from, besides the installed packages.
+        user: who submits it: whose it is if it does not say so itself.
+    """
+    return NewJob(
+        name=spec.name,
+        spec={
+            "task": spec.task,
+            "command": None if spec.command is None else list(spec.command),
+            "args": spec.args,
+            "memory_bytes": spec.memory,
+            "search": search,
+        },
+        user=spec.user or user,
+        priority=spec.priority,
+        deadline_s=spec.deadline,
+    )

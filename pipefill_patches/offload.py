@@ -1,0 +1,151 @@
+"""``--fill-offload-optimizer``: the optimizer's state lives in host memory while no optimizer step needs it.
+
+Megatron's own ``offload_to_cpu`` and ``restore_from_cpu`` do the moving (PipeFill, section 4.1); they copy, so every
+bit stays.  They run in a thread and on a stream of their own: away behind the next iteration's compute, back behind
+the drain bubble.
+After a few iterations the bus is asked whether that pays; if not, the state stays on the device from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from megatron.fill.hooks import bus
+from pipefill_patches.registry import Patch, Target, replace
+
+_SETUP = Target("megatron.training.training:setup_model_and_optimizer", ("model_type", "model_provider_func"))
+_OFFLOAD = Target("megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu", ("self",))
+_RESTORE = Target("megatron.core.optimizer.optimizer:MegatronOptimizer.restore_from_cpu", ("self",))
+_TRIAL_STEPS = 10
+_READERS = ("state_dict", "sharded_state_dict", "load_state_dict", "reload_model_params", "save_parameter_state")
+
+
+class OffloadedOptimizer:
+    """Moves one optimizer's state to and fro.
+
+    Args:
+        optimizer: a ``MegatronOptimizer``; its ``step``, and whatever reads its state, are wrapped on the object.
+        pays: told the bytes gained, the nanoseconds lost per iteration and the iteration's nanoseconds, answers whether
+            to go on.
+    """
+
+    def __init__(self, optimizer: Any, pays: Callable[[int, int, int], bool]) -> None:
+        self.optimizer = optimizer
+        self.pays = pays
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload")
+        self._moving: Future[None] | None = None
+        self._stream: Any = None
+        self._away = False
+        self._on = True
+        self._steps = 0
+        self._lost_ns = 0
+        self._began_ns = 0
+        self._bytes = 0
+        self._step = optimizer.step
+        optimizer.step = self.step
+        for name in _READERS:
+            if hasattr(optimizer, name):
+                setattr(optimizer, name, self._with_state(getattr(optimizer, name)))
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        start_ns = time.monotonic_ns()
+        self._bring_back()
+        self._lost_ns += time.monotonic_ns() - start_ns
+        result = self._step(*args, **kwargs)
+        if self._on:
+            self._weigh(start_ns)
+        if self._on:
+            self._away = True
+            self._move(self.optimizer.offload_to_cpu)
+        return result
+
+    def prefetch(self) -> None:
+        """The next optimizer step is near: start bringing the state back."""
+        if self._away:
+            self._away = False
+            self._move(self.optimizer.restore_from_cpu)
+
+    def _bring_back(self) -> None:
+        self.prefetch()
+        if self._moving is not None:
+            self._moving.result()
+            self._moving = None
+            if self._stream is not None:
+                import torch
+
+                torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _move(self, move: Callable[[], None]) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            self._moving = self._thread.submit(move)
+            return
+        stream = self._stream = self._stream or torch.cuda.Stream()
+        ready = torch.cuda.current_stream().record_event()  # the step that is queued must see the state still
+
+        def on_stream() -> None:
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                move()
+
+        self._moving = self._thread.submit(on_stream)
+
+    def _with_state(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._bring_back()
+            return method(*args, **kwargs)
+
+        return run
+
+    def _weigh(self, now_ns: int) -> None:
+        self._steps += 1
+        if self._steps == 1:  # the state was made by this very step
+            self._bytes = sum(tensor.nbytes for tensor in _state(self.optimizer) if tensor.is_cuda)
+            self._began_ns, self._lost_ns = now_ns, 0
+        # Nothing to gain needs no trial.
+        if self._steps == _TRIAL_STEPS or not self._bytes:
+            steps = max(1, self._steps - 1)
+            self._on = self.pays(self._bytes, self._lost_ns // steps, (now_ns - self._began_ns) // steps)
+            self._steps = _TRIAL_STEPS + 1
+
+
+def _state(optimizer: Any) -> Iterator[Any]:
+    """The tensors that ``offload_to_cpu`` moves: the optimizer's own parameters and its state."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if inner is None or getattr(part, "is_stub_optimizer", False):
+            continue
+        for group in inner.param_groups:
+            yield from group["params"]
+        for values in inner.state.values():
+            yield from (value for value in values.values() if hasattr(value, "nbytes"))
+
+
+def _install(stack: contextlib.ExitStack) -> None:
+    holder, name = _SETUP.resolve()
+    setup = getattr(holder, name)
+
+    @functools.wraps(setup)
+    def setup_with_offload(*args: Any, **kwargs: Any) -> Any:
+        result = setup(*args, **kwargs)
+        if result[1] is not None:
+            bus.on_last_backward = OffloadedOptimizer(result[1], bus.offload_pays).prefetch
+        return result
+
+    replace(stack, holder, name, setup_with_offload)
+    stack.callback(setattr, bus, "on_last_backward", None)
+
+
+PATCH = Patch(
+    "offload",
+    "the optimizer exists from setup_model_and_optimizer on, and only its own methods read its state",
+    _install,
+    (_SETUP, _OFFLOAD, _RESTORE),
+)

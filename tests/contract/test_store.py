@@ -1,0 +1,516 @@
+"""What every job store does: the in-memory twin, SQLite, PostgreSQL."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from megatron.fill.errors import JobError
+from megatron.fill.store import Claim, Device, Job, JobStore, NewJob, Progress, Standing
+from megatron.fill.store.memory import MemoryStore
+from megatron.fill.store.sql import SqlStore
+from megatron.fill.types import JobState
+
+SPEC = {"task": "tasks:Pi", "command": None, "args": {"points": 10}, "memory_bytes": None, "search": ["/jobs"]}
+FINISHED = [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED]
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Backend:
+    """One store, opened as often as a test likes."""
+
+    clock: FakeClock
+    open_again: Callable[[], JobStore]
+    opened: list[JobStore] = field(default_factory=list)
+
+    def open(self) -> JobStore:
+        self.opened.append(self.open_again())
+        return self.opened[-1]
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgresql"])
+def backend(request: pytest.FixtureRequest, tmp_path) -> Iterator[Backend]:
+    clock = FakeClock()
+    if request.param == "memory":
+        twin = MemoryStore(clock)
+        made = Backend(clock, lambda: twin)
+    else:
+        sqlite = request.param == "sqlite"
+        url = f"sqlite:///{tmp_path}/jobs.db" if sqlite else request.getfixturevalue("postgres").new_database()
+        made = Backend(clock, lambda: SqlStore(url, clock=clock))
+    yield made
+    for store in made.opened:
+        store.close()
+
+
+@pytest.fixture
+def store(backend) -> JobStore:
+    return backend.open()
+
+
+def new(name: str = "pi", **values) -> NewJob:
+    return NewJob(**{"name": name, "spec": SPEC, "user": "ada"} | values)
+
+
+def submitted(store: JobStore, *names: str) -> list[Job]:
+    return store.submit([new(name) for name in names])
+
+
+def claimed(store: JobStore, job: Job, owner: str = "agent", lease_s: float = 10) -> Claim:
+    claim = store.claim(owner, [job.id], lease_s)
+    assert claim is not None
+    return claim
+
+
+class TestSubmit:
+    def test_a_new_job_is_queued_as_it_was_given(self, store, backend):
+        [job] = store.submit([new(priority=-3, deadline_s=2_000_000.5)])
+        assert (job.name, job.spec, job.user, job.priority, job.deadline_s) == ("pi", SPEC, "ada", -3, 2_000_000.5)
+        assert (job.state, job.reason, job.attempt, job.owner) == (JobState.QUEUED, "", 0, None)
+        assert (job.submitted_s, job.started_s, job.finished_s) == (backend.clock.now_s, None, None)
+        assert (job.progress, job.result, job.cancelling) == (Progress(), {}, False)
+        assert store.get(job.id) == job
+
+    def test_another_opener_sees_it(self, store, backend):
+        [job] = submitted(store, "pi")
+        assert backend.open().get(job.id) == job
+
+    def test_jobs_are_numbered_in_their_order(self, store):
+        ids = [job.id for job in submitted(store, "c", "a", "b")] + [job.id for job in submitted(store, "d")]
+        assert ids == sorted(ids)
+        assert [job.name for job in store.list()] == ["c", "a", "b", "d"]
+
+    def test_the_same_job_again_is_the_same_job(self, store):
+        [first] = submitted(store, "pi")
+        claimed(store, first)
+        [again, other] = submitted(store, "pi", "other")
+        assert again == store.get(first.id)
+        assert other.id != first.id
+        assert len(store.list()) == 2
+
+    def test_a_finished_jobs_name_is_free(self, store):
+        [first] = submitted(store, "pi")
+        store.cancel(first.id)
+        [second] = store.submit([new(spec={"task": "tasks:Other"})])
+        assert second.id != first.id
+
+    def test_a_name_in_use_by_another_job_stops_them_all(self, store):
+        submitted(store, "pi")
+        with pytest.raises(JobError, match=r"the name 'pi' is in use by the QUEUED job 1"):
+            store.submit([new("before"), new(spec={"task": "tasks:Other"}), new("after")])
+        assert [job.name for job in store.list()] == ["pi"]
+
+    def test_one_name_twice_in_one_call(self, store):
+        first, second = submitted(store, "pi", "pi")
+        assert first == second
+        with pytest.raises(JobError, match="two different jobs are named 'e'"):
+            store.submit([new("e"), new("e", spec={})])
+
+    def test_thousands_at_once(self, store):
+        names = [f"job-{number}" for number in range(2500)]
+        jobs = submitted(store, *names)
+        assert [job.name for job in jobs] == [job.name for job in store.list()] == names
+        assert submitted(store, *names[::-1]) == jobs[::-1]
+
+    def test_nothing_is_nothing(self, store):
+        assert store.submit([]) == []
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"name": ""}, "name of a job is ''"),
+            ({"name": "a\0b"}, "expected printable text"),
+            ({"user": "\udcff"}, "expected printable text"),
+            ({"spec": {"task": {1, 2}}}, "spec is .* no JSON data"),
+            ({"priority": 2**70}, "priority is .* expected a number of 64 bits"),
+        ],
+    )
+    def test_what_no_database_holds_is_refused(self, store, values, message):
+        with pytest.raises(JobError, match=message):
+            store.submit([new(**values)])
+
+    def test_any_text_and_any_size_come_back(self, store):
+        spec = {
+            "args": {"text": "naïve 数据 🚀 \0 \udcff '; DROP TABLE jobs; --", "nan": math.nan, "big": "x" * 3_000_000}
+        }
+        [job] = store.submit([new("ünï-数", spec=spec, user="Ada Lovelace 🚀")])
+        assert repr(store.find("ünï-数").spec) == repr(spec)  # NaN is not equal to itself
+        assert store.get(job.id).user == "Ada Lovelace 🚀"
+        [again] = store.submit([new("ünï-数", spec=spec)])
+        assert again.id == job.id
+
+
+class TestFind:
+    def test_the_latest_of_a_name(self, store):
+        [first] = submitted(store, "pi")
+        store.cancel(first.id)
+        [second] = submitted(store, "pi")
+        assert store.find("pi").id == second.id
+
+    def test_a_number(self, store):
+        _, second = submitted(store, "a", "b")
+        assert store.find(str(second.id)).name == "b"
+
+    def test_a_name_that_looks_like_a_number_comes_first(self, store):
+        _, second = submitted(store, "a", "1")
+        assert store.find("1").id == second.id
+
+    @pytest.mark.parametrize("name", ["digit", "99", "9" * 40, "-1", "1.5", "", "\udcff", "²"])
+    def test_what_there_is_not(self, store, name):
+        submitted(store, "digits", "pagerank")
+        with pytest.raises(JobError) as caught:
+            store.find(name)
+        assert str(caught.value).startswith(f"there is no job {name!r}")
+        assert ("the closest: digits" in str(caught.value)) == (name == "digit")
+
+    @pytest.mark.parametrize("job_id", [0, -1, 77, 10**30])
+    def test_no_such_number(self, store, job_id):
+        submitted(store, "pi")
+        for method in (store.get, store.cancel, store.retry):
+            with pytest.raises(JobError, match=f"there is no job {job_id}"):
+                method(job_id)
+        assert store.claim("agent", [job_id], 1) is None
+
+
+class TestList:
+    def test_by_state_and_the_latest(self, store):
+        jobs = submitted(store, "a", "b", "c", "d")
+        claimed(store, jobs[1])
+        store.cancel(jobs[3].id)
+        assert [job.name for job in store.list([JobState.QUEUED])] == ["a", "c"]
+        assert [job.name for job in store.list({JobState.RUNNING, JobState.CANCELLED})] == ["b", "d"]
+        assert [job.name for job in store.list(limit=2)] == ["c", "d"]
+        assert [job.name for job in store.list([JobState.QUEUED], limit=1)] == ["c"]
+        assert store.list(limit=0) == []
+        with pytest.raises(JobError, match="limit"):
+            store.list(limit=-1)
+
+
+class TestClaim:
+    def test_it_takes_the_first_wanted_that_is_queued(self, store, backend):
+        a, b, c = submitted(store, "a", "b", "c")
+        claimed(store, b)
+        claim = store.claim("agent-2", [b.id, 10**6, c.id, a.id], 5, device="rank 1 of runs/first")
+        assert claim.job.name == "c"
+        assert (claim.owner, claim.attempt) == ("agent-2", 1)
+        job = store.get(c.id)
+        assert job == claim.job
+        assert (job.state, job.owner, job.attempt) == (JobState.RUNNING, "agent-2", 1)
+        assert (job.started_s, job.lease_until_s) == (backend.clock.now_s, backend.clock.now_s + 5)
+        assert job.device == "rank 1 of runs/first"
+
+    def test_it_looks_through_a_long_list(self, store):
+        jobs = submitted(store, *(f"job-{number}" for number in range(100)))
+        wanted = [job.id for job in reversed(jobs)]
+        names = [store.claim("agent", wanted, 5).job.name for _ in range(100)]
+        assert names == [f"job-{number}" for number in reversed(range(100))]
+        assert store.claim("agent", iter(wanted), 5) is None
+
+    def test_nothing_wanted_is_nothing_claimed(self, store):
+        submitted(store, "pi")
+        assert store.claim("agent", [], 5) is None
+
+    @pytest.mark.parametrize("lease_s", [0, -1, math.inf, math.nan])
+    def test_a_lease_has_an_end(self, store, lease_s):
+        [job] = submitted(store, "pi")
+        with pytest.raises(JobError, match="lease"):
+            store.claim("agent", [job.id], lease_s)
+
+    def test_many_threads_claim_each_job_once(self, backend):
+        store = backend.open()
+        ids = [job.id for job in submitted(store, *(f"job-{number}" for number in range(60)))]
+        taken: list[int] = []
+
+        def agent(number: int) -> None:
+            mine = store if number % 2 else backend.open()
+            while claim := mine.claim(f"agent-{number}", ids, 1000):
+                taken.append(claim.job.id)
+                assert mine.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+
+        threads = [threading.Thread(target=agent, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # A claim passes over what another one is looking at, so an agent may stop early; none is taken twice.
+        while claim := store.claim("last", ids, 1000):
+            taken.append(claim.job.id)
+        assert sorted(taken) == ids
+
+    def test_many_threads_submit_the_same_jobs_once(self, backend):
+        found: list[list[int]] = []
+        names = [f"job-{number}" for number in range(8)]
+
+        def submit(store: JobStore, order: list[str]) -> None:
+            found.append(sorted(job.id for job in submitted(store, *order)))
+
+        orders = [names, names[::-1], names[4:] + names[:4], names]
+        threads = [threading.Thread(target=submit, args=(backend.open(), order)) for order in orders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 4
+        assert len({tuple(ids) for ids in found}) == 1
+
+
+    def test_where_a_task_is_imported_from_does_not_make_it_another_job(self, store):
+        [first] = store.submit([new("pi", spec=SPEC | {"search": ["/here"]})])
+        [again] = store.submit([new("pi", spec=SPEC | {"search": ["/there"]})])
+        assert again == first
+
+
+class TestNote:
+    def test_it_says_why_a_job_waits(self, store):
+        [job] = store.submit([new("pi")])
+        store.note(job.id, "too long\x00 for every bubble")
+        noted = store.get(job.id)
+        assert (noted.state, noted.attempt) == (JobState.QUEUED, 0)
+        assert noted.reason.startswith("too long")
+        claim = store.claim("agent", [job.id], 10)
+        assert claim is not None
+        assert claim.job.reason == ""
+        store.note(job.id, "too late")
+        assert store.get(job.id) == claim.job
+
+    def test_there_must_be_such_a_job(self, store):
+        with pytest.raises(JobError):
+            store.note(77, "why")
+
+
+class TestHeartbeat:
+    def test_it_renews_the_lease_and_says_how_far(self, store, backend):
+        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        progress = Progress(3.5, 10.0, "points", 0.25, 7, 1.5, 999_999.0)
+        for _ in range(3):
+            backend.clock.now_s += 8
+            assert store.heartbeat(claim, progress, 10) is Standing.HELD
+            assert store.recover() == 0
+        job = store.get(claim.job.id)
+        assert (job.progress, job.lease_until_s) == (progress, backend.clock.now_s + 10)
+
+    def test_it_tells_of_a_cancellation(self, store):
+        claim = claimed(store, *submitted(store, "pi"))
+        assert store.cancel(claim.job.id).cancelling
+        assert store.heartbeat(claim, Progress(), 10) is Standing.CANCELLED
+        assert store.get(claim.job.id).state is JobState.RUNNING
+
+    def test_one_that_comes_late_but_first_keeps_the_job(self, store, backend):
+        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        backend.clock.now_s += 50
+        assert store.heartbeat(claim, Progress(), 10) is Standing.HELD
+        assert store.recover() == 0
+
+
+class TestLeases:
+    def test_a_job_whose_lease_ran_out_comes_back(self, store, backend):
+        claim = claimed(store, *submitted(store, "pi"), owner="agent-1", lease_s=10)
+        backend.clock.now_s += 9.9
+        assert store.recover() == 0
+        backend.clock.now_s += 0.1
+        assert store.recover() == 1
+        job = store.get(claim.job.id)
+        assert (job.state, job.owner, job.lease_until_s, job.attempt) == (JobState.QUEUED, None, None, 1)
+        assert job.reason == "agent-1 was not heard of in time"
+
+    def test_it_keeps_its_progress_and_folder(self, store, backend):
+        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        assert store.place(claim, "/runs/first/jobs/pi")
+        store.heartbeat(claim, Progress(5.0), 10)
+        backend.clock.now_s += 10
+        again = store.claim("agent-2", [claim.job.id], 10)
+        assert (again.attempt, again.job.progress, again.job.directory) == (2, Progress(5.0), "/runs/first/jobs/pi")
+
+    def test_a_former_owner_changes_nothing(self, store, backend):
+        old = claimed(store, *submitted(store, "pi"), owner="agent", lease_s=10)
+        backend.clock.now_s += 10
+        claimed(store, old.job, owner="agent")  # of the same name: the attempt tells them apart
+        before = store.get(old.job.id)
+        assert store.heartbeat(old, Progress(99.0), 10) is Standing.LOST
+        assert not store.place(old, "/elsewhere")
+        assert not store.finish(old, JobState.SUCCEEDED, "", Progress(99.0), {"late": True})
+        assert not store.release(old, "late", Progress(99.0), {"late": True})
+        assert store.get(old.job.id) == before
+
+    def test_another_one_cannot_use_a_claim(self, store):
+        claim = claimed(store, *submitted(store, "pi"))
+        forged = Claim(claim.job, "someone else")
+        assert store.heartbeat(forged, Progress(), 10) is Standing.LOST
+        assert not store.finish(forged, JobState.FAILED, "", Progress(), {})
+
+    def test_after_recovery_nobody_has_it(self, store, backend):
+        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        backend.clock.now_s += 10
+        store.recover()
+        assert store.heartbeat(claim, Progress(), 10) is Standing.LOST
+        assert not store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        assert store.get(claim.job.id).state is JobState.QUEUED
+
+
+class TestFinish:
+    @pytest.mark.parametrize("state", FINISHED)
+    def test_the_job_is_done(self, store, backend, state):
+        claim = claimed(store, *submitted(store, "pi"))
+        backend.clock.now_s += 3
+        assert store.finish(claim, state, "why\0 \udcff", Progress(10.0, 10.0), {"accuracy": 0.5, "text": "数"})
+        job = store.get(claim.job.id)
+        assert (job.state, job.reason, job.finished_s) == (state, "why? ?", backend.clock.now_s)
+        assert (job.owner, job.lease_until_s) == (None, None)
+        assert (job.progress, job.result) == (Progress(10.0, 10.0), {"accuracy": 0.5, "text": "数"})
+        assert store.claim("agent", [job.id], 10) is None
+
+    def test_the_same_call_again_agrees_and_changes_nothing(self, store):
+        claim = claimed(store, *submitted(store, "pi"))
+        assert store.finish(claim, JobState.SUCCEEDED, "", Progress(1.0), {"a": 1})
+        before = store.get(claim.job.id)
+        assert store.finish(claim, JobState.SUCCEEDED, "", Progress(2.0), {"a": 2})
+        assert not store.finish(claim, JobState.FAILED, "", Progress(2.0), {"a": 2})
+        assert store.get(claim.job.id) == before
+
+    def test_a_cancelled_job_may_finish_first(self, store):
+        claim = claimed(store, *submitted(store, "pi"))
+        store.cancel(claim.job.id)
+        assert store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        job = store.get(claim.job.id)
+        assert (job.state, job.cancelling) == (JobState.SUCCEEDED, False)
+
+    @pytest.mark.parametrize("state", [JobState.QUEUED, JobState.RUNNING])
+    def test_with_an_end_only(self, store, state):
+        claim = claimed(store, *submitted(store, "pi"))
+        with pytest.raises(JobError, match=f"cannot finish as {state}"):
+            store.finish(claim, state, "", Progress(), {})
+
+    def test_with_plain_results_only(self, store):
+        claim = claimed(store, *submitted(store, "pi"))
+        with pytest.raises(JobError, match="result"):
+            store.finish(claim, JobState.SUCCEEDED, "", Progress(), {"a": object()})
+
+
+class TestRelease:
+    def test_the_job_is_queued_again(self, store):
+        claim = claimed(store, *submitted(store, "pi"))
+        progress = Progress(5.0, 10.0, checkpoint_s=1.0)
+        assert store.release(claim, "the main job ended", progress, {"epoch": 3})
+        job = store.get(claim.job.id)
+        assert (job.state, job.reason, job.owner, job.attempt) == (JobState.QUEUED, "the main job ended", None, 1)
+        assert (job.progress, job.result, job.finished_s) == (progress, {"epoch": 3}, None)
+        assert claimed(store, job).job.reason == ""
+
+
+class TestCancel:
+    def test_a_queued_job_at_once(self, store, backend):
+        [job] = submitted(store, "pi")
+        cancelled = store.cancel(job.id)
+        assert (cancelled.state, cancelled.finished_s) == (JobState.CANCELLED, backend.clock.now_s)
+        assert store.get(job.id) == cancelled
+        assert store.claim("agent", [job.id], 10) is None
+
+    def test_a_running_job_when_it_is_given_back(self, store):
+        claim = claimed(store, *submitted(store, "pi"))
+        store.cancel(claim.job.id)
+        assert store.cancel(claim.job.id).cancelling  # twice is no harm
+        assert store.release(claim, "the main job ended", Progress(2.0), {})
+        job = store.get(claim.job.id)
+        assert (job.state, job.reason, job.cancelling) == (JobState.CANCELLED, "cancelled", False)
+        assert job.progress == Progress(2.0)
+
+    def test_a_running_job_when_its_agent_is_gone(self, store, backend):
+        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        store.cancel(claim.job.id)
+        backend.clock.now_s += 10
+        assert store.recover() == 1
+        assert store.get(claim.job.id).state is JobState.CANCELLED
+
+    @pytest.mark.parametrize("state", FINISHED)
+    def test_not_a_finished_one(self, store, state):
+        claim = claimed(store, *submitted(store, "pi"))
+        store.finish(claim, state, "", Progress(), {})
+        with pytest.raises(JobError, match=rf"job pi \(1\) is {state}"):
+            store.cancel(claim.job.id)
+
+
+class TestRetry:
+    @pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
+    def test_the_job_is_queued_again_with_its_checkpoint(self, store, state):
+        claim = claimed(store, *submitted(store, "pi"))
+        store.place(claim, "/runs/first/jobs/pi")
+        store.finish(claim, state, "why", Progress(5.0, checkpoint_s=1.0), {})
+        job = store.retry(claim.job.id)
+        assert (job.state, job.reason, job.finished_s, job.attempt) == (JobState.QUEUED, "", None, 1)
+        assert (job.progress, job.directory) == (Progress(5.0, checkpoint_s=1.0), "/runs/first/jobs/pi")
+        assert store.get(job.id) == job
+        assert not store.finish(claim, state, "why", Progress(), {})
+        assert claimed(store, job).attempt == 2
+
+    def test_not_one_that_waits_runs_or_has_succeeded(self, store):
+        [job] = submitted(store, "pi")
+        with pytest.raises(JobError, match="is QUEUED; expected a FAILED or CANCELLED job"):
+            store.retry(job.id)
+        claim = claimed(store, job)
+        with pytest.raises(JobError, match="is RUNNING"):
+            store.retry(job.id)
+        store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        with pytest.raises(JobError, match="is SUCCEEDED"):
+            store.retry(job.id)
+
+    def test_not_when_its_name_is_in_use_again(self, store):
+        [first] = submitted(store, "pi")
+        store.cancel(first.id)
+        [second] = submitted(store, "pi")
+        with pytest.raises(JobError, match=f"its name is in use by the QUEUED job {second.id}"):
+            store.retry(first.id)
+
+
+class TestDevices:
+    def test_they_are_there_until_their_lease_ends(self, store, backend):
+        cycle = {"period_ns": 10**12, "slots": [{"kind": "fill", "duration_ns": 5, "free_bytes": 2**40}]}
+        one = Device("run/rank 0", "run", busy_until_s=2e6, job="pi", cycle=cycle)
+        two = Device("RUN/rank 1", "run", busy_until_s=math.inf)
+        store.report_device(one, 10)
+        store.report_device(two, 20)
+        assert store.devices() == [two, one]
+        backend.clock.now_s += 10
+        assert store.devices() == [two]
+        store.report_device(one, 10)
+        assert backend.open().devices() == [two, one]
+
+    def test_the_last_report_counts(self, store):
+        store.report_device(Device("a", "run", busy_until_s=1.0, job="pi"), 10)
+        store.report_device(Device("a", "run"), 10)
+        assert store.devices() == [Device("a", "run")]
+
+    def test_they_can_be_forgotten(self, store):
+        for name in ("a", "of a folder \udcff"):
+            store.report_device(Device(name, "run"), 10)
+            assert len(store.devices()) == 1
+            store.forget_device(name)
+        store.forget_device("never there")
+        assert store.devices() == []
+
+
+class TestProfiles:
+    def test_the_last_one_is_kept(self, store, backend):
+        assert store.profile("key") is None
+        store.keep_profile("key", {"nodes": [1, 2.5, None], "nested": {"a": "数"}})
+        store.keep_profile("other", {})
+        store.keep_profile("key", {"nodes": []})
+        assert backend.open().profile("key") == {"nodes": []}
+        assert store.profile("other") == {}
+
+    def test_what_is_read_is_the_readers_own(self, store):
+        profile = {"nodes": [1]}
+        store.keep_profile("key", profile)
+        profile["nodes"].append(2)
+        assert store.profile("key") == {"nodes": [1]}

@@ -1,0 +1,139 @@
+"""A private PostgreSQL: its own cluster in a temporary folder, reached through a socket in it, gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+_START_S = 60
+_PROGRAMS = ("initdb", "postgres", "pg_isready", "createdb")
+
+
+class NoPostgres(Exception):
+    """It cannot be run here; the message says why."""
+
+
+class PrivatePostgres:
+    """A running PostgreSQL, as a context manager.
+
+    Args:
+        durable: write through to the disk, as a real one does.
+
+    Raises:
+        NoPostgres: it is not installed, or does not start.
+    """
+
+    def __init__(self, durable: bool = False) -> None:
+        self._binaries = _binaries()
+        self._durable = durable
+        self._databases = 0
+
+    def __enter__(self) -> PrivatePostgres:
+        self.folder = Path(tempfile.mkdtemp(prefix="pipefill-postgres-"))
+        try:
+            self._initialise()
+            self.start()
+        except BaseException:
+            shutil.rmtree(self.folder)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        shutil.rmtree(self.folder)
+
+    def url(self, database: str) -> str:
+        return f"postgresql+psycopg://pipefill@/{database}?host={self.folder}"
+
+    def new_database(self) -> str:
+        """The URL of a new, empty database."""
+        self._databases += 1
+        name = f"db{self._databases}"
+        self._call("createdb", "--host", str(self.folder), "--username", "pipefill", name)
+        return self.url(name)
+
+    def start(self) -> None:
+        log = (self.folder / "log").open("ab")
+        with log:
+            self._server = subprocess.Popen(
+                # The kernel ends it when the thread that starts it dies, however that happens.
+                [*_as_other_user("--pdeathsig", "INT"), self._binaries / "postgres", "-D", self.folder / "data"],
+                stdout=log,
+                stderr=log,
+                cwd="/",
+            )
+        until = time.monotonic() + _START_S
+        ready = [str(self._binaries / "pg_isready"), "--quiet", "--host", str(self.folder)]
+        while subprocess.run(ready, check=False).returncode != 0:
+            if self._server.poll() is not None or time.monotonic() > until:
+                self.stop()
+                raise NoPostgres(f"PostgreSQL does not start: {(self.folder / 'log').read_text()[-400:]}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Shut it down at once; its clients lose their connections."""
+        self._server.send_signal(2)  # SIGINT: fast shutdown
+        self._server.wait(_START_S)
+
+    def _initialise(self) -> None:
+        if os.geteuid() == 0:
+            shutil.chown(self.folder, _USER)
+        self._call(
+            "initdb",
+            "--auth=trust",
+            "--username=pipefill",
+            "--no-sync",
+            "--encoding=UTF8",
+            "--locale=C",
+            f"--pgdata={self.folder / 'data'}",
+        )
+        settings = f"listen_addresses = ''\nunix_socket_directories = '{self.folder}'\n"
+        if not self._durable:
+            settings += "fsync = off\nsynchronous_commit = off\nfull_page_writes = off\n"
+        with (self.folder / "data" / "postgresql.conf").open("a") as file:
+            file.write(settings)
+
+    def _call(self, program: str, *arguments: str) -> None:
+        command = [*_as_other_user(), str(self._binaries / program), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
+        if done.returncode != 0:
+            raise NoPostgres(f"{program} failed: {done.stderr.strip()[-400:]}")
+
+
+def _user() -> str:
+    names = {entry.pw_name for entry in pwd.getpwall()}
+    return "postgres" if "postgres" in names else "nobody"
+
+
+_USER = _user()
+
+
+def _as_other_user(*options: str) -> list[str]:
+    """What goes before a command: PostgreSQL refuses to run as root."""
+    if os.geteuid() == 0:
+        group = str(pwd.getpwnam(_USER).pw_gid)
+        options = ("--reuid", _USER, "--regid", group, "--clear-groups", *options)
+    return ["setpriv", *options, "--"]
+
+
+def _binaries() -> Path:
+    """The newest PostgreSQL that is installed."""
+    on_path = shutil.which("initdb")
+    debian = sorted(
+        Path("/usr/lib/postgresql").glob("*/bin"), key=lambda folder: float(folder.parent.name), reverse=True
+    )
+    candidates = debian + ([Path(on_path).resolve().parent] if on_path else [])
+    for folder in candidates:
+        if all((folder / program).exists() for program in _PROGRAMS):
+            return folder
+    raise NoPostgres(
+        "PostgreSQL is not installed: no initdb with the other programs on PATH or under /usr/lib/postgresql"
+    )

@@ -1,0 +1,177 @@
+"""A job's checkpoints: whole or not at all, whatever happens to the disk."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.fill.errors import TaskError
+from megatron.fill.runtime import checkpoint
+from megatron.fill.runtime.saver import Saver
+from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.machine import TaskMachine
+
+
+class Rude:
+    """What a checkpoint must not hold: loading it would run code."""
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    assert checkpoint.load(tmp_path) is None
+    checkpoint.save(tmp_path, {"weights": torch.ones(2), "epoch": 3})
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert loaded["epoch"] == 3
+    assert torch.equal(loaded["weights"], torch.ones(2))
+    checkpoint.discard(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"turns": 3, "seed": None, "rates": [0.1, float("inf")], "ünï": {"a": True}},
+        {"pair": (1, 2), 3: "number as key"},  # JSON would make a list of the one and a text of the other
+        {"tensor": [torch.arange(3)]},
+    ],
+)
+def test_every_kind_of_state_comes_back_as_it_was(tmp_path, state):
+    checkpoint.save(tmp_path, state)
+    assert repr(checkpoint.load(tmp_path)) == repr(state)
+
+
+def test_a_plain_state_needs_no_torch(tmp_path):
+    code = "import sys; from pathlib import Path; from megatron.fill.runtime import checkpoint; d = Path(sys.argv[1])"
+    code += "; checkpoint.save(d, {'a': 1}); assert checkpoint.load(d) == {'a': 1}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [flip, cut, empty])
+def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_used(tmp_path, damage):
+    checkpoint.save(tmp_path, {"at": 1, "weights": torch.zeros(1000)})
+    checkpoint.save(tmp_path, {"at": 2, "weights": torch.zeros(1000)})
+    damage(tmp_path / checkpoint.NAME)
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert loaded["at"] == 1
+    assert (tmp_path / "checkpoint.corrupt").exists()
+    damage(tmp_path / checkpoint.PREVIOUS)
+    with pytest.raises(TaskError, match=r"no checkpoint can be loaded: .*checkpoint-previous\.corrupt"):
+        checkpoint.load(tmp_path)
+
+
+def test_checkpoints_hold_data_and_nothing_else(tmp_path):
+    checkpoint.save(tmp_path, {"code": Rude()})
+    with pytest.raises(TaskError, match="no checkpoint can be loaded"):
+        checkpoint.load(tmp_path)
+
+
+FULL = """
+import resource, signal, sys, torch
+from pathlib import Path
+from megatron.fill.runtime import checkpoint
+folder = Path(sys.argv[1])
+checkpoint.save(folder, {"at": 1})
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    checkpoint.save(folder, {"at": 2, "weights": torch.zeros(1_000_000)})
+except OSError as error:
+    print("OSError", error)
+print(checkpoint.load(folder)["at"], sorted(path.name for path in folder.iterdir()))
+"""
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_alone(tmp_path):
+    """The file may not grow beyond 100 kB: the write fails half-way, as on a full disk."""
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("OSError")
+    assert done.stdout.endswith("1 ['checkpoint.pt']\n")
+
+
+class Counter(SideTask):
+    unit = "turns"
+
+    def create(self) -> None:
+        self.turns = 0
+
+    def run_next_step(self) -> float:
+        self.turns += 1
+        return 2.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"turns": self.turns}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.turns = state["turns"]
+
+
+def counter(folder: Path, every_s: float) -> tuple[Counter, StepLog, Saver]:
+    task = Counter()
+    machine = TaskMachine(task, TaskContext("c", folder))
+    machine.create({})
+    log = StepLog(create_log())
+    return task, log, Saver(machine, folder, every_s, log)
+
+
+def step(task: Counter, log: StepLog) -> None:
+    log.step_ended(0, 1, task.run_next_step(), False)
+
+
+def test_a_task_goes_on_where_it_was_saved(tmp_path):
+    task, log, saver = counter(tmp_path, 0.05)
+    saver.load()
+    assert log.checkpoint_s is None
+    step(task, log)
+    saver.save_if_due()
+    assert log.checkpoint_s is None  # not due yet
+    time.sleep(0.06)
+    saver.save_if_due()
+    first_s = log.checkpoint_s
+    assert first_s == pytest.approx(time.time(), abs=10)
+    step(task, log)  # lost
+    task, log, saver = counter(tmp_path, 60)
+    saver.load()
+    assert (task.turns, log.base_work, log.work_done, log.checkpoint_s) == (1, 2.0, 0.0, first_s)
+    step(task, log)
+    saver.save()
+    task, log, saver = counter(tmp_path, 60)
+    saver.load()
+    assert (task.turns, log.base_work) == (2, 4.0)
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_job(tmp_path, monkeypatch):
+    task, log, saver = counter(tmp_path, 0.0)
+
+    def full(folder: Path, state: dict[str, Any]) -> None:
+        raise OSError("No space left on device")
+
+    step(task, log)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save", full)
+        saver.save_if_due()
+    assert log.checkpoint_s is None
+    saver.save_if_due()
+    assert log.checkpoint_s is not None

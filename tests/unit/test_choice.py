@@ -1,0 +1,154 @@
+"""Which job a seat takes next: by policy, by what fits, and what is left for a tail job."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.fill.board import CycleBoard, CycleBoardReader
+from megatron.fill.planner.search import best_plan
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
+from megatron.fill.runtime.choice import Choice, Resident
+from megatron.fill.runtime.planned import CHUNK_RESERVE_NS, PLAN
+from megatron.fill.store.memory import MemoryStore
+from megatron.fill.store.port import Device, Job, NewJob, Progress
+from megatron.fill.types import BubbleKind
+
+MS = 1_000_000
+MIB = 1 << 20
+
+
+def spec(task: str = "m:C", memory_bytes: int | None = None) -> dict[str, Any]:
+    return {"task": task, "command": None, "args": {}, "memory_bytes": memory_bytes, "search": []}
+
+
+def profile(node_ms: float, memory_mib: int = 10) -> JobProfile:
+    return JobProfile(Configuration(1), (NodeProfile("forward 0", int(node_ms * MS), memory_mib * MIB),), 1.0)
+
+
+class Bench:
+    def __init__(self, policy: str = "priority") -> None:
+        self.board = CycleBoard()
+        self.store = MemoryStore()
+        self.choice = Choice(policy, "rank 0", "cpu", CycleBoardReader(self.board.reader_fd()))
+        self.show(20)
+
+    def show(self, bubble_ms: int) -> None:
+        self.board.show(BubbleCycle(100 * MS, (BubbleSlot(BubbleKind.FILL, bubble_ms * MS, 100 * MIB),)))
+
+    def submit(self, name: str, found: JobProfile | None = None, task: str = "", **job: Any) -> Job:
+        memory_bytes, total = job.pop("memory_bytes", None), job.pop("total", None)
+        submitted = self.store.submit([NewJob(name, spec(task or f"m:{name}", memory_bytes), **job)])[0]
+        if found is not None:
+            content = {"configurations": [found.to_dict()], "total_work": total}
+            self.store.keep_profile(self.choice.key(submitted), content)
+        return submitted
+
+    def wanted(self, beside: Resident | None = None) -> list[str]:
+        return [self.store.get(number).name for number in self.choice.wanted(self.store, beside)]
+
+
+def test_priority_then_order():
+    bench = Bench()
+    for name, priority in (("a", 0), ("b", 5), ("c", 0)):
+        bench.submit(name, priority=priority)
+    assert bench.wanted() == ["b", "a", "c"]
+
+
+def test_jobs_known_not_to_fit_are_left_out_until_the_bubbles_change():
+    bench = Bench()
+    bench.submit("long", profile(30))
+    bench.submit("large", profile(3, 500))
+    bench.submit("unknown")
+    bench.submit("small", profile(3))
+    assert bench.wanted() == ["unknown", "small"]
+    reason = bench.store.find("long").reason
+    assert "rank 0" in reason
+    assert "10.300 ms too long for bubble 0" in reason
+    assert "MiB too large for bubble 0" in bench.store.find("large").reason
+    assert bench.store.find("small").reason == ""
+    bench.show(40)
+    assert bench.wanted() == ["long", "unknown", "small"]
+    bench.choice.unfit(bench.store.find("unknown").id, tail=False)
+    assert bench.wanted() == ["long", "small"]
+    bench.show(41)
+    assert bench.wanted() == ["long", "unknown", "small"]
+
+
+def test_shortest_job_first_uses_the_work_that_is_left():
+    bench = Bench("sjf")
+    for name, total in (("long", 100.0), ("short", 10.0)):
+        bench.submit(name, profile(3), total=total)
+    assert bench.wanted() == ["short", "long"]
+    claim = bench.store.claim("x", [bench.store.find("long").id], 60)
+    assert claim is not None
+    assert bench.store.release(claim, "", Progress(work_done=95.0), {})
+    assert bench.wanted() == ["long", "short"]
+
+
+def test_users_share(tmp_path):
+    bench = Bench("fair")
+    for name, user in (("a", "ada"), ("b", "bob"), ("c", "ada")):
+        bench.submit(name, user=user)
+    claim = bench.store.claim("x", [bench.store.find("a").id], 60)
+    assert claim is not None
+    bench.store.release(claim, "", Progress(harvested_s=5.0), {})
+    assert bench.wanted()[0] == "b"
+
+
+@pytest.fixture
+def resident(tmp_path: Path) -> tuple[Bench, Resident]:
+    """A job of 12 ms nodes in bubbles of 20 ms: it leaves less than 8."""
+    bench = Bench()
+    job = bench.submit("resident", profile(12, 40))
+    assert bench.wanted() == ["resident"]
+    cycle = bench.choice.board.read()
+    assert cycle is not None
+    plan = best_plan(cycle, [profile(12, 40)], CHUNK_RESERVE_NS)
+    (tmp_path / PLAN).write_text(json.dumps(plan.to_dict()))
+    assert bench.store.claim("x", [job.id], 600) is not None
+    return bench, Resident(job, tmp_path)
+
+
+def test_the_leftover_is_planned_for_a_tail_job(resident):
+    bench, job = resident
+    left = bench.choice.leftover(job)
+    assert left is not None
+    assert [slot.free_bytes for slot in left.slots] == [60 * MIB]
+    assert 7 * MS < left.slots[0].duration_ns < 8 * MS
+    bench.submit("too-long", profile(9))
+    bench.submit("too-large", profile(1, 70))
+    bench.submit("nobody-knows")
+    bench.submit("capped", memory_bytes=50 * MIB)
+    bench.submit("fits", profile(3))
+    assert bench.wanted(job) == ["capped", "fits"]
+
+
+def test_a_tail_takes_no_job_that_an_idle_device_would_run(resident):
+    bench, job = resident
+    bench.store.report_device(Device("rank 1", "run"), 60)
+    bench.submit("first", profile(3))
+    assert bench.wanted(job) == []
+    bench.submit("second", profile(3))
+    assert bench.wanted(job) == ["second"]
+    bench.store.report_device(Device("rank 1", "run", float("inf"), "other"), 60)
+    assert bench.wanted(job) == ["first", "second"]
+
+
+def test_a_resident_job_without_a_plan_leaves_nobody_knows_what(resident, tmp_path):
+    bench, job = resident
+    (tmp_path / PLAN).unlink()
+    assert bench.choice.leftover(job) is None
+    bench.submit("fits", profile(3))
+    assert bench.wanted(job) == ["fits"]
+
+
+def test_the_end_of_a_planned_job_is_estimated(resident, tmp_path):
+    bench, _ = resident
+    assert bench.choice.done_at_s(Progress(work_done=40.0), tmp_path) == float("inf")
+    progress = Progress(work_done=40.0, total_work=100.0)
+    assert bench.choice.done_at_s(progress, tmp_path) - time.time() == pytest.approx(60 * 0.1, abs=0.5)

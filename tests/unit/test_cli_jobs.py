@@ -1,0 +1,286 @@
+"""``pipefill submit``, ``list``, ``show``, ``cancel`` and ``retry``, as a shell runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.fill.cli import main, views
+from megatron.fill.store import JobStore, NewJob, Progress, open_store
+from megatron.fill.types import JobState
+
+JOBS = """
+jobs:
+  - {name: digits, task: "tasks:Digits", args: {epochs: 20}, count: 2, priority: 1, user: grace}
+  - {name: compress, command: gzip --best corpus.txt, memory: 2GiB}
+"""
+
+
+@dataclass
+class Ran:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def pipefill(tmp_path, monkeypatch, capsys):
+    """Runs the command in an empty folder with its width of 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("PIPEFILL_STORE", "run")
+
+    def run(*arguments: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["pipefill", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return Ran(ended.value.code or 0, out, err)
+
+    return run
+
+
+@pytest.fixture
+def store(tmp_path, pipefill):
+    """The store that ``pipefill`` uses."""
+    opened = open_store(tmp_path / "run")
+    yield opened
+    opened.close()
+
+
+def running(store: JobStore, name: str, progress: Progress, **values) -> None:
+    [job] = store.submit([NewJob(name, {"task": "tasks:Pi"}, **values)])
+    claim = store.claim("agent", [job.id], 3600, device="rank 1 of runs/first on host")
+    assert claim is not None
+    store.heartbeat(claim, progress, 3600)
+
+
+def finished(store: JobStore, name: str, state: JobState = JobState.FAILED, reason: str = "why") -> None:
+    [job] = store.submit([NewJob(name, {"task": "tasks:Pi"})])
+    claim = store.claim("agent", [job.id], 3600)
+    assert claim is not None
+    store.finish(claim, state, reason, Progress(5.0, 5.0), {"loss": float("nan")})
+
+
+class TestSubmit:
+    def test_the_jobs_of_a_file_are_queued(self, pipefill, tmp_path):
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "sub" / "jobs.yaml").write_text(JOBS)
+        jobs = pipefill("submit", "sub/jobs.yaml", "--user", "ada", "--json").json
+        assert [(job["name"], job["user"], job["priority"]) for job in jobs] == [
+            ("digits-0", "grace", 1),
+            ("digits-1", "grace", 1),
+            ("compress", "ada", 0),
+        ]
+        search = [str(tmp_path / "sub"), str(tmp_path)]
+        assert jobs[0]["spec"] == {
+            "task": "tasks:Digits",
+            "command": None,
+            "args": {"epochs": 20},
+            "memory_bytes": None,
+            "search": search,
+        }
+        assert jobs[2]["spec"]["command"] == ["gzip", "--best", "corpus.txt"]
+        assert jobs[2]["spec"]["memory_bytes"] == 2**31
+        assert (tmp_path / "run" / "jobs.db").exists()
+
+    def test_again_it_is_the_same_jobs(self, pipefill, tmp_path):
+        (tmp_path / "jobs.yaml").write_text(JOBS)
+        first, second = pipefill("submit", "jobs.yaml"), pipefill("submit", "jobs.yaml")
+        assert first.status == 0
+        assert second.out == first.out
+        assert len(pipefill("list", "--json").json) == 3
+
+    def test_a_wrong_file_submits_nothing(self, pipefill, tmp_path):
+        (tmp_path / "jobs.yaml").write_text("jobs: [{name: a, task: x}]")
+        ran = pipefill("submit", "jobs.yaml")
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err == "pipefill: error: jobs.yaml: job 'a': task is 'x': expected module:Class\n"
+        assert not (tmp_path / "run").exists()
+
+
+class TestList:
+    def test_progress_is_told(self, pipefill, store):
+        running(store, "digits", Progress(14_370, 28_740, "samples", 95.5))
+        running(store, "forever", Progress(1_234_567, None, "tokens", None))
+        [head, digits, forever] = [line.split() for line in pipefill("list").out.splitlines()]
+        assert head == ["ID", "NAME", "STATE", "DONE", "%", "RATE", "LEFT"]
+        assert digits == ["1", "digits", "RUNNING", "14.4k/28.7k", "samples", "50", "95.5/s", "2m30s"]
+        assert forever == ["2", "forever", "RUNNING", "1.23M", "tokens"]
+
+    def test_it_fits_into_80_columns(self, pipefill, store):
+        progress = Progress(123_456_789_000, 999_999_999_000, "images", 0.00123)
+        for name in ("a" * 80, "short"):
+            running(store, name, progress, user=f"user of {name}")
+        out = pipefill("list").out
+        assert max(len(line) for line in out.splitlines()) <= 80
+        for cell in ("USER", "short", "RUNNING", "images", "12", "0.00123/s"):
+            assert cell in out
+
+    def test_the_last_ten_that_finished(self, pipefill, store):
+        for number in range(12):
+            finished(store, f"done-{number}")
+        store.submit([NewJob("waits", {})])
+        ran = pipefill("list")
+        assert [line.split()[1] for line in ran.out.splitlines()[1:-1]] == [f"done-{n}" for n in range(2, 12)] + [
+            "waits"
+        ]
+        assert "--all lists every job" in ran.out
+        assert len(pipefill("list", "--all", "--json").json) == 13
+        assert [job["name"] for job in pipefill("list", "--state", "queued", "--json").json] == ["waits"]
+
+    def test_no_jobs(self, pipefill, store):
+        assert pipefill("list").out == "There are no jobs.\n"
+        assert pipefill("list", "--json").json == []
+
+    def test_nothing_a_job_says_commands_the_terminal(self, pipefill, store):
+        finished(store, "odd", reason="\x1b[2J[red]gone[/red]\nnext")
+        out = pipefill("show", "odd").out
+        assert "\x1b" not in out
+        assert "[red]gone[/red] next" in out
+
+
+class TestShow:
+    def test_a_running_job(self, pipefill, store):
+        running(store, "digits", Progress(10, 40, "samples", 0.5, 7, 3.0, 1_700_000_000.0), user="ada", priority=3)
+        out = pipefill("show", "digits").out
+        for text in (
+            "state      RUNNING",
+            "job        digits (1)",
+            "what       tasks:Pi",
+            "user       ada",
+            "device     rank 1 of runs/first on host",
+            "done       10/40 samples (25%)",
+            "rate       0.5/s",
+            "(in 1m00s)",
+            "in bubbles  3s, 7 steps",
+        ):
+            assert " ".join(text.split()) in " ".join(out.split())
+
+    def test_as_json_with_every_documented_field(self, pipefill, store):
+        running(store, "digits", Progress(10, 40, "samples", 0.5))
+        before = time.time()
+        job = pipefill("show", "1", "--json").json
+        assert (job["percent"], job["remaining_s"], job["state"]) == (25.0, 60.0, "RUNNING")
+        assert job["ends_s"] >= before + 60
+        help_text = pipefill("show", "--help").out
+        assert [field for field in job if field not in help_text] == []
+
+    def test_json_has_no_nan(self, pipefill, store):
+        finished(store, "odd")
+        assert pipefill("show", "odd", "--json").json["result"] == {"loss": None}
+
+    def test_no_such_job(self, pipefill, store):
+        running(store, "digits", Progress())
+        ran = pipefill("show", "digit")
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err == "pipefill: error: there is no job 'digit'; the closest: digits\n"
+
+
+class TestCancelAndRetry:
+    def test_each_of_several(self, pipefill, store):
+        store.submit([NewJob("waits", {})])
+        running(store, "runs", Progress())
+        finished(store, "done", JobState.SUCCEEDED)
+        ran = pipefill("cancel", "waits", "2", "done", "nope", "--json")
+        assert [(job["name"], job["state"], job["cancelling"]) for job in ran.json] == [
+            ("waits", "CANCELLED", False),
+            ("runs", "RUNNING", True),
+        ]
+        assert ran.status == 2
+        assert ran.err == (
+            "pipefill: error: job done (3) is SUCCEEDED; expected a job that has not finished; there is no job 'nope'\n"
+        )
+        assert "CANCELLING" in pipefill("list").out
+        assert pipefill("retry", "waits").status == 0
+        assert store.find("waits").state is JobState.QUEUED
+
+
+class TestCommand:
+    def test_without_a_store(self, pipefill, monkeypatch):
+        monkeypatch.delenv("PIPEFILL_STORE")
+        ran = pipefill("list")
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err.startswith("pipefill: error: no job store given; expected --store URL, FILE or FOLDER, or")
+
+    def test_a_store_that_is_not_there_is_not_made(self, pipefill, tmp_path):
+        ran = pipefill("list", "--store", "typo")
+        assert ran.status == 2
+        assert ran.err == (
+            f"pipefill: error: there is no job store {tmp_path}/typo/jobs.db; "
+            "expected a database file, or a folder with one\n"
+        )
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("arguments", [["bogus"], ["list", "--bad"], ["show"], ["list", "--state", "odd"]])
+    def test_wrong_usage_is_one_line(self, pipefill, arguments):
+        ran = pipefill(*arguments)
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err.startswith("pipefill: error: ")
+        assert ran.err.count("\n") == 1
+
+    def test_help_is_not_an_error(self, pipefill):
+        for arguments in ([], ["--help"], ["list", "-h"]):
+            ran = pipefill(*arguments)
+            assert (ran.status, ran.err) == (0, "")
+            assert "Usage: pipefill" in ran.out
+
+    def test_help_imports_nothing_slow(self):
+        slow = ("torch", "sqlalchemy", "matplotlib", "megatron.core", "pandas")
+        code = f"import sys, megatron.fill.cli.app; sys.exit(any(name in sys.modules for name in {slow}))"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+    def test_the_shell_completes_jobs(self, store, tmp_path):
+        store.submit([NewJob("digits", {}), NewJob("pagerank", {})])
+        done = subprocess.run(
+            [Path(sys.executable).with_name("pipefill")],
+            env=os.environ
+            | {
+                "_PIPEFILL_COMPLETE": "complete_bash",
+                "COMP_WORDS": f"pipefill show --store {tmp_path}/run di",
+                "COMP_CWORD": "4",
+                "PIPEFILL_STORE": "",
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.stdout.split(), done.stderr) == (["digits"], "")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (7, "7"),
+        (0.25, "0.25"),
+        (1437, "1.44k"),
+        (999_900, "1000k"),
+        (99.96, "100"),
+        (28_740, "28.7k"),
+        (1e7, "10M"),
+        (2.5e14, "250T"),
+    ],
+)
+def test_numbers_are_short(value, text):
+    assert views._number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, ""), (59.4, "59s"), (59.9, "1m00s"), (3600, "1h00m"), (90_000, "1d01h"), (float("inf"), "never")],
+)
+def test_durations_are_short(seconds, text):
+    assert views._duration(seconds) == text

@@ -1,0 +1,106 @@
+"""``pipefill logs``: what a job printed, also while it prints it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.store import Claim, JobStore, NewJob, Progress, open_store
+from megatron.fill.types import JobState
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[JobStore]:
+    opened = open_store(tmp_path)
+    opened.submit([NewJob("digits", {})])
+    yield opened
+    opened.close()
+
+
+def start(store: JobStore, folder: Path) -> Claim:
+    claim = store.claim("agent", [1], 3600, device="rank 0 of runs/first on host")
+    assert claim is not None
+    folder.mkdir()
+    assert store.place(claim, str(folder))
+    return claim
+
+
+def command(tmp_path: Path, *arguments: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("pipefill")), "logs", "digits", "--store", str(tmp_path), *arguments]
+
+
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command(tmp_path, *arguments), capture_output=True, check=False)
+
+
+def follow(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command(tmp_path, "-f", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_the_output_as_it_is(store, tmp_path):
+    start(store, tmp_path / "job")
+    (tmp_path / "job" / "output.log").write_bytes(b"one\ntwo \xff\nthree")
+    assert run(tmp_path).stdout == b"one\ntwo \xff\nthree"
+    assert run(tmp_path, "--lines", "2").stdout == b"two \xff\nthree"
+    assert run(tmp_path, "-n", "0").stdout == b""
+    lines = [json.loads(line) for line in run(tmp_path, "--json").stdout.splitlines()]
+    assert lines == [{"job": "digits", "line": line} for line in ("one", "two �", "three")]
+
+
+def test_none_yet_and_none_here(store, tmp_path):
+    ran = run(tmp_path)
+    assert (ran.returncode, ran.stdout) == (2, b"")
+    assert ran.stderr == (b"pipefill: error: job digits (1) is QUEUED and has printed nothing yet; -f waits for it\n")
+    start(store, tmp_path / "job")
+    ran = run(tmp_path)
+    assert ran.returncode == 2
+    assert b"is RUNNING, rank 0 of runs/first on host; its output" in ran.stderr
+    assert b"is not there, or not on this machine" in ran.stderr
+
+
+def test_following_waits_reads_on_and_ends_with_the_job(store, tmp_path):
+    with follow(tmp_path) as process:
+        assert process.stdout is not None
+        claim = start(store, tmp_path / "job")
+        with (tmp_path / "job" / "output.log").open("ab", buffering=0) as output:
+            output.write(b"one\n")
+            assert process.stdout.readline() == b"one\n"
+            output.write(b"two\n")
+            assert process.stdout.readline() == b"two\n"
+            output.write(b"three")
+        store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        assert process.stdout.read() == b"three"
+        assert process.wait() == 0
+
+
+def test_following_a_job_that_begins_anew(store, tmp_path):
+    claim = start(store, tmp_path / "job")
+    (tmp_path / "job" / "output.log").write_bytes(b"the first attempt\n")
+    with follow(tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"the first attempt\n"
+        store.release(claim, "the main job ended", Progress(), {})
+        claim = start(store, tmp_path / "elsewhere")
+        (tmp_path / "elsewhere" / "output.log").write_bytes(b"the second one\n")
+        assert process.stdout.readline() == b"the second one\n"
+        (tmp_path / "elsewhere" / "output.log").write_bytes(b"short\n")
+        assert process.stdout.readline() == b"short\n"
+        store.finish(claim, JobState.FAILED, "why", Progress(), {})
+        assert process.wait() == 0
+
+
+def test_following_as_json_gives_whole_lines(store, tmp_path):
+    claim = start(store, tmp_path / "job")
+    with follow(tmp_path, "--json") as process, (tmp_path / "job" / "output.log").open("ab", buffering=0) as output:
+        assert process.stdout is not None
+        output.write(b"one\ntw")
+        assert json.loads(process.stdout.readline()) == {"job": "digits", "line": "one"}
+        output.write(b"o")
+        store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        assert json.loads(process.stdout.readline()) == {"job": "digits", "line": "two"}
+        assert process.stdout.read() == b""

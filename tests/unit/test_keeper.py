@@ -1,0 +1,146 @@
+"""An agent and its store: heartbeats, cancellations, lost leases, and a database that is not there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron.fill.errors import StoreError
+from megatron.fill.runtime import keeper as module
+from megatron.fill.runtime.keeper import Held, Keeper, progress_of
+from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.store.memory import MemoryStore
+from megatron.fill.store.port import Device, NewJob, Progress, Standing
+from megatron.fill.types import JobState
+
+SPEC = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "search": []}
+
+
+class Flaky:
+    """A store that does not answer while ``down``."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store, self.down, self.calls = store, False, 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls += 1
+            if self.down:
+                raise StoreError("the database is locked")
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> Flaky:
+    store = Flaky(MemoryStore())
+    monkeypatch.setattr(module, "open_store", lambda url: store)
+    monkeypatch.setattr(module, "_TICK_S", 0.02)
+    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.05)
+    return store
+
+
+def make(names: str = "a", lease_s: float = 1.0) -> Keeper:
+    jobs = [NewJob(name, SPEC) for name in names]
+    return Keeper("memory", "agent", jobs, lambda: Device("rank 0", "run"), lease_s)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def take(keeper: Keeper, work: Callable[[], float] = lambda: 0.0) -> Held:
+    claim = keeper.claim(lambda store: [job.id for job in store.list({JobState.QUEUED})], "rank 0")
+    assert claim is not None
+    held = Held(claim, lambda: Progress(work_done=work()))
+    keeper.hold(held)
+    return held
+
+
+def test_jobs_are_submitted_and_the_device_is_known(flaky):
+    keeper = make("ab")
+    keeper.start()
+    wait_for(lambda: len(flaky.store.list()) == 2)
+    wait_for(lambda: [device.name for device in flaky.store.devices()] == ["rank 0"])
+    keeper.stop()
+    assert flaky.store.devices() == []
+
+
+def test_a_job_whose_name_is_taken_does_not_keep_the_others_out(flaky):
+    flaky.store.submit([NewJob("a", SPEC | {"task": "other:C"})])
+    keeper = make("ab")
+    assert keeper.ask(lambda store: len(store.list())) == 2
+    assert [name for name, _ in keeper.refused] == ["a"]
+
+
+def test_heartbeats_keep_a_job_and_carry_progress(flaky):
+    keeper = make(lease_s=0.3)
+    keeper.start()
+    work = [0.0]
+    held = take(keeper, lambda: work[0])
+    for _ in range(20):
+        work[0] += 1
+        time.sleep(0.05)
+    job = flaky.store.get(held.claim.job.id)
+    assert job.state is JobState.RUNNING
+    assert job.progress.work_done > 10
+    assert held.standing is Standing.HELD
+    keeper.let_go(held)
+    assert keeper.finish(held, JobState.SUCCEEDED, "", {"x": 1}, 1.0)
+    assert flaky.store.get(held.claim.job.id).result == {"x": 1}
+    keeper.stop()
+
+
+def test_a_cancellation_arrives(flaky):
+    keeper = make(lease_s=0.3)
+    keeper.start()
+    held = take(keeper)
+    flaky.store.cancel(held.claim.job.id)
+    wait_for(lambda: held.standing is Standing.CANCELLED)
+    keeper.stop()
+
+
+def test_a_store_that_is_away_is_asked_again_and_the_job_goes_on(flaky):
+    keeper = make(lease_s=5.0)
+    keeper.every_s = 0.02
+    keeper.start()
+    held = take(keeper)
+    flaky.down = True
+    assert keeper.ask(lambda store: store.list()) is None
+    calls = flaky.calls
+    time.sleep(0.3)
+    assert flaky.calls - calls < 10  # the pauses grow
+    assert held.standing is Standing.HELD
+    flaky.down = False
+    keeper.let_go(held)
+    assert keeper.finish(held, JobState.QUEUED, "the main job ended first", {}, 3.0)
+    assert flaky.store.get(held.claim.job.id).state is JobState.QUEUED
+    keeper.stop()
+
+
+def test_a_job_whose_lease_ran_out_is_not_finished_twice(flaky):
+    keeper = make(lease_s=0.2)
+    held = take(keeper)  # no heartbeats: the keeper was not started
+    time.sleep(0.3)
+    other = flaky.store.claim("other", [held.claim.job.id], 60.0)
+    assert other is not None
+    assert not keeper.finish(held, JobState.SUCCEEDED, "", {}, 0.0)
+    assert flaky.store.get(held.claim.job.id).owner == "other"
+
+
+def test_progress_adds_up_over_attempts(flaky):
+    job = flaky.store.submit([NewJob("a", SPEC)])[0]
+    log = StepLog(create_log())
+    log.unit, log.base_work, log.total_work = "Bilder/ü", 10.0, 30.0
+    log.step_ended(0, 10, 5.0, False)
+    progress = progress_of(job, log, time.monotonic() - 2.0)
+    assert (progress.work_done, progress.total_work, progress.unit, progress.steps) == (15.0, 30.0, "Bilder/ü", 1)
+    assert progress.rate == pytest.approx(2.5, rel=0.2)
+    assert progress.checkpoint_s is None

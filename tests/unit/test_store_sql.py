@@ -1,0 +1,274 @@
+"""What only the SQL stores must do: find their database, migrate it, wait for it, and say what is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psycopg
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, text
+
+from megatron.fill.errors import StoreError
+from megatron.fill.store import NewJob, open_store
+from megatron.fill.store.location import locate, shown
+from megatron.fill.store.schema import REVISION, VERSION_TABLE, metadata
+from megatron.fill.store.sql import SqlStore
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a database that is not there or empty."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/jobs.db"
+    return request.getfixturevalue("postgres").new_database()
+
+
+def job(name: str = "pi") -> NewJob:
+    return NewJob(name, {"task": "tasks:Pi"})
+
+
+def test_importing_the_package_is_cheap():
+    slow = ("torch", "sqlalchemy", "alembic", "pydantic", "megatron.core")
+    code = f"import sys, megatron.fill.store; sys.exit(any(name in sys.modules for name in {slow}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestLocation:
+    @pytest.mark.parametrize(
+        ("where", "database"),
+        [
+            ("sqlite:///jobs.db", "jobs.db"),
+            ("jobs.db", "jobs.db"),
+            ("other.sqlite3", "other.sqlite3"),
+            ("runs/first", "runs/first/jobs.db"),
+            ("runs/v1.2", "runs/v1.2/jobs.db"),
+            (Path("there"), "there/jobs.db"),
+            ("there", "there/jobs.db"),
+            ("odd", "odd"),
+        ],
+    )
+    def test_files_and_folders(self, tmp_path, monkeypatch, where, database):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "there").mkdir()
+        (tmp_path / "odd").touch()
+        assert locate(where).drivername == "sqlite"
+        assert locate(where).database == str(tmp_path / database)
+
+    @pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
+    def test_postgresql_is_taken_as_psycopg(self, scheme):
+        assert str(locate(f"{scheme}://ada@host:5433/jobs")) == "postgresql+psycopg://ada@host:5433/jobs"
+
+    @pytest.mark.parametrize(
+        ("where", "message"),
+        [
+            ("", "the job store is given as ''; expected"),
+            ("mysql://ada:secret@host/jobs", r"'mysql://ada:\*\*\*@host/jobs' is a database of another kind \(mysql\)"),
+            ("postgresql+psycopg2://ada:secret@host/jobs", r"of another kind \(postgresql\+psycopg2\)"),
+            ("postgresql://ada:secret@host:port/jobs", r"'postgresql://ada:\*\*\*@host:port/jobs' is no database URL"),
+            ("://ada:sec@ret@host", r"'://ada:\*\*\*@host' is no database URL; expected"),
+            ("sqlite://", "names no file; expected sqlite:///FILE"),
+            ("sqlite:///:memory:", "names no file"),
+            ("sqlite:///jobs.db?mode=ro", "without options"),
+        ],
+    )
+    def test_what_is_none_says_what_was_expected(self, where, message):
+        with pytest.raises(StoreError, match=message) as caught:
+            open_store(where)
+        assert "secret" not in str(caught.value)
+
+    def test_passwords_are_not_shown(self):
+        for text_ in ("postgresql://ada:sec:r@et@host/jobs", "postgresql://host/jobs?user=ada&password=secret&x=1"):
+            assert "sec" not in shown(locate(text_))
+        assert shown(locate("postgresql://ada:p@host/jobs")) == "postgresql+psycopg://ada:***@host/jobs"
+
+
+class TestOpening:
+    def test_a_missing_psycopg_is_named(self, monkeypatch):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(StoreError, match=r"pip install 'pipefill\[postgres\]'") as caught:
+            open_store("postgresql://ada:secret@host/jobs")
+        assert "secret" not in str(caught.value)
+
+    def test_an_unreachable_server_is_named_at_once(self):
+        # It does not wait for a server that never was there: the patience is longer than a test may take.
+        with pytest.raises(
+            StoreError, match=r"job store postgresql\+psycopg://ada:\*\*\*@127.0.0.1:1/jobs: "
+        ) as caught:
+            SqlStore("postgresql://ada:secret@127.0.0.1:1/jobs", patience_s=3600)
+        assert "secret" not in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_a_wrong_option_of_a_url(self):
+        with pytest.raises(StoreError, match="nonsense"):
+            open_store("postgresql://ada@127.0.0.1:1/jobs?nonsense=1")
+
+    def test_folders_are_made(self, tmp_path):
+        open_store(tmp_path / "runs" / "first").close()
+        assert (tmp_path / "runs" / "first" / "jobs.db").exists()
+
+    def test_nothing_is_made_where_that_was_not_asked(self, tmp_path, url):
+        with pytest.raises(StoreError, match=r"there is no job store|has no job store in it"):
+            open_store(url, create=False)
+        assert list(tmp_path.iterdir()) == []
+        open_store(url).close()
+        open_store(url, create=False).close()
+
+    def test_a_file_that_is_no_database(self, tmp_path):
+        path = tmp_path / "notes.txt"
+        path.write_text("not a database " * 100)
+        with pytest.raises(StoreError, match=r"notes\.txt: file is not a database"):
+            open_store(path)
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "file").touch()
+        with pytest.raises(StoreError, match="its folder cannot be made"):
+            open_store(tmp_path / "file" / "runs" / "jobs.db")
+
+    def test_sqlite_keeps_what_it_acknowledged(self, tmp_path):
+        store = SqlStore(tmp_path)
+        with store._engine.connect() as connection:
+            assert connection.scalar(text("PRAGMA journal_mode")) == "wal"
+            assert connection.scalar(text("PRAGMA synchronous")) == 2  # FULL
+        store.close()
+
+
+class TestMigrations:
+    def test_they_lead_to_the_tables_that_the_code_uses(self, url):
+        open_store(url).close()
+        with create_engine(locate(url)).connect() as connection:
+            context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+            assert compare_metadata(context, metadata) == []
+            assert context.get_current_revision() == REVISION
+
+    def test_many_open_a_new_database_at_once(self, url):
+        failures: list[BaseException] = []
+        barrier = threading.Barrier(6)
+
+        def opener(number: int) -> None:
+            barrier.wait()
+            try:
+                store = open_store(url)
+                store.submit([job(f"job-{number}")])
+                store.close()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=opener, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        store = open_store(url)
+        assert len(store.list()) == 6
+        store.close()
+
+    def test_a_newer_schema_is_refused(self, url):
+        open_store(url).close()
+        with create_engine(locate(url)).begin() as connection:
+            connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = 'v9999'"))
+        with pytest.raises(StoreError, match="has the schema v9999 of a newer PipeFill; this one knows up to"):
+            open_store(url)
+
+
+class TestWaiting:
+    def test_a_locked_database_is_waited_for(self, tmp_path):
+        store = SqlStore(tmp_path, patience_s=30)
+        other = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None, check_same_thread=False)
+        other.execute("BEGIN IMMEDIATE")
+        timer = threading.Timer(0.3, lambda: other.execute("ROLLBACK"))
+        timer.start()
+        store.submit([job()])
+        timer.join()
+        other.close()
+        store.close()
+
+    def test_one_that_stays_locked_is_an_error_and_no_harm(self, tmp_path):
+        store = SqlStore(tmp_path, patience_s=0.2)
+        other = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError, match=r"jobs\.db: database is locked"):
+            store.submit([job()])
+        assert store.list() == []  # readers need no lock
+        other.execute("ROLLBACK")
+        other.close()
+        assert len(store.submit([job()])) == 1
+        store.close()
+
+    def test_a_full_disk_is_an_error_and_no_harm(self, tmp_path):
+        store = SqlStore(tmp_path)
+        with store._engine.connect() as connection:  # the pool hands out the same one again
+            connection.execute(text("PRAGMA max_page_count = 1"))
+        with pytest.raises(StoreError, match="database or disk is full"):
+            store.submit([job(), NewJob("big", {"args": "x" * 1_000_000})])
+        assert store.list() == []
+        with store._engine.connect() as connection:
+            connection.execute(text("PRAGMA max_page_count = 100000"))
+        assert len(store.submit([job()])) == 1
+        store.close()
+
+
+class TestPostgres:
+    def test_a_restarted_server_is_found_again(self, postgres):
+        store = SqlStore(postgres.new_database())
+        [before] = store.submit([job()])
+        postgres.stop()
+        postgres.start()
+        assert store.get(before.id) == before
+        store.close()
+
+    def test_a_server_that_comes_back_in_time_is_waited_for(self, postgres):
+        store = SqlStore(postgres.new_database(), patience_s=60)
+        postgres.stop()
+        waiting = threading.Thread(target=store.submit, args=([job()],))
+        waiting.start()
+        time.sleep(0.3)
+        postgres.start()
+        waiting.join()
+        assert len(store.list()) == 1
+        store.close()
+
+    def test_a_server_that_is_gone_is_an_error_and_no_harm(self, postgres):
+        store = SqlStore(postgres.new_database(), patience_s=0.2)
+        store.submit([job()])
+        postgres.stop()
+        try:
+            with pytest.raises(StoreError, match="job store postgresql"):
+                store.list()
+        finally:
+            postgres.start()
+        assert len(store.list()) == 1
+        store.close()
+
+    def test_a_claim_passes_over_what_another_one_holds(self, postgres):
+        url = postgres.new_database()
+        store = SqlStore(url)
+        first, second = store.submit([job("first"), job("second")])
+        with psycopg.connect(url.replace("+psycopg", "")) as other:
+            other.execute("SELECT * FROM pipefill_jobs WHERE name = 'first' FOR UPDATE")
+            claim = store.claim("agent", [first.id, second.id], 10)
+            assert claim is not None
+            assert claim.job.name == "second"
+            assert store.claim("agent", [first.id], 10) is None
+        assert store.claim("agent", [first.id], 10) is not None
+        store.close()
+
+    def test_leases_go_by_the_servers_clock(self, postgres, monkeypatch):
+        url = postgres.new_database()
+        monkeypatch.setattr(time, "time", lambda: 0.0)
+        store = SqlStore(url)
+        [queued] = store.submit([job()])
+        claim = store.claim("agent", [queued.id], 3600)
+        assert claim is not None
+        assert claim.job.lease_until_s is not None
+        assert claim.job.lease_until_s > 1e9
+        assert store.recover() == 0
+        store.close()
