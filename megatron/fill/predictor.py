@@ -70,8 +70,8 @@ class BubblePredictor:
     def expected(self) -> list[tuple[BubbleKind, int]]:
         """The bubbles of the present cycle with the durations that can be counted on, in ns; empty if it is too new.
 
-        A few observations do for a plan; to fill by, ``warmup`` many are asked for.  Bubbles that come in fewer than half
-        of the iterations are left out.
+        A few observations do for a plan; to fill by, ``warmup`` many are asked for.  Bubbles that come in fewer than
+        half of the iterations are left out.
         """
         cycles = max((history.seen for history in self._current), default=0)
         if cycles < min(ENOUGH_TO_PLAN, self.warmup):

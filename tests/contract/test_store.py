@@ -265,7 +265,6 @@ class TestClaim:
         assert len(found) == 4
         assert len({tuple(ids) for ids in found}) == 1
 
-
     def test_where_a_task_is_imported_from_does_not_make_it_another_job(self, store):
         [first] = store.submit([new("pi", spec=SPEC | {"search": ["/here"]})])
         [again] = store.submit([new("pi", spec=SPEC | {"search": ["/there"]})])

@@ -162,7 +162,7 @@ def test_two_runs_beside_each_other(tmp_path):
     runs = []
     for folder in folders:
         folder.mkdir()
-        runs.append(start(folder, f"{write_jobs(folder, SPIN)} --fill-warmup-iterations 2", 10))
+        runs.append(start(folder, f"{write_jobs(folder, SPIN)} --fill-warmup-iterations 2", 40))
     for folder, process in zip(folders, runs, strict=True):
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output[-3000:]

@@ -20,6 +20,7 @@ from megatron.fill.runtime.steplog import StepLog
 from megatron.fill.sidetask.base import RESULT
 from megatron.fill.types import JobState
 
+OUTPUT = "output.log"  # in the job's folder
 TICK_S = 0.2
 STOP_S = 10.0  # how long a worker may take to save and stop
 _READ_BYTES = 64 * 1024
@@ -54,7 +55,7 @@ class JobRun:
         self.tick = tick
         self.verdict: str | None = None  # why the worker was killed, if it was
         self.stopped = ""  # why it was asked to stop
-        self._output = BoundedOutput(directory / "output.log")
+        self._output = BoundedOutput(directory / OUTPUT)
         self._deadline: float | None = None
 
     def watch(self) -> None:

@@ -134,12 +134,16 @@ class StepLoop:
         if node >= len(self._shares):
             return work
         log = self.log
+        if node == 0:  # whatever was counted beyond an iteration's own word is void
+            void, log.partial_work = log.partial_work, 0.0
+        else:
+            void = 0.0
         if work:
-            work, log.partial_work = work - log.partial_work, 0.0
+            void, log.partial_work = void + log.partial_work, 0.0
         else:
             work = self._shares[node]
             log.partial_work += work
-        return work
+        return work - void
 
     def _fits(self, bubble: OpenBubble, now_ns: int) -> bool:
         estimate_ns = self.estimators.estimate_ns(self.machine.task.next_node)

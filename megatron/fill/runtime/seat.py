@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.fill.planner.cycles import cycle_to_dict
 from megatron.fill.runtime.choice import Resident
 from megatron.fill.runtime.enforcer import Enforcer
-from megatron.fill.runtime.jobrun import JobRun
+from megatron.fill.runtime.jobrun import OUTPUT, JobRun
 from megatron.fill.runtime.keeper import Held, progress_of
 from megatron.fill.runtime.profiler import PROFILE
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
@@ -158,6 +158,8 @@ class Seat:
                 Outcome.discard(directory)
                 (directory / PROFILE).unlink(missing_ok=True)
                 (directory / RESULT).unlink(missing_ok=True)
+                if (directory / OUTPUT).exists():  # of an earlier attempt
+                    os.replace(directory / OUTPUT, directory / f"output-{job.attempt - 1}.log")
             except OSError as error:
                 logger.warning("job %s: its folder %s cannot be used: %s", job.name, directory, error)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ def group_parameters(optimizer: Any, parameters: list[Any], pieces: int) -> list
         return [parameters]
     cuts = even_cuts([float(p.numel()) for p in parameters], dict.fromkeys(range(1, len(parameters)), 0.0), pieces)
     bounds = [0, *cuts, len(parameters)]
-    return [parameters[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [parameters[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 def step_group(optimizer: Any, parameters: list[Any]) -> None:
@@ -41,7 +42,7 @@ def step_group(optimizer: Any, parameters: list[Any]) -> None:
 class Offloaded:
     """Keeps optimizer state, and weights with their gradients, in host memory while no node needs them.
 
-    It has only been run where device and host are the same, not on a GPU.
+    It has not been run: that takes a GPU.
     """
 
     def __init__(self, offload: Offload, device: str) -> None:

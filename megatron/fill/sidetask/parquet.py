@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.models import need
 
 
@@ -33,7 +34,15 @@ class ParquetFile:
         return {"rows": {name: list(values) for name, values in self.rows.items()}, "part": self._part}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises TaskError when parts that were written are gone."""
         self.rows, self._part = dict(state["rows"]), state["part"]
+        if self._part and not self._parts.exists() and not self.path.exists():
+            raise TaskError(f"{self._parts} is missing: expected the {self._part} parts written before")
+
+    @property
+    def complete(self) -> bool:
+        """Whether the file was put together after the state that was loaded."""
+        return self._part > 0 and self.path.exists() and not self._parts.exists()
 
     def add(self, columns: dict[str, list[Any]]) -> None:
         """Append rows; a full part is written."""
@@ -44,11 +53,11 @@ class ParquetFile:
 
     def assemble(self) -> bool:
         """Do the next bit of what is left after the last row; True when the file is there."""
+        if self.complete:
+            return True
         if self._waiting():
             self._write_part(self._part_rows)
             return False
-        if self.path.exists() and not self._parts.exists():
-            return True
         scratch = self.path.with_name(self.path.name + ".part")
         table = self._parquet.read_table(self._part_path(self._assembled))
         if self._writer is None:

@@ -1,0 +1,164 @@
+"""``BatchInferenceJob``: passes a data set through any ``torch.nn.Module`` in pieces (PipeFill, section 4.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.fill.errors import TaskError
+from megatron.fill.profiles import Configuration
+from megatron.fill.sidetask.checks import check_whole
+from megatron.fill.sidetask.modeljob import ModelJob
+from megatron.fill.sidetask.parquet import ParquetFile
+
+_BATCH_SIZES = (32, 16, 8, 4, 2, 1)
+
+
+class BatchInferenceJob(ModelJob):
+    """Runs a model over a data set and writes its outputs to a Parquet file: columns ``index`` and ``output``.
+
+    An iteration is one batch: the pieces, then ``write``.  A batch that is not full is filled up with copies of its
+    last sample, whose outputs are dropped, so that every batch has the same shape.  The file appears when the job is
+    done; until then its parts lie in ``<output>.parts``.  Interrupted and resumed, no row is lost or doubled.
+    """
+
+    def create(
+        self,
+        model: str | None = None,
+        model_args: dict[str, Any] | None = None,
+        data: str | None = None,
+        data_args: dict[str, Any] | None = None,
+        output: str = "output.parquet",
+        batch_sizes: list[int] | None = None,
+        part_rows: int = 1024,
+        seed: int = 0,
+        pieces: int = 24,
+        split: str = "auto",
+    ) -> None:
+        """Build model and data.
+
+        Args:
+            model, data: as for ``TrainingJob``; targets are ignored.
+            output: the Parquet file; relative to the job's folder.
+            batch_sizes: what a batch may be; None for 1 to 32.
+            part_rows: rows written at a time.
+            seed: of the model's weights, where they are random.
+            pieces, split: as for ``split_model``.
+
+        Raises:
+            ValueError: an argument is wrong.
+            TaskError: something cannot be built, or a package is missing.
+        """
+        check_whole(part_rows=(part_rows, 1))
+        self._sizes = list(_BATCH_SIZES) if batch_sizes is None else batch_sizes
+        if not self._sizes:
+            raise ValueError("batch_sizes is []: expected at least one, or none at all")
+        for size in self._sizes:
+            check_whole(batch_sizes=(size, 1))
+        args = {"model": model, "model_args": model_args, "data": data, "data_args": data_args}
+        self._prepare(args, seed, pieces, split)
+        self.model.eval()
+        path = self.context.directory / output
+        if self.context.measuring:
+            path = self.context.directory / path.name
+        self._file = ParquetFile(path, part_rows)
+        self._done = 0  # samples
+        self._ended = False  # the samples; what is left is to put the file together
+        self._configuration = Configuration(self._sizes[0])
+        if self._samples.length is not None:
+            self.context.total_work = float(self._samples.length)
+
+    def configurations(self) -> list[Configuration]:
+        """Every batch size."""
+        return [Configuration(size) for size in self._sizes]
+
+    def configure(self, configuration: Configuration) -> None:
+        if configuration not in self.configurations():
+            offered = ", ".join(map(str, self.configurations()))
+            raise TaskError(f"configuration is {configuration}: expected one of {offered}")
+        self._configuration = configuration
+        if self._splits:
+            self._arrange()
+
+    def init(self) -> None:
+        self.model.to(self.context.device)
+        self._stream = self._samples.epoch(None, 0, self._done)
+        self._arrange()
+
+    def node_names(self) -> tuple[str, ...]:
+        return (*(f"forward {index}" for index in range(self._pieces_made)), "write")
+
+    def iteration_work(self) -> float:
+        return float(self._configuration.batch_size)
+
+    def run_next_step(self) -> float:
+        """Run one node; the work comes with ``write``."""
+        write = self._pieces_made
+        if self.next_node == 0 and not self._ended:
+            self._begin()
+        if self._ended:
+            if self._file.assemble():
+                raise StopIteration
+            return 0.0
+        if self.next_node < write:
+            self._runner.forward(self.next_node)
+            self._synchronize()
+            last = self.next_node + 1 == len(self._runner.split.segments)
+            self.next_node = write if last else self.next_node + 1
+            return 0.0
+        count = len(self._batch)
+        self.write(self.rows(self._runner.output())[:count], list(range(self._done, self._done + count)))
+        self._runner.clear()
+        self._done += count
+        self.next_node = 0
+        return float(count)
+
+    def rows(self, output: Any) -> Any:
+        """What is kept of a model's output: a tensor with a row per sample.  Here: the first tensor in it."""
+        import torch
+        from torch.utils import _pytree as pytree
+
+        return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
+
+    def write(self, outputs: Any, indices: list[int]) -> None:
+        """Take the outputs of the samples ``indices``; here: flattened into rows of the Parquet file."""
+        self._file.add({"index": indices, "output": outputs.float().flatten(1).cpu().tolist()})
+
+    def stop(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """A batch that has not been written is begun anew."""
+        return {"done": self._done, "file": self._file.state_dict(), "result": dict(self.context.result)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._done = state["done"]
+        self._file.load_state_dict(state["file"])
+        self._ended = self._file.complete
+        self.context.report(**state["result"])
+
+    def _arrange(self) -> None:
+        """Split for the present batch size."""
+        inputs, _ = self._example(self._configuration.batch_size)
+        split = self._split_for(inputs)
+        self.split, self._pieces_made = split.how, len(split.segments)
+        self.next_node = 0
+
+    def _begin(self) -> None:
+        from megatron.fill.sidetask.split import Call, PieceRunner, Randomness
+
+        self._batch = self._next_batch()
+        if not self._batch:
+            self._ended = True
+            return
+        missing = self._full_batch() - len(self._batch)
+        inputs, _ = self._collate(self._batch + [self._batch[-1]] * missing)
+        split = self._split_for(inputs, prepared=False)
+        self._runner = PieceRunner(split, Randomness(self.context.device, self._seed, self._done))
+        self._runner.begin(Call(inputs).leaves)
+
+    def _next_batch(self) -> list[Any]:
+        return [sample for _, sample in zip(range(self._full_batch()), self._stream, strict=False)]
+
+    def _full_batch(self) -> int:
+        return self._configuration.batch_size

@@ -1,0 +1,35 @@
+"""What an operation costs, without running it: floating-point operations and bytes moved at nominal rates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+_CALL_NS = 3000.0  # of one operation that does nothing
+# Operations and bytes per nanosecond: one core of a server, and a large accelerator.  Only their ratio matters.
+_RATES = {"cpu": (50.0, 10.0), "cuda": (50_000.0, 2000.0)}
+
+
+def nbytes(values: Any) -> int:
+    """The size of all tensors in ``values``."""
+    return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor))
+
+
+def cost_ns(flops: float, moved: float, device: str) -> float:
+    """Nominal nanoseconds."""
+    flop_rate, byte_rate = _RATES.get(device, _RATES["cuda"])
+    return _CALL_NS + flops / flop_rate + moved / byte_rate
+
+
+class CostMeter(FlopCounterMode):
+    """Counts floating-point operations; meant for fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+
+    @property
+    def flops(self) -> float:
+        return float(self.get_total_flops())

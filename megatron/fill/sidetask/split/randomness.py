@@ -1,0 +1,44 @@
+"""A job's own random numbers: the same however the job is cut, and whatever else runs in the process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Randomness:
+    """The state of torch's generators as a job has it; ``with`` it, torch draws from there.
+
+    Attributes:
+        state: of the CPU's generator and, on CUDA, of the device's.
+    """
+
+    def __init__(self, device: str, *seeds: int) -> None:
+        self._device = torch.device(device)
+        self.seed(*seeds)
+
+    def seed(self, *seeds: int) -> None:
+        """Begin anew; the numbers together make the seed."""
+        seed = int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]) >> 1
+        devices = ["cpu"] if self._device.type == "cpu" else ["cpu", self._device]
+        self.state: tuple[Any, ...] = tuple(torch.Generator(d).manual_seed(seed).get_state() for d in devices)
+
+    def __enter__(self) -> None:
+        self._outer = self._get()
+        self._set(self.state)
+
+    def __exit__(self, *exception: object) -> None:
+        self.state = self._get()
+        self._set(self._outer)
+
+    def _get(self) -> tuple[Any, ...]:
+        if self._device.type == "cpu":
+            return (torch.get_rng_state(),)
+        return (torch.get_rng_state(), torch.cuda.get_rng_state(self._device))
+
+    def _set(self, state: tuple[Any, ...]) -> None:
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1], self._device)

@@ -1,0 +1,143 @@
+"""Runs a split model piece by piece, forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from megatron.fill.sidetask.split.randomness import Randomness
+from megatron.fill.sidetask.split.segments import Split
+
+
+class PieceRunner:
+    """One pass of one batch through a split model: each ``forward``, then ``loss``, then each ``backward`` in reverse.
+
+    The gradients of parameters add up in their ``.grad``.  They, and the outputs, are those of a whole pass bit for bit
+    as long as a parameter is used in one place only: a value's gradients add up in the order in which autograd itself
+    takes them.
+
+    Args:
+        training: keep what a backward pass needs.
+        checkpointing: keep the inputs of the pieces only, and compute each piece again in its backward.
+        resident: called with parameters, makes them present while a piece runs (offloaded weights).
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        randomness: Randomness,
+        training: bool = False,
+        checkpointing: bool = False,
+        resident: Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self.split = split
+        self.randomness = randomness
+        self.training = training
+        self.checkpointing = checkpointing
+        self._resident = resident or (lambda parameters: contextlib.nullcontext())
+        self._dead = split.dead_after()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the present batch."""
+        self._values: dict[int, Any] = {}
+        self._kept: dict[int, Any] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+
+    def begin(self, leaves: Sequence[Any]) -> None:
+        """Take the flat inputs of a batch."""
+        self.clear()
+        self._values = dict(enumerate(leaves))
+
+    def forward(self, index: int) -> None:
+        segment = self.split.segments[index]
+        inputs = [self._values[number] for number in segment.inputs]
+        with self._resident(segment.parameters), self.randomness:
+            if self.training and not self.checkpointing:
+                outputs = self._run(index, inputs)
+            else:
+                if self.training:
+                    self._kept[index] = (self.randomness.state, inputs)
+                with torch.no_grad():
+                    outputs = segment.run(*inputs)
+        for number, output in zip(segment.outputs, outputs, strict=True):
+            self._values[number] = output.detach() if isinstance(output, torch.Tensor) else output
+        for number in self._dead[index]:
+            del self._values[number]
+
+    def output(self) -> Any:
+        """The model's output, after the last forward."""
+        return pytree.tree_unflatten([self._values[number] for number in self.split.outputs], self.split.spec)
+
+    def loss(self, function: Callable[[Any], torch.Tensor]) -> float:
+        """Compute a loss of the output, and its gradients with respect to the output.
+
+        Args:
+            function: from the model's output to a scalar.
+        """
+        ends = {n: self._values[n] for n in self.split.outputs}
+        leaves = {n: _leaf(value) if n in self.split.differentiable else value for n, value in ends.items()}
+        self._values = {}
+        with self.randomness, torch.enable_grad():
+            value = function(pytree.tree_unflatten([leaves[n] for n in self.split.outputs], self.split.spec))
+            value.backward()
+        self._gradients = {n: x.grad for n, x in leaves.items() if isinstance(x, torch.Tensor) and x.grad is not None}
+        return float(value.detach())
+
+    def backward(self, index: int) -> None:
+        segment = self.split.segments[index]
+        # The graph holds on to the buffers, so they get their values back only when it is gone.
+        again = restored(segment.buffers) if self.checkpointing else contextlib.nullcontext()
+        with self._resident(segment.parameters), again:
+            if self.checkpointing:
+                self._compute_again(index)
+            leaves, entries, outputs = self._kept.pop(index)
+            # The inputs are roots too: what later pieces added to their gradients then comes first, as in a whole pass.
+            pairs = [*zip(segment.outputs, outputs, strict=True), *zip(segment.inputs, entries, strict=True)]
+            wanted = [(n, x) for n, x in pairs if n in self._gradients and x.requires_grad]
+            if wanted:
+                torch.autograd.backward([x for _, x in wanted], [self._gradients.pop(n) for n, _ in wanted])
+        for number, leaf in leaves.items():
+            if leaf.grad is not None:
+                self._gradients[number] = leaf.grad
+
+    def _run(self, index: int, inputs: list[Any]) -> tuple[Any, ...]:
+        """Run a piece and keep its graph."""
+        segment = self.split.segments[index]
+        numbered = zip(segment.inputs, inputs, strict=True)
+        leaves = {n: _leaf(value) for n, value in numbered if n in self.split.differentiable}
+        pairs = zip(segment.inputs, inputs, strict=True)
+        with torch.enable_grad():
+            entries = [leaves[n].view_as(leaves[n]) if n in leaves else value for n, value in pairs]
+            outputs = segment.run(*entries)
+        self._kept[index] = (leaves, entries, outputs)
+        return outputs
+
+    def _compute_again(self, index: int) -> None:
+        """The piece's forward once more, with the same random numbers."""
+        state, inputs = self._kept.pop(index)
+        now, self.randomness.state = self.randomness.state, state
+        with self.randomness:
+            self._run(index, inputs)
+        self.randomness.state = now
+
+
+@contextlib.contextmanager
+def restored(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give the tensors their present values back at the end."""
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+
+def _leaf(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().requires_grad_()

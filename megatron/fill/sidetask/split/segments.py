@@ -1,0 +1,115 @@
+"""A model as a line of segments: what the three ways of splitting have in common.
+
+Values between segments have numbers: the model's flat inputs are ``0 .. n-1``, the others follow.  A value may be used
+by any later segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class SplitError(Exception):
+    """A model cannot be split in this way; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a model.
+
+    Attributes:
+        run: takes the tensors of ``inputs`` and returns those of ``outputs``.
+        inputs, outputs: numbers of values.
+        parameters, buffers: of the user's own module, as far as this segment uses them.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    parameters: tuple[torch.Tensor, ...] = ()
+    buffers: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A model, split for inputs of certain shapes.
+
+    Attributes:
+        how: which way was used and why, for a reader.
+        outputs: the values that make up the model's flat output.
+        spec: how the flat output becomes the model's output.
+        differentiable: the values that a gradient can reach, found by a run of the segments.
+    """
+
+    how: str
+    segments: tuple[Segment, ...]
+    outputs: tuple[int, ...]
+    spec: Any
+    differentiable: frozenset[int] = field(default=frozenset())
+
+    def dead_after(self) -> list[tuple[int, ...]]:
+        """For each segment, the values that no later one uses."""
+        last: dict[int, int] = {}
+        for index, segment in enumerate(self.segments):
+            last |= dict.fromkeys((*segment.inputs, *segment.outputs), index)
+        for value in self.outputs:
+            last.pop(value, None)
+        return [tuple(v for v, at in last.items() if at == index) for index in range(len(self.segments))]
+
+
+class Call:
+    """How a model is called with one batch of inputs: a tensor, a mapping of keywords, or a sequence of arguments."""
+
+    def __init__(self, inputs: Any) -> None:
+        if isinstance(inputs, dict):
+            self.leaves, self.spec = pytree.tree_flatten(((), dict(inputs)))
+        elif isinstance(inputs, list | tuple):
+            self.leaves, self.spec = pytree.tree_flatten((tuple(inputs), {}))
+        else:
+            self.leaves, self.spec = pytree.tree_flatten(((inputs,), {}))
+
+    def __call__(self, model: torch.nn.Module, leaves: Iterable[Any] | None = None) -> Any:
+        args, kwargs = pytree.tree_unflatten(list(self.leaves if leaves is None else leaves), self.spec)
+        return model(*args, **kwargs)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for inputs that one split serves."""
+        shapes = tuple((tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else repr(x) for x in self.leaves)
+        return (str(self.spec), *shapes)
+
+
+def even_cuts(costs: list[float], allowed: dict[int, float], pieces: int) -> list[int]:
+    """Where to cut a line of operations into pieces of about equal cost.
+
+    Args:
+        costs: of each operation.
+        allowed: the places where a cut may be, each the index of the operation after it, with the bytes alive there.
+        pieces: how many to make at most.
+
+    Returns:
+        The places in order, fewer than ``pieces``.  Around each even place, the one with the fewest bytes is taken.
+    """
+    ends = [0.0]
+    for cost in costs:
+        ends.append(ends[-1] + cost)
+    share = ends[-1] / pieces
+    cuts: list[int] = []
+    for number in range(1, pieces):
+        ideal = number * share
+        later = [at for at in allowed if at > (cuts[-1] if cuts else 0)]
+        if not later:
+            break
+        near = [at for at in later if abs(ends[at] - ideal) <= share / 4]
+        if near:
+            cuts.append(min(near, key=lambda at: (allowed[at], abs(ends[at] - ideal), at)))
+            continue
+        closest = min(later, key=lambda at: (abs(ends[at] - ideal), at))
+        if abs(ends[closest] - ideal) <= share:
+            cuts.append(closest)
+    return cuts

@@ -1,0 +1,151 @@
+"""Fill jobs through the store while a training runs: planned, submitted later, cancelled, killed, and going on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.store import Job, JobStore, open_store
+from megatron.fill.types import JobState
+from tests.e2e.training import Trained, processes, start, write_jobs
+
+CLI = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
+LAYERS = {"name": "layers", "task": "tasks:Layers", "args": {"milliseconds": [1, 2, 0.5, 1]}, "count": 2}
+BIG = {"name": "big", "task": "tasks:Layers", "args": {"milliseconds": [200], "batches": [1]}, "priority": 5}
+TAIL = {"name": "tail", "task": "tasks:Spin", "args": {"milliseconds": 0.3}, "memory": "1GiB", "priority": -1}
+LATER = {"name": "later", "task": "tasks:Spin", "args": {"milliseconds": 0.3, "steps": 5}, "memory": "1GiB"}
+LOST = 100  # samples: what the bubbles of a few seconds hold
+
+
+class Running:
+    """A training, its store, and what a user does meanwhile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        jobs = write_jobs(folder, LAYERS, BIG, TAIL)
+        flags = "--fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5 --fill-lease-seconds 2 --exit-signal-handler"
+        self.process = start(folder, f"{jobs} {flags}", 100_000)
+        assert self.process.stdout is not None
+        self.output: list[str] = []
+        self.reader = threading.Thread(target=self.output.extend, args=(self.process.stdout,), daemon=True)
+        self.reader.start()
+        self.wait((folder / "run" / "jobs.db").exists)
+        self.store: JobStore = open_store(folder / "run")
+        self.wait(lambda: len(self.store.list()) == 4)
+
+    def wait(self, condition: Callable[[], object], seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, "".join(self.output[-40:])
+            assert time.monotonic() < end, [(job.name, job.state, job.reason) for job in self.store.list()]
+            time.sleep(0.1)
+
+    def pipefill(self, *arguments: str) -> str:
+        environment = os.environ | {"PIPEFILL_STORE": str(self.folder / "run")}
+        done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, check=True, env=environment)
+        return done.stdout
+
+    def job(self, name: str) -> Job:
+        return self.store.find(name)
+
+    def end(self) -> Trained:
+        """Ask the training to end, as SLURM does, and wait for it."""
+        for pid in processes("pretrain_gpt.py", str(self.folder)):
+            if (Path("/proc") / str(pid) / "environ").read_bytes().find(b"RANK=") >= 0:
+                os.kill(pid, signal.SIGTERM)
+        assert self.process.wait(60) == 0, "".join(self.output[-40:])
+        self.reader.join()
+        return Trained("".join(self.output), self.folder)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("fill-jobs"))
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+# These tests are steps of one story, in order: a training is too dear to have one each.
+
+
+def test_a_job_that_fits_no_bubble_says_by_how_much(running):
+    running.wait(lambda: "too long for bubble" in running.job("big").reason)
+    assert "node 'forward 0' of b1" in running.job("big").reason
+    assert running.job("big").state is JobState.QUEUED
+
+
+def test_jobs_are_measured_planned_and_get_on(running):
+    for name in ("layers-0", "layers-1"):
+        running.wait(lambda: running.job(name).progress.work_done > 0)  # noqa: B023
+        folder = Path(running.job(name).directory)
+        assert json.loads((folder / "plan.json").read_text())["work"] > 0
+    shown = json.loads(running.pipefill("show", "layers-0", "--json"))
+    assert shown["state"] == "RUNNING"
+    assert shown["unit"] == "samples"
+
+
+def test_the_tail_job_uses_what_they_leave(running):
+    running.wait(lambda: running.job("tail").progress.work_done > 0)
+    assert sum(job.state is JobState.RUNNING for job in running.store.list()) == 3
+
+
+def test_a_running_job_is_cancelled(running):
+    running.pipefill("cancel", "tail")
+    running.wait(lambda: running.job("tail").state is JobState.CANCELLED)
+    assert running.job("tail").reason == "cancelled while it ran"
+
+
+def test_a_job_submitted_later_is_run(running):
+    (running.folder / "later.yaml").write_text(json.dumps({"jobs": [LATER]}))
+    running.pipefill("submit", str(running.folder / "later.yaml"))
+    running.wait(lambda: running.job("later").state is JobState.SUCCEEDED)
+    assert running.job("later").progress.work_done == 5
+
+
+def test_a_killed_worker_costs_no_more_than_the_interval(running):
+    running.wait(lambda: running.job("layers-0").progress.checkpoint_s)
+    before = running.job("layers-0")
+    for pid in processes("fill.runtime.worker", before.directory):
+        os.kill(pid, signal.SIGKILL)
+    running.wait(lambda: running.job("layers-0").attempt == before.attempt + 1)
+    log = Path(before.directory) / "output.log"
+    running.wait(lambda: log.exists() and "goes on from its checkpoint" in log.read_text())
+    assert "measuring" not in log.read_text()  # the profile was kept
+    assert (log.parent / f"output-{before.attempt}.log").exists()
+    checkpoint_s = running.job("layers-0").progress.checkpoint_s
+    running.wait(lambda: running.job("layers-0").progress.checkpoint_s > checkpoint_s)
+    assert running.job("layers-0").progress.work_done >= before.progress.work_done - LOST
+
+
+def test_a_killed_agents_job_comes_back(running):
+    before = running.job("layers-1")
+    agent = int(before.owner.rpartition("pid ")[2])
+    os.kill(agent, signal.SIGKILL)
+    running.wait(lambda: running.job("layers-1").owner != before.owner)
+    assert not processes("fill.runtime.worker", before.directory, str(agent))
+
+
+def test_the_end_of_the_training_puts_jobs_back(running):
+    trained = running.end()
+    states = {job.name: job.state for job in running.store.list()}
+    assert states == {
+        **dict.fromkeys(["layers-0", "layers-1", "big"], JobState.QUEUED),
+        "tail": JobState.CANCELLED,
+        "later": JobState.SUCCEEDED,
+    }
+    jobs = trained.jobs
+    assert jobs["layers-0"]["reason"] == "the main job ended first; goes on from its checkpoint"
+    done = running.job("layers-0").progress.work_done
+    result = json.loads((Path(jobs["layers-0"]["directory"]) / "result.json").read_text())
+    assert done >= result["samples"] > 0
+    assert not processes(str(running.folder))
