@@ -34,9 +34,9 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument(
         "--fill-checkpoint-seconds",
         type=float,
-        default=60.0,
+        default=300.0,
         metavar="S",
-        help="how often resumable jobs are saved, so what a crash costs them at most (default: 60)",
+        help="how often resumable jobs are saved, so what a crash costs them at most (default: 300)",
     )
     group.add_argument(
         "--fill-lease-seconds",

@@ -47,12 +47,23 @@ def write_jobs(folder: Path) -> Path:
         {
             "name": "bert-base",
             "task": "megatron.fill.sidetask.training:TrainingJob",
-            "args": {"model": "bert-base", "batch_size": 2, "steps": 100_000, "pieces": 48},
+            "args": {
+                "model": "bert-base",
+                "batch_size": 8,
+                "micro_batch_sizes": [2, 1],
+                "steps": 100_000,
+                "pieces": 96,
+            },
         },
         {
             "name": "minilm",
             "task": "megatron.fill.sidetask.embed:EmbedTexts",
-            "args": {"folder": str(folder / "texts"), "output": str(folder / "embeddings.parquet"), "pieces": 24},
+            "args": {
+                "folder": str(folder / "texts"),
+                "output": str(folder / "embeddings.parquet"),
+                "batch_sizes": [8, 4],
+                "pieces": 48,
+            },
         },
     ]
     path = folder / "jobs.yaml"

@@ -207,7 +207,7 @@ class FillSettings(BaseModel):
     grace_ms: float = Field(default=500.0, gt=0)
     max_overruns: int = Field(default=3, ge=1)
     max_output_mib: float = Field(default=64.0, gt=0)
-    checkpoint_seconds: float = Field(default=60.0, gt=0)
+    checkpoint_seconds: float = Field(default=300.0, gt=0)
     lease_seconds: float = Field(default=30.0, ge=1)
     offload_optimizer: bool = False
     baseline_seconds: float = Field(default=0.0, ge=0)

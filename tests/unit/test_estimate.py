@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.runtime.estimate import StepEstimator
+from megatron.fill.runtime.estimate import NodeEstimators, StepEstimator
 
 
 def test_nothing_is_known_at_first():
@@ -33,3 +33,17 @@ def test_it_is_the_quantile_of_the_window(durations):
         estimator.observe(duration)
     recent = sorted(durations[-estimator.window :])
     assert estimator.estimate_ns == recent[int(estimator.quantile * (len(recent) - 1))]
+
+
+def test_a_rare_node_is_expected_to_be_as_much_slower_as_the_others_are():
+    nodes = NodeEstimators()
+    nodes.expect([100, 200, 0])
+    assert [nodes.estimate_ns(node) for node in range(4)] == [100, 200, 0, 0]
+    for _ in range(20):
+        nodes.observe(0, 150)
+    assert [nodes.estimate_ns(node) for node in range(2)] == [150, 300]
+    for _ in range(5):  # its own word counts for more, once there is enough of it
+        nodes.observe(1, 210)
+    assert nodes.estimate_ns(1) == 210
+    nodes.observe(3, 70)  # not in the profile
+    assert nodes.estimate_ns(3) == 70

@@ -86,10 +86,14 @@ def _write(file: Any, state: dict[str, Any]) -> None:
         return
     import torch
 
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # loading would not look at them
     try:
         torch.save(state, file)
     except RuntimeError as error:  # PyTorch's writer says "unexpected pos" for a full disk
         raise OSError(f"{file.name} cannot be written: {' '.join(str(error).split())[:200]}") from error
+    finally:
+        torch.serialization.set_crc32_options(checksums)
 
 
 def _as_json(state: dict[str, Any]) -> bytes | None:

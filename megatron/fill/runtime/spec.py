@@ -36,7 +36,7 @@ class WorkerSpec:
     tail: bool = False
     cycle: dict[str, Any] | None = None
     profiles: list[dict[str, Any]] | None = None
-    checkpoint_s: float = 60.0
+    checkpoint_s: float = 300.0
     device: str = "cpu"
     cpus: list[int] = field(default_factory=list)
     task: str | None = None

@@ -113,7 +113,10 @@ class SideTask:
         """-> STOPPED: release everything; called once, also after a failure in another callback."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What is needed to go on later: tensors, numbers, strings and containers of them; None if not resumable."""
+        """What is needed to go on later: tensors, numbers, strings and containers of them; None if not resumable.
+
+        It is written before the next step, so tensors in host memory need not be copied.
+        """
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -10,8 +10,53 @@ from typing import Any
 from megatron.fill.profiles import Offload
 
 
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop")
+
+
+class Slices:
+    """Large parameters cut along their first dimension into views that an optimizer takes for parameters.
+
+    What an elementwise optimizer does to the views, one after the other, is what it does to the whole, to the bit; so
+    the step for a word embedding need not be one long node.  The views are of the storage that a parameter has now:
+    they are for devices on which it stays.
+
+    Attributes:
+        parameters: ``(name, parameter or view)`` in order; a view is named ``word_embeddings.weight[0:2000]``.
+    """
+
+    def __init__(self, named: list[tuple[str, Any]], pieces: int) -> None:
+        import torch
+
+        most = max(1, sum(p.numel() for _, p in named) // pieces)
+        self.parameters: list[tuple[str, Any]] = []
+        self._views: list[tuple[Any, Any, int, int]] = []  # view, parameter, first and last row
+        for name, parameter in named:
+            count = min(-(-parameter.numel() // most), parameter.shape[0] if parameter.ndim else 1)
+            if count == 1:
+                self.parameters.append((name, parameter))
+                continue
+            bounds = [round(at * parameter.shape[0] / count) for at in range(count + 1)]
+            for first, last in itertools.pairwise(bounds):
+                view = torch.nn.Parameter(parameter.detach()[first:last])
+                self.parameters.append((f"{name}[{first}:{last}]", view))
+                self._views.append((view, parameter, first, last))
+
+    def take_gradients(self) -> None:
+        """Hand the parameters' gradients to their views."""
+        for view, parameter, first, last in self._views:
+            view.grad = None if parameter.grad is None else parameter.grad[first:last]
+        for _, parameter, _, _ in self._views:
+            parameter.grad = None
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether it is known to treat every number of a parameter by itself."""
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
+
+
 def group_parameters(optimizer: Any, parameters: list[Any], pieces: int) -> list[list[Any]]:
-    """Groups of about equal size, ``pieces`` at most; a parameter is never cut.
+    """Groups of about equal size, ``pieces`` at most.
 
     Only torch's own optimizers are known to treat parameters one by one; any other gets one group.
     """

@@ -77,10 +77,7 @@ class TrainingJob(ModelJob):
             if batch_size not in self._micro_sizes:
                 raise ValueError(f"micro_batch_sizes is {micro_batch_sizes}: a model with BatchNorm needs {batch_size}")
             self._micro_sizes = [batch_size]  # its statistics are those of what passes through at a time
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if not self._parameters:
-            raise ValueError("model has no parameter that can be trained")
-        self.optimizer = self.build_optimizer(self._parameters)
+        self._make_optimizer()
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(f"optimizer is {optimizer!r}: it needs a closure: expected one that steps without")
@@ -91,8 +88,21 @@ class TrainingJob(ModelJob):
         self._configuration = self.configurations()[0]
         self._set_total()
 
+    def _make_optimizer(self) -> None:
+        from megatron.fill.sidetask.optimizing import Slices, is_elementwise
+
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        if not named:
+            raise ValueError("model has no parameter that can be trained")
+        self._slices = Slices(named, self._pieces if self.context.device == "cpu" else 1)
+        self.optimizer = self.build_optimizer([p for _, p in self._slices.parameters])
+        if not is_elementwise(self.optimizer):
+            self._slices = Slices(named, 1)
+            self.optimizer = self.build_optimizer([p for _, p in self._slices.parameters])
+        self._parameters = [p for _, p in self._slices.parameters]
+
     def build_optimizer(self, parameters: list[Any]) -> Any:
-        """The optimizer of these parameters."""
+        """The optimizer of these parameters, or rows of parameters."""
         return load_object("optimizer", self._args["optimizer"])(parameters, **self._args["optimizer_args"])
 
     def loss(self, output: Any, target: Any) -> Any:
@@ -179,7 +189,7 @@ class TrainingJob(ModelJob):
             "result": dict(self.context.result),
         }
         if self._pending is not None:
-            named = self.model.named_parameters()
+            named = self._slices.parameters
             state["gradients"] = {name: _on_cpu(p.grad) for name, p in named if p.grad is not None}
         return state
 
@@ -258,7 +268,7 @@ class TrainingJob(ModelJob):
             for index in reversed(range(len(split.segments))):
                 runner.backward(index)
             del runner
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         return split
 
     def _checked_loss(self, output: Any, target: Any) -> Any:
@@ -327,6 +337,7 @@ class TrainingJob(ModelJob):
     def _commit(self) -> float:
         """From here on the iteration counts as done."""
         self._runner.clear()
+        self._slices.take_gradients()
         self._iteration += 1
         self._position += len(self._batch)
         self._losses.append(self._loss_sum)
@@ -357,7 +368,7 @@ class TrainingJob(ModelJob):
 
     def _finish_step(self, gradients: dict[str, Any]) -> None:
         """The optimizer nodes that were left when the checkpoint was written."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self._slices.parameters:
             if name in gradients:
                 parameter.grad = gradients[name].to(self.context.device)
         self.optimizer.step()
@@ -378,9 +389,12 @@ def _divisors(batch_size: int, wanted: list[int] | None) -> list[int]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """A copy with every tensor in host memory."""
+    """With every tensor in host memory.
+
+    What is there already is not copied: a state is written before the next step changes it.
+    """
     if isinstance(value, dict):
         return {key: _on_cpu(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_on_cpu(entry) for entry in value)
-    return value.detach().cpu().clone() if hasattr(value, "detach") else copy.deepcopy(value)
+    return value.detach().cpu() if hasattr(value, "detach") else copy.deepcopy(value)
