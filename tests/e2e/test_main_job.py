@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fill.store import open_store
+from megatron.fill.types import JobState
 from tests.e2e.training import Trained, processes, start, train, write_jobs
 
 SPIN = {"name": "spin", "task": "tasks:Spin"}
@@ -157,16 +159,22 @@ def environ(pid: int, name: str) -> str | None:
     return None
 
 
-def test_two_runs_beside_each_other(tmp_path):
+def test_two_runs_share_a_store(tmp_path):
+    """Both take jobs from it, whoever submitted them, and each job is run once."""
     folders = [tmp_path / "one", tmp_path / "two"]
+    job = SPIN | {"args": {"steps": 5}, "count": 4}
     runs = []
     for folder in folders:
         folder.mkdir()
-        runs.append(start(folder, f"{write_jobs(folder, SPIN)} --fill-warmup-iterations 2", 40))
-    for folder, process in zip(folders, runs, strict=True):
+        jobs = write_jobs(folder, job | {"name": folder.name})
+        store = f"--fill-store {tmp_path}/shared.db --fill-warmup-iterations 2 --fill-lease-seconds 2"
+        runs.append(start(folder, f"{jobs} {store}", 100))
+    for process in runs:
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output[-3000:]
-        assert Trained(output, folder).jobs["spin"]["steps"] > 0
+    kept = open_store(tmp_path / "shared.db").list()
+    assert {(job.state, job.attempt, job.progress.work_done) for job in kept} == {(JobState.SUCCEEDED, 1, 5.0)}
+    assert sorted(job.name for job in kept) == [f"{name}-{number}" for name in ("one", "two") for number in range(4)]
 
 
 def test_killed_agents_do_not_stop_the_training(tmp_path):

@@ -66,13 +66,14 @@ def start(
     if torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     logs = ["--tensorboard-dir", str(folder / "tensorboard"), "--train-iters", str(iterations)]
+    environment = {name: value for name, value in os.environ.items() if name != "PIPEFILL_STORE"}
     return subprocess.Popen(
         [sys.executable, *launcher, *script, *MODEL.split(), *logs, *flags.format(folder=folder).split()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PIPEFILL_CPU_BACKEND": "1"},
+        env=environment | {"OMP_NUM_THREADS": "1", "PIPEFILL_CPU_BACKEND": "1"},
     )
 
 

@@ -260,6 +260,9 @@ def test_the_baton_is_passed_on_in_every_bubble_and_there_is_a_break_after_it():
         def hold(self) -> None:
             self.calls.append("hold")
 
+        def drop(self) -> None:
+            self.calls.append("drop")
+
         def pass_on(self, seq: int) -> None:
             self.calls.append(seq)
 
@@ -280,7 +283,7 @@ def test_the_baton_is_passed_on_in_every_bubble_and_there_is_a_break_after_it():
         bench.loop.machine, gate, bench.log, lambda: False, bench.clock, lambda: breaks.append(gate.seq), passed
     )
     assert loop.run()
-    assert passed.calls == ["hold", 1, 2, 3]
+    assert passed.calls == ["hold", 1, 2, 3, "drop"]
     assert breaks == [1, 2]
 
 

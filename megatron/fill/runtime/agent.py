@@ -91,6 +91,7 @@ class Agent:
         self.baton_fd = Baton.create()
         self.baton = Baton(self.baton_fd)
         self.orphaned = False  # the rank died
+        self.crashes: dict[int, int] = {}  # by job: how often its worker died in a row here
         self.jobs: list[JobRecord] = []
         self.workers: list[WorkerRecord] = []
         owner = f"{self.name}, pid {os.getpid()}"

@@ -61,9 +61,16 @@ class StepLoop:
 
     def run(self) -> bool:
         """Go on until the task is finished (True), or the main job is over or a stop was asked for (False)."""
-        seq = 0
         if self.baton is not None:
             self.baton.hold()
+        try:
+            return self._serve()
+        finally:
+            if self.baton is not None:
+                self.baton.drop()
+
+    def _serve(self) -> bool:
+        seq = 0
         while not (self.gate.ended or self.stopping()):
             bubble = self.gate.wait(seq)
             if bubble is not None:

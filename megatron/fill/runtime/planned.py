@@ -32,7 +32,7 @@ logger = logging.getLogger("pipefill.plan")
 PLAN = "plan.json"  # in the job's folder, beside plan.txt
 CHUNK_RESERVE_NS = 300_000  # waking up and pausing: what no step can use of a bubble
 _LOOK_AGAIN_S = 0.5  # for the first cycle of a run
-_WORTH_CHANGING = 1.05  # by how much another configuration must be better
+_WORTH_CHANGING = 1.2  # by how much another configuration must be better: to change over, the model is split anew
 
 
 class StaleProfile(TaskError):

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("pipefill.agent")
 
-_CRASHES = 3  # claims after which a job that only ever dies is given up
+_CRASHES = 3  # in a row and without a checkpoint in between: then an agent gives a job up
 _TELL_S = 5.0  # how often the end of the job is estimated anew
-_SAY_S = 15.0  # how long the end of a job is told to a store that does not answer
+_SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
 
 
 class Seat:
@@ -81,7 +81,7 @@ class Seat:
         logger.info("job %s: starting as the %s", claim.job.name, self)
         log_fd = create_log()
         log = StepLog(log_fd)
-        began_s = time.monotonic()
+        began_s, began_at_s = time.monotonic(), time.time()
         held = Held(claim, lambda: progress_of(claim.job, log, began_s))
         agent.keeper.hold(held)
         self.resident = Resident(claim.job, directory)
@@ -102,7 +102,8 @@ class Seat:
             agent.keeper.let_go(held)
         keep_profile()
         outcome, crashed = run.outcome(log.unit)
-        state, reason = self._judge(held, outcome, crashed, log)
+        saved = (log.checkpoint_s or 0.0) > began_at_s
+        state, reason = self._judge(held, outcome, crashed, saved)
         if held.standing is not Standing.LOST and not agent.keeper.finish(held, state, reason, outcome.result, _SAY_S):
             reason += " (the store did not hear of it)"
         if outcome.unfit:
@@ -136,18 +137,25 @@ class Seat:
             return "its lease ran out, and another agent may have it"
         return ""
 
-    def _judge(self, held: Held, outcome: Outcome, crashed: bool, log: StepLog) -> tuple[JobState, str]:
-        """What the store should know: a job that was cut off goes back, one that only ever dies does not."""
+    def _judge(self, held: Held, outcome: Outcome, crashed: bool, saved: bool) -> tuple[JobState, str]:
+        """What the store should know: a job that was cut off goes back, one that only ever dies does not.
+
+        Args:
+            crashed: the worker died without a word.
+            saved: it had written a checkpoint before, so something was gained.
+        """
         if held.standing is Standing.CANCELLED and outcome.state is not JobState.SUCCEEDED:
             return JobState.CANCELLED, "cancelled while it ran"
         if held.standing is Standing.LOST:
             return JobState.QUEUED, "its lease ran out: the store was out of reach for too long"
         if not crashed:
             return outcome.state, outcome.reason
-        attempt = held.claim.attempt
-        if log.checkpoint_s or attempt < _CRASHES:
+        crashes = self.agent.crashes
+        number = held.claim.job.id
+        crashes[number] = 1 if saved else crashes.get(number, 0) + 1
+        if crashes[number] < _CRASHES:
             return JobState.QUEUED, f"{outcome.reason}; it is tried again"
-        return JobState.FAILED, f"{outcome.reason}, and earlier attempts ended no better ({attempt} in all)"
+        return JobState.FAILED, f"{outcome.reason}, {_CRASHES} times in a row without having saved anything"
 
     def _folder(self, job: Job) -> Path | None:
         """The job's folder: where it was before, or in the run folder; None if it cannot be made."""

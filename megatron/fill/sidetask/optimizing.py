@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron.fill.profiles import Offload
 
-
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop")
 
 
