@@ -106,6 +106,7 @@ def _key(spec: JobSpec, mark: str) -> str:
 
 
 def _measure(spec: JobSpec, search: list[str], device: str) -> dict[str, Any]:
+    from megatron.fill.runtime.agent import WORKER_ENVIRONMENT
     from megatron.fill.runtime.measure import NO_NODES, MeasureSpec
     from megatron.fill.runtime.profiler import PROFILE
 
@@ -120,7 +121,7 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> dict[str, Any]:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env=os.environ | WORKER_ENVIRONMENT,
             check=False,
         )
         if done.returncode:

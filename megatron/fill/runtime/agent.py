@@ -186,13 +186,23 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
     return []
 
 
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # Memory that a step freed is kept for the next one: getting it from the kernel anew costs a tenth of the time.
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+}
+
+
 def _worker_environment() -> dict[str, str]:
     """The agent's environment less what belongs to the main job, with one thread per library on the rank's core."""
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {
         name: value for name, value in os.environ.items() if name not in ours and not name.startswith("TORCHELASTIC_")
     }
-    return environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return environment | WORKER_ENVIRONMENT
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ class JobRun:
     Args:
         worker: started with its output on a pipe and in a process group of its own.
         stop: asked every tick: why the worker should save and stop now, ``""`` to go on.
+        lost: asked every tick: why the worker must end at once and save nothing, ``""`` to go on.
         tick: called every tick.
     """
 
@@ -44,6 +45,7 @@ class JobRun:
         enforcer: Enforcer,
         max_output_bytes: int,
         stop: Callable[[], str],
+        lost: Callable[[], str],
         tick: Callable[[], None],
     ) -> None:
         self.worker = worker
@@ -52,6 +54,7 @@ class JobRun:
         self.enforcer = enforcer
         self.max_output_bytes = max_output_bytes
         self.stop = stop
+        self.lost = lost
         self.tick = tick
         self.verdict: str | None = None  # why the worker was killed, if it was
         self.stopped = ""  # why it was asked to stop
@@ -92,6 +95,10 @@ class JobRun:
         self.worker.stdout.close()
 
     def _judge(self, now: float) -> None:
+        lost = self.lost()
+        if lost:
+            self._kill(lost)
+            return
         self.stopped = self.stopped or self.stop()
         if self.stopped:
             if self._deadline is None:

@@ -108,6 +108,9 @@ class NodeRun:
         if names != tuple(node.name for node in profile.nodes):
             raise StaleProfile(f"its profile has {len(profile.nodes)} nodes and the task {len(names)}, or other ones")
         self.loop.expect(profile)
+        assert self.plan is not None
+        work = f"{self.plan.work_per_cycle:g} {self.task.unit} a cycle"
+        logger.info("%s; planned as %s: %s", self.task.split, profile.configuration, work)
 
     def follow(self) -> None:
         """Called between bubbles: plan again if the bubbles have changed, and change over between iterations."""
@@ -151,8 +154,6 @@ class NodeRun:
     def _take(self, plan: ExecutionPlan) -> None:
         self.task.configure(plan.configuration)
         self._write(plan)
-        logger.info("%s; planned as %s: %g %s a cycle", self.task.split, plan.configuration, plan.work_per_cycle,
-                    self.task.unit)  # fmt: skip
 
     def _write(self, plan: ExecutionPlan) -> None:
         self.plan = plan

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pipefill.agent")
 
 _CRASHES = 3  # in a row and without a checkpoint in between: then an agent gives a job up
+_LOST = "the store was out of reach for longer than its lease: another agent may have it"
 _TELL_S = 5.0  # how often the end of the job is estimated anew
 _SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
 
@@ -91,7 +92,14 @@ class Seat:
         enforcer = Enforcer(worker.pid, agent.gate, log, spec.grace_ns, spec.max_overruns, spec.device == "cpu")
         keep_profile = self._profile_keeper(held, directory)
         run = JobRun(
-            worker, log, directory, enforcer, spec.max_output_bytes, lambda: self._why_stop(held), keep_profile
+            worker,
+            log,
+            directory,
+            enforcer,
+            spec.max_output_bytes,
+            stop=lambda: self._why_stop(held),
+            lost=lambda: _LOST if held.standing is Standing.LOST else "",
+            tick=keep_profile,
         )
         try:
             run.watch()
@@ -133,8 +141,6 @@ class Seat:
             return "the main job is over"
         if held.standing is Standing.CANCELLED:
             return "it was cancelled"
-        if held.standing is Standing.LOST:
-            return "its lease ran out, and another agent may have it"
         return ""
 
     def _judge(self, held: Held, outcome: Outcome, crashed: bool, saved: bool) -> tuple[JobState, str]:
@@ -147,7 +153,7 @@ class Seat:
         if held.standing is Standing.CANCELLED and outcome.state is not JobState.SUCCEEDED:
             return JobState.CANCELLED, "cancelled while it ran"
         if held.standing is Standing.LOST:
-            return JobState.QUEUED, "its lease ran out: the store was out of reach for too long"
+            return JobState.QUEUED, _LOST
         if not crashed:
             return outcome.state, outcome.reason
         crashes = self.agent.crashes
