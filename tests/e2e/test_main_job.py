@@ -168,7 +168,7 @@ def test_two_runs_share_a_store(tmp_path):
         folder.mkdir()
         jobs = write_jobs(folder, job | {"name": folder.name})
         store = f"--fill-store {tmp_path}/shared.db --fill-warmup-iterations 2 --fill-lease-seconds 2"
-        runs.append(start(folder, f"{jobs} {store}", 100))
+        runs.append(start(folder, f"{jobs} {store}", 60))
     for process in runs:
         output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output[-3000:]
@@ -178,7 +178,7 @@ def test_two_runs_share_a_store(tmp_path):
 
 
 def test_killed_agents_do_not_stop_the_training(tmp_path):
-    process = start(tmp_path, f"{write_jobs(tmp_path, SPIN, SPIN | {'name': 'other'})} --fill-warmup-iterations 2", 150)
+    process = start(tmp_path, f"{write_jobs(tmp_path, SPIN, SPIN | {'name': 'other'})} --fill-warmup-iterations 2", 90)
     assert wait_for(lambda: len(processes("fill.runtime.worker")) >= 2, 90)
     time.sleep(1)
     for pid in processes("megatron.fill.runtime.agent", str(tmp_path)):
@@ -186,7 +186,7 @@ def test_killed_agents_do_not_stop_the_training(tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output[-3000:]
     trained = Trained(output, tmp_path)
-    assert trained.report["summary"]["iterations"] == 150
+    assert trained.report["summary"]["iterations"] == 90
     assert {(job["state"], job["reason"]) for job in trained.jobs.values()} == {
         ("RUNNING", "its agent was killed; it goes back to the queue when the lease ends")
     }
