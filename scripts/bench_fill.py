@@ -21,11 +21,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron.fill.records import read_agent
+from megatron.fill.records import read_agent, read_rank
+from megatron.fill.types import Bubble, BubbleUse
 from scripts.bench_main import command, losses, plain, training
 
 TEXTS = 2000  # of about 1,000 characters: more than a run can embed
@@ -101,6 +104,33 @@ def step_efficiency(run_dir: Path) -> float | None:
     return weighted / seconds if seconds else None
 
 
+def by_bubble(run_dir: Path) -> list[dict[str, Any]]:
+    """Where the bubble time went: for each place in the cycle, means over the iterations with filling."""
+    found: dict[tuple[int, int], list[tuple[Bubble, BubbleUse | None]]] = defaultdict(list)
+    for path in sorted((run_dir / "ranks").glob("rank*.json")):
+        record = read_rank(path)
+        workers = read_agent(run_dir / "agents" / f"agent{record.info.rank}.json")[0]
+        uses = {use.seq: use for worker in workers for use in worker.uses}
+        for bubble in record.bubbles:
+            if bubble.filling:
+                found[record.info.rank, bubble.index].append((bubble, uses.get(bubble.seq) if bubble.seq else None))
+    return [
+        {
+            "rank": rank,
+            "index": index,
+            "kind": pairs[0][0].kind,
+            "iterations": len(pairs),
+            "duration_ms": fmean(bubble.duration_ns for bubble, _ in pairs) / 1e6,
+            "predicted_ms": fmean(bubble.predicted_ns for bubble, _ in pairs) / 1e6,
+            "opened": sum(bubble.seq > 0 for bubble, _ in pairs),
+            "used": sum(use is not None for _, use in pairs),
+            "harvested_ms": sum(use.harvested_ns for _, use in pairs if use) / len(pairs) / 1e6,
+            "longest_overrun_ms": max((use.overrun_ns for _, use in pairs if use), default=0) / 1e6,
+        }
+        for (rank, index), pairs in sorted(found.items())
+    ]
+
+
 def bench(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     jobs = write_jobs(folder)
     profiles = profiled(folder, jobs)
@@ -132,6 +162,7 @@ def bench(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "jobs": report["jobs"],
         "ranks": report["ranks"],
         "total": report["total"],
+        "bubbles": by_bubble(folder / "run"),
         "plans": plans,
     }
 
