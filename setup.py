@@ -41,6 +41,7 @@ setup(
             "mypy",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "tensorboard",
             "types-networkx",

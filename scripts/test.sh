@@ -25,4 +25,11 @@ if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 && ! command -v initdb 
             echo "test.sh: PostgreSQL could not be installed (see $log): its tests will be skipped" >&2
     fi
 fi
-exec .venv/bin/python -m pytest "$@"
+if [ $# -gt 0 ]; then
+    exec .venv/bin/python -m pytest "$@"
+fi
+# The trainings of the end-to-end tests need every core to themselves; the others share them.
+status=0
+.venv/bin/python -m pytest --numprocesses 2 --ignore tests/e2e || status=$?
+.venv/bin/python -m pytest tests/e2e || status=$?
+exit "$status"

@@ -40,7 +40,7 @@ def filled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def iterations(flags: str) -> int:
     """About three seconds, so that workers are up before the end; four ranks on two cores take longer for each."""
-    return 12 if BLOCKING in flags else 30
+    return 20 if BLOCKING in flags else 30
 
 
 def ranks(flags: str) -> int:
