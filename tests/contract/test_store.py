@@ -271,6 +271,14 @@ class TestClaim:
         assert again == first
 
 
+class TestClaimOrder:
+    def test_a_number_named_twice_counts_where_it_comes_first(self, store):
+        first, second = submitted(store, "a", "b")
+        claim = store.claim("agent", [first.id, second.id, first.id], 10)
+        assert claim is not None
+        assert claim.job.id == first.id
+
+
 class TestNote:
     def test_it_says_why_a_job_waits(self, store):
         [job] = store.submit([new("pi")])

@@ -50,7 +50,7 @@ class JobQueue(ABC):
 
     def claim(self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "") -> Claim | None:
         _check_lease(lease_s)
-        ids = [job_id for job_id in wanted if _possible(job_id)]
+        ids = list(dict.fromkeys(job_id for job_id in wanted if _possible(job_id)))
 
         def work(transaction: Transaction) -> Claim | None:
             _recover(transaction)
