@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.scheduler.estimate import estimate_s
@@ -142,6 +143,7 @@ def test_jobs_that_can_make_it_come_before_those_that_cannot():
 def test_priority_then_submission_is_the_default():
     jobs = job(1), job(2, priority=5), job(3, priority=5), job(4, priority=-1)
     assert ranked(DEFAULT_POLICY, *jobs) == [2, 3, 1, 4]
+    assert FillSettings().policy == DEFAULT_POLICY
 
 
 @given(

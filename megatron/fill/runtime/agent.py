@@ -190,7 +190,7 @@ WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # Memory that a step freed is kept for the next one: getting it from the kernel anew costs a tenth of the time.
+    # Memory that a step freed is kept for the next one: to get it from the kernel page by page takes bubble time.
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }

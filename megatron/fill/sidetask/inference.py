@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.fill.errors import TaskError
 from megatron.fill.profiles import Configuration
 from megatron.fill.sidetask.checks import check_whole
 from megatron.fill.sidetask.modeljob import ModelJob
@@ -70,14 +69,6 @@ class BatchInferenceJob(ModelJob):
     def configurations(self) -> list[Configuration]:
         """Every batch size."""
         return [Configuration(size) for size in self._sizes]
-
-    def configure(self, configuration: Configuration) -> None:
-        if configuration not in self.configurations():
-            offered = ", ".join(map(str, self.configurations()))
-            raise TaskError(f"configuration is {configuration}: expected one of {offered}")
-        self._configuration = configuration
-        if self._splits:
-            self._arrange()
 
     def init(self) -> None:
         self.model.to(self.context.device)

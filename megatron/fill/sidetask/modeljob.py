@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from megatron.fill.errors import TaskError
+from megatron.fill.profiles import Configuration
 from megatron.fill.sidetask.checks import check_whole
 from megatron.fill.sidetask.data import RandomData, Samples, collate, inputs_and_target, load_object
 from megatron.fill.sidetask.models import WORKLOADS, build_model
@@ -16,6 +18,7 @@ class ModelJob(NodeTask):
     """A job that passes samples through a ``torch.nn.Module``, split into pieces."""
 
     unit: ClassVar[str] = "samples"
+    _configuration: Configuration
 
     def build_model(self) -> Any:
         """The model; override it, or give ``model``: ``module:factory`` or a name of ``models.WORKLOADS``."""
@@ -46,6 +49,18 @@ class ModelJob(NodeTask):
             raise ValueError(f"model is a {type(self.model).__name__}: expected a torch.nn.Module")
         self._samples = Samples(self.build_data())
         self._splits: dict[Any, Any] = {}
+
+    def configure(self, configuration: Configuration) -> None:
+        if configuration not in self.configurations():
+            offered = ", ".join(map(str, self.configurations()))
+            raise TaskError(f"configuration is {configuration}: expected one of {offered}")
+        self._configuration = configuration
+        if self._splits:
+            self._arrange()
+
+    def _arrange(self) -> None:
+        """Split for every batch shape of the present configuration, and begin an iteration."""
+        raise NotImplementedError(f"{type(self).__name__} does not override _arrange()")
 
     def _split_for(self, inputs: Any, pieces: int | None = None, prepared: bool = True) -> Any:
         """The split for a batch; one of a shape that was not prepared runs whole unless its pieces fit any shape."""

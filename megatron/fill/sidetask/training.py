@@ -119,14 +119,6 @@ class TrainingJob(ModelJob):
             offloads += [(Offload.OPTIMIZER, False), (Offload.OPTIMIZER, True), (Offload.WEIGHTS, True)]
         return [Configuration(b, again, offload) for b in self._micro_sizes for offload, again in offloads]
 
-    def configure(self, configuration: Configuration) -> None:
-        if configuration not in self.configurations():
-            offered = ", ".join(map(str, self.configurations()))
-            raise TaskError(f"configuration is {configuration}: expected one of {offered}")
-        self._configuration = configuration
-        if self._splits:
-            self._arrange()
-
     def init(self) -> None:
         """Move to the device, split the model for each batch shape, and try each split once: the first use is slow."""
         from megatron.fill.sidetask.split import Randomness
