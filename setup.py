@@ -21,6 +21,7 @@ setup(
         "megatron-core[training]>=0.19,<0.20",
         "numpy",
         "packaging",
+        "nvidia-ml-py",
         "psutil",
         "pydantic>=2",
         "pyyaml",

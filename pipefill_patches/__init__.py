@@ -11,17 +11,29 @@ import os
 from collections.abc import Sequence
 
 from megatron.fill.errors import PatchError
-from pipefill_patches import arguments, cpu_backend, offload, p2p_communicator, schedules, training_loop
+from pipefill_patches import (
+    arguments,
+    cpu_backend,
+    host_p2p,
+    offload,
+    p2p_communicator,
+    schedules,
+    training_loop,
+    wheel,
+)
 from pipefill_patches.registry import Patch
 
-# In the order in which they are applied; the CPU backend must come before anything looks for a device.
+# In the order in which they are applied; the CPU backend must come before anything looks for a device, and what stages
+# the pipeline's transfers before what watches them.
 PATCHES: dict[str, Patch] = {
     patch.name: patch
     for patch in (
         cpu_backend.PATCH,
+        wheel.PATCH,
         arguments.PATCH,
         training_loop.PATCH,
         schedules.PATCH,
+        host_p2p.PATCH,
         p2p_communicator.PATCH,
         schedules.GPIPE_PATCH,
         offload.PATCH,
@@ -33,11 +45,13 @@ def defaults(argv: Sequence[str]) -> tuple[str, ...]:
     """The patches that a run with this command line needs.
 
     The CPU backend is among them when asked for (``--fill-cpu-backend`` or ``PIPEFILL_CPU_BACKEND=1``) or when there
-    is no CUDA device.
+    is no CUDA device.  Pipeline transfers go through the host on ``PIPEFILL_HOST_P2P=1``.
     """
     on_cpu = "--fill-cpu-backend" in argv or os.environ.get("PIPEFILL_CPU_BACKEND") == "1" or cpu_backend.needed()
-    names = ("arguments", "training_loop", "schedules", "p2p_communicator")
-    return ("cpu_backend", *names) if on_cpu else names
+    names: tuple[str, ...] = ("arguments", "training_loop", "schedules", "p2p_communicator")
+    if os.environ.get("PIPEFILL_HOST_P2P") == "1":
+        names = ("host_p2p", *names)
+    return ("cpu_backend" if on_cpu else "wheel", *names)
 
 
 def apply(names: Sequence[str]) -> None:

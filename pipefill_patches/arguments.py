@@ -117,6 +117,58 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help="a job that prints more than this is stopped as FAILED; the first and last 512 KiB are kept (default: 64)",
     )
     group.add_argument(
+        "--fill-max-slowdown",
+        type=float,
+        default=1.0,
+        metavar="PERCENT",
+        help="stop filling for a while when it slows the training by more than this (default: 1; 0: never stop)",
+    )
+    group.add_argument(
+        "--fill-memory-margin-mib",
+        type=float,
+        default=1024.0,
+        metavar="MIB",
+        help="device memory that the jobs leave free beyond the main job's peak (default: 1024)",
+    )
+    group.add_argument(
+        "--fill-sharing",
+        choices=("auto", "mps", "timeslice"),
+        default="auto",
+        help="how main job and jobs share a GPU: mps is faster, but a job's illegal access can end the training "
+        "(default: auto, the mode that contains faults: timeslice)",
+    )
+    group.add_argument(
+        "--fill-mps-pipe",
+        metavar="DIR",
+        help="with --fill-sharing mps: use the MPS daemon of this pipe directory instead of starting one",
+    )
+    group.add_argument(
+        "--fill-sm-percentage",
+        type=int,
+        default=100,
+        metavar="PERCENT",
+        help="the share of a GPU's multiprocessors that a job may use at most (default: 100)",
+    )
+    group.add_argument("--fill-user", metavar="USER", help="run the jobs as this user (needs root)")
+    group.add_argument(
+        "--fill-allow",
+        nargs="+",
+        default=(),
+        metavar="PATTERN",
+        help="run only tasks whose module:Class matches one of these, such as 'megatron.fill.sidetask.*'; the word "
+        "command stands for commands (default: everything)",
+    )
+    group.add_argument(
+        "--fill-max-processes",
+        type=int,
+        default=256,
+        metavar="N",
+        help="a job with more processes and threads than this is stopped as FAILED (default: 256)",
+    )
+    group.add_argument(
+        "--fill-max-files", type=int, default=1024, metavar="N", help="open files per process of a job (default: 1024)"
+    )
+    group.add_argument(
         "--fill-baseline-seconds",
         type=float,
         default=0.0,

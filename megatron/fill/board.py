@@ -9,10 +9,9 @@ There is no lock; a reader that meets a half-written cycle looks again (a sequen
 
 from __future__ import annotations
 
-import fcntl
 import mmap
-import os
 
+from megatron.fill import shared
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import BubbleKind
 
@@ -22,12 +21,14 @@ _KINDS = tuple(BubbleKind)
 
 
 class CycleBoard:
-    """The rank's end."""
+    """The rank's end.
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("pipefill-cycle", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, _BYTES)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    Args:
+        fd: a board that exists, passed on by the rank to the process that writes it instead; None for a new one.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = shared.create("cycle", _BYTES, sealable=True) if fd is None else fd
         self._words = memoryview(mmap.mmap(self.fd, _BYTES)).cast("Q")
 
     def show(self, cycle: BubbleCycle) -> None:
@@ -44,7 +45,11 @@ class CycleBoard:
 
     def reader_fd(self) -> int:
         """A new descriptor of the board through which nothing can be written."""
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return shared.reader_fd(self.fd)
+
+    def seal(self) -> None:
+        """Nobody but this object's process can write to the board from now on, even who can open it anew."""
+        shared.close_to_writers(self.fd)
 
 
 class CycleBoardReader:

@@ -8,6 +8,7 @@ A jobs file::
         # command: gzip -k --best corpus.txt                 # any command line (a string or a list)
         args: {batch_size: 64}
         memory: 2GiB
+        env: {MODE: fast}  # for its environment, of which it gets little else
         priority: 0        # higher first
         user: ada          # whom fair sharing counts it for (default: who submits it)
         deadline: 2h       # from now, or a point in time such as 2030-01-31T18:00
@@ -80,6 +81,7 @@ class JobSpec(BaseModel):
     command: Annotated[tuple[str, ...], BeforeValidator(_split_command)] | None = Field(default=None, min_length=1)
     args: dict[str, Any] = {}
     memory: Annotated[int, BeforeValidator(parse_bytes)] | None = None
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
     priority: int = 0
     user: str = ""
     deadline: Annotated[float, BeforeValidator(parse_deadline)] | None = None
@@ -210,6 +212,15 @@ class FillSettings(BaseModel):
     checkpoint_seconds: float = Field(default=300.0, gt=0)
     lease_seconds: float = Field(default=30.0, ge=1)
     offload_optimizer: bool = False
+    max_slowdown: float = Field(default=1.0, ge=0)
+    memory_margin_mib: float = Field(default=1024.0, ge=0)
+    sharing: Literal["auto", "mps", "timeslice"] = "auto"
+    mps_pipe: str | None = None
+    sm_percentage: int = Field(default=100, ge=1, le=100)
+    user: str | None = None
+    allow: tuple[str, ...] = ()
+    max_processes: int = Field(default=256, ge=8)
+    max_files: int = Field(default=1024, ge=64)
     baseline_seconds: float = Field(default=0.0, ge=0)
     trace_iterations: int = Field(default=3, ge=1)
 

@@ -31,3 +31,7 @@ class JobError(FillError):
 
 class PlanError(FillError):
     """A job fits no bubble; the message says which node is too long or too large for which bubble, and by how much."""
+
+
+class ControlError(FillError):
+    """A run cannot be controlled from here, or its control page is not what this version reads."""

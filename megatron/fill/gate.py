@@ -17,9 +17,7 @@ Layout, in 64-bit words of the machine's byte order::
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
-import os
 import time
 from dataclasses import dataclass
 from enum import IntEnum
@@ -27,7 +25,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron.fill import futex
+from megatron.fill import futex, shared
 from megatron.fill.errors import GateError
 
 PAGE_BYTES = 4096
@@ -87,20 +85,27 @@ class GateReader(Protocol):
 
 
 class SharedGate:
-    """The rank's end of a real gate (GateWriter)."""
+    """The rank's end of a real gate (GateWriter).
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("pipefill-gate", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, PAGE_BYTES)
-        # A file that cannot shrink cannot take the page away from under the rank.
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    All of its state is in the page, so whoever writes next goes on where the last one stopped.  One writes at a time.
+
+    Args:
+        fd: a gate that exists, passed on by the rank to the process that writes it instead; None for a new one.
+
+    Raises:
+        GateError: ``fd`` is not a gate of this version.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = shared.create("gate", PAGE_BYTES, sealable=True) if fd is None else fd
         self._map = mmap.mmap(self.fd, PAGE_BYTES)
         self._words = memoryview(self._map).cast("Q")
         self._word = memoryview(self._map).cast("I")
         self._wake = futex.Waker(ctypes.addressof(ctypes.c_uint32.from_buffer(self._map)))
-        self._seq = 0
-        self._is_open = False
-        self._words[_VERSION] = _MAGIC
+        if fd is None:
+            self._words[_VERSION] = _MAGIC
+        elif self._words[_VERSION] != _MAGIC:
+            raise GateError(f"descriptor {fd} is no gate: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
 
     def open(self, deadline_ns: int, free_bytes: int) -> int:
         return self._open(deadline_ns, free_bytes, Phase.TRAINING)
@@ -111,24 +116,23 @@ class SharedGate:
 
     def _open(self, deadline_ns: int, free_bytes: int, phase: Phase) -> int:
         words = self._words
-        self._seq = seq = self._seq + 1
+        seq = words[_SEQ] + 1
         words[_CLOSED + seq % _CLOSED_SLOTS] = 0
         words[_SEQ] = seq
         words[_DEADLINE] = deadline_ns
         words[_FREE] = free_bytes
         words[_PHASE] = phase
-        self._is_open = True
         words[_OPENED] = time.monotonic_ns()
         self._word[0] = (2 * seq + 1) & 0xFFFFFFFF
         self._wake()
         return seq
 
     def close(self, now_ns: int) -> None:
-        if not self._is_open:
+        if not self._word[0] & 1:
             return
-        self._is_open = False
-        self._words[_CLOSED + self._seq % _CLOSED_SLOTS] = now_ns
-        self._word[0] = (2 * self._seq + 2) & 0xFFFFFFFF
+        seq = self._words[_SEQ]
+        self._words[_CLOSED + seq % _CLOSED_SLOTS] = now_ns
+        self._word[0] = (2 * seq + 2) & 0xFFFFFFFF
         self._wake()
 
     def end(self) -> None:
@@ -137,9 +141,18 @@ class SharedGate:
         self._word[0] = (self._word[0] + 2) & 0xFFFFFFFE
         self._wake()
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was ended, by us or by who wrote it in our place."""
+        return self._words[_PHASE] == Phase.ENDED
+
     def reader_fd(self) -> int:
         """A new descriptor of the gate through which nothing can be written."""
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        return shared.reader_fd(self.fd)
+
+    def seal(self) -> None:
+        """Nobody but this object's process can write to the gate from now on, even who can open it anew."""
+        shared.close_to_writers(self.fd)
 
 
 class SharedGateReader:

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.fill.errors import FillError
 from megatron.fill.types import (
+    BrakeEvent,
     Bubble,
     BubbleKind,
     BubbleUse,
@@ -40,6 +41,7 @@ def write_rank(path: Path, record: RankRecord) -> None:
         "iterations": _table(Iteration, record.iterations),
         "bubbles": _table(Bubble, record.bubbles),
         "spans": _table(Span, record.spans),
+        "brakes": _table(BrakeEvent, record.brakes),
     }
     _write_json(path, content)
 
@@ -57,6 +59,7 @@ def read_rank(path: Path) -> RankRecord:
             iterations=_values(Iteration, content["iterations"]),
             bubbles=_values(Bubble, content["bubbles"], kind=BubbleKind),
             spans=_values(Span, content["spans"]),
+            brakes=_values(BrakeEvent, content["brakes"]),
         )
 
     return _read(path, "rank", build)

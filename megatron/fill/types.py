@@ -118,6 +118,25 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class BrakeEvent:
+    """The automatic brake stopped the filling of one rank.
+
+    Attributes:
+        iteration: the last one before it.
+        slowdown: the training's, as measured: 0.03 is 3%.
+        pairs: of stretches with and without filling that it was measured over.
+        until: the iteration that fills again.
+        guard_ns: what is kept free at the end of every predicted bubble from then on.
+    """
+
+    iteration: int
+    slowdown: float
+    pairs: int
+    until: int
+    guard_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankRecord:
     """What the recorder of one rank writes at the end of a run."""
 
@@ -125,6 +144,7 @@ class RankRecord:
     iterations: list[Iteration]
     bubbles: list[Bubble]
     spans: list[Span]
+    brakes: list[BrakeEvent] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +198,8 @@ class JobRecord:
         result: what the task reported with ``context.report``.
         directory: its folder: output.log and the task's own files.
         ended_s: when this was noted, in seconds since the epoch; a job that was tried again has several records.
+        started_ns, ready_ns, ended_ns: CLOCK_MONOTONIC of its machine: when its worker was started, when that called
+            the task's ``create`` (0 for never), and when the worker had ended.
     """
 
     name: str
@@ -193,3 +215,6 @@ class JobRecord:
     result: dict[str, Any] = field(default_factory=dict)
     directory: str = ""
     ended_s: float = 0.0
+    started_ns: int = 0
+    ready_ns: int = 0
+    ended_ns: int = 0

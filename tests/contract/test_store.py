@@ -365,6 +365,20 @@ class TestLeases:
         assert not store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
         assert store.get(claim.job.id).state is JobState.QUEUED
 
+    def test_a_dead_owners_jobs_go_back_at_once_and_nobody_elses(self, store):
+        dead = [claimed(store, job, owner="dead") for job in submitted(store, "a", "b")]
+        other = claimed(store, *submitted(store, "c"), owner="alive")
+        store.cancel(dead[1].job.id)
+        assert store.disown("dead", "its agent died") == 2
+        states = [(job.state, job.reason, job.owner) for job in store.list()]
+        assert states == [
+            (JobState.QUEUED, "its agent died", None),
+            (JobState.CANCELLED, "cancelled", None),
+            (JobState.RUNNING, "", other.owner),
+        ]
+        assert store.heartbeat(dead[0], Progress(), 10) is Standing.LOST
+        assert store.disown("dead", "again") == 0
+
 
 class TestFinish:
     @pytest.mark.parametrize("state", FINISHED)

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron.fill.app import Launch, _check_store
+from megatron.fill.app.launch import Launch, _check_store
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError, StoreError
 

@@ -90,6 +90,7 @@ class TestSubmit:
             "command": None,
             "args": {"epochs": 20},
             "memory_bytes": None,
+            "env": {},
             "search": search,
         }
         assert jobs[2]["spec"]["command"] == ["gzip", "--best", "corpus.txt"]

@@ -21,11 +21,31 @@ class Enforcer:
     verdict: str | None = None
     released = False
 
-    def check(self) -> None:
-        pass
+    def check(self) -> float:
+        return 0.2
 
     def release(self) -> None:
         self.released = True
+
+
+class Limiter:
+    """What is beyond the limits, why the kernel ended it, and what was done to it."""
+
+    def __init__(self) -> None:
+        self.beyond = self.kernels = ""
+        self.calls: list[str] = []
+
+    def look(self) -> str:
+        return self.beyond
+
+    def explain(self) -> str:
+        return self.kernels
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+    def close(self) -> None:
+        self.calls.append("close")
 
 
 class Bench:
@@ -35,16 +55,18 @@ class Bench:
         )
         self.folder, self.enforcer, self.ticks = folder, Enforcer(), 0
         self.log = StepLog(create_log())
-        self.stop = self.lost = ""
+        self.stop = self.end = ""
+        self.limiter = Limiter()
         self.run = JobRun(
             worker,
             self.log,
             folder,
             self.enforcer,  # type: ignore[arg-type]
+            self.limiter,  # type: ignore[arg-type]
             most_output,
             stop=lambda: self._when_up(self.stop),
-            lost=lambda: self._when_up(self.lost),
-            tick=self.tick,
+            end=lambda: self._when_up(self.end),
+            ticks=[self.tick],
         )
 
     def _when_up(self, why: str) -> str:
@@ -93,8 +115,22 @@ def test_a_worker_that_does_not_stop_is_killed(tmp_path, monkeypatch):
 
 def test_a_job_that_belongs_to_another_agent_ends_at_once(tmp_path):
     bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
-    bench.lost = "another agent may have it"
+    bench.end = "another agent may have it"
     assert bench.outcome()[1] == "another agent may have it"
+    assert bench.run.cut == "another agent may have it"
+
+
+def test_what_is_beyond_its_limits_ends_and_the_limiter_is_let_go(tmp_path):
+    bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
+    bench.limiter.beyond = "over its cap of 1 MiB"
+    assert bench.outcome()[1:] == ("over its cap of 1 MiB", "images", False)
+    assert bench.limiter.calls[-2:] == ["kill", "close"]
+
+
+def test_the_kernels_reason_is_told(tmp_path):
+    bench = Bench(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    bench.limiter.kernels = "the kernel was out of memory"
+    assert bench.outcome()[1] == "the kernel was out of memory"
 
 
 def test_too_much_output_and_the_enforcers_word_end_a_job(tmp_path):

@@ -144,3 +144,27 @@ def test_progress_adds_up_over_attempts(flaky):
     assert (progress.work_done, progress.total_work, progress.unit, progress.steps) == (15.0, 30.0, "Bilder/ü", 1)
     assert progress.rate == pytest.approx(2.5, rel=0.2)
     assert progress.checkpoint_s is None
+
+
+def test_what_a_dead_agent_held_is_given_back_once_the_store_answers(flaky):
+    flaky.store.submit([NewJob("a", SPEC)])
+    assert flaky.store.claim("dead agent", [1], 60.0) is not None
+    told = []
+    keeper = Keeper(
+        "memory", "agent", [], lambda: Device("rank 0", "run"), 1.0, ["dead agent"], submitted=lambda: told.append(1)
+    )
+    flaky.down = True
+    assert keeper.ask(lambda store: store.list()) is None
+    flaky.down = False
+    time.sleep(0.1)
+    assert keeper.ask(lambda store: store.get(1).state) is JobState.QUEUED
+    assert told == []  # there was nothing to submit
+
+
+def test_that_the_jobs_are_submitted_is_told(flaky):
+    told = []
+    keeper = Keeper(
+        "memory", "agent", [NewJob("a", SPEC)], lambda: Device("rank 0", "run"), 1.0, submitted=lambda: told.append(1)
+    )
+    assert keeper.ask(lambda store: len(store.list())) == 1
+    assert told == [1]

@@ -60,6 +60,10 @@ class ScriptedGate:
         return None if self.is_open(seq) else self.end_ns
 
 
+class Switch:
+    running = True
+
+
 class Bench:
     def __init__(self, *lengths_ms: float) -> None:
         self.clock = Clock()
@@ -70,7 +74,8 @@ class Bench:
         self.log = StepLog(create_log())
         self.gate = ScriptedGate(self.clock)
         self.stop = False
-        self.loop = StepLoop(machine, self.gate, self.log, lambda: self.stop, self.clock)
+        self.switch = Switch()
+        self.loop = StepLoop(machine, self.gate, self.log, lambda: self.stop, self.clock, control=self.switch)
         self.seq = 0
 
     def bubble(self, predicted_ms: float, lasts_ms: float | None = None) -> bool:
@@ -132,6 +137,34 @@ def test_a_stop_request_is_seen_between_steps():
     bench.stop = True
     assert not bench.bubble(100)
     assert bench.task.calls.count("step") == 1
+
+
+def test_a_pause_is_seen_before_every_step_and_before_the_start():
+    bench = Bench(*[1.0] * 50)
+
+    def step() -> float:
+        bench.switch.running = bench.task.calls.count("step") < 2
+        return Scripted.run_next_step(bench.task)
+
+    bench.task.run_next_step = step
+    assert not bench.bubble(100)
+    assert bench.task.calls == ["start", "step", "step", "step", "pause"]
+    bench.task.calls.clear()
+    assert not bench.bubble(100)
+    assert bench.task.calls == []
+    bench.task.run_next_step = lambda: Scripted.run_next_step(bench.task)
+    bench.switch.running = True
+    bench.bubble(2)
+    assert bench.task.calls == ["start", "step", "step", "pause"]
+
+
+def test_a_pause_during_the_start_lets_no_step_begin():
+    bench = Bench(*[1.0] * 50)
+    bench.task.start = lambda: setattr(bench.switch, "running", False)
+    assert not bench.bubble(100)
+    assert bench.task.calls == ["pause"]
+    use = bench.uses[0]
+    assert (use.steps, use.latency_ns, use.harvested_ns, use.overrun_ns) == (0, -1, 0, 0)
 
 
 def test_the_log_says_what_the_worker_is_at():

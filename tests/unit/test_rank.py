@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.fill.board import CycleBoard, CycleBoardReader
 from megatron.fill.predictor import BubblePredictor
 from megatron.fill.profiles import BubbleSlot
+from megatron.fill.runtime.brake import Brake
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
 from megatron.fill.types import BubbleKind, CycleKey, RankInfo
@@ -15,7 +18,7 @@ KEY = CycleKey("1f1b", 4)
 INFO = RankInfo(0, 2, 0, 2, 0, 1, 0, 2)
 
 
-def make(gate: FakeGate | None, **settings: int) -> RankListener:
+def make(gate: FakeGate | None, **settings: Any) -> RankListener:
     return RankListener(gate, Recorder(INFO, 3), BubblePredictor(warmup=2), lambda: 7, **settings)
 
 
@@ -31,11 +34,11 @@ class Drive:
             self.listener.bubble_closed(self.now_ns)
         self.listener.cycle_ended()
 
-    def iteration(self, *durations_ms: float) -> None:
+    def iteration(self, *durations_ms: float, compute_ms: float = 5) -> None:
         self.number += 1
         self.listener.iteration_started(self.number, self.now_ns)
         self.cycle(*durations_ms)
-        self.now_ns += 5 * MS
+        self.now_ns += int(compute_ms * MS)
         self.listener.iteration_ended(self.now_ns)
 
 
@@ -112,6 +115,79 @@ def test_a_long_run_keeps_sums_of_its_older_bubbles(monkeypatch):
     assert len(bubbles) <= 100
     assert sum(bubble.duration_ns for bubble in bubbles) == 500 * 20 * MS
     assert sum(bubble.duration_ns for bubble in bubbles if bubble.filling) == 498 * 20 * MS
+
+
+class Switch:
+    running = True
+
+
+def test_while_paused_no_bubble_is_opened_and_none_counts_as_fillable():
+    switch = Switch()
+    listener = make(FakeGate(), control=switch)
+    drive = Drive(listener)
+    for running in (True, True, True, False, False, True):
+        switch.running = running
+        drive.iteration(20)
+    bubbles, iterations = listener.recorder.bubbles, listener.recorder.iterations
+    assert [bubble.seq for bubble in bubbles] == [0, 0, 1, 0, 0, 2]
+    assert [bubble.filling for bubble in bubbles] == [False, False, True, False, False, True]
+    assert [iteration.filling for iteration in iterations] == [False, False, True, False, False, True]
+
+
+def test_a_pause_within_an_iteration_takes_effect_with_the_next_bubble_and_so_does_its_end():
+    switch = Switch()
+    listener = make(FakeGate(), control=switch, paired_blocks=10)
+    drive = Drive(listener)
+    for _ in range(2):
+        drive.iteration(20, 20, 20, 20)
+    listener.iteration_started(3, drive.now_ns)
+    listener.cycle_started(KEY, drive.now_ns)
+    for index, running in enumerate((True, False, False, True)):
+        switch.running = running
+        listener.bubble_opened(BubbleKind.INTERIOR, index, drive.now_ns)
+        listener.bubble_closed(drive.now_ns + 20 * MS)
+    listener.iteration_ended(drive.now_ns + 80 * MS)
+    drive.iteration(20, 20, 20, 20)
+    assert [bubble.filling for bubble in listener.recorder.bubbles[8:12]] == [True, False, False, True]
+    # It is neither an iteration with filling nor one without: no pair of blocks counts it.
+    assert [(item.filling, item.block) for item in listener.recorder.iterations[2:]] == [(False, -1), (True, 0)]
+
+
+def braking(**settings: int) -> tuple[RankListener, Drive, list[str]]:
+    said: list[str] = []
+    listener = make(FakeGate(), brake=Brake(0.01, 0, say=said.append, **settings), **settings)
+    return listener, Drive(listener), said
+
+
+def test_the_brake_turns_filling_off_and_is_recorded():
+    listener, drive, said = braking(guard_ns=MS)
+    while not said:
+        assert drive.number < 60
+        on = drive.number >= 2 and not 8 <= (drive.number + 1) % 16 < 12
+        drive.iteration(20, compute_ms=100 if on else 80)
+    assert not listener.filling
+    assert len(listener.recorder.record().brakes) == 1
+    assert listener.guard_ns > MS
+    event = listener.recorder.brakes[0]
+    while drive.number < event.until - 1:
+        drive.iteration(20, compute_ms=80)
+        assert not listener.filling
+        assert not listener.recorder.bubbles[-1].filling
+    drive.iteration(20, compute_ms=80)
+    assert listener.filling
+    assert len(said) == 2
+
+
+def test_the_brake_does_not_count_what_was_disturbed_or_paused():
+    listener, drive, said = braking()
+    switch = listener.control = Switch()
+    for number in range(400):
+        if number % 5 == 0:
+            listener.disturbed("evaluation")
+        switch.running = number % 7 != 0
+        odd = number % 5 == 0 or number % 7 == 0
+        drive.iteration(20, compute_ms=500 if odd else 80)
+    assert said == []
 
 
 def test_shut_ends_the_gate():

@@ -1,11 +1,12 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.fill.errors import FillError
 from megatron.fill.records import read_agent, read_rank, write_agent, write_rank
-from megatron.fill.types import BubbleKind, JobRecord, JobState
+from megatron.fill.types import BrakeEvent, BubbleKind, JobRecord, JobState
 from tests.unit.synthetic import synthetic_run
 
 
@@ -16,6 +17,12 @@ def test_rank_round_trip(tmp_path: Path) -> None:
         read = read_rank(path)
         assert read == record
         assert all(type(bubble.kind) is BubbleKind for bubble in read.bubbles)
+
+
+def test_brakes_round_trip(tmp_path: Path) -> None:
+    record = replace(synthetic_run()[0][0], brakes=[BrakeEvent(4, 0.031, 8, 80, 2_000_000)])
+    write_rank(tmp_path / "rank0.json", record)
+    assert read_rank(tmp_path / "rank0.json") == record
 
 
 def test_agent_round_trip(tmp_path: Path) -> None:

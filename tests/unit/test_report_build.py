@@ -7,8 +7,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from megatron.fill.report import Report, build_report, schema
-from megatron.fill.types import BubbleKind, JobRecord, JobState, WorkerRecord
-from tests.unit.synthetic import synthetic_run
+from megatron.fill.types import BrakeEvent, BubbleKind, JobRecord, JobState, WorkerRecord
+from tests.unit.synthetic import MS, synthetic_run
 
 DOC = Path(__file__).parents[2] / "docs" / "report.md"
 MODELS = [
@@ -172,6 +172,15 @@ def test_fill_efficiency_of_workers_that_harvested_nothing() -> None:
     ranks, _, _ = synthetic_run()
     idle = WorkerRecord("a", 0, 0, 0.0, 0, 10, 5.0)
     assert build_report(ranks, [idle, replace(idle, job="b")], [], "").summary.fill_efficiency == 0.0
+
+
+def test_brakes_are_listed_by_rank() -> None:
+    ranks, _, _ = synthetic_run()
+    ranks[1] = replace(ranks[1], brakes=[BrakeEvent(4, 0.03, 8, 80, 2 * MS), BrakeEvent(96, 0.5, 2, 224, 4 * MS)])
+    report = build_report(ranks, [], [], "")
+    assert report.summary.brakes == 2
+    assert report.ranks[0].brakes == []
+    assert report.ranks[1].brakes[0] == schema.BrakeReport(iteration=4, slowdown=0.03, pairs=8, until=80, guard_ms=2)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)

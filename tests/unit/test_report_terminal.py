@@ -7,7 +7,7 @@ from rich.console import Console
 
 from megatron.fill.report import Report, bubble_cycle, build_report, print_cycle, print_report, write_cycles
 from megatron.fill.report.schema import Cycles
-from megatron.fill.types import BubbleKind, JobRecord, JobState, RankRecord
+from megatron.fill.types import BrakeEvent, BubbleKind, JobRecord, JobState, RankRecord
 from tests.unit.synthetic import LAST, MS, synthetic_run
 
 
@@ -74,6 +74,20 @@ def test_terminal_without_blocks_or_jobs() -> None:
     assert "--fill-paired-blocks" in text
     assert "Jobs" not in text
     assert printed(build_report([], [], [], ""))
+
+
+def test_terminal_tells_what_the_brake_did() -> None:
+    ranks = synthetic_run()[0]
+    assert "brake" not in printed(build_report(ranks, [], [], ""))
+    brakes = [BrakeEvent(10**6 + number, 0.031, 8, 10**6 + 80, 2 * MS) for number in range(7)]
+    text = printed(build_report([replace(ranks[0], brakes=brakes[:1]), ranks[1]], [], [], ""))
+    assert "automatic brake: stopped filling once on 1 of 2 ranks; on rank 0:" in text
+    assert "  after iteration 1000000, +3.1%; again from 1000080" in text
+    text = printed(build_report([replace(ranks[0], brakes=brakes[:1]), replace(ranks[1], brakes=brakes)], [], [], ""))
+    assert "automatic brake: stopped filling 7 times on 2 of 2 ranks; on rank 1:" in text
+    assert "  and 2 times more" in text
+    assert text.count("after iteration") == 5
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_terminal_with_large_figures_and_markup() -> None:

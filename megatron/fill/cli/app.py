@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from megatron.fill.cli import jobs, logs, plan, profile
+from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile
 
 app = typer.Typer(
     help="Jobs for the pipeline bubbles of Megatron-LM training.",
@@ -22,5 +22,12 @@ app.command("show")(jobs.show)
 app.command("logs")(logs.logs)
 app.command("cancel")(jobs.cancel)
 app.command("retry")(jobs.retry)
+app.command("status")(control.status)
+app.command("pause")(control.pause)
+app.command("resume")(control.resume)
+app.command("drain")(control.drain)
+app.command("kill")(control.kill)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
+app.command("doctor")(doctor.doctor)
+app.command("chaos")(chaos.chaos)

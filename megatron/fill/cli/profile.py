@@ -106,7 +106,7 @@ def _key(spec: JobSpec, mark: str) -> str:
 
 
 def _measure(spec: JobSpec, search: list[str], device: str) -> dict[str, Any]:
-    from megatron.fill.runtime.agent import WORKER_ENVIRONMENT
+    from megatron.fill.runtime.guest import LIBRARY_SETTINGS
     from megatron.fill.runtime.measure import NO_NODES, MeasureSpec
     from megatron.fill.runtime.profiler import PROFILE
 
@@ -121,7 +121,7 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> dict[str, Any]:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            env=os.environ | WORKER_ENVIRONMENT,
+            env=os.environ | LIBRARY_SETTINGS,
             check=False,
         )
         if done.returncode:

@@ -1,1 +1,35 @@
-"""What a worker may use, and what the main job leaves free."""
+"""What a worker may use, and what the main job leaves free.
+
+The agent opens the device of its rank and gets a ``Limiter`` for each worker; the worker calls ``confine`` before it
+runs a task.
+"""
+
+from __future__ import annotations
+
+from megatron.fill.device.mps import MpsDaemon
+from megatron.fill.device.port import DeviceError, Limiter, Limits, Sharing, WorkerDevice
+
+__all__ = ["DeviceError", "Limiter", "Limits", "MpsDaemon", "Sharing", "WorkerDevice", "open_device"]
+
+
+def open_device(
+    name: str, sharing: Sharing = Sharing.TIMESLICE, mps: MpsDaemon | None = None, uuid: str | None = None
+) -> WorkerDevice:
+    """The device ``cpu`` or ``cuda:N``.
+
+    Args:
+        mps: the daemon that the rank uses; needed for sharing by MPS.
+        uuid: of the GPU, if the rank knows it.
+
+    Raises:
+        DeviceError: there is no such device, or no daemon for MPS.
+    """
+    if name == "cpu":
+        from megatron.fill.device.cpu import CpuDevice
+
+        return CpuDevice()
+    if sharing is Sharing.MPS and mps is None:
+        raise DeviceError(f"{name}: sharing by MPS needs its daemon")
+    from megatron.fill.device.cuda import CudaDevice
+
+    return CudaDevice(name, mps if sharing is Sharing.MPS else None, uuid)

@@ -1,8 +1,30 @@
-"""The CUDA side of a worker's limits and of the memory that the main job leaves free."""
+"""A CUDA GPU as a worker's device, and the worker's own side of it.
+
+Three things hold a worker to its memory: PyTorch's allocator, which makes the allocation fail; the MPS server, where
+one is used, which makes the driver's fail; and a watch over what the driver says its processes hold, which ends the
+worker if it got around both.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from importlib.metadata import version
+from typing import Any
+
+from megatron.fill.device.cgroup import CgroupHome, find_home
+from megatron.fill.device.cpu import HostLimiter
+from megatron.fill.device.mps import MpsDaemon
+from megatron.fill.device.nvml import Nvml, shared_nvml, uuid_of
+from megatron.fill.device.port import MIB, Limits, Sharing, mib
+
+# A context, its modules and cuBLAS workspaces: what a process takes before, and beyond, its first allocation.
+OVERHEAD_BYTES = 1024 * MIB
+_TERMINATE_S = 0.3  # of the second that ``kill`` may take
+_FRACTION_SINCE = (2, 15)  # PyTorch's allocator knows per_process_memory_fraction in its configuration
+_SM_GRAIN = 8  # green contexts come in these, on compute capability 9 and later
+_keep: list[Any] = []  # green contexts, which end with their last reference
 
 
 def cap_memory(device: str, memory_bytes: int | None) -> None:
@@ -13,6 +35,57 @@ def cap_memory(device: str, memory_bytes: int | None) -> None:
 
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total), device)
+
+
+def enter(device: str, limits: Limits, sharing: Sharing) -> list[str]:
+    """The worker's side of its limits on a GPU, once its task is loaded; nothing happens if that brought no torch.
+
+    It begins to use CUDA.  Every thread's current stream but this one's is left as it is.
+
+    Returns:
+        What could not be done, and why.
+    """
+    if not device.startswith("cuda") or "torch" not in sys.modules:
+        return []
+    cap_memory(device, limits.memory_bytes)
+    if sharing is Sharing.MPS or limits.sm_percentage == 100:
+        return []
+    reason = _share_multiprocessors(device, limits.sm_percentage)
+    return [f"all multiprocessors can be used: {reason}"] if reason else []
+
+
+def _share_multiprocessors(device: str, percentage: int) -> str:
+    """Run this thread's kernels on a share of the GPU, in a green context; why not, if it cannot."""
+    import torch
+
+    try:
+        from torch.cuda.green_contexts import GreenContext
+    except ImportError:
+        return f"PyTorch {torch.__version__} has no green contexts"
+    index = torch.device(device).index or 0
+    count = torch.cuda.get_device_properties(index).multi_processor_count
+    try:
+        context = GreenContext.create(num_sms=share_of(count, percentage), device_id=index)
+        if hasattr(context, "Stream"):
+            torch.cuda.set_stream(context.Stream())
+        else:  # before PyTorch 2.12
+            context.set_context()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    _keep.append(context)
+    return ""
+
+
+def share_of(count: int, percentage: int) -> int:
+    """The multiprocessors of a share: no more than asked for, and at least the fewest that there can be."""
+    return max(_SM_GRAIN, count * percentage // 100 // _SM_GRAIN * _SM_GRAIN)
+
+
+def settle(device: str) -> None:
+    """Return when all kernels of this process have ended: host time is not GPU time, and a step ends only then."""
+    torch = sys.modules.get("torch")
+    if device.startswith("cuda") and torch is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize(device)
 
 
 class FreeDeviceMemory:
@@ -31,3 +104,110 @@ class FreeDeviceMemory:
             self._bytes = torch.cuda.mem_get_info(self._device)[0]
             self._read_ns = now_ns
         return self._bytes
+
+
+class CudaLimiter:
+    """Holds one worker to its limits on a GPU, and to those on processes.
+
+    Args:
+        uuid: of the GPU.
+    """
+
+    def __init__(
+        self, limits: Limits, name: str, home: CgroupHome, uuid: str, nvml: Nvml, mps: MpsDaemon | None
+    ) -> None:
+        self.limits = limits
+        self._uuid = uuid
+        self._nvml = nvml
+        self._mps = mps
+        self._host = HostLimiter(limits, name, home, cap_host_memory=False)
+        self._held_bytes = 0
+        self._peak_bytes = 0
+        self.environment = self._host.environment | {"CUDA_VISIBLE_DEVICES": uuid}
+        if mps is not None:
+            self.environment |= mps.environment(limits, uuid, OVERHEAD_BYTES)
+        if limits.memory_bytes is not None:
+            total = nvml.total_bytes(uuid)
+            self.environment |= allocator_environment(limits.memory_bytes, total, os.environ, version("torch"))
+
+    def adopt(self, pid: int) -> None:
+        self._host.adopt(pid)
+
+    def look(self) -> str:
+        reason = self._host.look()
+        used = self._nvml.used_bytes(self._uuid)
+        holders = [process.pid for process in self._host.alive if process.pid in used]
+        self._held_bytes = sum(used[pid] for pid in holders)
+        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        cap = self.limits.memory_bytes
+        # A context for each process is not what the job allocated.
+        if reason or cap is None or self._held_bytes <= cap + OVERHEAD_BYTES * len(holders):
+            return reason
+        return (
+            f"over its cap of {mib(cap)} of device memory: {mib(self._held_bytes)} held by {len(holders)} processes, "
+            f"contexts included, with a peak of {mib(self._peak_bytes)}"
+        )
+
+    def explain(self) -> str:
+        return self._host.explain()
+
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def kill(self) -> None:
+        if self._mps is not None:
+            self._mps.terminate([process.pid for process in self._host.processes()], _TERMINATE_S)
+        self._host.kill()
+        self._held_bytes = 0
+
+    def close(self) -> None:
+        self._host.close()
+
+
+def allocator_environment(memory_bytes: int, total_bytes: int, environment: Any, torch: str) -> dict[str, str]:
+    """The cap for PyTorch's allocator, for whatever the worker starts too; empty if this PyTorch does not know it."""
+    if tuple(int(part) for part in torch.split(".")[:2]) < _FRACTION_SINCE:
+        return {}
+    inherited = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF")
+    fraction = f"per_process_memory_fraction:{min(1.0, memory_bytes / total_bytes):.6f}"
+    return {"PYTORCH_ALLOC_CONF": ",".join(filter(None, [inherited, fraction]))}
+
+
+class CudaDevice:
+    """One GPU.
+
+    Args:
+        name: as the rank knows it: ``cuda:3``.
+        mps: the daemon that the rank uses; None for time-slicing.
+        uuid: of the GPU; found by ``CUDA_VISIBLE_DEVICES`` if not given, which trusts that CUDA numbers the GPUs as
+            their bus does.
+
+    Raises:
+        DeviceError: there is no driver, or no such GPU.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        mps: MpsDaemon | None = None,
+        uuid: str | None = None,
+        nvml: Nvml | None = None,
+        home: CgroupHome | None = None,
+    ) -> None:
+        self.name = name
+        self.worker_name = "cuda:0"
+        self.overhead_bytes = OVERHEAD_BYTES
+        self._nvml = nvml or shared_nvml()
+        self._home = find_home() if home is None else home
+        self._mps = mps
+        self.uuid = uuid or uuid_of(name, os.environ.get("CUDA_VISIBLE_DEVICES"), self._nvml.gpus())
+
+    def free_bytes(self) -> int:
+        return self._nvml.free_bytes(self.uuid)
+
+    def limiter(self, limits: Limits, name: str) -> CudaLimiter:
+        return CudaLimiter(limits, name, self._home, self.uuid, self._nvml, self._mps)

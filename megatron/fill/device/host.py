@@ -44,10 +44,6 @@ def use_every_core() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-def run_at_normal_priority() -> None:
-    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
 def cap_memory(memory_bytes: int | None) -> None:
     """Make allocations beyond ``memory_bytes`` of private memory fail in this process and its children."""
     if memory_bytes is not None:

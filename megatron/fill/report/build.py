@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron.fill.report.cycle import bubble_cycle
 from megatron.fill.report.schema import (
+    BrakeReport,
     JobReport,
     JobSummary,
     PairedTimes,
@@ -81,6 +82,7 @@ def build_report(
         harvest_ratio=total.harvest_ratio,
         fill_efficiency=total.fill_efficiency,
         slowdown=paired_slowdown(_mean_iterations(ordered)),
+        brakes=max((len(record.brakes) for record in ranks), default=0),
         open_to_step_us=total.open_to_step_us,
         overrun_us=total.overrun_us,
         jobs=[JobSummary(**job.model_dump(include=set(JobSummary.model_fields))) for job in job_reports],
@@ -127,6 +129,16 @@ def _rank(part: _Part, units: dict[str, str]) -> RankReport:
         device=info.device,
         data_parallel_rank=info.data_parallel_rank,
         tensor_parallel_rank=info.tensor_parallel_rank,
+        brakes=[
+            BrakeReport(
+                iteration=event.iteration,
+                slowdown=event.slowdown,
+                pairs=event.pairs,
+                until=event.until,
+                guard_ms=event.guard_ns / _MS,
+            )
+            for event in part.record.brakes
+        ],
     )
 
 

@@ -83,6 +83,16 @@ class Totals(_Model):
     prediction_error_ms: float | None = Field(description="mean absolute error of those predictions")
 
 
+class BrakeReport(_Model):
+    """The automatic brake stopped the filling of one rank: the training was slower than --fill-max-slowdown."""
+
+    iteration: int = Field(description="the last iteration before it")
+    slowdown: float = Field(description="of the training, as measured then; 0.03 is 3%")
+    pairs: int = Field(description="stretches with and without filling that it was measured over")
+    until: int = Field(description="the iteration that was to be filled again")
+    guard_ms: float = Field(description="kept free at the end of every predicted bubble from then on")
+
+
 class RankReport(Totals):
     """The figures of one rank of the main job."""
 
@@ -92,6 +102,7 @@ class RankReport(Totals):
     device: str = Field(description="its device")
     data_parallel_rank: int = Field(description="its place in data parallelism")
     tensor_parallel_rank: int = Field(description="its place in tensor parallelism")
+    brakes: list[BrakeReport] = Field(description="each time that the automatic brake stopped its filling")
 
 
 class CycleBubble(_Model):
@@ -159,6 +170,7 @@ class Summary(_Model):
     harvest_ratio: float | None = Field(description="harvested seconds / fillable bubble seconds, over all ranks")
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
     slowdown: Slowdown | None = Field(description="of the main job; null without --fill-paired-blocks")
+    brakes: int = Field(description="how often the automatic brake stopped the filling, on the rank where most often")
     open_to_step_us: Percentiles | None = Field(description="from a gate's opening to the start of the first step")
     overrun_us: Percentiles | None = Field(description="how long the last step ran on after its bubble; 0 counts")
     jobs: list[JobSummary] = Field(description="how each job ended")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.fill.report.schema import CycleBubble, Percentiles, RankCycle, Report, Summary, Totals
+from megatron.fill.report.schema import CycleBubble, Percentiles, RankCycle, RankReport, Report, Summary, Totals
 from megatron.fill.types import BubbleKind, JobState
 
 _STATE_COLOURS = {
@@ -19,6 +19,7 @@ _STATE_COLOURS = {
     JobState.QUEUED: "dim",
 }
 _GIB = 2**30
+_BRAKES = 5  # of one rank, that are printed
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -26,7 +27,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(_rank_table(report), "")
     if report.jobs:
         console.print(_job_table(report), "")
-    for line in _lines(report.summary, jobs=bool(report.jobs)):
+    for line in [*_lines(report.summary, jobs=bool(report.jobs)), *_brake_lines(report.ranks)]:
         console.print(line, highlight=False)
 
 
@@ -109,6 +110,25 @@ def _lines(summary: Summary, jobs: bool) -> list[str]:
     lines.append(f"bubble to first step: {opening}")
     lines.append(f"overrun of the bubble: {overrun}")
     return lines
+
+
+def _brake_lines(ranks: Sequence[RankReport]) -> list[str]:
+    """What the automatic brake did, on the rank where it braked most often: the others brake about when it does."""
+    rank = max(ranks, key=lambda rank: len(rank.brakes), default=None)
+    if rank is None or not rank.brakes:
+        return []
+    count, several = len(rank.brakes), sum(bool(rank.brakes) for rank in ranks)
+    where = f"{several} of {len(ranks)} ranks; on rank {rank.rank}:"
+    lines = [
+        f"  after iteration {brake.iteration}, {brake.slowdown:+.1%}; again from {brake.until}"
+        for brake in rank.brakes[:_BRAKES]
+    ]
+    more = [f"  and {_times(count - _BRAKES)} more"] if count > _BRAKES else []
+    return [f"automatic brake: stopped filling {_times(count)} on {where}", *lines, *more]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _cycle_table(title: str, bubbles: Sequence[CycleBubble]) -> Table:

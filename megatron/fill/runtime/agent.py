@@ -1,37 +1,40 @@
 """One rank's agent: takes jobs from the store, runs each in a worker, and sees to its end.
 
-The rank starts it, and its workers are thereby in the rank's session: only there does Linux honour their idle
-priority against the rank (autogroups).  It is the workers' parent: nothing they start outlives it, and the kernel ends
-it when the rank dies.  It never talks to the rank; both look at the gate.
+The rank's warden starts it, and its workers are thereby in the rank's session: only there does Linux honour their
+idle priority against the rank (autogroups).  It is the workers' parent: nothing they start outlives it, and the kernel
+ends it when the warden dies.  It never talks to the rank; both look at the gate.
 
 It has two *seats*: the resident job gets every bubble first, the tail job what the resident one cannot use.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from megatron.fill.board import CycleBoardReader
-from megatron.fill.device import host
+from megatron.fill.control import ControlPage, RunState
+from megatron.fill.device import MpsDaemon, Sharing, host, open_device
 from megatron.fill.device.meter import fingerprint
 from megatron.fill.gate import SharedGateReader
 from megatron.fill.planner.cycles import cycle_to_dict
 from megatron.fill.records import write_agent
+from megatron.fill.runtime import reap
 from megatron.fill.runtime.baton import Baton
 from megatron.fill.runtime.choice import Choice
+from megatron.fill.runtime.controlled import ControlWatcher
+from megatron.fill.runtime.guest import environment, find_guest
 from megatron.fill.runtime.keeper import Keeper
 from megatron.fill.runtime.seat import Seat
 from megatron.fill.store.port import Device, NewJob
@@ -39,7 +42,12 @@ from megatron.fill.types import JobRecord, WorkerRecord
 
 logger = logging.getLogger("pipefill.agent")
 
+_KILL_S = 1.5  # how long a kill may take
 _RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # how often an empty seat looks for a job
+
+
+# Even a worker's start-up is not to compete with the main job.
+_AT_IDLE_PRIORITY = ["chrt", "--idle", "0"] if shutil.which("chrt") else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +55,14 @@ class AgentSpec:
     """What the rank tells its agent.
 
     Attributes:
+        mps_pipe: of the MPS daemon that the rank uses; None without MPS.
+        parent: the rank's pid; the warden is the agent's.
         store: the URL of the job store.
         submit: jobs to put into it.
+        user: whom the jobs run as; None for us.
+        allow: the jobs that may run, as ``guest.refusal`` reads it.
+        device_uuid: of the GPU; None on the CPU.
+        margin_bytes: device memory that the jobs leave free beyond the main job's peak.
         policy: which job is next, as ``parse_policy`` reads it.
         lease_s: how long the store keeps a job for an agent that is silent.
         checkpoint_s: how often resumable jobs are saved.
@@ -59,7 +73,9 @@ class AgentSpec:
     parent: int
     gate_fd: int
     board_fd: int
+    control_fd: int
     device: str
+    device_uuid: str | None
     cpus: list[int]
     store: str
     submit: list[NewJob]
@@ -69,6 +85,14 @@ class AgentSpec:
     grace_ns: int
     max_overruns: int
     max_output_bytes: int
+    user: str | None
+    allow: list[str]
+    margin_bytes: int
+    processes: int
+    files: int
+    sharing: Sharing
+    mps_pipe: str | None
+    sm_percentage: int
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -76,28 +100,45 @@ class AgentSpec:
     @classmethod
     def from_json(cls, text: str) -> AgentSpec:
         data = json.loads(text)
-        return cls(**data | {"submit": [NewJob(**job) for job in data["submit"]]})
+        jobs = [NewJob(**job) for job in data["submit"]]
+        return cls(**data | {"submit": jobs, "sharing": Sharing(data["sharing"])})
 
 
 class Agent:
-    """Runs jobs in the bubbles of one rank until the main job is over."""
+    """Runs jobs in the bubbles of one rank until the main job is over.
 
-    def __init__(self, spec: AgentSpec) -> None:
+    Args:
+        dead: the pids of the agents that served this rank before and died: what they held is given back.
+    """
+
+    def __init__(self, spec: AgentSpec, dead: list[int]) -> None:
         self.spec = spec
+        self.guest = find_guest(spec.user) if spec.user is not None else None
         self.run_dir = Path(spec.run_dir)
         self.name = f"rank {spec.rank} of {spec.run_dir} on {os.uname().nodename}"
         self.gate = SharedGateReader(spec.gate_fd)
         self.board = CycleBoardReader(spec.board_fd)
+        mps = MpsDaemon.existing(Path(spec.mps_pipe)) if spec.mps_pipe is not None else None
+        self.device = open_device(spec.device, spec.sharing, mps, spec.device_uuid)
+        self.control = ControlPage(spec.control_fd)
+        self.control_reader_fd = self.control.reader_fd()
         self.baton_fd = Baton.create()
         self.baton = Baton(self.baton_fd)
         self.orphaned = False  # the rank died
         self.crashes: dict[int, int] = {}  # by job: how often its worker died in a row here
         self.jobs: list[JobRecord] = []
         self.workers: list[WorkerRecord] = []
-        owner = f"{self.name}, pid {os.getpid()}"
-        self.keeper = Keeper(spec.store, owner, spec.submit, self.describe, spec.lease_s)
+        owners = [f"{self.name}, pid {pid}" for pid in (os.getpid(), *dead)]
+        # An agent that follows a dead one must not submit again what has finished meanwhile.
+        marker = self.run_dir / "agents" / f"submitted{spec.rank}.json"
+        submit = [] if marker.exists() else spec.submit
+        self.keeper = Keeper(
+            spec.store, owners[0], submit, self.describe, spec.lease_s, owners[1:], submitted=marker.touch
+        )
         self.choice = Choice(spec.policy, self.name, fingerprint(spec.device), self.board)
         self.seats = [Seat(self, tail=False), Seat(self, tail=True)]
+        # One that follows a dead agent keeps a record of its own, beside what that one wrote.
+        self._record = f"agent{spec.rank}-{len(dead)}.json" if dead else f"agent{spec.rank}.json"
         self._processes: set[int] = set()
         self._lock = threading.Lock()
 
@@ -120,6 +161,7 @@ class Agent:
     def run(self) -> None:
         """Serve until the main job is over."""
         self.keeper.start()
+        ControlWatcher(self.control, self._control_changed).start()
         threads = [threading.Thread(target=self._serve, args=(seat,), name=str(seat)) for seat in self.seats]
         for thread in threads:
             thread.start()
@@ -128,16 +170,25 @@ class Agent:
         self.keeper.stop()
         self._write()
 
+    def _control_changed(self, state: RunState) -> None:
+        """Say so, and of a kill not before it is done: the seats end their workers at their next look."""
+        logger.info("%s", state.name)
+        end_s = time.monotonic() + _KILL_S
+        while state is RunState.KILLED and self._processes:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"workers {sorted(self._processes)} have not ended")
+            time.sleep(0.02)
+
     def _serve(self, seat: Seat) -> None:
         while not self.over:
             try:
                 served = seat.serve()
+                if served:
+                    self._write()
             except Exception:  # one seat's trouble is not the other's
                 logger.exception("%s failed", seat)
                 served = False
-            if served:
-                self._write()
-            else:
+            if not served:
                 self._pause(_TAIL_LOOKS_S if seat.tail else _RESIDENT_LOOKS_S)
 
     def _pause(self, seconds: float) -> None:
@@ -152,18 +203,33 @@ class Agent:
 
     def _write(self) -> None:
         with self._lock:
-            write_agent(self.run_dir / "agents" / f"agent{self.spec.rank}.json", self.workers, self.jobs)
+            write_agent(self.run_dir / "agents" / self._record, self.workers, self.jobs)
 
-    def start_worker(self, spec_path: Path, log_fd: int) -> subprocess.Popen[bytes]:
+    def start_worker(
+        self, spec_path: Path, log_fd: int, extra: Mapping[str, str], idle: bool
+    ) -> subprocess.Popen[bytes]:
+        """Start a worker.
+
+        Args:
+            extra: for its environment.
+            idle: at idle priority from its first instruction on; who watches a command needs more than that.
+        """
+        guest = self.guest
+        user: dict[str, Any] = {}
+        if guest is not None and os.geteuid() == 0:
+            user = {"user": guest.uid, "group": guest.gid, "extra_groups": []}
+        spec = self.spec
         with self._lock:
+            command = [sys.executable, "-m", "megatron.fill.runtime.worker", str(spec_path)]
             worker = subprocess.Popen(
-                [sys.executable, "-m", "megatron.fill.runtime.worker", str(spec_path)],
+                [*_AT_IDLE_PRIORITY, *command] if idle else command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(self.spec.gate_fd, self.spec.board_fd, self.baton_fd, log_fd),
+                pass_fds=(spec.gate_fd, spec.board_fd, self.control_reader_fd, self.baton_fd, log_fd),
                 process_group=0,  # not a new session: that would be a new autogroup
-                env=_worker_environment(),
+                env=environment(os.environ, {}, extra, guest),
+                **user,
             )
             self._processes.add(worker.pid)
             return worker
@@ -172,52 +238,28 @@ class Agent:
         """End what a worker left that slipped out of its process group and came to us."""
         with self._lock:
             self._processes.discard(pid)
-            for child in psutil.Process().children():
-                if child.pid not in self._processes:
-                    for process in [*_descendants(child), child]:
-                        with contextlib.suppress(psutil.Error):
-                            process.kill()
-                            process.wait(1)
-
-
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        return process.children(recursive=True)
-    return []
-
-
-WORKER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    # Memory that a step freed is kept for the next one: to get it from the kernel page by page takes bubble time.
-    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-}
-
-
-def _worker_environment() -> dict[str, str]:
-    """The agent's environment less what belongs to the main job, with one thread per library on the rank's core."""
-    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ours and not name.startswith("TORCHELASTIC_")
-    }
-    return environment | WORKER_ENVIRONMENT
+            reap.end_descendants(spare=self._processes)
 
 
 def main() -> None:
-    spec = AgentSpec.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    spec_path, warden, dead = sys.argv[1:]
+    spec = AgentSpec.from_json(Path(spec_path).read_text(encoding="utf-8"))
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {spec.rank} %(message)s")
-    agent = Agent(spec)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    agent = Agent(spec, [int(pid) for pid in dead.split(",") if pid])
 
     def on_term(number: int, frame: Any) -> None:
         agent.orphaned = True
 
     signal.signal(signal.SIGTERM, on_term)
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # workers inherit this: until they listen to it, it is not to end them
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main job; its end ends us
     host.use_every_core()  # only the workers belong on the rank's own
+    os.nice(19)  # nothing here is in a hurry, and the main job is
     host.adopt_orphans()
-    host.die_with_parent(spec.parent, signal.SIGTERM)
+    host.die_with_parent(int(warden), signal.SIGTERM)
     agent.run()
 
 

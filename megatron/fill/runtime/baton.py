@@ -8,13 +8,11 @@ then.  Words: 0 the futex (low 32 bits of the number of the bubble passed on), 1
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
-import os
 
 import numpy as np
 
-from megatron.fill import futex
+from megatron.fill import futex, shared
 from megatron.fill.gate import OpenBubble, SharedGateReader
 
 _BYTES = 4096
@@ -34,10 +32,7 @@ class Baton:
     @staticmethod
     def create() -> int:
         """A new baton that nobody holds; returns its descriptor."""
-        fd = os.memfd_create("pipefill-baton", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, _BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return fd
+        return shared.create("baton", _BYTES)
 
     @property
     def held(self) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.fill.control import ControlReader
 from megatron.fill.device import host
 from megatron.fill.errors import FillError
 from megatron.fill.gate import GateReader, SharedGateReader
+from megatron.fill.runtime.controlled import ControlWatcher
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import StepLog, WorkerPhase
 from megatron.fill.sidetask.imperative import StoppedCommand
@@ -25,6 +28,8 @@ class CommandRun:
     Args:
         view: the gate as this job sees it; bubbles are waited for here.
         gate: the gate itself, for the end of a bubble.
+        left: called with the number of every bubble that the command is done with.
+        control: a pause takes effect within a bubble too.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class CommandRun:
         log: StepLog,
         stopping: Callable[[], bool],
         left: Callable[[int], None],
+        control: ControlReader,
     ) -> None:
         self.spec = spec
         self.view = view
@@ -42,16 +48,21 @@ class CommandRun:
         self.log = log
         self.stopping = stopping
         self.left = left
+        self.control = control
+        self._cut_ns = 0  # when the operator's pause last stopped the command
+        self._lock = threading.Lock()  # looking at the control page, and stopping or continuing by it, are one
 
     def run(self) -> Outcome:
-        # This process only watches the clock, and must get the core back when the bubble ends; the command itself
-        # yields to the main job.
-        host.run_at_normal_priority()
+        # This process only watches the clock, and must get the core back when the bubble ends: it runs at normal
+        # priority, and the command itself yields to the main job.
         try:
             command = StoppedCommand(self.spec.command or [], Path(self.spec.directory), self._prepare)
         except FillError as error:
             return Outcome(JobState.FAILED, str(error), unit="seconds")
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the command's end interrupts the wait
+        # Within a bubble this thread sleeps on the gate, and so another one sleeps on the control page.  It is started
+        # here and not before the fork above, which takes no threads along.
+        ControlWatcher(self.control, lambda state: self._cut(command)).start()
         try:
             code = self._run_in_bubbles(command)
         finally:
@@ -68,6 +79,17 @@ class CommandRun:
         host.yield_to_main_job(self.spec.cpus)
         host.die_with_parent(os.getppid())
 
+    def _cut(self, command: StoppedCommand) -> None:
+        with self._lock:
+            if not self.control.running and command.exit_code is None:
+                command.pause()
+                self._cut_ns = time.monotonic_ns()
+
+    def _continue(self, command: StoppedCommand) -> None:
+        with self._lock:
+            if self.control.running:
+                command.resume()
+
     def _run_in_bubbles(self, command: StoppedCommand) -> int | None:
         seq = 0
         self.log.phase = WorkerPhase.ASLEEP
@@ -78,19 +100,19 @@ class CommandRun:
             seq = bubble.seq
             start_ns = time.monotonic_ns()
             remaining_ns = bubble.deadline_ns - _GUARD_NS - start_ns
-            if remaining_ns <= 0:
+            if remaining_ns <= 0 or not self.control.running:
                 self.left(seq)
                 continue
             self.log.enter_bubble(seq)
             self.log.phase = WorkerPhase.STEP
-            command.resume()
-            while self.gate.is_open(seq) and not self.stopping() and command.poll() is None:
+            self._continue(command)
+            while self._may_go_on(seq) and command.poll() is None:
                 left_ns = start_ns + remaining_ns - time.monotonic_ns()
                 if left_ns <= 0:
                     break
                 self.gate.wait_change(seq, left_ns)
             command.pause()
-            end_ns = time.monotonic_ns()
+            end_ns = self._cut_ns if self._cut_ns > start_ns else time.monotonic_ns()
             ran_ns = end_ns - start_ns
             self.log.step_ended(start_ns, end_ns, ran_ns / 1e9, bubble.alone)
             overrun_ns = max(0, end_ns - (self.gate.closed_ns(seq) or end_ns))
@@ -101,6 +123,9 @@ class CommandRun:
             if command.poll() is not None:
                 return command.exit_code
         return None
+
+    def _may_go_on(self, seq: int) -> bool:
+        return self.gate.is_open(seq) and self.control.running and not self.stopping()
 
 
 def _signal_name(number: int) -> str:

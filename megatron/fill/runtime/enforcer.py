@@ -7,57 +7,74 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 from megatron.fill.gate import SharedGateReader
 from megatron.fill.runtime.steplog import StepLog
+
+_LOOK_S = 0.2  # between two looks while all is well
+_SOON_S = 0.02  # while a step is overdue
+_HUNG_NS = 800_000_000  # a step that has used up its grace has this long to end, in the bubbles that come
 
 
 class Enforcer:
     """Watches one worker.
 
     A step that is still in flight ``grace_ns`` after its bubble has ended gets its process group stopped, and
-    continued only while bubbles are open, until the step ends.  Each time that it has had ``grace_ns`` more in this
-    way is an offence.
+    continued only while bubbles are open, until the step ends.  What counts against it is its *opportunity*: the time
+    after its bubble in which it was neither stopped nor waiting for a core that the main job had.  A step that had more
+    of that than the grace has offended; one that does not end soon after that hangs.
 
     Args:
         pid: the worker's process and process group.
-        max_overruns: the number of offences at which ``verdict`` is given.
-        yields: the worker gives its core up to the rank at once (idle priority), so that a step in flight between
-            bubbles is starved and not running: only what it gets in further bubbles counts.  Otherwise the overrun
-            itself is an offence already.
+        max_overruns: the number of steps that may offend before ``verdict`` is given.
     """
 
-    def __init__(
-        self, pid: int, gate: SharedGateReader, log: StepLog, grace_ns: int, max_overruns: int, yields: bool
-    ) -> None:
+    def __init__(self, pid: int, gate: SharedGateReader, log: StepLog, grace_ns: int, max_overruns: int) -> None:
         self.pid = pid
         self.gate = gate
         self.log = log
         self.grace_ns = grace_ns
         self.max_overruns = max_overruns
-        self.yields = yields
         self.offences = 0
         self.verdict: str | None = None
+        self._step = (0, 0)  # the overdue one: its bubble, and how many were before it
+        self._seen_ns = self._waited_ns = self._opportunity_ns = self._hangs_at_ns = 0
         self._rationing: threading.Thread | None = None
         self._over = False
 
-    def check(self) -> None:
-        """Look once; called a few times a second, cheap when all is well."""
-        if self.verdict or (self._rationing is not None and self._rationing.is_alive()):
-            return
-        seq = self.log.step_seq
-        ended_ns = self._ended_ns(seq) if seq else None
-        if ended_ns is not None and time.monotonic_ns() - ended_ns > self.grace_ns:
-            self._signal(signal.SIGSTOP)
-            if not self.yields:
-                self._offend()
-            self._rationing = threading.Thread(target=self._ration, args=(seq, self.log.step_count), daemon=True)
-            self._rationing.start()
+    def check(self) -> float:
+        """Look once; seconds until the next look is due."""
+        now_ns = time.monotonic_ns()
+        if self.verdict or self._over:
+            return _LOOK_S
+        if self._rationing is not None and self._rationing.is_alive():
+            if now_ns >= self._hangs_at_ns and self._opportunity_ns >= self.grace_ns:
+                late_s = self._opportunity_ns / 1e9
+                self.verdict = f"{self.log.phase.callback} hung: it went on for {late_s:.2g} s after its bubble"
+            return _SOON_S
+        step = self.log.step_seq, self.log.step_count
+        ended_ns = self._ended_ns(step[0]) if step[0] else None
+        if ended_ns is None:
+            self._step = (0, 0)
+            return _LOOK_S
+        if step != self._step:
+            self._step, self._seen_ns, self._waited_ns = step, now_ns, self._waiting_ns()
+        if now_ns - ended_ns > self.grace_ns:
+            self._stop(step, now_ns)
+        return _SOON_S
 
     def release(self) -> None:
         """Stop watching and let the worker run, so that it can end."""
         self._over = True
         self._signal(signal.SIGCONT)
+
+    def _stop(self, step: tuple[int, int], now_ns: int) -> None:
+        self._signal(signal.SIGSTOP)
+        self._opportunity_ns = now_ns - self._seen_ns - (self._waiting_ns() - self._waited_ns)
+        self._hangs_at_ns = now_ns + _HUNG_NS
+        self._rationing = threading.Thread(target=self._ration, args=step, daemon=True)
+        self._rationing.start()
 
     def _ended_ns(self, seq: int) -> int | None:
         """When bubble ``seq`` ended, or at the latest (the gate remembers 64); None while it is open."""
@@ -65,32 +82,34 @@ class Enforcer:
             return None
         return self.gate.closed_ns(seq) if self.gate.seq - seq < 32 else 1
 
-    def _offend(self) -> None:
-        self.offences += 1
-        if self.offences >= self.max_overruns:
+    def _waiting_ns(self) -> int:
+        """How long the worker has been ready to run without a core, in all."""
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            return int(Path(f"/proc/{self.pid}/schedstat").read_text(encoding="ascii").split()[1])
+        return 0
+
+    def _ration(self, step_seq: int, step_count: int) -> None:
+        """Let the overdue step run inside bubbles only, until it ends."""
+        seq = self.gate.seq
+        while not (self._over or self.gate.ended or self.verdict):
+            bubble = self.gate.wait(seq)
+            if bubble is None or self._over or self.verdict:
+                continue
+            seq = bubble.seq
+            begun_ns, waited_ns = time.monotonic_ns(), self._waiting_ns()
+            self._signal(signal.SIGCONT)
+            self.gate.wait_change(seq, None)
+            if self.log.step_seq != step_seq or self.log.step_count != step_count:
+                break
+            self._signal(signal.SIGSTOP)
+            self._opportunity_ns += time.monotonic_ns() - begun_ns - (self._waiting_ns() - waited_ns)
+        if self._opportunity_ns >= self.grace_ns:
+            self.offences += 1
+        if self.offences >= self.max_overruns and not self.verdict:
             times = f"{self.offences} times" if self.offences > 1 else "once"
             self.verdict = (
                 f"{self.log.phase.callback} ran on after its bubble by more than {self.grace_ns / 1e9:g} s {times}"
             )
-
-    def _ration(self, step_seq: int, step_count: int) -> None:
-        """Let the overdue step run inside bubbles only, until it ends."""
-        seq, had_ns = self.gate.seq, 0
-        while not (self._over or self.gate.ended or self.verdict):
-            bubble = self.gate.wait(seq)
-            if bubble is None or self._over:
-                continue
-            seq = bubble.seq
-            begun_ns = time.monotonic_ns()
-            self._signal(signal.SIGCONT)
-            self.gate.wait_change(seq, None)
-            if self.log.step_seq != step_seq or self.log.step_count != step_count:
-                return
-            self._signal(signal.SIGSTOP)
-            had_ns += time.monotonic_ns() - begun_ns
-            if had_ns >= self.grace_ns:
-                had_ns = 0
-                self._offend()
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

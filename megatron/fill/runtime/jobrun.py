@@ -9,18 +9,20 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.device.port import Limiter
+from megatron.fill.runtime import safefile
 from megatron.fill.runtime.enforcer import Enforcer
+from megatron.fill.runtime.folder import OUTPUT
 from megatron.fill.runtime.output import BoundedOutput
 from megatron.fill.runtime.spec import Outcome
 from megatron.fill.runtime.steplog import StepLog
 from megatron.fill.sidetask.base import RESULT
 from megatron.fill.types import JobState
 
-OUTPUT = "output.log"  # in the job's folder
 TICK_S = 0.2
 STOP_S = 10.0  # how long a worker may take to save and stop
 _READ_BYTES = 64 * 1024
@@ -32,9 +34,10 @@ class JobRun:
 
     Args:
         worker: started with its output on a pipe and in a process group of its own.
+        limiter: what holds it; let go of at the end.
         stop: asked every tick: why the worker should save and stop now, ``""`` to go on.
-        lost: asked every tick: why the worker must end at once and save nothing, ``""`` to go on.
-        tick: called every tick.
+        end: asked every tick: why the worker must end at once and save nothing, ``""`` to go on.
+        ticks: called every tick.
     """
 
     def __init__(
@@ -43,21 +46,26 @@ class JobRun:
         log: StepLog,
         directory: Path,
         enforcer: Enforcer,
+        limiter: Limiter,
         max_output_bytes: int,
         stop: Callable[[], str],
-        lost: Callable[[], str],
-        tick: Callable[[], None],
+        end: Callable[[], str],
+        ticks: Sequence[Callable[[], None]],
     ) -> None:
         self.worker = worker
         self.log = log
         self.directory = directory
         self.enforcer = enforcer
+        self.limiter = limiter
         self.max_output_bytes = max_output_bytes
         self.stop = stop
-        self.lost = lost
-        self.tick = tick
+        self.end = end
+        self.ticks = ticks
         self.verdict: str | None = None  # why the worker was killed, if it was
         self.stopped = ""  # why it was asked to stop
+        self.cut = ""  # why it was ended at once through no fault of its own
+        self.ended_ns = 0
+        self._unexplained = ""  # what the kernel ended it for
         self._output = BoundedOutput(directory / OUTPUT)
         self._deadline: float | None = None
 
@@ -70,34 +78,39 @@ class JobRun:
         with selectors.DefaultSelector() as selector:
             selector.register(exit_fd, selectors.EVENT_READ)
             selector.register(pipe, selectors.EVENT_READ)
-            reads, tick = 0, time.monotonic()
+            reads, tick, look_s = 0, time.monotonic(), TICK_S
             while self.worker.poll() is None:
-                for key, _ in selector.select(TICK_S):
+                for key, _ in selector.select(min(look_s, TICK_S)):
                     if key.fd == pipe:
                         reads += 1
                         if not self._pump(pipe) or reads >= _READS_PER_TICK:
                             selector.unregister(pipe)
                 now = time.monotonic()
+                if not self.stopped:
+                    look_s = self.enforcer.check()
                 if now - tick < TICK_S:
                     continue
                 if reads >= _READS_PER_TICK and pipe not in selector.get_map():
                     selector.register(pipe, selectors.EVENT_READ)
                 reads, tick = 0, now
-                self.tick()
+                for look in self.ticks:
+                    look()
                 if self.verdict is None:
                     self._judge(now)
         os.close(exit_fd)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.worker.pid, signal.SIGKILL)
+        self.ended_ns = time.monotonic_ns()
+        self._unexplained = self.limiter.explain()
+        self.limiter.kill()
+        self.limiter.close()
         while self._pump(pipe) and self._output.total_bytes < self.max_output_bytes:
             pass
         self._output.close()
         self.worker.stdout.close()
 
     def _judge(self, now: float) -> None:
-        lost = self.lost()
-        if lost:
-            self._kill(lost)
+        self.cut = self.end()
+        if self.cut:
+            self._kill(self.cut)
             return
         self.stopped = self.stopped or self.stop()
         if self.stopped:
@@ -108,9 +121,11 @@ class JobRun:
             elif now > self._deadline:
                 self._kill(f"{self.log.phase.callback} did not return within {STOP_S:g} s of the stop: {self.stopped}")
             return
-        self.enforcer.check()
         limit = self.max_output_bytes
-        if self._output.total_bytes > limit:
+        beyond = self.limiter.look()
+        if beyond:
+            self._kill(beyond)
+        elif self._output.total_bytes > limit:
             self._kill(f"printed more than {limit / 2**20:g} MiB; output.log has the beginning and the end")
         elif self.enforcer.verdict:
             self._kill(self.enforcer.verdict)
@@ -126,6 +141,7 @@ class JobRun:
 
     def _kill(self, verdict: str) -> None:
         self.verdict = verdict
+        self.limiter.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.worker.pid, signal.SIGKILL)
         self.worker.wait()
@@ -146,6 +162,8 @@ class JobRun:
         return outcome, self.verdict is None
 
     def _death(self) -> str:
+        if self._unexplained:
+            return self._unexplained
         code = self.worker.returncode
         where = self.log.phase.callback
         if code < 0:
@@ -156,6 +174,7 @@ class JobRun:
 
 def _read_result(directory: Path) -> dict[str, Any]:
     try:
-        return json.loads((directory / RESULT).read_text(encoding="utf-8"))
+        result = json.loads(safefile.read_text(directory / RESULT))
+        return result if isinstance(result, dict) else {}
     except (OSError, ValueError):
         return {}

@@ -46,12 +46,21 @@ class Keeper:
 
     Args:
         submit: the jobs to put into the queue once the store can be reached.
+        submitted: called when they are there.
         device: this agent's device as it is now.
         lease_s: how long the store waits for a heartbeat.
+        dead: owners that are known to be dead: what they hold is given back.
     """
 
     def __init__(
-        self, url: str, owner: str, submit: Sequence[NewJob], device: Callable[[], Device], lease_s: float
+        self,
+        url: str,
+        owner: str,
+        submit: Sequence[NewJob],
+        device: Callable[[], Device],
+        lease_s: float,
+        dead: Sequence[str] = (),
+        submitted: Callable[[], None] = lambda: None,
     ) -> None:
         self.url = url
         self.owner = owner
@@ -59,6 +68,8 @@ class Keeper:
         self.every_s = min(_BEAT_S, lease_s / 3)
         self.refused: list[tuple[str, str]] = []  # jobs that could not be submitted, and why
         self._submit = list(submit)
+        self._dead = list(dead)
+        self._submitted = submitted
         self._device = device
         self._store: JobStore | None = None
         self._held: list[Held] = []
@@ -128,6 +139,8 @@ class Keeper:
             self._store = open_store(self.url)
         if self._submit:
             self._submit_jobs(self._store)
+        if self._dead:
+            self._disown(self._store)
         self._pause_s = _FIRST_PAUSE_S
         return self._store
 
@@ -146,6 +159,17 @@ class Keeper:
                 except JobError as error:
                     logger.warning("job %s is not submitted: %s", job.name, error)
                     self.refused.append((job.name, str(error)))
+        self._submitted()
+
+    def _disown(self, store: JobStore) -> None:
+        with self._lock:
+            dead, self._dead = self._dead, []
+        try:
+            for owner in dead:
+                store.disown(owner, "its agent died")
+        except StoreError:
+            self._dead = dead
+            raise
 
     def _failed(self, error: StoreError) -> None:
         logger.warning("the job store does not answer, trying again in %g s: %s", self._pause_s, error)

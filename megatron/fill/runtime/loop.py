@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from megatron.fill.control import AlwaysRunning, RunSwitch
 from megatron.fill.gate import GateReader, OpenBubble
 from megatron.fill.profiles import JobProfile
 from megatron.fill.runtime.baton import Baton
@@ -24,6 +25,8 @@ class StepLoop:
         stopping: tells between steps whether the worker was asked to stop.
         between: called after every bubble, outside of it: checkpoints are due there.
         baton: passed on in each bubble when the next step does not fit any more; None if nobody waits for it.
+        control: asked immediately before every step; None where nobody can pause.
+        settle: returns when all that a step has begun on the device has ended; only then has the step.
     """
 
     def __init__(
@@ -35,6 +38,8 @@ class StepLoop:
         clock: Callable[[], int] = time.monotonic_ns,
         between: Callable[[], None] | None = None,
         baton: Baton | None = None,
+        control: RunSwitch | None = None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.machine = machine
         self.gate = gate
@@ -43,6 +48,9 @@ class StepLoop:
         self.clock = clock
         self.between = between
         self.baton = baton
+        self.control = control or AlwaysRunning()
+        self.settle = settle
+        self.attend: Callable[[], None] | None = None  # called between bubbles, and when a signal asks to look around
         self.hold_at_start = False  # begin no new iteration: the configuration is about to change
         self.estimators = NodeEstimators()
         self._extra_bytes: Sequence[int] = ()
@@ -72,6 +80,8 @@ class StepLoop:
     def _serve(self) -> bool:
         seq = 0
         while not (self.gate.ended or self.stopping()):
+            if self.attend is not None:
+                self.attend()
             bubble = self.gate.wait(seq)
             if bubble is not None:
                 seq = bubble.seq
@@ -86,7 +96,7 @@ class StepLoop:
 
     def fill(self, bubble: OpenBubble) -> bool:
         """Use one open bubble; whether the task finished in it."""
-        if not self._may_run(bubble):
+        if not (self.control.running and self._may_run(bubble)):
             return False
         if not self._fits(bubble, self.clock()):
             self._skipped += 1
@@ -114,14 +124,15 @@ class StepLoop:
         return finished
 
     def _steps(self, bubble: OpenBubble) -> tuple[bool, int, int, int, int]:
-        log, clock, machine = self.log, self.clock, self.machine
+        log, clock, machine, control = self.log, self.clock, self.machine, self.control
         log.phase = WorkerPhase.STEP
         first_ns = end_ns = spent_ns = steps = 0
         start_ns = clock()
-        while True:
+        while control.running:
             node = machine.task.next_node
             try:
                 work = machine.run_next_step()
+                self.settle()
             except StopIteration:
                 return True, first_ns, end_ns, spent_ns, steps
             end_ns = clock()
@@ -133,7 +144,8 @@ class StepLoop:
             start_ns = clock()
             goes_on = self._fits(bubble, start_ns) and self._may_run(bubble) and self.gate.is_open(bubble.seq)
             if not goes_on or self.stopping():
-                return False, first_ns, end_ns, spent_ns, steps
+                break
+        return False, first_ns, end_ns, spent_ns, steps
 
     def _credit(self, node: int, work: float) -> float:
         """The work that counts for a node: its share of the iteration's; with the last one, the rest of what the

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+from megatron.fill.runtime import safefile
 
 KEPT_BYTES = 512 * 1024
 
@@ -11,15 +14,16 @@ class BoundedOutput:
     """Writes a job's output to a file: the first and the last ``KEPT_BYTES``, with a line about what is left out."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
+        self._file = os.fdopen(safefile.create(path), "wb", buffering=0)
         self._tail = bytearray()
+        self._unwritten_bytes = 0
         self.total_bytes = 0
 
     def write(self, data: bytes) -> None:
         room = max(0, KEPT_BYTES - self.total_bytes)
         self.total_bytes += len(data)
         if room:
-            self._file.write(data[:room])
+            self._put(data[:room])
         if len(data) > room:
             self._tail += data[room:]
             del self._tail[:-KEPT_BYTES]
@@ -27,6 +31,16 @@ class BoundedOutput:
     def close(self) -> None:
         left_out = self.total_bytes - KEPT_BYTES - len(self._tail)
         if left_out > 0:
-            self._file.write(f"\n[... {left_out} bytes left out ...]\n".encode())
-        self._file.write(self._tail)
+            self._put(f"\n[... {left_out} bytes left out ...]\n".encode())
+        self._put(bytes(self._tail))
+        if self._unwritten_bytes:
+            self._put(f"\n[{self._unwritten_bytes} bytes could not be written]\n".encode())
         self._file.close()
+
+    def _put(self, data: bytes) -> None:
+        """Write what can be written: a full disk costs output, and nothing else."""
+        try:
+            written = self._file.write(data) or 0
+        except OSError:
+            written = 0
+        self._unwritten_bytes += len(data) - written

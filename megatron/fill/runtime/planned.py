@@ -170,9 +170,12 @@ class NodeRun:
             return MeasuringMachine(task, context, meters)
 
         def run(machine: MeasuringMachine) -> bool:
-            return StepLoop(machine, self.view, self.log, self.stopping, baton=self.loop.baton).run()
+            baton, control, settle = self.loop.baton, self.loop.control, self.loop.settle
+            return StepLoop(
+                machine, self.view, self.log, self.stopping, baton=baton, control=control, settle=settle
+            ).run()
 
-        context = TaskContext(self.spec.name, self.directory, self.spec.device, self.spec.memory_bytes)
+        context = TaskContext(self.spec.name, self.directory, self.spec.device, self.spec.limits.memory_bytes)
         profiler = Profiler(make, run, context, self.spec.args)
         profiles = profiler.measure()
         if profiles is not None:

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from statistics import median
 
 from megatron.fill.board import CycleBoard
+from megatron.fill.control import AlwaysRunning, RunSwitch
 from megatron.fill.gate import GateWriter
 from megatron.fill.predictor import ENOUGH_TO_PLAN, BubblePredictor
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
+from megatron.fill.runtime.brake import Brake
 from megatron.fill.runtime.recorder import Recorder
 from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration
 
@@ -25,9 +27,11 @@ class RankListener:
         gate: the rank's gate; None to measure only.
         free_bytes: the device memory that the main job leaves free, now.
         paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
-        guard_ns: kept free at the end of every predicted bubble.
+        guard_ns: kept free at the end of every predicted bubble; with a brake, that one's guard is.
         min_bubble_ns: bubbles predicted to be shorter are left alone.
         board: where the cycle is shown to the planners, after a few iterations and then every 20; None for nowhere.
+        brake: stops the filling while it slows the training down; None for never.
+        control: no bubble is opened, or counts as fillable, that begins while it is not running.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class RankListener:
         guard_ns: int = 0,
         min_bubble_ns: int = 1_000_000,
         board: CycleBoard | None = None,
+        brake: Brake | None = None,
+        control: RunSwitch | None = None,
     ) -> None:
         self.gate = gate
         self.recorder = recorder
@@ -49,7 +55,11 @@ class RankListener:
         self.guard_ns = guard_ns
         self.min_bubble_ns = min_bubble_ns
         self.board = board
-        self.filling = False
+        self.brake = brake
+        self.control = control or AlwaysRunning()
+        self.filling = False  # in this iteration, unless paused
+        if brake is not None:
+            recorder.brakes = brake.events
         self._free_bytes: dict[int, int] = {}  # the least seen free in each bubble of the cycle
         self._show_at = min(ENOUGH_TO_PLAN, predictor.warmup)
         self._iteration = 0
@@ -58,7 +68,10 @@ class RankListener:
         self._block = -1
         self._forward_only = False
         self._disturbed = False
-        self._bubble: tuple[BubbleKind, int, int, int, int] | None = None
+        self._counts = False  # this iteration is past the warm-up and could be filled
+        self._odd = False  # its time is not like the others'
+        self._paused = False  # at some time in it
+        self._bubble: tuple[BubbleKind, int, int, int, int, bool] | None = None
 
     def iteration_started(self, iteration: int, now_ns: int) -> None:
         self._iteration = iteration
@@ -67,14 +80,28 @@ class RankListener:
         self._iterations_seen += 1
         if past_warmup >= 0 and self.paired_blocks:
             self._block = past_warmup // self.paired_blocks
-        on = not self.paired_blocks or self._block % 2 == 0
-        self.filling = self.gate is not None and past_warmup >= 0 and on
+        self._counts = self.gate is not None and past_warmup >= 0
+        self.filling = self._counts and self._on(iteration, past_warmup)
+        self._odd = self._disturbed
+        self._paused = not self.control.running
         self.recorder.iteration_started()
 
+    def _on(self, iteration: int, past_warmup: int) -> bool:
+        if self.brake is not None:
+            on = self.brake.fills(iteration, past_warmup)
+            self.guard_ns = self.brake.guard_ns
+            return on
+        return not self.paired_blocks or self._block % 2 == 0
+
     def iteration_ended(self, now_ns: int) -> None:
+        start_ns, paused = self._iteration_start_ns, self._paused
+        # One that was paused belongs to neither side of a comparison.
+        block = -1 if paused else self._block
         self.recorder.iterations.append(
-            Iteration(self._iteration, self._iteration_start_ns, now_ns, self.filling, self._block)
+            Iteration(self._iteration, start_ns, now_ns, self.filling and not paused, block)
         )
+        if self.brake is not None and self._counts:
+            self.brake.observe(now_ns - start_ns, self._odd or paused)
         if self.board is not None and self._iterations_seen >= self._show_at:
             self._show(self.board)
 
@@ -104,14 +131,17 @@ class RankListener:
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int) -> None:
         predicted_ns = self.predictor.predict(kind, index, now_ns)
         seq = 0
-        if self.filling and predicted_ns >= self.min_bubble_ns and self.gate is not None:
+        filling = self.filling and self.control.running
+        if filling and predicted_ns >= self.min_bubble_ns and self.gate is not None:
             seq = self.gate.open(now_ns + predicted_ns - self.guard_ns, self.free_bytes())
-        self._bubble = (kind, index, now_ns, predicted_ns, seq)
+        elif self.filling and not filling:
+            self._paused = True
+        self._bubble = (kind, index, now_ns, predicted_ns, seq, filling)
 
     def bubble_closed(self, now_ns: int) -> None:
         if self._bubble is None:
             return
-        kind, index, start_ns, predicted_ns, seq = self._bubble
+        kind, index, start_ns, predicted_ns, seq, filling = self._bubble
         self._bubble = None
         if seq and self.gate is not None:
             self.gate.close(now_ns)
@@ -129,7 +159,7 @@ class RankListener:
                 predicted_ns,
                 seq,
                 free_bytes,
-                self.filling,
+                filling,
                 self._forward_only,
             )
         )

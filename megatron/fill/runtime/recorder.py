@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from megatron.fill.types import Bubble, BubbleKind, Iteration, RankInfo, RankRecord, Span
+from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, Iteration, RankInfo, RankRecord, Span
 
 _KEPT_BUBBLES = 200_000
 
@@ -20,6 +20,7 @@ class Recorder:
         self.info = info
         self.bubbles: list[Bubble] = []
         self.iterations: list[Iteration] = []
+        self.brakes: list[BrakeEvent] = []
         # A few iterations more than are drawn: the last ones may be a block without filling, or cut short.
         self._spans: deque[list[Span]] = deque(maxlen=trace_iterations + 20)
 
@@ -36,7 +37,8 @@ class Recorder:
             self._fold()
 
     def record(self) -> RankRecord:
-        return RankRecord(self.info, self.iterations, self.bubbles, [span for spans in self._spans for span in spans])
+        spans = [span for spans in self._spans for span in spans]
+        return RankRecord(self.info, self.iterations, self.bubbles, spans, self.brakes)
 
     def _fold(self) -> None:
         """Replace the older half of the bubbles by their sums, so that a long run does not fill the memory.

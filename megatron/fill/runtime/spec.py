@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.device.port import Limits, Sharing
+from megatron.fill.runtime import safefile
 from megatron.fill.types import JobState
 
 _OUTCOME = "outcome.json"
@@ -19,6 +21,7 @@ class WorkerSpec:
 
     Attributes:
         board_fd: where the rank shows its bubble cycle.
+        control_fd: whether filling is on at all.
         baton_fd: what the resident job and the tail job share.
         tail: this is the tail job: it gets what the resident job leaves of each bubble.
         cycle: the bubbles to plan for, as JSON, instead of those on the board; given to a tail job.
@@ -31,6 +34,7 @@ class WorkerSpec:
     gate_fd: int
     log_fd: int
     board_fd: int
+    control_fd: int
     baton_fd: int
     parent: int
     tail: bool = False
@@ -42,7 +46,8 @@ class WorkerSpec:
     task: str | None = None
     command: list[str] | None = None
     args: dict[str, Any] = field(default_factory=dict)
-    memory_bytes: int | None = None
+    limits: Limits = field(default_factory=Limits)
+    sharing: Sharing = Sharing.TIMESLICE
     search: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
@@ -50,7 +55,8 @@ class WorkerSpec:
 
     @classmethod
     def from_json(cls, text: str) -> WorkerSpec:
-        return cls(**json.loads(text))
+        data = json.loads(text)
+        return cls(**data | {"limits": Limits(**data["limits"]), "sharing": Sharing(data["sharing"])})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,13 @@ class Outcome:
     total_work: float | None = None
     result: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def plausible(self) -> bool:
+        """Whether every field has its type: a job can write whatever it likes into its folder."""
+        numbers = self.total_work is None or isinstance(self.total_work, int | float)
+        texts = isinstance(self.reason, str) and isinstance(self.unit, str)
+        return numbers and texts and isinstance(self.unfit, bool) and isinstance(self.result, dict)
+
     def write(self, directory: Path) -> None:
         scratch = directory / (_OUTCOME + ".part")
         scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -77,8 +90,9 @@ class Outcome:
     def read(cls, directory: Path) -> Outcome | None:
         """What the worker left; None if it left nothing, or nothing that can be read."""
         try:
-            data = json.loads((directory / _OUTCOME).read_text(encoding="utf-8"))
-            return cls(**data | {"state": JobState(data["state"])})
+            data = json.loads(safefile.read_text(directory / _OUTCOME))
+            outcome = cls(**data | {"state": JobState(data["state"])})
+            return outcome if outcome.plausible else None
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

@@ -6,13 +6,12 @@ the worker writes; the rank never reads it.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
-import os
 from enum import IntEnum
 
 import numpy as np
 
+from megatron.fill import shared
 from megatron.fill.types import BubbleUse, WorkerRecord
 
 _USES, _USE_FIELDS = 65_536, 5
@@ -20,7 +19,7 @@ _STEPS = 8_192
 _HEADER = 64
 _BYTES = 8 * (_HEADER + _USES * _USE_FIELDS + _STEPS * 2)
 
-_PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS = range(7)
+_PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS, _READY, _WANTED = range(9)
 _WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
 _UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
 
@@ -45,10 +44,7 @@ class WorkerPhase(IntEnum):
 
 def create_log() -> int:
     """A new, empty log; returns its descriptor.  It cannot be shrunk by the worker that it is given to."""
-    fd = os.memfd_create("pipefill-steps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, _BYTES)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return fd
+    return shared.create("steps", _BYTES)
 
 
 class StepLog:
@@ -133,6 +129,24 @@ class StepLog:
     @checkpoint_s.setter
     def checkpoint_s(self, now_s: float) -> None:
         self._floats[_CHECKPOINT_S] = now_s
+
+    @property
+    def ready_ns(self) -> int:
+        """When the worker had started and called the task's ``create``; 0 before."""
+        return self._words[_READY]
+
+    @ready_ns.setter
+    def ready_ns(self, now_ns: int) -> None:
+        self._words[_READY] = now_ns
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Written by the agent: the task should hold no more memory than this from now on; 0 for no such wish."""
+        return self._words[_WANTED]
+
+    @wanted_bytes.setter
+    def wanted_bytes(self, size: int) -> None:
+        self._words[_WANTED] = size
 
     @property
     def harvested_ns(self) -> int:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
+import time
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from megatron.fill.board import CycleBoardReader
+from megatron.fill.control import ControlReader
 from megatron.fill.device import cuda, host
+from megatron.fill.device.confine import confine
+from megatron.fill.device.port import Limits, mib
 from megatron.fill.errors import FillError, PlanError
 from megatron.fill.gate import GateReader, SharedGateReader
 from megatron.fill.runtime import checkpoint
@@ -42,10 +48,12 @@ class Worker:
         self.directory = Path(spec.directory)
         self.gate = SharedGateReader(spec.gate_fd)
         self.board = CycleBoardReader(spec.board_fd)
+        self.control = ControlReader(spec.control_fd)
         self.baton = Baton(spec.baton_fd)
         self.view: GateReader = TailGate(self.gate, self.baton) if spec.tail else self.gate
         self.log = StepLog(spec.log_fd)
         self._stop = False
+        self._crowded = False  # the main job needs the memory
         signal.signal(signal.SIGTERM, self._on_term)
 
     def run(self) -> Outcome:
@@ -64,11 +72,11 @@ class Worker:
             self.baton.hold()
         self.log.unit = "seconds"
         left = (lambda seq: None) if self.spec.tail else self.baton.pass_on
-        return CommandRun(self.spec, self.view, self.gate, self.log, self.stopping, left).run()
+        return CommandRun(self.spec, self.view, self.gate, self.log, self.stopping, left, self.control).run()
 
     def _run_task(self) -> Outcome:
         machine: TaskMachine | None = None
-        context = TaskContext(self.spec.name, self.directory, self.spec.device, self.spec.memory_bytes)
+        context = TaskContext(self.spec.name, self.directory, self.spec.device, self.spec.limits.memory_bytes)
         unit = SideTask.unit
         try:
             machine = self._new_machine(context)
@@ -88,7 +96,7 @@ class Worker:
             return Outcome(JobState.QUEUED, str(error), True, unit, context.total_work, context.result)
         except BaseException as error:  # SystemExit included: whatever it was, the job failed and says why
             traceback.print_exc()
-            reason = _reason(error, machine.callback if machine else "", self.spec.memory_bytes)
+            reason = _reason(error, machine.callback if machine else "", self.spec.limits)
             if machine is not None:
                 with contextlib.suppress(BaseException):
                     machine.stop()
@@ -96,24 +104,34 @@ class Worker:
         if finished:
             checkpoint.discard(self.directory)
             return Outcome(JobState.SUCCEEDED, "", False, unit, context.total_work, context.result)
-        reason = "the main job ended first; "
-        reason += "goes on from its checkpoint" if self.log.checkpoint_s else "it begins again from its start"
-        return Outcome(JobState.QUEUED, reason, False, unit, context.total_work, context.result)
+        reason = "goes on from its checkpoint" if self.log.checkpoint_s else "it begins again from its start"
+        if self._crowded:
+            reason = f"the main job needs the memory; {reason}"
+        return Outcome(JobState.QUEUED, reason, self._crowded, unit, context.total_work, context.result)
 
     def _new_machine(self, context: TaskContext) -> TaskMachine:
         return TaskMachine(load_task(self.spec.task or "", tuple(self.spec.search)), context)
 
     def _run_machine(self, machine: TaskMachine, context: TaskContext, spec: WorkerSpec) -> bool:
         saver = Saver(machine, self.directory, spec.checkpoint_s, self.log)
-        loop = StepLoop(machine, self.view, self.log, self.stopping, baton=None if spec.tail else self.baton)
-        if spec.device.startswith("cuda"):
-            cuda.cap_memory(spec.device, spec.memory_bytes)
+        loop = StepLoop(
+            machine,
+            self.view,
+            self.log,
+            self.stopping,
+            baton=None if spec.tail else self.baton,
+            control=self.control,
+            settle=partial(cuda.settle, spec.device) if spec.device.startswith("cuda") else lambda: None,
+        )
+        for lacking in cuda.enter(spec.device, spec.limits, spec.sharing):
+            logger.info("%s", lacking)
         plans = None
         if isinstance(machine.task, NodeTask):
             plans = NodeRun(spec, machine.task, loop, self.view, self.board, self.log, self.stopping)
             if not plans.choose():
                 return False
         self.log.phase = WorkerPhase.CREATE
+        self.log.ready_ns = time.monotonic_ns()
         machine.create(spec.args)
         saver.load()
         if plans is not None:
@@ -129,7 +147,12 @@ class Worker:
             if plans is not None:
                 plans.follow()
 
-        loop.between = between
+        def attend() -> None:
+            wanted_bytes, self.log.wanted_bytes = self.log.wanted_bytes, 0
+            if wanted_bytes and not machine.shrink(wanted_bytes):
+                self._stop = self._crowded = True
+
+        loop.between, loop.attend = between, attend
         self.log.phase = WorkerPhase.ASLEEP
         finished = loop.run()
         if not finished:
@@ -137,7 +160,7 @@ class Worker:
         return finished
 
 
-def _reason(error: BaseException, callback: str, memory_bytes: int | None) -> str:
+def _reason(error: BaseException, callback: str, limits: Limits) -> str:
     where = f" in {callback}()" if callback else ""
     if isinstance(error, SystemExit):
         return f"the task called sys.exit({error.code!r}){where}"
@@ -145,9 +168,9 @@ def _reason(error: BaseException, callback: str, memory_bytes: int | None) -> st
         return str(error)
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, MemoryError) or "can't allocate memory" in message or "out of memory" in message:
-        cap = f"over its cap of {memory_bytes / 2**20:.0f} MiB" if memory_bytes else "out of memory"
-        peak = psutil.Process().memory_info().rss / 2**20
-        return f"{cap}{where}, with {peak:.0f} MiB resident: {message}"
+        cap = f"over its cap of {mib(limits.memory_bytes)}" if limits.memory_bytes else "out of memory"
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return f"{cap}{where}, with a peak of {mib(peak)}: {message}"
     return f"{message}{where}"
 
 
@@ -162,9 +185,13 @@ def main() -> None:
     spec = WorkerSpec.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     host.die_with_parent(spec.parent)
     host.adopt_orphans()
-    host.yield_to_main_job(spec.cpus)
-    host.cap_memory(spec.memory_bytes)
+    # So that the agent's call to look at the shared pages interrupts a sleep.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    if spec.command is None:
+        host.yield_to_main_job(spec.cpus)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    for lacking in confine(spec.device, spec.limits):
+        logger.info("%s", lacking)
     os.chdir(spec.directory)
     outcome = Worker(spec).run()
     outcome.write(Path(spec.directory))

@@ -109,6 +109,14 @@ class SideTask:
     def pause(self) -> None:
         """RUNNING -> PAUSED: the bubble is about to end."""
 
+    def shrink(self, memory_bytes: int) -> bool:
+        """The main job needs memory: hold no more than this from now on; called between bubbles.
+
+        Returns:
+            Whether it does.  If not, the job is saved and stopped, and goes on when and where there is room.
+        """
+        return False
+
     def stop(self) -> None:
         """-> STOPPED: release everything; called once, also after a failure in another callback."""
 

@@ -62,6 +62,10 @@ class TaskMachine:
         self.task.pause()
         self.state = TaskState.PAUSED
 
+    def shrink(self, memory_bytes: int) -> bool:
+        self._expect(TaskState.PAUSED, "shrink")
+        return bool(self.task.shrink(memory_bytes))
+
     def state_dict(self) -> dict[str, Any] | None:
         self.callback = "state_dict"
         return self.task.state_dict()

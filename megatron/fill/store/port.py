@@ -178,6 +178,9 @@ class JobStore(Protocol):
     def release(self, claim: Claim, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
         """Give the job back: QUEUED again (CANCELLED if that was asked for); False if the claim is lost."""
 
+    def disown(self, owner: str, reason: str) -> int:
+        """Give back all that ``owner`` holds, as ``release`` does, for it is known to be dead; how many there were."""
+
     def recover(self) -> int:
         """Put the jobs whose lease ran out back to QUEUED (CANCELLED where that was asked for); how many there were."""
 

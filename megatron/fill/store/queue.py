@@ -113,6 +113,16 @@ class JobQueue(ABC):
             claim, lambda job, now_s: replace(_returned(job, reason, now_s), progress=progress, result=plain)
         )
 
+    def disown(self, owner: str, reason: str) -> int:
+        def work(transaction: Transaction) -> int:
+            running = transaction.jobs({JobState.RUNNING}, None)
+            theirs = [_existing(transaction, job.id) for job in running if job.owner == owner]
+            for job in theirs:
+                transaction.put(_returned(job, reason, transaction.now_s))
+            return len(theirs)
+
+        return self._run(work)
+
     def recover(self) -> int:
         return self._run(_recover)
 

@@ -20,6 +20,7 @@ def new_job(spec: JobSpec, search: list[str], user: str) -> NewJob:
             "command": None if spec.command is None else list(spec.command),
             "args": spec.args,
             "memory_bytes": spec.memory,
+            "env": spec.env,
             "search": search,
         },
         user=spec.user or user,

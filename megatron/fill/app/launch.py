@@ -11,7 +11,7 @@ import getpass
 import logging
 import os
 import shlex
-import subprocess
+import shutil
 import sys
 import time
 from argparse import Namespace
@@ -22,134 +22,22 @@ from typing import Any
 from rich.console import Console
 
 import pipefill_patches
-from megatron.fill.board import CycleBoard
+from megatron.fill.app.session import Session
+from megatron.fill.app.share import share
 from megatron.fill.config import FillSettings
-from megatron.fill.device.cuda import FreeDeviceMemory
-from megatron.fill.device.host import FreeHostMemory
+from megatron.fill.control import FOLDER as CONTROL
+from megatron.fill.device import MpsDaemon
 from megatron.fill.errors import ConfigError, FillError
-from megatron.fill.gate import SharedGate
 from megatron.fill.hooks import bus
 from megatron.fill.planner.offload import weigh_offload
-from megatron.fill.predictor import BubblePredictor
-from megatron.fill.records import read_agent, write_agent, write_rank
-from megatron.fill.runtime.agent import AgentSpec
-from megatron.fill.runtime.rank import RankListener
-from megatron.fill.runtime.recorder import Recorder
+from megatron.fill.records import read_agent, write_agent
+from megatron.fill.runtime.guest import check_reach, find_guest
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store import NewJob, open_store
 from megatron.fill.store.submit import new_job
 from megatron.fill.types import JobRecord, JobState, RankInfo
 
 logger = logging.getLogger("pipefill")
-
-_AGENT_END_S = 20.0
-
-
-class Session:
-    """PipeFill's part of one rank of one run.
-
-    Args:
-        store: the URL of the job store that this run serves.
-        jobs: what this rank's agent puts into it.
-    """
-
-    def __init__(self, settings: FillSettings, info: RankInfo, run_dir: Path, store: str, jobs: list[NewJob]) -> None:
-        self.settings = settings
-        self.info = info
-        self.run_dir = run_dir
-        self.gate: SharedGate | None = None
-        self.board: CycleBoard | None = None
-        self.agent: subprocess.Popen[bytes] | None = None
-        self.recorder = Recorder(info, settings.trace_iterations)
-        if settings.serves:
-            self.gate, self.board = SharedGate(), CycleBoard()
-            self.agent = self._start_agent(self.gate, self.board, store, jobs)
-        free_bytes = FreeDeviceMemory(info.device) if info.device.startswith("cuda") else FreeHostMemory()
-        self.listener = RankListener(
-            self.gate,
-            self.recorder,
-            # On the CPU the rank takes its core back from a step in flight at once, so less caution is needed.
-            BubblePredictor(warmup=settings.warmup_iterations, margin=0.0 if info.device == "cpu" else 0.5),
-            free_bytes,
-            settings.paired_blocks,
-            int(settings.guard_us * 1000),
-            int(settings.min_bubble_us * 1000),
-            self.board,
-        )
-
-    def finish(self) -> None:
-        """The main job is done: measure the jobs alone if asked to, stop them, write this rank's records."""
-        bus.listener = None
-        if self.gate is not None:
-            if self.settings.baseline_seconds:
-                self._measure_alone(self.gate)
-            self.gate.end()
-        write_rank(self.run_dir / "ranks" / f"rank{self.info.rank}.json", self.recorder.record())
-        self._wait_for_agent()
-
-    def abort(self) -> None:
-        """The main job failed: let nothing of ours live on."""
-        bus.listener = None
-        if self.gate is not None:
-            self.gate.end()
-        self._wait_for_agent()
-
-    def _measure_alone(self, gate: SharedGate) -> None:
-        duration_ns = int(self.settings.baseline_seconds * 1e9)
-        gate.open_alone(time.monotonic_ns() + duration_ns)
-        time.sleep(self.settings.baseline_seconds)
-        gate.close(time.monotonic_ns())
-
-    def _start_agent(
-        self, gate: SharedGate, board: CycleBoard, store: str, jobs: list[NewJob]
-    ) -> subprocess.Popen[bytes]:
-        settings = self.settings
-        gate_fd, board_fd = gate.reader_fd(), board.reader_fd()
-        spec = AgentSpec(
-            run_dir=str(self.run_dir.resolve()),
-            rank=self.info.rank,
-            parent=os.getpid(),
-            gate_fd=gate_fd,
-            board_fd=board_fd,
-            device=self.info.device,
-            cpus=sorted(os.sched_getaffinity(0)) if self.info.device == "cpu" else [],
-            store=store,
-            submit=jobs,
-            policy=settings.policy,
-            lease_s=settings.lease_seconds,
-            checkpoint_s=settings.checkpoint_seconds,
-            grace_ns=int(settings.grace_ms * 1e6),
-            max_overruns=settings.max_overruns,
-            max_output_bytes=int(settings.max_output_mib * 2**20),
-        )
-        agents = self.run_dir / "agents"
-        spec_path = agents / f"spec{self.info.rank}.json"
-        # A command line could not hold thousands of jobs, and the store's URL may hold a password.
-        spec_path.touch(mode=0o600)
-        spec_path.write_text(spec.to_json(), encoding="utf-8")
-        with (agents / f"agent{self.info.rank}.log").open("ab") as log:
-            agent = subprocess.Popen(
-                [sys.executable, "-m", "megatron.fill.runtime.agent", str(spec_path)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(gate_fd, board_fd),
-            )
-        os.close(gate_fd)
-        os.close(board_fd)
-        return agent
-
-    def _wait_for_agent(self) -> None:
-        if self.agent is None:
-            return
-        try:
-            self.agent.wait(_AGENT_END_S)
-        except subprocess.TimeoutExpired:
-            logger.warning(
-                "rank %d: its fill agent did not end within %g s; it is killed", self.info.rank, _AGENT_END_S
-            )
-            self.agent.kill()
-            self.agent.wait()
 
 
 class Launch:
@@ -160,6 +48,7 @@ class Launch:
         self.session: Session | None = None
         self._run_dir: Path | None = None
         self._jobs: list[NewJob] = []
+        self.mps: MpsDaemon | None = None
 
     def on_parse(self, args: Namespace) -> None:
         self.settings = settings = FillSettings.from_args(args)
@@ -173,6 +62,10 @@ class Launch:
         parse_policy(settings.policy)
         if settings.serves:
             _check_store(self._store(Path(settings.report or "runs")))
+            if settings.user is not None:
+                for place in (settings.report or "runs", sys.executable):
+                    check_reach(find_guest(settings.user), Path(place))
+            self.mps = share(settings, pipefill_patches.PATCHES["cpu_backend"].applied)
         if args.fill_jobs is not None:
             search = [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
             self._jobs = [new_job(job, search, getpass.getuser()) for job in settings.jobs]
@@ -194,7 +87,7 @@ class Launch:
             )
 
     def _weigh_offload(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
-        free_bytes = self.session.listener.free_bytes() if self.session is not None else 0
+        free_bytes = self.session.listening.free_bytes() if self.session is not None else 0
         choice = weigh_offload(gained_bytes, free_bytes, lost_ns, iteration_ns)
         where = "in host memory between steps" if choice.on else "on the device"
         rank = os.environ.get("RANK", "0")
@@ -216,8 +109,8 @@ class Launch:
         if info.rank == 0 and settings.serves:
             _warn_of_no_bubbles(info)
         jobs = self._jobs if info.rank == 0 else []
-        self.session = Session(settings, info, self._run_dir, self._store(self._run_dir), jobs)
-        bus.listener = self.session.listener
+        self.session = Session(settings, info, self._run_dir, self._store(self._run_dir), jobs, self.mps)
+        bus.listener = self.session.listening.listener
 
     def _prepare_run(self, settings: FillSettings, info: RankInfo) -> Path | None:
         """Agree on the run folder: rank 0 makes it, the others wait for it; None if it cannot be made."""
@@ -293,8 +186,6 @@ class Launch:
 def _warn_of_no_bubbles(info: RankInfo) -> None:
     if info.stages == 1:
         logger.warning("there is one pipeline stage and so no bubble: the jobs will not run")
-    elif info.device != "cpu":
-        logger.warning("bubbles are not seen on CUDA yet: the jobs will not run")
 
 
 def _check_store(where: str) -> None:
@@ -318,6 +209,7 @@ def _make_run_folder(run_dir: Path) -> None:
         (run_dir / part).mkdir(parents=True, exist_ok=True)
     for stale in [*(run_dir / "ranks").glob("*.json"), *(run_dir / "agents").glob("*.json")]:
         stale.unlink()
+    shutil.rmtree(run_dir / CONTROL, ignore_errors=True)
 
 
 def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> None:

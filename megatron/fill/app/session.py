@@ -1,0 +1,168 @@
+"""PipeFill's part of one rank: its gate, its listener, and its agent behind a warden."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron.fill.app.listening import HostListening, Listening, RelayedListening
+from megatron.fill.board import CycleBoard
+from megatron.fill.config import FillSettings
+from megatron.fill.control import ControlPage
+from megatron.fill.device import MpsDaemon, Sharing
+from megatron.fill.gate import SharedGate
+from megatron.fill.hooks import bus
+from megatron.fill.runtime.agent import AgentSpec
+from megatron.fill.store import NewJob
+from megatron.fill.types import RankInfo
+
+logger = logging.getLogger("pipefill")
+
+_WARDEN_END_S = 20.0
+
+
+class Session:
+    """PipeFill's part of one rank of one run.
+
+    Args:
+        store: the URL of the job store that this run serves.
+        jobs: what this rank's agent puts into it.
+        mps: the daemon that this rank uses; None without MPS.
+    """
+
+    def __init__(
+        self,
+        settings: FillSettings,
+        info: RankInfo,
+        run_dir: Path,
+        store: str,
+        jobs: list[NewJob],
+        mps: MpsDaemon | None,
+    ) -> None:
+        self.settings = settings
+        self.info = info
+        self.run_dir = run_dir
+        self.mps = mps
+        self.gate: SharedGate | None = None
+        self.board: CycleBoard | None = None
+        self.control: ControlPage | None = None
+        self.warden: subprocess.Popen[bytes] | None = None
+        self._announced: Path | None = None
+        if settings.serves:
+            self.gate, self.board, self.control = SharedGate(), CycleBoard(), ControlPage.create(info.rank)
+            try:
+                self._announced = self.control.announce(run_dir)
+            except OSError as error:
+                logger.warning("rank %d cannot be paused from outside: %s", info.rank, error)
+            self.warden = self._start_warden(self.gate, self.board, self.control, store, jobs)
+        self.listening = self._listen()
+
+    def _listen(self) -> Listening:
+        record = self.run_dir / "ranks" / f"rank{self.info.rank}.json"
+        shared = (self.settings, self.info, record, self.gate, self.board, self.control)
+        if self.info.device == "cpu":
+            return HostListening(*shared)
+        return RelayedListening(*shared, self.run_dir / "agents" / f"relay{self.info.rank}.log")
+
+    def finish(self) -> None:
+        """The main job is done: measure the jobs alone if asked to, stop them, write this rank's records."""
+        bus.listener = None
+        try:
+            self.listening.finish()
+            if self.gate is not None and not self.gate.ended and self.control is not None and self.control.running:
+                self._measure_alone(self.gate, self.settings.baseline_seconds)
+        finally:
+            self._close()
+
+    def abort(self) -> None:
+        """The main job failed: let nothing of ours live on."""
+        bus.listener = None
+        self.listening.abort()
+        self._close()
+
+    def _close(self) -> None:
+        if self.gate is not None:
+            self.gate.end()
+        if self._announced is not None:
+            self._announced.unlink(missing_ok=True)
+        self._wait_for_warden()
+
+    def _measure_alone(self, gate: SharedGate, seconds: float) -> None:
+        if seconds:
+            gate.open_alone(time.monotonic_ns() + int(seconds * 1e9))
+            time.sleep(seconds)
+            gate.close(time.monotonic_ns())
+
+    def _start_warden(
+        self, gate: SharedGate, board: CycleBoard, control: ControlPage, store: str, jobs: list[NewJob]
+    ) -> subprocess.Popen[bytes]:
+        settings = self.settings
+        gate_fd, board_fd, control_fd = gate.reader_fd(), board.reader_fd(), control.fd
+        spec = AgentSpec(
+            run_dir=str(self.run_dir.resolve()),
+            rank=self.info.rank,
+            parent=os.getpid(),
+            gate_fd=gate_fd,
+            board_fd=board_fd,
+            control_fd=control_fd,
+            device=self.info.device,
+            device_uuid=_uuid(self.info.device),
+            cpus=sorted(os.sched_getaffinity(0)) if self.info.device == "cpu" else [],
+            store=store,
+            submit=jobs,
+            policy=settings.policy,
+            lease_s=settings.lease_seconds,
+            checkpoint_s=settings.checkpoint_seconds,
+            grace_ns=int(settings.grace_ms * 1e6),
+            max_overruns=settings.max_overruns,
+            max_output_bytes=int(settings.max_output_mib * 2**20),
+            user=settings.user,
+            allow=list(settings.allow),
+            margin_bytes=int(settings.memory_margin_mib * 2**20),
+            processes=settings.max_processes,
+            files=settings.max_files,
+            sharing=Sharing.TIMESLICE if self.mps is None else Sharing.MPS,
+            mps_pipe=None if self.mps is None else str(self.mps.pipe),
+            sm_percentage=settings.sm_percentage,
+        )
+        agents = self.run_dir / "agents"
+        spec_path = agents / f"spec{self.info.rank}.json"
+        # A command line could not hold thousands of jobs, and the store's URL may hold a password.
+        spec_path.touch(mode=0o600)
+        spec_path.write_text(spec.to_json(), encoding="utf-8")
+        with (agents / f"agent{self.info.rank}.log").open("ab") as log:
+            warden = subprocess.Popen(
+                [sys.executable, "-m", "megatron.fill.runtime.warden", str(spec_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(gate_fd, board_fd, control_fd),
+            )
+        os.close(gate_fd)
+        os.close(board_fd)
+        return warden
+
+    def _wait_for_warden(self) -> None:
+        if self.warden is None:
+            return
+        try:
+            self.warden.wait(_WARDEN_END_S)
+        except subprocess.TimeoutExpired:
+            logger.warning(
+                "rank %d: its fill agent did not end within %g s; it is killed", self.info.rank, _WARDEN_END_S
+            )
+            self.warden.kill()
+            self.warden.wait()
+
+
+def _uuid(device: str) -> str | None:
+    """The GPU's own name: a worker is to see this one, whatever the numbers say there."""
+    if device == "cpu":
+        return None
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

@@ -1,0 +1,70 @@
+"""How this run shares its GPUs, settled before CUDA is first used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from megatron.fill.config import FillSettings
+from megatron.fill.device import DeviceError, MpsDaemon, Sharing, mps_guard
+from megatron.fill.device.mps import PROGRAM
+from megatron.fill.device.nvml import Nvml
+from megatron.fill.device.sharing import SharingFacts, choose_sharing
+from megatron.fill.errors import ConfigError
+
+
+def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
+    """Choose the mode; with MPS, start or find the daemon, and have this process use it.
+
+    Returns:
+        The daemon; None for time-slicing, and on the CPU.
+
+    Raises:
+        ConfigError: the mode that was asked for cannot be had.
+    """
+    if settings.mps_pipe is not None and settings.sharing != Sharing.MPS:
+        raise ConfigError("--fill-mps-pipe names an MPS daemon; expected --fill-sharing mps with it")
+    try:
+        gpus = [] if on_cpu else Nvml().gpus()
+        facts = SharingFacts(
+            gpus=len(gpus),
+            mps_program=shutil.which(PROGRAM) is not None,
+            mps_pipe=settings.mps_pipe is not None,
+            same_user=settings.user is None,
+        )
+        sharing, why = choose_sharing(settings.sharing, facts)
+        if gpus and os.environ.get("RANK", "0") == "0":
+            print(f"PipeFill: jobs share the GPU by {sharing}: {why}", flush=True)
+        if sharing is not Sharing.MPS:
+            return None
+        if settings.mps_pipe is not None:
+            daemon = MpsDaemon.existing(Path(settings.mps_pipe))
+            os.environ["CUDA_MPS_PIPE_DIRECTORY"] = settings.mps_pipe
+            return daemon
+        uuids = _visible([gpu.uuid for gpu in gpus])
+        # The ranks of a node have their launcher in common; with the run's name it tells this run from others.
+        launcher = os.getppid()
+        home = Path(settings.report or Path(tempfile.gettempdir()) / f"pipefill-{launcher}")
+        daemon = MpsDaemon.start(home, uuids, launcher)
+        if daemon.ours:
+            mps_guard.start(daemon, launcher)
+        os.environ.update(daemon.main_environment(uuids))
+        return daemon
+    except DeviceError as error:
+        raise ConfigError(f"--fill-sharing {settings.sharing}: {error}") from error
+
+
+def _visible(uuids: list[str]) -> list[str]:
+    """Those of the GPUs that this process may use, in its own order."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not chosen:
+        return uuids
+    found = []
+    for one in chosen.split(","):
+        if one.isdecimal() and int(one) < len(uuids):
+            found.append(uuids[int(one)])
+        else:
+            found += [uuid for uuid in uuids if uuid.startswith(one)]
+    return found

@@ -1,0 +1,206 @@
+"""A chaos run: submits the tasks with faults, commits the other faults, and sees what becomes of jobs and training."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.fill.chaos import plan, processes
+from megatron.fill.chaos.clock import JumpingClock
+from megatron.fill.chaos.disk import SmallDisk
+from megatron.fill.chaos.injector import Deed, Injector
+from megatron.fill.chaos.kinds import HONEST, Kind, Source
+from megatron.fill.chaos.mainjob import GivenUpError, MainJob, Segment
+from megatron.fill.chaos.verdict import Lost, Submitted, judge
+from megatron.fill.config import JobSpec
+from megatron.fill.errors import JobError, StoreError
+from megatron.fill.store import open_store
+from megatron.fill.store.submit import new_job
+from megatron.fill.types import JobState
+
+_LOOK_S = 0.3
+_NO_NEWS_S = 90.0  # for so long no job ends: those that are left are given up
+_QUIET_SHARE, _LEAST_QUIET_S, _LONGEST_QUIET_S = 0.5, 3.0, 15.0  # of the window with faults before it
+_END_S = 10.0  # how long wardens and agents may outlive the last training
+_ROUNDS = 4  # of making up for faults that did not come about
+_UNFINISHED = [state for state in JobState if not state.finished]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of time in CLOCK_MONOTONIC: with faults, or without any job."""
+
+    start_ns: int
+    end_ns: int
+    faults: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All that a chaos run saw.
+
+    Attributes:
+        wanted: how many faults of each kind there should be.
+        leaked: processes that were left when the last training had ended.
+    """
+
+    wanted: Mapping[str, int]
+    jobs: Sequence[Submitted]
+    deeds: Sequence[Deed]
+    lost: Sequence[Lost]
+    windows: Sequence[Window]
+    segments: Sequence[Segment]
+    leaked: Sequence[int]
+
+    def injected(self) -> Counter[str]:
+        """Faults by kind: verified by the task's mark and the end of its job, or by what the driver saw."""
+        astray = {one.job for one in self.lost}
+        counts = Counter(deed.kind for deed in self.deeds)
+        for job in self.jobs:
+            if job.name not in astray:
+                counts[job.kind.name] += len(job.faults())
+        return +counts
+
+
+class Campaign:
+    """One chaos run.
+
+    Args:
+        kinds: those to inject; without such as cannot be run here.
+        folder: for everything that it writes; empty.
+        iterations: of each training.
+        say: takes lines for the user.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        kinds: Sequence[Kind],
+        folder: Path,
+        disk: SmallDisk,
+        iterations: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.kinds = kinds
+        self.say = say
+        self.notes = folder / "marks"
+        self.notes.mkdir()
+        clock, database = JumpingClock(folder / "clock"), disk.folder / "jobs.db"
+        self.main = MainJob(script, folder, disk.folder, clock, iterations, say)
+        self.injector = Injector(clock, disk, database, self.main.tick)
+        self.store = open_store(database)
+        self.jobs: list[Submitted] = []
+        self.lost: list[Lost] = []
+        self.deeds: list[Deed] = []
+        self.windows: list[Window] = []
+
+    def run(self, faults: int, seed: int) -> Findings:
+        """Inject until there are so many ``faults``, and end everything that was started; called once.
+
+        Raises:
+            FillError: the training does not run at all.
+        """
+        wanted = plan.quotas(self.kinds, faults)
+        try:
+            self.main.refer()
+            for turn in range(_ROUNDS):
+                elements = plan.missing(self.kinds, wanted, self._findings(wanted).injected())
+                for batch in plan.batches(elements, seed + turn):
+                    self._inject(batch)
+                    total = self._findings(wanted).injected().total()
+                    self.say(f"{total} of {faults} faults, {len(self.jobs)} jobs, {len(self.lost)} lost")
+            self.main.finish()
+            processes.await_end(self.main.mark, _END_S)
+        except GivenUpError as error:
+            self.say(str(error))
+        finally:
+            self.main.abandon()
+            self.store.close()
+            leaked = processes.end_all(self.main.mark)
+        return self._findings(wanted, leaked)
+
+    def _findings(self, wanted: Mapping[str, int], leaked: Sequence[int] = ()) -> Findings:
+        return Findings(wanted, self.jobs, self.deeds, self.lost, self.windows, self.main.segments, leaked)
+
+    def _inject(self, batch: Sequence[Kind]) -> None:
+        """One window with faults, and a quiet one after it."""
+        self._settle()
+        start_ns = time.monotonic_ns()
+        ours = (Source.DRIVER, Source.VICTIM)
+        mine = [self._submit(kind) for kind in (*batch, *[HONEST] * plan.HONEST_PER_BATCH) if kind.source not in ours]
+        for kind in batch:
+            if kind.source is Source.VICTIM:
+                mine.append(self._submit(kind))  # only now: it should not be done before it is hit
+                self._note(self.injector.hit(kind.name, mine[-1].notes))
+            elif kind.source is Source.DRIVER:
+                self._settle()
+                self._note(self.injector.commit(kind.name, self.main.run_dir))
+        self._await(mine)
+        end_ns = time.monotonic_ns()
+        self.windows.append(Window(start_ns, end_ns, faults=True))
+        quiet_s = min(max(_LEAST_QUIET_S, _QUIET_SHARE * (end_ns - start_ns) / 1e9), _LONGEST_QUIET_S)
+        self._settle()  # between two trainings there is nothing to compare with
+        quiet_ns = time.monotonic_ns()
+        self._pause(lambda: time.monotonic_ns() - quiet_ns > quiet_s * 1e9)
+        self.windows.append(Window(quiet_ns, time.monotonic_ns(), faults=False))
+
+    def _submit(self, kind: Kind) -> Submitted:
+        name = f"{kind.name}-{len(self.jobs)}"
+        task, args = plan.task_of(kind)
+        notes = self.notes / f"{name}.jsonl"
+        spec = JobSpec(
+            name=name,
+            task=task,
+            args={**args, "marks": str(notes)},
+            memory=kind.memory_bytes,
+            priority=int(kind.source is Source.VICTIM),  # the driver waits for it
+        )
+        job = self.store.submit([new_job(spec, [], "chaos")])[0]
+        steps = args.get("steps", 0)
+        assert isinstance(steps, int)
+        submitted = Submitted(job.id, name, kind, steps, notes)
+        self.jobs.append(submitted)
+        return submitted
+
+    def _note(self, deed: Deed | None) -> None:
+        if deed is not None:
+            self.deeds.append(deed)
+
+    def _settle(self) -> None:
+        self._pause(self.main.settled)
+
+    def _pause(self, over: Callable[[], bool]) -> None:
+        while not over():
+            self.main.tick()
+            time.sleep(_LOOK_S)
+
+    def _await(self, jobs: Sequence[Submitted]) -> None:
+        """Wait until all have ended, and judge them; those that do not end are cancelled."""
+        ids = {job.id for job in jobs}
+        left, news_s = len(ids), time.monotonic()
+        while left and time.monotonic() - news_s < _NO_NEWS_S:
+            self.main.tick()
+            time.sleep(_LOOK_S)
+            now_left = left
+            with contextlib.suppress(StoreError):  # it is busy
+                now_left = len(ids & {job.id for job in self.store.list(_UNFINISHED)})
+            if now_left != left or not self.main.settled():
+                left, news_s = now_left, time.monotonic()
+        for submitted in jobs:
+            job = self.store.get(submitted.id)
+            lost = judge(submitted, job)
+            if lost is not None:
+                self.lost.append(lost)
+                self.say(f"lost: {lost.job}: {lost.why}")
+            if not job.state.finished:
+                self._give_up(job.id)
+
+    def _give_up(self, number: int) -> None:
+        try:
+            self.store.cancel(number)
+        except JobError as error:  # it has ended just now
+            self.say(str(error))

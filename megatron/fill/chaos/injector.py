@@ -1,0 +1,174 @@
+"""The faults that come from outside: to workers, agents, store, clocks and disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.fill.chaos import marks, processes
+from megatron.fill.chaos.clock import JumpingClock
+from megatron.fill.chaos.disk import SmallDisk
+
+_OUTAGE_S, _FULL_S, _JUMP_S, _STOP_S = 3.0, 2.0, 2.0, 1.0
+_HOUR_S = 3600.0
+_READY_S = 40.0  # how long a victim may take to run
+_BACK_S = 15.0  # how long an agent may take to come back
+_LOOK_S = 0.02
+_PARTS = ("", "-wal", "-shm")  # of an SQLite database
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """A fault that was injected from outside, and verified.
+
+    Attributes:
+        start_ns, end_ns: from when to when, in CLOCK_MONOTONIC.
+        rank: whose; None for everyone's.
+    """
+
+    kind: str
+    start_ns: int
+    end_ns: int
+    rank: int | None = None
+
+
+class Injector:
+    """Commits them.
+
+    Args:
+        database: the job store's file.
+        tick: called while it waits; it keeps a training running.
+    """
+
+    def __init__(self, clock: JumpingClock, disk: SmallDisk, database: Path, tick: Callable[[], None]) -> None:
+        self.clock = clock
+        self.disk = disk
+        self.database = database
+        self.tick = tick
+        self._turn = 0
+
+    def commit(self, kind: str, run_dir: Path) -> Deed | None:
+        """One fault of a kind that hits no job in particular; None if it could not be seen to happen."""
+        actions: dict[str, Callable[[str, Path], Deed | None]] = {
+            "agent-kill": self._kill_agent,
+            "agent-stop": self._stop_agent,
+            "store-locked": lambda name, _: self._during(name, self._locked_store(), _OUTAGE_S),
+            "store-away": lambda name, _: self._during(name, self._store_away(), _OUTAGE_S),
+            "clock-forward": lambda name, folder: self._jump(name, folder, _HOUR_S),
+            "clock-back": lambda name, folder: self._jump(name, folder, -_HOUR_S),
+            "disk-full": lambda name, _: self._during(name, self._full_disk(), _FULL_S),
+        }
+        return actions[kind](kind, run_dir)
+
+    def hit(self, kind: str, notes: Path) -> Deed | None:
+        """Kill the honest worker that notes its marks there, or stop it for a second."""
+        if not self._until(lambda: bool(marks.read(notes, marks.Event.READY)), _READY_S):
+            return None
+        pid = marks.read(notes, marks.Event.READY)[-1].pid
+        start_ns = time.monotonic_ns()
+        if kind == "sigkill-outside":
+            if not processes.send(pid, signal.SIGKILL) or not self._until(lambda: not _alive(pid), _BACK_S):
+                return None
+        else:
+            if not processes.send(pid, signal.SIGSTOP) or not self._until(lambda: processes.state(pid) == "T", _STOP_S):
+                return None
+            self._until(lambda: False, _STOP_S)
+            processes.send(pid, signal.SIGCONT)
+        return Deed(kind, start_ns, time.monotonic_ns())
+
+    def _kill_agent(self, kind: str, run_dir: Path) -> Deed | None:
+        rank, pid = self._next_agent(run_dir)
+        if pid is None or not processes.send(pid, signal.SIGKILL):
+            return None
+        start_ns = time.monotonic_ns()
+        back = self._until(lambda: processes.agents(run_dir).get(rank, pid) != pid, _BACK_S)
+        return Deed(kind, start_ns, time.monotonic_ns(), rank) if back else None
+
+    def _stop_agent(self, kind: str, run_dir: Path) -> Deed | None:
+        rank, pid = self._next_agent(run_dir)
+        if pid is None or not processes.send(pid, signal.SIGSTOP):
+            return None
+        start_ns = time.monotonic_ns()
+        stopped = self._until(lambda: processes.state(pid) == "T", _STOP_S)
+        continued = self._until(lambda: processes.state(pid) != "T", _BACK_S)
+        processes.send(pid, signal.SIGCONT)
+        return Deed(kind, start_ns, time.monotonic_ns(), rank) if stopped and continued else None
+
+    def _next_agent(self, run_dir: Path) -> tuple[int, int | None]:
+        """The ranks' agents by turns."""
+        agents = processes.agents(run_dir)
+        self._turn += 1
+        rank = sorted(agents)[self._turn % len(agents)] if agents else 0
+        return rank, agents.get(rank)
+
+    def _jump(self, kind: str, run_dir: Path, seconds: float) -> Deed | None:
+        pids = processes.agents(run_dir).values()
+        if not pids or not all(map(self.clock.moves, pids)):
+            return None
+        start_ns = time.monotonic_ns()
+        try:
+            self.clock.jump(seconds)
+            self._until(lambda: False, _JUMP_S)
+        finally:
+            self.clock.jump(0.0)
+        return Deed(kind, start_ns, time.monotonic_ns())
+
+    def _during(self, kind: str, fault: contextlib.AbstractContextManager[bool], seconds: float) -> Deed | None:
+        start_ns = time.monotonic_ns()
+        with fault as happened:
+            # No tick: it would need the store itself.
+            time.sleep(seconds if happened else 0.0)
+        return Deed(kind, start_ns, time.monotonic_ns()) if happened else None
+
+    @contextlib.contextmanager
+    def _locked_store(self) -> Iterator[bool]:
+        connection = sqlite3.connect(self.database, timeout=10.0, isolation_level=None)
+        try:
+            with contextlib.suppress(sqlite3.OperationalError):
+                connection.execute("BEGIN EXCLUSIVE")
+            yield connection.in_transaction
+        finally:
+            connection.close()
+
+    @contextlib.contextmanager
+    def _store_away(self) -> Iterator[bool]:
+        away = self.database.parent / "away"
+        away.mkdir(exist_ok=True)
+        files = [self.database.with_name(self.database.name + part) for part in _PARTS]
+        moved = [file for file in files if file.exists()]
+        for file in moved:
+            os.replace(file, away / file.name)
+        try:
+            yield True
+        finally:
+            for file in files:  # whatever was made in their place
+                file.unlink(missing_ok=True)
+            for file in moved:
+                os.replace(away / file.name, file)
+
+    @contextlib.contextmanager
+    def _full_disk(self) -> Iterator[bool]:
+        try:
+            yield self.disk.fill()
+        finally:
+            self.disk.free()
+
+    def _until(self, done: Callable[[], bool], within_s: float) -> bool:
+        """Wait until something is so; whether it came to be."""
+        end_s = time.monotonic() + within_s
+        while not done():
+            if time.monotonic() >= end_s:
+                return False
+            self.tick()
+            time.sleep(_LOOK_S)
+        return True
+
+
+def _alive(pid: int) -> bool:
+    return processes.state(pid) not in ("", "Z")

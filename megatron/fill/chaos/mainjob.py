@@ -1,0 +1,149 @@
+"""The main job of a chaos run as a series of equal trainings, each compared with one that had no jobs."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.fill.chaos.clock import JumpingClock
+from megatron.fill.chaos.training import Training
+from megatron.fill.errors import FillError
+
+_WARM, _NEAR_END = 15, 60  # iterations at either end of a training in which the driver leaves agents and store alone
+_LOOK_S = 0.2
+_MOST_FAILURES = 3
+_FLAGS = shlex.split(
+    "--fill-warmup-iterations 3 --fill-grace-ms 300 --fill-max-overruns 2 --fill-max-output-mib 4 "
+    "--fill-checkpoint-seconds 0.5 --fill-lease-seconds 6 --fill-trace-iterations 1 "
+    "--fill-max-slowdown 0"  # filling must go on, or there would be nothing to inject into
+)
+
+
+class GivenUpError(FillError):
+    """So many trainings failed that there is no point in going on; what was seen of them stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One training under faults, when it has ended.
+
+    Attributes:
+        start_ns, end_ns: CLOCK_MONOTONIC.
+        failure: why it failed; ``""`` if it did not.
+        differing: the iterations whose losses are not the reference's.
+    """
+
+    run_dir: Path
+    start_ns: int
+    end_ns: int
+    failure: str
+    differing: tuple[int, ...]
+
+
+class MainJob:
+    """Trains again and again while ``tick`` is called.
+
+    Args:
+        folder: for logs and losses.
+        disk: for run folders and the job store.
+        iterations: of each training.
+        say: takes lines for the user.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        folder: Path,
+        disk: Path,
+        clock: JumpingClock,
+        iterations: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.script = script
+        self.folder = folder
+        self.disk = disk
+        self.clock = clock
+        self.iterations = iterations
+        self.say = say
+        self.segments: list[Segment] = []
+        self.reference: dict[int, float] = {}
+        self.training: Training | None = None
+        self._start_ns = 0
+
+    @property
+    def mark(self) -> str:
+        """What the processes of these trainings have in their environment, and nobody else has."""
+        return f"PYTHONPATH={self.clock.python_path}"
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder of the training that goes on, or of the next one."""
+        return self.disk / f"run-{len(self.segments)}"
+
+    def refer(self) -> None:
+        """Train without jobs, to compare with.
+
+        Raises:
+            FillError: that training failed.
+        """
+        self.say(f"reference: {self.iterations} iterations without jobs")
+        self.training = self._start(self.folder / "reference", [])
+        while self.training.running():
+            time.sleep(_LOOK_S)
+        failure = self.training.failure()
+        if failure:
+            raise FillError(f"the training does not even run without jobs: {failure}")
+        self.reference = self.training.losses()
+        self.training = None
+
+    def tick(self) -> None:
+        """Judge a training that has ended, and start the next one.
+
+        Raises:
+            FillError: the first training failed before its first iteration.
+            GivenUpError: three trainings have failed.
+        """
+        if self.training is not None and self.training.running():
+            return
+        if self.training is not None:
+            self._close(self.training)
+        number = len(self.segments)
+        self.say(f"training {number + 1}: {self.iterations} iterations under faults")
+        flags = [*_FLAGS, "--fill-report", str(self.run_dir), "--fill-store", str(self.disk / "jobs.db")]
+        self._start_ns = time.monotonic_ns()
+        self.training = self._start(self.folder / f"training-{number}", flags)
+
+    def settled(self) -> bool:
+        """Whether a training is well under way, and goes on for some seconds yet."""
+        return self.training is not None and _WARM <= self.training.iteration < self.iterations - _NEAR_END
+
+    def finish(self) -> None:
+        """Wait for the end of the training that goes on."""
+        if self.training is not None:
+            while self.training.running():
+                time.sleep(_LOOK_S)
+            self._close(self.training)
+            self.training = None
+
+    def abandon(self) -> None:
+        """Kill it."""
+        if self.training is not None:
+            self.training.end()
+
+    def _start(self, folder: Path, flags: list[str]) -> Training:
+        return Training(self.script, folder, self.iterations, flags, self.clock.python_path)
+
+    def _close(self, training: Training) -> None:
+        failure, losses = training.failure(), training.losses()
+        if failure and not losses and not self.segments:
+            raise FillError(f"the training does not run: {failure}")
+        expected = [number for number in self.reference if number in losses or not failure]
+        differing = tuple(number for number in expected if losses.get(number) != self.reference[number])
+        self.segments.append(Segment(self.run_dir, self._start_ns, time.monotonic_ns(), failure, differing))
+        self.say(f"training {len(self.segments)}: {failure or 'ended well'}; {len(differing)} losses differ")
+        if failure and sum(bool(segment.failure) for segment in self.segments) >= _MOST_FAILURES:
+            self.training = None
+            raise GivenUpError(f"given up: {_MOST_FAILURES} trainings failed, the last one since {failure}")

@@ -1,0 +1,58 @@
+"""What faults a chaos run injects, in which order: a plan of batches, from a seed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+
+from megatron.fill.chaos.kinds import Kind, Source
+from megatron.fill.types import JobState
+
+HONEST_PER_BATCH = 2
+_BATCH = 40  # faults between two quiet windows
+_HONEST_STEPS, _VICTIM_STEPS, _ENDLESS_STEPS = 60, 1_500, 1_000_000
+
+
+def quotas(kinds: Sequence[Kind], faults: int) -> dict[str, int]:
+    """How many faults of each kind make ``faults`` in all, at least one of each."""
+    whole = sum(kind.weight for kind in kinds)
+    return {kind.name: max(1, math.ceil(faults * kind.weight / whole)) for kind in kinds}
+
+
+def missing(kinds: Sequence[Kind], wanted: Mapping[str, int], injected: Mapping[str, int]) -> list[Kind]:
+    """One element for each job or action that is needed until every kind has its quota."""
+    return [
+        kind
+        for kind in kinds
+        for _ in range(math.ceil(max(0, wanted[kind.name] - injected.get(kind.name, 0)) / kind.burst))
+    ]
+
+
+def batches(elements: Sequence[Kind], seed: int) -> list[list[Kind]]:
+    """Shuffle them, and cut them into windows of about forty faults."""
+    shuffled = list(elements)
+    random.Random(seed).shuffle(shuffled)
+    cut: list[list[Kind]] = []
+    faults = _BATCH
+    for kind in shuffled:
+        if faults >= _BATCH:
+            cut.append([])
+            faults = 0
+        cut[-1].append(kind)
+        faults += kind.burst
+    return cut
+
+
+def task_of(kind: Kind) -> tuple[str, dict[str, object]]:
+    """The side task of a job with this fault, and its arguments but for the marks' file."""
+    if kind.source is Source.GPU:
+        return "megatron.fill.chaos.gpu:CudaFault", {"kind": kind.name.partition("-")[2]}
+    if kind.name.startswith("raise-"):
+        where = kind.name.removeprefix("raise-").replace("-", "_")
+        return "megatron.fill.chaos.tasks:Raising", {"where": where, "steps": _ENDLESS_STEPS}
+    if kind.source is Source.TASK and kind.name != "honest":
+        steps = _HONEST_STEPS if kind.state is JobState.SUCCEEDED else _ENDLESS_STEPS
+        return "megatron.fill.chaos.tasks:Fault", {"kind": kind.name, "steps": steps}
+    steps = _VICTIM_STEPS if kind.source is Source.VICTIM else _HONEST_STEPS
+    return "megatron.fill.chaos.tasks:Honest", {"steps": steps}

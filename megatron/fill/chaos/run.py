@@ -1,0 +1,98 @@
+"""One chaos run from its options to its result."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.fill.chaos.campaign import Campaign
+from megatron.fill.chaos.disk import SmallDisk
+from megatron.fill.chaos.kinds import Kind, Source, chosen
+from megatron.fill.chaos.results import Result, compile_result
+from megatron.fill.chaos.training import find_script
+from megatron.fill.errors import ConfigError
+
+_ON_GPU = "it needs a main job that trains and fills on a GPU; this one trains on the CPU"
+_FEW = 100  # faults: from there on, trainings are long
+_SHORT, _LONG = 500, 1200  # iterations
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """What the user asked for.
+
+    Attributes:
+        faults: how many in all.
+        kinds: the names of those to inject; none for all.
+        keep: where logs, run folders and the job store are to stay; None for nowhere.
+        iterations: of each training; None to suit the number of faults.
+        script: the training script; None to look for it.
+    """
+
+    faults: int
+    kinds: tuple[str, ...] = ()
+    seed: int = 0
+    keep: Path | None = None
+    iterations: int | None = None
+    script: Path | None = None
+
+
+def run(options: ChaosOptions, say: Callable[[str], None]) -> Result:
+    """Inject the faults into a training of its own, which nothing of is left running afterwards.
+
+    Args:
+        say: takes lines about how far it is.
+
+    Raises:
+        ConfigError: an option is wrong, or there is no training script.
+        FillError: the training does not run at all.
+    """
+    kinds = chosen(options.kinds)
+    script = find_script(options.script)
+    with _folder(options.keep) as folder:
+        disk = SmallDisk(folder / "disk")
+        not_run = {kind.name: why for kind in kinds if (why := _why_not(kind, disk))}
+        for name, why in not_run.items():
+            say(f"not run: {name}: {why}")
+        able = [kind for kind in kinds if kind.name not in not_run]
+        if not able:
+            raise ConfigError("--kinds names only faults that cannot be injected here; expected others")
+        iterations = options.iterations or (_SHORT if options.faults < _FEW else _LONG)
+        campaign = Campaign(script, able, folder, disk, iterations, say)
+        before = signal.signal(signal.SIGTERM, _exit)  # as Ctrl-C: end what was started
+        try:
+            findings = campaign.run(options.faults, options.seed)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        result = compile_result(findings, able, options.faults, not_run)
+        if options.keep is not None and not disk.why_not:  # the disk goes with this process
+            shutil.copytree(disk.folder, folder / "runs", symlinks=True)
+        return result
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="pipefill-chaos-", ignore_cleanup_errors=True) as folder:
+            yield Path(folder).resolve()
+        return
+    if keep.exists() and any(keep.iterdir()):
+        raise ConfigError(f"--keep {keep} is not empty; expected a new folder")
+    keep.mkdir(parents=True, exist_ok=True)
+    yield keep.resolve()
+
+
+def _exit(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def _why_not(kind: Kind, disk: SmallDisk) -> str:
+    if kind.source is Source.GPU:
+        return _ON_GPU
+    return disk.why_not if kind.name == "disk-full" else ""

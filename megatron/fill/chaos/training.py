@@ -1,0 +1,134 @@
+"""The main job of a chaos run: a small GPT in two stages on the CPU, the same from its seed each time."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron.fill.errors import ConfigError
+
+SCRIPT = "pretrain_gpt.py"
+RANKS = 2
+MODEL = shlex.split(
+    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 100000 "
+    "--log-interval 1 --tensorboard-log-interval 1"
+)
+_ITERATION = re.compile(rb"iteration +(\d+)/")
+_TAIL_BYTES = 4096
+_STALLED_S = 180.0  # no iteration for so long: it hangs (it takes a while to start)
+
+
+def find_script(given: Path | None) -> Path:
+    """The training script: as given, beside the package, or in the working directory.
+
+    Raises:
+        ConfigError: it is in none of these places.
+    """
+    beside = Path(__file__).resolve().parents[3] / SCRIPT
+    for path in [given] if given is not None else [beside, Path.cwd() / SCRIPT]:
+        if path.is_file():
+            return path.resolve()
+    where = str(given) if given is not None else f"beside the package or in {Path.cwd()}"
+    raise ConfigError(f"no training script {where}; expected --script PATH of {SCRIPT}")
+
+
+class Training:
+    """One training, from its start on.
+
+    Args:
+        folder: for its log and losses; made here.
+        flags: besides the model's.
+        python_path: the ``PYTHONPATH`` of all its processes.
+    """
+
+    def __init__(self, script: Path, folder: Path, iterations: int, flags: list[str], python_path: str) -> None:
+        self.folder = folder
+        self.iterations = iterations
+        folder.mkdir(parents=True)
+        self._log = folder / "output.log"
+        self._seen, self._seen_s = 0, time.monotonic()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PIPEFILL_")},
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(RANKS),
+            "LOCAL_WORLD_SIZE": str(RANKS),
+            "OMP_NUM_THREADS": "1",
+            "PIPEFILL_CPU_BACKEND": "1",
+            "PYTHONPATH": python_path,
+        }
+        logs = ["--train-iters", str(iterations), "--tensorboard-dir", str(folder / "tensorboard")]
+        command = [sys.executable, "-u", str(script), *MODEL, *logs, *flags]
+        with self._log.open("ab") as log:
+            self._ranks = [
+                subprocess.Popen(
+                    command,
+                    cwd=script.parent,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    start_new_session=True,
+                )
+                for rank in range(RANKS)
+            ]
+
+    def running(self) -> bool:
+        """Whether it goes on; one that has lost a rank, or has stood still for too long, is ended."""
+        codes = [rank.poll() for rank in self._ranks]
+        if None not in codes:
+            return False
+        if any(codes) or time.monotonic() - self._progress_s() > _STALLED_S:
+            self.end()
+            return False
+        return True
+
+    @property
+    def iteration(self) -> int:
+        """How far it is; 0 before its first iteration is done."""
+        with self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            found = _ITERATION.findall(log.read())
+        if found and int(found[-1]) != self._seen:
+            self._seen, self._seen_s = int(found[-1]), time.monotonic()
+        return self._seen
+
+    def _progress_s(self) -> float:
+        _ = self.iteration
+        return self._seen_s
+
+    def failure(self) -> str:
+        """Why it failed, ``""`` if it did not; to be asked once it has ended."""
+        codes = [rank.returncode for rank in self._ranks]
+        if not any(codes):
+            return ""
+        return f"its ranks ended with {' and '.join(map(str, codes))} after iteration {self.iteration}; see {self._log}"
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        for rank in self._ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+                rank.wait()
+
+    def losses(self) -> dict[int, float]:
+        """The loss of every iteration: float32 from TensorBoard, to the bit."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(self.folder / "tensorboard"), size_guidance={"scalars": 0})
+        events.Reload()
+        if "lm loss" not in events.Tags()["scalars"]:
+            return {}
+        return {event.step: event.value for event in events.Scalars("lm loss")}

@@ -1,0 +1,114 @@
+"""``pipefill pause``, ``resume``, ``drain``, ``kill`` and ``status``: the operator's hand on a run's side tasks."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron.fill.cli.options import Json
+
+if TYPE_CHECKING:
+    from megatron.fill.control import ControlPage
+
+_WAIT_S = 2.0  # for the agents to acknowledge
+_LOOK_S = 0.005
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, as the training printed it.")]
+
+
+def pause(run: Run, as_json: Json = False) -> None:
+    """Start no further step on this node until resume.
+
+    The last step of each task runs to its own end; a command is stopped where it is.
+    The training goes on, and neither it nor any job has to be started again.
+
+    Exits with 1 if an agent did not acknowledge it within 2 seconds.
+    """
+    _change(run, "PAUSED", as_json)
+
+
+def resume(run: Run, as_json: Json = False) -> None:
+    """Fill again, from the next bubble, after pause, drain or kill.
+
+    Exits with 1 if an agent did not acknowledge it within 2 seconds.
+    """
+    _change(run, "RUNNING", as_json)
+
+
+def drain(run: Run, as_json: Json = False) -> None:
+    """Begin no further job on this node; those that run go on to their end.
+
+    Exits with 1 if an agent did not acknowledge it within 2 seconds.
+    """
+    _change(run, "DRAINING", as_json)
+
+
+def kill(run: Run, as_json: Json = False) -> None:
+    """End all side tasks on this node at once, and begin none until resume.
+
+    Their jobs go back to the queue and go on from their last checkpoint.
+
+    Exits with 1 if an agent did not acknowledge it within 2 seconds.
+    """
+    _change(run, "KILLED", as_json)
+
+
+def status(run: Run, as_json: Json = False) -> None:
+    """Show which state the ranks of a run on this node are in."""
+    from megatron.fill.control import find_pages
+
+    _show(find_pages(run), as_json)
+
+
+def _change(run: Path, state: str, as_json: bool) -> None:
+    from megatron.fill.control import RunState, find_pages
+
+    pages = find_pages(run)
+    for page in pages:  # all are open already: they change within microseconds of one another
+        page.change(RunState[state])
+    end_s = time.monotonic() + _WAIT_S
+    while _silent(pages) and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
+    _show(pages, as_json)
+    if _silent(pages):
+        raise typer.Exit(1)
+
+
+def _silent(pages: Sequence[ControlPage]) -> list[ControlPage]:
+    """Those whose agent lives and has not acknowledged the last change."""
+    return [page for page in pages if not page.acknowledged and page.agent_lives]
+
+
+def _show(pages: Sequence[ControlPage], as_json: bool) -> None:
+    rows = [
+        {
+            "rank": page.rank,
+            "pid": page.pid,
+            "agent": page.agent if page.agent_lives else None,
+            "state": page.state.name,
+            "acknowledged": page.acknowledged,
+        }
+        for page in pages
+    ]
+    if as_json:
+        print(json.dumps({"node": os.uname().nodename, "ranks": rows}, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for heading in ("RANK", "PID", "AGENT"):
+        table.add_column(heading, justify="right")
+    table.add_column("STATE")
+    table.add_column("ACKNOWLEDGED")
+    for row in rows:
+        heard = "yes" if row["acknowledged"] else "no" if row["agent"] else "-"
+        agent = str(row["agent"] or "gone")
+        table.add_row(str(row["rank"]), str(row["pid"]), agent, str(row["state"]), heard)
+    Console(highlight=False).print(table)

@@ -1,0 +1,57 @@
+"""``pipefill doctor``: what this machine can do to keep jobs from harming the training."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from megatron.fill.cli.options import Json
+
+if TYPE_CHECKING:
+    from megatron.fill.device.doctor import Diagnosis
+
+_PIPE_WIDTH = 80  # columns, where the output goes to no terminal
+_COLOURS = {"yes": "green", "partly": "yellow", "no": "red"}
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can do to keep jobs in, and what will be used for each limit.
+
+    --json prints an object: abilities (name, has: yes, partly or no, detail), bindings (limit, uses, instead: why
+    nothing better) and notes (faults that are not contained).
+    """
+    from megatron.fill.device.doctor import diagnose
+    from megatron.fill.device.probes import gather
+
+    diagnosis = diagnose(gather())
+    if as_json:
+        from megatron.fill.cli.views import print_json
+
+        print_json(asdict(diagnosis))
+    else:
+        _print(diagnosis)
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    console = Console(width=_PIPE_WIDTH if free else None, highlight=False)
+    table = Table("THIS MACHINE", "", "", box=None, pad_edge=False)
+    for ability in diagnosis.abilities:
+        table.add_row(ability.name, Text(ability.has, _COLOURS[ability.has]), Text(ability.detail, overflow="fold"))
+    console.print(table)
+    console.print()
+    table = Table("LIMIT", "KEPT BY", "NOTHING BETTER, SINCE", box=None, pad_edge=False)
+    for binding in diagnosis.bindings:
+        table.add_row(binding.limit, Text(binding.uses), Text(binding.instead))
+    console.print(table)
+    if diagnosis.notes:
+        console.print("\nNOT CONTAINED", style="bold")
+        for note in diagnosis.notes:
+            console.print(Padding(Text(f"- {note}"), (0, 0, 0, 2)))

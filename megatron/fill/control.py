@@ -1,0 +1,228 @@
+"""The control page: one rank's shared word that says whether its side tasks may run, and the operator's way to it.
+
+One page of an anonymous memory file, like the gate, and not a file in the run folder: that could be cut short, or lie
+on a server that stops answering, and either would take the training down with it.  The rank makes the page and writes
+down where it is (``RUN/control/NODE/rank3.json``: a process and a descriptor); an operator's command on the same node
+opens it through ``/proc``.  The rank and the workers only read; a change is one store and one wake-up.  No lock.
+
+Layout, in 64-bit words of the machine's byte order::
+
+    0  the futex word (low 32 bits): 4 x generation + state; the generation grows with every change
+    1  magic and version    2  rank    3  its process    4  its agent's process, 0 before that has started
+    5  when it last changed, CLOCK_MONOTONIC ns
+    6  the last word that the agent has acted on
+    7  when the agent's process started, in ticks since boot: another one may get its number
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import time
+from enum import IntEnum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megatron.fill import futex, shared
+from megatron.fill.errors import ControlError
+
+FOLDER = "control"  # in the run folder
+_PAGE_BYTES = 4096
+_MAGIC = 0x50434F4E_00000001
+_WORD, _VERSION, _RANK, _PID, _AGENT, _CHANGED, _ACKNOWLEDGED, _AGENT_BORN = range(8)
+_NAME = "control"
+
+
+class RunState(IntEnum):
+    """What the operator wants of the side tasks.  In the odd states no step may start: one bit tells."""
+
+    RUNNING = 0
+    PAUSED = 1  # nothing runs; it goes on with the first bubble after RUNNING
+    DRAINING = 2  # jobs that run go on to their end, no other is begun
+    KILLED = 3  # workers are ended at once, and their jobs go back to the queue
+
+
+class RunSwitch(Protocol):
+    """Whether steps may start."""
+
+    @property
+    def running(self) -> bool: ...
+
+
+class AlwaysRunning:
+    """The switch where nobody can pause: without a control page."""
+
+    running = True
+
+
+class ControlReader:
+    """A page as a worker sees it, over the descriptor that its agent passed on.
+
+    Raises:
+        ControlError: the descriptor is not a control page of this version.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._attach(fd, mmap.PROT_READ)
+
+    def _attach(self, fd: int, protection: int) -> None:
+        try:
+            self._map = mmap.mmap(fd, _PAGE_BYTES, prot=protection)
+        except (OSError, ValueError) as error:
+            raise ControlError(f"descriptor {fd} cannot be mapped as a control page: {error}") from error
+        self._words = memoryview(self._map).cast("Q")
+        self._word = memoryview(self._map).cast("I")
+        if self._words[_VERSION] != _MAGIC:
+            raise ControlError(
+                f"descriptor {fd} is no control page: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}"
+            )
+        self._address = int(np.frombuffer(self._map, dtype=np.uint32).ctypes.data)
+
+    @property
+    def running(self) -> bool:
+        """Whether steps may start.  Costs a tenth of a microsecond, so that every step can ask."""
+        return not self._word[0] & 1
+
+    @property
+    def word(self) -> int:
+        """Generation and state together: it differs after every change."""
+        return self._word[0]
+
+    @property
+    def state(self) -> RunState:
+        return RunState(self._word[0] & 3)
+
+    @property
+    def changed_ns(self) -> int:
+        """When the state was last changed, CLOCK_MONOTONIC."""
+        return self._words[_CHANGED]
+
+    def wait(self, word: int) -> None:
+        """Sleep in the kernel while the word is still ``word``; a signal ends it too."""
+        futex.wait(self._address, word)
+
+
+class ControlPage(ControlReader):
+    """A page as the rank that made it, its agent and the operator's command see it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._attach(fd, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._wake = futex.Waker(ctypes.addressof(ctypes.c_uint32.from_buffer(self._map)))
+
+    @classmethod
+    def create(cls, rank: int) -> ControlPage:
+        """A new page of the calling process, RUNNING."""
+        fd = shared.create(_NAME, _PAGE_BYTES)
+        words = np.zeros(_PAGE_BYTES // 8, dtype=np.uint64)
+        words[_VERSION], words[_RANK], words[_PID], words[_CHANGED] = _MAGIC, rank, os.getpid(), time.monotonic_ns()
+        os.pwrite(fd, words.tobytes(), 0)
+        return cls(fd)
+
+    def reader_fd(self) -> int:
+        """A new descriptor of the page through which nothing can be written."""
+        return shared.reader_fd(self.fd)
+
+    def change(self, state: RunState) -> None:
+        """Say what is wanted from now on; whoever sleeps on the page wakes."""
+        generation = (self._word[0] >> 2) + 1
+        self._words[_CHANGED] = time.monotonic_ns()
+        self._word[0] = (4 * generation + state) & 0xFFFFFFFF
+        self._wake()
+
+    @property
+    def rank(self) -> int:
+        return self._words[_RANK]
+
+    @property
+    def pid(self) -> int:
+        """The rank's process."""
+        return self._words[_PID]
+
+    @property
+    def agent(self) -> int:
+        """The process of the rank's agent; 0 before it has started."""
+        return self._words[_AGENT]
+
+    @property
+    def agent_lives(self) -> bool:
+        """Whether that process is there, and not another one that got its number."""
+        return bool(self.agent) and _born(self.agent) == self._words[_AGENT_BORN]
+
+    @property
+    def acknowledged(self) -> bool:
+        """Whether the agent has acted on the last change."""
+        return self._words[_ACKNOWLEDGED] == self.word
+
+    def acknowledge(self, word: int) -> None:
+        """The calling agent has acted on ``word``."""
+        if self.agent != os.getpid():
+            self._words[_AGENT_BORN] = _born(os.getpid()) or 0
+            self._words[_AGENT] = os.getpid()
+        self._words[_ACKNOWLEDGED] = word
+
+    def announce(self, run_dir: Path) -> Path:
+        """Write down where the page is, for the operator; to be removed when the rank is done.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = run_dir / FOLDER / os.uname().nodename / f"rank{self.rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".part")
+        scratch.write_text(json.dumps({"pid": self.pid, "fd": self.fd}) + "\n", encoding="utf-8")
+        os.replace(scratch, path)
+        return path
+
+
+def _born(pid: int) -> int | None:
+    """When a process started, in ticks since boot; None if it has ended."""
+    try:
+        # The name in parentheses may hold blanks; what follows it begins with the state.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def find_pages(run_dir: Path) -> list[ControlPage]:
+    """The pages of the ranks of a run that are alive on this node, by rank.
+
+    Raises:
+        ControlError: there is no such run folder, nothing of it runs on this node, or it is another user's.
+    """
+    if not run_dir.is_dir():
+        raise ControlError(f"{run_dir}: no such folder; expected the run folder that the training printed")
+    node = os.uname().nodename
+    pages = [page for path in (run_dir / FOLDER / node).glob("rank*.json") if (page := _open(path)) is not None]
+    if not pages:
+        others = sorted(path.name for path in (run_dir / FOLDER).glob("*") if path.name != node)
+        elsewhere = f"; it has ranks on {', '.join(others)}, and each node has to be told" if others else ""
+        raise ControlError(f"{run_dir}: none of its ranks runs on this node, {node}{elsewhere}")
+    return sorted(pages, key=lambda page: page.rank)
+
+
+def _open(path: Path) -> ControlPage | None:
+    """The page that a rank wrote down; None if that rank is gone."""
+    try:
+        where = json.loads(path.read_text(encoding="utf-8"))
+        link = f"/proc/{int(where['pid'])}/fd/{int(where['fd'])}"
+        # Another process may have the number by now, and to open its pipe or terminal could do harm.
+        if not os.readlink(link).startswith(f"/memfd:pipefill-{_NAME}"):
+            return None
+        fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise ControlError(f"{path}: its rank belongs to another user; only that user may control it") from error
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    with contextlib.suppress(ControlError):
+        page = ControlPage(fd)
+        if page.pid == where["pid"] and path.name == f"rank{page.rank}.json":
+            return page
+    os.close(fd)
+    return None

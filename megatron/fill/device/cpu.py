@@ -1,0 +1,162 @@
+"""The CPU as a worker's device: its limits are on host memory and processes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from megatron.fill.device import tree
+from megatron.fill.device.cgroup import Cgroup, CgroupHome, find_home, limiting_groups, room_bytes
+from megatron.fill.device.host import FreeHostMemory
+from megatron.fill.device.kill import end_all
+from megatron.fill.device.oom import OomLog
+from megatron.fill.device.port import Limits, mib
+
+logger = logging.getLogger("pipefill.device")
+
+_KILL_S = 0.5  # of the second that ``kill`` may take; MPS and the removal of the group have the rest
+
+
+class HostLimiter:
+    """Holds one worker to its limits on processes and, unless ``cap_host_memory`` is off, host memory.
+
+    Memory is capped by the kernel (``memory.max``) where there is a group with that controller; else by watching what
+    the processes hold, after ``confine`` has capped each by itself.
+
+    Args:
+        home: where its control group may be made.
+        name: of the worker.
+    """
+
+    def __init__(self, limits: Limits, name: str, home: CgroupHome, cap_host_memory: bool = True) -> None:
+        self.limits = limits
+        self.environment = {tree.MARK: name}
+        self._name = name
+        self._cap_bytes = limits.memory_bytes if cap_host_memory else None
+        self._cgroup = self._new_cgroup(home)
+        self.alive: list[tree.Process] = []  # as of the latest look
+        self._tree: tree.WorkerTree | None = None
+        self._pids: set[int] = set()
+        self._oom = OomLog()
+        self._held_bytes = 0
+        self._peak_bytes = 0
+
+    def adopt(self, pid: int) -> None:
+        self._tree = tree.WorkerTree(pid, self._name)
+        self._pids.add(pid)
+        if self._cgroup is None:
+            return
+        if not self._cgroup.add(pid):
+            logger.info("worker %s: it cannot be moved into %s; going on without", self._name, self._cgroup.path)
+            self._cgroup.close()
+            self._cgroup = None
+            return
+        for child in tree.descendants(pid):  # forked before: not in the group by itself
+            self._cgroup.add(child)
+
+    def look(self) -> str:
+        self.alive = self.processes()
+        return self._check(self.alive)
+
+    def processes(self) -> list[tree.Process]:
+        """The worker's living processes."""
+        assert self._tree is not None, "adopt comes first"
+        processes = self._tree.look(self._members())
+        self._pids |= {process.pid for process in processes}
+        return processes
+
+    def explain(self) -> str:
+        cap, cgroup = self._cap_bytes, self._cgroup
+        if cap is not None and cgroup is not None and cgroup.memory_kills():
+            peak = max(self._peak_bytes, cgroup.peak_bytes())
+            return f"over its cap of {mib(cap)}: the kernel ended it, with a peak of {mib(peak)}"
+        reason = self._oom.explain(self._pids)
+        return f"{reason} ({mib(self._peak_bytes)} held at most)" if reason else ""
+
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def kill(self) -> None:
+        if self._tree is None:
+            return
+        cgroup = self._cgroup
+
+        def at_once() -> None:
+            if cgroup is not None and not cgroup.kill():
+                cgroup.freeze(True)  # SIGKILL ends what is frozen
+
+        if not end_all(self._tree, _KILL_S, at_once, self._members):
+            left = [process.pid for process in self._tree.look()]
+            logger.warning("worker %s: processes %s cannot be ended", self._name, left)
+        self._held_bytes = 0
+
+    def close(self) -> None:
+        self._oom.close()
+        if self._tree is not None:
+            self._tree.forget()
+        if self._cgroup is not None:
+            self._cgroup.close()
+
+    def _new_cgroup(self, home: CgroupHome) -> Cgroup | None:
+        if home.path is None:
+            return None
+        try:
+            return Cgroup(home, self._name, self._cap_bytes, self.limits.processes)
+        except OSError as error:
+            logger.info("worker %s: no control group: %s", self._name, error)
+            return None
+
+    def _members(self) -> list[int]:
+        return self._cgroup.processes() if self._cgroup is not None else []
+
+    def _check(self, processes: list[tree.Process]) -> str:
+        cgroup = self._cgroup
+        tasks = sum(process.threads for process in processes)
+        tasks += self._tree.zombies if self._tree is not None else 0
+        if tasks > self.limits.processes or (cgroup is not None and cgroup.refused_forks()):
+            return f"over its limit of {self.limits.processes} processes and threads, with {tasks}"
+        return self._check_memory(processes)
+
+    def _check_memory(self, processes: list[tree.Process]) -> str:
+        cap = self._cap_bytes
+        if self._cgroup is not None and self._cgroup.binds_memory:
+            self._note(self._cgroup.held_bytes())
+            return self.explain() if self._cgroup.memory_kills() else ""
+        held = sum(tree.private_bytes(process.pid) for process in processes)
+        if cap is not None and held > cap:  # worth the slow way
+            exact = [tree.proportional_bytes(process.pid) for process in processes]
+            held = held if None in exact else sum(size or 0 for size in exact)
+        self._note(held)
+        if cap is None or held <= cap:
+            return ""
+        count = f"{len(processes)} processes" if len(processes) > 1 else "1 process"
+        return f"over its cap of {mib(cap)}: {mib(held)} held by {count}, with a peak of {mib(self._peak_bytes)}"
+
+    def _note(self, held_bytes: int) -> None:
+        self._held_bytes = held_bytes
+        self._peak_bytes = max(self._peak_bytes, held_bytes)
+
+
+class CpuDevice:
+    """The host itself, or the part of it that this process's control group may use.
+
+    Args:
+        groups: those that limit its memory.
+    """
+
+    def __init__(self, home: CgroupHome | None = None, groups: list[Path] | None = None) -> None:
+        self.name = self.worker_name = "cpu"
+        self.overhead_bytes = 0
+        self._home = find_home() if home is None else home
+        self._free = FreeHostMemory()
+        self._groups = limiting_groups() if groups is None else groups
+
+    def free_bytes(self) -> int:
+        return min([self._free(), *map(room_bytes, self._groups)])
+
+    def limiter(self, limits: Limits, name: str) -> HostLimiter:
+        return HostLimiter(limits, name, self._home)

@@ -1,0 +1,177 @@
+"""What this machine can do to keep workers in, what is used for each limit, and what nothing here contains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron.fill.device.landlock import SCOPES_SINCE
+from megatron.fill.device.port import Sharing
+from megatron.fill.device.probes import Facts
+from megatron.fill.device.sharing import SharingFacts, choose_sharing, mps_obstacle
+
+
+class Has(StrEnum):
+    YES = "yes"
+    PARTLY = "partly"
+    NO = "no"
+
+
+@dataclass(frozen=True, slots=True)
+class Ability:
+    """One thing that a machine may have."""
+
+    name: str
+    has: Has
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What keeps one limit.
+
+    Attributes:
+        uses: what will be used.
+        instead: why not something better; empty if there is nothing better.
+    """
+
+    limit: str
+    uses: str
+    instead: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All that ``pipefill doctor`` says."""
+
+    abilities: list[Ability]
+    bindings: list[Binding]
+    notes: list[str]
+
+
+def diagnose(facts: Facts) -> Diagnosis:
+    """Judge a machine by what was found on it."""
+    cuda = bool(facts.gpus)
+    bindings = [_cpu_memory(facts), *([_gpu_memory(facts)] if cuda else []), _processes(facts)]
+    bindings += [*([_multiprocessors(facts)] if cuda else []), _sharing(facts), _signals(facts), _kill(facts)]
+    return Diagnosis(_abilities(facts), [*bindings, _cores(facts)], _notes(facts))
+
+
+def _abilities(facts: Facts) -> list[Ability]:
+    home = facts.cgroup
+    cgroup = Has.NO if home.path is None else Has.YES if home.binds_memory and home.binds_processes else Has.PARTLY
+    controllers = ", ".join(sorted(home.controllers)) or "no controllers"
+    return [
+        Ability("CUDA", _yes(bool(facts.gpus)), _counted(facts.gpus) or "no GPU"),
+        Ability("NVML", _yes(bool(facts.gpus)), f"driver {facts.driver}" if facts.gpus else facts.driver),
+        Ability("MPS", _yes(not mps_obstacle(_sharing_facts(facts))), facts.mps or "no nvidia-cuda-mps-control"),
+        Ability("host pids", _yes(facts.host_pids), "" if facts.host_pids else "a container with pids of its own"),
+        Ability("cgroup v2", cgroup, home.why or f"{home.path}: {controllers}"),
+        Ability("landlock", _yes(facts.landlock >= SCOPES_SINCE), f"ABI {facts.landlock}; scopes need {SCOPES_SINCE}"),
+        Ability("no_new_privs", _yes(facts.no_new_privs), ""),
+        Ability("CPU pinning", _yes(facts.cores > 1), f"{facts.cores} cores for this process"),
+        Ability("idle class", _yes(facts.idle_class), "within each session's autogroup" if facts.autogroup else ""),
+        Ability("memfd seals", _yes(facts.sealing), "" if facts.sealing else "the gate needs them"),
+        Ability("kernel log", _yes(facts.kernel_log), "" if facts.kernel_log else "/dev/kmsg is not readable"),
+        Ability("other user", _yes(facts.root), "this is root" if facts.root else "needs root"),
+    ]
+
+
+def _cpu_memory(facts: Facts) -> Binding:
+    if facts.cgroup.binds_memory:
+        return Binding("CPU memory", "memory.max over the whole worker, and RLIMIT_DATA per process")
+    return Binding(
+        "CPU memory", "RLIMIT_DATA per process, and a watch over their sum, 5 times a second", _why_no_group(facts)
+    )
+
+
+def _gpu_memory(facts: Facts) -> Binding:
+    uses = "PyTorch's allocator"
+    uses += "; with MPS also the driver" if not mps_obstacle(_sharing_facts(facts)) else ""
+    if facts.host_pids:
+        return Binding("GPU memory", f"{uses}; a watch over NVML for what escapes")
+    return Binding("GPU memory", uses, "no watch over NVML: it names processes by the host's pids, not by ours")
+
+
+def _processes(facts: Facts) -> Binding:
+    if facts.cgroup.binds_processes:
+        return Binding("processes", "pids.max")
+    rlimit = "" if facts.root else ", and RLIMIT_NPROC"
+    reason = _why_no_group(facts) + ("; RLIMIT_NPROC does not bind root" if facts.root else "")
+    return Binding("processes", f"a count, 5 times a second{rlimit}", reason)
+
+
+def _multiprocessors(facts: Facts) -> Binding:
+    obstacle = mps_obstacle(_sharing_facts(facts))
+    uses = "a green context, where driver and PyTorch have them"
+    if obstacle:
+        return Binding("SM share", uses, f"MPS caps commands too, but {obstacle}")
+    return Binding("SM share", f"{uses}; with MPS its thread percentage", "a green context does not bind commands")
+
+
+def _sharing(facts: Facts) -> Binding:
+    mode, why = choose_sharing("auto", _sharing_facts(facts))
+    if not facts.gpus:
+        return Binding("sharing", "the cores' scheduler", why)
+    return Binding("sharing", "time-slicing" if mode is Sharing.TIMESLICE else "MPS", why)
+
+
+def _signals(facts: Facts) -> Binding:
+    if facts.landlock >= SCOPES_SINCE:
+        return Binding("signals, ptrace", "landlock scopes")
+    if facts.root:
+        return Binding("signals, ptrace", "another user, where one is named", "landlock scopes need Linux 6.12")
+    return Binding("signals, ptrace", "nothing", "landlock scopes need Linux 6.12, another user needs root")
+
+
+def _kill(facts: Facts) -> Binding:
+    if facts.cgroup.path is not None:
+        return Binding("kill", "cgroup.kill, then all descendants")
+    return Binding("kill", "all descendants, stopped first", facts.cgroup.why)
+
+
+def _cores(facts: Facts) -> Binding:
+    if not facts.idle_class:
+        return Binding("cores", "pinning only", "the idle scheduling class is refused here")
+    return Binding("cores", "the idle scheduling class, on the rank's own cores")
+
+
+def _notes(facts: Facts) -> list[str]:
+    """Which mode cannot contain which fault."""
+    notes = []
+    if facts.gpus:
+        notes += [
+            "time-slicing keeps an illegal access with the worker that made it, but a kernel that never ends holds "
+            "the GPU until the worker is killed",
+            "MPS does not contain an illegal access: it can end every client of that GPU, the main job too",
+            "a green context binds PyTorch's kernels of the task's main thread only",
+            "a fault of the GPU itself (Xid, ECC) ends everything on it in any mode",
+        ]
+    if not facts.cgroup.binds_memory:
+        notes.append(
+            "without memory.max, shared memory that no process maps (files in /dev/shm) counts for nobody, and a "
+            "worker has up to 0.2 s before its processes' sum is seen"
+        )
+    if facts.landlock < SCOPES_SINCE and not facts.root:
+        notes.append("a worker runs as the training's user and can send it signals")
+    if not facts.host_pids and facts.gpus:
+        notes.append("in this container memory outside of PyTorch's allocator is seen only as the GPU's free memory")
+    if "cpu" in facts.cgroup.controllers:
+        notes.append("the worker's group has the idle class as a whole (cpu.idle), the watcher of a command too")
+    return notes
+
+
+def _why_no_group(facts: Facts) -> str:
+    return facts.cgroup.why or "the control group lacks the controller"
+
+
+def _sharing_facts(facts: Facts) -> SharingFacts:
+    return SharingFacts(gpus=len(facts.gpus), mps_program=bool(facts.mps))
+
+
+def _yes(value: bool) -> Has:
+    return Has.YES if value else Has.NO
+
+
+def _counted(names: tuple[str, ...]) -> str:
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))

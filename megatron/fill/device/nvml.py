@@ -1,0 +1,114 @@
+"""What the driver says of its GPUs, through NVML: no CUDA context is needed for it, so an agent may ask."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from megatron.fill.device.port import DeviceError
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU, or one MIG slice."""
+
+    index: int
+    uuid: str
+    name: str
+    total_bytes: int
+
+
+class Nvml:
+    """A thin, typed face of the ``pynvml`` module.
+
+    Args:
+        library: for tests.
+
+    Raises:
+        DeviceError: there is no driver.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        if library is None:
+            library = import_module("pynvml")
+        self._library = library
+        try:
+            library.nvmlInit()
+        except library.NVMLError as error:
+            raise DeviceError(f"NVML cannot be used: {error}") from error
+
+    def driver(self) -> str:
+        return str(self._library.nvmlSystemGetDriverVersion())
+
+    def gpus(self) -> list[Gpu]:
+        """All GPUs that this process may use, in the order of their PCI bus."""
+        library = self._library
+        found = []
+        for index in range(library.nvmlDeviceGetCount()):
+            handle = library.nvmlDeviceGetHandleByIndex(index)
+            total = library.nvmlDeviceGetMemoryInfo(handle).total
+            found.append(Gpu(index, library.nvmlDeviceGetUUID(handle), library.nvmlDeviceGetName(handle), total))
+        return found
+
+    def free_bytes(self, uuid: str) -> int:
+        return int(self._library.nvmlDeviceGetMemoryInfo(self._handle(uuid)).free)
+
+    def total_bytes(self, uuid: str) -> int:
+        return int(self._library.nvmlDeviceGetMemoryInfo(self._handle(uuid)).total)
+
+    def used_bytes(self, uuid: str) -> dict[int, int]:
+        """Memory by process, contexts included.
+
+        The pids are the host's: in a container with pids of its own nothing that we know is among them.
+        """
+        library, handle = self._library, self._handle(uuid)
+        used: dict[int, int] = {}
+        # Clients of MPS are in a list of their own.
+        for ask in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses"):
+            with contextlib.suppress(library.NVMLError, AttributeError):
+                for process in getattr(library, ask)(handle):
+                    used[process.pid] = max(used.get(process.pid, 0), process.usedGpuMemory or 0)
+        return used
+
+    def _handle(self, uuid: str) -> Any:
+        try:
+            return self._library.nvmlDeviceGetHandleByUUID(uuid)
+        except self._library.NVMLError as error:
+            raise DeviceError(f"GPU {uuid}: {error}") from error
+
+
+@cache
+def shared_nvml() -> Nvml:
+    """This process's own.
+
+    Raises:
+        DeviceError: there is no driver.
+    """
+    return Nvml()
+
+
+def uuid_of(name: str, visible: str | None, gpus: list[Gpu]) -> str:
+    """The UUID of the device that CUDA calls ``cuda:N``.
+
+    Args:
+        visible: ``CUDA_VISIBLE_DEVICES``; its entries are indices or the beginnings of UUIDs.
+
+    Raises:
+        DeviceError: there is no such device.
+    """
+    number = name.removeprefix("cuda").removeprefix(":") or "0"
+    if not name.startswith("cuda") or not number.isdigit():
+        raise DeviceError(f"device {name!r}: expected cpu or cuda:0")
+    entries = [str(gpu.index) for gpu in gpus] if visible is None else [entry.strip() for entry in visible.split(",")]
+    if int(number) >= len(entries):
+        raise DeviceError(f"{name}: {len(entries)} visible devices")
+    entry = entries[int(number)]
+    if entry.startswith("MIG-"):
+        return entry
+    for gpu in gpus:
+        if entry == str(gpu.index) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry)):
+            return gpu.uuid
+    raise DeviceError(f"{name}: CUDA_VISIBLE_DEVICES names {entry!r}, and there is no such GPU")

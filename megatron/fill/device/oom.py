@@ -1,0 +1,60 @@
+"""Whether the kernel's out-of-memory killer ended a worker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+_RECORD_BYTES = 8192  # the longest record that /dev/kmsg gives
+
+
+class OomLog:
+    """Reads the kernel's log from now on, or where that is not allowed, its count of such ends."""
+
+    def __init__(self, log: Path = Path("/dev/kmsg"), counters: Path = Path("/proc/vmstat")) -> None:
+        self._counters = counters
+        self._before = self._count()
+        self._fd: int | None = None
+        with contextlib.suppress(OSError):
+            self._fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.lseek(self._fd, 0, os.SEEK_END)
+
+    def explain(self, pids: set[int]) -> str:
+        """The kernel's words on the end of one of these processes; empty if it ended none."""
+        if self._fd is not None:
+            for record in self._records():
+                found = re.search(r"[Oo]ut of memory.*Killed process (\d+)", record)
+                if found and int(found[1]) in pids:
+                    return f"the kernel ended it: {record.partition(';')[2].strip().splitlines()[0]}"
+            return ""
+        if self._count() > self._before:
+            return "the kernel was out of memory while it ran and ended a process, most likely this worker"
+        return ""
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _records(self) -> list[str]:
+        assert self._fd is not None
+        records: list[str] = []
+        while True:
+            try:
+                data = os.read(self._fd, _RECORD_BYTES)
+            except BrokenPipeError:  # records were overwritten before they were read
+                continue
+            except OSError:
+                return records
+            if not data:
+                return records
+            records.append(data.decode(errors="replace"))
+
+    def _count(self) -> int:
+        with contextlib.suppress(OSError):
+            for line in self._counters.read_text(encoding="utf-8").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+        return 0

@@ -1,0 +1,121 @@
+"""What this machine has for keeping workers in: one small question per function."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.fill.device.cgroup import CgroupHome, find_home
+from megatron.fill.device.landlock import landlock_abi
+from megatron.fill.device.mps import PROGRAM
+from megatron.fill.device.nvml import shared_nvml
+from megatron.fill.device.port import DeviceError
+
+_PR_GET_NO_NEW_PRIVS = 39
+_HOST_PIDS = "pid:[4026531836]"  # the first pid namespace has this number on every Linux
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was found.
+
+    Attributes:
+        gpus: their names; empty for none.
+        driver: its version; where there is none, why not.
+        mps: the MPS control program's path; empty for none.
+        host_pids: this process has the pids that the driver and the kernel's log speak of.
+        landlock: the ABI; 0 for none.
+        autogroup: sessions compete for the cores as groups.
+    """
+
+    gpus: tuple[str, ...]
+    driver: str
+    mps: str
+    host_pids: bool
+    cgroup: CgroupHome
+    landlock: int
+    cores: int
+    idle_class: bool
+    autogroup: bool
+    no_new_privs: bool
+    sealing: bool
+    kernel_log: bool
+    root: bool
+    kernel: str
+
+
+def gather() -> Facts:
+    """Ask this machine."""
+    gpus, driver = find_gpus()
+    return Facts(
+        gpus=gpus,
+        driver=driver,
+        mps=shutil.which(PROGRAM) or "",
+        host_pids=has_host_pids(),
+        cgroup=find_home(),
+        landlock=landlock_abi(),
+        cores=len(os.sched_getaffinity(0)),
+        idle_class=can_idle(),
+        autogroup=has_autogroup(),
+        no_new_privs=_libc.prctl(_PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) >= 0,
+        sealing=can_seal(),
+        kernel_log=os.access("/dev/kmsg", os.R_OK),
+        root=os.getuid() == 0,
+        kernel=os.uname().release,
+    )
+
+
+def find_gpus() -> tuple[tuple[str, ...], str]:
+    """The GPUs' names, and the driver's version or why there is none."""
+    try:
+        nvml = shared_nvml()
+        return tuple(gpu.name for gpu in nvml.gpus()), nvml.driver()
+    except (DeviceError, ImportError) as error:
+        return (), str(error)
+
+
+def has_host_pids(proc: Path = Path("/proc")) -> bool:
+    try:
+        return os.readlink(proc / "self/ns/pid") == _HOST_PIDS
+    except OSError:
+        return False
+
+
+def can_idle() -> bool:
+    """Whether a process may enter the idle scheduling class; tried in a child, since it may not get out again."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            os._exit(0)
+        except OSError:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    return status == 0
+
+
+def has_autogroup(proc: Path = Path("/proc")) -> bool:
+    try:
+        return (proc / "sys/kernel/sched_autogroup_enabled").read_text(encoding="ascii").strip() == "1"
+    except OSError:
+        return False
+
+
+def can_seal() -> bool:
+    """Whether shared memory can be made that its readers cannot resize: the gate's."""
+    try:
+        fd = os.memfd_create("pipefill-probe", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    except (OSError, AttributeError):
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True

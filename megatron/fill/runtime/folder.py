@@ -1,0 +1,59 @@
+"""A job's folder: made, cleared of what an earlier attempt said, and never outside of where it belongs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from pathlib import Path
+
+from megatron.fill.runtime.guest import Guest
+from megatron.fill.runtime.profiler import PROFILE
+from megatron.fill.runtime.spec import Outcome
+from megatron.fill.sidetask.base import RESULT
+from megatron.fill.store.port import Job
+
+logger = logging.getLogger("pipefill.agent")
+
+JOBS = "jobs"  # in the run folder
+OUTPUT = "output.log"
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def folder_name(job: Job) -> str:
+    """``NAME-NUMBER``; a name that is more than a name (the store takes any) has no say in where files go."""
+    return f"{job.name}-{job.id}" if _PLAIN.fullmatch(job.name) else f"job-{job.id}"
+
+
+def job_folder(run_dir: Path, job: Job, guest: Guest | None) -> Path | None:
+    """The job's folder: where it was before, or in the run folder; None if it cannot be made.
+
+    Args:
+        guest: whom it is to belong to, if not us.
+    """
+    before = Path(job.directory)
+    known = job.directory and before.is_absolute() and (before.parent.name, before.name) == (JOBS, folder_name(job))
+    for directory in [before] * bool(known) + [run_dir / JOBS / folder_name(job)]:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            _hand_over(directory, guest)
+            Outcome.discard(directory)
+            for stale in (PROFILE, RESULT):
+                (directory / stale).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # of an earlier attempt
+                os.replace(directory / OUTPUT, directory / f"output-{job.attempt - 1}.log")
+        except OSError as error:
+            logger.warning("job %s: its folder %s cannot be used: %s", job.name, directory, error)
+        else:
+            return directory
+    return None
+
+
+def _hand_over(directory: Path, guest: Guest | None) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if guest is not None:
+            os.fchown(fd, guest.uid, guest.gid)
+    finally:
+        os.close(fd)

@@ -1,0 +1,130 @@
+"""What a job is let in with: its environment, its user, and whether it is let in at all."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.errors import ConfigError
+
+COMMAND = "command"  # stands for every command in a list of what is allowed
+
+# Everything else stays out: tokens and passwords, and what Megatron's ranks find each other by.
+_KEPT = {
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "TMPDIR",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONHASHSEED",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "NVIDIA_VISIBLE_DEVICES",
+    "NVIDIA_DRIVER_CAPABILITIES",
+    "XDG_CACHE_HOME",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "TORCH_HOME",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+}
+LIBRARY_SETTINGS = {
+    "OMP_NUM_THREADS": "1",  # one thread per library on the rank's core
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # Memory that a step freed is kept for the next one: to get it from the kernel page by page takes bubble time.
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """The user that jobs run as."""
+
+    name: str
+    uid: int
+    gid: int
+    home: str
+
+
+def find_guest(name: str) -> Guest:
+    """The user of that name (or number), to run jobs as.
+
+    Raises:
+        ConfigError: there is no such user, it is root, or we may not change to it.
+    """
+    try:
+        entry = pwd.getpwuid(int(name)) if name.isdecimal() else pwd.getpwnam(name)
+    except KeyError:
+        raise ConfigError(f"--fill-user is {name!r}: there is no such user") from None
+    if entry.pw_uid == 0:
+        raise ConfigError(f"--fill-user is {name!r}, which is root; expected a user with fewer rights")
+    if os.geteuid() not in (0, entry.pw_uid):
+        raise ConfigError(f"--fill-user is {name!r}: only root can run jobs as another user")
+    return Guest(entry.pw_name, entry.pw_uid, entry.pw_gid, entry.pw_dir)
+
+
+def check_reach(guest: Guest, place: Path) -> None:
+    """Whether the guest can come to a place that its jobs need: the run folder, the interpreter.
+
+    Raises:
+        ConfigError: a folder on the way is closed to it; the message names it.
+    """
+    place = place.resolve()
+    for part in [*reversed(place.parents), place]:
+        if part.exists():
+            found = part.stat()
+            bit = 0o100 if found.st_uid == guest.uid else 0o010 if found.st_gid == guest.gid else 0o001
+            if not found.st_mode & bit:
+                raise ConfigError(f"--fill-user {guest.name} cannot enter {part}, and so cannot use {place}")
+
+
+def environment(
+    host: Mapping[str, str], device: Mapping[str, str], job: Mapping[str, str], guest: Guest | None
+) -> dict[str, str]:
+    """A worker's environment.
+
+    Args:
+        host: the agent's own, of which little is kept.
+        device: what the worker's device needs.
+        job: what the job asks for; it cannot change what the device needs.
+    """
+    kept = {name: value for name, value in host.items() if name in _KEPT or name.startswith("LC_")}
+    if guest is not None:
+        kept |= {"HOME": guest.home, "USER": guest.name, "LOGNAME": guest.name}
+        kept.pop("TMPDIR", None)
+    return kept | LIBRARY_SETTINGS | dict(job) | dict(device)
+
+
+def refusal(spec: Mapping[str, Any], allowed: Sequence[str]) -> str:
+    """Why a job may not run here; empty if it may.
+
+    Args:
+        spec: the job's, as the store has it.
+        allowed: patterns (``fnmatch``) of ``module:Class``, and the word ``command``; empty for everything.
+    """
+    if not allowed:
+        return ""
+    patterns = ", ".join(allowed)
+    if spec["task"] is None:
+        return "" if COMMAND in allowed else f"commands are not allowed here; --fill-allow has {patterns}"
+    if any(fnmatchcase(spec["task"], pattern) for pattern in allowed):
+        return ""
+    return f"{spec['task']} is not allowed here; --fill-allow has {patterns}"

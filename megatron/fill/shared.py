@@ -1,0 +1,36 @@
+"""Shared memory without a name: anonymous files that nothing leaves behind and nobody can cut short."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+_FUTURE_WRITE = 0x0010  # F_SEAL_FUTURE_WRITE, which Python's fcntl does not name
+
+
+def create(name: str, size: int, *, sealable: bool = False) -> int:
+    """The descriptor of a new file of ``size`` zero bytes, for its owner only.
+
+    It cannot shrink, or a page could be taken away from under who uses it.
+
+    Args:
+        name: for people who look into /proc.
+        sealable: ``close_to_writers`` is still to come.
+    """
+    fd = os.memfd_create(f"pipefill-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    if not sealable:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def close_to_writers(fd: int) -> None:
+    """Whoever has it mapped may go on writing; nobody can write to it in any other way from now on."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+
+
+def reader_fd(fd: int) -> int:
+    """A new descriptor through which nothing can be written."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,0 +1,101 @@
+"""Pipeline transfers through the host's memory, for several ranks on one GPU.
+
+NCCL refuses two ranks on one GPU, and gloo sends no CUDA tensors.  So tensors are copied into pinned memory before
+gloo sends them, and out of it when the receive is waited for.  Both functions that post transfers are wrapped, inside
+of the watching ones of ``p2p_communicator``: the copy back belongs to the wait, and so to the bubble.  For measuring on
+one GPU; it is applied only on ``PIPEFILL_HOST_P2P=1``, with ``--distributed-backend gloo``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.fill.errors import PatchError
+from pipefill_patches import p2p_communicator
+from pipefill_patches.registry import Patch, Target, replace
+
+_MODULE = "megatron.core.pipeline_parallel.p2p_communication"
+# In the order in which the batched function posts them.
+_TRANSFERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+_POST = Target(f"{_MODULE}:_p2p_ops", _TRANSFERS)
+_POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _TRANSFERS)
+
+
+def _staged(tensor: Any) -> bool:
+    """Whether a tensor has to go through the host."""
+    return tensor.is_cuda
+
+
+class _StagedRequest:
+    """A transfer of a copy in host memory; a received one is copied to its ``target`` after the wait."""
+
+    __slots__ = ("_copy", "_request", "_target")
+
+    def __init__(self, request: Any, copy: Any, target: Any) -> None:
+        self._request = request
+        self._copy = copy  # also kept alive until the transfer is done
+        self._target = target
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        result = self._request.wait(*args, **kwargs)
+        if self._target is not None:
+            with torch.no_grad():  # the target may be a leaf that requires a gradient
+                self._target.copy_(self._copy, non_blocking=True)
+            self._target = None
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def _through_host(post: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(post)
+    def run(**kwargs: Any) -> Any:
+        copies: dict[str, tuple[Any, Any]] = {}  # of each transfer, named as the requests are
+        for name in _TRANSFERS:
+            tensor = kwargs[name]
+            if tensor is not None:
+                key = name.removeprefix("tensor_")
+                kwargs[name], target = _stage(tensor, received=key.startswith("recv"))
+                copies[key] = kwargs[name], target
+        requests = post(**kwargs)
+        if isinstance(requests, dict):
+            return {key: _StagedRequest(request, *copies[key]) for key, request in requests.items()}
+        # gloo has one request for each transfer.
+        return [_StagedRequest(request, *copy) for request, copy in zip(requests, copies.values(), strict=True)]
+
+    return run
+
+
+def _stage(tensor: Any, received: bool) -> tuple[Any, Any]:
+    """What to transfer instead of a tensor, and the tensor to copy it to after the wait, if any."""
+    import torch
+
+    if not _staged(tensor):
+        return tensor, None
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+    if received:
+        return copy, tensor
+    copy.copy_(tensor.detach())  # waits for the GPU: gloo reads the copy at once
+    return copy, None
+
+
+def _install(stack: contextlib.ExitStack) -> None:
+    if p2p_communicator.PATCH.applied:
+        raise PatchError("patch 'host_p2p' must be applied before 'p2p_communicator', which watches its waits")
+    for target in (_POST, _POST_BATCHED):
+        holder, name = target.resolve()
+        replace(stack, holder, name, _through_host(getattr(holder, name)))
+
+
+PATCH = Patch(
+    "host_p2p",
+    "all pipeline transfers are posted by one of two functions, which hand out the requests to wait for",
+    _install,
+    (_POST, _POST_BATCHED),
+)

@@ -1,0 +1,53 @@
+"""A short chaos run with a fault of every kind: the training does not notice, and no job is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.fill.chaos.kinds import KINDS, Source
+from tests.e2e.training import ROOT, processes
+
+FAULTS = 40
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder: Path = tmp_path_factory.mktemp("chaos")
+    pipefill = "from megatron.fill.cli import main; main()"
+    arguments = ["chaos", "--faults", str(FAULTS), "--json", str(folder / "chaos.json"), "--keep", str(folder / "kept")]
+    done = subprocess.run(
+        [sys.executable, "-c", pipefill, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert (folder / "chaos.json").exists(), done.stderr[-4000:]
+    outcome = json.loads((folder / "chaos.json").read_text(encoding="utf-8"))
+    return outcome | {"code": done.returncode, "output": done.stdout, "progress": done.stderr, "folder": str(folder)}
+
+
+def test_no_fault_reaches_the_training_and_no_job_is_lost(ran):
+    assert ran["lost"] == [], ran["progress"][-4000:]
+    harm = ("main_failures", "loss_differences", "jobs_lost", "leaked_processes")
+    assert {name: ran["summary"][name] for name in harm} == dict.fromkeys(harm, 0)
+    assert ran["summary"]["injected"] >= FAULTS
+    assert ran["code"] == 0
+
+
+def test_every_kind_was_injected_or_says_why_not(ran):
+    injected = {row["kind"] for row in ran["kinds"] if row["injected"]}
+    not_run = {row["kind"]: row["why"] for row in ran["not_run"]}
+    assert injected | set(not_run) == set(KINDS)
+    assert all(not_run.values())
+    assert {kind.name for kind in KINDS.values() if kind.source is Source.GPU} <= set(not_run)
+
+
+def test_the_table_fits_a_terminal_and_nothing_is_left(ran):
+    assert all(kind in ran["output"] for kind in KINDS)
+    table = ran["output"].partition("not run:")[0]
+    assert max(map(len, table.splitlines())) <= 80
+    assert not processes(ran["folder"])  # the agents' and workers' command lines name it
+    assert ran["folder"] not in Path("/proc/mounts").read_text(encoding="utf-8")

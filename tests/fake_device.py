@@ -1,0 +1,105 @@
+"""A device in memory, for tests: a machine of pretended processes, and the limiter that watches them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+
+from megatron.fill.device.port import Limits, mib
+
+
+@dataclass(slots=True)
+class FakeProcess:
+    """One pretended process; ``worker`` is the one that it descends from, however it was forked."""
+
+    pid: int
+    worker: int
+    held_bytes: int = 0
+
+
+@dataclass(slots=True)
+class FakeMachine:
+    """All processes, and the memory."""
+
+    total_bytes: int = 1 << 30
+    processes: dict[int, FakeProcess] = field(default_factory=dict)
+    _numbers: count[int] = field(default_factory=lambda: count(1000))
+
+    def start(self, held_bytes: int = 0) -> int:
+        pid = next(self._numbers)
+        self.processes[pid] = FakeProcess(pid, pid, held_bytes)
+        return pid
+
+    def fork(self, pid: int, held_bytes: int = 0) -> int:
+        child = next(self._numbers)
+        self.processes[child] = FakeProcess(child, self.processes[pid].worker, held_bytes)
+        return child
+
+    def end(self, pid: int) -> None:
+        del self.processes[pid]
+
+    def of(self, worker: int) -> list[FakeProcess]:
+        return [process for process in self.processes.values() if process.worker == worker]
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - sum(process.held_bytes for process in self.processes.values())
+
+
+class FakeLimiter:
+    """Keeps ``Limits`` over a pretended worker."""
+
+    def __init__(self, machine: FakeMachine, limits: Limits, name: str) -> None:
+        self.environment = {"PIPEFILL_WORKER": name}
+        self._machine = machine
+        self._limits = limits
+        self._worker = 0
+        self._held_bytes = 0
+        self._peak_bytes = 0
+
+    def adopt(self, pid: int) -> None:
+        self._worker = pid
+
+    def look(self) -> str:
+        processes = self._machine.of(self._worker)
+        self._held_bytes = sum(process.held_bytes for process in processes)
+        self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+        if len(processes) > self._limits.processes:
+            return f"over its limit of {self._limits.processes} processes and threads, with {len(processes)}"
+        cap = self._limits.memory_bytes
+        if cap is not None and self._held_bytes > cap:
+            return f"over its cap of {mib(cap)}: {mib(self._held_bytes)} held, with a peak of {mib(self._peak_bytes)}"
+        return ""
+
+    def explain(self) -> str:
+        return ""
+
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def kill(self) -> None:
+        for process in self._machine.of(self._worker):
+            self._machine.end(process.pid)
+        self._held_bytes = 0
+
+    def close(self) -> None:
+        pass
+
+
+class FakeDevice:
+    """A device whose memory is a number."""
+
+    def __init__(self, machine: FakeMachine | None = None, name: str = "cpu", overhead_bytes: int = 0) -> None:
+        self.name = self.worker_name = name
+        self.overhead_bytes = overhead_bytes
+        self.machine = machine or FakeMachine()
+
+    def free_bytes(self) -> int:
+        return self.machine.free_bytes
+
+    def limiter(self, limits: Limits, name: str) -> FakeLimiter:
+        return FakeLimiter(self.machine, limits, name)

@@ -1,0 +1,41 @@
+"""What ``pipefill chaos`` refuses before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.chaos import training
+from megatron.fill.chaos.run import ChaosOptions, run
+from megatron.fill.errors import ConfigError
+from tests.e2e.training import ROOT
+
+
+def options(**changes: object) -> ChaosOptions:
+    return ChaosOptions(**({"faults": 1} | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kinds": ("gremlins",)}, "--kinds names gremlins; expected some of"),
+        ({"script": Path("nowhere.py")}, "no training script nowhere.py; expected --script PATH"),
+        ({"keep": ROOT}, "is not empty; expected a new folder"),
+        ({"kinds": ("cuda-illegal-access",)}, "only faults that cannot be injected here"),
+    ],
+)
+def test_a_wrong_option_is_an_error_at_once(wrong, message, monkeypatch):
+    monkeypatch.setattr("megatron.fill.chaos.disk._mount", lambda folder: "not in a test")
+    with pytest.raises(ConfigError, match=message):
+        run(options(**wrong), print)
+
+
+def test_the_script_is_found_beside_the_package_or_in_the_working_directory(tmp_path, monkeypatch):
+    assert training.find_script(None) == ROOT / "pretrain_gpt.py"
+    monkeypatch.setattr(training, "__file__", str(tmp_path / "site-packages" / "megatron" / "fill" / "chaos" / "t.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no training script .*; expected --script PATH of pretrain_gpt.py"):
+        training.find_script(None)
+    (tmp_path / "pretrain_gpt.py").touch()
+    assert training.find_script(None) == tmp_path / "pretrain_gpt.py"

@@ -1,0 +1,138 @@
+"""The faults from outside, each against something real and small."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.chaos import marks, memfiles, processes
+from megatron.fill.chaos.clock import JumpingClock
+from megatron.fill.chaos.disk import SmallDisk
+from megatron.fill.chaos.injector import Injector
+from megatron.fill.errors import StoreError
+from megatron.fill.gate import SharedGate
+from megatron.fill.store import NewJob, open_store
+
+
+@pytest.fixture
+def injector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Injector:
+    monkeypatch.setattr("megatron.fill.chaos.disk._mount", lambda folder: "not in a test")
+    monkeypatch.setattr("megatron.fill.chaos.injector._OUTAGE_S", 0.3)
+    monkeypatch.setattr("megatron.fill.chaos.injector._STOP_S", 0.3)
+    monkeypatch.setattr("megatron.fill.chaos.injector._BACK_S", 1.0)
+    clock = JumpingClock(tmp_path / "clock")
+    return Injector(clock, SmallDisk(tmp_path / "disk"), tmp_path / "jobs.db", lambda: None)
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        yield process
+        process.kill()
+
+
+def note(path: Path, pid: int) -> None:
+    path.write_text(f'{{"event": "ready", "at_ns": 1, "pid": {pid}}}\n')
+
+
+@pytest.mark.parametrize("kind", ["store-locked", "store-away"])
+def test_a_store_out_of_reach_comes_back_with_its_jobs(injector, tmp_path, kind):
+    store = open_store(tmp_path / "jobs.db")
+    store.submit([NewJob("kept", {})])
+    deed = injector.commit(kind, tmp_path)
+    assert deed is not None
+    assert deed.end_ns - deed.start_ns >= 0.3e9
+    assert store.find("kept").name == "kept"
+    store.close()
+
+
+def test_nobody_can_write_to_a_locked_store(injector, tmp_path):
+    store = open_store(tmp_path / "jobs.db")
+    store._patience_s = 0.05  # type: ignore[attr-defined]
+    with injector._locked_store() as locked:
+        assert locked
+        with pytest.raises(StoreError, match="locked"):
+            store.submit([NewJob("late", {})])
+    store.submit([NewJob("late", {})])
+    store.close()
+
+
+def test_a_victim_is_killed(injector, tmp_path, sleeper):
+    note(tmp_path / "notes", sleeper.pid)
+    assert injector.hit("sigkill-outside", tmp_path / "notes") is not None
+    assert sleeper.wait(5) == -signal.SIGKILL
+
+
+def test_a_victim_is_stopped_and_goes_on(injector, tmp_path, sleeper):
+    note(tmp_path / "notes", sleeper.pid)
+    assert injector.hit("sigstop-outside", tmp_path / "notes") is not None
+    deadline = time.monotonic() + 5
+    while processes.state(sleeper.pid) == "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert processes.state(sleeper.pid) in "SR"
+
+
+def test_a_victim_that_is_gone_is_no_fault(injector, tmp_path, sleeper):
+    note(tmp_path / "notes", sleeper.pid)
+    sleeper.kill()
+    sleeper.wait()
+    assert injector.hit("sigkill-outside", tmp_path / "notes") is None
+
+
+def test_without_an_agent_there_is_no_fault(injector, tmp_path):
+    for kind in ("agent-kill", "agent-stop", "clock-forward", "clock-back"):
+        assert injector.commit(kind, tmp_path) is None
+
+
+def test_clocks_jump_in_workers_and_nowhere_else(tmp_path):
+    clock = JumpingClock(tmp_path / "clock")
+    clock.jump(3600.0)
+    code = "import time; print(time.time())"
+    for argument, ahead_s in (("megatron.fill.runtime.worker", 3600), ("another.module", 0)):
+        printed = subprocess.run(
+            [sys.executable, "-c", code, argument],
+            env=os.environ | {"PYTHONPATH": clock.python_path},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert abs(float(printed) - time.time() - ahead_s) < 60
+
+
+def test_everything_of_a_run_is_ended_and_nothing_else(tmp_path, sleeper):
+    variable = f"PYTHONPATH={tmp_path}"
+    code = "import os, time; os.fork(); os.setsid(); time.sleep(60)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=False) as ours:
+        deadline = time.monotonic() + 10
+        while len(processes.running(variable)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert ours.pid in processes.end_all(variable)
+    assert processes.running(variable) == []
+    assert sleeper.poll() is None
+
+
+def test_marks_are_read_back_by_event(tmp_path):
+    path = tmp_path / "marks.jsonl"
+    assert marks.read(path, marks.Event.FAULT) == []
+    marks.mark(path, marks.Event.READY)
+    marks.mark(path, marks.Event.FAULT)
+    (fault,) = marks.read(path, marks.Event.FAULT)
+    assert (fault.event, fault.pid) == (marks.Event.FAULT, os.getpid())
+
+
+def test_attacks_see_through_the_gate_where_it_may_be_written():
+    gate = SharedGate()
+    assert gate.fd in memfiles.shared("gate")["gate"]
+    found = {name: attack for name, attack in memfiles.attacks() if name.endswith("gate")}
+    assert set(found) == {f"{how} gate" for how in ("write", "map", "protect", "reopen", "cut", "seal")}
+    with pytest.raises(OSError, match="not permitted"):
+        found["cut gate"]()
+    os.close(gate.fd)

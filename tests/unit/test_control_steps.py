@@ -1,0 +1,106 @@
+"""A pause, as the processes of side tasks see it: over a real gate and a real control page."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+
+from megatron.fill.control import ControlPage, ControlReader, RunState
+from megatron.fill.gate import SharedGate, SharedGateReader
+from megatron.fill.runtime.command import CommandRun
+from megatron.fill.runtime.loop import StepLoop
+from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.machine import TaskMachine
+from tests.unit.children import until
+
+FAR_NS = 10**18
+
+
+class Spinning(SideTask):
+    """Steps of 0.2 ms that tell when they started."""
+
+    def __init__(self, out: int) -> None:
+        self.out = out
+
+    def run_next_step(self) -> float:
+        start_ns = time.monotonic_ns()
+        os.write(self.out, struct.pack("q", start_ns))
+        while time.monotonic_ns() < start_ns + 200_000:
+            pass
+        return 1.0
+
+
+def test_no_step_starts_after_a_pause_and_the_next_bubble_after_resume_goes_on(child):
+    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
+    log = StepLog(log_fd)
+
+    def work(out: int) -> None:
+        machine = TaskMachine(Spinning(out), TaskContext("t", Path("/")))
+        machine.create({})
+        machine.init()
+        control = ControlReader(page.reader_fd())
+        StepLoop(machine, SharedGateReader(gate.reader_fd()), StepLog(log_fd), lambda: False, control=control).run()
+
+    worker = child(work)
+    pauses = []
+    for _ in range(20):
+        gate.open(FAR_NS, 0)
+        steps = log.step_count
+        until(lambda steps=steps: log.step_count > steps + 3)
+        page.change(RunState.PAUSED)
+        paused_ns = time.monotonic_ns()  # the word is stored: whoever reads it from now on sees it
+        until(lambda: log.step_seq == 0)
+        gate.close(time.monotonic_ns())
+        gate.open(FAR_NS, 0)  # it leaves this one alone
+        time.sleep(0.002)
+        gate.close(time.monotonic_ns())
+        pauses.append((paused_ns, time.monotonic_ns()))
+        page.change(RunState.RUNNING)
+    gate.end()
+    starts = [start for (start,) in struct.iter_unpack("q", worker.read())]
+    for begin, end in pauses:
+        # One may have looked at the page just before, and begun just after.
+        assert sum(begin < start < end for start in starts) <= 1
+    assert starts[-1] > pauses[-2][1]
+
+
+def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, monkeypatch):
+    # At idle priority a busy machine may leave the command waiting for longer than a test does.
+    monkeypatch.setattr("megatron.fill.device.host.yield_to_main_job", lambda cpus: None)
+    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
+    script = "echo $$ > scratch; mv scratch pid; while :; do echo >> ticks; done"
+    spec: Any = SimpleNamespace(command=["sh", "-c", script], directory=str(tmp_path), cpus=[])
+
+    def work(out: int) -> None:
+        reader = SharedGateReader(gate.reader_fd())
+        control = ControlReader(page.reader_fd())
+        CommandRun(spec, reader, reader, StepLog(log_fd), lambda: False, lambda seq: None, control).run()
+
+    child(work)
+    gate.open(FAR_NS, 0)
+    until((tmp_path / "pid").exists)
+    command = psutil.Process(int((tmp_path / "pid").read_text()))
+
+    def ticks() -> int:
+        return (tmp_path / "ticks").stat().st_size if (tmp_path / "ticks").exists() else 0
+
+    for _ in range(3):
+        before = ticks()
+        until(lambda before=before: ticks() > before)
+        page.change(RunState.PAUSED)
+        until(lambda: command.status() == psutil.STATUS_STOPPED)
+        gate.close(time.monotonic_ns())
+        gate.open(FAR_NS, 0)
+        time.sleep(0.005)
+        assert command.status() == psutil.STATUS_STOPPED
+        page.change(RunState.RUNNING)
+        gate.close(time.monotonic_ns())
+        gate.open(FAR_NS, 0)
+    gate.end()

@@ -1,0 +1,221 @@
+"""A GPU's limits without a GPU: what is asked of a pretended driver, and what a worker is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.fill.device import cuda, open_device
+from megatron.fill.device.cgroup import CgroupHome
+from megatron.fill.device.cuda import CudaDevice, allocator_environment, share_of
+from megatron.fill.device.nvml import Gpu, Nvml, uuid_of
+from megatron.fill.device.port import DeviceError, Limits, Sharing
+from megatron.fill.device.tree import MARK
+
+GIB = 2**30
+GPUS = [Gpu(0, "GPU-aaaa-1", "H200", 141 * GIB), Gpu(1, "GPU-bbbb-2", "H200", 141 * GIB)]
+
+
+class Library:
+    """A pretended ``pynvml``."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.processes: dict[str, dict[int, int | None]] = {"compute": {}, "mps": {}}
+        self.free_bytes = 100 * GIB
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "610.12"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(GPUS)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Gpu:
+        return GPUS[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Gpu:
+        for gpu in GPUS:
+            if gpu.uuid == uuid:
+                return gpu
+        raise self.NVMLError("Not Found")
+
+    def nvmlDeviceGetUUID(self, handle: Gpu) -> str:
+        return handle.uuid
+
+    def nvmlDeviceGetName(self, handle: Gpu) -> str:
+        return handle.name
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Gpu) -> Any:
+        return SimpleNamespace(total=handle.total_bytes, free=self.free_bytes)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Gpu) -> list[Any]:
+        return self._listed("compute")
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: Gpu) -> list[Any]:
+        return self._listed("mps")
+
+    def _listed(self, kind: str) -> list[Any]:
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.processes[kind].items()]
+
+
+class Mps:
+    """A pretended daemon."""
+
+    def __init__(self) -> None:
+        self.terminated: list[int] = []
+
+    def environment(self, limits: Limits, uuid: str, overhead_bytes: int) -> dict[str, str]:
+        return {"CUDA_MPS_PIPE_DIRECTORY": "/pipe", "CUDA_VISIBLE_DEVICES": uuid}
+
+    def terminate(self, pids: list[int], timeout_s: float) -> None:
+        self.terminated += pids
+
+
+@pytest.fixture
+def library() -> Library:
+    return Library()
+
+
+def device(library: Library, mps: Any = None, uuid: str | None = "GPU-bbbb-2") -> CudaDevice:
+    return CudaDevice("cuda:1", mps, uuid, Nvml(library), CgroupHome(None, why="switched off"))
+
+
+@pytest.mark.parametrize(
+    ("name", "visible", "uuid"),
+    [
+        ("cuda:0", None, "GPU-aaaa-1"),
+        ("cuda:1", None, "GPU-bbbb-2"),
+        ("cuda", "1", "GPU-bbbb-2"),
+        ("cuda:0", "1,0", "GPU-bbbb-2"),
+        ("cuda:1", "GPU-bbbb, GPU-aaaa", "GPU-aaaa-1"),
+        ("cuda:0", "MIG-cccc", "MIG-cccc"),
+    ],
+)
+def test_a_device_is_known_by_its_uuid(name, visible, uuid):
+    assert uuid_of(name, visible, GPUS) == uuid
+
+
+@pytest.mark.parametrize(("name", "visible"), [("cuda:2", None), ("cuda:0", "7"), ("tpu:0", None), ("cuda:x", None)])
+def test_no_such_device_is_said_to_be(name, visible):
+    with pytest.raises(DeviceError, match=name):
+        uuid_of(name, visible, GPUS)
+
+
+def test_a_worker_sees_its_gpu_only(library):
+    gpu = device(library)
+    assert (gpu.name, gpu.worker_name, gpu.free_bytes()) == ("cuda:1", "cuda:0", 100 * GIB)
+    limiter = gpu.limiter(Limits(), "job-1")
+    assert limiter.environment == {MARK: "job-1", "CUDA_VISIBLE_DEVICES": "GPU-bbbb-2"}
+    limiter.close()
+
+
+def test_the_uuid_is_found_where_it_is_not_given(library, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert device(library, uuid=None).uuid == "GPU-aaaa-1"
+
+
+def test_the_allocator_s_cap_is_a_share_of_the_gpu_and_keeps_what_was_set():
+    inherited = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    found = allocator_environment(10 * GIB, 40 * GIB, inherited, "2.15.0+cu130")
+    assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:True,per_process_memory_fraction:0.250000"}
+    assert allocator_environment(80 * GIB, 40 * GIB, {}, "3.0.1")["PYTORCH_ALLOC_CONF"].endswith(":1.000000")
+    assert allocator_environment(GIB, 40 * GIB, {}, "2.8.0") == {}
+
+
+def test_pytorch_knows_the_allocator_s_cap():
+    setting = allocator_environment(GIB, 40 * GIB, {}, version("torch")).get("PYTORCH_ALLOC_CONF")
+    if setting is None:
+        pytest.skip(f"PyTorch {version('torch')} is too old")
+    code = f"import torch; torch._C._accelerator_setAllocatorSettings({setting!r})"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture
+def worker() -> Any:
+    process = subprocess.Popen(["sleep", "60"], process_group=0)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_what_escapes_the_allocator_is_seen(library, worker):
+    limiter = device(library).limiter(Limits(memory_bytes=4 * GIB), "job-1")
+    limiter.adopt(worker.pid)
+    library.processes["compute"] = {worker.pid: 5 * GIB, os.getpid(): 90 * GIB}
+    assert limiter.look() == ""  # the context's overhead included
+    assert limiter.held_bytes() == 5 * GIB
+    library.processes["compute"][worker.pid] = 5 * GIB + 1
+    assert limiter.look().startswith("over its cap of 4096 MiB of device memory: 5120 MiB held by 1 processes")
+    library.processes["compute"][worker.pid] = GIB
+    assert limiter.look() == ""
+    assert limiter.peak_bytes == 5 * GIB + 1
+    limiter.kill()
+    assert worker.wait(1) < 0
+    limiter.close()
+
+
+def test_clients_of_mps_are_seen_and_taken_off_the_gpu_first(library, worker):
+    mps = Mps()
+    limiter = device(library, mps).limiter(Limits(memory_bytes=GIB), "job-1")
+    assert limiter.environment["CUDA_MPS_PIPE_DIRECTORY"] == "/pipe"
+    limiter.adopt(worker.pid)
+    library.processes["mps"] = {worker.pid: 3 * GIB}
+    assert "over its cap" in limiter.look()
+    limiter.kill()
+    assert mps.terminated == [worker.pid]
+    assert worker.wait(1) < 0
+    limiter.close()
+
+
+def test_memory_that_the_driver_does_not_tell_counts_as_none(library):
+    library.processes["compute"] = {7: None}
+    assert Nvml(library).used_bytes("GPU-aaaa-1") == {7: 0}
+
+
+def test_a_driver_that_is_not_there_is_said_to_be():
+    broken = Library()
+    broken.nvmlInit = lambda: (_ for _ in ()).throw(Library.NVMLError("no library"))  # type: ignore[method-assign]
+    with pytest.raises(DeviceError, match="no library"):
+        Nvml(broken)
+
+
+def test_a_device_is_opened_by_its_name():
+    assert open_device("cpu").name == "cpu"
+    with pytest.raises(DeviceError, match="needs its daemon"):
+        open_device("cuda:0", Sharing.MPS)
+
+
+def test_without_torch_there_is_nothing_to_settle_and_nothing_to_enter(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    cuda.settle("cuda:0")
+    assert cuda.enter("cuda:0", Limits(memory_bytes=1), Sharing.TIMESLICE) == []
+
+
+def test_settling_waits_for_the_device_if_it_is_in_use(monkeypatch):
+    waited: list[str] = []
+    torch = types.ModuleType("torch")
+    torch.cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=waited.append)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    cuda.settle("cpu")
+    cuda.settle("cuda:0")
+    assert waited == ["cuda:0"]
+    torch.cuda.is_initialized = lambda: False
+    cuda.settle("cuda:0")
+    assert waited == ["cuda:0"]
+
+
+@pytest.mark.parametrize(("count", "percentage", "share"), [(132, 100, 128), (132, 50, 64), (132, 1, 8), (108, 30, 32)])
+def test_a_share_is_a_number_of_whole_grains(count, percentage, share):
+    assert share_of(count, percentage) == share

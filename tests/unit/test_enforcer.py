@@ -1,0 +1,136 @@
+"""A step that runs on after its bubble: stopped after its grace, rationed to bubbles, and ended if it hangs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.gate import SharedGate, SharedGateReader
+from megatron.fill.runtime import enforcer as module
+from megatron.fill.runtime.enforcer import Enforcer
+from megatron.fill.runtime.steplog import StepLog, WorkerPhase, create_log
+from megatron.fill.types import BubbleUse
+
+GRACE_NS = 30_000_000
+SLEEPS = "import time; time.sleep(60)"
+
+
+class Bench:
+    """A worker that is a mere process; the test speaks for it in the step log."""
+
+    def __init__(self, code: str, max_overruns: int) -> None:
+        self.worker = subprocess.Popen([sys.executable, "-c", code], process_group=0)
+        self.gate = SharedGate()
+        self.log = StepLog(create_log())
+        self.enforcer = Enforcer(
+            self.worker.pid, SharedGateReader(self.gate.reader_fd()), self.log, GRACE_NS, max_overruns
+        )
+
+    def begin_step(self) -> int:
+        """A bubble opens, the worker begins a step in it, and the bubble ends."""
+        seq = self.gate.open(time.monotonic_ns() + 1_000_000, 0)
+        self.log.enter_bubble(seq)
+        self.log.phase = WorkerPhase.STEP
+        self.gate.close(time.monotonic_ns())
+        return seq
+
+    def end_step(self, seq: int) -> None:
+        self.log.step_ended(0, 1, 1.0, False)
+        self.log.leave_bubble(BubbleUse(seq, 0, 1, 0, 1), False)
+
+    @property
+    def stopped(self) -> bool:
+        return "T" in Path(f"/proc/{self.worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def check_until(self, condition: Callable[[], object]) -> None:
+        end_s = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < end_s
+            time.sleep(min(0.01, self.enforcer.check()))
+
+    def close(self) -> None:
+        self.enforcer.release()
+        self.gate.end()
+        self.worker.kill()
+        self.worker.wait()
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(module, "_HUNG_NS", 100_000_000)
+    made = Bench(*getattr(request, "param", (SLEEPS, 3)))
+    yield made
+    made.close()
+
+
+def test_a_step_within_its_bubble_is_left_alone(bench):
+    seq = bench.gate.open(time.monotonic_ns() + 10**9, 0)
+    bench.log.enter_bubble(seq)
+    time.sleep(0.1)
+    bench.enforcer.check()
+    assert not bench.stopped
+    bench.end_step(seq)
+    bench.gate.close(time.monotonic_ns())
+    time.sleep(0.1)
+    bench.enforcer.check()
+    assert not bench.stopped
+    assert bench.enforcer.verdict is None
+
+
+def test_a_step_that_hangs_is_stopped_and_then_ended_without_another_bubble(bench):
+    bench.begin_step()
+    bench.check_until(lambda: bench.stopped)
+    bench.check_until(lambda: bench.enforcer.verdict)
+    assert bench.enforcer.verdict.startswith("run_next_step() hung: it went on for ")
+
+
+def test_a_step_that_ends_in_a_later_bubble_has_offended_and_no_more(bench):
+    bench.enforcer.max_overruns = 2
+    for _ in range(2):
+        assert bench.enforcer.verdict is None
+        step = bench.begin_step()
+        bench.check_until(lambda: bench.stopped)
+        later = bench.gate.open(time.monotonic_ns() + 10**9, 0)
+        while bench.stopped:
+            time.sleep(0.001)
+        bench.end_step(step)
+        bench.gate.close(time.monotonic_ns())
+        bench.check_until(lambda: not bench.enforcer._rationing.is_alive())
+        assert later > step
+    assert bench.enforcer.verdict == "run_next_step() ran on after its bubble by more than 0.03 s 2 times"
+
+
+def test_a_step_that_only_waits_for_the_core_is_not_to_blame(bench, monkeypatch):
+    waited_ns = 0
+
+    def waiting(self: Enforcer) -> int:
+        nonlocal waited_ns
+        waited_ns = time.monotonic_ns()  # it has been ready, without a core, all the time
+        return waited_ns
+
+    monkeypatch.setattr(Enforcer, "_waiting_ns", waiting)
+    bench.begin_step()
+    bench.check_until(lambda: bench.stopped)
+    end_s = time.monotonic() + 0.4
+    while time.monotonic() < end_s:
+        bench.enforcer.check()
+        time.sleep(0.01)
+    assert bench.enforcer.verdict is None
+
+
+def test_the_kernel_tells_how_long_a_process_waited(bench):
+    assert Enforcer._waiting_ns(bench.enforcer) > 0
+
+
+def test_release_lets_a_stopped_worker_run(bench):
+    bench.begin_step()
+    bench.check_until(lambda: bench.stopped)
+    bench.enforcer.release()
+    bench.worker.send_signal(signal.SIGTERM)
+    assert bench.worker.wait(5) == -signal.SIGTERM

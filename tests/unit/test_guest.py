@@ -1,0 +1,91 @@
+"""What a job is let in with: little of the environment, another user, and only what is allowed."""
+
+from __future__ import annotations
+
+import os
+import pwd
+
+import pytest
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.runtime.guest import Guest, check_reach, environment, find_guest, refusal
+
+HOST = {
+    "PATH": "/bin",
+    "LC_ALL": "C.UTF-8",
+    "HOME": "/home/ada",
+    "PYTHONPATH": "/here",
+    "HF_TOKEN": "secret",
+    "WANDB_API_KEY": "secret",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "PIPEFILL_STORE": "postgresql+psycopg://ada:secret@host/jobs",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "1",
+    "SLURM_JOB_ID": "7",
+    "LD_PRELOAD": "/evil.so",
+}
+GUEST = Guest("nobody", 65534, 65534, "/nonexistent")
+
+
+def test_neither_secrets_nor_the_rendezvous_reach_a_worker():
+    kept = environment(HOST, {}, {}, None)
+    assert {name for name in kept if name in HOST} == {"PATH", "LC_ALL", "HOME", "PYTHONPATH"}
+    assert "secret" not in "".join(kept.values())
+    assert kept["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_job_adds_to_it_but_the_device_has_the_last_word():
+    kept = environment(HOST, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, {"MODE": "fast", "CUDA_VISIBLE_DEVICES": "0,1"}, None)
+    assert (kept["MODE"], kept["CUDA_VISIBLE_DEVICES"]) == ("fast", "GPU-1")
+
+
+def test_another_user_is_at_home_elsewhere():
+    kept = environment(HOST | {"TMPDIR": "/root/tmp"}, {}, {}, GUEST)
+    assert (kept["HOME"], kept["USER"]) == ("/nonexistent", "nobody")
+    assert "TMPDIR" not in kept
+
+
+def test_users_that_cannot_be():
+    with pytest.raises(ConfigError, match="--fill-user is 'no-such-user': there is no such user"):
+        find_guest("no-such-user")
+    with pytest.raises(ConfigError, match="which is root; expected a user with fewer rights"):
+        find_guest("0")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run jobs as another user")
+def test_a_user_by_name_or_number():
+    nobody = pwd.getpwnam("nobody")
+    assert find_guest("nobody") == find_guest(str(nobody.pw_uid))
+    assert find_guest("nobody").uid == nobody.pw_uid
+
+
+def test_a_run_folder_that_the_user_cannot_reach_is_said_before_anything_starts(tmp_path):
+    closed = tmp_path / "closed"
+    (closed / "run").mkdir(parents=True)
+    closed.chmod(0o700)
+    with pytest.raises(ConfigError, match=f"--fill-user nobody cannot enter .*, and so cannot use {closed}/run"):
+        check_reach(GUEST, closed / "run")
+
+
+@pytest.mark.parametrize(
+    ("task", "allowed", "reason"),
+    [
+        ("mine:Task", [], ""),
+        (None, [], ""),
+        ("megatron.fill.sidetask.digits:Digits", ["megatron.fill.sidetask.*"], ""),
+        (
+            "mine:Task",
+            ["megatron.*", "mine:Other"],
+            "mine:Task is not allowed here; --fill-allow has megatron.*, mine:Other",
+        ),
+        ("mine:Task", ["mine:Task"], ""),
+        ("command:Task", ["command"], "command:Task is not allowed here; --fill-allow has command"),
+        (None, ["command"], ""),
+        (None, ["*"], "commands are not allowed here; --fill-allow has *"),
+    ],
+)
+def test_only_what_is_allowed_runs(task, allowed, reason):
+    assert refusal({"task": task, "command": None if task else ["true"]}, allowed) == reason

@@ -1,0 +1,109 @@
+"""Files in a job's folder, where the job may have put anything, and the folder itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.runtime import safefile
+from megatron.fill.runtime.folder import folder_name, job_folder
+from megatron.fill.runtime.output import BoundedOutput
+from megatron.fill.runtime.spec import Outcome
+from megatron.fill.store.memory import MemoryStore
+from megatron.fill.store.port import Job, NewJob
+
+SPEC = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "env": {}, "search": []}
+
+
+def job(name: str = "pi", directory: str = "") -> Job:
+    store = MemoryStore()
+    [made] = store.submit([NewJob(name, SPEC)])
+    return replace(made, directory=directory, attempt=2)
+
+
+def test_a_plain_file_is_read(tmp_path):
+    safefile.write_text(tmp_path / "file", "text")
+    assert safefile.read_text(tmp_path / "file") == "text"
+
+
+def test_links_pipes_and_floods_are_not(tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(tmp_path / "pipe")  # to open it would block for ever
+    (tmp_path / "flood").write_bytes(b"x" * 100)
+    for name in ("link", "pipe", "nothing"):
+        with pytest.raises(OSError):  # noqa: PT011
+            safefile.read_text(tmp_path / name)
+    with pytest.raises(ValueError, match="larger than 10 bytes"):
+        safefile.read_text(tmp_path / "flood", 10)
+
+
+def test_a_file_is_never_written_through_a_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    (tmp_path / "output.log").symlink_to(victim)
+    output = BoundedOutput(tmp_path / "output.log")
+    output.write(b"evil")
+    output.close()
+    assert victim.read_text() == "untouched"
+    assert (tmp_path / "output.log").read_text() == "evil"
+
+
+def test_output_outlives_a_full_disk(tmp_path):
+    output = BoundedOutput(tmp_path / "output.log")
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        output._file.close()
+        output._file = full
+        output.write(b"lost")
+        output.close()
+    assert output.total_bytes == 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        '{"state": "SUCCEEDED"}',
+        '{"state": "SUCCEEDED", "reason": 1}',
+        '{"state": "SUCCEEDED", "reason": "", "result": []}',
+        '{"state": "SUCCEEDED", "reason": "", "total_work": "much"}',
+        '{"state": "SUCCEEDED", "reason": "", "more": 1}',
+        "\xff",
+    ],
+)
+def test_a_word_that_is_none_is_no_word(tmp_path, text):
+    (tmp_path / "outcome.json").write_text(text, encoding="latin-1")
+    assert Outcome.read(tmp_path) is None
+
+
+def test_a_folder_is_made_and_cleared(tmp_path):
+    directory = job_folder(tmp_path, job(), None)
+    assert directory == tmp_path / "jobs" / "pi-1"
+    for name in ("outcome.json", "result.json", "profile.json", "checkpoint.pt", "output.log"):
+        (directory / name).write_text(name)
+    assert job_folder(tmp_path, job(), None) == directory
+    assert sorted(path.name for path in directory.iterdir()) == ["checkpoint.pt", "output-1.log"]
+
+
+@pytest.mark.parametrize("name", ["../../etc", "/etc", "a/b", "..", ".", "a\nb"])
+def test_a_name_cannot_leave_its_folder(tmp_path, name):
+    assert folder_name(job(name)) == "job-1"
+    assert job_folder(tmp_path, job(name), None) == tmp_path / "jobs" / "job-1"
+
+
+def test_a_folder_of_an_earlier_run_is_used_only_if_it_is_one(tmp_path):
+    before = tmp_path / "first" / "jobs" / "pi-1"
+    assert job_folder(tmp_path / "second", job(directory=str(before)), None) == before
+    elsewhere = str(tmp_path / "elsewhere")
+    assert job_folder(tmp_path / "second", job(directory=elsewhere), None) == tmp_path / "second" / "jobs" / "pi-1"
+
+
+def test_a_folder_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "pi-1").symlink_to(tmp_path)
+    assert job_folder(tmp_path, job(), None) is None

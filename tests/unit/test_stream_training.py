@@ -1,0 +1,79 @@
+"""A real two-rank training whose bubbles go through ring, semaphore and relay, beside a listener in the rank itself.
+
+On the CPU the host is the device, so both must see the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.records import read_rank
+from tests.e2e.training import ROOT, train
+
+SCRIPT = f"""
+import os, runpy, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+import pipefill_patches
+from megatron.fill.hooks import bus
+from megatron.fill.predictor import BubblePredictor
+from megatron.fill.records import write_rank
+from megatron.fill.runtime.rank import RankListener
+from megatron.fill.runtime.recorder import Recorder
+from megatron.fill.runtime.relay import RelayProcess, RelaySpec
+from megatron.fill.stream.listener import StreamListener
+from megatron.fill.stream.ring import Ring
+from tests.fake_stream import HostStream
+
+FOLDER = Path(__file__).parent
+
+
+class Both:
+    def __init__(self, *listeners):
+        self.listeners = listeners
+    def __getattr__(self, name):
+        return lambda *args: [getattr(listener, name)(*args) for listener in self.listeners]
+
+
+def on_start(info, args):
+    global recorder, relay, relayed
+    recorder, ring = Recorder(info, 3), Ring()
+    spec = RelaySpec(info, str(FOLDER / f"relay{{info.rank}}.json"), os.getpid(), ring.fd)
+    relay = RelayProcess(spec, ring, None, FOLDER / f"relay{{info.rank}}.log")
+    assert relay.wait_ready()
+    relayed = StreamListener(ring, HostStream(ring.semaphore), lambda: 7, relay.alive, relay.shut)
+    bus.listener = Both(relayed, RankListener(None, recorder, BubblePredictor(), lambda: 7))
+
+
+bus.on_parse, bus.on_start = lambda args: None, on_start
+pipefill_patches.apply(pipefill_patches.defaults(sys.argv))
+runpy.run_path({str(ROOT / "pretrain_gpt.py")!r}, run_name="__main__")
+assert bus.listener is not None
+relayed.end()
+assert relay.finish()
+write_rank(FOLDER / f"host{{recorder.info.rank}}.json", recorder.record())
+"""
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--num-layers-per-virtual-pipeline-stage 1"], ids=["1f1b, batched", "interleaved, overlapped"]
+)
+def test_the_relay_sees_what_a_listener_in_the_rank_sees(tmp_path: Path, flags: str):
+    script = tmp_path / "relayed.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    train(tmp_path, flags, iterations=4, script=(str(script),))
+    for rank in range(2):
+        relayed, host = read_rank(tmp_path / f"relay{rank}.json"), read_rank(tmp_path / f"host{rank}.json")
+        assert relayed.info == host.info
+        assert [one.iteration for one in relayed.iterations] == [one.iteration for one in host.iterations]
+        keys = [[(one.iteration, one.index, one.kind) for one in record.bubbles] for record in (relayed, host)]
+        assert keys[0] == keys[1]
+        assert keys[0]
+        assert [(one.name, one.iteration) for one in relayed.spans] == [(one.name, one.iteration) for one in host.spans]
+        late_ns = sorted(
+            ours.start_ns - theirs.start_ns for ours, theirs in zip(relayed.bubbles, host.bubbles, strict=True)
+        )
+        assert late_ns[0] > 0
+        assert late_ns[len(late_ns) // 2] < 5_000_000  # a loaded machine
