@@ -83,7 +83,7 @@ class Bench:
 
 def test_a_worker_that_leaves_its_word(tmp_path):
     bench = Bench(tmp_path, "print('hello')")
-    Outcome(JobState.SUCCEEDED, "", unit="steps").write(tmp_path)
+    Outcome(JobState.SUCCEEDED, "", unit="steps").leave(bench.log)
     assert bench.outcome() == (JobState.SUCCEEDED, "", "steps", False)
     assert (tmp_path / "output.log").read_text() == "hello\n"
 

@@ -168,3 +168,16 @@ def test_that_the_jobs_are_submitted_is_told(flaky):
     )
     assert keeper.ask(lambda store: len(store.list())) == 1
     assert told == [1]
+
+
+def test_the_end_of_a_job_is_said_later_if_nobody_hears_it_now(flaky):
+    keeper = make(lease_s=60.0)
+    keeper.start()
+    held = take(keeper)
+    flaky.down = True
+    keeper.let_go(held)
+    assert not keeper.finish(held, JobState.SUCCEEDED, "", {"x": 1}, 0.05)
+    assert flaky.store.get(held.claim.job.id).state is JobState.RUNNING
+    flaky.down = False
+    wait_for(lambda: flaky.store.get(held.claim.job.id).state is JobState.SUCCEEDED)
+    keeper.stop()

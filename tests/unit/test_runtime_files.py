@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.errors import TaskError
 from megatron.fill.runtime import output
 from megatron.fill.runtime.output import BoundedOutput
 from megatron.fill.runtime.spec import Outcome
+from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog, create_log
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.types import JobState
 
@@ -40,14 +46,52 @@ def test_output_keeps_the_beginning_and_the_end(tmp_path_factory, sizes):
         assert f"[... {len(whole) - 1000} bytes left out ...]".encode() in written
 
 
-def test_an_outcome_survives_the_file_and_rubbish_is_none(tmp_path):
+def test_an_outcome_comes_through_and_one_too_large_loses_its_result():
+    log = StepLog(create_log())
+    assert Outcome.left(log) is None
     outcome = Outcome(JobState.FAILED, "because", False, "images", 7.0, {"accuracy": 0.5})
-    outcome.write(tmp_path)
-    assert Outcome.read(tmp_path) == outcome
-    (tmp_path / "outcome.json").write_text('{"state": "ODD"')
-    assert Outcome.read(tmp_path) is None
-    Outcome.discard(tmp_path)
-    assert Outcome.read(tmp_path) is None
+    outcome.leave(log)
+    assert Outcome.left(log) == outcome
+    replace(outcome, result={"text": "x" * MOST_WORD_BYTES}).leave(log)
+    assert Outcome.left(log) == replace(outcome, result={})
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "[]",
+        "null",
+        '{"state": "SUCCEEDED"}',
+        '{"state": "RUNNING", "reason": ""}',
+        '{"state": "ODD", "reason": ""}',
+        '{"state": "SUCCEEDED", "reason": 1}',
+        '{"state": "SUCCEEDED", "reason": "", "result": []}',
+        '{"state": "SUCCEEDED", "reason": "", "total_work": "much"}',
+        '{"state": "SUCCEEDED", "reason": "", "total_work": NaN}',
+        '{"state": "SUCCEEDED", "reason": "", "more": 1}',
+        "\xff",
+    ],
+)
+def test_a_word_that_makes_no_sense_is_none(word):
+    log = StepLog(create_log())
+    log.leave_word(word.encode("latin-1"))
+    assert Outcome.left(log) is None
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.binary(max_size=400), st.integers(0, 400))
+def test_whatever_is_written_over_a_log_it_can_be_read(noise, at):
+    fd = create_log()
+    log = StepLog(fd)
+    os.pwrite(fd, noise, at)
+    Outcome.left(log)
+    record = log.record("job", 0)
+    for number in (record.work_done, record.alone_work, log.work_done, log.total_work or 0, log.checkpoint_s or 0):
+        assert 0 <= number < math.inf
+    for count in (record.steps_done, record.harvested_ns, log.ready_ns, log.step_count):
+        assert 0 <= count < 1 << 62
+    assert log.phase.callback
+    json.dumps(dataclasses.asdict(record), allow_nan=False)
 
 
 @pytest.mark.parametrize(

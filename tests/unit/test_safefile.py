@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.runtime import safefile
-from megatron.fill.runtime.folder import folder_name, job_folder
+from megatron.fill.runtime.folder import folder_name, job_folder, occupied
 from megatron.fill.runtime.output import BoundedOutput
-from megatron.fill.runtime.spec import Outcome
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Job, NewJob
 
@@ -62,29 +61,10 @@ def test_output_outlives_a_full_disk(tmp_path):
     assert output.total_bytes == 4
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "null",
-        '{"state": "SUCCEEDED"}',
-        '{"state": "SUCCEEDED", "reason": 1}',
-        '{"state": "SUCCEEDED", "reason": "", "result": []}',
-        '{"state": "SUCCEEDED", "reason": "", "total_work": "much"}',
-        '{"state": "SUCCEEDED", "reason": "", "more": 1}',
-        "\xff",
-    ],
-)
-def test_a_word_that_is_none_is_no_word(tmp_path, text):
-    (tmp_path / "outcome.json").write_text(text, encoding="latin-1")
-    assert Outcome.read(tmp_path) is None
-
-
 def test_a_folder_is_made_and_cleared(tmp_path):
     directory = job_folder(tmp_path, job(), None)
     assert directory == tmp_path / "jobs" / "pi-1"
-    for name in ("outcome.json", "result.json", "profile.json", "checkpoint.pt", "output.log"):
+    for name in ("result.json", "profile.json", "checkpoint.pt", "output.log"):
         (directory / name).write_text(name)
     assert job_folder(tmp_path, job(), None) == directory
     assert sorted(path.name for path in directory.iterdir()) == ["checkpoint.pt", "output-1.log"]
@@ -107,3 +87,10 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "pi-1").symlink_to(tmp_path)
     assert job_folder(tmp_path, job(), None) is None
+
+
+def test_two_workers_never_share_a_folder(tmp_path):
+    with occupied(tmp_path), pytest.raises(OSError, match="another worker is still in"), occupied(tmp_path):
+        pass
+    with occupied(tmp_path):
+        pass

@@ -38,8 +38,8 @@ class Enforcer:
         self.max_overruns = max_overruns
         self.offences = 0
         self.verdict: str | None = None
-        self._step = (0, 0)  # the overdue one: its bubble, and how many were before it
-        self._seen_ns = self._waited_ns = self._opportunity_ns = self._hangs_at_ns = 0
+        self._waited_ns = self._waiting_ns()  # when last no step was overdue
+        self._opportunity_ns = self._hangs_at_ns = 0
         self._rationing: threading.Thread | None = None
         self._over = False
 
@@ -56,12 +56,11 @@ class Enforcer:
         step = self.log.step_seq, self.log.step_count
         ended_ns = self._ended_ns(step[0]) if step[0] else None
         if ended_ns is None:
-            self._step = (0, 0)
+            self._waited_ns = self._waiting_ns()
+            self._signal(signal.SIGCONT)  # whoever stopped it was not us, and it is not to block its seat
             return _LOOK_S
-        if step != self._step:
-            self._step, self._seen_ns, self._waited_ns = step, now_ns, self._waiting_ns()
         if now_ns - ended_ns > self.grace_ns:
-            self._stop(step, now_ns)
+            self._stop(step, now_ns, ended_ns)
         return _SOON_S
 
     def release(self) -> None:
@@ -69,9 +68,9 @@ class Enforcer:
         self._over = True
         self._signal(signal.SIGCONT)
 
-    def _stop(self, step: tuple[int, int], now_ns: int) -> None:
+    def _stop(self, step: tuple[int, int], now_ns: int, ended_ns: int) -> None:
         self._signal(signal.SIGSTOP)
-        self._opportunity_ns = now_ns - self._seen_ns - (self._waiting_ns() - self._waited_ns)
+        self._opportunity_ns = max(0, now_ns - ended_ns - (self._waiting_ns() - self._waited_ns))
         self._hangs_at_ns = now_ns + _HUNG_NS
         self._rationing = threading.Thread(target=self._ration, args=step, daemon=True)
         self._rationing.start()

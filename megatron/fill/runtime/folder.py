@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.fill.runtime.guest import Guest
 from megatron.fill.runtime.profiler import PROFILE
-from megatron.fill.runtime.spec import Outcome
 from megatron.fill.sidetask.base import RESULT
 from megatron.fill.store.port import Job
 
@@ -38,7 +39,6 @@ def job_folder(run_dir: Path, job: Job, guest: Guest | None) -> Path | None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             _hand_over(directory, guest)
-            Outcome.discard(directory)
             for stale in (PROFILE, RESULT):
                 (directory / stale).unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):  # of an earlier attempt
@@ -48,6 +48,26 @@ def job_folder(run_dir: Path, job: Job, guest: Guest | None) -> Path | None:
         else:
             return directory
     return None
+
+
+@contextlib.contextmanager
+def occupied(directory: Path) -> Iterator[None]:
+    """Keep every other worker out of the folder: after a jump of the clock two agents may believe a job to be theirs.
+
+    Raises:
+        OSError: somebody is in there.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"another worker is still in {directory}") from None
+        except OSError as error:  # a file system that cannot
+            logger.info("%s cannot be locked: %s", directory, error)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _hand_over(directory: Path, guest: Guest | None) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +153,10 @@ class JobRun:
         Args:
             unit: of the job's work, where the worker left none.
         """
-        left = Outcome.read(self.directory)
+        left = Outcome.left(self.log)
+        result = (left.result if left else {}) or _read_result(self.directory)
         if self.verdict is None and left is not None:
-            return left, False
-        result = left.result if left else _read_result(self.directory)
+            return replace(left, result=result), False
         outcome = Outcome(
             JobState.FAILED, self.verdict or self._death(), unit=left.unit if left else unit, result=result
         )

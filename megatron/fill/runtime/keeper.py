@@ -23,6 +23,7 @@ logger = logging.getLogger("pipefill.agent")
 
 _TICK_S = 0.5
 _BEAT_S = 3.0  # at most between two heartbeats: they also carry progress out, and cancellations in
+_LAST_S = 5.0  # how long a store that does not answer is waited for at the end
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
 
 
@@ -73,6 +74,7 @@ class Keeper:
         self._device = device
         self._store: JobStore | None = None
         self._held: list[Held] = []
+        self._unsaid: list[Callable[[JobStore], bool]] = []  # ends of jobs that the store has not heard of
         self._lock = threading.Lock()
         self._pause_s = _FIRST_PAUSE_S
         self._again_s = 0.0
@@ -87,6 +89,8 @@ class Keeper:
         """No more heartbeats; the device serves no more jobs."""
         self._done.set()
         self._thread.join(self.lease_s)
+        if self._unsaid:
+            self.ask(self._say_rest, _LAST_S)
         self.ask(lambda store: store.forget_device(self._device().name))
         if self._store is not None:
             self._store.close()
@@ -132,7 +136,16 @@ class Keeper:
                 return store.release(held.claim, reason, progress, result)
             return store.finish(held.claim, state, reason, progress, result)
 
-        return bool(self.ask(say, patience_s))
+        heard = self.ask(say, patience_s)
+        if heard is None:  # it is said again with the heartbeats, and counts if that is soon enough
+            with self._lock:
+                self._unsaid.append(say)
+        return bool(heard)
+
+    def _say_rest(self, store: JobStore) -> None:
+        while self._unsaid:
+            self._unsaid[0](store)
+            self._unsaid.pop(0)
 
     def _connected(self) -> JobStore:
         if self._store is None:
@@ -184,6 +197,7 @@ class Keeper:
                 logger.exception("a heartbeat failed")
 
     def _beat(self, store: JobStore) -> None:
+        self._say_rest(store)
         now_s = time.monotonic()
         if now_s - self._device_s >= self.every_s:
             store.report_device(self._device(), self.lease_s)

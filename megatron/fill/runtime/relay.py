@@ -226,6 +226,7 @@ class Relay:
 
 def serve(spec: RelaySpec) -> None:
     """Relay for the rank of ``spec`` until its training is over, then write its record."""
+    ring = RingReader(spec.ring_fd)
     gate = None if spec.gate_fd is None else SharedGate(spec.gate_fd)
     board = None if spec.board_fd is None else CycleBoard(spec.board_fd)
     for page in (gate, board):
@@ -246,7 +247,6 @@ def serve(spec: RelaySpec) -> None:
         Brake(spec.max_slowdown, spec.info.rank, spec.guard_ns, spec.paired_blocks) if brakes else None,
         None if spec.control_fd is None else ControlReader(spec.control_fd),
     )
-    ring = RingReader(spec.ring_fd)
     relay = Relay(ring, listener, free_bytes, gate)
     try:
         relay.run()

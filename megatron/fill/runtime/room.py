@@ -54,6 +54,7 @@ class Room:
         self._shrink = shrink
         self._order = Order.OK
         self.reason = ""  # why the worker has to go; empty while it may stay
+        self.request = ""  # why it was last asked to shrink; empty if it never was
 
     @property
     def claim_bytes(self) -> int:
@@ -69,6 +70,7 @@ class Room:
             logger.info("memory: %s %s", verdict.order, verdict.reason)
         self._order = verdict.order
         if verdict.order is Order.SHRINK:
+            self.request = verdict.reason
             self._shrink(verdict.held_bytes or 1)
         elif verdict.order in (Order.STOP, Order.KILL):
             self.reason = verdict.reason

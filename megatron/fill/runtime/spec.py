@@ -1,18 +1,15 @@
-"""What the agent hands a worker, as a file, and what the worker leaves in the job's folder."""
+"""What the agent hands a worker, as a file, and what the worker leaves in the step log."""
 
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+import math
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron.fill.device.port import Limits, Sharing
-from megatron.fill.runtime import safefile
+from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog
 from megatron.fill.types import JobState
-
-_OUTCOME = "outcome.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,8 @@ class Outcome:
     """How a worker says that its job ended.
 
     Attributes:
-        state: QUEUED when the main job ended first, or when the job does not fit here (``unfit``).
+        state: QUEUED when the main job ended first, when the job does not fit here (``unfit``), or when it could not
+            shrink as it was asked to (``crowded``).
     """
 
     state: JobState
@@ -73,29 +71,31 @@ class Outcome:
     unit: str = "steps"
     total_work: float | None = None
     result: dict[str, Any] = field(default_factory=dict)
+    crowded: bool = False
 
-    @property
-    def plausible(self) -> bool:
-        """Whether every field has its type: a job can write whatever it likes into its folder."""
-        numbers = self.total_work is None or isinstance(self.total_work, int | float)
-        texts = isinstance(self.reason, str) and isinstance(self.unit, str)
-        return numbers and texts and isinstance(self.unfit, bool) and isinstance(self.result, dict)
-
-    def write(self, directory: Path) -> None:
-        scratch = directory / (_OUTCOME + ".part")
-        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(scratch, directory / _OUTCOME)
+    def leave(self, log: StepLog) -> None:
+        """Leave it where the agent finds it, whatever becomes of the disk; a result that is too large stays behind."""
+        for outcome in (self, replace(self, result={})):
+            word = json.dumps(asdict(outcome)).encode()
+            if len(word) <= MOST_WORD_BYTES:
+                log.leave_word(word)
+                return
 
     @classmethod
-    def read(cls, directory: Path) -> Outcome | None:
-        """What the worker left; None if it left nothing, or nothing that can be read."""
+    def left(cls, log: StepLog) -> Outcome | None:
+        """What the worker left; None if it left nothing, or nothing that makes sense: a job can write what it likes."""
         try:
-            data = json.loads(safefile.read_text(directory / _OUTCOME))
+            data = json.loads(log.word)
             outcome = cls(**data | {"state": JobState(data["state"])})
-            return outcome if outcome.plausible else None
-        except (OSError, ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError):
             return None
-
-    @staticmethod
-    def discard(directory: Path) -> None:
-        (directory / _OUTCOME).unlink(missing_ok=True)
+        total = outcome.total_work
+        sane = (
+            isinstance(outcome.reason, str)
+            and isinstance(outcome.unit, str)
+            and isinstance(outcome.unfit, bool)
+            and isinstance(outcome.crowded, bool)
+            and isinstance(outcome.result, dict)
+            and (total is None or (isinstance(total, int | float) and math.isfinite(total)))
+        )
+        return outcome if sane and outcome.state not in (JobState.RUNNING, JobState.CANCELLED) else None

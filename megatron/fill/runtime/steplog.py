@@ -1,11 +1,13 @@
 """What a worker has done, in shared memory: written after every step, readable by the agent whatever happens.
 
-A worker that is killed takes nothing with it: the totals, the callback it was in and its recent steps are here.  Only
-the worker writes; the rank never reads it.
+A worker that is killed takes nothing with it: the totals, the callback it was in and its recent steps are here, and its
+last word, which needs no disk.  Only the worker writes (and the agent ``wanted_bytes``); the rank never reads it.  What
+is read here may be anything: the task runs in the process that writes it.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from enum import IntEnum
 
@@ -17,9 +19,12 @@ from megatron.fill.types import BubbleUse, WorkerRecord
 _USES, _USE_FIELDS = 65_536, 5
 _STEPS = 8_192
 _HEADER = 64
-_BYTES = 8 * (_HEADER + _USES * _USE_FIELDS + _STEPS * 2)
+_WORD_AT = 8 * (_HEADER + _USES * _USE_FIELDS + _STEPS * 2)
+MOST_WORD_BYTES = 1 << 20
+_BYTES = _WORD_AT + MOST_WORD_BYTES
+_MOST = 1 << 62  # what no honest count comes to
 
-_PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS, _READY, _WANTED = range(9)
+_PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS, _READY, _WANTED, _WORD = range(10)
 _WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
 _UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
 
@@ -58,7 +63,8 @@ class StepLog:
         self._floats = view.cast("d")
         # Signed, for the latency of -1 that stands for "no step".
         self._uses = view[8 * _HEADER : 8 * (_HEADER + _USES * _USE_FIELDS)].cast("q")
-        self._steps = view[8 * (_HEADER + _USES * _USE_FIELDS) :].cast("Q")
+        self._steps = view[8 * (_HEADER + _USES * _USE_FIELDS) : _WORD_AT].cast("Q")
+        self._word = view[_WORD_AT:]
 
     @property
     def phase(self) -> WorkerPhase:
@@ -77,12 +83,12 @@ class StepLog:
     @property
     def step_count(self) -> int:
         """All the steps so far, those alone included."""
-        return self._words[_STEP_COUNT]
+        return self._count(_STEP_COUNT)
 
     @property
     def work_done(self) -> float:
         """All the work so far, that alone included."""
-        return self._floats[_WORK] + self._floats[_ALONE_WORK]
+        return self._amount(_WORK) + self._amount(_ALONE_WORK)
 
     @property
     def unit(self) -> str:
@@ -97,7 +103,7 @@ class StepLog:
     @property
     def base_work(self) -> float:
         """The work of earlier attempts, which the checkpoint that this one began from holds."""
-        return self._floats[_BASE_WORK]
+        return self._amount(_BASE_WORK)
 
     @base_work.setter
     def base_work(self, work: float) -> None:
@@ -115,7 +121,7 @@ class StepLog:
     @property
     def total_work(self) -> float | None:
         """How much there is in all; None if the task has not said."""
-        return self._floats[_TOTAL_WORK] or None
+        return self._amount(_TOTAL_WORK) or None
 
     @total_work.setter
     def total_work(self, work: float | None) -> None:
@@ -124,7 +130,7 @@ class StepLog:
     @property
     def checkpoint_s(self) -> float | None:
         """When the task was last saved, in seconds since the epoch; None for never."""
-        return self._floats[_CHECKPOINT_S] or None
+        return self._amount(_CHECKPOINT_S) or None
 
     @checkpoint_s.setter
     def checkpoint_s(self, now_s: float) -> None:
@@ -133,7 +139,7 @@ class StepLog:
     @property
     def ready_ns(self) -> int:
         """When the worker had started and called the task's ``create``; 0 before."""
-        return self._words[_READY]
+        return self._count(_READY)
 
     @ready_ns.setter
     def ready_ns(self, now_ns: int) -> None:
@@ -150,7 +156,26 @@ class StepLog:
 
     @property
     def harvested_ns(self) -> int:
-        return self._words[_HARVESTED]
+        return self._count(_HARVESTED)
+
+    def leave_word(self, word: bytes) -> None:
+        """Say how it ended; at most ``MOST_WORD_BYTES``."""
+        self._word[: len(word)] = word
+        self._words[_WORD] = len(word)
+
+    @property
+    def word(self) -> bytes:
+        """What was left so; empty before."""
+        size = self._words[_WORD]
+        return bytes(self._word[:size]) if size <= MOST_WORD_BYTES else b""
+
+    def _count(self, at: int) -> int:
+        value = self._words[at]
+        return value if value < _MOST else 0
+
+    def _amount(self, at: int) -> float:
+        value = self._floats[at]
+        return value if math.isfinite(value) and value >= 0 else 0.0
 
     def enter_bubble(self, seq: int) -> None:
         self._words[_STEP_SEQ] = seq
@@ -186,16 +211,16 @@ class StepLog:
 
     def record(self, job: str, rank: int) -> WorkerRecord:
         """Everything, as the report wants it."""
-        uses = _recent(np.frombuffer(self._uses, dtype=np.int64).reshape(_USES, _USE_FIELDS), self._words[_USE_COUNT])
-        steps = _recent(np.frombuffer(self._steps, dtype=np.int64).reshape(_STEPS, 2), self._words[_STEP_COUNT])
+        uses = _recent(np.frombuffer(self._uses, dtype=np.int64).reshape(_USES, _USE_FIELDS), self._count(_USE_COUNT))
+        steps = _recent(np.frombuffer(self._steps, dtype=np.int64).reshape(_STEPS, 2), self.step_count)
         return WorkerRecord(
             job=job,
             rank=rank,
-            steps_done=self._words[_FILL_STEPS],
-            work_done=self._floats[_WORK],
-            harvested_ns=self._words[_HARVESTED],
-            alone_ns=self._words[_ALONE_NS],
-            alone_work=self._floats[_ALONE_WORK],
+            steps_done=self._count(_FILL_STEPS),
+            work_done=self._amount(_WORK),
+            harvested_ns=self._count(_HARVESTED),
+            alone_ns=self._count(_ALONE_NS),
+            alone_work=self._amount(_ALONE_WORK),
             uses=[BubbleUse(*row) for row in uses.tolist()],
             steps=[(start, end) for start, end in steps.tolist()],
         )

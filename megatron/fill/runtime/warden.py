@@ -94,12 +94,12 @@ class Warden:
                 return agent.returncode
             if self._ending and deadline_s is None:
                 deadline_s, stopped_s = now_s + _END_S, now_s - _CONTINUE_S
-                agent.send_signal(signal.SIGTERM)
+                os.kill(agent.pid, signal.SIGTERM)  # Popen's own would collect it
             if stopped_s is not None and now_s - stopped_s >= _CONTINUE_S:
                 stopped_s = None
-                agent.send_signal(signal.SIGCONT)
+                os.kill(agent.pid, signal.SIGCONT)
             if deadline_s is not None and now_s >= deadline_s:
-                agent.kill()
+                os.kill(agent.pid, signal.SIGKILL)
             if not pid:
                 ends = [stopped_s + _CONTINUE_S if stopped_s is not None else None, deadline_s]
                 self._wait(min((end - now_s for end in ends if end is not None), default=3600.0))

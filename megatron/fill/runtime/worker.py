@@ -95,6 +95,7 @@ class Worker:
                 machine.stop()
             return Outcome(JobState.QUEUED, str(error), True, unit, context.total_work, context.result)
         except BaseException as error:  # SystemExit included: whatever it was, the job failed and says why
+            self.log.enter_bubble(0)  # the step is over; what follows is not its overrun
             traceback.print_exc()
             reason = _reason(error, machine.callback if machine else "", self.spec.limits)
             if machine is not None:
@@ -105,9 +106,7 @@ class Worker:
             checkpoint.discard(self.directory)
             return Outcome(JobState.SUCCEEDED, "", False, unit, context.total_work, context.result)
         reason = "goes on from its checkpoint" if self.log.checkpoint_s else "it begins again from its start"
-        if self._crowded:
-            reason = f"the main job needs the memory; {reason}"
-        return Outcome(JobState.QUEUED, reason, self._crowded, unit, context.total_work, context.result)
+        return Outcome(JobState.QUEUED, reason, False, unit, context.total_work, context.result, self._crowded)
 
     def _new_machine(self, context: TaskContext) -> TaskMachine:
         return TaskMachine(load_task(self.spec.task or "", tuple(self.spec.search)), context)
@@ -193,8 +192,8 @@ def main() -> None:
     for lacking in confine(spec.device, spec.limits):
         logger.info("%s", lacking)
     os.chdir(spec.directory)
-    outcome = Worker(spec).run()
-    outcome.write(Path(spec.directory))
+    worker = Worker(spec)
+    worker.run().leave(worker.log)
     _end_children()
     sys.stdout.flush()
     sys.stderr.flush()

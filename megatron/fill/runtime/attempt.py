@@ -1,0 +1,254 @@
+"""One job in one worker, from its start to the word to the store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.fill.control import RunState
+from megatron.fill.device.port import Limits
+from megatron.fill.planner.cycles import cycle_to_dict
+from megatron.fill.runtime import safefile
+from megatron.fill.runtime.choice import Resident
+from megatron.fill.runtime.enforcer import Enforcer
+from megatron.fill.runtime.jobrun import JobRun
+from megatron.fill.runtime.keeper import Held, progress_of
+from megatron.fill.runtime.profiler import PROFILE
+from megatron.fill.runtime.room import Room
+from megatron.fill.runtime.spec import Outcome, WorkerSpec
+from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.store.port import Claim, JobStore, Standing
+from megatron.fill.types import JobRecord, JobState
+
+if TYPE_CHECKING:
+    from megatron.fill.runtime.seat import Seat
+
+logger = logging.getLogger("pipefill.agent")
+
+SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
+_CRASHES = 3  # in a row and without a checkpoint in between: then an agent gives a job up
+_OVER = "the main job ended first"
+_KILLED = "ended by pipefill kill"
+_LOST = "the store was out of reach for longer than its lease: another agent may have it"
+_TELL_S = 5.0  # how often the end of the job is estimated anew
+
+
+class Attempt:
+    """One claim of a job, served in a seat.
+
+    Args:
+        directory: the job's folder, ready.
+    """
+
+    def __init__(self, seat: Seat, claim: Claim, limits: Limits, directory: Path) -> None:
+        self.seat = seat
+        self.agent = seat.agent
+        self.claim = claim
+        self.job = claim.job
+        self.limits = limits
+        self.directory = directory
+        self.log_fd = create_log()
+        self.log = log = StepLog(self.log_fd)
+        self.started_ns, self.started_s = time.monotonic_ns(), time.time()
+        self.held = Held(claim, lambda: progress_of(claim.job, log, self.started_ns / 1e9))
+        self.limiter = self.agent.device.limiter(limits, f"{os.getpid()}-{self.job.id}-{self.job.attempt}")
+
+    def run(self) -> None:
+        """Run the job and tell the store how it ended.
+
+        Raises:
+            OSError: it could not be started; nothing of it is left.
+        """
+        agent = self.agent
+        try:
+            worker = self._start()
+        except BaseException:
+            self.limiter.close()
+            raise
+        finally:
+            os.close(self.log_fd)
+        agent.keeper.hold(self.held)
+        try:
+            run, room = self._watch(worker)
+        finally:
+            agent.forget_worker(worker.pid)
+            if not self.seat.tail:
+                agent.baton.drop()
+            agent.keeper.let_go(self.held)
+        outcome, crashed = run.outcome(self.log.unit)
+        state, reason = self._judge(run, room, outcome, crashed)
+        lost = self.held.standing is Standing.LOST
+        if not lost and not agent.keeper.finish(self.held, state, reason, outcome.result, SAY_S):
+            reason += " (the store did not hear of it)"
+        if outcome.unfit or outcome.crowded or room.reason:
+            agent.choice.unfit(self.job.id, self.seat.tail)
+        logger.info("job %s: %s %s", self.job.name, state, reason)
+        agent.keep_record(self._record(run, outcome, state, reason), self.log.record(self.job.name, agent.spec.rank))
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        job = self.job
+        extra = (job.spec.get("env") or {}) | self.limiter.environment
+        worker = self.agent.start_worker(self._worker_spec(), self.log_fd, extra, idle=job.spec["command"] is None)
+        self.limiter.adopt(worker.pid)
+        return worker
+
+    def _watch(self, worker: subprocess.Popen[bytes]) -> tuple[JobRun, Room]:
+        """Stay with the worker until it has ended."""
+        seat, spec = self.seat, self.agent.spec
+        seat.resident = Resident(self.job, self.directory)
+        promised = self.job.spec["memory_bytes"] or 0
+        seat.room = room = Room(
+            self.agent.device,
+            self.limiter,
+            promised,
+            spec.margin_bytes,
+            lambda wanted: self._shrink(wanted, worker.pid),
+        )
+        keep_profile = self._profile_keeper()
+        run = JobRun(
+            worker,
+            self.log,
+            self.directory,
+            Enforcer(worker.pid, self.agent.gate, self.log, spec.grace_ns, spec.max_overruns),
+            self.limiter,
+            spec.max_output_bytes,
+            stop=lambda: self._why_stop() or room.why_stop,
+            end=lambda: self._why_end() or room.why_end,
+            ticks=(keep_profile, room.look),
+        )
+        run.watch()
+        keep_profile()
+        return run, room
+
+    def _why_stop(self) -> str:
+        if self.agent.over:
+            return _OVER
+        return "it was cancelled" if self.held.standing is Standing.CANCELLED else ""
+
+    def _why_end(self) -> str:
+        if self.held.standing is Standing.LOST:
+            return _LOST
+        return _KILLED if self.agent.control.state is RunState.KILLED else ""
+
+    def _shrink(self, pid: int, wanted_bytes: int) -> None:
+        self.log.wanted_bytes = wanted_bytes
+        os.kill(pid, signal.SIGUSR1)
+
+    def _judge(self, run: JobRun, room: Room, outcome: Outcome, crashed: bool) -> tuple[JobState, str]:
+        """What the store should know: a job that was cut off goes back, one that only ever dies does not.
+
+        Args:
+            crashed: the worker died without a word.
+        """
+        if self.held.standing is Standing.CANCELLED and outcome.state is not JobState.SUCCEEDED:
+            return JobState.CANCELLED, "cancelled while it ran"
+        saved = (self.log.checkpoint_s or 0.0) > self.started_s  # so something was gained
+        if run.cut or (crashed and run.stopped):
+            again = "it goes on from its last checkpoint" if saved else "it begins again"
+            return JobState.QUEUED, f"{run.cut or run.stopped}; {again}"
+        gave_up = outcome.state is JobState.QUEUED and not outcome.unfit
+        if not crashed and not gave_up:
+            return outcome.state, outcome.reason
+        cause = run.stopped or (self.agent.over and _OVER) or (outcome.crowded and room.request)
+        if gave_up and cause:
+            return outcome.state, f"{cause}; {outcome.reason}"
+        reason = "the worker gave up without being asked to" if gave_up else outcome.reason
+        crashes = self.agent.crashes
+        crashes[self.job.id] = 1 if saved else crashes.get(self.job.id, 0) + 1
+        if crashes[self.job.id] < _CRASHES:
+            return JobState.QUEUED, f"{reason}; it is tried again"
+        return JobState.FAILED, f"{reason}, {_CRASHES} times in a row without having saved anything"
+
+    def _record(self, run: JobRun, outcome: Outcome, state: JobState, reason: str) -> JobRecord:
+        job, log = self.job, self.log
+        return JobRecord(
+            name=job.name,
+            what=job.spec["task"] or shlex.join(job.spec["command"]),
+            state=state,
+            reason=reason,
+            work_done=log.work_done,
+            unit=outcome.unit,
+            rank=self.agent.spec.rank,
+            steps=log.step_count,
+            harvested_s=log.harvested_ns / 1e9,
+            total_work=outcome.total_work,
+            result=outcome.result,
+            directory=str(self.directory),
+            ended_s=time.time(),
+            started_ns=self.started_ns,
+            ready_ns=log.ready_ns if self.started_ns <= log.ready_ns <= run.ended_ns else 0,
+            ended_ns=run.ended_ns,
+        )
+
+    def _worker_spec(self) -> Path:
+        agent, job = self.agent, self.job
+        spec = WorkerSpec(
+            name=job.name,
+            directory=str(self.directory),
+            gate_fd=agent.spec.gate_fd,
+            log_fd=self.log_fd,
+            board_fd=agent.spec.board_fd,
+            control_fd=agent.control_reader_fd,
+            baton_fd=agent.baton_fd,
+            parent=os.getpid(),
+            tail=self.seat.tail,
+            cycle=self._cycle(),
+            profiles=agent.choice.profile_of(job),
+            checkpoint_s=agent.spec.checkpoint_s,
+            device=agent.device.worker_name,
+            cpus=agent.spec.cpus,
+            task=job.spec["task"],
+            command=job.spec["command"],
+            args=job.spec["args"],
+            limits=self.limits,
+            sharing=agent.spec.sharing,
+            # A job could bring a module of an allowed name along: what is allowed has to be installed.
+            search=[] if agent.spec.allow else job.spec["search"],
+        )
+        path = self.directory / "spec.json"
+        safefile.write_text(path, spec.to_json(), mode=0o600)
+        if agent.guest is not None:
+            os.chown(path, agent.guest.uid, agent.guest.gid, follow_symlinks=False)
+        return path
+
+    def _cycle(self) -> dict[str, Any] | None:
+        resident = self.agent.seats[0].resident
+        left = self.agent.choice.leftover(resident) if self.seat.tail and resident is not None else None
+        return None if left is None else cycle_to_dict(left)
+
+    def _profile_keeper(self) -> Callable[[], None]:
+        """Called every tick: keep the profile in the store once the worker has measured it; tell when it will end."""
+        job, path = self.job, self.directory / PROFILE
+        kept, told_s = False, time.monotonic()
+
+        def look() -> None:
+            nonlocal kept, told_s
+            if time.monotonic() - told_s > _TELL_S:
+                told_s = time.monotonic()
+                self.seat.busy_until_s = self.agent.choice.done_at_s(self.held.progress(), self.directory)
+            if kept or not path.exists():
+                return
+            try:
+                content: dict[str, Any] = json.loads(safefile.read_text(path))
+            except (OSError, ValueError) as error:
+                logger.warning("job %s: its profile cannot be read: %s", job.name, error)
+                kept = True
+                return
+            self.agent.choice.remember(job, content)
+            key = self.agent.choice.key(job)
+
+            def keep(store: JobStore) -> bool:
+                store.keep_profile(key, content)
+                return True
+
+            kept = bool(self.agent.keeper.ask(keep))
+
+        return look
