@@ -17,16 +17,13 @@ Layout, in 64-bit words of the machine's byte order::
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
-import mmap
 import os
+import struct
 import time
 from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
-
-import numpy as np
 
 from megatron.fill import futex, shared
 from megatron.fill.errors import ControlError
@@ -68,20 +65,18 @@ class ControlReader:
     """
 
     def __init__(self, fd: int) -> None:
-        self._attach(fd, mmap.PROT_READ)
+        self._attach(fd, writable=False)
 
-    def _attach(self, fd: int, protection: int) -> None:
+    def _attach(self, fd: int, writable: bool) -> None:
         try:
-            self._map = mmap.mmap(fd, _PAGE_BYTES, prot=protection)
-        except (OSError, ValueError) as error:
+            page, self._address = shared.map_page(fd, _PAGE_BYTES, writable=writable)
+        except OSError as error:
             raise ControlError(f"descriptor {fd} cannot be mapped as a control page: {error}") from error
-        self._words = memoryview(self._map).cast("Q")
-        self._word = memoryview(self._map).cast("I")
+        self._words, self._word = page.cast("Q"), page.cast("I")
         if self._words[_VERSION] != _MAGIC:
             raise ControlError(
                 f"descriptor {fd} is no control page: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}"
             )
-        self._address = int(np.frombuffer(self._map, dtype=np.uint32).ctypes.data)
 
     @property
     def running(self) -> bool:
@@ -112,16 +107,14 @@ class ControlPage(ControlReader):
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._attach(fd, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._wake = futex.Waker(ctypes.addressof(ctypes.c_uint32.from_buffer(self._map)))
+        self._attach(fd, writable=True)
+        self._wake = futex.Waker(self._address)
 
     @classmethod
     def create(cls, rank: int) -> ControlPage:
         """A new page of the calling process, RUNNING."""
         fd = shared.create(_NAME, _PAGE_BYTES)
-        words = np.zeros(_PAGE_BYTES // 8, dtype=np.uint64)
-        words[_VERSION], words[_RANK], words[_PID], words[_CHANGED] = _MAGIC, rank, os.getpid(), time.monotonic_ns()
-        os.pwrite(fd, words.tobytes(), 0)
+        os.pwrite(fd, struct.pack("=6Q", 0, _MAGIC, rank, os.getpid(), 0, time.monotonic_ns()), 0)
         return cls(fd)
 
     def reader_fd(self) -> int:

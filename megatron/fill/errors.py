@@ -17,6 +17,10 @@ class TaskError(FillError):
     """A side task cannot be loaded or broke the contract of ``SideTask``."""
 
 
+class StaleProfile(TaskError):
+    """A task has changed since it was measured."""
+
+
 class GateError(FillError):
     """A gate's shared memory is not what this version reads."""
 

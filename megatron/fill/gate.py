@@ -16,14 +16,10 @@ Layout, in 64-bit words of the machine's byte order::
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import time
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
-
-import numpy as np
 
 from megatron.fill import futex, shared
 from megatron.fill.errors import GateError
@@ -98,10 +94,9 @@ class SharedGate:
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = shared.create("gate", PAGE_BYTES, sealable=True) if fd is None else fd
-        self._map = mmap.mmap(self.fd, PAGE_BYTES)
-        self._words = memoryview(self._map).cast("Q")
-        self._word = memoryview(self._map).cast("I")
-        self._wake = futex.Waker(ctypes.addressof(ctypes.c_uint32.from_buffer(self._map)))
+        page, address = shared.map_page(self.fd, PAGE_BYTES, writable=True)
+        self._words, self._word = page.cast("Q"), page.cast("I")
+        self._wake = futex.Waker(address)
         if fd is None:
             self._words[_VERSION] = _MAGIC
         elif self._words[_VERSION] != _MAGIC:
@@ -164,15 +159,12 @@ class SharedGateReader:
 
     def __init__(self, fd: int) -> None:
         try:
-            # np.frombuffer is how the address of a read-only mapping is had.
-            self._map = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
+            page, self._address = shared.map_page(fd, PAGE_BYTES, writable=False)
+        except OSError as error:
             raise GateError(f"descriptor {fd} cannot be mapped as a gate: {error}") from error
-        self._words = memoryview(self._map).cast("Q")
-        self._word = memoryview(self._map).cast("I")
+        self._words, self._word = page.cast("Q"), page.cast("I")
         if self._words[_VERSION] != _MAGIC:
             raise GateError(f"descriptor {fd} is no gate: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
-        self._address = int(np.frombuffer(self._map, dtype=np.uint32).ctypes.data)
 
     def wait(self, after_seq: int) -> OpenBubble | None:
         word = self._word[0]

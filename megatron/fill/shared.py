@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import mmap
 import os
 
 _FUTURE_WRITE = 0x0010  # F_SEAL_FUTURE_WRITE, which Python's fcntl does not name
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_longlong,
+)
 
 
 def create(name: str, size: int, *, sealable: bool = False) -> int:
@@ -34,3 +47,22 @@ def close_to_writers(fd: int) -> None:
 def reader_fd(fd: int) -> int:
     """A new descriptor through which nothing can be written."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def map_page(fd: int, size: int, *, writable: bool) -> tuple[memoryview, int]:
+    """The first ``size`` bytes of a file as memory, and its address; mapped until the process ends.
+
+    Python's own ``mmap`` does not tell the address of memory that cannot be written to, which a futex needs.
+
+    Raises:
+        OSError: it cannot be mapped so, or is shorter.
+    """
+    if os.fstat(fd).st_size < size:  # beyond its end there is no memory but a SIGBUS
+        raise OSError(f"it has {os.fstat(fd).st_size} bytes; expected {size}")
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+    return view if writable else view.toreadonly(), address

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.fill.board import CycleBoard, CycleBoardReader
-from megatron.fill.errors import PlanError
+from megatron.fill.errors import PlanError, StaleProfile
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
-from megatron.fill.runtime.planned import NodeRun, StaleProfile
+from megatron.fill.runtime.planned import NodeRun
 from megatron.fill.runtime.spec import WorkerSpec
 from megatron.fill.runtime.steplog import StepLog, create_log
 from megatron.fill.sidetask.nodes import NodeTask

@@ -74,7 +74,7 @@ KINDS: dict[str, Kind] = {
         Kind("os-exit", "os._exit() in a step", reason="status 4 in run_next_step", burst=3),
         Kind("sigkill-self", "SIGKILL to itself", reason="SIGKILL in run_next_step", burst=3),
         Kind("sigsegv", "a segmentation fault", reason="SIGSEGV in run_next_step", burst=3),
-        _honest("sigstop-self", "SIGSTOP to itself in a step", Source.TASK, burst=3),
+        _honest("sigstop-self", "SIGSTOP to itself in a step", Source.TASK),
         _honest("sigkill-outside", "SIGKILL from outside", Source.VICTIM, weight=0.5),
         _honest("sigstop-outside", "SIGSTOP from outside for a second", Source.VICTIM, weight=0.5),
         Kind("hang", "a step that sleeps for ever", reason=_ENDLESS, weight=0.5),

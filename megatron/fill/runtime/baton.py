@@ -7,11 +7,6 @@ then.  Words: 0 the futex (low 32 bits of the number of the bubble passed on), 1
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-
-import numpy as np
-
 from megatron.fill import futex, shared
 from megatron.fill.gate import OpenBubble, SharedGateReader
 
@@ -23,11 +18,9 @@ class Baton:
     """Every end of a baton, over its descriptor."""
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, _BYTES)
-        self._words = memoryview(self._map).cast("Q")
-        self._word = memoryview(self._map).cast("I")
-        self._address = int(np.frombuffer(self._map, dtype=np.uint32).ctypes.data)
-        self._wake = futex.Waker(ctypes.addressof(ctypes.c_uint32.from_buffer(self._map)))
+        page, self._address = shared.map_page(fd, _BYTES, writable=True)
+        self._words, self._word = page.cast("Q"), page.cast("I")
+        self._wake = futex.Waker(self._address)
 
     @staticmethod
     def create() -> int:

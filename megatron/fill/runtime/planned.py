@@ -12,7 +12,7 @@ import psutil
 
 from megatron.fill.board import CycleBoardReader
 from megatron.fill.device.meter import fingerprint, meter
-from megatron.fill.errors import PlanError, TaskError
+from megatron.fill.errors import PlanError, StaleProfile
 from megatron.fill.gate import GateReader
 from megatron.fill.planner.cycles import cycle_from_dict, drifted
 from megatron.fill.planner.plan import ExecutionPlan
@@ -33,10 +33,6 @@ PLAN = "plan.json"  # in the job's folder, beside plan.txt
 CHUNK_RESERVE_NS = 300_000  # waking up and pausing: what no step can use of a bubble
 _LOOK_AGAIN_S = 0.5  # for the first cycle of a run
 _WORTH_CHANGING = 1.2  # by how much another configuration must be better: to change over, the model is split anew
-
-
-class StaleProfile(TaskError):
-    """The task has changed since it was measured."""
 
 
 class NodeRun:

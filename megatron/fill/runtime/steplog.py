@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Iterator
 from enum import IntEnum
-
-import numpy as np
 
 from megatron.fill import shared
 from megatron.fill.types import BubbleUse, WorkerRecord
@@ -211,8 +210,8 @@ class StepLog:
 
     def record(self, job: str, rank: int) -> WorkerRecord:
         """Everything, as the report wants it."""
-        uses = _recent(np.frombuffer(self._uses, dtype=np.int64).reshape(_USES, _USE_FIELDS), self._count(_USE_COUNT))
-        steps = _recent(np.frombuffer(self._steps, dtype=np.int64).reshape(_STEPS, 2), self.step_count)
+        uses = _recent(self._uses, _USE_FIELDS, self._count(_USE_COUNT))
+        steps = _recent(self._steps, 2, self.step_count)
         return WorkerRecord(
             job=job,
             rank=rank,
@@ -221,13 +220,14 @@ class StepLog:
             harvested_ns=self._count(_HARVESTED),
             alone_ns=self._count(_ALONE_NS),
             alone_work=self._amount(_ALONE_WORK),
-            uses=[BubbleUse(*row) for row in uses.tolist()],
-            steps=[(start, end) for start, end in steps.tolist()],
+            uses=[BubbleUse(*row) for row in uses],
+            steps=[(start, end) for start, end in steps],
         )
 
 
-def _recent(ring: np.ndarray, count: int) -> np.ndarray:
+def _recent(ring: memoryview, width: int, count: int) -> Iterator[tuple[int, ...]]:
     """The rows of a ring buffer that were written, oldest first."""
-    if count <= len(ring):
-        return ring[:count]
-    return np.roll(ring, -(count % len(ring)), axis=0)
+    rows = len(ring) // width
+    for row in range(max(0, count - rows), count):
+        at = row % rows * width
+        yield tuple(ring[at : at + width])

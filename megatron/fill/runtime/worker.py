@@ -14,20 +14,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from megatron.fill.board import CycleBoardReader
 from megatron.fill.control import ControlReader
-from megatron.fill.device import cuda, host
+from megatron.fill.device import host
 from megatron.fill.device.confine import confine
 from megatron.fill.device.port import Limits, mib
-from megatron.fill.errors import FillError, PlanError
+from megatron.fill.device.tree import descendants
+from megatron.fill.errors import FillError, PlanError, StaleProfile
 from megatron.fill.gate import GateReader, SharedGateReader
 from megatron.fill.runtime import checkpoint
 from megatron.fill.runtime.baton import Baton, TailGate
 from megatron.fill.runtime.command import CommandRun
 from megatron.fill.runtime.loop import StepLoop
-from megatron.fill.runtime.planned import NodeRun, StaleProfile
 from megatron.fill.runtime.saver import Saver
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import StepLog, WorkerPhase
@@ -120,12 +118,18 @@ class Worker:
             self.stopping,
             baton=None if spec.tail else self.baton,
             control=self.control,
-            settle=partial(cuda.settle, spec.device) if spec.device.startswith("cuda") else lambda: None,
         )
-        for lacking in cuda.enter(spec.device, spec.limits, spec.sharing):
-            logger.info("%s", lacking)
+        # What only some jobs need is imported for those only: every worker's start-up takes the main job's core.
+        if spec.device.startswith("cuda"):
+            from megatron.fill.device import cuda
+
+            loop.settle = partial(cuda.settle, spec.device)
+            for lacking in cuda.enter(spec.device, spec.limits, spec.sharing):
+                logger.info("%s", lacking)
         plans = None
         if isinstance(machine.task, NodeTask):
+            from megatron.fill.runtime.planned import NodeRun
+
             plans = NodeRun(spec, machine.task, loop, self.view, self.board, self.log, self.stopping)
             if not plans.choose():
                 return False
@@ -175,9 +179,9 @@ def _reason(error: BaseException, callback: str, limits: Limits) -> str:
 
 def _end_children() -> None:
     """Nothing that the task started outlives it."""
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            child.kill()
+    for child in descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def main() -> None:
