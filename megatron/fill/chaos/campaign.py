@@ -24,7 +24,7 @@ from megatron.fill.types import JobState
 
 _LOOK_S = 0.3
 _NO_NEWS_S = 90.0  # for so long no job ends: those that are left are given up
-_QUIET_SHARE, _LEAST_QUIET_S, _LONGEST_QUIET_S = 0.5, 3.0, 15.0  # of the window with faults before it
+_QUIET_SHARE, _LEAST_QUIET_S, _LONGEST_QUIET_S = 0.4, 3.0, 10.0  # of the window with faults before it
 _END_S = 10.0  # how long wardens and agents may outlive the last training
 _ROUNDS = 4  # of making up for faults that did not come about
 _UNFINISHED = [state for state in JobState if not state.finished]

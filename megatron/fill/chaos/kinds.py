@@ -12,7 +12,7 @@ from megatron.fill.types import JobState
 _MIB = 1 << 20
 _MADE = "made to fail"
 _ENDLESS = "after its bubble|did not return within"  # the latter if the training ended before that
-_SLOW = 0.3  # the share of faults that take seconds each
+_SLOW = 0.2  # the share of faults that take seconds each
 
 
 class Source(StrEnum):
@@ -75,8 +75,8 @@ KINDS: dict[str, Kind] = {
         Kind("sigkill-self", "SIGKILL to itself", reason="SIGKILL in run_next_step", burst=3),
         Kind("sigsegv", "a segmentation fault", reason="SIGSEGV in run_next_step", burst=3),
         _honest("sigstop-self", "SIGSTOP to itself in a step", Source.TASK),
-        _honest("sigkill-outside", "SIGKILL from outside", Source.VICTIM, weight=0.5),
-        _honest("sigstop-outside", "SIGSTOP from outside for a second", Source.VICTIM, weight=0.5),
+        _honest("sigkill-outside", "SIGKILL from outside", Source.VICTIM, weight=_SLOW),
+        _honest("sigstop-outside", "SIGSTOP from outside for a second", Source.VICTIM, weight=_SLOW),
         Kind("hang", "a step that sleeps for ever", reason=_ENDLESS, weight=0.5),
         Kind(
             "hang-gil",

@@ -19,7 +19,7 @@ from megatron.fill.sidetask.base import SideTask
 
 _STEP_S = 0.0005
 _GOOD_STEPS = 3  # before a fault in a step
-_STOPS = 1  # each is an offence, and so many are forgiven
+_STOPS, _SCRIBBLES = 1, 5  # of one job; each stop is an offence, and so many are forgiven
 _CHECKPOINTS = ("checkpoint.pt", "checkpoint-previous.pt")
 _FORKS, _FORKED_S = 300, 60
 _LEAKS, _LEAKED = 20_000, 100  # in all, and in one step
