@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from megatron.fill import SideTask
@@ -153,6 +155,28 @@ class Faulty(SideTask):
             os.setsid()
             os.execvp("sleep", ["sleep", "86399"])
         raise ValueError("left a child behind")
+
+
+class Probe(SideTask):
+    """Says what it can see, and whom it could signal: its agent, the warden and the rank."""
+
+    def run_next_step(self) -> float:
+        links = (Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd"))
+        files = {os.readlink(link).removesuffix(" (deleted)") for link in links if link.is_symlink()}
+        reached, pid = [], os.getppid()
+        for _ in range(3):
+            with contextlib.suppress(OSError):
+                os.kill(pid, 0)
+                reached.append(pid)
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        self.context.report(
+            environment=sorted(os.environ),
+            files=sorted(file for file in files if not file.startswith(("pipe:", "/dev/null", "/proc"))),
+            reached=reached,
+            no_new_privileges="NoNewPrivs:\t1" in Path("/proc/self/status").read_text(),
+            directory=os.getcwd(),
+        )
+        raise StopIteration
 
 
 class NoTask:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fill.device.landlock import landlock_abi
 from megatron.fill.store import Job, JobStore, open_store
 from megatron.fill.types import JobState
 from tests.e2e.training import Trained, processes, start, write_jobs
@@ -33,7 +34,9 @@ class Running:
         self.folder = folder
         jobs = write_jobs(folder, LAYERS, BIG, TAIL)
         flags = "--fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5 --fill-lease-seconds 2 --exit-signal-handler"
-        self.process = start(folder, f"{jobs} {flags}", 100_000)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HF_TOKEN", "secret")
+            self.process = start(folder, f"{jobs} {flags}", 100_000)
         assert self.process.stdout is not None
         self.output: list[str] = []
         self.reader = threading.Thread(target=self.output.extend, args=(self.process.stdout,), daemon=True)
@@ -135,6 +138,47 @@ def test_a_killed_agents_job_comes_back(running):
     assert not processes("fill.runtime.worker", before.directory, str(agent))
 
 
+def test_a_job_sees_and_reaches_nothing_of_the_training(running):
+    probe = {"name": "probe", "task": "tasks:Probe", "memory": "1GiB", "priority": 9, "env": {"MODE": "fast"}}
+    (running.folder / "probe.yaml").write_text(json.dumps({"jobs": [probe]}))
+    running.pipefill("submit", str(running.folder / "probe.yaml"))
+    running.wait(lambda: running.job("probe").state.finished)
+    seen = running.job("probe").result
+    assert "MODE" in seen["environment"]
+    foreign = ("MASTER_ADDR", "RANK", "WORLD_SIZE", "PIPEFILL_CPU_BACKEND", "HF_TOKEN")
+    assert not set(seen["environment"]) & set(foreign)
+    shared = {f"/memfd:pipefill-{name}" for name in ("baton", "control", "cycle", "gate", "steps")}
+    assert set(seen["files"]) <= shared
+    assert seen["no_new_privileges"]
+    assert seen["directory"] == running.job("probe").directory
+    if landlock_abi() >= 6:
+        assert seen["reached"] == []
+
+
+def test_pause_holds_and_resume_goes_on(running):
+    run = str(running.folder / "run")
+    running.wait(lambda: running.job("layers-0").state is JobState.RUNNING)
+    shown = json.loads(running.pipefill("pause", run, "--json"))
+    assert [(rank["state"], rank["acknowledged"]) for rank in shown["ranks"]] == [("PAUSED", True)] * 2
+    time.sleep(1.5)  # the last heartbeat with steps from before
+    before = running.job("layers-0").progress
+    time.sleep(1.5)
+    assert running.job("layers-0").progress.steps == before.steps
+    running.pipefill("resume", run)
+    running.wait(lambda: running.job("layers-0").progress.steps > before.steps)
+
+
+def test_kill_puts_jobs_back_and_resume_takes_them_again(running):
+    run = str(running.folder / "run")
+    running.wait(lambda: running.job("layers-0").state is JobState.RUNNING)
+    running.pipefill("kill", run)
+    assert not processes("fill.runtime.worker", run)
+    running.wait(lambda: running.job("layers-0").state is JobState.QUEUED)
+    assert running.job("layers-0").reason.startswith("ended by pipefill kill; it ")
+    running.pipefill("resume", run)
+    running.wait(lambda: running.job("layers-0").state is JobState.RUNNING)
+
+
 def test_the_end_of_the_training_puts_jobs_back(running):
     trained = running.end()
     states = {job.name: job.state for job in running.store.list()}
@@ -142,6 +186,7 @@ def test_the_end_of_the_training_puts_jobs_back(running):
         **dict.fromkeys(["layers-0", "layers-1", "big"], JobState.QUEUED),
         "tail": JobState.CANCELLED,
         "later": JobState.SUCCEEDED,
+        "probe": JobState.SUCCEEDED,
     }
     jobs = trained.jobs
     assert jobs["layers-0"]["reason"] == "the main job ended first; goes on from its checkpoint"

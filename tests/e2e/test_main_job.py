@@ -14,7 +14,7 @@ import pytest
 
 from megatron.fill.store import open_store
 from megatron.fill.types import JobState
-from tests.e2e.training import Trained, processes, start, train, write_jobs
+from tests.e2e.training import processes, start, train, write_jobs
 
 SPIN = {"name": "spin", "task": "tasks:Spin"}
 
@@ -175,19 +175,3 @@ def test_two_runs_share_a_store(tmp_path):
     kept = open_store(tmp_path / "shared.db").list()
     assert {(job.state, job.attempt, job.progress.work_done) for job in kept} == {(JobState.SUCCEEDED, 1, 5.0)}
     assert sorted(job.name for job in kept) == [f"{name}-{number}" for name in ("one", "two") for number in range(4)]
-
-
-def test_killed_agents_do_not_stop_the_training(tmp_path):
-    process = start(tmp_path, f"{write_jobs(tmp_path, SPIN, SPIN | {'name': 'other'})} --fill-warmup-iterations 2", 90)
-    assert wait_for(lambda: len(processes("fill.runtime.worker")) >= 2, 90)
-    time.sleep(1)
-    for pid in processes("megatron.fill.runtime.agent", str(tmp_path)):
-        os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output[-3000:]
-    trained = Trained(output, tmp_path)
-    assert trained.report["summary"]["iterations"] == 90
-    assert {(job["state"], job["reason"]) for job in trained.jobs.values()} == {
-        ("RUNNING", "its agent was killed; it goes back to the queue when the lease ends")
-    }
-    assert not processes(str(tmp_path))

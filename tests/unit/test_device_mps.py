@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.device.mps import MpsDaemon
+from megatron.fill.device.mps_guard import guard
 from megatron.fill.device.port import DeviceError, Limits, Sharing
 from megatron.fill.device.sharing import SharingFacts, choose_sharing
 from megatron.fill.device.tree import read_process
@@ -229,3 +230,12 @@ def test_mps_that_cannot_be_had_is_refused(facts, why):
 def test_an_unknown_setting_is_refused():
     with pytest.raises(DeviceError, match="expected auto, mps or timeslice"):
         choose_sharing("fast", SharingFacts(8, mps_program=True))
+
+
+def test_the_guard_stops_the_daemon_when_its_owner_is_gone(tmp_path, program):
+    owner = subprocess.Popen(["sleep", "0.3"])
+    daemon = start(tmp_path, program, owner.pid)
+    pid = daemon_pid(daemon)
+    guard(daemon, owner.pid)
+    owner.wait()
+    assert not is_alive(pid)

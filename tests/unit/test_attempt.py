@@ -1,0 +1,115 @@
+"""How an attempt at a job is judged: what was cut off goes back, what only ever dies does not."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.fill.control import RunState
+from megatron.fill.runtime.attempt import Attempt
+from megatron.fill.runtime.spec import Outcome
+from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.store.port import Standing
+from megatron.fill.types import JobState
+
+DIED = Outcome(JobState.FAILED, "the worker was killed by SIGSEGV in run_next_step()")
+GAVE_BACK = Outcome(JobState.QUEUED, "goes on from its checkpoint")
+
+
+class Bench:
+    """An attempt without a worker."""
+
+    def __init__(self) -> None:
+        self.agent = SimpleNamespace(over=False, crashes={}, control=SimpleNamespace(state=RunState.RUNNING))
+        self.attempt = Attempt.__new__(Attempt)
+        self.attempt.agent = self.agent  # type: ignore[assignment]
+        self.attempt.job = SimpleNamespace(id=7)  # type: ignore[assignment]
+        self.attempt.held = SimpleNamespace(standing=Standing.HELD)  # type: ignore[assignment]
+        self.attempt.log = StepLog(create_log())
+        self.attempt.started_s = time.time()
+
+    def judge(
+        self, outcome: Outcome, crashed: bool = False, stopped: str = "", cut: str = "", request: str = ""
+    ) -> tuple[JobState, str]:
+        run: Any = SimpleNamespace(stopped=stopped, cut=cut)
+        room: Any = SimpleNamespace(request=request)
+        return self.attempt._judge(run, room, outcome, crashed)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_what_a_worker_says_of_itself_is_taken(bench):
+    assert bench.judge(Outcome(JobState.SUCCEEDED, "")) == (JobState.SUCCEEDED, "")
+    assert bench.judge(Outcome(JobState.FAILED, "ValueError")) == (JobState.FAILED, "ValueError")
+    assert bench.judge(Outcome(JobState.QUEUED, "too long", unfit=True)) == (JobState.QUEUED, "too long")
+
+
+def test_a_job_that_dies_is_tried_again_twice(bench):
+    again = f"{DIED.reason}; it is tried again"
+    assert [bench.judge(DIED, crashed=True) for _ in range(2)] == [(JobState.QUEUED, again)] * 2
+    state, reason = bench.judge(DIED, crashed=True)
+    assert state is JobState.FAILED
+    assert reason == f"{DIED.reason}, 3 times in a row without having saved anything"
+
+
+def test_one_that_saves_between_its_deaths_goes_on(bench):
+    for _ in range(5):
+        bench.attempt.log.checkpoint_s = time.time() + 1
+        assert bench.judge(DIED, crashed=True)[0] is JobState.QUEUED
+
+
+def test_a_worker_that_gives_up_unasked_has_died(bench):
+    for _ in range(2):
+        assert bench.judge(GAVE_BACK)[1] == "the worker gave up without being asked to; it is tried again"
+    assert bench.judge(GAVE_BACK)[0] is JobState.FAILED
+    # What it scribbles into the log about memory is not a request.
+    assert Bench().judge(Outcome(JobState.QUEUED, "x", crowded=True))[1].startswith("the worker gave up")
+
+
+def test_one_that_was_asked_to_stop_says_why(bench):
+    assert bench.judge(GAVE_BACK, stopped="the main job needs the memory")[1] == (
+        "the main job needs the memory; goes on from its checkpoint"
+    )
+    crowded = Outcome(JobState.QUEUED, "it begins again from its start", crowded=True)
+    assert bench.judge(crowded, request="the main job grew") == (
+        JobState.QUEUED,
+        "the main job grew; it begins again from its start",
+    )
+    bench.agent.over = True
+    assert bench.judge(GAVE_BACK)[1] == "the main job ended first; goes on from its checkpoint"
+    assert bench.agent.crashes == {}
+
+
+def test_one_that_was_cut_off_is_not_to_blame(bench):
+    bench.attempt.log.checkpoint_s = time.time() + 1
+    assert bench.judge(DIED, crashed=True, cut="ended by pipefill kill") == (
+        JobState.QUEUED,
+        "ended by pipefill kill; it goes on from its last checkpoint",
+    )
+    assert Bench().judge(DIED, crashed=True, stopped="the main job ended first") == (
+        JobState.QUEUED,
+        "the main job ended first; it begins again",
+    )
+
+
+def test_a_cancelled_job_is_cancelled_unless_it_was_done(bench):
+    bench.attempt.held.standing = Standing.CANCELLED
+    assert bench.judge(GAVE_BACK, stopped="it was cancelled") == (JobState.CANCELLED, "cancelled while it ran")
+    assert bench.judge(Outcome(JobState.SUCCEEDED, ""))[0] is JobState.SUCCEEDED
+
+
+def test_why_a_worker_must_go(bench):
+    attempt = bench.attempt
+    assert (attempt._why_stop(), attempt._why_end()) == ("", "")
+    bench.agent.control.state = RunState.KILLED
+    assert attempt._why_end() == "ended by pipefill kill"
+    attempt.held.standing = Standing.LOST
+    assert "another agent may have it" in attempt._why_end()
+    bench.agent.over = True
+    assert attempt._why_stop() == "the main job ended first"
