@@ -2,16 +2,55 @@
 
     python launch.py RANKS PYTHON_ARGUMENTS...
 
-When a rank fails the others are ended, and its exit code is returned.
+With PIPEFILL_TEST_WARM in the environment, the ranks are forked by the process that listens there (``warm.py``).  When
+a rank fails the others are ended, and its exit code is returned.
 """
 
 from __future__ import annotations
 
+import array
+import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+
+class Cold:
+    """A rank in a Python of its own."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen([sys.executable, "-u", *arguments], env=environment, start_new_session=True)
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+
+class Warm:
+    """A rank that another process forks."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], where: str) -> None:
+        while not Path(where).exists():
+            time.sleep(0.05)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(where)
+        request = json.dumps({"argv": arguments, "env": environment, "cwd": os.getcwd()}).encode() + b"\n"
+        descriptors = array.array("i", [1, 2]).tobytes()
+        sent = self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        self._socket.sendall(request[sent:])
+        self._answers = self._socket.makefile()
+        self.pid = int(self._answers.readline())
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None and select.select([self._socket], [], [], 0)[0]:
+            self._code = int(self._answers.readline() or 1)
+        return self._code
 
 
 def main() -> int:
@@ -19,23 +58,22 @@ def main() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    where = os.environ.get("PIPEFILL_TEST_WARM")
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-u", *sys.argv[2:]],
-            env=os.environ | shared | {"LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            start_new_session=True,
-        )
-        for rank in range(ranks)
-    ]
+    running: list[Cold | Warm] = []
+    for rank in range(ranks):
+        own = {"LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = dict(os.environ) | shared | own
+        running.append(Warm(sys.argv[2:], environment, where) if where else Cold(sys.argv[2:], environment))
     while running:
         for process in running:
-            if process.poll() is not None:
+            code = process.poll()
+            if code is not None:
                 running.remove(process)
-                if process.returncode:
+                if code:
                     for other in running:
-                        other.terminate()
-                    return process.returncode
+                        os.kill(other.pid, signal.SIGTERM)
+                    return code
                 break
         time.sleep(0.05)
     return 0

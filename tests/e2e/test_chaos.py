@@ -1,4 +1,4 @@
-"""A short chaos run with a fault of every kind: the training does not notice, and no job is lost."""
+"""A short chaos run with faults of many kinds: the training does not notice, and no job is lost."""
 
 from __future__ import annotations
 
@@ -10,17 +10,25 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.chaos.kinds import KINDS, Source
 from tests.e2e.training import ROOT, processes
 
-FAULTS = 40
+FAULTS = 24
+TRAINED = 350  # iterations
+# Of each way to do harm one; `pipefill chaos` knows some more.
+CHOSEN = [
+    *("raise-create", "raise-pause", "raise-stop", "raise-state-dict", "raise-load-state-dict", "sys-exit", "os-exit"),
+    *("sigsegv", "sigstop-self", "sigkill-outside", "hang-gil", "deaf-loop", "memory-hog", "fork-bomb"),
+    *("descriptor-leak", "output-flood", "file-limit", "checkpoint-newest", "checkpoint-both", "gate-write"),
+    *("gate-close", "log-scribble", "agent-kill", "store-locked", "clock-forward", "disk-full"),
+]
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("chaos")
     pipefill = "from megatron.fill.cli import main; main()"
-    arguments = ["chaos", "--faults", str(FAULTS), "--json", str(folder / "chaos.json"), "--keep", str(folder / "kept")]
+    arguments = ["chaos", "--faults", str(FAULTS), "--kinds", ",".join(CHOSEN), "--iterations", str(TRAINED)]
+    arguments += ["--json", str(folder / "chaos.json"), "--keep", str(folder / "kept")]
     done = subprocess.run(
         [sys.executable, "-c", pipefill, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280
     )
@@ -40,13 +48,13 @@ def test_no_fault_reaches_the_training_and_no_job_is_lost(ran):
 def test_every_kind_was_injected_or_says_why_not(ran):
     injected = {row["kind"] for row in ran["kinds"] if row["injected"]}
     not_run = {row["kind"]: row["why"] for row in ran["not_run"]}
-    assert injected | set(not_run) == set(KINDS)
+    assert injected | set(not_run) == set(CHOSEN)
     assert all(not_run.values())
-    assert {kind.name for kind in KINDS.values() if kind.source is Source.GPU} <= set(not_run)
+    assert ran["summary"]["injected"] == sum(row["injected"] for row in ran["kinds"])
 
 
 def test_the_table_fits_a_terminal_and_nothing_is_left(ran):
-    assert all(kind in ran["output"] for kind in KINDS)
+    assert all(kind in ran["output"] for kind in CHOSEN)
     table = ran["output"].partition("not run:")[0]
     assert max(map(len, table.splitlines())) <= 80
     assert not processes(ran["folder"])  # the agents' and workers' command lines name it

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.training import UPSTREAM, Trained, processes, train, write_jobs
+from tests.e2e.training import Trained, processes, train, write_jobs
 
 ITERATIONS = 160
 
@@ -60,10 +60,6 @@ def test_the_job_fails_and_says_why(run, name):
     assert job["state"] == "FAILED"
     assert job["reason"]
     assert FAULTS[name][1] in job["reason"]
-
-
-def test_the_training_is_unchanged(run, tmp_path):
-    assert run.losses == train(tmp_path, iterations=ITERATIONS, script=UPSTREAM).losses
 
 
 def test_output_is_kept_and_bounded(run):

@@ -62,9 +62,8 @@ class Running:
 
     def end(self) -> Trained:
         """Ask the training to end, as SLURM does, and wait for it."""
-        for pid in processes("pretrain_gpt.py", str(self.folder)):
-            if (Path("/proc") / str(pid) / "environ").read_bytes().find(b"RANK=") >= 0:
-                os.kill(pid, signal.SIGTERM)
+        for spec in (self.folder / "run" / "agents").glob("spec*.json"):
+            os.kill(json.loads(spec.read_text())["parent"], signal.SIGTERM)
         assert self.process.wait(60) == 0, "".join(self.output[-40:])
         self.reader.join()
         return Trained("".join(self.output), self.folder)

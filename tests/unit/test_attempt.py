@@ -12,7 +12,7 @@ from megatron.fill.control import RunState
 from megatron.fill.runtime.attempt import Attempt
 from megatron.fill.runtime.spec import Outcome
 from megatron.fill.runtime.steplog import StepLog, create_log
-from megatron.fill.store.port import Standing
+from megatron.fill.store.port import Progress, Standing
 from megatron.fill.types import JobState
 
 DIED = Outcome(JobState.FAILED, "the worker was killed by SIGSEGV in run_next_step()")
@@ -26,7 +26,7 @@ class Bench:
         self.agent = SimpleNamespace(over=False, crashes={}, control=SimpleNamespace(state=RunState.RUNNING))
         self.attempt = Attempt.__new__(Attempt)
         self.attempt.agent = self.agent  # type: ignore[assignment]
-        self.attempt.job = SimpleNamespace(id=7)  # type: ignore[assignment]
+        self.attempt.job = SimpleNamespace(id=7, progress=Progress())  # type: ignore[assignment]
         self.attempt.held = SimpleNamespace(standing=Standing.HELD)  # type: ignore[assignment]
         self.attempt.log = StepLog(create_log())
         self.attempt.started_s = time.time()

@@ -152,7 +152,8 @@ class Attempt:
             return JobState.CANCELLED, "cancelled while it ran"
         saved = (self.log.checkpoint_s or 0.0) > self.started_s  # so something was gained
         if run.cut or (crashed and run.stopped):
-            again = "it goes on from its last checkpoint" if saved else "it begins again"
+            kept = self.log.checkpoint_s or self.job.progress.checkpoint_s
+            again = "it goes on from its last checkpoint" if kept else "it begins again"
             return JobState.QUEUED, f"{run.cut or run.stopped}; {again}"
         gave_up = outcome.state is JobState.QUEUED and not outcome.unfit
         if not crashed and not gave_up:

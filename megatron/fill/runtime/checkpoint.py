@@ -74,6 +74,11 @@ def load(directory: Path) -> dict[str, Any] | None:
     return None
 
 
+def exists(directory: Path) -> bool:
+    """Whether the job has been saved, in this attempt or an earlier one."""
+    return any((directory / name).exists() for name in (NAME, PREVIOUS))
+
+
 def discard(directory: Path) -> None:
     for name in (NAME, PREVIOUS):
         (directory / name).unlink(missing_ok=True)

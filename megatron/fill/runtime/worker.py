@@ -103,7 +103,8 @@ class Worker:
         if finished:
             checkpoint.discard(self.directory)
             return Outcome(JobState.SUCCEEDED, "", False, unit, context.total_work, context.result)
-        reason = "goes on from its checkpoint" if self.log.checkpoint_s else "it begins again from its start"
+        kept = checkpoint.exists(self.directory)
+        reason = "goes on from its checkpoint" if kept else "it begins again from its start"
         return Outcome(JobState.QUEUED, reason, False, unit, context.total_work, context.result, self._crowded)
 
     def _new_machine(self, context: TaskContext) -> TaskMachine:
