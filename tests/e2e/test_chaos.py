@@ -12,14 +12,13 @@ import pytest
 
 from tests.e2e.training import ROOT, processes
 
-FAULTS = 24
-TRAINED = 350  # iterations
-# Of each way to do harm one; `pipefill chaos` knows some more.
+FAULTS = 16
+TRAINED = 220  # iterations
+# Of the ways to do harm one each; `pipefill chaos` knows some more.
 CHOSEN = [
-    *("raise-create", "raise-pause", "raise-stop", "raise-state-dict", "raise-load-state-dict", "sys-exit", "os-exit"),
-    *("sigsegv", "sigstop-self", "sigkill-outside", "hang-gil", "deaf-loop", "memory-hog", "fork-bomb"),
-    *("descriptor-leak", "output-flood", "file-limit", "checkpoint-newest", "checkpoint-both", "gate-write"),
-    *("gate-close", "log-scribble", "agent-kill", "store-locked", "clock-forward", "disk-full"),
+    *("raise-create", "raise-stop", "raise-load-state-dict", "os-exit", "sigsegv", "sigstop-self", "sigkill-outside"),
+    *("hang-gil", "deaf-loop", "memory-hog", "fork-bomb", "output-flood", "checkpoint-newest", "gate-write"),
+    *("agent-kill", "disk-full"),
 ]
 
 

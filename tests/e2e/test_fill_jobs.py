@@ -175,7 +175,8 @@ def test_kill_puts_jobs_back_and_resume_takes_them_again(running):
     running.wait(lambda: running.job("layers-0").state is JobState.QUEUED)
     assert running.job("layers-0").reason.startswith("ended by pipefill kill; it ")
     running.pipefill("resume", run)
-    running.wait(lambda: running.job("layers-0").state is JobState.RUNNING)
+    result = Path(running.job("layers-0").directory) / "result.json"
+    running.wait(lambda: running.job("layers-0").state is JobState.RUNNING and result.exists())
 
 
 def test_the_end_of_the_training_puts_jobs_back(running):

@@ -59,7 +59,7 @@ def test_jobs_that_finish_make_room_for_others_by_priority(tmp_path):
         {"name": "endless-b", "task": "tasks:Spin", "priority": -1},
         {"name": "never", "task": "tasks:Spin", "priority": -2},
     )
-    trained = train(tmp_path, f"{jobs} --fill-warmup-iterations 2", 150)
+    trained = train(tmp_path, f"{jobs} --fill-warmup-iterations 2", 120)
     states = {name: job["state"] for name, job in trained.jobs.items()}
     assert states == {
         **dict.fromkeys(["short-0", "short-1", "short-2", "urgent", "shell"], "SUCCEEDED"),
