@@ -6,11 +6,13 @@ import os
 import runpy
 import sys
 
-_USAGE = """usage: python -m pipefill_patches [--only PATCH,...] SCRIPT ARGS...
+from pipefill_patches import PATCHES
+
+_USAGE = f"""usage: python -m pipefill_patches [--only PATCH,...] SCRIPT ARGS...
 
 Runs a Megatron-LM training script with PipeFill's patches applied and the --fill-* flags available.
 
-  --only PATCH,...   apply just these patches (cpu_backend, arguments, training_loop, schedules, p2p_communicator)
+  --only PATCH,...   apply just these patches: {", ".join(PATCHES)}
 """
 
 
