@@ -115,7 +115,7 @@ def _with_cpu_defaults(
     return add_megatron_arguments
 
 
-def _unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+def unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
     """``compile_helpers`` for an installed wheel, which ships the compiled helper but not its Makefile."""
 
     @functools.wraps(compile_helpers)
@@ -177,7 +177,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     _pin_until_closed(stack, int(os.environ.get("LOCAL_RANK", "0")))
     cpu_torch.install(stack)
     replace(stack, arguments, "add_megatron_arguments", _with_cpu_defaults(arguments.add_megatron_arguments))
-    replace(stack, dataset_utils, "compile_helpers", _unless_shipped(dataset_utils.compile_helpers))
+    replace(stack, dataset_utils, "compile_helpers", unless_shipped(dataset_utils.compile_helpers))
     _resumable_adam(stack)
     logger = logging.getLogger(_RNG_LOGGER)
     logger.addFilter(_is_news)

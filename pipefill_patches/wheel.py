@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 
-from pipefill_patches.cpu_backend import _unless_shipped
+from pipefill_patches.cpu_backend import unless_shipped
 from pipefill_patches.registry import Patch, Target, replace
 
 _COMPILE = Target("megatron.core.datasets.utils:compile_helpers", ())
@@ -15,7 +15,7 @@ _COMPILE = Target("megatron.core.datasets.utils:compile_helpers", ())
 
 def _install(stack: contextlib.ExitStack) -> None:
     holder, name = _COMPILE.resolve()
-    replace(stack, holder, name, _unless_shipped(getattr(holder, name)))
+    replace(stack, holder, name, unless_shipped(getattr(holder, name)))
 
 
 PATCH = Patch(

@@ -37,6 +37,11 @@ def test_several_nodes_cannot_share_a_file(monkeypatch, variable):
         ({"offload_optimizer": True}, "expected --bf16 or --fp16"),
         ({"store": "jobs.db", "profile_only": True}, "expected no --fill-store with it"),
         ({"lease_seconds": 0.0}, "--fill-lease-seconds is 0.0"),
+        ({"max_slowdown": -1.0}, "--fill-max-slowdown is -1.0"),
+        ({"sm_percentage": 101}, "--fill-sm-percentage is 101"),
+        ({"max_processes": 1}, "--fill-max-processes is 1"),
+        ({"store": "jobs.db", "user": "no-such-user"}, "--fill-user is 'no-such-user': there is no such user"),
+        ({"store": "jobs.db", "mps_pipe": "/tmp/mps"}, "expected --fill-sharing mps with it"),
         ({"checkpoint_seconds": 0.0}, "--fill-checkpoint-seconds is 0.0"),
     ],
 )

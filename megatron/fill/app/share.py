@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.fill.config import FillSettings
 from megatron.fill.device import DeviceError, MpsDaemon, Sharing, mps_guard
 from megatron.fill.device.mps import PROGRAM
-from megatron.fill.device.nvml import Nvml
+from megatron.fill.device.nvml import Nvml, uuid_of
 from megatron.fill.device.sharing import SharingFacts, choose_sharing
 from megatron.fill.errors import ConfigError
 
@@ -31,7 +31,6 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
         facts = SharingFacts(
             gpus=len(gpus),
             mps_program=shutil.which(PROGRAM) is not None,
-            mps_pipe=settings.mps_pipe is not None,
             same_user=settings.user is None,
         )
         sharing, why = choose_sharing(settings.sharing, facts)
@@ -43,7 +42,9 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
             daemon = MpsDaemon.existing(Path(settings.mps_pipe))
             os.environ["CUDA_MPS_PIPE_DIRECTORY"] = settings.mps_pipe
             return daemon
-        uuids = _visible([gpu.uuid for gpu in gpus])
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES") or None
+        count = len(gpus) if chosen is None else chosen.count(",") + 1
+        uuids = [uuid_of(f"cuda:{number}", chosen, gpus) for number in range(count)]
         # The ranks of a node have their launcher in common; with the run's name it tells this run from others.
         launcher = os.getppid()
         home = Path(settings.report or Path(tempfile.gettempdir()) / f"pipefill-{launcher}")
@@ -54,17 +55,3 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
         return daemon
     except DeviceError as error:
         raise ConfigError(f"--fill-sharing {settings.sharing}: {error}") from error
-
-
-def _visible(uuids: list[str]) -> list[str]:
-    """Those of the GPUs that this process may use, in its own order."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not chosen:
-        return uuids
-    found = []
-    for one in chosen.split(","):
-        if one.isdecimal() and int(one) < len(uuids):
-            found.append(uuids[int(one)])
-        else:
-            found += [uuid for uuid in uuids if uuid.startswith(one)]
-    return found

@@ -20,16 +20,12 @@ class SharingFacts:
     Attributes:
         gpus: the number of GPUs.
         mps_program: whether the MPS control program is installed.
-        mps_pipe: whether the user named a running daemon.
         same_user: workers run as the main job's user.
-        same_pids: this process sees the driver's pids: no container with pids of its own.
     """
 
     gpus: int
     mps_program: bool
-    mps_pipe: bool = False
     same_user: bool = True
-    same_pids: bool = True
 
 
 def choose_sharing(setting: str, facts: SharingFacts) -> tuple[Sharing, str]:

@@ -19,13 +19,13 @@ from megatron.fill.control import ControlReader
 from megatron.fill.device import host
 from megatron.fill.device.confine import confine
 from megatron.fill.device.port import Limits, mib
-from megatron.fill.device.tree import descendants
 from megatron.fill.errors import FillError, PlanError, StaleProfile
 from megatron.fill.gate import GateReader, SharedGateReader
 from megatron.fill.runtime import checkpoint
 from megatron.fill.runtime.baton import Baton, TailGate
 from megatron.fill.runtime.command import CommandRun
 from megatron.fill.runtime.loop import StepLoop
+from megatron.fill.runtime.reap import end_descendants
 from megatron.fill.runtime.saver import Saver
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import StepLog, WorkerPhase
@@ -178,13 +178,6 @@ def _reason(error: BaseException, callback: str, limits: Limits) -> str:
     return f"{message}{where}"
 
 
-def _end_children() -> None:
-    """Nothing that the task started outlives it."""
-    for child in descendants(os.getpid()):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-
-
 def main() -> None:
     spec = WorkerSpec.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     host.die_with_parent(spec.parent)
@@ -199,7 +192,7 @@ def main() -> None:
     os.chdir(spec.directory)
     worker = Worker(spec)
     worker.run().leave(worker.log)
-    _end_children()
+    end_descendants()  # nothing that the task started outlives it
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads that a task left behind must not keep the process
