@@ -89,6 +89,12 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help="keep the last microseconds of every predicted bubble free (default: 0)",
     )
     group.add_argument(
+        "--fill-reach",
+        action="store_true",
+        help="on the CPU, fill a bubble as long as it is open, and not only to its predicted end: more work is done, "
+        "and the training may become slower; when the brake finds that, it ends",
+    )
+    group.add_argument(
         "--fill-min-bubble-us",
         type=float,
         default=1000.0,

@@ -159,7 +159,7 @@ def bench(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": "python scripts/bench_fill.py " + " ".join(sys.argv[1:]),
         "summary": summary,
-        "jobs": report["jobs"],
+        "jobs": [{name: value for name, value in job.items() if name != "directory"} for job in report["jobs"]],
         "ranks": report["ranks"],
         "total": report["total"],
         "bubbles": by_bubble(folder / "run"),

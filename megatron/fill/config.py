@@ -205,6 +205,7 @@ class FillSettings(BaseModel):
     paired_blocks: int = Field(default=0, ge=0)
     warmup_iterations: int = Field(default=5, ge=1)
     guard_us: float = Field(default=0.0, ge=0)
+    reach: bool = False
     min_bubble_us: float = Field(default=1000.0, ge=0)
     grace_ms: float = Field(default=500.0, gt=0)
     max_overruns: int = Field(default=3, ge=1)

@@ -28,6 +28,8 @@ class BubblePredictor:
         window: how many recent durations count.
         tolerance: by which factor a duration must miss the prediction to be taken for a change of the cycle and not
             for noise.
+        reaching: fill beyond what is predicted, up to the longest recent duration: where a step that is caught by the
+            bubble's end holds nobody up.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class BubblePredictor:
         margin: float = 0.5,
         window: int = 48,
         tolerance: float = 1.3,
+        reaching: bool = False,
     ) -> None:
         self.warmup = warmup
         self.quantile = quantile
         self.margin = margin
         self.window = window
         self.tolerance = tolerance
+        self.reaching = reaching
         self._histories: dict[CycleKey, list[_History]] = {}
         self._current: list[_History] = []
         self._learning = False
@@ -66,6 +70,12 @@ class BubblePredictor:
         if history.kind is not kind or history.seen < self.warmup:
             return 0
         return max(0, history.predict(now_ns - self._met_ns, self))
+
+    def fill_for(self, index: int, predicted_ns: int) -> int:
+        """How long, in ns, the bubble that was just predicted may be filled, if it stays open for so long."""
+        if not (self.reaching and predicted_ns):
+            return predicted_ns
+        return max(predicted_ns, self._current[index].from_opening.ordered[-1])
 
     def expected(self) -> list[tuple[BubbleKind, int]]:
         """The bubbles of the present cycle with the durations that can be counted on, in ns; empty if it is too new.

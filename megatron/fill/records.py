@@ -20,6 +20,7 @@ from megatron.fill.types import (
     Bubble,
     BubbleKind,
     BubbleUse,
+    CycleKey,
     Iteration,
     JobRecord,
     JobState,
@@ -29,7 +30,7 @@ from megatron.fill.types import (
     WorkerRecord,
 )
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2
 
 
 def write_rank(path: Path, record: RankRecord) -> None:
@@ -38,6 +39,7 @@ def write_rank(path: Path, record: RankRecord) -> None:
         "version": RECORD_VERSION,
         "kind": "rank",
         "info": _scalars(record.info),
+        "schedule": record.schedule and _scalars(record.schedule),
         "iterations": _table(Iteration, record.iterations),
         "bubbles": _table(Bubble, record.bubbles),
         "spans": _table(Span, record.spans),
@@ -60,6 +62,7 @@ def read_rank(path: Path) -> RankRecord:
             bubbles=_values(Bubble, content["bubbles"], kind=BubbleKind),
             spans=_values(Span, content["spans"]),
             brakes=_values(BrakeEvent, content["brakes"]),
+            schedule=content["schedule"] and CycleKey(**content["schedule"]),
         )
 
     return _read(path, "rank", build)

@@ -138,13 +138,18 @@ class BrakeEvent:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What the recorder of one rank writes at the end of a run."""
+    """What the recorder of one rank writes at the end of a run.
+
+    Attributes:
+        schedule: of its last training iteration; None if there was none.
+    """
 
     info: RankInfo
     iterations: list[Iteration]
     bubbles: list[Bubble]
     spans: list[Span]
     brakes: list[BrakeEvent] = field(default_factory=list)
+    schedule: CycleKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +158,10 @@ class BubbleUse:
 
     Attributes:
         seq: the gate's number of the bubble.
-        latency_ns: from the gate's opening to the start of the first step; -1 if no step ran.
+        latency_ns: from the gate's opening to the start of the first step; -1 if no step ran, or one was in flight.
         harvested_ns: time inside steps and inside the bubble.
         overrun_ns: how long the last step ran on after the bubble's end; 0 for none.
-        steps: the steps begun in it.
+        steps: the steps begun in it; one that began in an earlier bubble counts in ``harvested_ns`` only.
     """
 
     seq: int

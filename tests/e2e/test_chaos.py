@@ -12,13 +12,12 @@ import pytest
 
 from tests.e2e.training import ROOT, processes
 
-FAULTS = 16
-TRAINED = 220  # iterations
-# Of the ways to do harm one each; `pipefill chaos` knows some more.
+FAULTS = 7
+TRAINED = 180  # iterations
+# Those that the tasks of the other end-to-end tests do not commit; `pipefill chaos` knows many more.
 CHOSEN = [
-    *("raise-create", "raise-stop", "raise-load-state-dict", "os-exit", "sigsegv", "sigstop-self", "sigkill-outside"),
-    *("hang-gil", "deaf-loop", "memory-hog", "fork-bomb", "output-flood", "checkpoint-newest", "gate-write"),
-    *("agent-kill", "disk-full"),
+    *("raise-load-state-dict", "sigstop-self", "hang-gil", "deaf-loop"),
+    *("checkpoint-newest", "gate-write", "disk-full"),
 ]
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.training import Trained, processes, train, write_jobs
-
-ITERATIONS = 160
+from tests.e2e.training import Trained, finished, processes, train_until, write_jobs
 
 
 def fault(name: str, where: str, what: str) -> dict:
@@ -51,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder: Path = tmp_path_factory.mktemp("faults")
     jobs = write_jobs(folder, *(job for job, _ in FAULTS.values()))
     limits = "--fill-warmup-iterations 2 --fill-grace-ms 100 --fill-max-overruns 2 --fill-max-output-mib 4"
-    return train(folder, f"{jobs} {limits}", ITERATIONS)
+    return train_until(folder, f"{jobs} {limits}", dict.fromkeys(FAULTS, finished))
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -7,17 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron.fill.device.landlock import landlock_abi
-from megatron.fill.store import Job, JobStore, open_store
 from megatron.fill.types import JobState
-from tests.e2e.training import Trained, processes, start, write_jobs
+from tests.e2e.training import Running, processes, write_jobs
 
 CLI = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 LAYERS = {"name": "layers", "task": "tasks:Layers", "args": {"milliseconds": [1, 2, 0.5, 1]}, "count": 2}
@@ -27,51 +25,27 @@ LATER = {"name": "later", "task": "tasks:Spin", "args": {"milliseconds": 0.3, "s
 LOST = 100  # samples: what the bubbles of a few seconds hold
 
 
-class Running:
+class Story(Running):
     """A training, its store, and what a user does meanwhile."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
         jobs = write_jobs(folder, LAYERS, BIG, TAIL)
-        flags = "--fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5 --fill-lease-seconds 2 --exit-signal-handler"
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HF_TOKEN", "secret")
-            self.process = start(folder, f"{jobs} {flags}", 100_000)
-        assert self.process.stdout is not None
-        self.output: list[str] = []
-        self.reader = threading.Thread(target=self.output.extend, args=(self.process.stdout,), daemon=True)
-        self.reader.start()
-        self.wait((folder / "run" / "jobs.db").exists)
-        self.store: JobStore = open_store(folder / "run")
+            super().__init__(
+                folder, f"{jobs} --fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5 --fill-lease-seconds 2"
+            )
         self.wait(lambda: len(self.store.list()) == 4)
-
-    def wait(self, condition: Callable[[], object], seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, "".join(self.output[-40:])
-            assert time.monotonic() < end, [(job.name, job.state, job.reason) for job in self.store.list()]
-            time.sleep(0.1)
 
     def pipefill(self, *arguments: str) -> str:
         environment = os.environ | {"PIPEFILL_STORE": str(self.folder / "run")}
         done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, check=True, env=environment)
         return done.stdout
 
-    def job(self, name: str) -> Job:
-        return self.store.find(name)
-
-    def end(self) -> Trained:
-        """Ask the training to end, as SLURM does, and wait for it."""
-        for spec in (self.folder / "run" / "agents").glob("spec*.json"):
-            os.kill(json.loads(spec.read_text())["parent"], signal.SIGTERM)
-        assert self.process.wait(60) == 0, "".join(self.output[-40:])
-        self.reader.join()
-        return Trained("".join(self.output), self.folder)
-
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("fill-jobs"))
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    running = Story(tmp_path_factory.mktemp("fill-jobs"))
     yield running
     running.process.kill()
     running.process.wait()

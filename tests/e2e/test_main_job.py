@@ -12,9 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.store import open_store
 from megatron.fill.types import JobState
-from tests.e2e.training import processes, start, train, write_jobs
+from tests.e2e.training import (
+    ENDLESS,
+    HERE,
+    ROOT,
+    Running,
+    finished,
+    processes,
+    start,
+    stepped,
+    train,
+    train_until,
+    write_jobs,
+)
 
 SPIN = {"name": "spin", "task": "tasks:Spin"}
 
@@ -33,20 +44,22 @@ def test_profile_only_with_evaluation(tmp_path):
 
 
 def test_evaluation_and_checkpoints_are_filled_around_and_resume_gives_the_same_losses(tmp_path):
-    """12 iterations at once equal 6, a checkpoint, and 6 more; the side task goes on from its own checkpoint too."""
+    """A checkpoint at any moment, and 8 iterations more, equal all at once; the side task goes on from its own."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    common = "--eval-interval 5 --eval-iters 1 --fill-warmup-iterations 2 --lr-decay-iters 12 --lr-warmup-iters 0"
-    reference = train(whole, f"{common} {write_jobs(whole, SPIN)}", 12).losses
-    saving = f"{common} {write_jobs(parts, SPIN)} --save {parts}/model --save-interval 3"
-    first = train(parts, f"{saving} --exit-interval 6", 12)
+    common = "--eval-interval 7 --eval-iters 1 --fill-warmup-iterations 2 --lr-warmup-iters 0"
+    jobs = write_jobs(parts, SPIN)
+    first = train_until(parts, f"{common} {jobs} --save {parts}/model --save-interval 6", {"spin": stepped})
     spin = first.jobs["spin"]  # the second run's report takes its place
-    assert spin["result"]["done"] == spin["steps"]
-    assert first.jobs["spin"]["reason"] == "the main job ended first; goes on from its checkpoint"
-    second = train(parts, f"{saving} --load {parts}/model", 12)
-    assert second.losses == reference
+    assert spin["result"]["done"] == spin["steps"] > 0
+    assert spin["reason"] == "the main job ended first; goes on from its checkpoint"
+    last = len(first.losses) + 8
+    second = train(parts, f"{common} {jobs} --load {parts}/model --exit-interval {last}", ENDLESS)
     assert second.jobs["spin"]["result"]["done"] == spin["steps"] + second.jobs["spin"]["steps"]
+    reference = train(whole, f"{common} {write_jobs(whole, SPIN)} --exit-interval {last}", ENDLESS)
+    assert len(reference.losses) == last
+    assert second.losses == reference.losses
 
 
 def test_jobs_that_finish_make_room_for_others_by_priority(tmp_path):
@@ -59,10 +72,12 @@ def test_jobs_that_finish_make_room_for_others_by_priority(tmp_path):
         {"name": "endless-b", "task": "tasks:Spin", "priority": -1},
         {"name": "never", "task": "tasks:Spin", "priority": -2},
     )
-    trained = train(tmp_path, f"{jobs} --fill-warmup-iterations 2", 120)
+    ending = dict.fromkeys(["short-0", "short-1", "short-2", "urgent", "shell"], finished)
+    expected = ending | dict.fromkeys(["endless-a", "endless-b"], stepped)
+    trained = train_until(tmp_path, f"{jobs} --fill-warmup-iterations 2", expected)
     states = {name: job["state"] for name, job in trained.jobs.items()}
     assert states == {
-        **dict.fromkeys(["short-0", "short-1", "short-2", "urgent", "shell"], "SUCCEEDED"),
+        **dict.fromkeys(ending, "SUCCEEDED"),
         **dict.fromkeys(["endless-a", "endless-b", "never"], "QUEUED"),
     }
     assert trained.jobs["never"]["steps"] == 0
@@ -91,8 +106,9 @@ WRONG = {
     "--fill-paired-blocks -1": "--fill-paired-blocks is -1",
     "--fill-pipeline-schedule gpipe --num-layers-per-virtual-pipeline-stage 1": "gpipe does not interleave",
 }
-PARSE = """
+PARSE = f"""
 import sys
+sys.path.insert(0, {str(ROOT)!r})
 from megatron.fill.app import launch
 from megatron.training import arguments
 for flags in sys.argv[1:]:
@@ -106,9 +122,11 @@ for flags in sys.argv[1:]:
 
 def test_wrong_input_stops_before_training(tmp_path):
     (tmp_path / "bad.yaml").write_text("jobs: [{name: x, task: m:C, speed: 1}]")
+    script = tmp_path / "parse.py"
+    script.write_text(PARSE)
     flags = [flag.format(folder=tmp_path) for flag in WRONG]
-    command = [sys.executable, "-W", "ignore", "-c", PARSE, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [sys.executable, str(HERE / "launch.py"), "1", str(script), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     lines = done.stderr.replace(f"{tmp_path}/", "").splitlines()
     said = [line for line in lines if line == "2" or "error:" in line]
     assert len(said) == 2 * len(WRONG), done.stderr
@@ -161,17 +179,23 @@ def environ(pid: int, name: str) -> str | None:
 
 def test_two_runs_share_a_store(tmp_path):
     """Both take jobs from it, whoever submitted them, and each job is run once."""
-    folders = [tmp_path / "one", tmp_path / "two"]
-    job = SPIN | {"args": {"steps": 5}, "count": 4}
+    names = [f"{run}-{number}" for run in ("one", "two") for number in range(4)]
     runs = []
-    for folder in folders:
+    for name in ("one", "two"):
+        folder = tmp_path / name
         folder.mkdir()
-        jobs = write_jobs(folder, job | {"name": folder.name})
-        store = f"--fill-store {tmp_path}/shared.db --fill-warmup-iterations 2 --fill-lease-seconds 2"
-        runs.append(start(folder, f"{jobs} {store}", 60))
-    for process in runs:
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, output[-3000:]
-    kept = open_store(tmp_path / "shared.db").list()
+        jobs = write_jobs(folder, SPIN | {"name": name, "args": {"steps": 5}, "count": 4})
+        store = tmp_path / "shared.db"
+        flags = f"{jobs} --fill-store {store} --fill-warmup-iterations 2 --fill-lease-seconds 2"
+        runs.append(Running(folder, flags, store))
+    try:
+        for run in runs:
+            run.wait_for_jobs(dict.fromkeys(names, finished))
+        for run in runs:
+            run.end()
+    finally:
+        for run in runs:
+            run.process.kill()
+    kept = runs[0].store.list()
     assert {(job.state, job.attempt, job.progress.work_done) for job in kept} == {(JobState.SUCCEEDED, 1, 5.0)}
-    assert sorted(job.name for job in kept) == [f"{name}-{number}" for name in ("one", "two") for number in range(4)]
+    assert sorted(job.name for job in kept) == names

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron.fill.store import Job, JobStore, open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -19,6 +25,7 @@ MODEL = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 100000 "
     "--log-interval 1 --tensorboard-log-interval 1"
 )
+ENDLESS = 100_000  # iterations
 UPSTREAM = ("-m", "pipefill_patches", "--only", "cpu_backend", "pretrain_gpt.py")
 PATCHED = ("-m", "pipefill_patches", "pretrain_gpt.py")
 OURS = ("pretrain_gpt.py",)
@@ -83,6 +90,77 @@ def train(folder: Path, *args: Any, **kwargs: Any) -> Trained:
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output[-4000:]
     return Trained(output, folder)
+
+
+class Running:
+    """A training that goes on until it is told to end, so that what is waited for may take its time.
+
+    Its jobs' store is that of the run, or ``store``.
+    """
+
+    def __init__(self, folder: Path, flags: str, store: Path | None = None, **kwargs: Any) -> None:
+        self.folder = folder
+        self.process = start(folder, f"{flags} --exit-signal-handler", ENDLESS, **kwargs)
+        self.output: list[str] = []
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(target=self.output.extend, args=(self.process.stdout,), daemon=True)
+        self._reader.start()
+        self._store_path = store or folder / "run" / "jobs.db"
+        self._store: JobStore | None = None
+
+    def wait(self, condition: Callable[[], object], seconds: float = 120) -> None:
+        """Wait until it holds.  Fails the test if the training ends first, or at the end of the time."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, "".join(self.output[-40:])
+            late = time.monotonic() >= end
+            assert not late, [(job.name, job.state, job.reason) for job in (self._store.list() if self._store else ())]
+            time.sleep(0.1)
+
+    def wait_for_jobs(self, expected: dict[str, Callable[[Job], object]], seconds: float = 120) -> None:
+        """Wait until there are jobs with these names of which this holds."""
+
+        def met() -> bool:
+            jobs = {job.name: job for job in self.store.list()}
+            return all(name in jobs and holds(jobs[name]) for name, holds in expected.items())
+
+        self.wait(met, seconds)
+
+    @property
+    def store(self) -> JobStore:
+        if self._store is None:
+            self.wait(self._store_path.exists)
+            self._store = open_store(self._store_path)
+        return self._store
+
+    def job(self, name: str) -> Job:
+        return self.store.find(name)
+
+    def end(self) -> Trained:
+        """Ask the training to end, as SLURM does, and wait for it."""
+        for spec in (self.folder / "run" / "agents").glob("spec*.json"):
+            os.kill(json.loads(spec.read_text())["parent"], signal.SIGTERM)
+        assert self.process.wait(60) == 0, "".join(self.output[-40:])
+        self._reader.join()
+        return Trained("".join(self.output), self.folder)
+
+
+def train_until(folder: Path, flags: str, expected: dict[str, Callable[[Job], object]], **kwargs: Any) -> Trained:
+    """Train until there are jobs with these names of which this holds."""
+    running = Running(folder, flags, **kwargs)
+    try:
+        running.wait_for_jobs(expected)
+        return running.end()
+    finally:
+        running.process.kill()
+
+
+def finished(job: Job) -> bool:
+    return job.state.finished
+
+
+def stepped(job: Job) -> bool:
+    return job.progress.steps > 0
 
 
 def write_jobs(folder: Path, *jobs: dict[str, Any]) -> str:

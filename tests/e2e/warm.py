@@ -10,7 +10,9 @@ here: the patches are to find it as fresh as in a process of their own.
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -19,9 +21,11 @@ import signal
 import socket
 import sys
 import threading
+from typing import NoReturn
 
 HEAVY = (
     *("torch", "torch.distributed", "torch.utils.tensorboard", "torch.distributed.checkpoint", "torch._dynamo"),
+    *("torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo", "networkx", "omegaconf", "wandb"),
     *("transformers", "tensorboard", "numpy", "scipy", "pydantic", "sqlalchemy", "rich", "psutil", "yaml"),
 )
 
@@ -30,6 +34,7 @@ def serve(path: str) -> None:
     for name in HEAVY:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # else the first collection in a rank copies all of it
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
@@ -91,10 +96,16 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    sys.exit(code)
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """End as Python does, but for taking all modules apart: in a forked process that takes seconds."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def test_it_fails_if_no_job_fits_any_rank(files):
         ("bubbles.json", "[]", [], "bubbles.json: is .*: "),
         ("jobs.yaml", "jobs: []", [], "jobs.yaml: jobs is"),
         ("profiles.json", "[]", [], "profiles.json: found a list; expected a list of profiles per job name"),
-        ("profiles.json", "{", [], "profiles.json: cannot be read: is not JSON"),
+        ("profiles.json", "{", [], "profiles.json: is not JSON"),
         ("profiles.json", '{"train": [{}]}', [], "job 'train': not the profile of a job: KeyError"),
         ("profiles.json", '{"train": 3}', [], "job 'train': .*expected a list of profiles"),
         ("unused", "", ["--rank", "1"], "--rank is 1: expected one of 0, 2"),

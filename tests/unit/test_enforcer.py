@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,14 +112,7 @@ def test_a_step_that_ends_in_a_later_bubble_has_offended_and_no_more(bench):
 
 
 def test_a_step_that_only_waits_for_the_core_is_not_to_blame(bench, monkeypatch):
-    waited_ns = 0
-
-    def waiting(self: Enforcer) -> int:
-        nonlocal waited_ns
-        waited_ns = time.monotonic_ns()  # it has been ready, without a core, all the time
-        return waited_ns
-
-    monkeypatch.setattr(Enforcer, "_waiting_ns", waiting)
+    monkeypatch.setattr(Enforcer, "_sample", lambda self: (False, 10**9))  # ready, and never on a core
     bench.begin_step()
     bench.check_until(lambda: bench.stopped)
     end_s = time.monotonic() + 0.4
@@ -128,9 +122,46 @@ def test_a_step_that_only_waits_for_the_core_is_not_to_blame(bench, monkeypatch)
     assert bench.enforcer.verdict is None
 
 
-def test_the_kernel_tells_how_long_a_process_waited(bench):
-    bench.enforcer.pid = os.getpid()  # which has had to wait for sure
-    assert bench.enforcer._waiting_ns() > 0
+def test_a_step_that_the_main_job_starves_is_not_to_blame_whatever_the_kernel_has_noted_of_its_waiting(bench):
+    """A real one: an idle-class spinner on the core of a busy main job."""
+    core = min(os.sched_getaffinity(0))
+    busy = subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
+    idle = f"import os; os.sched_setaffinity(0, {{{core}}}); os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
+    spinner = subprocess.Popen([sys.executable, "-c", f"{idle}\nwhile True: pass"], process_group=0)
+    try:
+        time.sleep(0.3)
+        bench.enforcer = Enforcer(spinner.pid, SharedGateReader(bench.gate.reader_fd()), bench.log, GRACE_NS, 2)
+        bench.begin_step()
+        end_s = time.monotonic() + 0.6
+        while time.monotonic() < end_s:
+            bench.enforcer.check()
+            time.sleep(0.01)
+        assert bench.enforcer.verdict is None
+    finally:
+        bench.enforcer.release()
+        for process in (busy, spinner):
+            process.kill()
+            process.wait()
+
+
+def test_what_a_step_has_of_a_core_counts_against_it(bench):
+    spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"], process_group=0)
+    try:
+        bench.enforcer.pid = spinner.pid
+        bench.enforcer.grace_ns = 300_000_000
+        bench.begin_step()
+        bench.check_until(lambda: bench.enforcer._opportunity_ns > 1_000_000)
+    finally:
+        bench.enforcer.release()
+        spinner.kill()
+        spinner.wait()
+
+
+def test_the_kernel_tells_how_long_a_process_had_a_core(bench):
+    bench.enforcer.pid = os.getpid()
+    sleeps, ran_ns = bench.enforcer._sample()
+    assert not sleeps  # it is asking
+    assert ran_ns > 0
 
 
 def test_release_lets_a_stopped_worker_run(bench):

@@ -31,6 +31,12 @@ RULES: dict[str, set[str]] = {
     "device": {"types", "errors"},
     "planner": {"types", "errors", "profiles"},
     "scheduler": {"types", "errors", "profiles", "planner"},
+    "pipeline": {"types", "errors", "profiles"},
+    # Of the runtime, the simulator takes what a worker decides by: the step loop and its estimator.
+    "sim": {
+        *("types", "errors", "profiles", "config", "records", "gate", "predictor", "pipeline", "planner", "scheduler"),
+        *("store", "report", "device", "runtime"),
+    },
     "store": {"types", "errors", "config"},
     "report": {"types", "errors", "records"},
     "runtime": {
@@ -38,7 +44,9 @@ RULES: dict[str, set[str]] = {
         *("control", "hooks", "planner", "scheduler", "shared", "store", "stream"),
     },
     "chaos": {"types", "errors", "records", "store", "sidetask", "config", "report"},
-    "cli": {"chaos", "control", "types", "errors", "profiles", "config", "store", "planner", "device", "runtime"},
+    "cli": {
+        *("chaos", "control", "types", "errors", "profiles", "config", "store", "planner", "device", "runtime", "sim"),
+    },
     "__init__": {"types", "errors", "sidetask"},
 }
 TORCH_FREE = [
@@ -69,6 +77,10 @@ TORCH_FREE = [
     "planner.search",
     "planner.draw",
     "scheduler.policies",
+    "pipeline.timeline",
+    "sim.run",
+    "sim.truth.replay",
+    "sim.truth.recorded",
     "store.sql",
     "cli.app",
     "runtime.agent",

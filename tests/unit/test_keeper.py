@@ -38,7 +38,7 @@ class Flaky:
 @pytest.fixture
 def flaky(monkeypatch: pytest.MonkeyPatch) -> Flaky:
     store = Flaky(MemoryStore())
-    monkeypatch.setattr(module, "open_store", lambda url: store)
+    monkeypatch.setattr(module, "open_store", lambda url, create: store)
     monkeypatch.setattr(module, "_TICK_S", 0.02)
     monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.05)
     return store
@@ -125,6 +125,16 @@ def test_a_store_that_is_away_is_asked_again_and_the_job_goes_on(flaky):
     keeper.stop()
 
 
+def test_threads_that_find_the_store_away_at_once_lengthen_the_pause_once(flaky, caplog, monkeypatch):
+    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 60.0)
+    keeper = make()
+    flaky.down = True
+    for _ in range(3):
+        assert keeper.ask(lambda store: store.list(), 0.001) is None
+    assert flaky.calls >= 3
+    assert [record.args[0] for record in caplog.records] == [60.0]
+
+
 def test_a_job_whose_lease_ran_out_is_not_finished_twice(flaky):
     keeper = make(lease_s=0.2)
     held = take(keeper)  # no heartbeats: the keeper was not started
@@ -151,14 +161,26 @@ def test_what_a_dead_agent_held_is_given_back_once_the_store_answers(flaky):
     assert flaky.store.claim("dead agent", [1], 60.0) is not None
     told = []
     keeper = Keeper(
-        "memory", "agent", [], lambda: Device("rank 0", "run"), 1.0, ["dead agent"], submitted=lambda: told.append(1)
+        "memory", "agent", None, lambda: Device("rank 0", "run"), 1.0, ["dead agent"], submitted=lambda: told.append(1)
     )
     flaky.down = True
     assert keeper.ask(lambda store: store.list()) is None
     flaky.down = False
     time.sleep(0.1)
     assert keeper.ask(lambda store: store.get(1).state) is JobState.QUEUED
-    assert told == []  # there was nothing to submit
+    assert told == []  # the dead one had submitted already
+
+
+def test_an_agent_that_follows_another_makes_no_store(tmp_path):
+    path = tmp_path / "jobs.db"
+    following = Keeper(str(path), "agent", None, lambda: Device("rank 0", "run"), 1.0, ["dead agent"])
+    assert following.ask(lambda store: store.list()) is None
+    assert not path.exists()
+    told = []
+    first = Keeper(str(path), "agent", [], lambda: Device("rank 0", "run"), 1.0, submitted=lambda: told.append(1))
+    assert first.ask(lambda store: store.list()) == []
+    assert told == [1]
+    assert following.ask(lambda store: store.list(), 5.0) == []
 
 
 def test_that_the_jobs_are_submitted_is_told(flaky):

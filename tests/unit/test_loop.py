@@ -30,12 +30,15 @@ class Scripted(SideTask):
 
     def __init__(self, clock: Clock, lengths_ms: list[float]) -> None:
         self.clock, self.lengths, self.calls = clock, list(lengths_ms), []
+        self.pauses_ms: list[float] = []
 
     def start(self) -> None:
         self.calls.append("start")
 
     def pause(self) -> None:
         self.calls.append("pause")
+        if self.pauses_ms:
+            self.clock.now_ns += int(self.pauses_ms.pop(0) * MS)
 
     def run_next_step(self) -> float:
         if not self.lengths:
@@ -122,6 +125,36 @@ def test_a_task_whose_steps_seem_too_long_gets_a_try_now_and_then():
     for _ in range(40):
         bench.bubble(10)
     assert bench.task.calls.count("step") > 5
+
+
+def test_where_the_main_job_takes_the_device_back_a_caught_step_says_nothing_of_its_length():
+    starved = [2.0, 90.0] * 20
+    taken_back, waited_for = Bench(*starved), Bench(*starved)
+    taken_back.loop.preempted = True
+    for bench in (taken_back, waited_for):
+        for _ in range(10):
+            bench.bubble(7, lasts_ms=3)
+    assert taken_back.task.calls.count("step") == 20
+    assert waited_for.task.calls.count("step") < 20
+
+
+@pytest.mark.parametrize(("preempted", "steps"), [(True, 6), (False, 2)])
+def test_nor_does_a_caught_pause_and_the_next_bubbles_are_used(preempted: bool, steps: int):
+    bench = Bench(*[2.0] * 20)
+    bench.loop.preempted = preempted
+    bench.task.pauses_ms = [100.0]
+    for _ in range(3):
+        bench.bubble(5)
+    assert bench.task.calls.count("step") == steps
+
+
+def test_time_is_left_for_a_pause_that_fits():
+    bench = Bench(*[2.0] * 20)
+    bench.loop.preempted = True
+    bench.task.pauses_ms = [1.0] * 3
+    for _ in range(3):
+        bench.bubble(6.5, lasts_ms=7.5)
+    assert bench.task.calls.count("step") == 3 + 2 + 2
 
 
 def test_it_finishes_when_the_task_does():

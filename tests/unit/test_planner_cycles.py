@@ -11,8 +11,9 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.planner.cycles import cycle_from_dict, cycle_to_dict, drifted, load_cycles
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.report.cycle import write_cycles
-from megatron.fill.report.schema import CycleBubble, RankCycle
+from megatron.fill.report.schema import RankCycle
 from megatron.fill.types import BubbleKind
+from tests.unit.recorded_runs import cycle_bubble
 
 CYCLE = BubbleCycle(
     1_000_000,
@@ -24,26 +25,11 @@ CYCLE = BubbleCycle(
 )
 
 
-def bubble(kind: BubbleKind, p10_ms: float, free_bytes: int) -> CycleBubble:
-    return CycleBubble(
-        index=0,
-        kind=kind,
-        mean_ms=9,
-        median_ms=9,
-        p10_ms=p10_ms,
-        p90_ms=9,
-        offset_ms=0,
-        share=0.1,
-        free_bytes=free_bytes,
-        count=3,
-    )
-
-
 @pytest.fixture
 def bubbles_file(tmp_path):
     """As the report's room writes it."""
-    training = [bubble(BubbleKind.FILL, 1.5, 10), bubble(BubbleKind.DRAIN, 2.25, 0)]
-    evaluation = [bubble(BubbleKind.FILL, 7, 7)]
+    training = [cycle_bubble(BubbleKind.FILL, 10, p10_ms=1.5), cycle_bubble(BubbleKind.DRAIN, 0, p10_ms=2.25)]
+    evaluation = [cycle_bubble(BubbleKind.FILL, 7, p10_ms=7)]
     path = tmp_path / "bubbles.json"
     ranks = [
         RankCycle(rank=1, stage=1, iteration_ms=20.5, training=training, evaluation=evaluation),

@@ -149,3 +149,16 @@ def test_the_expected_cycle_leaves_rare_bubbles_out():
         if iteration == 2:
             predictor.observe(BubbleKind.DRAIN, 2, 260, 261)
     assert predictor.expected() == [(BubbleKind.FILL, 100), (BubbleKind.DRAIN, 50)]
+
+
+def test_reaching_fills_as_long_as_the_longest_recent_bubble():
+    cautious, reaching = BubblePredictor(warmup=2), BubblePredictor(warmup=2, reaching=True)
+    for predictor in (cautious, reaching):
+        for duration in (10 * MS, 14 * MS, 10 * MS, 10 * MS):
+            cycle(predictor, [duration])
+        predictor.cycle_started(TRAINING, 0)
+        assert predictor.predict(BubbleKind.INTERIOR, 0, 10 * MS) == 10 * MS
+    assert cautious.fill_for(0, 10 * MS) == 10 * MS
+    assert reaching.fill_for(0, 10 * MS) == 14 * MS
+    assert reaching.fill_for(0, 20 * MS) == 20 * MS
+    assert reaching.fill_for(0, 0) == 0  # what is not predicted is not filled

@@ -10,7 +10,7 @@ from megatron.fill.profiles import BubbleSlot
 from megatron.fill.runtime.brake import Brake
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
-from megatron.fill.types import BubbleKind, CycleKey, RankInfo
+from megatron.fill.types import BrakeEvent, BubbleKind, CycleKey, RankInfo
 from tests.fakes import FakeGate
 
 MS = 1_000_000
@@ -52,6 +52,35 @@ def test_filling_starts_after_the_warmup_and_leaves_short_bubbles_alone():
     assert [bubble.seq for bubble in bubbles] == [0, 0, 0, 0, 1, 0, 2, 0]
     assert [bubble.predicted_ns for bubble in bubbles[4:6]] == [20 * MS, MS // 2]
     assert bubbles[-1].free_bytes == 7
+
+
+class Deadlines(FakeGate):
+    """Keeps for how long each bubble was opened, in ms."""
+
+    def __init__(self, drive: list[Drive]) -> None:
+        super().__init__()
+        self.drive = drive
+        self.lasts: list[float] = []
+
+    def open(self, deadline_ns: int, free_bytes: int) -> int:
+        self.lasts.append((deadline_ns - self.drive[0].now_ns) / MS)
+        return super().open(deadline_ns, free_bytes)
+
+
+def test_where_steps_may_be_caught_bubbles_are_filled_beyond_what_is_predicted_until_the_brake():
+    drives: list[Drive] = []
+    gate = Deadlines(drives)
+    brake = Brake(0.01, 0, say=lambda text: None)
+    predictor = BubblePredictor(warmup=2, margin=0.0, reaching=True)
+    listener = RankListener(gate, Recorder(INFO, 3), predictor, lambda: 7, brake=brake)
+    drives.append(Drive(listener))
+    for duration in (20, 30, 20, 20, 20):
+        drives[0].iteration(duration)
+    assert gate.lasts[-1] == 30
+    assert listener.recorder.bubbles[-1].predicted_ns == 20 * MS
+    brake.events.append(BrakeEvent(5, 0.1, 5, 6, 0))
+    drives[0].iteration(20)
+    assert gate.lasts[-1] == 20
 
 
 def test_paired_blocks_alternate():

@@ -64,7 +64,7 @@ def test_rows_are_compact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 99}, "has version 99; this PipeFill reads 1"),
+        ({"version": 99}, "has version 99; this PipeFill reads 2"),
         ({"kind": "agent"}, "is not the record of a PipeFill rank"),
         ({"bubbles": {"columns": ["a"], "rows": []}}, "is damaged"),
         ({"info": {"rank": 0}}, "is damaged"),

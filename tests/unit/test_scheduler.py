@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.fill.board import CycleBoard, CycleBoardReader
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
+from megatron.fill.runtime.choice import Choice
 from megatron.fill.scheduler.estimate import estimate_s
-from megatron.fill.scheduler.policies import DEFAULT_POLICY, POLICIES, parse_policy, rank_jobs
+from megatron.fill.scheduler.policies import DEFAULT_POLICY, MOST_JOBS, POLICIES, STEADY, parse_policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
+from megatron.fill.store.memory import MemoryStore
+from megatron.fill.store.port import NewJob
 from megatron.fill.types import BubbleKind
 
 HERE, THERE = DeviceState("here"), DeviceState("there")
@@ -272,3 +276,58 @@ def test_times_are_estimated_from_the_plan():
     assert estimate_s(cycle, [profile], None) is None
     assert estimate_s(None, [profile], 60.0) is None
     assert estimate_s(cycle, [], 60.0) is None
+
+
+@given(st.sampled_from(sorted(its.__name__ for its in STEADY)), job_sets)
+def test_a_steady_policy_ranks_by_each_job_s_own_score(function, jobs):
+    """Whatever else waits, and whenever it is asked."""
+    name = next(name for name, its in POLICIES.items() if its.__name__ == function)
+    policy = parse_policy(name)
+    known = [its for its in jobs if its.processing_s["here"] is not None and its.fits(HERE)]
+    scores = {its.id: policy.score_one(its, state(its, now_s=99.0, ada=5.0), HERE)[0] for its in known}
+    by_score = sorted(known, key=lambda its: (-scores[its.id], its.submitted_s, its.id))
+    assert ranked(name, *known) == [its.id for its in by_score]
+    for one in known:
+        for other in known:
+            slower = replace(one, processing_s={"here": one.processing_s["here"] + 1})
+            assert policy.score_one(slower, state(slower), HERE) <= policy.score_one(one, state(one, other), HERE)
+
+
+@pytest.mark.parametrize(
+    ("text", "steady", "built_in"),
+    [
+        *((name, name in ("fifo", "sjf", "priority"), True) for name in POLICIES),
+        ("2*sjf", True, True),
+        ("sjf+fifo", False, True),
+        (f"{__name__}:by_name_length", False, False),
+        (f"sjf+{__name__}:by_name_length", False, False),
+    ],
+)
+def test_what_kind_of_policy_it_is(text, steady, built_in):
+    policy = parse_policy(text)
+    assert (policy.steady, policy.built_in) == (steady, built_in)
+    assert policy.most_jobs == (None if steady else MOST_JOBS)
+
+
+def test_the_score_of_one_job():
+    one = job(1, 4.0)
+    assert parse_policy("sjf").score_one(one, state(one), HERE) == (-4.0,)
+    assert parse_policy("deadline").score_one(one, state(one), HERE) == (0.0, 0.0)
+    with pytest.raises(ConfigError, match=r"fails: job 'job-1': ZeroDivisionError"):
+        parse_policy(f"{__name__}:fails").score_one(one, state(one), HERE)
+    with pytest.raises(ValueError, match=r"policy 1.0\*sjf\+1.0\*fifo is a sum"):
+        parse_policy("sjf+fifo").score_one(one, state(one), HERE)
+
+
+def test_the_runtime_weighs_all_jobs_where_the_policy_is_steady():
+    """The last of many jobs is the most urgent one."""
+    store = MemoryStore()
+    spec = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "search": []}
+    many = [NewJob(f"job-{n}", spec, priority=n, deadline_s=1e10 - n) for n in range(MOST_JOBS + 5)]
+    store.submit(many)
+    first = {}
+    for policy in ("priority", "deadline"):
+        choice = Choice(policy, "rank 0", "cpu", CycleBoardReader(CycleBoard().reader_fd()))
+        wanted = choice.wanted(store, None)
+        first[policy] = store.get(wanted[0]).name
+    assert first == {"priority": f"job-{MOST_JOBS + 4}", "deadline": f"job-{MOST_JOBS - 1}"}

@@ -129,8 +129,21 @@ class TestOpening:
 
     def test_a_folder_that_cannot_be_made(self, tmp_path):
         (tmp_path / "file").touch()
-        with pytest.raises(StoreError, match="its folder cannot be made"):
+        with pytest.raises(StoreError, match="cannot be made: Not a directory"):
             open_store(tmp_path / "file" / "runs" / "jobs.db")
+
+    def test_a_file_that_is_away_is_not_made_anew(self, tmp_path):
+        path, away = tmp_path / "jobs #1?.db", tmp_path / "away.db"
+        store = SqlStore(path)
+        store.submit([job()])
+        store._engine.dispose()  # the connections, as after a while without use
+        path.rename(away)
+        with pytest.raises(StoreError, match="unable to open database file"):
+            store.list()
+        assert not path.exists()
+        away.rename(path)
+        assert [one.name for one in store.list()] == ["pi"]
+        store.close()
 
     def test_sqlite_keeps_what_it_acknowledged(self, tmp_path):
         store = SqlStore(tmp_path)

@@ -73,7 +73,7 @@ class HostListening:
             gate,
             self._recorder,
             # The rank takes its core back from a step in flight at once, so less caution is needed than on a GPU.
-            BubblePredictor(warmup=settings.warmup_iterations, margin=0.0),
+            BubblePredictor(warmup=settings.warmup_iterations, margin=0.0, reaching=settings.reach),
             self.free_bytes,
             settings.paired_blocks,
             guard_ns,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile
+from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, simulate
 
 app = typer.Typer(
     help="Jobs for the pipeline bubbles of Megatron-LM training.",
@@ -29,5 +29,6 @@ app.command("drain")(control.drain)
 app.command("kill")(control.kill)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("doctor")(doctor.doctor)
 app.command("chaos")(chaos.chaos)

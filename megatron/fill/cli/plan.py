@@ -103,30 +103,13 @@ def _of(spec: JobSpec, known: Mapping[str, Sequence[JobProfile]]) -> Sequence[Jo
 def _known_profiles(
     specs: Sequence[JobSpec], path: Path | None, store: str | None
 ) -> Mapping[str, Sequence[JobProfile]]:
+    from megatron.fill.planner.files import load_profiles
+
     if path is not None:
-        return _load_profiles(path)
+        return load_profiles(path)
     if store is not None:
         return stored_profiles(specs, store)
     raise ConfigError("no profiles given; expected --profiles FILE, or --store after pipefill profile JOBS")
-
-
-def _load_profiles(path: Path) -> dict[str, list[JobProfile]]:
-    from megatron.fill.profiles import JobProfile
-
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"is not JSON: {error}"
-        raise ConfigError(f"{path}: cannot be read: {reason}; expected a list of profiles per job name") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: found a {type(data).__name__}; expected a list of profiles per job name")
-    found = {}
-    for name, entries in data.items():
-        try:
-            found[name] = [JobProfile.from_dict(entry) for entry in entries]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{path}: job {name!r}: {error}; expected a list of profiles") from error
-    return found
 
 
 def _plan_rank(rank: int, cycle: BubbleCycle, profiles: Mapping[str, Sequence[JobProfile]]) -> list[_Row]:

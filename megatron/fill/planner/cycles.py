@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.planner.files import read_text
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import BubbleKind
 
@@ -53,11 +54,7 @@ def load_cycles(path: str | Path) -> dict[int, BubbleCycle]:
     Raises:
         ConfigError: naming the file, the field, the value, and what was expected.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise ConfigError(f"{path}: cannot be read: {reason}; expected a file of --fill-profile-only") from error
+    text = read_text(path, "a file of --fill-profile-only")
     try:
         file = _File.model_validate_json(text)
     except ValidationError as error:

@@ -14,6 +14,7 @@ any.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,10 +37,34 @@ def best_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: in
     Raises:
         PlanError: no configuration fits; names the node and the bubble that come closest, and by how much it fails.
     """
-    plans = [(plan, profile) for profile in profiles if (plan := lay(cycle, profile, reserve_ns))]
-    if not plans:
+    plan = find_plan(cycle, profiles, reserve_ns)
+    if plan is None:
         raise PlanError(why_nothing_fits(cycle, profiles, reserve_ns))
-    return max(plans, key=lambda pair: (pair[0].work_per_cycle, -pair[1].memory_bytes))[0]
+    return plan
+
+
+def find_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: int = 0) -> ExecutionPlan | None:
+    """``best_plan`` for who need not know why there is none."""
+    usable = [(slot.duration_ns - reserve_ns, slot.free_bytes) for slot in cycle.slots if slot.duration_ns > reserve_ns]
+    limits = [_limit(usable, profile) for profile in profiles]
+    found: dict[int, ExecutionPlan] = {}
+    best = 0.0
+    for number in sorted(range(len(profiles)), key=lambda number: -limits[number]):
+        if limits[number] < best:  # nor will any other get there
+            break
+        if plan := lay(cycle, profiles[number], reserve_ns):
+            found[number] = plan
+            best = max(best, plan.work_per_cycle)
+    if not found:
+        return None
+    return found[max(found, key=lambda number: (found[number].work_per_cycle, -profiles[number].memory_bytes, -number))]
+
+
+def _limit(usable: Sequence[tuple[int, int]], profile: JobProfile) -> float:
+    """Work per cycle that no plan exceeds: every bubble full that takes any node at all, and a little for rounding."""
+    least = min(node.memory_bytes for node in profile.nodes)
+    room_ns = sum(duration_ns for duration_ns, free_bytes in usable if free_bytes >= least)
+    return room_ns / profile.duration_ns * profile.work * (1 + 1e-9) if profile.duration_ns else inf
 
 
 def lay(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int = 0) -> ExecutionPlan | None:

@@ -131,7 +131,7 @@ class Agent:
         owners = [f"{self.name}, pid {pid}" for pid in (os.getpid(), *dead)]
         # An agent that follows a dead one must not submit again what has finished meanwhile.
         marker = self.run_dir / "agents" / f"submitted{spec.rank}.json"
-        submit = [] if marker.exists() else spec.submit
+        submit = None if marker.exists() else spec.submit
         self.keeper = Keeper(
             spec.store, owners[0], submit, self.describe, spec.lease_s, owners[1:], submitted=marker.touch
         )

@@ -17,12 +17,11 @@ from megatron.fill.planner.tail import leftover, processing_time_s
 from megatron.fill.profiles import BubbleCycle, JobProfile, profile_key
 from megatron.fill.runtime.planned import CHUNK_RESERVE_NS, PLAN
 from megatron.fill.scheduler.estimate import estimate_s
-from megatron.fill.scheduler.policies import parse_policy, rank_jobs
+from megatron.fill.scheduler.policies import MOST_JOBS, parse_policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
 from megatron.fill.store.port import Device, Job, JobStore, Progress
 from megatron.fill.types import JobState
 
-_MOST_JOBS = 500  # that wait: more than these are not weighed against each other
 _LOOK_AGAIN_S = 30.0  # how long an answer of the store about profiles is believed
 
 
@@ -78,7 +77,7 @@ class Choice:
             # Jobs that an idle device would run whole are not for a tail.
             idle = sum(device.busy_until_s is None for device in store.devices())
             waiting = waiting[idle:] if len(waiting) > idle else []
-        jobs = [job for job in waiting[:_MOST_JOBS] if self._may_fit(job, tail)]
+        jobs = [job for job in waiting[: self.policy.most_jobs] if self._may_fit(job, tail)]
         if not jobs:
             return []
         for job in jobs:
@@ -89,9 +88,10 @@ class Choice:
             jobs = [job for job in jobs if self._memory_bytes(job) <= room_bytes]
         devices = {device.name: device for device in store.devices()}
         devices[self.device] = Device(self.device, "")  # this seat is free
-        views = tuple(self._view(job, cycle) for job in jobs)
+        unit_s: dict[str, float | None] = {}
+        views = tuple(self._view(job, cycle, unit_s) for job in jobs)
         if not tail and cycle is not None:
-            for job, view in zip(jobs, views, strict=True):
+            for job, view in zip(jobs[:MOST_JOBS], views[:MOST_JOBS], strict=True):
                 if view.processing_s[self.device] == math.inf:
                     self._say_why(store, job, cycle)
         state = SchedulerState(
@@ -160,11 +160,17 @@ class Choice:
         except PlanError as error:
             store.note(job.id, f"does not fit {self.device}: {error}")
 
-    def _view(self, job: Job, cycle: BubbleCycle | None) -> JobView:
+    def _view(self, job: Job, cycle: BubbleCycle | None, unit_s: dict[str, float | None]) -> JobView:
+        """The job as policies see it; ``unit_s`` keeps the seconds per unit of work for the next job of its profile."""
         progress = job.progress
         total = progress.total_work or (self._kept(job) or {}).get("total_work")
         left = None if total is None else max(0.0, total - progress.work_done)
-        takes_s = estimate_s(cycle, self._parsed(job), left, CHUNK_RESERVE_NS)
+        key = self.key(job)
+        if key not in unit_s:
+            unit_s[key] = estimate_s(cycle, self._parsed(job), 1.0, CHUNK_RESERVE_NS)
+        takes_s = unit_s[key]
+        if takes_s is not None and takes_s != math.inf:
+            takes_s = None if left is None else takes_s * left
         return JobView(
             id=job.id,
             name=job.name,
@@ -180,7 +186,7 @@ class Choice:
 
 def _used_s(store: JobStore) -> dict[str, float]:
     used: dict[str, float] = {}
-    for job in store.list(limit=10 * _MOST_JOBS):
+    for job in store.list(limit=10 * MOST_JOBS):
         used[job.user] = used.get(job.user, 0.0) + job.progress.harvested_s
     return used
 

@@ -38,7 +38,8 @@ class Enforcer:
         self.max_overruns = max_overruns
         self.offences = 0
         self.verdict: str | None = None
-        self._waited_ns = self._waiting_ns()  # when last no step was overdue
+        self._overdue: tuple[int, int] | None = None  # the step in flight after its bubble
+        self._looked_ns = self._ran_ns = 0  # when its worker was last looked at, and its time on a core then
         self._opportunity_ns = self._hangs_at_ns = 0
         self._rationing: threading.Thread | None = None
         self._over = False
@@ -56,21 +57,37 @@ class Enforcer:
         step = self.log.step_seq, self.log.step_count
         ended_ns = self._ended_ns(step[0]) if step[0] else None
         if ended_ns is None:
-            self._waited_ns = self._waiting_ns()
+            self._overdue = None
             self._signal(signal.SIGCONT)  # whoever stopped it was not us, and it is not to block its seat
             return _LOOK_S
-        if now_ns - ended_ns > self.grace_ns:
-            self._stop(step, now_ns, ended_ns)
-        return _SOON_S
+        if self._overdue != step:
+            self._overdue, self._opportunity_ns, self._looked_ns = step, 0, ended_ns
+            self._ran_ns = self._sample()[1]  # what it had of a core since the bubble's end, nobody knows
+        self._look(now_ns)
+        left_ns = self.grace_ns - (now_ns - ended_ns)
+        if left_ns < 0:
+            self._stop(step, now_ns)
+            return _SOON_S
+        return min(_LOOK_S, max(_SOON_S, left_ns / 1e9))
 
     def release(self) -> None:
         """Stop watching and let the worker run, so that it can end."""
         self._over = True
         self._signal(signal.SIGCONT)
 
-    def _stop(self, step: tuple[int, int], now_ns: int, ended_ns: int) -> None:
+    def _look(self, now_ns: int) -> None:
+        """Add the opportunity that it had since it was last looked at.
+
+        One that sleeps could have gone on.  Of one that is ready only the time on a core counts: how long it has been
+        waiting for one, the kernel tells no sooner than it gets it.
+        """
+        sleeps, ran_ns = self._sample()
+        since_ns = now_ns - self._looked_ns
+        self._opportunity_ns += since_ns if sleeps else min(since_ns, ran_ns - self._ran_ns)
+        self._looked_ns, self._ran_ns = now_ns, ran_ns
+
+    def _stop(self, step: tuple[int, int], now_ns: int) -> None:
         self._signal(signal.SIGSTOP)
-        self._opportunity_ns = max(0, now_ns - ended_ns - (self._waiting_ns() - self._waited_ns))
         self._hangs_at_ns = now_ns + _HUNG_NS
         self._rationing = threading.Thread(target=self._ration, args=step, daemon=True)
         self._rationing.start()
@@ -81,11 +98,13 @@ class Enforcer:
             return None
         return self.gate.closed_ns(seq) if self.gate.seq - seq < 32 else 1
 
-    def _waiting_ns(self) -> int:
-        """How long the worker has been ready to run without a core, in all."""
+    def _sample(self) -> tuple[bool, int]:
+        """Whether the worker sleeps, and how long it has been on a core in all."""
+        folder = Path(f"/proc/{self.pid}")
         with contextlib.suppress(OSError, IndexError, ValueError):
-            return int(Path(f"/proc/{self.pid}/schedstat").read_text(encoding="ascii").split()[1])
-        return 0
+            state = (folder / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+            return state in "SD", int((folder / "schedstat").read_text(encoding="ascii").split()[0])
+        return False, self._ran_ns
 
     def _ration(self, step_seq: int, step_count: int) -> None:
         """Let the overdue step run inside bubbles only, until it ends."""
@@ -95,13 +114,13 @@ class Enforcer:
             if bubble is None or self._over or self.verdict:
                 continue
             seq = bubble.seq
-            begun_ns, waited_ns = time.monotonic_ns(), self._waiting_ns()
+            self._looked_ns, self._ran_ns = time.monotonic_ns(), self._sample()[1]
             self._signal(signal.SIGCONT)
             self.gate.wait_change(seq, None)
             if self.log.step_seq != step_seq or self.log.step_count != step_count:
                 break
+            self._look(time.monotonic_ns())
             self._signal(signal.SIGSTOP)
-            self._opportunity_ns += time.monotonic_ns() - begun_ns - (self._waiting_ns() - waited_ns)
         if self._opportunity_ns >= self.grace_ns:
             self.offences += 1
         if self.offences >= self.max_overruns and not self.verdict:

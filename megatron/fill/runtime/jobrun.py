@@ -27,7 +27,6 @@ from megatron.fill.types import JobState
 TICK_S = 0.2
 STOP_S = 10.0  # how long a worker may take to save and stop
 _READ_BYTES = 64 * 1024
-_READS_PER_TICK = 32  # bounds what a job that floods its output costs the machine: 10 MiB/s
 
 
 class JobRun:
@@ -79,21 +78,17 @@ class JobRun:
         with selectors.DefaultSelector() as selector:
             selector.register(exit_fd, selectors.EVENT_READ)
             selector.register(pipe, selectors.EVENT_READ)
-            reads, tick, look_s = 0, time.monotonic(), TICK_S
+            tick, look_s = time.monotonic(), TICK_S
             while self.worker.poll() is None:
                 for key, _ in selector.select(min(look_s, TICK_S)):
-                    if key.fd == pipe:
-                        reads += 1
-                        if not self._pump(pipe) or reads >= _READS_PER_TICK:
-                            selector.unregister(pipe)
+                    if key.fd == pipe and not (self._pump(pipe) and self._may_print()):
+                        selector.unregister(pipe)
                 now = time.monotonic()
                 if not self.stopped:
                     look_s = self.enforcer.check()
                 if now - tick < TICK_S:
                     continue
-                if reads >= _READS_PER_TICK and pipe not in selector.get_map():
-                    selector.register(pipe, selectors.EVENT_READ)
-                reads, tick = 0, now
+                tick = now
                 for look in self.ticks:
                     look()
                 if self.verdict is None:
@@ -103,7 +98,7 @@ class JobRun:
         self._unexplained = self.limiter.explain()
         self.limiter.kill()
         self.limiter.close()
-        while self._pump(pipe) and self._output.total_bytes < self.max_output_bytes:
+        while self._pump(pipe) and self._may_print():
             pass
         self._output.close()
         self.worker.stdout.close()
@@ -112,6 +107,10 @@ class JobRun:
         self.cut = self.end()
         if self.cut:
             self._kill(self.cut)
+            return
+        if not self._may_print():  # before any other fault: it waits for somebody to read on
+            limit_mib = self.max_output_bytes / 2**20
+            self._kill(f"printed more than {limit_mib:g} MiB; output.log has the beginning and the end")
             return
         self.stopped = self.stopped or self.stop()
         if self.stopped:
@@ -122,14 +121,15 @@ class JobRun:
             elif now > self._deadline:
                 self._kill(f"{self.log.phase.callback} did not return within {STOP_S:g} s of the stop: {self.stopped}")
             return
-        limit = self.max_output_bytes
         beyond = self.limiter.look()
         if beyond:
             self._kill(beyond)
-        elif self._output.total_bytes > limit:
-            self._kill(f"printed more than {limit / 2**20:g} MiB; output.log has the beginning and the end")
         elif self.enforcer.verdict:
             self._kill(self.enforcer.verdict)
+
+    def _may_print(self) -> bool:
+        """Whether the job may print more; what it prints beyond that is not read, so it waits for its end."""
+        return self._output.total_bytes <= self.max_output_bytes
 
     def _pump(self, pipe: int) -> bool:
         """Move some output to its file; False at its end, or when there is none now."""

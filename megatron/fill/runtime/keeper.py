@@ -46,7 +46,8 @@ class Keeper:
     """Keeps one agent's jobs and device alive in the store.
 
     Args:
-        submit: the jobs to put into the queue once the store can be reached.
+        submit: the jobs to put into the queue once the store can be reached, which is made if need be; None if an agent
+            before this one has done so.  A store that is away then is not made anew: that one would stay empty.
         submitted: called when they are there.
         device: this agent's device as it is now.
         lease_s: how long the store waits for a heartbeat.
@@ -57,7 +58,7 @@ class Keeper:
         self,
         url: str,
         owner: str,
-        submit: Sequence[NewJob],
+        submit: Sequence[NewJob] | None,
         device: Callable[[], Device],
         lease_s: float,
         dead: Sequence[str] = (),
@@ -68,7 +69,7 @@ class Keeper:
         self.lease_s = lease_s
         self.every_s = min(_BEAT_S, lease_s / 3)
         self.refused: list[tuple[str, str]] = []  # jobs that could not be submitted, and why
-        self._submit = list(submit)
+        self._submit = None if submit is None else list(submit)
         self._dead = list(dead)
         self._submitted = submitted
         self._device = device
@@ -149,8 +150,8 @@ class Keeper:
 
     def _connected(self) -> JobStore:
         if self._store is None:
-            self._store = open_store(self.url)
-        if self._submit:
+            self._store = open_store(self.url, create=self._submit is not None)
+        if self._submit is not None:
             self._submit_jobs(self._store)
         if self._dead:
             self._disown(self._store)
@@ -159,7 +160,9 @@ class Keeper:
 
     def _submit_jobs(self, store: JobStore) -> None:
         with self._lock:
-            waiting, self._submit = self._submit, []
+            waiting, self._submit = self._submit, None
+        if waiting is None:
+            return
         try:
             store.submit(waiting)
         except StoreError:
@@ -185,6 +188,8 @@ class Keeper:
             raise
 
     def _failed(self, error: StoreError) -> None:
+        if time.monotonic() < self._again_s:
+            return  # known already, from another thread
         logger.warning("the job store does not answer, trying again in %g s: %s", self._pause_s, error)
         self._again_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

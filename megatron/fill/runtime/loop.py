@@ -27,6 +27,8 @@ class StepLoop:
         baton: passed on in each bubble when the next step does not fit any more; None if nobody waits for it.
         control: asked immediately before every step; None where nobody can pause.
         settle: returns when all that a step has begun on the device has ended; only then has the step.
+        preempted: the main job takes the device back with the end of a bubble, so a step or a pause that is caught by
+            it says nothing of how long it takes.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class StepLoop:
         baton: Baton | None = None,
         control: RunSwitch | None = None,
         settle: Callable[[], None] = lambda: None,
+        preempted: bool = False,
     ) -> None:
         self.machine = machine
         self.gate = gate
@@ -50,6 +53,7 @@ class StepLoop:
         self.baton = baton
         self.control = control or AlwaysRunning()
         self.settle = settle
+        self.preempted = preempted
         self.attend: Callable[[], None] | None = None  # called between bubbles, and when a signal asks to look around
         self.hold_at_start = False  # begin no new iteration: the configuration is about to change
         self.estimators = NodeEstimators()
@@ -57,6 +61,7 @@ class StepLoop:
         self._shares: Sequence[float] = ()  # of an iteration's work, by node
         self._pause_ns = 0
         self._skipped = 0
+        self._last_end_ns = 0  # of a step
 
     def expect(self, profile: JobProfile) -> None:
         """What is known of the task's nodes: how long each takes, and the memory it needs."""
@@ -105,6 +110,8 @@ class StepLoop:
             # The estimate may stem from a few slow steps only; without a try it could never be corrected.
         self._skipped = 0
         log = self.log
+        # A step that was caught by the end of an earlier bubble may have gone on into this one.
+        carried_ns = max(0, self._last_end_ns - bubble.opened_ns)
         log.enter_bubble(bubble.seq)
         log.phase = WorkerPhase.START
         self.machine.start()
@@ -113,13 +120,14 @@ class StepLoop:
         before_ns = self.clock()
         self.machine.pause()
         now_ns = self.clock()
-        self._pause_ns = now_ns - before_ns
+        if not self.preempted or self.gate.is_open(bubble.seq):
+            self._pause_ns = now_ns - before_ns
         closed_ns = self.gate.closed_ns(bubble.seq)
         overrun_ns = max(0, last_ns - closed_ns) if closed_ns is not None and steps else 0
-        latency_ns = first_ns - bubble.opened_ns if steps else -1
-        log.leave_bubble(
-            BubbleUse(bubble.seq, latency_ns, max(0, spent_ns - overrun_ns), overrun_ns, steps), bubble.alone
-        )
+        latency_ns = first_ns - bubble.opened_ns if steps and not carried_ns else -1
+        harvested_ns = carried_ns + max(0, spent_ns - overrun_ns)
+        log.leave_bubble(BubbleUse(bubble.seq, latency_ns, harvested_ns, overrun_ns, steps), bubble.alone)
+        self._last_end_ns = max(self._last_end_ns, last_ns)
         log.phase = WorkerPhase.ASLEEP
         return finished
 
@@ -136,14 +144,15 @@ class StepLoop:
             except StopIteration:
                 return True, first_ns, end_ns, spent_ns, steps
             end_ns = clock()
-            self.estimators.observe(node, end_ns - start_ns)
+            is_open = self.gate.is_open(bubble.seq)
+            if is_open or not self.preempted:
+                self.estimators.observe(node, end_ns - start_ns)
             log.step_ended(start_ns, end_ns, self._credit(node, work), bubble.alone)
             first_ns = first_ns or start_ns
             spent_ns += end_ns - start_ns
             steps += 1
             start_ns = clock()
-            goes_on = self._fits(bubble, start_ns) and self._may_run(bubble) and self.gate.is_open(bubble.seq)
-            if not goes_on or self.stopping():
+            if not (is_open and self._fits(bubble, start_ns) and self._may_run(bubble)) or self.stopping():
                 break
         return False, first_ns, end_ns, spent_ns, steps
 

@@ -168,7 +168,14 @@ class NodeRun:
         def run(machine: MeasuringMachine) -> bool:
             baton, control, settle = self.loop.baton, self.loop.control, self.loop.settle
             return StepLoop(
-                machine, self.view, self.log, self.stopping, baton=baton, control=control, settle=settle
+                machine,
+                self.view,
+                self.log,
+                self.stopping,
+                baton=baton,
+                control=control,
+                settle=settle,
+                preempted=self.loop.preempted,
             ).run()
 
         context = TaskContext(self.spec.name, self.directory, self.spec.device, self.spec.limits.memory_bytes)

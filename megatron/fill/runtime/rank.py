@@ -90,6 +90,8 @@ class RankListener:
         if self.brake is not None:
             on = self.brake.fills(iteration, past_warmup)
             self.guard_ns = self.brake.guard_ns
+            if self.brake.events:
+                self.predictor.reaching = False
             return on
         return not self.paired_blocks or self._block % 2 == 0
 
@@ -124,6 +126,8 @@ class RankListener:
         # Evaluations follow one another undisturbed; only the training iteration after them differs from the others.
         self._disturbed = self._disturbed and key.forward_only
         self._forward_only = key.forward_only
+        if not key.forward_only:
+            self.recorder.schedule = key
 
     def cycle_ended(self) -> None:
         """Nothing to do: positions start again with the next cycle."""
@@ -133,7 +137,8 @@ class RankListener:
         seq = 0
         filling = self.filling and self.control.running
         if filling and predicted_ns >= self.min_bubble_ns and self.gate is not None:
-            seq = self.gate.open(now_ns + predicted_ns - self.guard_ns, self.free_bytes())
+            for_ns = self.predictor.fill_for(index, predicted_ns)
+            seq = self.gate.open(now_ns + for_ns - self.guard_ns, self.free_bytes())
         elif self.filling and not filling:
             self._paused = True
         self._bubble = (kind, index, now_ns, predicted_ns, seq, filling)

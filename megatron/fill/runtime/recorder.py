@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, Iteration, RankInfo, RankRecord, Span
+from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, CycleKey, Iteration, RankInfo, RankRecord, Span
 
 _KEPT_BUBBLES = 200_000
 
@@ -21,6 +21,7 @@ class Recorder:
         self.bubbles: list[Bubble] = []
         self.iterations: list[Iteration] = []
         self.brakes: list[BrakeEvent] = []
+        self.schedule: CycleKey | None = None  # of the last training iteration
         # A few iterations more than are drawn: the last ones may be a block without filling, or cut short.
         self._spans: deque[list[Span]] = deque(maxlen=trace_iterations + 20)
 
@@ -38,7 +39,7 @@ class Recorder:
 
     def record(self) -> RankRecord:
         spans = [span for spans in self._spans for span in spans]
-        return RankRecord(self.info, self.iterations, self.bubbles, spans, self.brakes)
+        return RankRecord(self.info, self.iterations, self.bubbles, spans, self.brakes, self.schedule)
 
     def _fold(self) -> None:
         """Replace the older half of the bubbles by their sums, so that a long run does not fill the memory.

@@ -119,6 +119,7 @@ class Worker:
             self.stopping,
             baton=None if spec.tail else self.baton,
             control=self.control,
+            preempted=spec.device == "cpu",
         )
         # What only some jobs need is imported for those only: every worker's start-up takes the main job's core.
         if spec.device.startswith("cuda"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from megatron.fill.errors import PlanError
-from megatron.fill.planner.search import best_plan
+from megatron.fill.planner.search import find_plan
 from megatron.fill.planner.tail import processing_time_s
 from megatron.fill.profiles import BubbleCycle, JobProfile
 
@@ -23,8 +22,7 @@ def estimate_s(
     """
     if cycle is None or not profiles:
         return None
-    try:
-        plan = best_plan(cycle, profiles, reserve_ns)
-    except PlanError:
+    plan = find_plan(cycle, profiles, reserve_ns)
+    if plan is None:
         return inf
     return None if remaining_work is None else processing_time_s(cycle, plan, remaining_work)

@@ -20,6 +20,7 @@ type Score = float | tuple[float, ...]
 type ScoreFunction = Callable[[JobView, SchedulerState, DeviceState], Score]
 
 DEFAULT_POLICY = "priority"  # first come, first served among equal ones
+MOST_JOBS = 500  # that wait: of more, only the first submitted are weighed against each other
 
 
 def fifo(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
@@ -75,6 +76,10 @@ POLICIES: dict[str, ScoreFunction] = {
     "fair": fair_share,
 }
 
+# Their score of a job depends on nothing but the job and its processing time on the device, and never rises with that
+# time.  So it does not change while the job waits, and jobs that differ in their work only have one order everywhere.
+STEADY: frozenset[ScoreFunction] = frozenset({fifo, shortest_job_first, priority})
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -86,6 +91,33 @@ class Policy:
         if len(self.terms) == 1:
             return self.terms[0][1]
         return "+".join(f"{weight!r}*{name}" for weight, name, _ in self.terms)
+
+    @property
+    def steady(self) -> bool:
+        """Whether it is one of ``STEADY``: waiting jobs can be kept in order instead of being weighed at each claim."""
+        return len(self.terms) == 1 and self.terms[0][2] in STEADY
+
+    @property
+    def built_in(self) -> bool:
+        """Whether all of its score functions are PipeFill's own."""
+        return all(function in POLICIES.values() for _, _, function in self.terms)
+
+    @property
+    def most_jobs(self) -> int | None:
+        """How many of the jobs that wait it should be asked about, the first submitted; None for all of them."""
+        return None if self.steady else MOST_JOBS
+
+    def score_one(self, job: JobView, state: SchedulerState, device: DeviceState) -> tuple[float, ...]:
+        """The score of one job as its only score function has it, comparable with that of other jobs.
+
+        Raises:
+            ConfigError: the score function failed, or returned what cannot be compared.
+            ValueError: the policy is a sum: its places are those among all jobs.
+        """
+        if len(self.terms) != 1:
+            raise ValueError(f"policy {self} is a sum; expected a single score function")
+        _, name, function = self.terms[0]
+        return _score(name, function, job, state, device)
 
     def scores(self, jobs: Sequence[JobView], state: SchedulerState, device: DeviceState) -> list[float]:
         """Per job, from 0 to the sum of the weights.

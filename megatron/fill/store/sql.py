@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.engine import URL, Engine
@@ -116,13 +117,19 @@ class SqlStore(JobQueue):
 
 def _sqlite(url: URL, where: str, create: bool) -> Engine:
     path = Path(str(url.database))
-    if not create and not path.exists():
-        raise StoreError(f"there is no job store {path}; expected a database file, or a folder with one")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            if not create:
+                raise StoreError(f"there is no job store {path}; expected a database file, or a folder with one")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
     except OSError as error:
-        raise StoreError(f"job store {where}: its folder cannot be made: {error.strerror}") from error
-    engine = create_engine(url, connect_args={"timeout": _SQLITE_WAIT_S})
+        raise StoreError(f"job store {where}: cannot be made: {error.strerror}") from error
+    # A connection that finds no file, because it is away for a moment, is not to make one: it would stay with that.
+    existing = f"file:{quote(str(path))}?mode=rw"
+    engine = create_engine(
+        url, creator=lambda: sqlite3.connect(existing, uri=True, timeout=_SQLITE_WAIT_S, check_same_thread=False)
+    )
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, record: object) -> None:

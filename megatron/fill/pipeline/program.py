@@ -1,0 +1,259 @@
+"""What a rank does between two global collectives: passes, and the waits between them.
+
+A *step* is a wait, then a pass or nothing.  What a step waits for are the ends of other steps, so all steps of all
+ranks are a graph without cycles, and the times of an iteration are its longest paths.
+
+Two ways to transfer.  *Eager*: a transfer starts when its producer has finished; only the consumer waits for it.
+*Rendezvous*, as with gloo and with NCCL's large messages: it starts when both have posted it, and both wait for it at
+the places where Megatron waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from megatron.fill.pipeline.schedule import Op, Pass, Schedule
+from megatron.fill.pipeline.schedules import interleaved, interleaved_warmup
+from megatron.fill.types import BubbleKind
+
+Key = tuple[int, Op]  # rank, pass: of a transfer, the pass that consumes it
+
+
+@dataclass(slots=True)
+class Step:
+    """One step of a rank.
+
+    Attributes:
+        transfers: what is waited for, named by their consumers.
+        op: what runs then; None for nothing, and for the optimizer in a rank's first step.
+        kind: of the bubble, if there is a wait.
+    """
+
+    transfers: list[Key]
+    op: Op | None
+    kind: BubbleKind
+
+
+@dataclass(slots=True)
+class Program:
+    """The steps of one rank, as they are written down.
+
+    Attributes:
+        sent: per transfer out of the rank, at the end of which step it is posted.
+        received: the same per transfer into the rank.
+    """
+
+    rank: int
+    passes: int
+    steps: list[Step] = field(default_factory=lambda: [Step([], None, BubbleKind.FILL)])
+    sent: dict[Key, int] = field(default_factory=dict)
+    received: dict[Key, int] = field(default_factory=dict)
+    _run: int = field(default=0, init=False)
+    _forwards: int = field(default=0, init=False)
+    _backwards: int = field(default=0, init=False)
+
+    def post(self, sends: list[Key], receives: list[Key]) -> None:
+        """Post transfers where the program is now."""
+        self.sent |= dict.fromkeys(sends, len(self.steps) - 1)
+        self.received |= dict.fromkeys(receives, len(self.steps) - 1)
+
+    def wait(self, transfers: list[Key]) -> None:
+        """Wait until all of them are over."""
+        if transfers:
+            self.steps.append(Step(transfers, None, self._kind(transfers)))
+
+    def exchange(self, sends: list[Key], receives: list[Key]) -> None:
+        """Post, and wait for all of it: one call of Megatron's ``P2PCommunicator``."""
+        self.post(sends, receives)
+        self.wait(sends + receives)
+
+    def compute(self, op: Op, transfers: list[Key] | None = None) -> None:
+        """Wait for the transfers and run a pass."""
+        waits = transfers or []
+        self.steps.append(Step(waits, op, self._kind(waits)))
+        self._run += 1
+        self._forwards += op.kind is Pass.FORWARD
+        self._backwards += op.kind in (Pass.BACKWARD, Pass.INPUT)
+
+    def _kind(self, transfers: list[Key]) -> BubbleKind:
+        """As the bubble bus has it (``hooks.py``)."""
+        if self._forwards == 0:
+            return BubbleKind.FILL
+        if self._run == self.passes:
+            return BubbleKind.DRAIN
+        backward = any(rank == self.rank and op.kind is not Pass.FORWARD for rank, op in transfers)
+        return BubbleKind.FWD_BWD if backward and self._backwards == 0 else BubbleKind.INTERIOR
+
+
+class Transfers:
+    """A schedule's transfers between ranks, named by the pass that consumes them."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        keys = [(rank, op) for rank, row in enumerate(schedule.order) for op in row]
+        self._incoming: set[Key] = set()
+        self._outgoing: dict[Key, Key] = {}
+        numbers = (number for row in schedule.sources() for number in row)
+        for key, number in zip(keys, numbers, strict=True):
+            if number is not None and keys[number][0] != key[0]:
+                self._incoming.add(key)
+                self._outgoing[keys[number]] = key
+
+    def into(self, rank: int, op: Op | None) -> list[Key]:
+        """What a rank must receive for a pass: one transfer or none."""
+        return [(rank, op)] if op is not None and (rank, op) in self._incoming else []
+
+    def out_of(self, rank: int, op: Op) -> list[Key]:
+        """What a rank sends after a pass: one transfer or none."""
+        return [self._outgoing[rank, op]] if (rank, op) in self._outgoing else []
+
+
+def eager(schedule: Schedule) -> list[Program]:
+    """A program per rank in which sends hold nobody up."""
+    transfers = Transfers(schedule)
+    programs = []
+    for rank, row in enumerate(schedule.order):
+        program = Program(rank, len(row))
+        for op in row:
+            program.compute(op, transfers.into(rank, op))
+            program.post(transfers.out_of(rank, op), [])
+        programs.append(program)
+    return programs
+
+
+def rendezvous(schedule: Schedule) -> list[Program]:
+    """A program per rank in which a transfer holds both its ends, as Megatron's schedule functions order the calls.
+
+    Raises:
+        ValueError: an interleaved schedule is not in Megatron's order, which its calls rely on; shows the schedule.
+    """
+    transfers = Transfers(schedule)
+    write: Callable[[Schedule, Transfers, Program], None]
+    if schedule.name == "interleaved":
+        write = partial(_interleaved, _group_size(schedule))
+    else:
+        write = _zero_bubble if schedule.splits_backward else _plain
+    programs = []
+    for rank, row in enumerate(schedule.order):
+        program = Program(rank, len(row))
+        write(schedule, transfers, program)
+        programs.append(program)
+    return programs
+
+
+def _group_size(schedule: Schedule) -> int:
+    group = next(at for at, op in enumerate(schedule.order[0]) if op != Op(Pass.FORWARD, at))
+    try:
+        expected = interleaved(schedule.stages, schedule.microbatches, schedule.chunks, group)
+    except ValueError:
+        expected = None
+    if schedule != expected:
+        raise ValueError(
+            f"rendezvous: expected an interleaved schedule in Megatron's order; the schedule is\n{schedule}"
+        )
+    return group
+
+
+def _plain(schedule: Schedule, transfers: Transfers, program: Program) -> None:
+    """``forward_backward_pipelining_without_interleaving``: in the steady state a send and the next receive are one
+    call; in warm-up and cool-down they are two."""
+    rank = program.rank
+    row = schedule.order[rank]
+    warmup = schedule.microbatches if schedule.name == "gpipe" else schedule.stages - rank - 1
+    program.exchange([], transfers.into(rank, row[0]))
+    for at, op in enumerate(row):
+        program.compute(op)
+        following = row[at + 1] if at + 1 < len(row) else None
+        sends, receives = transfers.out_of(rank, op), transfers.into(rank, following)
+        if following is not None and following.kind is not op.kind and warmup < schedule.microbatches:
+            program.exchange(sends, receives)
+        else:
+            program.exchange(sends, [])
+            program.exchange([], receives)
+
+
+def _zero_bubble(schedule: Schedule, transfers: Transfers, program: Program) -> None:
+    """Split backwards: a send and the next receive are posted together, and weight passes run while both are pending.
+
+    Megatron has no such schedule; this is 1F1B's steady state carried to warm-up and cool-down.
+    """
+    rank = program.rank
+    row = schedule.order[rank]
+    following = [op for op in row if op.kind is not Pass.WEIGHT]
+    pending = transfers.into(rank, row[0])
+    program.post([], pending)
+    for op in row:
+        if op.kind is Pass.WEIGHT:
+            program.compute(op)
+            continue
+        program.compute(op, pending)
+        following.pop(0)
+        sends, receives = transfers.out_of(rank, op), transfers.into(rank, following[0] if following else None)
+        program.post(sends, receives)
+        pending = sends + receives
+    program.wait(pending)
+
+
+def _interleaved(group: int, schedule: Schedule, transfers: Transfers, program: Program) -> None:
+    """``forward_backward_pipelining_with_interleaving`` with ``overlap_p2p_comm``, Megatron's default.
+
+    Warm-up and cool-down: one call sends and receives.  Steady state: forwards' sends are waited for at once (their
+    outputs are deallocated), backwards' sends after the next backward, receives before passes, first posted first: not
+    always the one that the pass needs.  A leading rank posts its receives in the order in which the other end of the
+    pipeline sends, ``stages - 1`` passes later.
+    """
+    rank, row = program.rank, schedule.order[program.rank]
+    forwards = [op for op in row if op.kind is Pass.FORWARD]
+    backwards = [op for op in row if op.kind is not Pass.FORWARD]
+    warmup = interleaved_warmup(schedule.stages, schedule.microbatches, schedule.chunks, group, rank)
+    total, lag, last = len(forwards), schedule.stages - 1, schedule.virtual_stages - 1
+
+    def receive(ops: list[Op], at: int, leading: bool) -> list[Key]:
+        if at == total - 1:
+            return []
+        if not leading:
+            return transfers.into(rank, ops[at + 1])
+        return transfers.into(rank, _next_chunk(ops[at - lag], schedule.chunks) if at >= lag else None)
+
+    def forward_receive(at: int) -> list[Key]:
+        return receive(forwards, at, rank == 0)
+
+    def backward_receive(at: int) -> list[Key]:
+        return receive(backwards, at, rank == lag)
+
+    def awaited(op: Op, pending: list[Key]) -> list[Key]:
+        from_data_or_loss = schedule.virtual_stage(rank, op) == (0 if op.kind is Pass.FORWARD else last)
+        return [pending.pop(0)] if pending and not from_data_or_loss else []
+
+    program.exchange([], transfers.into(rank, forwards[0]))
+    for at in range(warmup):
+        program.compute(forwards[at])
+        program.exchange(transfers.out_of(rank, forwards[at]), forward_receive(at))
+    inputs: list[Key] = []
+    gradients = transfers.into(rank, backwards[0])
+    program.post([], gradients)
+    unsent: list[Key] = []
+    for at in range(total - warmup):
+        forward, backward = forwards[warmup + at], backwards[at]
+        program.compute(forward, awaited(forward, inputs))
+        sends, receives = transfers.out_of(rank, forward), forward_receive(warmup + at)
+        program.post(sends, receives)
+        inputs += receives
+        program.wait(sends)
+        program.compute(backward, awaited(backward, gradients))
+        sends, receives = transfers.out_of(rank, backward), backward_receive(at)
+        program.post(sends, receives)
+        gradients += receives
+        program.wait(unsent)
+        unsent = sends
+    for at in range(total - warmup, total):
+        program.compute(backwards[at], awaited(backwards[at], gradients))
+        program.exchange(transfers.out_of(rank, backwards[at]), backward_receive(at))
+    program.wait(unsent)
+
+
+def _next_chunk(op: Op, chunks: int) -> Op | None:
+    """The pass that takes the output of a pipeline's end: the same on the next chunk, on the way of the pass."""
+    chunk = op.chunk + (1 if op.kind is Pass.FORWARD else -1)
+    return Op(op.kind, op.microbatch, chunk) if 0 <= chunk < chunks else None

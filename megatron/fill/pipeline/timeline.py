@@ -1,0 +1,228 @@
+"""When everything of an iteration happens, from a schedule and what its passes cost.  Times are nanoseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.fill.pipeline.costs import PipelineCosts
+from megatron.fill.pipeline.program import eager, rendezvous
+from megatron.fill.pipeline.schedule import Op, Pass, Schedule, execution_order
+from megatron.fill.types import BubbleKind
+
+
+class Span(NamedTuple):
+    """One pass on a rank, from the iteration's start."""
+
+    op: Op
+    start_ns: int
+    end_ns: int
+
+
+class Wait(NamedTuple):
+    """One bubble of a rank, from the iteration's start."""
+
+    kind: BubbleKind
+    start_ns: int
+    end_ns: int
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One iteration in the steady state, from when all ranks leave the global collective to when they leave the next.
+
+    A rank's time is its optimizer, its passes, its reduction, and its waits; together they are the period.
+
+    Attributes:
+        costs: what was given; where durations took their place, ``spans`` has these.
+        spans: per rank, its passes in order.
+        waits: per rank, its bubbles in order; none has length 0 unless that was asked for.
+    """
+
+    schedule: Schedule
+    costs: PipelineCosts
+    period_ns: int
+    spans: tuple[tuple[Span, ...], ...]
+    waits: tuple[tuple[Wait, ...], ...]
+
+
+class Compiled:
+    """A schedule made ready to be timed many times over.
+
+    Args:
+        rendezvous: a transfer starts when both its ends have posted it, and holds both; else only its receiver waits.
+
+    Raises:
+        ValueError: with ``rendezvous``, ranks would wait for each other forever; shows the schedule.
+    """
+
+    def __init__(self, schedule: Schedule, rendezvous: bool = False) -> None:
+        self.schedule = schedule
+        self.rendezvous = rendezvous
+        self._compile()
+
+    def _compile(self) -> None:
+        programs = (rendezvous if self.rendezvous else eager)(self.schedule)
+        firsts = [0]
+        for program in programs:
+            firsts.append(firsts[-1] + len(program.steps))
+        sent = {key: firsts[p.rank] + at for p in programs for key, at in p.sent.items()}
+        received = {key: firsts[p.rank] + at for p in programs for key, at in p.received.items()}
+        needs = []
+        for program in programs:
+            row = []
+            for step in program.steps:
+                ends = [sent[key] for key in step.transfers]
+                if self.rendezvous:
+                    ends += [received[key] for key in step.transfers]
+                row.append(tuple(ends))
+            needs.append(row)
+        order, stuck = execution_order(needs)
+        if stuck:
+            raise ValueError(
+                f"ranks {', '.join(str(rank) for rank, _ in stuck)} wait for each other's transfers forever;"
+                f" the schedule is\n{self.schedule}"
+            )
+        flat = [need for row in needs for need in row]
+        before = dict.fromkeys(firsts[:-1], -1)  # the element behind the last step: time 0
+        self._plan = tuple((step, before.get(step, step - 1), flat[step]) for step in order)
+        self._firsts = tuple(firsts)
+        steps = [step for program in programs for step in program.steps]
+        self._kinds = tuple(step.kind for step in steps)
+        self._may_wait = tuple(
+            tuple(at for at in range(firsts[p.rank], firsts[p.rank + 1]) if flat[at]) for p in programs
+        )
+        self._passes = tuple(
+            tuple((firsts[p.rank] + at, step.op) for at, step in enumerate(p.steps) if step.op is not None)
+            for p in programs
+        )
+
+    def durations(self, costs: PipelineCosts) -> list[list[int]]:
+        """How long each pass takes, per rank in the schedule's order: what ``run`` takes to override the costs.
+
+        Raises:
+            ValueError: the costs are for other ranks or chunks.
+        """
+        self._check(costs)
+        ranks = self.schedule.stages
+        table: list[dict[Pass, int]] = [
+            {
+                Pass.FORWARD: stage.forward_ns,
+                Pass.BACKWARD: stage.backward_ns,
+                Pass.INPUT: stage.backward_ns - stage.weight_ns,
+                Pass.WEIGHT: stage.weight_ns,
+            }
+            for stage in costs.stages
+        ]
+        return [[table[op.chunk * ranks + rank][op.kind] for op in row] for rank, row in enumerate(self.schedule.order)]
+
+    def run(
+        self,
+        costs: PipelineCosts,
+        durations: Sequence[Sequence[int]] | None = None,
+        transfers: Sequence[Sequence[int]] | None = None,
+        empty: bool = False,
+    ) -> Timeline:
+        """Time one iteration.
+
+        Args:
+            durations: per rank, per pass in the schedule's order, instead of the costs of the virtual stages.
+            transfers: per rank, per wait but the last, which is for the collective: how long after both its ends were
+                ready it is over, instead of ``p2p_ns``.
+            empty: waits of length 0 are listed too, so that a wait's position is the same in every iteration.
+
+        Raises:
+            ValueError: the costs or times are for other ranks, chunks, passes or waits, or a time is negative.
+        """
+        if durations is None:
+            durations = self.durations(costs)
+        else:
+            self._check(costs)
+            _check_times("durations", durations, self.schedule.order)
+        if transfers is not None:
+            _check_times("transfers", transfers, self._may_wait)
+        starts, ends = self._times(costs, durations, transfers)
+        lasts = [ends[first - 1] for first in self._firsts[1:]]
+        reduced = [last + reduce_ns for last, reduce_ns in zip(lasts, costs.reduce_ns, strict=True)]
+        period_ns = max(reduced)
+        kinds = self._kinds
+        spans, waits = [], []
+        for rank, passes in enumerate(self._passes):
+            spans.append(tuple([Span(op, starts[at], ends[at]) for at, op in passes]))
+            row = [
+                Wait(kinds[at], ends[at - 1], starts[at])
+                for at in self._may_wait[rank]
+                if empty or starts[at] > ends[at - 1]
+            ]
+            if empty or period_ns > reduced[rank]:
+                row.append(Wait(BubbleKind.DRAIN, reduced[rank], period_ns))
+            waits.append(tuple(row))
+        return Timeline(self.schedule, costs, period_ns, tuple(spans), tuple(waits))
+
+    def _times(
+        self, costs: PipelineCosts, durations: Sequence[Sequence[int]], transfers: Sequence[Sequence[int]] | None
+    ) -> tuple[list[int], list[int]]:
+        """When each step has waited enough, and when it ends."""
+        steps = self._firsts[-1]
+        starts = [0] * steps
+        ends = [0] * (steps + 1)
+        takes = [0] * steps
+        for rank, passes in enumerate(self._passes):
+            takes[self._firsts[rank]] = costs.optimizer_ns[rank]
+            for (at, _), duration_ns in zip(passes, durations[rank], strict=True):
+                takes[at] = duration_ns
+        transfer_ns = [costs.p2p_ns] * steps
+        if transfers is not None:
+            for waits, times in zip(self._may_wait, transfers, strict=True):
+                for at, time_ns in zip(waits, times, strict=True):
+                    transfer_ns[at] = time_ns
+        for step, before, needs in self._plan:
+            start = ends[before]
+            p2p_ns = transfer_ns[step]
+            for other in needs:
+                ready = ends[other] + p2p_ns
+                if ready > start:
+                    start = ready
+            starts[step] = start
+            ends[step] = start + takes[step]
+        return starts, ends
+
+    def _check(self, costs: PipelineCosts) -> None:
+        mine = self.schedule.stages, self.schedule.chunks
+        if (costs.ranks, costs.chunks) != mine:
+            raise ValueError(
+                f"costs of {costs.ranks} ranks with {costs.chunks} virtual stages each;"
+                f" expected {mine[0]} with {mine[1]} each for {self.schedule.name}"
+            )
+
+
+def _check_times(name: str, times: Sequence[Sequence[int]], expected: Sequence[Sequence[object]]) -> None:
+    given, wanted = [len(row) for row in times], [len(row) for row in expected]
+    if given != wanted:
+        raise ValueError(f"{name} has {given} times per rank; expected {wanted}")
+    least = min((time_ns for row in times for time_ns in row), default=0)
+    if least < 0:
+        raise ValueError(f"{name} has {least} ns; expected none to be negative")
+
+
+def simulate(
+    schedule: Schedule,
+    costs: PipelineCosts,
+    rendezvous: bool = False,
+    durations: Sequence[Sequence[int]] | None = None,
+) -> Timeline:
+    """Time one iteration; ``Compiled`` does the same for many, faster.
+
+    Args:
+        rendezvous: a transfer starts when both its ends have posted it, and holds both; else only its receiver waits.
+        durations: per rank, per pass in the schedule's order, instead of the costs of the virtual stages.
+
+    Raises:
+        ValueError: costs or durations do not fit the schedule, or ranks would wait for each other forever.
+    """
+    return Compiled(schedule, rendezvous).run(costs, durations)

@@ -1,0 +1,110 @@
+"""What became of jobs and devices, while a simulation goes on and at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.fill.sim.cluster.progress import Attempt
+from megatron.fill.sim.values import DeviceGroup, FillKind, GroupOutcome, JobOutcome, MainJobRun, SimJob
+from megatron.fill.types import JobState
+
+
+@dataclass(slots=True)
+class JobEntry:
+    """A job.  ``kept`` is the work that counts whatever happens."""
+
+    job: SimJob
+    state: JobState = JobState.QUEUED
+    started_s: float | None = None
+    ended_s: float | None = None
+    kept: float = 0.0
+    device_s: float = 0.0
+    attempts: int = 0
+    present: Attempt | None = None
+
+    def outcome(self) -> JobOutcome:
+        return JobOutcome(
+            self.job.id, self.state, self.started_s, self.ended_s, self.kept, self.device_s, self.attempts
+        )
+
+
+@dataclass(slots=True)
+class MainEntry:
+    """A main job.
+
+    Attributes:
+        first, last: its devices' numbers, the last one excluded.
+        since_s: when it came up or went down last; None before its start and after its end.
+        token: counts its ups and downs.
+        up_s, down_s: of one device.
+    """
+
+    run: MainJobRun
+    first: int
+    last: int
+    up: bool = False
+    since_s: float | None = None
+    token: int = 0
+    up_s: float = 0.0
+    down_s: float = 0.0
+
+    def change(self, up: bool, since_s: float | None, now_s: float) -> None:
+        """Account for the time until now; ``since_s`` is None when it is over."""
+        if self.since_s is not None:
+            if self.up:
+                self.up_s += now_s - self.since_s
+            else:
+                self.down_s += now_s - self.since_s
+        self.up, self.since_s = up, since_s
+        self.token += 1
+
+
+@dataclass(slots=True)
+class GroupEntry:
+    """A group of devices, in device seconds."""
+
+    group: DeviceGroup
+    main: MainEntry
+    resident_s: float = 0.0
+    tail_s: float = 0.0
+    alone_s: float = 0.0
+
+    def outcome(self) -> GroupOutcome:
+        group, main = self.group, self.main
+        main_s = main.up_s * group.count
+        return GroupOutcome(
+            name=group.name,
+            count=group.count,
+            main_s=main_s,
+            bubble_s=main_s * group.cycle.bubble_ns / group.cycle.period_ns,
+            down_s=main.down_s * group.count,
+            resident_s=self.resident_s,
+            tail_s=self.tail_s,
+            alone_s=self.alone_s,
+        )
+
+
+class Ledger:
+    """Accounts for attempts when they end.
+
+    Args:
+        jobs: in the order of the scenario.
+    """
+
+    def __init__(self, jobs: Sequence[JobEntry], groups: Sequence[GroupEntry], kinds: Mapping[str, FillKind]) -> None:
+        self.jobs = jobs
+        self.groups = groups
+        self._kinds = kinds
+
+    def close(self, attempt: Attempt, group: int, now_s: float, kept: float) -> None:
+        """This attempt has ended; ``kept`` of the job's work counts from now on."""
+        entry, place = self.jobs[attempt.job], self.groups[group]
+        seconds = now_s - attempt.claimed_s
+        entry.device_s += seconds
+        place.alone_s += (kept - entry.kept) / self._kinds[entry.job.kind].alone_rate
+        entry.kept, entry.present = kept, None
+        if attempt.tail:
+            place.tail_s += seconds
+        else:
+            place.resident_s += seconds

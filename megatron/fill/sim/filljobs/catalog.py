@@ -1,0 +1,226 @@
+"""Kinds of fill jobs: those of PipeFill's kind of study, described, and those that ``pipefill profile`` measured.
+
+The models are EfficientNet, BERT-base, BERT-large, Swin-large and XLM-RoBERTa-XL, each in training and in batch
+inference.  Their times are analytical (``fillmodel.py``), with two constants fitted to published measurements:
+
+* Transformers: NVIDIA DeepLearningExamples, TensorFlow BERT, V100-16GB, inference of BERT-base with 128 tokens: 206.8,
+  376.8, 635 and 962.83 sequences/s at batches of 1, 2, 4 and 8.  That is 4.3 ms per batch and 0.50 ms per sequence.
+  What follows for BERT-large, in inference and pre-training, with 128 to 512 tokens, is within 17% of the same source
+  on V100.  On A100 it is with 128 tokens; with more it is up to 80% too fast for that source's small batches there.
+* EfficientNet-B4: NVIDIA DeepLearningExamples, PyTorch, V100-16GB, inference: 242 to 847 images/s at batches of 8 to
+  256, training 204.  That is bound by memory traffic, or at small batches by the host, whatever the GPU.
+
+For Swin-large and XLM-RoBERTa-XL nothing was found for these GPUs: BERT's constants are assumed.  So are all constants
+on other GPUs: there the peaks of compute and memory differ, and the fixed times do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.planner.files import load_profiles
+from megatron.fill.profiles import JobProfile
+from megatron.fill.sim.filljobs.fillmodel import Block, FillModel, Speed, inference_profiles, training_profiles
+from megatron.fill.sim.filljobs.freeride import GPU as MEASURED_ON
+from megatron.fill.sim.filljobs.freeride import SIDE_TASKS
+from megatron.fill.sim.mainjob.hardware import GpuKind
+from megatron.fill.sim.values import FillKind
+
+CONTEXT_BYTES = 512 * 2**20  # of a process on the GPU before it does anything; an assumption
+
+_TRANSFORMER = Speed(0.36, 0.334e-3, source="fitted to NVIDIA DeepLearningExamples' BERT-base inference on V100")
+_ASSUMED = replace(_TRANSFORMER, source="assumed: as BERT's")
+_EFFICIENTNET = Speed(
+    0.36,
+    0.1e-3,
+    0.97e-3,
+    source="fitted to NVIDIA DeepLearningExamples' EfficientNet-B4 inference and training on V100",
+)
+_EFFICIENTNET_PASSES = 10.6  # how often each convolution's output is written or read; fitted as said above
+_EFFICIENTNET_BACKWARD = 3.0  # fitted to 204 images/s in training
+
+
+def transformer_block(name: str, hidden: int, heads: int, tokens: int, window: int | None = None) -> Block:
+    """An encoder layer whose MLP is four times as wide.
+
+    Args:
+        tokens: per sample.
+        window: tokens that a token attends to; None for all.
+    """
+    reach = tokens if window is None else window
+    scores = heads * tokens * reach
+    kept = 34 * tokens * hidden + 5 * scores  # Korthikanti et al. 2022, eq. (1)
+    return Block(
+        name,
+        parameters=12 * hidden * hidden + 13 * hidden,
+        flops=24 * tokens * hidden * hidden + 4 * tokens * reach * hidden,
+        traffic_bytes=2 * kept,
+        kept_bytes=kept,
+        working_bytes=2 * (8 * tokens * hidden + 2 * scores),
+        output_bytes=2 * tokens * hidden,
+    )
+
+
+def encoder(layers: int, hidden: int, heads: int, tokens: int, vocabulary: int) -> tuple[Block, ...]:
+    """BERT's shape: embeddings of words and 512 positions, and encoder layers.  The head is neglected."""
+    output = 2 * tokens * hidden
+    words = Block("embedding", (vocabulary + 512) * hidden, 0, 3 * output, output, output, output)
+    return (words, *(transformer_block(f"layer {at}", hidden, heads, tokens) for at in range(layers)))
+
+
+def _swin_large() -> Iterator[Block]:
+    """Liu et al. 2021 (arXiv 2103.14030), Table 7: Swin-L, images of 224 x 224, windows of 7 x 7."""
+    stages = zip((192, 384, 768, 1536), (6, 12, 24, 48), (56, 28, 14, 7), (2, 2, 18, 2), strict=True)
+    for stage, (hidden, heads, side, depth) in enumerate(stages):
+        output = 2 * side * side * hidden
+        if stage == 0:
+            flops, parameters = 2 * side * side * 48 * hidden, 48 * hidden  # patches of 4 x 4 x 3
+        else:
+            flops, parameters = 4 * side * side * hidden * hidden, 2 * hidden * hidden  # four patches to one
+        yield Block(f"merge {stage}", parameters, flops, 4 * output, 2 * output, 2 * output, output)
+        for at in range(depth):
+            yield transformer_block(f"stage {stage} layer {at}", hidden, heads, side * side, 49)
+
+
+def _efficientnet_b4() -> Iterator[Block]:
+    """Tan and Le 2019 (arXiv 1905.11946), Table 1, 1.4 times as wide and 1.8 times as deep, images of 380 x 380."""
+    side, before = 190, 48
+    yield _convolutions(
+        "stem", 9 * 3 * before, side * side * 9 * 3 * before, side * side * before, side * side * before
+    )
+    stages = (
+        *((1, 3, 1, 24, 2), (6, 3, 2, 32, 4), (6, 5, 2, 56, 4), (6, 3, 2, 112, 6)),
+        *((6, 5, 1, 160, 6), (6, 5, 2, 272, 8), (6, 3, 1, 448, 2)),
+    )
+    for stage, (expand, kernel, stride, channels, depth) in enumerate(stages):
+        for at in range(depth):
+            after = -(-side // stride) if at == 0 else side
+            wide, squeezed = before * expand, max(1, before // 4)
+            first = before * wide if expand > 1 else 0
+            weights = first + kernel**2 * wide + 2 * wide * squeezed + wide * channels
+            products = side**2 * first + after**2 * (kernel**2 * wide + wide * channels)
+            elements = (side**2 * wide if expand > 1 else 0) + after**2 * (wide + channels)
+            yield _convolutions(f"stage {stage} block {at}", weights, products, elements, after**2 * channels)
+            side, before = after, channels
+    yield _convolutions("head", before * 1792 + 1792 * 1000, side**2 * before * 1792, side**2 * 1792, 1000)
+
+
+def _convolutions(name: str, weights: int, products: int, elements: int, output: int) -> Block:
+    """A block of convolutions, each normalized and activated.
+
+    Args:
+        products: multiply-adds per sample.
+        elements: of all convolutions' outputs per sample; each is kept before and after normalization and activation.
+    """
+    size = 2 * elements
+    return Block(name, weights, 2 * products, _EFFICIENTNET_PASSES * size, 3 * size, 2 * size, 2 * output)
+
+
+_MODELS = (
+    FillModel(
+        "efficientnet-b4",
+        tuple(_efficientnet_b4()),
+        _EFFICIENTNET,
+        _EFFICIENTNET_BACKWARD,
+        source="Tan and Le 2019, 380 x 380 pixels",
+    ),
+    FillModel("bert-base", encoder(12, 768, 12, 128, 30522), _TRANSFORMER, source="Devlin et al. 2018, 128 tokens"),
+    FillModel("bert-large", encoder(24, 1024, 16, 128, 30522), _TRANSFORMER, source="Devlin et al. 2018, 128 tokens"),
+    FillModel("swin-large", tuple(_swin_large()), _ASSUMED, source="Liu et al. 2021, 224 x 224 pixels"),
+    FillModel("xlm-roberta-xl", encoder(36, 2560, 32, 128, 250880), _ASSUMED, source="Goyal et al. 2021, 128 tokens"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model, trained or used for inference."""
+
+    model: FillModel
+    training: bool
+
+
+CATALOG: dict[str, Workload] = {
+    f"{model.name}-{'training' if training else 'inference'}": Workload(model, training)
+    for model in _MODELS
+    for training in (True, False)
+}
+
+
+def catalog_kind(name: str, gpu: GpuKind, context_bytes: int = CONTEXT_BYTES, stream_weights: bool = False) -> FillKind:
+    """A kind of the catalog on a GPU; work is in samples.
+
+    Args:
+        context_bytes: what a process has on the GPU before it does anything.
+        stream_weights: inference may bring each block's weights from the host, which ``InferenceJob`` does not offer.
+
+    Raises:
+        ValueError: there is no such kind, or the GPU cannot hold it.
+    """
+    if name not in CATALOG:
+        raise ValueError(f"{name!r} is no kind of fill job; expected one of {', '.join(CATALOG)}")
+    profiles = _profiles(CATALOG[name], gpu, context_bytes, stream_weights)
+    if not profiles:
+        raise ValueError(f"{name} fits the {gpu.memory_bytes / 2**30:.0f} GiB of {gpu.name} in no configuration")
+    model = CATALOG[name].model
+    source = f"analytical; shape: {model.source}; speed: {model.speed.source}"
+    return FillKind(name, "samples", profiles, best_rate(profiles), source)
+
+
+def _profiles(workload: Workload, gpu: GpuKind, context_bytes: int, stream_weights: bool) -> tuple[JobProfile, ...]:
+    if workload.training:
+        return tuple(training_profiles(workload.model, gpu, context_bytes))
+    return tuple(inference_profiles(workload.model, gpu, context_bytes, stream_weights))
+
+
+def catalog_kinds(
+    gpu: GpuKind, names: Sequence[str] | None = None, context_bytes: int = CONTEXT_BYTES
+) -> tuple[FillKind, ...]:
+    """Kinds on a GPU: those of the catalog, and on the GPU where they were measured FreeRide's side tasks.
+
+    Args:
+        names: None for all that the GPU can hold.
+
+    Raises:
+        ValueError: there is no such kind on this GPU, or the GPU cannot hold it.
+    """
+    measured = SIDE_TASKS if gpu.name == MEASURED_ON else {}
+    if names is not None:
+        return tuple(measured.get(name) or catalog_kind(name, gpu, context_bytes) for name in names)
+    held = [name for name, its in CATALOG.items() if _profiles(its, gpu, context_bytes, False)]
+    return (*(catalog_kind(name, gpu, context_bytes) for name in held), *measured.values())
+
+
+def best_rate(profiles: Sequence[JobProfile]) -> float:
+    """Work per second of a device that has nothing else to do.
+
+    Raises:
+        ValueError: a profile takes no time.
+    """
+    for profile in profiles:
+        if profile.duration_ns == 0:
+            raise ValueError(f"{profile.configuration}: all nodes take 0 ns; expected a measured profile")
+    return max(profile.work / profile.duration_ns * 1e9 for profile in profiles)
+
+
+def measured_kinds(path: str | Path) -> tuple[FillKind, ...]:
+    """The jobs of a file that ``pipefill profile --output`` wrote, on the device where they were measured.
+
+    Raises:
+        ConfigError: naming the file, the job, and what was expected.
+    """
+    found = load_profiles(path)
+    if not found:
+        raise ConfigError(f"{path}: found nothing; expected a list of profiles per job name")
+    kinds = []
+    for name, profiles in found.items():
+        try:
+            if not profiles:
+                raise ValueError("there is no profile")
+            rate = best_rate(profiles)
+        except ValueError as error:
+            raise ConfigError(f"{path}: job {name!r}: {error}; expected a list of profiles per job name") from error
+        kinds.append(FillKind(name, "work", tuple(profiles), rate, f"measured: {path}"))
+    return tuple(kinds)

@@ -1,0 +1,64 @@
+"""What a real run says of its own jobs, and jobs that never run out: to scale a run up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.planner.cycles import first_problem
+from megatron.fill.planner.files import read_text
+from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
+from megatron.fill.report.schema import JobReport
+from megatron.fill.sim.values import FillKind, SimJob
+
+_SEATS = 2  # of a device: resident and tail
+
+
+class _Jobs(BaseModel):
+    """What is needed of a report."""
+
+    model_config = ConfigDict(frozen=True)
+
+    jobs: tuple[JobReport, ...]
+
+
+def kinds_of_report(path: str | Path) -> tuple[FillKind, ...]:
+    """The jobs of a ``report.json`` that did steps: each a kind of its own, with its mean step as its only node.
+
+    Its steps are taken to be as fast in bubbles as alone, because the report has no time alone of each job; what a step
+    needs of memory is not known and taken for none.
+
+    Raises:
+        ConfigError: naming the file and the field; or no job did a step.
+    """
+    text = read_text(path, "a report.json")
+    try:
+        jobs = _Jobs.model_validate_json(text).jobs
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {first_problem(error)}; expected a report.json") from error
+    kinds = {}
+    for job in jobs:
+        if job.steps and job.harvested_s > 0 and job.work_done > 0:
+            step_ns = round(job.harvested_s / job.steps * 1e9)
+            node = NodeProfile("step", step_ns, 0)
+            profile = JobProfile(Configuration(), (node,), job.work_done / job.steps)
+            rate = job.work_done / job.harvested_s
+            kinds[job.name] = FillKind(job.name, job.unit, (profile,), rate, f"measured: {path}")
+    if not kinds:
+        raise ConfigError(f"{path}: none of its {len(jobs)} jobs did a step in a bubble; expected at least one")
+    return tuple(kinds.values())
+
+
+def jobs_without_end(kinds: Sequence[FillKind], devices: int, duration_s: float) -> tuple[SimJob, ...]:
+    """As many jobs as there are seats, of each kind in turn, there from the start and too long to be done.
+
+    For the question what filling brings when there is always enough to do.
+    """
+    return tuple(
+        SimJob(number, f"{kind.name}-{number // len(kinds)}", kind.name, 0.0, 2 * kind.alone_rate * duration_s)
+        for number in range(_SEATS * devices)
+        for kind in (kinds[number % len(kinds)],)
+    )

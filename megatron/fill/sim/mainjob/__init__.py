@@ -1,0 +1,1 @@
+"""Main jobs described: model, GPUs, network and layout in; costs, memory, timeline and bubbles out."""

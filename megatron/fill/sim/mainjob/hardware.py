@@ -1,0 +1,114 @@
+"""GPUs and networks as data: what vendors' data sheets say of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import ClassVar
+
+GIB = 2**30
+_GBIT = 1e9 / 8  # bytes per second
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKind:
+    """A kind of GPU.
+
+    Attributes:
+        peak_flops: of half-precision dense matrix products, accumulated in single precision, per second.
+        memory_bytes: what the data sheet's gigabytes are in fact: GiB.
+        memory_bandwidth: bytes per second.
+        host_bytes_s: to and from the host's memory, in one direction.
+        source: the data sheet's title.
+    """
+
+    name: str
+    peak_flops: float
+    memory_bytes: int
+    memory_bandwidth: float
+    host_bytes_s: float
+    source: str = ""
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
+
+    def __post_init__(self) -> None:
+        for name in ("peak_flops", "memory_bytes", "memory_bandwidth", "host_bytes_s"):
+            _check_positive(name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What connects the GPUs of a cluster.
+
+    Attributes:
+        intra_node_bytes_s: between GPUs of a node, per GPU and direction.
+        inter_node_bytes_s: between nodes, per node and direction; its GPUs share it.
+        latency_s: of one message.
+    """
+
+    name: str
+    intra_node_bytes_s: float
+    inter_node_bytes_s: float
+    gpus_per_node: int = 8
+    latency_s: float = 10e-6
+    source: str = ""
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
+
+    def __post_init__(self) -> None:
+        for name in ("intra_node_bytes_s", "inter_node_bytes_s", "gpus_per_node"):
+            _check_positive(name, getattr(self, name))
+        if not (isfinite(self.latency_s) and self.latency_s >= 0):
+            raise ValueError(f"latency_s is {self.latency_s}; expected seconds, not negative")
+
+    def bandwidth(self, crosses_nodes: bool, sharing: int) -> float:
+        """What one of ``sharing`` GPUs of a node has when all of them send at once, in bytes per second."""
+        if not crosses_nodes:
+            return self.intra_node_bytes_s
+        return min(self.intra_node_bytes_s, self.inter_node_bytes_s / sharing)
+
+    def all_reduce_s(self, size_bytes: float, ranks: int, crosses_nodes: bool, sharing: int) -> float:
+        """A ring all-reduce: ``2 (n-1) / n`` of the data over each link, in ``2 (n-1)`` messages."""
+        if ranks == 1:
+            return 0.0
+        share = 2 * (ranks - 1) / ranks
+        return share * size_bytes / self.bandwidth(crosses_nodes, sharing) + 2 * (ranks - 1) * self.latency_s
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value}; expected more than 0")
+
+
+_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9  # sixteen lanes, in one direction
+_V100 = "NVIDIA V100 Tensor Core GPU data sheet, V100 SXM2"
+_A100 = "NVIDIA A100 Tensor Core GPU data sheet, A100 SXM"
+
+GPUS: dict[str, GpuKind] = {
+    gpu.name: gpu
+    for gpu in (
+        GpuKind("v100-16gb", 125e12, 16 * GIB, 900e9, _PCIE3, _V100),
+        GpuKind("v100-32gb", 125e12, 32 * GIB, 900e9, _PCIE3, _V100),
+        GpuKind("a100-40gb", 312e12, 40 * GIB, 1555e9, _PCIE4, _A100),
+        GpuKind("a100-80gb", 312e12, 80 * GIB, 2039e9, _PCIE4, _A100),
+        GpuKind("h100-80gb", 989.5e12, 80 * GIB, 3350e9, _PCIE5, "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"),
+        GpuKind(
+            "rtx-6000-ada",
+            364.2e12,
+            48 * GIB,
+            960e9,
+            _PCIE4,
+            "NVIDIA RTX 6000 Ada Generation data sheet: a quarter of its 1,457 TFLOPS, which are of FP8 and sparse",
+        ),
+        GpuKind("rtx-3080", 59.5e12, 10 * GIB, 760e9, _PCIE4, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
+    )
+}
+
+NETWORKS: dict[str, Network] = {
+    network.name: network
+    for network in (
+        Network("p3.16xlarge", 150e9, 25 * _GBIT, source="Amazon EC2 P3: NVLink 300 GB/s both ways, 25 Gbit/s"),
+        Network("p3dn.24xlarge", 150e9, 100 * _GBIT, source="Amazon EC2 P3dn: NVLink 300 GB/s both ways, 100 Gbit/s"),
+        Network("dgx-a100", 300e9, 8 * 200 * _GBIT, source="NVIDIA DGX A100 data sheet: 8 x 200 Gbit/s InfiniBand"),
+        Network("dgx-h100", 450e9, 8 * 400 * _GBIT, source="NVIDIA DGX H100 data sheet: 8 x 400 Gbit/s InfiniBand"),
+        Network("pcie4", _PCIE4, 10 * _GBIT, 4, source="a workstation: PCIe 4.0 x16, 10 Gbit/s Ethernet (assumed)"),
+    )
+}

@@ -1,0 +1,148 @@
+"""The shape of a GPT-like model, and what follows from it: parameters and floating-point operations.
+
+Parameters are counted as ``megatron.training.theoretical_memory_usage`` counts them: without biases and position
+embeddings, with the scale and shift of each layer norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+_LAYER_NORM = 2  # parameters per hidden unit: scale and shift
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A transformer decoder.
+
+    Attributes:
+        hidden: width of the residual stream.
+        sequence: tokens per sample.
+        vocabulary: padded; 0 for a model without embedding and output layer, as FreeRide trains it.
+        ffn_hidden: width inside the MLP; None for ``4 * hidden``.
+        query_groups: of grouped-query attention; None for as many as heads.
+        swiglu: the MLP has a gate, which makes it half as large again.
+        tied_embeddings: the output layer uses the embedding's weights.
+        source: where the shape comes from.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    ffn_hidden: int | None = None
+    query_groups: int | None = None
+    swiglu: bool = False
+    tied_embeddings: bool = True
+    source: str = ""
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            least = 0 if item.name == "vocabulary" else 1
+            if isinstance(value, int) and not isinstance(value, bool) and value < least:
+                raise ValueError(f"{item.name} is {value}; expected at least {least}")
+        if self.hidden % self.heads:
+            raise ValueError(f"heads is {self.heads}; expected a divisor of hidden, {self.hidden}")
+        if self.heads % self.groups:
+            raise ValueError(f"query_groups is {self.groups}; expected a divisor of heads, {self.heads}")
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.heads if self.query_groups is None else self.query_groups
+
+    @property
+    def ffn(self) -> int:
+        """Width inside the MLP."""
+        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Of the matrices of one layer, which tensor parallelism divides."""
+        attention = 2 * self.hidden * self.hidden * (self.heads + self.groups) // self.heads
+        return attention + (3 if self.swiglu else 2) * self.hidden * self.ffn
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of one layer's two layer norms, which every tensor-parallel rank has."""
+        return 2 * _LAYER_NORM * self.hidden
+
+    @property
+    def final_norm_parameters(self) -> int:
+        """Of the layer norm before the output layer."""
+        return _LAYER_NORM * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer."""
+        return self.matrix_parameters + self.norm_parameters
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of one embedding; an output layer of its own has as many."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        embeddings = self.embedding_parameters * (1 if self.tied_embeddings else 2)
+        return self.layers * self.layer_parameters + self.final_norm_parameters + embeddings
+
+    def matrix_flops(self, microbatch: int) -> int:
+        """Of one layer's forward pass, in products with weights: 2 per parameter and token.
+
+        With ``ffn_hidden = 4 * hidden`` that is ``24 b s h^2`` (Narayanan et al. 2021, appendix).
+        """
+        return 2 * microbatch * self.sequence * self.matrix_parameters
+
+    def attention_flops(self, microbatch: int) -> int:
+        """Of one layer's forward pass, in products of activations: ``4 b s^2 h``.  What a causal mask drops counts."""
+        return 4 * microbatch * self.sequence**2 * self.hidden
+
+    def layer_flops(self, microbatch: int) -> int:
+        """Of one layer's forward pass (Narayanan et al. 2021, appendix)."""
+        return self.matrix_flops(microbatch) + self.attention_flops(microbatch)
+
+    def output_flops(self, microbatch: int) -> int:
+        """Of the output layer's forward pass: ``2 b s h V``."""
+        return 2 * microbatch * self.sequence * self.embedding_parameters
+
+    def model_flops(self, tokens: float) -> float:
+        """Of forward and backward pass for so many tokens; nothing that is computed again counts.
+
+        The *model FLOPs* of Korthikanti et al. 2022, section 6: Narayanan et al. 2021, eq. (3), with 72 for its 96,
+        which has the recomputation in it.
+        """
+        forward = self.layers * self.layer_flops(1) + self.output_flops(1)
+        return 3 * forward * tokens / self.sequence
+
+
+_VOCABULARY = 51200  # GPT-2's 50257 tokens, padded by Megatron to 128 times eight tensor-parallel ranks
+_NARAYANAN = "Narayanan et al. 2021 (arXiv 2104.04473), Table 1, the model of {} parameters"
+_FREERIDE = "FreeRide's artifact, src1/train_simplegpt2.py: neither embedding nor output layer"
+
+MODELS: dict[str, ModelSpec] = {
+    "gpt-40b": ModelSpec(
+        layers=48,
+        hidden=8192,
+        heads=64,
+        sequence=2048,
+        vocabulary=_VOCABULARY,
+        source=_NARAYANAN.format("39.1 billion") + "; 48 layers divide by 16 stages",
+    ),
+    "gpt-5b": ModelSpec(
+        layers=24,
+        hidden=4096,
+        heads=32,
+        sequence=2048,
+        vocabulary=_VOCABULARY,
+        source="assumed: GPT-3's 24 layers of width 4096, 5.0 billion parameters; they divide by 8 stages",
+    ),
+    "freeride-1.2b": ModelSpec(layers=24, hidden=2048, heads=16, sequence=1024, vocabulary=0, source=_FREERIDE),
+    "freeride-3.6b": ModelSpec(layers=72, hidden=2048, heads=16, sequence=1024, vocabulary=0, source=_FREERIDE),
+    "freeride-6b": ModelSpec(layers=120, hidden=2048, heads=16, sequence=1024, vocabulary=0, source=_FREERIDE),
+}

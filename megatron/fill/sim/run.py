@@ -1,0 +1,229 @@
+"""From a configuration file, or a real run's report, to simulations and their results."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatron.fill.device.meter import fingerprint
+from megatron.fill.errors import ConfigError
+from megatron.fill.planner.files import read_text
+from megatron.fill.scheduler.policies import parse_policy
+from megatron.fill.sim.cluster.simulate import simulate
+from megatron.fill.sim.config import FillConfig, SimulationConfig
+from megatron.fill.sim.filljobs.catalog import catalog_kinds, measured_kinds
+from megatron.fill.sim.filljobs.generate import generate
+from megatron.fill.sim.filljobs.jobs import jobs_from_file, jobs_from_store
+from megatron.fill.sim.filljobs.trace import load_trace
+from megatron.fill.sim.filljobs.whatif import jobs_without_end, kinds_of_report
+from megatron.fill.sim.results import Result, summarise
+from megatron.fill.sim.sweep import Sweep, variants
+from megatron.fill.sim.values import FillKind, MainJobRun, Scenario, SimJob
+
+logger = logging.getLogger("pipefill.simulate")
+
+_WHAT_IF = "1d"  # is simulated of a real run
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One simulation, as data that another process can take.
+
+    Attributes:
+        source: the file, for errors; what it names is looked for beside it.
+        what: the swept values.
+    """
+
+    source: str
+    config: SimulationConfig
+    policy: str
+    what: dict[str, Any]
+
+
+def load(path: Path) -> tuple[str, dict[str, Any]]:
+    """Read a configuration file: its name and its content, not yet checked.
+
+    Raises:
+        ConfigError: naming the file and the line.
+    """
+    text = read_text(path, "a YAML file")
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: found a {type(data).__name__}; expected a mapping with main_jobs and fill")
+    return str(path), data
+
+
+def from_report(report: Path, gpus: int | None) -> tuple[str, dict[str, Any]]:
+    """The configuration that scales a real run up: its bubbles, and its jobs without end."""
+    path = str(report.resolve())
+    main = {"name": "main", "report": path} | ({} if gpus is None else {"gpus": gpus})
+    return str(report), {
+        "duration": _WHAT_IF,
+        "main_jobs": [main],
+        "fill": {"report": path, "saturate": True},
+    }
+
+
+def plan_runs(
+    source: str, data: dict[str, Any], sweeps: Sequence[Sweep], policies: Sequence[str], price: float | None
+) -> list[Task]:
+    """Every simulation that is asked for, checked: nothing is run while one of them has a wrong value.
+
+    Args:
+        policies: instead of the file's, if there are any.
+        price: of a GPU-hour, instead of the file's.
+
+    Raises:
+        ConfigError: naming the file, the line, the field, the value and what was expected.
+    """
+    if price is not None:
+        data = data | {"price_per_gpu_hour": price}
+    tasks = []
+    for what, changed in variants(data, sweeps):
+        config = _checked(source, changed, what)
+        for policy in policies or config.policies:
+            parse_policy(policy)
+            tasks.append(Task(source, config, policy, what))
+    return tasks
+
+
+def run_one(task: Task) -> Result:
+    """Simulate.
+
+    Raises:
+        ConfigError: a file that the configuration names cannot be used, or a policy failed.
+    """
+    try:
+        scenario = build(task.config, Path(task.source).resolve().parent)
+    except ValueError as error:
+        raise ConfigError(f"{task.source}: {error}") from error
+    scenario = replace(scenario, policy=task.policy)
+    return summarise(scenario, simulate(scenario), task.config.price_per_gpu_hour, task.what)
+
+
+def build(config: SimulationConfig, folder: Path) -> Scenario:
+    """The scenario of a checked configuration, with its first policy.
+
+    Args:
+        folder: where the files that it names are looked for.
+
+    Raises:
+        ConfigError: a file cannot be used.
+        ValueError: a kind of job does not go with the rest.
+    """
+    runs = tuple(job.run(folder) for job in config.main_jobs)
+    kinds, jobs = _fill(config, runs, folder)
+    return Scenario(
+        main_jobs=runs,
+        kinds=kinds,
+        jobs=jobs,
+        duration_s=config.duration,
+        policy=config.policies[0],
+        runtime=config.runtime.model(),
+        failures=config.failures.model(),
+    )
+
+
+def _fill(
+    config: SimulationConfig, runs: Sequence[MainJobRun], folder: Path
+) -> tuple[tuple[FillKind, ...], tuple[SimJob, ...]]:
+    fill = config.fill
+    if fill.store is not None:
+        found = jobs_from_store(fill.store, fingerprint(fill.device), fill.replay)
+        for reason in found.skipped:
+            logger.warning("left out: %s", reason)
+        return found.kinds, found.jobs
+    kinds = _chosen(fill, _known_kinds(config, folder))
+    if fill.trace is not None:
+        return kinds, load_trace(folder / fill.trace, kinds)
+    if fill.jobs is not None:
+        return kinds, jobs_from_file(folder / fill.jobs, kinds, fill.size)
+    groups = [group for run in runs for group in run.groups]
+    if fill.generate is not None:
+        return kinds, generate(fill.generate, kinds, config.duration, groups)
+    devices = sum(group.count for group in groups)
+    return kinds, jobs_without_end(kinds, devices, config.duration)
+
+
+def _known_kinds(config: SimulationConfig, folder: Path) -> tuple[FillKind, ...]:
+    fill = config.fill
+    if fill.profiles is not None:
+        return measured_kinds(folder / fill.profiles)
+    if fill.report is not None:
+        return kinds_of_report(folder / fill.report)
+    gpu = fill.gpu or next((job.gpu for job in config.main_jobs if job.gpu is not None), None)
+    if gpu is None:
+        raise ConfigError("fill: expected profiles, report, or gpu: no main job says which GPU's catalog to take")
+    return catalog_kinds(gpu)
+
+
+def _chosen(fill: FillConfig, known: Iterable[FillKind]) -> tuple[FillKind, ...]:
+    by_name = {kind.name: kind for kind in known}
+    for name in fill.kinds or ():
+        if name not in by_name:
+            raise ConfigError(f"fill.kinds has {name!r}; expected some of {', '.join(by_name)}")
+    return tuple(by_name[name] for name in fill.kinds or by_name)
+
+
+def _checked(source: str, data: dict[str, Any], what: dict[str, Any]) -> SimulationConfig:
+    try:
+        return SimulationConfig.model_validate(data)
+    except ValidationError as error:
+        with_values = ", ".join(f"{field}={value}" for field, value in what.items())
+        suffix = f" (with {with_values})" if with_values else ""
+        lines = _Lines(source)
+        # A list with a wrong entry counts as too short as well.
+        problems = [its for its in error.errors() if its["type"] != "too_short" or not its["input"]]
+        raise ConfigError("\n".join(_explain(source, lines, its) + suffix for its in problems)) from error
+
+
+def _explain(source: str, lines: _Lines, problem: Any) -> str:
+    path = problem["loc"]
+    field = ".".join(str(part) for part in path)
+    where = f"{source}, line {line}" if (line := lines.of(path)) else source
+    if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{where}: unknown field {field}"
+    if problem["type"] == "missing":
+        return f"{where}: {field} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    shown = repr(problem["input"])
+    if not field or isinstance(problem["input"], dict):  # the message says which of its fields
+        return f"{where}: {field + ': ' if field else ''}{message}"
+    return f"{where}: {field} is {shown if len(shown) <= 60 else shown[:57] + '...'}: {message}"
+
+
+class _Lines:
+    """On which line of a YAML file a field stands."""
+
+    def __init__(self, source: str) -> None:
+        try:
+            self._root = yaml.compose(Path(source).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            self._root = None
+
+    def of(self, path: Sequence[str | int]) -> int | None:
+        """Of the field, or of the innermost one around it that is there; None if the file is no YAML mapping."""
+        node = self._root
+        if not isinstance(node, yaml.MappingNode):
+            return None
+        line = node.start_mark.line
+        for part in path:
+            entries: dict[str | int, tuple[Any, Any]] = {}
+            if isinstance(node, yaml.MappingNode):
+                entries = {key.value: (key, value) for key, value in node.value}
+            elif isinstance(node, yaml.SequenceNode):
+                entries = dict(enumerate(zip(node.value, node.value, strict=True)))
+            if part not in entries:
+                break
+            at, node = entries[part]
+            line = at.start_mark.line
+        return line + 1

@@ -1,0 +1,109 @@
+"""Many simulations: every combination of the values of a sweep, and every policy, in parallel processes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields
+from typing import Any
+
+import yaml
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.sim.mainjob.recorded import Reschedule
+
+_RESCHEDULE = {field.name for field in fields(Reschedule)}
+
+type Sweep = tuple[str, tuple[Any, ...]]  # a field and its values
+
+
+def parse_sweep(text: str) -> Sweep:
+    """Read such as ``dp=8,16,32`` or ``runtime.harvest=0.7,0.9``.
+
+    Raises:
+        ConfigError: with the text and what was expected.
+    """
+    field, _, rest = text.partition("=")
+    try:
+        values = tuple(yaml.safe_load(part) for part in rest.split(",") if part.strip())
+    except yaml.YAMLError:
+        values = ()
+    if not field.strip() or not values or any(isinstance(value, dict | list) for value in values):
+        raise ConfigError(f"--sweep is {text!r}: expected FIELD=VALUE,VALUE,..., such as dp=8,16,32")
+    return field.strip(), values
+
+
+def variants(data: dict[str, Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every combination of the swept values: which they are, and the configuration with them.
+
+    A field is a dotted path (``fill.generate.jobs``, ``main_jobs.0.gpu``); a name alone is one of the fields of
+    ``parallel``, or of ``reschedule`` of a recorded job, in every main job.
+
+    Raises:
+        ConfigError: the configuration has no such place.
+    """
+    fields = [field for field, _ in sweeps]
+    if len(set(fields)) < len(fields):
+        raise ConfigError(f"--sweep names a field twice: {', '.join(fields)}; expected each one once")
+    for values in itertools.product(*(values for _, values in sweeps)):
+        changed = copy.deepcopy(data)
+        for field, value in zip(fields, values, strict=True):
+            for place, name in _places(changed, field):
+                place[name] = value
+        yield dict(zip(fields, values, strict=True)), changed
+
+
+def _places(data: dict[str, Any], field: str) -> list[tuple[Any, Any]]:
+    """Where a field stands: a mapping or list, and the key in it."""
+    if "." not in field and field not in data:
+        jobs = data.get("main_jobs")
+        found = []
+        for job in jobs if isinstance(jobs, list) else ():
+            if isinstance(job, dict):
+                again = "report" in job and field in _RESCHEDULE
+                mapping = job.setdefault("reschedule", {}) if again else job.get("parallel")
+                if isinstance(mapping, dict):
+                    found.append((mapping, field))
+        if not found:
+            raise ConfigError(f"--sweep {field}: no main job has a 'parallel' to change; expected a dotted path")
+        return found
+    *path, last = field.split(".")
+    place: Any = data
+    for at, name in enumerate(path):
+        try:
+            place = place[int(name)] if isinstance(place, list) else place[name]
+        except (KeyError, IndexError, ValueError, TypeError):
+            where = ".".join(path[: at + 1])
+            raise ConfigError(f"--sweep {field}: there is no {where} in the configuration") from None
+    if isinstance(place, list):
+        if not (last.isdigit() and int(last) < len(place)):
+            raise ConfigError(f"--sweep {field}: there is no entry {last} in the configuration")
+        return [(place, int(last))]
+    if not isinstance(place, dict):
+        raise ConfigError(f"--sweep {field}: {'.'.join(path)} has no fields")
+    return [(place, last)]
+
+
+def run_all[T, R](work: Any, tasks: Sequence[T], processes: int | None = None) -> list[R]:
+    """Call ``work`` on every task, in as many processes as there are cores; the results in the tasks' order.
+
+    Args:
+        work: a function of one task, of a module's top level.
+
+    Raises:
+        Whatever ``work`` raised first; the others are given up.
+    """
+    processes = min(processes or len(os.sched_getaffinity(0)), len(tasks))
+    if processes <= 1:
+        return [work(task) for task in tasks]
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(work, task) for task in tasks]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

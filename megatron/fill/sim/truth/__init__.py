@@ -1,0 +1,1 @@
+"""Real runs taken apart, played again in virtual time, and compared with what the simulator says of them."""

@@ -1,0 +1,292 @@
+"""Real runs, and what the simulator predicts of them: the figures of both, their errors, and the noise beside them.
+
+A run is made with filling on and off in turn, in short blocks.  Its mean iteration time, its seconds of bubbles by
+kind, and what each job harvested and did in the blocks with filling are compared with three predictions:
+
+* ``profile``: from the blocks without filling, and from steps of other blocks than the predicted ones.  This is what a
+  user does: profile, then predict.
+* ``halves``: of every other block with filling from the ones between, and the other way round.
+* ``same``: from the busy times of the very iterations that are predicted.  Only waits, predictions and filling are
+  simulated, so this is the error of the simulator itself, free of the machine's noise.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from megatron.fill.errors import FillError
+from megatron.fill.pipeline.schedule import Schedule
+from megatron.fill.records import read_agent
+from megatron.fill.sim.mainjob.recorded import read_pipeline
+from megatron.fill.sim.truth.recorded import RecordedMainJob
+from megatron.fill.sim.truth.replay import FillRule, Opened, PlayedIteration, open_bubbles, replay
+from megatron.fill.sim.truth.steps import StepTimes, step_times
+from megatron.fill.types import BubbleKind, CycleKey, RankRecord, WorkerRecord
+
+RUN = "run.json"  # in a run's folder: what was run
+SMALL = 0.01  # of the ranks' time: a kind of bubbles below is compared with the iteration instead of with itself
+NEIGHBOURS = 12  # recorded iterations that one is drawn from: near in time, as machines drift
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One figure of a training, per iteration.
+
+    Attributes:
+        measured: in the blocks with filling.
+        predicted: by each way to predict.
+        error: of each, relative to ``measured``; to the ranks' time in an iteration if ``small``.
+        ci95: half the width of the 95% interval of ``measured``, relative to the same.
+        halves: the odd blocks' less the even blocks', relative to the same.
+        noise: 1.96 standard errors of the difference between so many blocks and as many neighbours, relative to the
+            same.
+    """
+
+    name: str
+    unit: str
+    measured: float
+    predicted: dict[str, float]
+    error: dict[str, float]
+    ci95: float
+    halves: float
+    noise: float
+    small: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a training left behind.
+
+    Attributes:
+        window: the iterations with filling that count: those after every job had begun to run.
+    """
+
+    schedule: Schedule
+    rule: FillRule
+    ranks: list[RankRecord]
+    workers: list[WorkerRecord]
+    window: list[int]
+    block: dict[int, int]
+
+    def half(self, odd: bool) -> set[int]:
+        """Every other pair of blocks."""
+        return {number for number in self.window if self.block[number] // 2 % 2 == odd}
+
+
+def load(folder: Path) -> Run:
+    """Read what a run left in its folder: the records, and in ``run.json`` its ``warmup`` iterations, and if it was
+    ``reaching``.
+
+    Raises:
+        FillError: something is missing, a rank had no job or several, or too few blocks are left after they had begun.
+    """
+    try:
+        said = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        rule = FillRule(warmup=said["warmup"], reaching=said["reaching"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FillError(f"{folder / RUN}: does not say how it was filled: {type(error).__name__}: {error}") from error
+    ranks, schedule = read_pipeline(folder)
+    agents = [read_agent(folder / "agents" / f"agent{record.info.rank}.json")[0] for record in ranks]
+    if any(len(workers) != 1 or not workers[0].uses for workers in agents):
+        counts = [sum(bool(worker.uses) for worker in workers) for workers in agents]
+        raise FillError(f"{folder}: {counts} jobs ran on the ranks; expected one on each")
+    return select(schedule, rule, ranks, [workers[0] for workers in agents])
+
+
+def select(schedule: Schedule, rule: FillRule, ranks: list[RankRecord], workers: list[WorkerRecord]) -> Run:
+    """The part of a run that can be compared: from the first block after every job had begun.
+
+    Raises:
+        FillError: fewer than four blocks with filling are left then.
+    """
+    begun = []
+    for record, worker in zip(ranks, workers, strict=True):
+        first = min(use.seq for use in worker.uses)
+        begun.append(next(bubble.iteration for bubble in record.bubbles if bubble.seq == first))
+    block = {item.iteration: item.block for item in ranks[0].iterations}
+    window = [item.iteration for item in ranks[0].iterations if item.filling and item.block > block[max(begun)]]
+    if len({block[number] for number in window}) < 4:
+        raise FillError(f"the jobs began in iteration {max(begun)}; too few blocks with filling are left after that")
+    return Run(schedule, rule, ranks, workers, window, block)
+
+
+def measured(run: Run) -> dict[int, dict[str, float]]:
+    """Per iteration of the window: every figure, in seconds or in the job's unit of work."""
+    figures: dict[int, defaultdict[str, float]] = {number: defaultdict(float) for number in run.window}
+    for record, worker in zip(run.ranks, run.workers, strict=True):
+        for item in record.iterations:
+            if item.iteration in figures:
+                figures[item.iteration]["iteration"] += (item.end_ns - item.start_ns) / 1e9 / len(run.ranks)
+        of_seq = {bubble.seq: bubble.iteration for bubble in record.bubbles if bubble.seq}
+        for bubble in record.bubbles:
+            if bubble.iteration in figures:
+                figures[bubble.iteration][f"bubbles {bubble.kind}"] += bubble.duration_ns / 1e9
+        work = worker.work_done / worker.steps_done
+        for use in worker.uses:
+            if of_seq[use.seq] in figures:
+                figures[of_seq[use.seq]][f"harvest {worker.job}"] += use.harvested_ns / 1e9
+                figures[of_seq[use.seq]][f"work {worker.job}"] += use.steps * work
+    return {number: dict(values) for number, values in figures.items()}
+
+
+class RunPredictor:
+    """Predicts the figures of a run from samples of its iterations."""
+
+    def __init__(self, run: Run, seed: int = 0) -> None:
+        self.job = RecordedMainJob(run.ranks, run.schedule)
+        self.samples = {sample.iteration: sample for sample in self.job.samples}
+        self.run = replace(run, window=[number for number in run.window if number in self.samples])
+        self.simulated = {number: self.job.simulate(sample) for number, sample in self.samples.items()}
+        self.key = CycleKey(run.schedule.name, run.schedule.microbatches, run.schedule.chunks)
+        self._random = random.Random(seed)
+
+    def same(self) -> dict[str, float]:
+        """From the very iterations."""
+        chosen = set(self.run.window)
+        drawn = {number: number for number in self.samples}
+        return self._means(self._play(drawn, chosen), chosen)
+
+    def profile(self) -> dict[str, float]:
+        """From the iterations without filling; steps from the other half of the blocks."""
+        pool = [number for number, sample in self.samples.items() if sample.block >= 0 and not sample.filling]
+        drawn = self._draw(pool)
+        return self._folded(dict.fromkeys((False, True), drawn))
+
+    def halves(self) -> dict[str, float]:
+        """From the other half of the blocks with filling."""
+        return self._folded(
+            {odd: self._draw(sorted(self.run.half(not odd) & set(self.samples))) for odd in (False, True)}
+        )
+
+    def _folded(self, drawn: Mapping[bool, dict[int, int]]) -> dict[str, float]:
+        figures: dict[int, dict[str, float]] = {}
+        for odd in (False, True):
+            played = self._play(drawn[odd], self.run.half(not odd))
+            figures |= {number: played[number] for number in self.run.half(odd) if number in played}
+        return self._means(figures, set(figures))
+
+    def _draw(self, pool: Sequence[int]) -> dict[int, int]:
+        """For each iteration of the run, one of the pool's that are nearest in time."""
+        drawn = {}
+        for number in range(min(self.samples), max(self.samples) + 1):
+            near = sorted(pool, key=lambda other: abs(other - number))[:NEIGHBOURS]
+            drawn[number] = self._random.choice(near)
+        return drawn
+
+    def _play(self, drawn: Mapping[int, int], steps_from: set[int]) -> dict[int, dict[str, float]]:
+        """The whole run with these iterations: every figure of every iteration."""
+        figures: dict[int, defaultdict[str, float]] = {}
+        for number, source in drawn.items():
+            figures[number] = defaultdict(float, iteration=self.simulated[source].iteration_ns / 1e9)
+        filling = {item.iteration: item.filling for item in self.run.ranks[0].iterations}
+        for rank, (record, worker) in enumerate(zip(self.run.ranks, self.run.workers, strict=True)):
+            played = []
+            start_ns = 0
+            for number, source in drawn.items():
+                simulated = self.simulated[source]
+                played.append(PlayedIteration(number, start_ns, simulated.waits[rank], filling[number]))
+                start_ns += simulated.period_ns
+            opened = open_bubbles(played, self.key, self.run.rule)
+            for bubble in opened.bubbles:
+                figures[bubble.iteration][f"bubbles {bubble.kind}"] += bubble.duration_ns / 1e9
+            self._fill(figures, opened, worker, step_times(worker, record.bubbles, steps_from))
+        return {number: dict(values) for number, values in figures.items()}
+
+    def _fill(
+        self,
+        figures: dict[int, defaultdict[str, float]],
+        opened: Opened,
+        worker: WorkerRecord,
+        times: StepTimes,
+    ) -> None:
+        of_seq = {bubble.seq: bubble.iteration for bubble in opened.bubbles if bubble.seq}
+        for use in replay(opened, times).uses:
+            of = figures[of_seq[use.seq]]
+            of[f"harvest {worker.job}"] += use.harvested_ns / 1e9
+            of[f"work {worker.job}"] += use.steps * times.work
+
+    @staticmethod
+    def _means(figures: Mapping[int, Mapping[str, float]], chosen: set[int]) -> dict[str, float]:
+        return means(figures[number] for number in chosen if number in figures)
+
+
+def means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Of each figure; an iteration without one counts as 0."""
+    rows = list(figures)
+    return {name: fmean(row.get(name, 0.0) for row in rows) for name in sorted({name for row in rows for name in row})}
+
+
+def compare(run: Run, repeats: int = 4) -> list[Figure]:
+    """Every figure of one run, measured and predicted.
+
+    Args:
+        repeats: how often iterations are drawn anew; the predictions are means.
+    """
+    predictor = RunPredictor(run)
+    run = predictor.run
+    found = measured(run)
+    whole = means(found.values())
+    predictions = {
+        "profile": means(predictor.profile() for _ in range(repeats)),
+        "halves": means(predictor.halves() for _ in range(repeats)),
+        "same": predictor.same(),
+    }
+    for values in (whole, *predictions.values(), *found.values()):
+        for name in ("bubbles", "harvest"):
+            values[name] = sum(value for part, value in values.items() if part.startswith(f"{name} "))
+    odd, even = (means(found[number] for number in run.half(half)) for half in (True, False))
+    figures = []
+    for name in sorted(whole, key=_place):
+        small = name.startswith("bubbles ") and whole[name] < SMALL * len(run.ranks) * whole["iteration"]
+        of_blocks = _of_blocks(run, [found[number].get(name, 0.0) for number in run.window])
+        scale = len(run.ranks) * whole["iteration"] if small else whole[name]
+        figures.append(
+            Figure(
+                name=name,
+                unit="per iteration" if name.startswith("work ") else "s per iteration",
+                measured=whole[name],
+                predicted={way: values.get(name, 0.0) for way, values in predictions.items()},
+                error={way: (values.get(name, 0.0) - whole[name]) / scale for way, values in predictions.items()},
+                ci95=_half_width(of_blocks) / scale,
+                noise=_noise(of_blocks) / scale,
+                halves=(odd.get(name, 0.0) - even.get(name, 0.0)) / scale,
+                small=small,
+            )
+        )
+    return figures
+
+
+def _place(name: str) -> tuple[int, int, str]:
+    first, _, rest = name.partition(" ")
+    kinds = [str(kind) for kind in BubbleKind]
+    order = ("iteration", "bubbles", "harvest", "work").index(first)
+    return order, kinds.index(rest) if rest in kinds else -1, rest
+
+
+def _of_blocks(run: Run, values: Sequence[float]) -> np.ndarray:
+    """The means of the blocks: neighbouring iterations are alike, so blocks are what is drawn and compared."""
+    blocks: defaultdict[int, list[float]] = defaultdict(list)
+    for number, value in zip(run.window, values, strict=True):
+        blocks[run.block[number]].append(value)
+    return np.asarray([fmean(block) for block in blocks.values()])
+
+
+def _half_width(of_blocks: np.ndarray) -> float:
+    """Of the 95% bootstrap interval of the mean."""
+    generator = np.random.default_rng(0)
+    drawn = of_blocks[generator.integers(len(of_blocks), size=(2000, len(of_blocks)))].mean(axis=1)
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return float(high - low) / 2
+
+
+def _noise(of_blocks: np.ndarray) -> float:
+    """1.96 standard errors of the mean difference between every block and a neighbour of it."""
+    return float(1.96 * np.diff(of_blocks).std(ddof=1) / np.sqrt(len(of_blocks)))

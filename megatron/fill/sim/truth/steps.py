@@ -1,0 +1,138 @@
+"""How a job's steps went in a real run: what each took of the core, and what it cost to be interrupted.
+
+On the CPU the main job takes the core back from a step in flight with the end of its bubble, and the step goes on in
+the rank's next waits.  Each time its data have left the caches meanwhile, and the scheduler gives it the core a moment
+late: some time passes in which it gets nowhere.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from megatron.fill.types import Bubble, WorkerRecord
+
+_HALVINGS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """How a job's steps went in a real run.
+
+    Attributes:
+        steps_ns: time on the core of steps one after the other; they are played in this order, again and again.
+        iterations: in which of the main job's iterations each step began, in ascending order: then those are played
+            that are nearest to the present one, for what slows steps down comes and goes.  Empty for all of them.
+        wakes_ns: from the gate's opening to the first step of a worker that slept; likewise.
+        gap_ns: between two steps.
+        resume_ns: of every wait in which a step in flight goes on, the time in which it gets nowhere.
+        work: of a step, on average, in the job's unit.
+    """
+
+    steps_ns: tuple[int, ...]
+    wakes_ns: tuple[int, ...] = (0,)
+    gap_ns: int = 0
+    resume_ns: int = 0
+    work: float = 1.0
+    iterations: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.iterations and len(self.iterations) != len(self.steps_ns):
+            raise ValueError(f"{len(self.iterations)} iterations for {len(self.steps_ns)} steps; expected one for each")
+        if not self.steps_ns or min(self.steps_ns) <= 0:
+            raise ValueError("expected steps, each longer than 0 ns")
+        times = (self.gap_ns, self.resume_ns, *self.wakes_ns)
+        if not self.wakes_ns or min(times) < 0:
+            raise ValueError(f"expected times to wake up, to resume and between steps, none negative; got {times[:7]}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Of a recorded step: the iteration it began in, its time in that bubble, and in each later wait it went on in."""
+
+    iteration: int
+    first_ns: int
+    later_ns: tuple[int, ...]
+
+    def length_ns(self, resume_ns: float) -> float:
+        return self.first_ns + sum(max(0, wait_ns - resume_ns) for wait_ns in self.later_ns)
+
+
+def step_times(worker: WorkerRecord, bubbles: Sequence[Bubble], chosen: set[int] | None = None) -> StepTimes:
+    """How a worker's steps went, from its record.
+
+    Args:
+        bubbles: all of its rank's, in order.
+        chosen: only steps and wake-ups in the bubbles of these iterations; None for all.
+
+    Raises:
+        ValueError: no step began in such a bubble, as far as the record goes back.
+    """
+    starts = [bubble.start_ns for bubble in bubbles]
+    steps, gaps = [], []
+    last_end_ns = 0
+    for start_ns, end_ns in worker.steps:
+        at = bisect_right(starts, start_ns) - 1
+        if at >= 0 and start_ns < bubbles[at].end_ns and (chosen is None or bubbles[at].iteration in chosen):
+            spent = [
+                min(end_ns, bubble.end_ns) - max(start_ns, bubble.start_ns)
+                for bubble in bubbles[at : bisect_right(starts, end_ns)]
+            ]
+            if sum(spent) > 0:
+                steps.append(_Step(bubbles[at].iteration, spent[0], tuple(spent[1:])))
+                if bubbles[at].start_ns < last_end_ns < start_ns:
+                    gaps.append(start_ns - last_end_ns)
+        last_end_ns = end_ns
+    if not steps:
+        raise ValueError(f"job {worker.job!r}: none of its {len(worker.steps)} recorded steps began in these bubbles")
+    resume_ns = _resume_ns(steps)
+    return StepTimes(
+        steps_ns=tuple(max(1, round(step.length_ns(resume_ns))) for step in steps),
+        wakes_ns=_wakes(worker, bubbles, chosen),
+        gap_ns=sorted(gaps)[len(gaps) // 2] if gaps else 0,
+        resume_ns=resume_ns,
+        work=worker.work_done / max(1, worker.steps_done),
+        iterations=tuple(step.iteration for step in steps),
+    )
+
+
+def _resume_ns(steps: Sequence[_Step]) -> int:
+    """The cost of an interruption with which interrupted steps are as long as they ought to be.
+
+    The end of a bubble is the likelier to come in a step the longer it is, so the steps that it catches are
+    E[L^2] / E[L] long on average, L being the length of any step (the inspection paradox).  What they took beyond it is
+    what their interruptions cost; at most a whole step each.
+    """
+    whole = [step.first_ns for step in steps if not step.later_ns]
+    caught = [step for step in steps if step.later_ns]
+    if not whole or not caught:
+        return 0
+    mean_ns = fmean(whole)
+    expected_ns = fmean(length_ns**2 for length_ns in whole) / mean_ns
+    low, high = 0.0, mean_ns
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if fmean(step.length_ns(middle) for step in caught) > expected_ns:
+            low = middle
+        else:
+            high = middle
+    return round(low)
+
+
+def _wakes(worker: WorkerRecord, bubbles: Sequence[Bubble], chosen: set[int] | None) -> tuple[int, ...]:
+    """From the gate's opening to the first step, where the worker had slept; (0,) if nowhere."""
+    by_seq = {bubble.seq: bubble for bubble in bubbles if bubble.seq}
+    ends = [end_ns for _, end_ns in worker.steps]
+    wakes = []
+    for use in worker.uses:
+        bubble = by_seq.get(use.seq)
+        if bubble is None or use.latency_ns < 0 or not (chosen is None or bubble.iteration in chosen):
+            continue
+        begin_ns = bubble.start_ns + use.latency_ns
+        before = bisect_right(ends, begin_ns)
+        known = worker.steps and worker.steps[0][0] <= begin_ns
+        if known and (before == 0 or ends[before - 1] < bubble.start_ns):
+            wakes.append(use.latency_ns)
+    return tuple(wakes) or (0,)

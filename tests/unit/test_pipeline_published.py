@@ -1,0 +1,14 @@
+"""The pipeline simulator against bubble rates that others published of real models."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts import sim_zero_bubble
+
+
+def test_bubble_rates_of_the_zero_bubble_paper(monkeypatch):
+    monkeypatch.setattr(sim_zero_bubble, "PUBLISHED", sim_zero_bubble.PUBLISHED[:6])  # the others take seconds
+    for row in sim_zero_bubble.study():
+        for name in ("1f1b", "zb-h1"):
+            assert row[name] == pytest.approx(row[f"{name}_published"], abs=0.001), row
