@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sqlite3
 import subprocess
@@ -17,7 +18,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from megatron.fill.errors import StoreError
-from megatron.fill.store import NewJob, open_store
+from megatron.fill.store import NewJob, migrate, open_store
 from megatron.fill.store.location import locate, shown
 from megatron.fill.store.schema import REVISION, VERSION_TABLE, metadata
 from megatron.fill.store.sql import SqlStore
@@ -184,6 +185,21 @@ class TestMigrations:
         assert len(store.list()) == 6
         store.close()
 
+    def test_it_is_not_locked_while_alembic_is_imported(self, tmp_path, monkeypatch):
+        free = []
+
+        def slow_import() -> object:
+            other = sqlite3.connect(tmp_path / "jobs.db", timeout=0, isolation_level=None)
+            other.execute("BEGIN IMMEDIATE")
+            free.append(True)
+            other.close()
+            return imported()
+
+        imported = migrate._migrations.__wrapped__
+        monkeypatch.setattr(migrate, "_migrations", functools.cache(slow_import))
+        open_store(tmp_path).close()
+        assert free
+
     def test_a_newer_schema_is_refused(self, url):
         open_store(url).close()
         with create_engine(locate(url)).begin() as connection:
@@ -203,6 +219,16 @@ class TestWaiting:
         timer.join()
         other.close()
         store.close()
+
+    def test_who_makes_the_tables_is_waited_for_longer(self, tmp_path):
+        other = sqlite3.connect(tmp_path / "jobs.db", isolation_level=None, check_same_thread=False)
+        other.execute("PRAGMA journal_mode = WAL")
+        other.execute("BEGIN IMMEDIATE")
+        timer = threading.Timer(0.5, lambda: other.execute("ROLLBACK"))
+        timer.start()
+        SqlStore(tmp_path, patience_s=0.1).close()
+        timer.join()
+        other.close()
 
     def test_one_that_stays_locked_is_an_error_and_no_harm(self, tmp_path):
         store = SqlStore(tmp_path, patience_s=0.2)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Engine, func, inspect, select, text
 
 from megatron.fill.errors import StoreError
 from megatron.fill.store.schema import MIGRATION_LOCK, REVISION, VERSION_TABLE
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 _SCRIPTS = Path(__file__).with_name("migrations")
 
@@ -26,6 +32,7 @@ def migrate(reading: Engine, writing: Engine, where: str, create: bool) -> None:
     with reading.begin() as connection:
         if revision(connection) == REVISION:
             return
+    _migrations()  # before the lock: an agent, which has the lowest priority, may take seconds to import alembic
     with writing.begin() as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(select(func.pg_advisory_xact_lock(MIGRATION_LOCK)))
@@ -43,17 +50,29 @@ def revision(connection: Connection) -> str | None:
     return connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}"))
 
 
-def _upgrade(connection: Connection, found: str | None, where: str) -> None:
+@functools.cache
+def _migrations() -> tuple[Callable[[Config, str], None], frozenset[str]]:
+    """What runs the migrations, and the schemas that they lead to."""
     # Here and not above: it is slow to import, and rarely needed.
-    from alembic import command
-    from alembic.config import Config
+    from alembic.command import upgrade
     from alembic.script import ScriptDirectory
 
-    config = Config(attributes={"connection": connection})
-    config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
-    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    scripts = ScriptDirectory.from_config(_config())
+    return upgrade, frozenset(script.revision for script in scripts.walk_revisions())
+
+
+def _upgrade(connection: Connection, found: str | None, where: str) -> None:
+    upgrade, known = _migrations()
     if found is not None and found not in known:
         raise StoreError(
             f"{where} has the schema {found} of a newer PipeFill; this one knows up to {REVISION}: expected an upgrade"
         )
-    command.upgrade(config, "head")
+    upgrade(_config(connection=connection), "head")
+
+
+def _config(**attributes: Any) -> Config:
+    from alembic.config import Config
+
+    config = Config(attributes=attributes)
+    config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
+    return config

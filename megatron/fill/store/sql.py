@@ -31,6 +31,7 @@ _FIRST_DELAY_S = 0.005
 # anew, for seconds on end; hence short and even delays, and almost none of its own.
 _LONGEST_DELAY_S = {"sqlite": 0.01, "postgresql": 0.5}
 _SQLITE_WAIT_S = 0.005
+_OPENING_S = 30.0  # whoever else opens it may be making its tables, at the lowest priority on a busy machine
 _CONNECT_S = 5  # libpq takes whole seconds
 # PostgreSQL's: serialization failure, deadlock; lock not available; shutting down, starting up; too many connections.
 _PASSING_STATES = ("40001", "40P01", "55P03", "57P01", "57P02", "57P03", "53300")
@@ -46,7 +47,8 @@ class SqlStore(JobQueue):
         create: make what is missing.
         clock: seconds since the epoch; by default PostgreSQL's own, since nodes' clocks differ, and this machine's for
             SQLite.
-        patience_s: how long one call goes on trying while the database is locked or just went away.
+        patience_s: how long one call goes on trying while the database is locked or just went away; opening it waits
+            30 s or more.
 
     Raises:
         StoreError: as ``open_store``.
@@ -72,7 +74,8 @@ class SqlStore(JobQueue):
         self._clock = clock
         self._writing = self._engine.execution_options(writing=True)
         try:
-            self._retried(lambda: migrate(self._engine, self._writing, self._shown, create))
+            opening_s = max(patience_s, _OPENING_S)
+            self._retried(lambda: migrate(self._engine, self._writing, self._shown, create), opening_s)
         except BaseException:
             self._engine.dispose()
             raise
@@ -86,10 +89,10 @@ class SqlStore(JobQueue):
             with (self._writing if write else self._engine).begin() as connection:
                 return work(SqlTransaction(connection, self._clock, locking=write))
 
-        return self._retried(once)
+        return self._retried(once, self._patience_s)
 
-    def _retried[T](self, work: Callable[[], T]) -> T:
-        until = time.monotonic() + self._patience_s
+    def _retried[T](self, work: Callable[[], T], patience_s: float) -> T:
+        until = time.monotonic() + patience_s
         delay_s = _FIRST_DELAY_S
         while True:
             try:
