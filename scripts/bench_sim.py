@@ -44,28 +44,32 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
         parts["freeride"] = sim_freeride.study(options)
         sim_freeride.print_study(parts["freeride"])
     if "speed" in options.parts:
-        made = options.speed_from
-        parts["speed"] = _read(made) if made else sim_speed.study(options.policy, options.load)
+        parts["speed"] = options.speed_from or sim_speed.study(options.policy, options.load)
         sim_speed.print_study(parts["speed"])
     return {"summary": _summary(parts), **parts}
 
 
-def _read(made: Path) -> Any:
-    return json.loads(made.read_text(encoding="utf-8"))
+def _figures(path: str) -> Any:
+    """What another script wrote, read before the first part runs: a wrong name is not to cost minutes."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{path}: not JSON: {error}") from None
 
 
 def _truth(options: argparse.Namespace) -> Any:
     if options.truth_from:
-        return _read(options.truth_from)
+        return options.truth_from
     with tempfile.TemporaryDirectory() as scratch:
         return sim_truth.study(Path(scratch), options.truth_iterations, 1)
 
 
 def _harvest(options: argparse.Namespace) -> dict[str, Any]:
     """All its trainings; what counts is the least that one with --fill-reach made."""
-    if options.harvest_from:
-        runs = [_read(path) for path in options.harvest_from]
-    else:
+    runs = options.harvest_from
+    if not runs:
         with tempfile.TemporaryDirectory() as scratch:
             runs = [sim_harvest.study(Path(scratch), iterations=24, warmup=10)]
     reached = [run["harvest"] for run in runs if run["reach"]]
@@ -97,10 +101,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="only these (default: all)")
-    parser.add_argument("--truth-from", metavar="FILE", type=Path, help="what sim_truth.py --json wrote")
+    parser.add_argument("--truth-from", metavar="FILE", type=_figures, help="what sim_truth.py --json wrote")
     parser.add_argument("--truth-iterations", type=int, default=360, help="of each of its trainings (default: 360)")
-    parser.add_argument("--harvest-from", metavar="FILE", type=Path, nargs="+", help="what sim_harvest.py --json wrote")
-    parser.add_argument("--speed-from", metavar="FILE", type=Path, help="what sim_speed.py --json wrote")
+    parser.add_argument(
+        "--harvest-from", metavar="FILE", type=_figures, nargs="+", help="what sim_harvest.py --json wrote"
+    )
+    parser.add_argument("--speed-from", metavar="FILE", type=_figures, help="what sim_speed.py --json wrote")
     parser.add_argument("--harvest", type=float, default=1.0, help="without the part harvest (default: 1)")
     for script in (sim_paper, sim_freeride, sim_speed):
         script.add_options(parser)

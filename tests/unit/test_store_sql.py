@@ -133,6 +133,11 @@ class TestOpening:
         with pytest.raises(StoreError, match="cannot be made: Not a directory"):
             open_store(tmp_path / "file" / "runs" / "jobs.db")
 
+    @pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".db"])
+    def test_a_name_that_is_too_long(self, tmp_path, name):
+        with pytest.raises(StoreError, match="cannot be made: File name too long"):
+            open_store(tmp_path / name)
+
     def test_a_file_that_is_away_is_not_made_anew(self, tmp_path):
         path, away = tmp_path / "jobs #1?.db", tmp_path / "away.db"
         store = SqlStore(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def locate(where: str | Path) -> URL:
     if not str(where).strip():
         raise StoreError(f"the job store is given as {str(where)!r}; {_EXPECTED}")
     path = Path(where).expanduser()
-    if path.is_dir() or (not path.exists() and path.suffix not in _FILE_SUFFIXES):
+    # os.path's, which call a name that is too long for a file one that is not there; making it says what is wrong.
+    if os.path.isdir(path) or (not os.path.exists(path) and path.suffix not in _FILE_SUFFIXES):
         path /= JOBS_DB
     return URL.create("sqlite", database=str(path.absolute()))
 
