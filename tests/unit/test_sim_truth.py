@@ -134,6 +134,18 @@ def test_too_short_a_run_is_refused() -> None:
         select(SCHEDULE, RULE, *filled(records(SCHEDULE, steady(12), [MS, MS])))
 
 
+def test_only_iterations_whose_steps_are_recorded_count() -> None:
+    made, workers = filled(records(SCHEDULE, steady(40), [MS, MS]))
+    kept = len(workers[0].steps) // 2
+    began_ns = workers[0].steps[-kept][0]
+    last = [workers[0].steps[-kept:], workers[1].steps]
+    run = select(SCHEDULE, RULE, made, [replace(one, steps=steps) for one, steps in zip(workers, last, strict=True)])
+    assert run.window
+    starts = {item.iteration: item.start_ns for item in made[0].iterations}
+    assert all(starts[number] > began_ns for number in run.window)
+    assert run.window[0] > select(SCHEDULE, RULE, made, workers).window[0]
+
+
 def test_the_table_and_the_summary_have_every_figure() -> None:
     figures = compare(steady_run(), repeats=1)
     lines = table({"a run": figures}).splitlines()

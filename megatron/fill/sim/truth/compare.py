@@ -102,7 +102,8 @@ def load(folder: Path) -> Run:
 
 
 def select(schedule: Schedule, rule: FillRule, ranks: list[RankRecord], workers: list[WorkerRecord]) -> Run:
-    """The part of a run that can be compared: from the first block after every job had begun.
+    """The part of a run that can be compared: from the first block after every job had begun, or, in a long run, after
+    the first of the steps that are still in the records.
 
     Raises:
         FillError: fewer than four blocks with filling are left then.
@@ -110,7 +111,10 @@ def select(schedule: Schedule, rule: FillRule, ranks: list[RankRecord], workers:
     begun = []
     for record, worker in zip(ranks, workers, strict=True):
         first = min(use.seq for use in worker.uses)
-        begun.append(next(bubble.iteration for bubble in record.bubbles if bubble.seq == first))
+        known_ns = worker.steps[0][0] if worker.steps else 0
+        begun.append(
+            next(bubble.iteration for bubble in record.bubbles if bubble.seq >= first and bubble.end_ns > known_ns)
+        )
     block = {item.iteration: item.block for item in ranks[0].iterations}
     window = [item.iteration for item in ranks[0].iterations if item.filling and item.block > block[max(begun)]]
     if len({block[number] for number in window}) < 4:
