@@ -44,19 +44,21 @@ def test_profile_only_with_evaluation(tmp_path):
 
 
 def test_evaluation_and_checkpoints_are_filled_around_and_resume_gives_the_same_losses(tmp_path):
-    """A checkpoint at any moment, and 8 iterations more, equal all at once; the side task goes on from its own."""
+    """Iterations before and after a checkpoint at any moment equal all at once; the side task goes on from its own."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
     common = "--eval-interval 7 --eval-iters 1 --fill-warmup-iterations 2 --lr-warmup-iters 0"
     jobs = write_jobs(parts, SPIN)
     first = train_until(parts, f"{common} {jobs} --save {parts}/model --save-interval 6", {"spin": stepped})
-    spin = first.jobs["spin"]  # the second run's report takes its place
+    before, spin = len(first.losses), first.jobs["spin"]  # the second run's files take their place
     assert spin["result"]["done"] == spin["steps"] > 0
     assert spin["reason"] == "the main job ended first; goes on from its checkpoint"
-    last = len(first.losses) + 8
-    second = train(parts, f"{common} {jobs} --load {parts}/model --exit-interval {last}", ENDLESS)
+    further = {"spin": lambda job: job.progress.steps > spin["steps"]}
+    second = train_until(parts, f"{common} {jobs} --load {parts}/model", further)
     assert second.jobs["spin"]["result"]["done"] == spin["steps"] + second.jobs["spin"]["steps"]
+    last = len(second.losses)
+    assert last > before
     reference = train(whole, f"{common} {write_jobs(whole, SPIN)} --exit-interval {last}", ENDLESS)
     assert len(reference.losses) == last
     assert second.losses == reference.losses
@@ -88,15 +90,22 @@ def test_jobs_that_finish_make_room_for_others_by_priority(tmp_path):
 
 
 def test_paired_blocks_and_baseline(tmp_path):
-    flags = f"{write_jobs(tmp_path, SPIN | {'count': 2})} --fill-warmup-iterations 20"
-    trained = train(tmp_path, f"{flags} --fill-paired-blocks 10 --fill-baseline-seconds 0.5", 60)
+    flags = f"{write_jobs(tmp_path, SPIN | {'count': 2})} --fill-warmup-iterations 5"
+    running = Running(tmp_path, f"{flags} --fill-paired-blocks 4 --fill-baseline-seconds 0.5")
+    try:
+        running.wait_for_jobs(dict.fromkeys(["spin-0", "spin-1"], stepped))
+        running.wait(lambda: sum(" iteration " in line for line in running.output) >= 5 + 2 * 8)
+        trained = running.end()
+    finally:
+        running.process.kill()
     summary = trained.report["summary"]
-    assert summary["slowdown"]["pairs"] == 2
+    assert summary["slowdown"]["pairs"] >= 2
     low, high = summary["slowdown"]["ci95"]
     assert low <= summary["slowdown"]["mean"] <= high
     assert 0 < summary["fill_efficiency"] <= 1.2
     paired = trained.report["total"]["paired"]
-    assert paired["on"]["count"] == paired["off"]["count"] == 40
+    assert 0 <= paired["on"]["count"] - paired["off"]["count"] <= 2 * 4  # per rank, the end may have cut a pair short
+    assert paired["on"]["count"] + paired["off"]["count"] == 2 * (len(trained.losses) - 5)
 
 
 WRONG = {
