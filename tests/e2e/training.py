@@ -145,11 +145,14 @@ class Running:
         return Trained("".join(self.output), self.folder)
 
 
-def train_until(folder: Path, flags: str, expected: dict[str, Callable[[Job], object]], **kwargs: Any) -> Trained:
-    """Train until there are jobs with these names of which this holds."""
+def train_until(
+    folder: Path, flags: str, expected: dict[str, Callable[[Job], object]], iterations: int = 0, **kwargs: Any
+) -> Trained:
+    """Train until there are jobs with these names of which this holds, and for this many iterations or more."""
     running = Running(folder, flags, **kwargs)
     try:
         running.wait_for_jobs(expected)
+        running.wait(lambda: sum(" iteration " in line for line in running.output) >= iterations)
         return running.end()
     finally:
         running.process.kill()
