@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -112,7 +113,7 @@ def main() -> None:
     found = study("\n\n".join(path.read_text(encoding="utf-8") for path in options.tables))
     print(json.dumps(found["summary"], indent=2))
     if options.json:
-        command = "python scripts/bench_recipes.py " + " ".join(sys.argv[1:])
+        command = "python scripts/bench_recipes.py " + shlex.join(sys.argv[1:])
         result = {"command": command, "source": options.source, **found}
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
