@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shlex
@@ -13,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.fill import hearsay
 from megatron.fill.control import RunState
 from megatron.fill.device.port import Limits
 from megatron.fill.planner.cycles import cycle_to_dict
+from megatron.fill.profiles import MeasuredJob
 from megatron.fill.runtime import safefile
 from megatron.fill.runtime.choice import Resident
 from megatron.fill.runtime.enforcer import Enforcer
@@ -235,19 +236,19 @@ class Attempt:
             if time.monotonic() - told_s > _TELL_S:
                 told_s = time.monotonic()
                 self.seat.busy_until_s = self.agent.choice.done_at_s(self.held.progress(), self.directory)
-            if kept or not path.exists():
+            if kept or not os.path.lexists(path):
                 return
             try:
-                content: dict[str, Any] = json.loads(safefile.read_text(path))
+                measured = MeasuredJob.from_dict(hearsay.read_json(path))
             except (OSError, ValueError) as error:
                 logger.warning("job %s: its profile cannot be read: %s", job.name, error)
                 kept = True
                 return
-            self.agent.choice.remember(job, content)
+            self.agent.choice.remember(job, measured)
             key = self.agent.choice.key(job)
 
             def keep(store: JobStore) -> bool:
-                store.keep_profile(key, content)
+                store.keep_profile(key, measured.to_dict())
                 return True
 
             kept = bool(self.agent.keeper.ask(keep))

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.fill import hearsay
 from megatron.fill.board import CycleBoardReader
 from megatron.fill.errors import FillError, PlanError
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import best_plan
 from megatron.fill.planner.tail import leftover, processing_time_s
-from megatron.fill.profiles import BubbleCycle, JobProfile, profile_key
+from megatron.fill.profiles import BubbleCycle, JobProfile, MeasuredJob, profile_key
 from megatron.fill.runtime.planned import CHUNK_RESERVE_NS, PLAN
 from megatron.fill.scheduler.estimate import estimate_s
 from megatron.fill.scheduler.policies import MOST_JOBS, parse_policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
 from megatron.fill.store.port import Device, Job, JobStore, Progress
 from megatron.fill.types import JobState
+
+logger = logging.getLogger("pipefill.agent")
 
 _LOOK_AGAIN_S = 30.0  # how long an answer of the store about profiles is believed
 
@@ -51,7 +54,7 @@ class Choice:
         self.board = board
         self._unfit: dict[tuple[int, bool], int] = {}  # (job, as tail job) -> the board's version then
         self._told: dict[int, int] = {}  # job -> the board's version then
-        self._profiles: dict[str, tuple[float, dict[str, Any] | None]] = {}
+        self._profiles: dict[str, tuple[float, MeasuredJob | None]] = {}
 
     def key(self, job: Job) -> str:
         return profile_key(job.spec, self.fingerprint)
@@ -60,14 +63,14 @@ class Choice:
         """A worker found that this job fits no bubble here: do not try it again until the cycle is another one."""
         self._unfit[job_id, tail] = self.board.version
 
-    def remember(self, job: Job, content: dict[str, Any]) -> None:
+    def remember(self, job: Job, measured: MeasuredJob) -> None:
         """This profile was just measured."""
-        self._profiles[self.key(job)] = time.monotonic(), content
+        self._profiles[self.key(job)] = time.monotonic(), measured
 
     def profile_of(self, job: Job) -> list[dict[str, Any]] | None:
         """The job's profiles as JSON, as far as the store told lately."""
         kept = self._kept(job)
-        return None if kept is None else kept["configurations"]
+        return None if kept is None else kept.to_dict()["configurations"]
 
     def wanted(self, store: JobStore, beside: Resident | None) -> list[int]:
         """The jobs that wait, best first: for the resident seat, or for the tail seat ``beside`` a resident job."""
@@ -133,16 +136,14 @@ class Choice:
         key, now_s = self.key(job), time.monotonic()
         asked_s, kept = self._profiles.get(key, (-math.inf, None))
         if kept is None and now_s - asked_s > _LOOK_AGAIN_S:
-            self._profiles[key] = now_s, store.profile(key)
+            self._profiles[key] = now_s, _read_profile(store, key)
 
-    def _kept(self, job: Job) -> dict[str, Any] | None:
+    def _kept(self, job: Job) -> MeasuredJob | None:
         return self._profiles.get(self.key(job), (0.0, None))[1]
 
-    def _parsed(self, job: Job) -> list[JobProfile]:
-        try:
-            return [JobProfile.from_dict(one) for one in self.profile_of(job) or ()]
-        except ValueError:  # it will be measured again
-            return []
+    def _parsed(self, job: Job) -> tuple[JobProfile, ...]:
+        kept = self._kept(job)
+        return () if kept is None else kept.profiles
 
     def _memory_bytes(self, job: Job) -> float:
         """What a tail job may take at most; infinity if nobody knows."""
@@ -163,7 +164,8 @@ class Choice:
     def _view(self, job: Job, cycle: BubbleCycle | None, unit_s: dict[str, float | None]) -> JobView:
         """The job as policies see it; ``unit_s`` keeps the seconds per unit of work for the next job of its profile."""
         progress = job.progress
-        total = progress.total_work or (self._kept(job) or {}).get("total_work")
+        kept = self._kept(job)
+        total = progress.total_work or (None if kept is None else kept.total_work)
         left = None if total is None else max(0.0, total - progress.work_done)
         key = self.key(job)
         if key not in unit_s:
@@ -191,8 +193,17 @@ def _used_s(store: JobStore) -> dict[str, float]:
     return used
 
 
+def _read_profile(store: JobStore, key: str) -> MeasuredJob | None:
+    content = store.profile(key)
+    try:
+        return None if content is None else MeasuredJob.from_dict(content)
+    except ValueError as error:
+        logger.warning("a profile in the store makes no sense, its job is measured again: %s", error)
+        return None
+
+
 def _read_plan(directory: Path) -> ExecutionPlan | None:
     try:
-        return ExecutionPlan.from_dict(json.loads((directory / PLAN).read_text(encoding="utf-8")))
+        return ExecutionPlan.from_dict(hearsay.read_json(directory / PLAN))
     except (OSError, ValueError):
         return None

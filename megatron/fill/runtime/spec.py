@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron.fill.device.port import Limits, Sharing
+from megatron.fill.hearsay import parse_json, to_json
+from megatron.fill.profiles import is_amount
 from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog
 from megatron.fill.types import JobState
 
@@ -76,16 +78,17 @@ class Outcome:
     def leave(self, log: StepLog) -> None:
         """Leave it where the agent finds it, whatever becomes of the disk; a result that is too large stays behind."""
         for outcome in (self, replace(self, result={})):
-            word = json.dumps(asdict(outcome)).encode()
-            if len(word) <= MOST_WORD_BYTES:
-                log.leave_word(word)
-                return
+            with contextlib.suppress(ValueError, TypeError, RecursionError):  # a result that has no JSON form
+                word = to_json(asdict(outcome)).encode()
+                if len(word) <= MOST_WORD_BYTES:
+                    log.leave_word(word)
+                    return
 
     @classmethod
     def left(cls, log: StepLog) -> Outcome | None:
         """What the worker left; None if it left nothing, or nothing that makes sense: a job can write what it likes."""
         try:
-            data = json.loads(log.word)
+            data = parse_json(log.word)
             outcome = cls(**data | {"state": JobState(data["state"])})
         except (ValueError, TypeError, KeyError):
             return None
@@ -96,6 +99,6 @@ class Outcome:
             and isinstance(outcome.unfit, bool)
             and isinstance(outcome.crowded, bool)
             and isinstance(outcome.result, dict)
-            and (total is None or (isinstance(total, int | float) and math.isfinite(total)))
+            and (total is None or is_amount(total))
         )
         return outcome if sane and outcome.state not in (JobState.RUNNING, JobState.CANCELLED) else None
