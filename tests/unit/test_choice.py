@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from megatron.fill.board import CycleBoard, CycleBoardReader
+from megatron.fill.planner.held import RESERVE_NS
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import best_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, MeasuredJob, NodeProfile
 from megatron.fill.runtime.choice import Choice, Resident
-from megatron.fill.runtime.planned import CHUNK_RESERVE_NS, PLAN
+from megatron.fill.runtime.planned import PLAN
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Device, Job, NewJob, Progress
 from megatron.fill.types import BubbleKind
@@ -110,7 +111,7 @@ def resident(tmp_path: Path) -> tuple[Bench, Resident]:
     assert bench.wanted() == ["resident"]
     cycle = bench.choice.board.read()
     assert cycle is not None
-    plan = best_plan(cycle, [profile(12, 40)], CHUNK_RESERVE_NS)
+    plan = best_plan(cycle, [profile(12, 40)], RESERVE_NS)
     (tmp_path / PLAN).write_text(json.dumps(plan.to_dict()))
     assert bench.store.claim("x", [job.id], 600) is not None
     return bench, Resident(job, tmp_path)

@@ -205,6 +205,7 @@ class Attempt:
             cycle=self._cycle(),
             profiles=agent.choice.profile_of(job),
             checkpoint_s=agent.spec.checkpoint_s,
+            margin_bytes=agent.spec.margin_bytes + agent.device.overhead_bytes,
             device=agent.device.worker_name,
             cpus=agent.spec.cpus,
             task=job.spec["task"],

@@ -26,6 +26,7 @@ class WorkerSpec:
         cycle: the bubbles to plan for, as JSON, instead of those on the board; given to a tail job.
         profiles: the job's profiles as JSON, one per configuration; None if it has to be measured.
         checkpoint_s: how often a resumable task is saved, in seconds.
+        margin_bytes: device memory that is to stay free; what a plan keeps to where ``limits`` has no cap.
     """
 
     name: str
@@ -40,6 +41,7 @@ class WorkerSpec:
     cycle: dict[str, Any] | None = None
     profiles: list[dict[str, Any]] | None = None
     checkpoint_s: float = 300.0
+    margin_bytes: int = 0
     device: str = "cpu"
     cpus: list[int] = field(default_factory=list)
     task: str | None = None
