@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from megatron.fill.app import launch
 from megatron.fill.app.launch import Launch, _check_store
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError, StoreError
@@ -76,7 +76,9 @@ def run_folder(path: Path) -> Path:
 )
 def test_a_forgotten_variable_does_not_make_a_training_serve_another_run(monkeypatch, tmp_path, where):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "share", lambda settings, on_cpu: None)  # which looks for GPUs
+    monkeypatch.setattr(
+        sys.modules["megatron.fill.app.launch"], "share", lambda settings, on_cpu: None
+    )  # which looks for GPUs
     run_folder(tmp_path / "runs" / "first")
     (tmp_path / "jobs.yaml").write_text("jobs: [{name: pi, command: pi}]")
     monkeypatch.setenv("PIPEFILL_STORE", where)
