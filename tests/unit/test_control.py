@@ -218,6 +218,19 @@ class TestCommands:
         assert out.split()[-1] == "no"
         assert page.state is RunState.PAUSED
 
+    def test_a_rank_that_nobody_can_tell_makes_it_fail_and_the_others_are_told(
+        self, tmp_path, monkeypatch, capsys, child
+    ):
+        page = ControlPage.create(0)
+        path = page.announce(tmp_path)
+        os.read(child(an_agent(page)).out, 5)
+        os.mkfifo(path.with_name("rank1.json"))
+        for command in ("pause", "status"):
+            code, out, err = self.run(monkeypatch, capsys, command, tmp_path)
+            assert code == 1
+            assert out.splitlines()[1].split()[3:] == ["PAUSED", "yes"]
+            assert "rank1.json is damaged" in err
+
     def test_an_agent_that_is_gone_is_not_waited_for(self, tmp_path, monkeypatch, capsys, child):
         page = ControlPage.create(0)
         page.announce(tmp_path)
