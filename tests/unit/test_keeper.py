@@ -203,3 +203,32 @@ def test_the_end_of_a_job_is_said_later_if_nobody_hears_it_now(flaky):
     flaky.down = False
     wait_for(lambda: flaky.store.get(held.claim.job.id).state is JobState.SUCCEEDED)
     keeper.stop()
+
+
+def test_an_end_that_cannot_be_said_stops_nothing_else(flaky):
+    keeper = make("ab", lease_s=5.0)
+    keeper.every_s = 0.02
+    said = []
+
+    def broken(store: Any) -> bool:
+        raise KeyError("what no store expects")
+
+    keeper._unsaid = [broken, lambda store: bool(said.append("the next one")) or True]
+    keeper.start()
+    held = take(keeper)
+    before_s = held.beat_s
+    wait_for(lambda: said == ["the next one"] and held.beat_s > before_s)
+    assert keeper._unsaid == []
+    keeper.stop()
+
+
+def test_one_job_s_broken_progress_stops_no_other_heartbeat(flaky):
+    keeper = make("ab", lease_s=5.0)
+    keeper.every_s = 0.02
+    broken, sound = take(keeper), take(keeper)
+    broken.progress = lambda: Progress(work_done=1 / 0)
+    before_s = sound.beat_s
+    keeper.start()
+    wait_for(lambda: sound.beat_s > before_s)
+    wait_for(lambda: flaky.store.devices() != [])
+    keeper.stop()

@@ -27,8 +27,10 @@ from megatron.fill.board import CycleBoardReader
 from megatron.fill.control import ControlPage, RunState
 from megatron.fill.device import MpsDaemon, Sharing, host, open_device
 from megatron.fill.device.meter import fingerprint
+from megatron.fill.device.pressure import NoRoom
 from megatron.fill.gate import SharedGateReader
 from megatron.fill.planner.cycles import cycle_to_dict
+from megatron.fill.profiles import BubbleCycle
 from megatron.fill.records import write_agent
 from megatron.fill.runtime import reap
 from megatron.fill.runtime.baton import Baton
@@ -36,6 +38,7 @@ from megatron.fill.runtime.choice import Choice
 from megatron.fill.runtime.controlled import ControlWatcher
 from megatron.fill.runtime.guest import Guest, environment
 from megatron.fill.runtime.keeper import Keeper
+from megatron.fill.runtime.room import worker_cap
 from megatron.fill.runtime.seat import Seat
 from megatron.fill.sandbox.cage import Bind
 from megatron.fill.store.port import Device, NewJob
@@ -153,7 +156,10 @@ class Agent:
         self.keeper = Keeper(
             spec.store, owners[0], submit, self.describe, spec.lease_s, owners[1:], submitted=marker.touch
         )
-        self.choice = Choice(spec.policy, self.name, fingerprint(spec.device), self.board)
+        margin_bytes = spec.margin_bytes + self.device.overhead_bytes
+        self.choice = Choice(
+            spec.policy, self.name, fingerprint(spec.device), self.board, margin_bytes, self._room_bytes
+        )
         self.seats = [Seat(self, tail=False), Seat(self, tail=True)]
         # One that follows a dead agent keeps a record of its own, beside what that one wrote.
         self._record = f"agent{spec.rank}-{len(dead)}.json" if dead else f"agent{spec.rank}.json"
@@ -163,6 +169,15 @@ class Agent:
     @property
     def over(self) -> bool:
         return self.orphaned or self.gate.ended
+
+    def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom | None:
+        """How much memory a worker that asks for so much may hold (``worker_cap``)."""
+        others = sum(seat.room.claim_bytes for seat in self.seats if seat.room is not None)
+        return worker_cap(job_bytes, self.device, cycle, self.spec.margin_bytes, others)
+
+    def _room_bytes(self, cycle: BubbleCycle) -> int:
+        found = self.cap(None, cycle)
+        return found if isinstance(found, int) else 0
 
     def describe(self) -> Device:
         """This device as the store should know it."""

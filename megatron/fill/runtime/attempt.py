@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shlex
@@ -15,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.fill import hearsay
 from megatron.fill.control import RunState
 from megatron.fill.device.port import Limits
 from megatron.fill.planner.cycles import cycle_to_dict
+from megatron.fill.profiles import MeasuredJob
 from megatron.fill.runtime import safefile
 from megatron.fill.runtime.choice import Resident
 from megatron.fill.runtime.confined import Confined
@@ -266,6 +267,7 @@ class Attempt:
             cycle=self._cycle(),
             profiles=agent.choice.profile_of(job),
             checkpoint_s=agent.spec.checkpoint_s,
+            margin_bytes=agent.spec.margin_bytes + agent.device.overhead_bytes,
             device=agent.device.worker_name,
             cpus=agent.spec.cpus,
             task=job.spec["task"],
@@ -311,19 +313,19 @@ class Attempt:
             if time.monotonic() - told_s > _TELL_S:
                 told_s = time.monotonic()
                 self.seat.busy_until_s = self.agent.choice.done_at_s(self.held.progress(), self.directory)
-            if kept or not path.exists():
+            if kept or not os.path.lexists(path):
                 return
             try:
-                content: dict[str, Any] = json.loads(safefile.read_text(path))
+                measured = MeasuredJob.from_dict(hearsay.read_json(path))
             except (OSError, ValueError) as error:
                 logger.warning("job %s: its profile cannot be read: %s", job.name, error)
                 kept = True
                 return
-            self.agent.choice.remember(job, content)
+            self.agent.choice.remember(job, measured)
             key = self.agent.choice.key(job)
 
             def keep(store: JobStore) -> bool:
-                store.keep_profile(key, content)
+                store.keep_profile(key, measured.to_dict())
                 return True
 
             kept = bool(self.agent.keeper.ask(keep))

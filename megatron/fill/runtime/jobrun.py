@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -14,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.fill import hearsay
 from megatron.fill.device.port import Limiter
-from megatron.fill.runtime import safefile
 from megatron.fill.runtime.enforcer import Enforcer
 from megatron.fill.runtime.folder import OUTPUT
 from megatron.fill.runtime.output import BoundedOutput
@@ -178,7 +177,7 @@ class JobRun:
 
 def _read_result(directory: Path) -> dict[str, Any]:
     try:
-        result = json.loads(safefile.read_text(directory / RESULT))
+        result = hearsay.read_json(directory / RESULT)
         return result if isinstance(result, dict) else {}
     except (OSError, ValueError):
         return {}

@@ -60,7 +60,7 @@ class Saver:
             return
         now_s = time.time()
         # A task goes on from the beginning of its iteration.
-        work_done = self.log.base_work + self.log.work_done - self.log.partial_work
+        work_done = self.log.base_work + self.log.whole_work
         try:
             checkpoint.save(self.directory, {"task": state, "work_done": work_done, "saved_s": now_s})
         except (OSError, ImportError, MemoryError) as error:  # torch may not fit under a small memory cap

@@ -15,7 +15,7 @@ from megatron.fill.runtime.choice import Resident
 from megatron.fill.runtime.folder import job_folder, occupied
 from megatron.fill.runtime.guest import refusal
 from megatron.fill.runtime.keeper import Held
-from megatron.fill.runtime.room import Room, worker_cap
+from megatron.fill.runtime.room import Room
 from megatron.fill.store.port import Claim, Job
 from megatron.fill.types import JobState
 
@@ -104,8 +104,7 @@ class Seat:
 
     def _limits(self, job: Job) -> Limits | NoRoom:
         agent, spec = self.agent, self.agent.spec
-        others = sum(seat.room.claim_bytes for seat in agent.seats if seat.room is not None)
-        memory_bytes = worker_cap(job.spec["memory_bytes"], agent.device, agent.board.read(), spec.margin_bytes, others)
+        memory_bytes = agent.cap(job.spec["memory_bytes"], agent.board.read())
         if isinstance(memory_bytes, NoRoom):
             return memory_bytes
         return Limits(memory_bytes, spec.processes, spec.files, spec.sm_percentage)
