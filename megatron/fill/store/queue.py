@@ -14,6 +14,8 @@ from megatron.fill.store.port import Claim, Device, Job, NewJob, Progress, Stand
 from megatron.fill.store.transaction import Transaction
 from megatron.fill.types import JobState
 
+ASK_S = 30.0  # how long a job that was asked for is kept for the asker
+ASK_AGAIN_S = 300.0  # between two times that one job is asked for: each costs it a pause
 _MAX_ID = 2**63 - 1
 _NAMES_COMPARED = 10_000
 
@@ -54,7 +56,7 @@ class JobQueue(ABC):
 
         def work(transaction: Transaction) -> Claim | None:
             _recover(transaction)
-            job = transaction.first_queued(ids)
+            job = _first_free(transaction, ids, device)
             if job is None:
                 return None
             now_s = transaction.now_s
@@ -67,9 +69,26 @@ class JobQueue(ABC):
                 owner=owner,
                 lease_until_s=now_s + lease_s,
                 device=_storable(device),
+                asked_by="",
             )
             transaction.put(job)
             return Claim(job, owner)
+
+        return self._run(work)
+
+    def ask_for(self, job_id: int, attempt: int, device: str) -> bool:
+        device = _storable(device)
+
+        def work(transaction: Transaction) -> bool:
+            job = transaction.job(job_id) if _possible(job_id) else None
+            now_s = transaction.now_s
+            if job is None or (job.state, job.attempt, job.cancelling) != (JobState.RUNNING, attempt, False):
+                return False
+            lately = job.asked_s is not None and now_s < job.asked_s + ASK_AGAIN_S
+            if lately or job.device == device or not _idle(transaction, device):
+                return False
+            transaction.put(replace(job, asked_by=device, asked_s=now_s))
+            return True
 
         return self._run(work)
 
@@ -81,7 +100,9 @@ class JobQueue(ABC):
             if job is None:
                 return Standing.LOST
             transaction.put(replace(job, lease_until_s=transaction.now_s + lease_s, progress=progress))
-            return Standing.CANCELLED if job.cancelling else Standing.HELD
+            if job.cancelling:
+                return Standing.CANCELLED
+            return Standing.MOVE if _awaited(transaction, job) else Standing.HELD
 
         return self._run(work)
 
@@ -258,6 +279,26 @@ def _held(transaction: Transaction, claim: Claim) -> Job | None:
     job = transaction.job(claim.job.id)
     held = job is not None and (job.state, job.owner, job.attempt) == (JobState.RUNNING, claim.owner, claim.attempt)
     return job if held else None
+
+
+def _first_free(transaction: Transaction, ids: Sequence[int], device: str) -> Job | None:
+    """The first of ``ids`` that is QUEUED and not kept for another device."""
+    job = transaction.first_queued(ids)
+    while job is not None and job.asked_by != _storable(device) and _awaited(transaction, job):
+        ids = ids[ids.index(job.id) + 1 :]
+        job = transaction.first_queued(ids)
+    return job
+
+
+def _awaited(transaction: Transaction, job: Job) -> bool:
+    """Whether the device that asked for the job still waits for it."""
+    if not job.asked_by or job.asked_s is None or transaction.now_s >= job.asked_s + ASK_S:
+        return False
+    return _idle(transaction, job.asked_by)
+
+
+def _idle(transaction: Transaction, name: str) -> bool:
+    return any(device.name == name and device.busy_until_s is None for device in transaction.devices())
 
 
 def _recover(transaction: Transaction) -> int:
