@@ -104,9 +104,20 @@ def test_a_cancelled_job_is_cancelled_unless_it_was_done(bench):
     assert bench.judge(Outcome(JobState.SUCCEEDED, ""))[0] is JobState.SUCCEEDED
 
 
+def test_a_job_that_moves_goes_on_from_its_checkpoint(bench):
+    bench.attempt.held.standing = Standing.MOVE
+    stopped = bench.attempt._why_stop()
+    assert stopped == "it moves to a rank that is idle"
+    assert bench.judge(GAVE_BACK, stopped=stopped) == (JobState.QUEUED, f"{stopped}; goes on from its checkpoint")
+    assert bench.judge(Outcome(JobState.SUCCEEDED, ""), stopped=stopped)[0] is JobState.SUCCEEDED
+    assert bench.agent.crashes == {}
+
+
 def test_why_a_worker_must_go(bench):
     attempt = bench.attempt
     assert (attempt._why_stop(), attempt._why_end()) == ("", "")
+    attempt.held.standing = Standing.CANCELLED
+    assert attempt._why_stop() == "it was cancelled"
     bench.agent.control.state = RunState.KILLED
     assert attempt._why_end() == "ended by pipefill kill"
     attempt.held.standing = Standing.LOST

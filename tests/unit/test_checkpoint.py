@@ -140,6 +140,23 @@ def step(task: Counter, log: StepLog) -> None:
     log.step_ended(0, 1, task.run_next_step(), False)
 
 
+def test_only_a_task_that_saves_and_loads_can_go_on_elsewhere(tmp_path):
+    _, log, saver = counter(tmp_path, 60)
+    assert not log.resumable
+    saver.load()
+    assert log.resumable
+
+    class Neither(SideTask):
+        pass
+
+    class Half(SideTask):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    for task in (Neither(), Half()):
+        assert not TaskMachine(task, TaskContext("c", tmp_path)).resumable
+
+
 def test_a_task_goes_on_where_it_was_saved(tmp_path):
     task, log, saver = counter(tmp_path, 0.05)
     saver.load()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -36,6 +37,7 @@ from megatron.fill.runtime.choice import Choice
 from megatron.fill.runtime.controlled import ControlWatcher
 from megatron.fill.runtime.guest import environment, find_guest
 from megatron.fill.runtime.keeper import Keeper
+from megatron.fill.runtime.mover import Mover
 from megatron.fill.runtime.seat import Seat
 from megatron.fill.store.port import Device, NewJob
 from megatron.fill.types import JobRecord, WorkerRecord
@@ -137,6 +139,7 @@ class Agent:
         )
         self.choice = Choice(spec.policy, self.name, fingerprint(spec.device), self.board)
         self.seats = [Seat(self, tail=False), Seat(self, tail=True)]
+        self.mover = Mover(self.name, spec.run_dir, self.choice, self.seats[0].may_run)
         # One that follows a dead agent keeps a record of its own, beside what that one wrote.
         self._record = f"agent{spec.rank}-{len(dead)}.json" if dead else f"agent{spec.rank}.json"
         self._processes: set[int] = set()
@@ -150,12 +153,14 @@ class Agent:
         """This device as the store should know it."""
         resident = self.seats[0]
         cycle = self.board.read()
+        paused = self.control.state is not RunState.RUNNING  # it takes no job, and nobody knows until when
         return Device(
             name=self.name,
             run=self.spec.run_dir,
-            busy_until_s=resident.busy_until_s,
+            busy_until_s=math.inf if paused else resident.busy_until_s,
             job=resident.job_name,
             cycle=None if cycle is None else cycle_to_dict(cycle),
+            refuses=self.choice.refused,
         )
 
     def run(self) -> None:

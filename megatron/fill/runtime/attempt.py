@@ -36,6 +36,7 @@ logger = logging.getLogger("pipefill.agent")
 SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
 _CRASHES = 3  # in a row and without a checkpoint in between: then an agent gives a job up
 _OVER = "the main job ended first"
+_MOVES = "it moves to a rank that is idle"
 _KILLED = "ended by pipefill kill"
 _LOST = "the store was out of reach for longer than its lease: another agent may have it"
 _TELL_S = 5.0  # how often the end of the job is estimated anew
@@ -131,7 +132,7 @@ class Attempt:
     def _why_stop(self) -> str:
         if self.agent.over:
             return _OVER
-        return "it was cancelled" if self.held.standing is Standing.CANCELLED else ""
+        return {Standing.CANCELLED: "it was cancelled", Standing.MOVE: _MOVES}.get(self.held.standing, "")
 
     def _why_end(self) -> str:
         if self.held.standing is Standing.LOST:

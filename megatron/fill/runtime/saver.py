@@ -37,6 +37,7 @@ class Saver:
         Raises:
             TaskError: there are checkpoints, and none of them is whole.
         """
+        self.log.resumable = self.machine.resumable
         saved = checkpoint.load(self.directory)
         if saved is None:
             return
@@ -56,7 +57,7 @@ class Saver:
             return
         state = self.machine.state_dict()
         if state is None:
-            self._resumable = False
+            self._resumable = self.log.resumable = False
             return
         now_s = time.time()
         # A task goes on from the beginning of its iteration.

@@ -24,6 +24,7 @@ _BYTES = _WORD_AT + MOST_WORD_BYTES
 _MOST = 1 << 62  # what no honest count comes to
 
 _PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS, _READY, _WANTED, _WORD = range(10)
+_SERVING, _RESUMABLE = range(10, 12)
 _WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
 _UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
 
@@ -143,6 +144,24 @@ class StepLog:
     @ready_ns.setter
     def ready_ns(self, now_ns: int) -> None:
         self._words[_READY] = now_ns
+
+    @property
+    def serving_ns(self) -> int:
+        """When the task first waited for a bubble; 0 before."""
+        return self._count(_SERVING)
+
+    @serving_ns.setter
+    def serving_ns(self, now_ns: int) -> None:
+        self._words[_SERVING] = now_ns
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the task can be saved and go on elsewhere, by what it implements."""
+        return bool(self._words[_RESUMABLE])
+
+    @resumable.setter
+    def resumable(self, can: bool) -> None:
+        self._words[_RESUMABLE] = can
 
     @property
     def wanted_bytes(self) -> int:
