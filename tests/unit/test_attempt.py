@@ -11,7 +11,7 @@ import pytest
 from megatron.fill.control import RunState
 from megatron.fill.runtime.attempt import Attempt
 from megatron.fill.runtime.spec import Outcome
-from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.runtime.steplog import Saving, StepLog, create_log
 from megatron.fill.store.port import Progress, Standing
 from megatron.fill.types import JobState
 
@@ -106,11 +106,25 @@ def test_a_cancelled_job_is_cancelled_unless_it_was_done(bench):
 
 def test_a_job_that_moves_goes_on_from_its_checkpoint(bench):
     bench.attempt.held.standing = Standing.MOVE
+    bench.attempt.log.saving = Saving.SAVED
     stopped = bench.attempt._why_stop()
     assert stopped == "it moves to a rank that is idle"
     assert bench.judge(GAVE_BACK, stopped=stopped) == (JobState.QUEUED, f"{stopped}; goes on from its checkpoint")
     assert bench.judge(Outcome(JobState.SUCCEEDED, ""), stopped=stopped)[0] is JobState.SUCCEEDED
     assert bench.agent.crashes == {}
+
+
+def test_a_job_moves_only_after_it_was_saved_anew(bench):
+    attempt, log = bench.attempt, bench.attempt.log
+    log.saving = Saving.SAVED  # for an earlier request, say
+    assert (attempt._why_stop(), log.saving) == ("", Saving.NONE)
+    attempt.held.standing = Standing.MOVE
+    assert (attempt._why_stop(), log.saving) == ("", Saving.WANTED)
+    assert attempt._why_stop() == ""
+    log.saving = Saving.FAILED
+    assert (attempt._why_stop(), log.saving) == ("", Saving.FAILED)
+    attempt.held.standing = Standing.HELD  # nobody waits for it any more
+    assert (attempt._why_stop(), log.saving) == ("", Saving.NONE)
 
 
 def test_why_a_worker_must_go(bench):

@@ -97,11 +97,6 @@ def test_one_that_would_lose_by_it_is_left_where_it_is(bench, progress):
     assert not bench.asked()
 
 
-def test_one_that_has_saved_can_move(bench):
-    bench.go_on(60, 0.001, resumable=False, checkpoint_s=5.0)
-    assert bench.asked()
-
-
 def test_commands_begin_again_so_they_are_never_moved(tmp_path):
     bench = Bench(tmp_path, task=None, command=["sleep", "1"])
     bench.go_on(60, 0.001)

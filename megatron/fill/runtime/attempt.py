@@ -24,7 +24,7 @@ from megatron.fill.runtime.keeper import Held, progress_of
 from megatron.fill.runtime.profiler import PROFILE
 from megatron.fill.runtime.room import Room
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
-from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.runtime.steplog import Saving, StepLog, create_log
 from megatron.fill.store.port import Claim, JobStore, Standing
 from megatron.fill.types import JobRecord, JobState
 
@@ -132,7 +132,18 @@ class Attempt:
     def _why_stop(self) -> str:
         if self.agent.over:
             return _OVER
-        return {Standing.CANCELLED: "it was cancelled", Standing.MOVE: _MOVES}.get(self.held.standing, "")
+        if self.held.standing is Standing.CANCELLED:
+            return "it was cancelled"
+        return _MOVES if self._may_move() else ""
+
+    def _may_move(self) -> bool:
+        """Whether another rank has asked for the job, and it has been saved since: a move must not cost any work."""
+        log = self.log
+        if self.held.standing is not Standing.MOVE:
+            log.saving = Saving.NONE
+        elif log.saving is Saving.NONE:
+            log.saving = Saving.WANTED
+        return log.saving is Saving.SAVED
 
     def _why_end(self) -> str:
         if self.held.standing is Standing.LOST:

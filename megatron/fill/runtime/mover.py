@@ -88,7 +88,7 @@ class Mover:
         if there is None or job.device == self._device or there.job in ("", job.name):
             return False
         serving = job.progress.startup_s is not None and not job.cancelling
-        saves = job.spec["command"] is None and (job.progress.resumable or job.progress.checkpoint_s is not None)
+        saves = job.spec["command"] is None and job.progress.resumable
         return serving and saves and Path(job.directory).is_dir()  # on another node, it may not be there
 
     def _first_seen(self, job: Job, now_s: float) -> _Seen:

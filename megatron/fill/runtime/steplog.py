@@ -24,7 +24,7 @@ _BYTES = _WORD_AT + MOST_WORD_BYTES
 _MOST = 1 << 62  # what no honest count comes to
 
 _PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS, _READY, _WANTED, _WORD = range(10)
-_SERVING, _RESUMABLE = range(10, 12)
+_SERVING, _RESUMABLE, _SAVING = range(10, 13)
 _WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
 _UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
 
@@ -45,6 +45,15 @@ class WorkerPhase(IntEnum):
     def callback(self) -> str:
         names = {self.STEP: "run_next_step()", self.ASLEEP: "between bubbles", self.STARTING: "while starting"}
         return names.get(self, f"{self.name.lower()}()")
+
+
+class Saving(IntEnum):
+    """Whether the agent wants the task saved before anything else, and what came of it."""
+
+    NONE = 0
+    WANTED = 1
+    SAVED = 2
+    FAILED = 3
 
 
 def create_log() -> int:
@@ -162,6 +171,16 @@ class StepLog:
     @resumable.setter
     def resumable(self, can: bool) -> None:
         self._words[_RESUMABLE] = can
+
+    @property
+    def saving(self) -> Saving:
+        """Written by the agent (NONE, WANTED), which the worker answers (SAVED, FAILED)."""
+        value = self._words[_SAVING]
+        return Saving(value) if value < len(Saving) else Saving.FAILED
+
+    @saving.setter
+    def saving(self, saving: Saving) -> None:
+        self._words[_SAVING] = saving
 
     @property
     def wanted_bytes(self) -> int:

@@ -153,6 +153,7 @@ class Worker:
                 plans.follow()
 
         def attend() -> None:
+            saver.save_if_wanted()
             wanted_bytes, self.log.wanted_bytes = self.log.wanted_bytes, 0
             if wanted_bytes and not machine.shrink(wanted_bytes):
                 self._stop = self._crowded = True

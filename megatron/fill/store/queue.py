@@ -14,7 +14,7 @@ from megatron.fill.store.port import Claim, Device, Job, NewJob, Progress, Stand
 from megatron.fill.store.transaction import Transaction
 from megatron.fill.types import JobState
 
-ASK_S = 30.0  # how long a job that was asked for is kept for the asker
+ASK_S = 60.0  # how long a job that was asked for is kept for the asker: it has to be saved first
 ASK_AGAIN_S = 300.0  # between two times that one job is asked for: each costs it a pause
 _MAX_ID = 2**63 - 1
 _NAMES_COMPARED = 10_000
