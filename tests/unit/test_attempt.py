@@ -32,9 +32,15 @@ class Bench:
         self.attempt.started_s = time.time()
 
     def judge(
-        self, outcome: Outcome, crashed: bool = False, stopped: str = "", cut: str = "", request: str = ""
+        self,
+        outcome: Outcome,
+        crashed: bool = False,
+        stopped: str = "",
+        cut: str = "",
+        request: str = "",
+        late: bool = False,
     ) -> tuple[JobState, str]:
-        run: Any = SimpleNamespace(stopped=stopped, cut=cut)
+        run: Any = SimpleNamespace(stopped=stopped, cut=cut, late=late)
         room: Any = SimpleNamespace(request=request)
         return self.attempt._judge(run, room, outcome, crashed)
 
@@ -112,6 +118,17 @@ def test_a_job_that_moves_goes_on_from_its_checkpoint(bench):
     assert bench.judge(GAVE_BACK, stopped=stopped) == (JobState.QUEUED, f"{stopped}; goes on from its checkpoint")
     assert bench.judge(Outcome(JobState.SUCCEEDED, ""), stopped=stopped)[0] is JobState.SUCCEEDED
     assert bench.agent.crashes == {}
+
+
+def test_one_that_is_too_slow_to_stop_moves_all_the_same(bench):
+    """It was saved before, and it is not to blame for a machine that is busy."""
+    slow = Outcome(JobState.FAILED, "stop() did not return within 10 s of the stop: ...")
+    bench.attempt.log.checkpoint_s = time.time()
+    moves = "it moves to a rank that is idle"
+    queued = (JobState.QUEUED, f"{moves}; it goes on from its last checkpoint")
+    assert bench.judge(slow, stopped=moves, late=True) == queued
+    assert bench.judge(slow, stopped=moves)[0] is JobState.FAILED  # ended for another reason
+    assert bench.judge(slow, stopped="the main job ended first", late=True)[0] is JobState.FAILED
 
 
 def test_a_job_moves_only_after_it_was_saved_anew(bench):

@@ -163,7 +163,9 @@ class Attempt:
         if self.held.standing is Standing.CANCELLED and outcome.state is not JobState.SUCCEEDED:
             return JobState.CANCELLED, "cancelled while it ran"
         saved = (self.log.checkpoint_s or 0.0) > self.started_s  # so something was gained
-        if run.cut or (crashed and run.stopped):
+        # It was saved before it had to stop, and on a busy machine it may be slow through no fault of its own.
+        too_slow = run.late and run.stopped == _MOVES
+        if run.cut or too_slow or (crashed and run.stopped):
             kept = self.log.checkpoint_s or self.job.progress.checkpoint_s
             again = "it goes on from its last checkpoint" if kept else "it begins again"
             return JobState.QUEUED, f"{run.cut or run.stopped}; {again}"
