@@ -142,6 +142,42 @@ def test_a_tail_takes_no_job_that_an_idle_device_would_run(resident):
     assert bench.wanted(job) == ["first", "second"]
 
 
+def test_a_job_that_the_idle_device_refuses_is_not_kept_for_it(resident):
+    bench, job = resident
+    refused = bench.submit("refused", profile(3))
+    bench.submit("first", profile(3))
+    bench.submit("second", profile(3))
+    bench.store.report_device(Device("rank 1", "run", refuses=(refused.id,)), 60)
+    assert bench.wanted(job) == ["refused", "second"]
+    bench.store.report_device(Device("rank 2", "run"), 60)
+    assert bench.wanted(job) == ["second"]
+    bench.store.report_device(Device("rank 2", "run", refuses=(refused.id,)), 60)
+    assert bench.wanted(job) == ["refused"]
+
+
+def test_what_fits_no_bubble_and_what_was_tried_in_vain_is_refused_until_the_bubbles_change():
+    bench = Bench()
+    long, tried = bench.submit("long", profile(30)), bench.submit("tried")
+    bench.submit("small", profile(3))
+    assert bench.choice.refused == ()
+    bench.wanted()
+    bench.choice.unfit(tried.id, tail=False)
+    bench.choice.unfit(bench.store.find("small").id, tail=True)  # only beside another one
+    assert bench.choice.refused == (long.id, tried.id)
+    bench.show(40)
+    assert bench.choice.refused == ()
+
+
+def test_how_long_a_unit_of_work_takes_here_is_known_from_its_profile():
+    bench = Bench()
+    assert bench.choice.unit_s(bench.store, bench.submit("nobody-knows")) is None
+    assert bench.choice.unit_s(bench.store, bench.submit("long", profile(30))) == float("inf")
+    small = bench.submit("small", profile(18))
+    assert bench.choice.unit_s(bench.store, small) == pytest.approx(0.1)  # one in each bubble
+    bench.choice.unfit(small.id, tail=False)
+    assert bench.choice.unit_s(bench.store, small) == float("inf")
+
+
 def test_a_resident_job_without_a_plan_leaves_nobody_knows_what(resident, tmp_path):
     bench, job = resident
     (tmp_path / PLAN).unlink()

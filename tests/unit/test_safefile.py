@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,3 +77,20 @@ def test_two_workers_never_share_a_folder(tmp_path):
         pass
     with occupied(tmp_path):
         pass
+
+
+def test_a_worker_that_leaves_a_folder_is_waited_for(tmp_path):
+    entered, left = threading.Event(), threading.Event()
+
+    def holder() -> None:
+        with occupied(tmp_path):
+            entered.set()
+            time.sleep(0.2)
+            left.set()
+
+    thread = threading.Thread(target=holder)
+    thread.start()
+    entered.wait()
+    with occupied(tmp_path):
+        assert left.is_set()
+    thread.join()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -38,6 +39,7 @@ from megatron.fill.runtime.choice import Choice
 from megatron.fill.runtime.controlled import ControlWatcher
 from megatron.fill.runtime.guest import Guest, environment
 from megatron.fill.runtime.keeper import Keeper
+from megatron.fill.runtime.mover import Mover
 from megatron.fill.runtime.room import worker_cap
 from megatron.fill.runtime.seat import Seat
 from megatron.fill.sandbox.cage import Bind
@@ -161,6 +163,7 @@ class Agent:
             spec.policy, self.name, fingerprint(spec.device), self.board, margin_bytes, self._room_bytes
         )
         self.seats = [Seat(self, tail=False), Seat(self, tail=True)]
+        self.mover = Mover(self.name, spec.run_dir, self.choice, self.seats[0].may_run)
         # One that follows a dead agent keeps a record of its own, beside what that one wrote.
         self._record = f"agent{spec.rank}-{len(dead)}.json" if dead else f"agent{spec.rank}.json"
         self._processes: set[int] = set()
@@ -183,12 +186,14 @@ class Agent:
         """This device as the store should know it."""
         resident = self.seats[0]
         cycle = self.board.read()
+        paused = self.control.state is not RunState.RUNNING  # it takes no job, and nobody knows until when
         return Device(
             name=self.name,
             run=self.spec.run_dir,
-            busy_until_s=resident.busy_until_s,
+            busy_until_s=math.inf if paused else resident.busy_until_s,
             job=resident.job_name,
             cycle=None if cycle is None else cycle_to_dict(cycle),
+            refuses=self.choice.refused,
         )
 
     def run(self) -> None:

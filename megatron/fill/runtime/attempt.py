@@ -28,7 +28,7 @@ from megatron.fill.runtime.keeper import Held, progress_of
 from megatron.fill.runtime.profiler import PROFILE
 from megatron.fill.runtime.room import Room
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
-from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.runtime.steplog import Saving, StepLog, create_log
 from megatron.fill.sandbox.cage import Bind, Cage
 from megatron.fill.store.port import Claim, JobStore, Standing
 from megatron.fill.types import JobRecord, JobState
@@ -41,6 +41,7 @@ logger = logging.getLogger("pipefill.agent")
 SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
 _CRASHES = 3  # in a row and without a checkpoint in between: then an agent gives a job up
 _OVER = "the main job ended first"
+_MOVES = "it moves to a rank that is idle"
 _KILLED = "ended by pipefill kill"
 _LOST = "the store was out of reach for longer than its lease: another agent may have it"
 _TELL_S = 5.0  # how often the end of the job is estimated anew
@@ -178,7 +179,18 @@ class Attempt:
     def _why_stop(self) -> str:
         if self.agent.over:
             return _OVER
-        return "it was cancelled" if self.held.standing is Standing.CANCELLED else ""
+        if self.held.standing is Standing.CANCELLED:
+            return "it was cancelled"
+        return _MOVES if self._may_move() else ""
+
+    def _may_move(self) -> bool:
+        """Whether another rank has asked for the job, and it has been saved since: a move must not cost any work."""
+        log = self.log
+        if self.held.standing is not Standing.MOVE:
+            log.saving = Saving.NONE
+        elif log.saving is Saving.NONE:
+            log.saving = Saving.WANTED
+        return log.saving is Saving.SAVED
 
     def _why_end(self) -> str:
         if self.held.standing is Standing.LOST:
@@ -211,7 +223,9 @@ class Attempt:
         if self.held.standing is Standing.CANCELLED and outcome.state is not JobState.SUCCEEDED:
             return JobState.CANCELLED, "cancelled while it ran"
         saved = (self.log.checkpoint_s or 0.0) > self.started_s  # so something was gained
-        if run.cut or (crashed and run.stopped):
+        # On a busy machine it may be slow to stop through no fault of its own, and nothing was asked of it but that.
+        too_slow = run.late and run.stopped in (_MOVES, _OVER)
+        if run.cut or too_slow or (crashed and run.stopped):
             kept = self.log.checkpoint_s or self.job.progress.checkpoint_s
             again = "it goes on from its last checkpoint" if kept else "it begins again"
             return JobState.QUEUED, f"{run.cut or run.stopped}; {again}"

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,23 @@ class Choice:
         """A worker found that this job fits no bubble here: do not try it again until the cycle is another one."""
         self._unfit[job_id, tail] = self.board.version
 
+    @property
+    def refused(self) -> tuple[int, ...]:
+        """The jobs that were found not to fit the bubbles here, as long as the cycle is the same."""
+        version = self.board.version
+        # Copies: the seats' threads write them meanwhile.
+        tried = {job_id for (job_id, tail), then in self._unfit.copy().items() if then == version and not tail}
+        planned = {job_id for job_id, then in self._told.copy().items() if then == version}
+        return tuple(sorted(tried | planned))
+
+    def unit_s(self, store: JobStore, job: Job) -> float | None:
+        """Wall-clock seconds for a unit of the job's work here; infinity if it fits no bubble, None if nobody knows."""
+        self._learn(store, job)
+        if not self._may_fit(job, tail=False):
+            return math.inf
+        cycle = self._cycle()
+        return estimate_s(None if cycle is None else _for_job(cycle, job), self._parsed(job), 1.0, RESERVE_NS)
+
     def remember(self, job: Job, measured: MeasuredJob) -> None:
         """This profile was just measured."""
         self._profiles[self.key(job)] = time.monotonic(), measured
@@ -93,9 +110,7 @@ class Choice:
         tail = beside is not None
         waiting = store.list({JobState.QUEUED})
         if tail:
-            # Jobs that an idle device would run whole are not for a tail.
-            idle = sum(device.busy_until_s is None for device in store.devices())
-            waiting = waiting[idle:] if len(waiting) > idle else []
+            waiting = for_tails(waiting, store.devices())
         jobs = [job for job in waiting[: self.policy.most_jobs] if self._may_fit(job, tail)]
         if not jobs:
             return []
@@ -240,6 +255,19 @@ class Choice:
 def _for_job(cycle: BubbleCycle, job: Job) -> BubbleCycle:
     """The cycle with the memory of a worker of this job: no more than it asked for."""
     return held_cycle(cycle, room_bytes(cycle, 0), job.spec["memory_bytes"])
+
+
+def for_tails(waiting: Sequence[Job], devices: Sequence[Device]) -> list[Job]:
+    """The jobs that no idle device would run whole: each idle one gets the first that it does not refuse."""
+    idle = [device for device in devices if device.busy_until_s is None]
+    left = []
+    for job in waiting:
+        taker = next((device for device in idle if job.id not in device.refuses), None)
+        if taker is None:
+            left.append(job)
+        else:
+            idle.remove(taker)
+    return left
 
 
 def _used_s(store: JobStore) -> dict[str, float]:

@@ -65,6 +65,7 @@ class JobRun:
         self.ticks = ticks
         self.verdict: str | None = None  # why the worker was killed, if it was
         self.stopped = ""  # why it was asked to stop
+        self.late = False  # it was killed because it did not stop in time
         self.cut = ""  # why it was ended at once through no fault of its own
         self.ended_ns = 0
         self._unexplained = ""  # what the kernel ended it for
@@ -121,6 +122,7 @@ class JobRun:
                 self.ask_to_stop()
                 self._deadline = now + STOP_S
             elif now > self._deadline:
+                self.late = True
                 self._kill(f"{self.log.phase.callback} did not return within {STOP_S:g} s of the stop: {self.stopped}")
             return
         beyond = self.limiter.look()

@@ -233,10 +233,13 @@ class Keeper:
 
 def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
     """How far a job is, from its worker's step log."""
-    done = log.base_work + log.work_done
+    # Before the checkpoint is loaded, the log knows of no earlier work.
+    began = bool(log.serving_ns or log.step_count)
+    done = log.base_work + log.work_done if began else job.progress.work_done
     elapsed_s = time.monotonic() - began_s
     rate = log.work_done / elapsed_s if log.work_done and elapsed_s > 0 else job.progress.rate
     before = job.progress
+    startup_s = log.serving_ns / 1e9 - began_s
     return Progress(
         work_done=done,
         total_work=log.total_work or before.total_work,
@@ -245,4 +248,6 @@ def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
         steps=before.steps + log.step_count,
         harvested_s=before.harvested_s + log.harvested_ns / 1e9,
         checkpoint_s=log.checkpoint_s or before.checkpoint_s,
+        resumable=log.resumable,
+        startup_s=startup_s if 0 <= startup_s <= elapsed_s else None,
     )

@@ -76,6 +76,7 @@ class StepLoop:
         """Go on until the task is finished (True), or the main job is over or a stop was asked for (False)."""
         if self.baton is not None:
             self.baton.hold()
+        self.log.serving_ns = self.clock()
         try:
             return self._serve()
         finally:

@@ -59,6 +59,8 @@ class Seat:
             return False
         claim = agent.keeper.claim(lambda store: agent.choice.wanted(store, beside), agent.name)
         if claim is None:
+            if not self.tail and not agent.seats[1].job_name:  # no job at all: what is another rank's tail worth here?
+                agent.keeper.ask(agent.mover.look)
             return False
         self.job_name, self.busy_until_s = claim.job.name, math.inf
         agent.keeper.look_again()
@@ -101,6 +103,10 @@ class Seat:
         logger.info("job %s: starting as the %s", job.name, self)
         with occupied(directory):
             Attempt(self, claim, limits, directory).run()
+
+    def may_run(self, job: Job) -> bool:
+        """Whether the job may run here, and there is memory for it now."""
+        return not refusal(job.spec, self.agent.spec.allow) and isinstance(self._limits(job), Limits)
 
     def _limits(self, job: Job) -> Limits | NoRoom:
         agent, spec = self.agent, self.agent.spec

@@ -27,6 +27,7 @@ _MOST = 1 << 62  # what no honest count comes to
 _LONGEST_NS = 10**15  # what no bubble or step comes to: eleven days
 
 _PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS, _READY, _WANTED, _WORD = range(10)
+_SERVING, _RESUMABLE, _SAVING = range(10, 13)
 _WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
 _UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
 
@@ -47,6 +48,15 @@ class WorkerPhase(IntEnum):
     def callback(self) -> str:
         names = {self.STEP: "run_next_step()", self.ASLEEP: "between bubbles", self.STARTING: "while starting"}
         return names.get(self, f"{self.name.lower()}()")
+
+
+class Saving(IntEnum):
+    """Whether the agent wants the task saved before anything else, and what came of it."""
+
+    NONE = 0
+    WANTED = 1
+    SAVED = 2
+    FAILED = 3
 
 
 def create_log() -> int:
@@ -147,6 +157,34 @@ class StepLog:
     @ready_ns.setter
     def ready_ns(self, now_ns: int) -> None:
         self._words[_READY] = now_ns
+
+    @property
+    def serving_ns(self) -> int:
+        """When the task first waited for a bubble; 0 before."""
+        return self._count(_SERVING)
+
+    @serving_ns.setter
+    def serving_ns(self, now_ns: int) -> None:
+        self._words[_SERVING] = now_ns
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the task can be saved and go on elsewhere, by what it implements."""
+        return bool(self._words[_RESUMABLE])
+
+    @resumable.setter
+    def resumable(self, can: bool) -> None:
+        self._words[_RESUMABLE] = can
+
+    @property
+    def saving(self) -> Saving:
+        """Written by the agent (NONE, WANTED), which the worker answers (SAVED, FAILED)."""
+        value = self._words[_SAVING]
+        return Saving(value) if value < len(Saving) else Saving.FAILED
+
+    @saving.setter
+    def saving(self, saving: Saving) -> None:
+        self._words[_SAVING] = saving
 
     @property
     def wanted_bytes(self) -> int | None:
