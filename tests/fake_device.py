@@ -23,6 +23,7 @@ class FakeMachine:
 
     total_bytes: int = 1 << 30
     processes: dict[int, FakeProcess] = field(default_factory=dict)
+    busy_s: dict[int, float] = field(default_factory=dict)
     _numbers: count[int] = field(default_factory=lambda: count(1000))
 
     def start(self, held_bytes: int = 0) -> int:
@@ -73,6 +74,9 @@ class FakeLimiter:
 
     def explain(self) -> str:
         return ""
+
+    def busy_s(self) -> float:
+        return self._machine.busy_s.get(self._worker, 0.0)
 
     def held_bytes(self) -> int:
         return self._held_bytes

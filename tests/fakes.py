@@ -17,6 +17,7 @@ class FakeGate:
         self._seq = 0
         self._closed: dict[int, int] = {}
         self._ended = False
+        self.braked = False
 
     def open(self, deadline_ns: int, free_bytes: int) -> int:
         with self._changed:
@@ -31,6 +32,9 @@ class FakeGate:
                 self._closed[self._bubble.seq] = now_ns
                 self._bubble = None
                 self._changed.notify_all()
+
+    def brake(self, on: bool) -> None:
+        self.braked = on
 
     def end(self) -> None:
         self.close(time.monotonic_ns())

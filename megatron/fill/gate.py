@@ -10,7 +10,8 @@ Layout, in 64-bit words of the machine's byte order::
     1  magic and version
     2  number of the open (or last) bubble, from 1
     3  when it opened            4  when it is expected to end       5  free bytes
-    6  phase (Phase)
+    6  phase (Phase)            7  1 while the brake is on
+    8  how long all bubbles before this one were open, together
     16..79  when bubble n ended, at 16 + n % 64 (0 while it is open)
 """
 
@@ -26,7 +27,7 @@ from megatron.fill.errors import GateError
 
 PAGE_BYTES = 4096
 _MAGIC = 0x50495045_00000001
-_FUTEX, _VERSION, _SEQ, _OPENED, _DEADLINE, _FREE, _PHASE = range(7)
+_FUTEX, _VERSION, _SEQ, _OPENED, _DEADLINE, _FREE, _PHASE, _BRAKED, _OPEN_NS = range(9)
 _CLOSED, _CLOSED_SLOTS = 16, 64
 
 
@@ -57,6 +58,9 @@ class GateWriter(Protocol):
 
     def close(self, now_ns: int) -> None:
         """The bubble is over."""
+
+    def brake(self, on: bool) -> None:
+        """No bubble is opened for a while (or is again), since filling slows the main job down."""
 
     def end(self) -> None:
         """The main job is over: every waiter returns None from now on."""
@@ -127,8 +131,12 @@ class SharedGate:
             return
         seq = self._words[_SEQ]
         self._words[_CLOSED + seq % _CLOSED_SLOTS] = now_ns
+        self._words[_OPEN_NS] += max(0, now_ns - self._words[_OPENED])
         self._word[0] = (2 * seq + 2) & 0xFFFFFFFF
         self._wake()
+
+    def brake(self, on: bool) -> None:
+        self._words[_BRAKED] = on
 
     def end(self) -> None:
         self.close(time.monotonic_ns())
@@ -200,6 +208,21 @@ class SharedGateReader:
     def seq(self) -> int:
         """The number of the open or last bubble."""
         return self._words[_SEQ]
+
+    @property
+    def shut(self) -> bool:
+        """Whether no bubble is open."""
+        return not self._word[0] & 1
+
+    @property
+    def braked(self) -> bool:
+        """Whether the brake is on: nothing of a worker is to run."""
+        return bool(self._words[_BRAKED])
+
+    def open_ns(self) -> int:
+        """How long bubbles have been open in all, the present one included."""
+        words = self._words
+        return words[_OPEN_NS] + (0 if self.shut else max(0, time.monotonic_ns() - words[_OPENED]))
 
     @property
     def ended(self) -> bool:

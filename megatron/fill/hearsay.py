@@ -19,6 +19,7 @@ MOST_BYTES = 32 << 20  # of a file
 MOST_JSON_BYTES = 8 << 20  # of a file of JSON
 MOST_DEPTH = 32  # of lists and objects in one another
 _MOST_VALUES = 1_000_000
+_MOST_LETTERS = 1000  # of a reason, or a unit
 _MOST_DIGITS = 18  # of a whole number: it fits into 64 bits
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _STRING = re.compile(r'"[^"]*"?')
@@ -99,6 +100,12 @@ def to_json(value: Any) -> str:
         raise ValueError(f"it is nested deeper than {MOST_DEPTH}") from None
     parse_json(text)
     return text
+
+
+def plain(text: str) -> str:
+    """What a job says in words, as one line that can be kept and shown: only what can be printed, and not much."""
+    words = " ".join("".join(letter if letter.isprintable() else " " for letter in text[: 4 * _MOST_LETTERS]).split())
+    return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
 
 
 def _check_size(text: str) -> None:

@@ -163,27 +163,28 @@ class Faulty(SideTask):
 
     def fork_and_leave(self) -> None:
         if os.fork() == 0:
-            os.setsid()
+            with contextlib.suppress(OSError):  # there is no other session for a job
+                os.setsid()
             os.execvp("sleep", ["sleep", "86399"])
         raise ValueError("left a child behind")
 
 
 class Probe(SideTask):
-    """Says what it can see, and whom it could signal: its agent, the warden and the rank."""
+    """Says what it can see, and whom it could signal: were they there, its agent, the warden and the rank."""
 
     def run_next_step(self) -> float:
         links = (Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd"))
         files = {os.readlink(link).removesuffix(" (deleted)") for link in links if link.is_symlink()}
-        reached, pid = [], os.getppid()
-        for _ in range(3):
+        reached = []
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
             with contextlib.suppress(OSError):
                 os.kill(pid, 0)
                 reached.append(pid)
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         self.context.report(
             environment=sorted(os.environ),
             files=sorted(file for file in files if not file.startswith(("pipe:", "/dev/null", "/proc"))),
-            reached=reached,
+            reached=sorted(set(reached) - {os.getpid()}),
+            writable=[place for place in ("/etc", sys.prefix, os.getcwd(), "..") if os.access(place, os.W_OK)],
             no_new_privileges="NoNewPrivs:\t1" in Path("/proc/self/status").read_text(),
             directory=os.getcwd(),
         )

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from megatron.fill.device.landlock import landlock_abi
 
+from megatron.fill.sandbox.landlock import landlock_abi
 from megatron.fill.types import JobState
 from tests.e2e.training import Running, processes, write_jobs
 
@@ -124,6 +124,7 @@ def test_a_job_sees_and_reaches_nothing_of_the_training(running):
     assert set(seen["files"]) <= shared
     assert seen["no_new_privileges"]
     assert seen["directory"] == running.job("probe").directory
+    assert seen["writable"] == [seen["directory"]]
     if landlock_abi() >= 6:
         assert seen["reached"] == []
 

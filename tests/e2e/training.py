@@ -169,6 +169,7 @@ def stepped(job: Job) -> bool:
 def write_jobs(folder: Path, *jobs: dict[str, Any]) -> str:
     """A jobs file beside the test tasks; the flags that use it and put the run into ``folder``/run."""
     path = folder / "jobs.yaml"
+    folder.chmod(0o755)  # the jobs run as a user without rights
     for job in jobs:
         if "task" in job and ":" in job["task"] and not job["task"].startswith("megatron."):
             link = folder / (job["task"].split(":")[0] + ".py")

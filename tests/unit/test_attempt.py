@@ -73,6 +73,12 @@ def test_one_that_saves_between_its_deaths_goes_on(bench):
         assert bench.judge(DIED, crashed=True)[0] is JobState.QUEUED
 
 
+def test_what_it_claims_to_have_saved_does_not_keep_it_going_for_ever(bench):
+    bench.attempt.log.checkpoint_s = time.time() + 3600
+    states = [bench.judge(DIED, crashed=True)[0] for _ in range(12)]
+    assert states == [JobState.QUEUED] * 11 + [JobState.FAILED]
+
+
 def test_a_worker_that_gives_up_unasked_has_died(bench):
     for _ in range(2):
         assert bench.judge(GAVE_BACK)[1] == "the worker gave up without being asked to; it is tried again"

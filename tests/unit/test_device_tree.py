@@ -14,6 +14,7 @@ from megatron.fill.device.tree import (
     children,
     descendants,
     marked,
+    memory_file_bytes,
     private_bytes,
     proportional_bytes,
     read_process,
@@ -25,7 +26,7 @@ def test_a_process_with_a_wild_name_is_read(tmp_path):
     folder.mkdir()
     middle = " ".join(str(number) for number in range(10))
     (folder / "stat").write_text(f"42 (a ) R (b) S 7 40 1 0 -1 4194304 {middle} 3 0 9999 0\n")
-    assert read_process(42, str(tmp_path)) == Process(42, 7, 40, "S", 3, 9999)
+    assert read_process(42, str(tmp_path)) == Process(42, 7, 40, "S", 3, 9999, 4 + 5 + 6 + 7)
     assert read_process(43, str(tmp_path)) is None
 
 
@@ -87,3 +88,14 @@ def test_a_number_used_anew_is_another_process():
     worker.kill()
     worker.wait()
     tree.forget()
+
+
+def test_files_in_memory_count_though_nobody_has_mapped_them():
+    fd = os.memfd_create("hoard")
+    try:
+        before = memory_file_bytes(os.getpid(), [os.getpid()])
+        os.write(fd, bytes(3 << 20))
+        assert memory_file_bytes(os.getpid(), [os.getpid()]) == before + (3 << 20)
+        assert memory_file_bytes(1, []) == 0
+    finally:
+        os.close(fd)

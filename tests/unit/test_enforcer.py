@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -170,3 +171,69 @@ def test_release_lets_a_stopped_worker_run(bench):
     bench.enforcer.release()
     bench.worker.send_signal(signal.SIGTERM)
     assert bench.worker.wait(5) == -signal.SIGTERM
+
+
+def test_nothing_runs_while_filling_is_off(bench):
+    off = True
+    bench.enforcer.off = lambda: off
+    seq = bench.gate.open(time.monotonic_ns() + 10**9, 0)
+    bench.enforcer.check()
+    assert not bench.stopped  # its bubble is not over
+    bench.gate.close(time.monotonic_ns())
+    bench.check_until(lambda: bench.stopped)
+    os.killpg(bench.worker.pid, signal.SIGCONT)  # by whomever
+    bench.check_until(lambda: bench.stopped)
+    assert bench.gate.open(0, 0) > seq
+    bench.enforcer.check()
+    assert bench.stopped
+    off = False
+    bench.check_until(lambda: not bench.stopped)
+
+
+def test_one_that_has_used_up_its_overtime_runs_in_bubbles_only(bench):
+    account = SimpleNamespace(overdrawn=True, verdict="", look=lambda: None)
+    bench.enforcer.overtime = account
+    bench.check_until(lambda: bench.stopped)
+    for _ in range(3):
+        bench.gate.open(time.monotonic_ns() + 10**9, 0)
+        while bench.stopped:
+            time.sleep(0.001)
+        bench.gate.close(time.monotonic_ns())
+        bench.check_until(lambda: bench.stopped)
+    account.overdrawn = False
+    bench.gate.open(time.monotonic_ns() + 10**9, 0)
+    while bench.stopped:
+        time.sleep(0.001)
+    bench.gate.close(time.monotonic_ns())
+    bench.check_until(lambda: not bench.enforcer._rationing.is_alive())
+    assert not bench.stopped
+    account.verdict = "it went on"
+    bench.enforcer.look_at_account()
+    assert bench.enforcer.verdict == "it went on"
+
+
+_LEADERLESS = """
+import ctypes, threading, time
+def doze():
+    time.sleep(0.1)
+    print("up", flush=True)
+    while True:
+        time.sleep(3600)
+threading.Thread(target=doze).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_worker_whose_first_thread_has_ended_is_seen_all_the_same(bench):
+    leaderless = subprocess.Popen([sys.executable, "-c", _LEADERLESS], stdout=subprocess.PIPE, process_group=0)
+    try:
+        assert leaderless.stdout is not None
+        assert leaderless.stdout.readline() == b"up\n"
+        bench.enforcer.pid = leaderless.pid
+        bench.begin_step()
+        bench.check_until(lambda: bench.enforcer.verdict)
+        assert "hung" in bench.enforcer.verdict
+    finally:
+        bench.enforcer.release()
+        leaderless.kill()
+        leaderless.wait()

@@ -162,7 +162,7 @@ OTHER_READS = {
     "records.py": {"json.loads", "path.read_text"},
     "runtime/agent.py": {"json.loads", "Path(spec_path).read_text"},
     "runtime/confined.py": {"json.loads"},  # of a worker's first process, which runs nothing of the job
-    "runtime/enforcer.py": {"(folder / 'stat').read_text", "(folder / 'schedstat').read_text"},  # in /proc
+    "runtime/enforcer.py": {"stat.read_text"},  # in /proc
     "runtime/folder.py": {"os.open"},  # folders themselves
     "runtime/output.py": {"os.fdopen"},  # to write
     "runtime/rank.py": {"self.gate.open"},

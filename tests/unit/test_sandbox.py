@@ -169,6 +169,20 @@ print(json.dumps([
     assert (out / "new").exists()
 
 
+def test_a_job_s_folder_is_reached_though_one_above_it_is_closed_to_its_user(inside, walls, tmp_path):
+    needs(walls, "mount")
+    tmp_path.chmod(0o700)
+    (tmp_path / "secret").write_text("not for jobs")
+    found = inside.run(
+        f"""
+os.chdir({str(inside.folder)!r})
+open("x", "w").close()
+print(json.dumps([os.getcwd(), os.path.exists({str(tmp_path / "secret")!r})]))""",
+        binds=(Bind(str(tmp_path)),),
+    )
+    assert found == [str(inside.folder), _GUEST is None]
+
+
 def test_its_files_in_memory_have_one_limit(inside, walls):
     needs(walls, "mount")
     found = inside.run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.runtime.guest import Guest, check_reach, default_guest, find_guest
 from megatron.fill.sandbox import Bind, Layer, Walls, look, parse_bind
+from megatron.fill.sandbox.view import may_enter
 
 _MPS = "MPS serves one user only: jobs run as the training's"
 
@@ -31,8 +33,12 @@ class KeptIn:
     layers: tuple[Layer, ...] = ()
 
 
-def keep_in(settings: FillSettings, mps: bool) -> KeptIn:
+def keep_in(settings: FillSettings, mps: bool, modules: Sequence[str] = ()) -> KeptIn:
     """Find out what this machine gives, and say what it lacks.
+
+    Args:
+        mps: the ranks use an MPS daemon.
+        modules: folders where the jobs' own modules are looked for.
 
     Raises:
         ConfigError: a flag names what is not there, or ``--fill-strict`` and a wall is missing.
@@ -55,9 +61,19 @@ def keep_in(settings: FillSettings, mps: bool) -> KeptIn:
     lacking = "; ".join(f"{layer.name}: {layer.lacks}" for layer in walls.lacking)
     if lacking and settings.strict:
         raise ConfigError(f"--fill-strict: this machine cannot keep jobs in as well as it should: {lacking}")
-    if lacking and os.environ.get("RANK", "0") == "0":
-        print(f"PipeFill: jobs are kept in less well here (pipefill doctor says more): {lacking}", flush=True)
+    if lacking:
+        _say(f"jobs are kept in less well here (pipefill doctor says more): {lacking}")
+    for folder in modules:
+        if guest is not None and not may_enter(Path(folder), guest.uid, guest.gid):
+            _say(
+                f"jobs run as {guest.name}, who may not enter {folder}: a module there is not found (chmod o+rx helps)"
+            )
     return KeptIn(guest, walls.namespaces, binds, walls.layers)
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"PipeFill: {text}", flush=True)
 
 
 def _look(guest: Guest | None, why_same_user: str, network: bool) -> Walls:

@@ -77,9 +77,10 @@ class Launch:
             if settings.user is not None:
                 find_guest(settings.user)  # a wrong one is said before anything is started
             self.mps = share(settings, pipefill_patches.PATCHES["cpu_backend"].applied)
-            self.walls = keep_in(settings, self.mps is not None)
+        search = [] if args.fill_jobs is None else [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
+        if settings.serves:
+            self.walls = keep_in(settings, self.mps is not None, search)
         if args.fill_jobs is not None:
-            search = [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
             self._jobs = [new_job(job, search, getpass.getuser()) for job in settings.jobs]
         if settings.pipeline_schedule == "gpipe":
             if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:

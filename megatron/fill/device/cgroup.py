@@ -186,6 +186,10 @@ class Cgroup:
         stat = self.path / "memory.stat"
         return _entry(stat, "anon") + _entry(stat, "shmem")
 
+    def busy_s(self) -> float | None:
+        """The CPU time that was used in it; None where the kernel does not say."""
+        return _entry(self.path / "cpu.stat", "usage_usec") / 1e6 if (self.path / "cpu.stat").exists() else None
+
     def peak_bytes(self) -> int:
         """The most that ``memory.max`` was compared with; 0 where the kernel does not say (before 5.19)."""
         text = _read(self.path / "memory.peak").strip()

@@ -73,6 +73,12 @@ class HostLimiter:
         reason = self._oom.explain(self._pids)
         return f"{reason} ({mib(self._peak_bytes)} held at most)" if reason else ""
 
+    def busy_s(self) -> float:
+        busy_s = self._cgroup.busy_s() if self._cgroup is not None else None
+        if busy_s is None:
+            busy_s = sum(process.busy_ticks for process in self.alive) / tree.TICKS_PER_S
+        return busy_s
+
     def held_bytes(self) -> int:
         return self._held_bytes
 
@@ -126,15 +132,24 @@ class HostLimiter:
         if self._cgroup is not None and self._cgroup.binds_memory:
             self._note(self._cgroup.held_bytes())
             return self.explain() if self._cgroup.memory_kills() else ""
-        held = sum(tree.private_bytes(process.pid) for process in processes)
+        pids = [process.pid for process in processes]
+        unmapped = self._unmapped_bytes(pids)
+        held = sum(map(tree.private_bytes, pids)) + unmapped
         if cap is not None and held > cap:  # worth the slow way
-            exact = [tree.proportional_bytes(process.pid) for process in processes]
-            held = held if None in exact else sum(size or 0 for size in exact)
+            exact = [tree.proportional_bytes(pid) for pid in pids]
+            held = held if None in exact else sum(size or 0 for size in exact) + unmapped
         self._note(held)
         if cap is None or held <= cap:
             return ""
         count = f"{len(processes)} processes" if len(processes) > 1 else "1 process"
         return f"over its cap of {mib(cap)}: {mib(held)} held by {count}, with a peak of {mib(self._peak_bytes)}"
+
+    def _unmapped_bytes(self, pids: list[int]) -> int:
+        """What its files in memory take that no process has mapped: it is nobody's, and gone all the same."""
+        if self._tree is None:
+            return 0
+        files = tree.memory_file_bytes(self._tree.pid, pids)
+        return max(0, files - sum(map(tree.shared_bytes, pids)))
 
     def _note(self, held_bytes: int) -> None:
         self._held_bytes = held_bytes

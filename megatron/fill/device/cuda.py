@@ -152,6 +152,9 @@ class CudaLimiter:
     def explain(self) -> str:
         return self._host.explain()
 
+    def busy_s(self) -> float:
+        return self._host.busy_s()
+
     def held_bytes(self) -> int:
         return self._held_bytes
 

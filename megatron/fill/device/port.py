@@ -75,6 +75,9 @@ class Limiter(Protocol):
     def explain(self) -> str:
         """After a death by SIGKILL: the kernel's reason, if it was out of memory; else empty."""
 
+    def busy_s(self) -> float:
+        """The CPU time that the worker's processes have had in all, those that have ended included."""
+
     def held_bytes(self) -> int:
         """The device memory that the worker's processes hold, as of the latest ``look``."""
 

@@ -6,13 +6,18 @@ agent.  So whatever double-forks or starts a session of its own stays a descenda
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 MARK = "PIPEFILL_WORKER"  # in the environment of all that a worker starts
 _READ_BYTES = 1 << 16
+_BLOCK_BYTES = 512  # of st_blocks, whatever the file system's are
 _PARENT, _GROUP, _THREADS, _STARTED = 3, 4, 19, 21  # fields of /proc/PID/stat, counted from 0, see proc(5)
+_BUSY = slice(13, 17)  # its own time in user mode and in the kernel, and that of its children
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,7 @@ class Process:
 
     Attributes:
         started: when, in the kernel's ticks since boot: with the pid it names a process for good.
+        busy_ticks: the CPU time that it has had, with its children that have ended and were reaped.
     """
 
     pid: int
@@ -29,6 +35,7 @@ class Process:
     state: str
     threads: int
     started: int
+    busy_ticks: int
 
     @property
     def alive(self) -> bool:
@@ -43,7 +50,8 @@ def read_process(pid: int, proc: str = "/proc") -> Process | None:
     # The name, in parentheses, may hold anything, spaces and parentheses too.
     fields = [b"", b"", *text[text.rindex(b")") + 1 :].split()]
     state = fields[2].decode()
-    return Process(pid, int(fields[_PARENT]), int(fields[_GROUP]), state, int(fields[_THREADS]), int(fields[_STARTED]))
+    parent, group, threads, started = (int(fields[at]) for at in (_PARENT, _GROUP, _THREADS, _STARTED))
+    return Process(pid, parent, group, state, threads, started, sum(map(int, fields[_BUSY])))
 
 
 def children(pid: int, proc: str = "/proc") -> list[int]:
@@ -87,6 +95,39 @@ def proportional_bytes(pid: int, proc: str = "/proc") -> int | None:
     None where the kernel does not say.
     """
     return _sum_kib(f"{proc}/{pid}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")) or None
+
+
+def shared_bytes(pid: int, proc: str = "/proc") -> int:
+    """What it has mapped of files in memory, of that."""
+    return _sum_kib(f"{proc}/{pid}/status", (b"RssShmem:",))
+
+
+def memory_file_bytes(init: int, pids: Iterable[int], proc: str = "/proc") -> int:
+    """What the files in memory of these processes take, mapped or not.
+
+    Args:
+        init: one of them, whose ``/tmp`` and ``/dev/shm`` are one file system in memory, if they have their own.
+    """
+    sizes: dict[int, int] = {}
+    for pid in pids:
+        for entry in _entries(f"{proc}/{pid}/fd"):
+            with contextlib.suppress(OSError):  # it was closed just now, or is not ours to see
+                if os.readlink(entry).startswith("/memfd:"):
+                    found = os.stat(entry)
+                    sizes[found.st_ino] = found.st_blocks * _BLOCK_BYTES
+    with contextlib.suppress(OSError):
+        place = f"{proc}/{init}/root/dev/shm"
+        if os.stat(place).st_dev != os.stat("/dev/shm").st_dev:
+            found_there = os.statvfs(place)
+            sizes[-1] = (found_there.f_blocks - found_there.f_bfree) * found_there.f_frsize
+    return sum(sizes.values())
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        return [f"{folder}/{name}" for name in os.listdir(folder)]
+    except OSError:
+        return []
 
 
 def _sum_kib(path: str, names: tuple[bytes, ...]) -> int:

@@ -148,7 +148,7 @@ class Agent:
         self.baton_fd = Baton.create()
         self.baton = Baton(self.baton_fd)
         self.orphaned = False  # the rank died
-        self.crashes: dict[int, int] = {}  # by job: how often its worker died in a row here
+        self.crashes: dict[int, tuple[int, int]] = {}  # by job: how often its worker died here, in a row and in all
         self.jobs: list[JobRecord] = []
         self.workers: list[WorkerRecord] = []
         owners = [f"{self.name}, pid {pid}" for pid in (os.getpid(), *dead)]

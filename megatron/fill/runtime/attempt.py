@@ -25,6 +25,7 @@ from megatron.fill.runtime.confined import Confined
 from megatron.fill.runtime.enforcer import Enforcer
 from megatron.fill.runtime.jobrun import JobRun
 from megatron.fill.runtime.keeper import Held, progress_of
+from megatron.fill.runtime.overtime import Overtime
 from megatron.fill.runtime.profiler import PROFILE
 from megatron.fill.runtime.room import Room
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
@@ -40,6 +41,7 @@ logger = logging.getLogger("pipefill.agent")
 
 SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
 _CRASHES = 3  # in a row and without a checkpoint in between: then an agent gives a job up
+_ALL_CRASHES = 12  # whatever it says that it saved
 _OVER = "the main job ended first"
 _MOVES = "it moves to a rank that is idle"
 _KILLED = "ended by pipefill kill"
@@ -159,18 +161,28 @@ class Attempt:
             spec.margin_bytes,
             self._ask_to_shrink,
         )
+        agent = self.agent
+        enforcer = Enforcer(
+            self.confined.pid,
+            agent.gate,
+            self.log,
+            spec.grace_ns,
+            spec.max_overruns,
+            Overtime(self.limiter.busy_s, agent.gate, max(1, len(spec.cpus))),
+            off=lambda: agent.gate.braked or not agent.control.running,
+        )
         keep_profile = self._profile_keeper()
         run = JobRun(
             worker,
             self.log,
             self.directory,
-            Enforcer(self.confined.pid, self.agent.gate, self.log, spec.grace_ns, spec.max_overruns),
+            enforcer,
             self.limiter,
             spec.max_output_bytes,
             self._ask_to_stop,
             stop=lambda: self._why_stop() or room.why_stop,
             end=lambda: self._why_end() or room.why_end,
-            ticks=(keep_profile, room.look),
+            ticks=(keep_profile, room.look, enforcer.look_at_account),
         )
         run.watch()
         keep_profile()
@@ -236,11 +248,13 @@ class Attempt:
         if gave_up and cause:
             return outcome.state, f"{cause}; {outcome.reason}"
         reason = "the worker gave up without being asked to" if gave_up else outcome.reason
-        crashes = self.agent.crashes
-        crashes[self.job.id] = 1 if saved else crashes.get(self.job.id, 0) + 1
-        if crashes[self.job.id] < _CRASHES:
-            return JobState.QUEUED, f"{reason}; it is tried again"
-        return JobState.FAILED, f"{reason}, {_CRASHES} times in a row without having saved anything"
+        in_a_row, in_all = self.agent.crashes.get(self.job.id, (0, 0))
+        self.agent.crashes[self.job.id] = in_a_row, in_all = (1 if saved else in_a_row + 1), in_all + 1
+        if in_a_row >= _CRASHES:
+            return JobState.FAILED, f"{reason}, {_CRASHES} times in a row without having saved anything"
+        if in_all >= _ALL_CRASHES:
+            return JobState.FAILED, f"{reason}; it died {_ALL_CRASHES} times here"
+        return JobState.QUEUED, f"{reason}; it is tried again"
 
     def _record(self, run: JobRun, outcome: Outcome, state: JobState, reason: str) -> JobRecord:
         job, log = self.job, self.log

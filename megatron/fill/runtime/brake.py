@@ -90,6 +90,11 @@ class Brake:
         self._filling = not self._until and self._plan(iteration, number)
         return self._filling
 
+    @property
+    def on(self) -> bool:
+        """Whether nothing is filled since that was too slow; probes and paired blocks are something else."""
+        return bool(self._until)
+
     def observe(self, duration_ns: int, disturbed: bool) -> None:
         """The iteration took so long.  A disturbed one (after an evaluation, or paused) tells nothing."""
         if disturbed:

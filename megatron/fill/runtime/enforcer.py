@@ -1,4 +1,4 @@
-"""The framework-enforced time limit: a step that runs on after its bubble is paused, and at last ended."""
+"""What holds a worker to its bubbles: a step that runs on is paused and at last ended, and so is other work outside."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.fill.gate import SharedGateReader
+from megatron.fill.runtime.overtime import Overtime
 from megatron.fill.runtime.steplog import StepLog
 
 _LOOK_S = 0.2  # between two looks while all is well
 _SOON_S = 0.02  # while a step is overdue
+_SCHEDULED = 2  # the kind of clock that counts a process's time on a core: with its number it names the clock
+_ASLEEP = set("SDIZX")  # the kernel's letters; what is stopped could not have gone on
 _HUNG_NS = 800_000_000  # a step that has used up its grace has this long to end, in the bubbles that come
 
 
@@ -25,23 +29,40 @@ class Enforcer:
     after its bubble in which it was neither stopped nor waiting for a core that the main job had.  A step that had more
     of that than the grace has offended; one that does not end soon after that hangs.
 
+    A worker that has used up its overtime is continued only while bubbles are open, too; and none runs at all while
+    filling is off.
+
     Args:
-        pid: the worker's process and process group.
+        pid: the worker's process and process group, which it cannot leave.
         max_overruns: the number of steps that may offend before ``verdict`` is given.
+        overtime: its account of CPU time outside bubbles; None for no limit.
+        off: whether nothing is to run: paused by the operator, or by the brake.
     """
 
-    def __init__(self, pid: int, gate: SharedGateReader, log: StepLog, grace_ns: int, max_overruns: int) -> None:
+    def __init__(
+        self,
+        pid: int,
+        gate: SharedGateReader,
+        log: StepLog,
+        grace_ns: int,
+        max_overruns: int,
+        overtime: Overtime | None = None,
+        off: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.pid = pid
         self.gate = gate
         self.log = log
         self.grace_ns = grace_ns
         self.max_overruns = max_overruns
+        self.overtime = overtime
+        self.off = off
         self.offences = 0
         self.verdict: str | None = None
         self._overdue: tuple[int, int] | None = None  # the step in flight after its bubble
         self._looked_ns = self._ran_ns = 0  # when its worker was last looked at, and its time on a core then
         self._opportunity_ns = self._hangs_at_ns = 0
         self._rationing: threading.Thread | None = None
+        self._held = False  # stopped while nothing is to run
         self._over = False
 
     def check(self) -> float:
@@ -49,8 +70,10 @@ class Enforcer:
         now_ns = time.monotonic_ns()
         if self.verdict or self._over:
             return _LOOK_S
+        if self._hold():
+            return _LOOK_S
         if self._rationing is not None and self._rationing.is_alive():
-            if now_ns >= self._hangs_at_ns and self._opportunity_ns >= self.grace_ns:
+            if self._hangs_at_ns and now_ns >= self._hangs_at_ns and self._opportunity_ns >= self.grace_ns:
                 late_s = self._opportunity_ns / 1e9
                 self.verdict = f"{self.log.phase.callback} hung: it went on for {late_s:.2g} s after its bubble"
             return _SOON_S
@@ -58,7 +81,11 @@ class Enforcer:
         ended_ns = self._ended_ns(step[0]) if step[0] else None
         if ended_ns is None:
             self._overdue = None
-            self._signal(signal.SIGCONT)  # whoever stopped it was not us, and it is not to block its seat
+            if self._overdrawn():
+                self._hangs_at_ns = 0  # a step that is stopped before its end is none that hangs
+                self._ration(self._overdrawn)
+            else:
+                self._signal(signal.SIGCONT)  # whoever stopped it was not us, and it is not to block its seat
             return _LOOK_S
         if self._overdue != step:
             self._overdue, self._opportunity_ns, self._looked_ns = step, 0, ended_ns
@@ -66,14 +93,34 @@ class Enforcer:
         self._look(now_ns)
         left_ns = self.grace_ns - (now_ns - ended_ns)
         if left_ns < 0:
-            self._stop(step, now_ns)
+            self._hangs_at_ns = now_ns + _HUNG_NS
+            self._ration(lambda: self._in_flight(step), self._charge)
             return _SOON_S
         return min(_LOOK_S, max(_SOON_S, left_ns / 1e9))
+
+    def look_at_account(self) -> None:
+        """Bring the account of work outside bubbles up to date; called a few times a second, after the limiter's."""
+        if self.overtime is not None and not self._over:
+            self.overtime.look()
+            self.verdict = self.verdict or self.overtime.verdict or None
 
     def release(self) -> None:
         """Stop watching and let the worker run, so that it can end."""
         self._over = True
         self._signal(signal.SIGCONT)
+
+    def _hold(self) -> bool:
+        """Stop the worker while nothing is to run, once its bubble is over; whether it is stopped for that."""
+        if self.off() and (self._held or self.gate.shut):
+            self._held = True
+            self._signal(signal.SIGSTOP)  # again and again: it may have been continued
+        elif self._held:
+            self._held = False
+            self._signal(signal.SIGCONT)
+        return self._held
+
+    def _overdrawn(self) -> bool:
+        return self.overtime is not None and self.overtime.overdrawn
 
     def _look(self, now_ns: int) -> None:
         """Add the opportunity that it had since it was last looked at.
@@ -86,28 +133,32 @@ class Enforcer:
         self._opportunity_ns += since_ns if sleeps else min(since_ns, ran_ns - self._ran_ns)
         self._looked_ns, self._ran_ns = now_ns, ran_ns
 
-    def _stop(self, step: tuple[int, int], now_ns: int) -> None:
-        self._signal(signal.SIGSTOP)
-        self._hangs_at_ns = now_ns + _HUNG_NS
-        self._rationing = threading.Thread(target=self._ration, args=step, daemon=True)
-        self._rationing.start()
-
     def _ended_ns(self, seq: int) -> int | None:
         """When bubble ``seq`` ended, or at the latest (the gate remembers 64); None while it is open."""
         if self.gate.is_open(seq):
             return None
         return self.gate.closed_ns(seq) if self.gate.seq - seq < 32 else 1
 
+    def _in_flight(self, step: tuple[int, int]) -> bool:
+        return (self.log.step_seq, self.log.step_count) == step
+
     def _sample(self) -> tuple[bool, int]:
-        """Whether the worker sleeps, and how long it has been on a core in all."""
-        folder = Path(f"/proc/{self.pid}")
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            state = (folder / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
-            return state in "SD", int((folder / "schedstat").read_text(encoding="ascii").split()[0])
+        """Whether the worker sleeps, all its threads, and how long it has been on a core in all.
+
+        Its first thread may have ended long ago, while others go on.
+        """
+        with contextlib.suppress(OSError, IndexError):
+            states = [_state(stat) for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")]
+            return set(states) <= _ASLEEP, time.clock_gettime_ns(~self.pid << 3 | _SCHEDULED)
         return False, self._ran_ns
 
-    def _ration(self, step_seq: int, step_count: int) -> None:
-        """Let the overdue step run inside bubbles only, until it ends."""
+    def _ration(self, needed: Callable[[], bool], after: Callable[[], None] = lambda: None) -> None:
+        """Let the worker run inside bubbles only, as long as that is needed; what to do then."""
+        self._signal(signal.SIGSTOP)
+        self._rationing = threading.Thread(target=self._serve_rations, args=(needed, after), daemon=True)
+        self._rationing.start()
+
+    def _serve_rations(self, needed: Callable[[], bool], after: Callable[[], None]) -> None:
         seq = self.gate.seq
         while not (self._over or self.gate.ended or self.verdict):
             bubble = self.gate.wait(seq)
@@ -117,10 +168,14 @@ class Enforcer:
             self._looked_ns, self._ran_ns = time.monotonic_ns(), self._sample()[1]
             self._signal(signal.SIGCONT)
             self.gate.wait_change(seq, None)
-            if self.log.step_seq != step_seq or self.log.step_count != step_count:
+            if not needed():
                 break
             self._look(time.monotonic_ns())
             self._signal(signal.SIGSTOP)
+        after()
+
+    def _charge(self) -> None:
+        """The overdue step has ended, or the watch over it."""
         if self._opportunity_ns >= self.grace_ns:
             self.offences += 1
         if self.offences >= self.max_overruns and not self.verdict:
@@ -132,3 +187,10 @@ class Enforcer:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+
+
+def _state(stat: Path) -> str:
+    try:
+        return stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+    except OSError:  # the thread has ended
+        return "X"

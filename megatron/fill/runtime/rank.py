@@ -90,6 +90,8 @@ class RankListener:
         if self.brake is not None:
             on = self.brake.fills(iteration, past_warmup)
             self.guard_ns = self.brake.guard_ns
+            if self.gate is not None:
+                self.gate.brake(self.brake.on)
             if self.brake.events:
                 self.predictor.reaching = False
             return on

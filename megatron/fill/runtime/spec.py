@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron.fill.device.port import Limits, Sharing
-from megatron.fill.hearsay import parse_json, to_json
+from megatron.fill.hearsay import parse_json, plain, to_json
 from megatron.fill.profiles import is_amount
 from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog
 from megatron.fill.sandbox.cage import Bind, Cage
@@ -113,4 +113,6 @@ class Outcome:
             and isinstance(outcome.result, dict)
             and (total is None or is_amount(total))
         )
-        return outcome if sane and outcome.state not in (JobState.RUNNING, JobState.CANCELLED) else None
+        if not sane or outcome.state in (JobState.RUNNING, JobState.CANCELLED):
+            return None
+        return replace(outcome, reason=plain(outcome.reason), unit=plain(outcome.unit))

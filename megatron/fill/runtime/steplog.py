@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 from megatron.fill import shared
+from megatron.fill.hearsay import plain
 from megatron.fill.profiles import is_amount
 from megatron.fill.types import BubbleUse, WorkerRecord
 
@@ -110,7 +111,7 @@ class StepLog:
     @property
     def unit(self) -> str:
         """What the task's work is counted in; empty before it was loaded."""
-        return bytes(self._unit).rstrip(b"\0").decode("utf-8", "ignore")
+        return plain(bytes(self._unit).rstrip(b"\0").decode("utf-8", "ignore"))
 
     @unit.setter
     def unit(self, unit: str) -> None:

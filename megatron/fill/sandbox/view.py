@@ -96,9 +96,13 @@ def _wanted(cage: Cage, hidden: list[str]) -> dict[str, bool]:
     for path in (*_programs(), *_SEEN_ALL_THE_SAME, *(bind.path for bind in cage.binds)):
         real = os.path.realpath(path)
         # What is not below a hidden folder is seen anyway; what is above one would bring all of it back.
-        if os.path.exists(real) and any(_is_below(real, folder) for folder in hidden):
+        if os.path.exists(real) and any(_is_below(real, folder) for folder in hidden) and _open_to(real, cage):
             wanted.setdefault(real, False)
     return wanted | {os.path.realpath(path): True for path in cage.writable}
+
+
+def _open_to(path: str, cage: Cage) -> bool:
+    return cage.user is None or not os.path.isdir(path) or may_enter(Path(path), cage.user, cage.group)
 
 
 def _programs() -> list[str]:
@@ -116,16 +120,19 @@ def _closed_folders(cage: Cage) -> list[str]:
         return []
     found = set()
     for path in (*_programs(), *(bind.path for bind in cage.binds), *cage.writable):
-        for folder in reversed(Path(os.path.realpath(path)).parents):
-            if not _may_enter(folder, cage):
+        place = Path(os.path.realpath(path))
+        # One that is closed itself is of no use; but what is below it may be.
+        for folder in [*reversed(place.parents), *([place] if place.is_dir() else [])]:
+            if not may_enter(folder, cage.user, cage.group):
                 found.add(str(folder))
                 break
     return list(found)
 
 
-def _may_enter(folder: Path, cage: Cage) -> bool:
+def may_enter(folder: Path, user: int | None, group: int | None) -> bool:
+    """Whether this user may use what is in a folder, by the folder's own mode."""
     at = folder.stat()
-    bit = stat.S_IXUSR if at.st_uid == cage.user else stat.S_IXGRP if at.st_gid == cage.group else stat.S_IXOTH
+    bit = stat.S_IXUSR if at.st_uid == user else stat.S_IXGRP if at.st_gid == group else stat.S_IXOTH
     return bool(at.st_mode & bit)
 
 
