@@ -169,6 +169,26 @@ class Faulty(SideTask):
         raise ValueError("left a child behind")
 
 
+class Hoard(Spin):
+    """Holds memory, and gives back what it is asked for."""
+
+    def create(self, mib: int, **args: Any) -> None:
+        super().create(**args)
+        self.hoard = [bytearray(b"x" * (1 << 20)) for _ in range(mib)]
+
+    def shrink(self, memory_bytes: int) -> bool:
+        del self.hoard[max(0, memory_bytes >> 21) :]  # half of it at least: the rest is Python's own
+        self.context.report(left_mib=len(self.hoard))
+        return True
+
+
+class Miser(Hoard):
+    """Gives nothing back."""
+
+    def shrink(self, memory_bytes: int) -> bool:
+        return False
+
+
 class Probe(SideTask):
     """Says what it can see, and whom it could signal: were they there, its agent, the warden and the rank."""
 

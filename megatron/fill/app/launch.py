@@ -181,7 +181,9 @@ class Launch:
             return
         if self._jobs:
             write_agent(run_dir / "agents" / "agent-none.json", [], self._unstarted(run_dir))
-        report.print_report(report.compose(run_dir, shlex.join(sys.argv), settings.trace_iterations), console)
+        walls = {layer.name: layer.lacks for layer in self.walls.layers}
+        made = report.compose(run_dir, shlex.join(sys.argv), settings.trace_iterations, walls)
+        report.print_report(made, console)
         print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
 
     def _unstarted(self, run_dir: Path) -> list[JobRecord]:

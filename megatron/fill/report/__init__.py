@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from megatron.fill.errors import FillError
 from megatron.fill.records import read_agent, read_rank, write_text
 from megatron.fill.report.build import build_report
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
-from megatron.fill.report.schema import RankCycle, Report, Slowdown
+from megatron.fill.report.schema import RankCycle, Report, Slowdown, Wall
 from megatron.fill.report.slowdown import paired_slowdown
 from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
@@ -35,10 +35,13 @@ __all__ = [
 ]
 
 
-def compose(run_dir: Path, command: str, trace_iterations: int = 3) -> Report:
+def compose(run_dir: Path, command: str, trace_iterations: int = 3, walls: Mapping[str, str] | None = None) -> Report:
     """Build the report of a run folder and write ``report.json``, ``trace.json`` and ``timeline.png`` into it.
 
     It reads ``ranks/rank*.json`` and, if there are any, ``agents/agent*.json``.
+
+    Args:
+        walls: the walls around jobs by name, and why one did not stand.
 
     Raises:
         FillError: if no rank left a record, or a record cannot be read.
@@ -50,7 +53,8 @@ def compose(run_dir: Path, command: str, trace_iterations: int = 3) -> Report:
         its_workers, its_jobs = read_agent(path)
         workers += its_workers
         jobs += its_jobs
-    report = build_report(ranks, workers, merge_attempts(jobs), command)
+    built = build_report(ranks, workers, merge_attempts(jobs), command)
+    report = built.model_copy(update={"walls": [Wall(name=name, lacks=why) for name, why in (walls or {}).items()]})
     write_text(run_dir / "report.json", report.model_dump_json(indent=2) + "\n")
     write_trace(run_dir / "trace.json", ranks, workers, trace_iterations)
     draw_timeline(run_dir / "timeline.png", ranks, workers, summary=report.summary)

@@ -176,6 +176,13 @@ class Summary(_Model):
     jobs: list[JobSummary] = Field(description="how each job ended")
 
 
+class Wall(_Model):
+    """One of the walls of the kernel around jobs."""
+
+    name: str = Field(description="as pipefill doctor names it")
+    lacks: str = Field(description="why it did not stand; empty where it did")
+
+
 class Report(_Model):
     """``report.json``."""
 
@@ -186,3 +193,4 @@ class Report(_Model):
     total: Totals = Field(description="the figures of all ranks together")
     jobs: list[JobReport] = Field(description="how each fill job ended")
     cycle: list[RankCycle] = Field(description="the bubble cycle of each rank")
+    walls: list[Wall] = Field(default=[], description="the walls around jobs on rank 0's node; empty without jobs")

@@ -22,7 +22,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(_rank_table(report), "")
     if report.jobs:
         console.print(_job_table(report), "")
-    for line in [*_lines(report.summary, jobs=bool(report.jobs)), *_brake_lines(report.ranks)]:
+    for line in [*_lines(report.summary, jobs=bool(report.jobs)), *_brake_lines(report.ranks), *_wall_lines(report)]:
         console.print(line, highlight=False)
 
 
@@ -119,6 +119,11 @@ def _brake_lines(ranks: Sequence[RankReport]) -> list[str]:
     ]
     more = [f"  and {_times(count - _BRAKES)} more"] if count > _BRAKES else []
     return [f"automatic brake: stopped filling {_times(count)} on {where}", *lines, *more]
+
+
+def _wall_lines(report: Report) -> list[str]:
+    lacking = [wall.name for wall in report.walls if wall.lacks]
+    return [f"walls around jobs: {', '.join(lacking)} missing; see pipefill doctor"] if lacking else []
 
 
 def _times(count: int) -> str:
