@@ -18,7 +18,7 @@ from megatron.fill.chaos.marks import Event, mark
 from megatron.fill.sidetask.base import SideTask
 
 _STEP_S = 0.0005
-_GOOD_STEPS = 3  # before a fault in a step
+GOOD_STEPS = 3  # before a fault in a step
 _STOPS, _SCRIBBLES = 1, 5  # of one job; each stop is an offence, and so many are forgiven
 _CHECKPOINTS = ("checkpoint.pt", "checkpoint-previous.pt")
 _FORKS, _FORKED_S = 300, 60
@@ -26,7 +26,7 @@ _LEAKS, _LEAKED = 20_000, 100  # in all, and in one step
 _FILE_BYTES = 4096  # the limit of a job whose checkpoints are larger
 
 
-def _work() -> None:
+def work() -> None:
     end_s = time.thread_time() + _STEP_S
     while time.thread_time() < end_s:
         pass
@@ -42,9 +42,9 @@ class Honest(SideTask):
     def run_next_step(self) -> float | None:
         if self.done >= self.steps:
             raise StopIteration
-        _work()
+        work()
         self.done += 1
-        if self.done == _GOOD_STEPS:
+        if self.done == GOOD_STEPS:
             mark(self.marks, Event.READY)
         return 1.0
 
@@ -70,13 +70,13 @@ class Raising(Honest):
         self._maybe("start")
 
     def run_next_step(self) -> float | None:
-        if self.done >= _GOOD_STEPS:
+        if self.done >= GOOD_STEPS:
             self._maybe("run_next_step")
             if self.where == "stop":
                 raise StopIteration
         if self.where == "load_state_dict" and (self.context.directory / _CHECKPOINTS[0]).exists():
             os.kill(os.getpid(), signal.SIGKILL)  # the next attempt has a checkpoint to load
-        _work()
+        work()
         self.done += 1
         return 1.0
 
@@ -112,7 +112,7 @@ class Fault(Honest):
         self.hoard: list[Any] = []
 
     def run_next_step(self) -> float | None:
-        if self.done < _GOOD_STEPS:
+        if self.done < GOOD_STEPS:
             return super().run_next_step()
         instead = self.commit()
         return super().run_next_step() if instead is None else instead
@@ -225,7 +225,7 @@ class Fault(Honest):
 
     def _wait(self) -> float:
         """A step that does nothing."""
-        _work()
+        work()
         return 0.0
 
     def _gate_write(self) -> None:
