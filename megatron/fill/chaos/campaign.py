@@ -137,7 +137,9 @@ class Campaign:
         try:
             self.main.refer()
             for turn in range(_ROUNDS):
-                elements = plan.missing(self.kinds, wanted, self._findings(wanted).injected())
+                # One that did harm is not tried again: the run has failed anyway.
+                tried = self._findings(wanted).injected() + Counter(one.kind for one in self.lost)
+                elements = plan.missing(self.kinds, wanted, tried)
                 for batch in plan.batches(elements, seed + turn):
                     self._inject(batch)
                     total = self._findings(wanted).injected().total()

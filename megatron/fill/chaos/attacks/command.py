@@ -111,7 +111,7 @@ def damage(database: Path, path: Path, how: str) -> None:
     with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(path)) as copy:
         source.backup(copy)
         if how == "future":
-            copy.execute("UPDATE alembic_version SET version_num = 'v9999'")
+            copy.execute("UPDATE pipefill_schema SET version_num = 'v9999'")
             copy.commit()
         copy.execute("PRAGMA journal_mode=DELETE")
     match how:

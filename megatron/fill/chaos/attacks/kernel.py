@@ -255,7 +255,7 @@ def _tables() -> Iterator[Attack]:
     yield Attack(refused("devices", "opens disks and the machine's memory"), _devices)
     yield Attack(refused("mknod", "makes a device file"), _mknod)
     yield Attack(refused("file-handle", "opens a file by its number"), _file_handle)
-    yield Attack(refused("raise-limits", "raises its own limits"), _limits)
+    yield Attack(refused("lift-limits", "raises its own limits"), _limits)
     yield Attack(fatal("core-dump", "dies with a core file as large as may be", "SIGABRT"), _core_dump)
 
 
