@@ -13,6 +13,7 @@ from megatron.fill.chaos.attacks.task import Attacker
 from megatron.fill.chaos.kind import Source
 from megatron.fill.chaos.kinds import KINDS, chosen
 from megatron.fill.errors import ConfigError
+from tests.e2e.training import ROOT
 
 ALL = list(KINDS.values())
 
@@ -79,6 +80,12 @@ def test_there_are_more_than_a_hundred_attacks_and_every_name_is_one_kinds():
     assert len(ATTACKS) == sum(map(len, FAMILIES.values()))
     assert len(ATTACKS) + len(brought.KINDS) + len(outside.KINDS) > 100
     assert all(KINDS[name] is attack.kind for name, attack in ATTACKS.items())
+
+
+def test_the_documentation_names_every_kind_with_what_is_expected():
+    text = (ROOT / "docs" / "chaos.md").read_text(encoding="utf-8")
+    attacks = [*(attack.kind for attack in ATTACKS.values()), *brought.KINDS, *outside.KINDS]
+    assert [kind.name for kind in attacks if f"| `{kind.name}` | {kind.what} | {kind.expected} |" not in text] == []
 
 
 def test_the_tasks_that_hold_memory_take_an_honest_jobs_arguments():

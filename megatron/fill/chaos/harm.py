@@ -31,10 +31,11 @@ class Stall:
 
 
 def stalls(findings: Findings, seen: Sequence[Iteration]) -> list[Stall]:
-    """The iterations that took two seconds more than usual."""
+    """The iterations that took two seconds more than the longest in a quiet window usually does."""
     if not seen:
         return []
-    usual_ns = median(_ns(one) for one in seen)
+    quiet = [max(values) for one in findings.windows if not one.faults and (values := _inside(one, seen))]
+    usual_ns = median(quiet or [_ns(one) for one in seen])
     return [
         Stall(one.iteration, _ns(one) / 1e9, tuple(sorted(measure.blamed(findings, one.end_ns, 5 + _ns(one) / 1e9))))
         for one in seen
