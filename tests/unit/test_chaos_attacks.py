@@ -16,8 +16,10 @@ from megatron.fill.chaos.attacks import brought, calls, command, kernel
 from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, in_child, try_all
 from megatron.fill.chaos.attacks.table import ATTACKS
 from megatron.fill.chaos.attacks.task import Attacker
+from megatron.fill.chaos.holder import Holder, Shrinking
 from megatron.fill.chaos.kind import attack
 from megatron.fill.chaos.marks import Event, prepare, read
+from megatron.fill.chaos.meminfo import FreeMemory
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.store import NewJob, open_store
 
@@ -150,3 +152,27 @@ def test_a_damaged_copy_leaves_the_store_as_it_is(tmp_path):
 def test_what_does_something_to_a_terminal_is_seen():
     assert command.controls("plain\n\ttext") == []
     assert set(command.controls("\x1b[2J\u202e\x00")) == {repr("\x00"), repr("\x1b"), repr("\u202e")}
+
+
+def test_what_stands_in_for_the_free_memory_is_changed_in_place_and_restored(tmp_path):
+    memory = FreeMemory(tmp_path)
+    path = tmp_path / "meminfo"
+    true, inode = path.read_text(), path.stat().st_ino
+    memory.show(900 << 20)
+    assert f" {900 << 10} kB" in next(line for line in path.read_text().splitlines() if line.startswith("MemAvailable"))
+    assert len(path.read_text()) == len(true)
+    memory.restore()
+    assert (path.read_text(), path.stat().st_ino) == (true, inode)
+
+
+def test_a_task_that_holds_memory_gives_it_back_if_it_can(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron.fill.chaos.holder._HELD_BYTES", 1 << 10)
+    for task, kept in ((Shrinking(), 0), (Holder(), 1 << 10)):
+        marks = tmp_path / type(task).__name__
+        prepare(marks)
+        task.context = TaskContext("job", tmp_path)
+        task.create(str(marks), 10)
+        task.init()
+        assert task.shrink(0) is (kept == 0)
+        assert len(task.memory) == kept
+        assert len(read(marks, Event.HELD)) == (kept == 0)

@@ -28,7 +28,7 @@ _SECOND_ITERATIONS, _SECOND_S = 80, 180.0
 _GROWN_S = 12.0
 _MARGIN, _EATEN = 1024 << 20, 100 << 20
 _HOSTILE = "\x1b[2J\x1b]0;owned\x07\r\nfake 1 SUCCEEDED\u202e\x00"
-_HOLD_STEPS = 20_000
+_HOLD_STEPS = 8_000
 
 
 class Outside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
@@ -84,6 +85,7 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> Result:
 def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="pipefill-chaos-", ignore_cleanup_errors=True) as folder:
+            os.chmod(folder, 0o755)  # jobs may run as another user
             yield Path(folder).resolve()
         return
     if keep.exists() and any(keep.iterdir()):

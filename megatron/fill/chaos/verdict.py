@@ -31,7 +31,11 @@ class Submitted:
     def faults(self) -> list[Mark]:
         """The faults that it committed itself."""
         driven = self.kind.source in (Source.VICTIM, Source.DRIVER)
-        return [] if driven or self.kind in (HONEST, COMMAND) else read(self.notes, Event.FAULT)
+        if driven or self.kind in (HONEST, COMMAND):
+            return []
+        # What a job brings along has been there once the job runs, also where nothing of it took effect.
+        seen = read(self.notes, Event.FAULT)
+        return seen or (read(self.notes, Event.READY) if self.kind.source is Source.BROUGHT else [])
 
     def through(self) -> list[Mark]:
         """What it tried and got through with, by its own word."""

