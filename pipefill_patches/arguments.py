@@ -155,14 +155,36 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         metavar="PERCENT",
         help="the share of a GPU's multiprocessors that a job may use at most (default: 100)",
     )
-    group.add_argument("--fill-user", metavar="USER", help="run the jobs as this user (needs root)")
+    group.add_argument(
+        "--fill-user",
+        metavar="USER",
+        help="run the jobs as this user (needs root; default: nobody where the training is root's)",
+    )
+    group.add_argument(
+        "--fill-bind",
+        nargs="+",
+        default=(),
+        metavar="PATH[:rw]",
+        help="places that jobs may use besides their own folders: they see most files anyway but can write none, and "
+        "see nothing of /tmp and /run or of folders that are closed to their user; with :rw they may write there",
+    )
+    group.add_argument(
+        "--fill-network",
+        action="store_true",
+        help="let jobs use the machine's network (default: they have none but a localhost of their own)",
+    )
+    group.add_argument(
+        "--fill-strict",
+        action="store_true",
+        help="do not train at all where one of the walls around jobs cannot be built (default: say which, and go on)",
+    )
     group.add_argument(
         "--fill-allow",
         nargs="+",
         default=(),
         metavar="PATTERN",
         help="run only tasks whose module:Class matches one of these, such as 'megatron.fill.sidetask.*'; the word "
-        "command stands for commands (default: everything)",
+        "command stands for commands, env:NAME for a variable that tasks may set (default: everything)",
     )
     group.add_argument(
         "--fill-max-processes",

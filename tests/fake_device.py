@@ -57,7 +57,7 @@ class FakeLimiter:
         self._held_bytes = 0
         self._peak_bytes = 0
 
-    def adopt(self, pid: int) -> None:
+    def adopt(self, pid: int, holder: int | None = None) -> None:
         self._worker = pid
 
     def look(self) -> str:

@@ -220,6 +220,9 @@ class FillSettings(BaseModel):
     sm_percentage: int = Field(default=100, ge=1, le=100)
     user: str | None = None
     allow: tuple[str, ...] = ()
+    bind: tuple[str, ...] = ()
+    network: bool = False
+    strict: bool = False
     max_processes: int = Field(default=256, ge=8)
     max_files: int = Field(default=1024, ge=64)
     baseline_seconds: float = Field(default=0.0, ge=0)

@@ -39,3 +39,7 @@ class PlanError(FillError):
 
 class ControlError(FillError):
     """A run cannot be controlled from here, or its control page is not what this version reads."""
+
+
+class SandboxError(FillError):
+    """The walls around a job cannot be built as they were asked for."""

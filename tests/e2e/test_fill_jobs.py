@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from megatron.fill.device.landlock import landlock_abi
+
 from megatron.fill.types import JobState
 from tests.e2e.training import Running, processes, write_jobs
 

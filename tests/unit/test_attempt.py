@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +105,37 @@ def test_a_cancelled_job_is_cancelled_unless_it_was_done(bench):
     bench.attempt.held.standing = Standing.CANCELLED
     assert bench.judge(GAVE_BACK, stopped="it was cancelled") == (JobState.CANCELLED, "cancelled while it ran")
     assert bench.judge(Outcome(JobState.SUCCEEDED, ""))[0] is JobState.SUCCEEDED
+
+
+_ASKED = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # it may come before the sleep
+print("up", flush=True)
+signal.sigwait([signal.SIGUSR1])
+print("asked", flush=True)
+"""
+
+
+def test_a_task_is_asked_to_shrink_and_nobody_else(bench):
+    task = subprocess.Popen([sys.executable, "-c", _ASKED], stdout=subprocess.PIPE, text=True)
+    assert task.stdout is not None
+    assert task.stdout.readline() == "up\n"
+    bench.attempt.confined = SimpleNamespace(pid=task.pid)
+    bench.attempt.job.spec = {"command": None}
+    bench.attempt._ask_to_shrink(0)  # all of it: that is a wish, too
+    assert bench.attempt.log.wanted_bytes == 0
+    assert task.stdout.readline() == "asked\n"
+    assert task.wait() == 0
+    bench.attempt._ask_to_shrink(1 << 32)  # it has ended just now
+    assert bench.attempt.log.wanted_bytes == 1 << 32
+
+
+def test_a_command_cannot_shrink_and_is_not_signalled(bench, monkeypatch):
+    sent: list[signal.Signals] = []
+    monkeypatch.setattr(bench.attempt, "_signal", sent.append, raising=False)
+    bench.attempt.job.spec = {"command": ["sleep", "1"]}
+    bench.attempt._ask_to_shrink(1)
+    assert (sent, bench.attempt.log.wanted_bytes) == ([], None)
 
 
 def test_why_a_worker_must_go(bench):

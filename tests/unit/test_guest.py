@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import pwd
+from pathlib import Path
 
 import pytest
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.runtime.guest import Guest, check_reach, environment, find_guest, refusal
+from megatron.fill.runtime.guest import Guest, check_reach, default_guest, environment, find_guest, refusal
 
 HOST = {
     "PATH": "/bin",
@@ -31,21 +32,22 @@ GUEST = Guest("nobody", 65534, 65534, "/nonexistent")
 
 
 def test_neither_secrets_nor_the_rendezvous_reach_a_worker():
-    kept = environment(HOST, {}, {}, None)
+    kept = environment(HOST, {}, None, Path("/run/jobs/a-1"))
     assert {name for name in kept if name in HOST} == {"PATH", "LC_ALL", "HOME", "PYTHONPATH"}
     assert "secret" not in "".join(kept.values())
     assert kept["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_job_adds_to_it_but_the_device_has_the_last_word():
-    kept = environment(HOST, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, {"MODE": "fast", "CUDA_VISIBLE_DEVICES": "0,1"}, None)
-    assert (kept["MODE"], kept["CUDA_VISIBLE_DEVICES"]) == ("fast", "GPU-1")
+def test_what_the_device_needs_has_the_last_word():
+    kept = environment(HOST | {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "GPU-1"}, None, Path("/x"))
+    assert kept["CUDA_VISIBLE_DEVICES"] == "GPU-1"
 
 
 def test_another_user_is_at_home_elsewhere():
-    kept = environment(HOST | {"TMPDIR": "/root/tmp"}, {}, {}, GUEST)
-    assert (kept["HOME"], kept["USER"]) == ("/nonexistent", "nobody")
-    assert "TMPDIR" not in kept
+    kept = environment(HOST | {"TMPDIR": "/root/tmp"}, {}, GUEST, Path("/run/jobs/a-1"))
+    assert (kept["HOME"], kept["USER"]) == ("/run/jobs/a-1", "nobody")
+    assert "TMPDIR" not in kept  # a worker has a /tmp of its own
+    assert environment(HOST, {}, Guest("ada", 7, 7, "/usr"), Path("/run/jobs/a-1"))["HOME"] == "/usr"
 
 
 def test_users_that_cannot_be():
@@ -60,6 +62,24 @@ def test_a_user_by_name_or_number():
     nobody = pwd.getpwnam("nobody")
     assert find_guest("nobody") == find_guest(str(nobody.pw_uid))
     assert find_guest("nobody").uid == nobody.pw_uid
+
+
+def test_who_says_nothing_gets_a_user_without_rights_where_that_can_be(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    guest = default_guest()
+    assert guest is not None
+    assert guest.uid != 0
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert default_guest() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "refused"),
+    [("MODE", ["mine:*", "env:MODE"], False), ("PYTHONPATH", ["mine:*"], True), ("LD_PRELOAD", ["*", "env:M*"], True)],
+)
+def test_a_variable_may_bring_code_and_so_has_to_be_allowed_too(name, allowed, refused):
+    reason = refusal({"task": "mine:Task", "command": None, "env": {name: "/folder"}}, allowed)
+    assert (f"setting {name} is not allowed here" in reason) is refused
 
 
 def test_a_run_folder_that_the_user_cannot_reach_is_said_before_anything_starts(tmp_path):

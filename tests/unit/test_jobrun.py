@@ -64,6 +64,7 @@ class Bench:
             self.enforcer,  # type: ignore[arg-type]
             self.limiter,  # type: ignore[arg-type]
             most_output,
+            worker.terminate,
             stop=lambda: self._when_up(self.stop),
             end=lambda: self._when_up(self.end),
             ticks=[self.tick],

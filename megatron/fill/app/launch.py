@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 import pipefill_patches
+from megatron.fill.app.keptin import KeptIn, keep_in
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share
 from megatron.fill.config import FillSettings
@@ -31,7 +32,7 @@ from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.hooks import bus
 from megatron.fill.planner.offload import weigh_offload
 from megatron.fill.records import read_agent, write_agent
-from megatron.fill.runtime.guest import check_reach, find_guest
+from megatron.fill.runtime.guest import find_guest
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store import NewJob, open_store
 from megatron.fill.store.submit import new_job
@@ -49,6 +50,7 @@ class Launch:
         self._run_dir: Path | None = None
         self._jobs: list[NewJob] = []
         self.mps: MpsDaemon | None = None
+        self.walls = KeptIn()
 
     def on_parse(self, args: Namespace) -> None:
         self.settings = settings = FillSettings.from_args(args)
@@ -63,9 +65,9 @@ class Launch:
         if settings.serves:
             _check_store(self._store(Path(settings.report or "runs")))
             if settings.user is not None:
-                for place in (settings.report or "runs", sys.executable):
-                    check_reach(find_guest(settings.user), Path(place))
+                find_guest(settings.user)  # a wrong one is said before anything is started
             self.mps = share(settings, pipefill_patches.PATCHES["cpu_backend"].applied)
+            self.walls = keep_in(settings, self.mps is not None)
         if args.fill_jobs is not None:
             search = [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
             self._jobs = [new_job(job, search, getpass.getuser()) for job in settings.jobs]
@@ -109,7 +111,7 @@ class Launch:
         if info.rank == 0 and settings.serves:
             _warn_of_no_bubbles(info)
         jobs = self._jobs if info.rank == 0 else []
-        self.session = Session(settings, info, self._run_dir, self._store(self._run_dir), jobs, self.mps)
+        self.session = Session(settings, info, self._run_dir, self._store(self._run_dir), jobs, self.mps, self.walls)
         bus.listener = self.session.listening.listener
 
     def _prepare_run(self, settings: FillSettings, info: RankInfo) -> Path | None:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from megatron.fill.app.keptin import KeptIn
 from megatron.fill.app.listening import HostListening, Listening, RelayedListening
 from megatron.fill.board import CycleBoard
 from megatron.fill.config import FillSettings
@@ -32,6 +33,7 @@ class Session:
         store: the URL of the job store that this run serves.
         jobs: what this rank's agent puts into it.
         mps: the daemon that this rank uses; None without MPS.
+        walls: what jobs are kept in.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class Session:
         store: str,
         jobs: list[NewJob],
         mps: MpsDaemon | None,
+        walls: KeptIn,
     ) -> None:
         self.settings = settings
+        self.walls = walls
         self.info = info
         self.run_dir = run_dir
         self.mps = mps
@@ -120,7 +124,10 @@ class Session:
             grace_ns=int(settings.grace_ms * 1e6),
             max_overruns=settings.max_overruns,
             max_output_bytes=int(settings.max_output_mib * 2**20),
-            user=settings.user,
+            guest=self.walls.guest,
+            namespaces=self.walls.namespaces,
+            binds=self.walls.binds,
+            network=settings.network,
             allow=list(settings.allow),
             margin_bytes=int(settings.memory_margin_mib * 2**20),
             processes=settings.max_processes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -11,30 +12,34 @@ from megatron.fill.cli.options import Json
 
 if TYPE_CHECKING:
     from megatron.fill.device.doctor import Diagnosis
+    from megatron.fill.sandbox import Layer
 
 _PIPE_WIDTH = 80  # columns, where the output goes to no terminal
 _COLOURS = {"yes": "green", "partly": "yellow", "no": "red"}
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what this machine can do to keep jobs in, and what will be used for each limit.
+    """Say what walls this machine has for keeping jobs in, and what will be used for each limit.
 
-    --json prints an object: abilities (name, has: yes, partly or no, detail), bindings (limit, uses, instead: why
-    nothing better) and notes (faults that are not contained).
+    --json prints an object: walls (name, keeps, lacks: why it does not stand here), abilities (name, has: yes, partly
+    or no, detail), bindings (limit, uses, instead: why nothing better) and notes (faults that are not contained).
     """
     from megatron.fill.device.doctor import diagnose
     from megatron.fill.device.probes import gather
+    from megatron.fill.runtime.guest import default_guest
+    from megatron.fill.sandbox import look
 
-    diagnosis = diagnose(gather())
+    diagnosis, guest = diagnose(gather()), default_guest()
+    walls = look(guest.uid if guest else None, guest.gid if guest else None).layers
     if as_json:
         from megatron.fill.cli.views import print_json
 
-        print_json(asdict(diagnosis))
+        print_json({"walls": [asdict(wall) for wall in walls], **asdict(diagnosis)})
     else:
-        _print(diagnosis)
+        _print(diagnosis, walls)
 
 
-def _print(diagnosis: Diagnosis) -> None:
+def _print(diagnosis: Diagnosis, walls: Sequence[Layer]) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
@@ -42,6 +47,12 @@ def _print(diagnosis: Diagnosis) -> None:
 
     free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     console = Console(width=_PIPE_WIDTH if free else None, highlight=False)
+    table = Table("WALL", "", "WHAT IT DOES", box=None, pad_edge=False)
+    for wall in walls:
+        has, said = ("no", f"missing: {wall.lacks}") if wall.lacks else ("yes", wall.keeps)
+        table.add_row(wall.name, Text(has, _COLOURS[has]), Text(said))
+    console.print(table)
+    console.print()
     table = Table("THIS MACHINE", "", "", box=None, pad_edge=False)
     for ability in diagnosis.abilities:
         table.add_row(ability.name, Text(ability.has, _COLOURS[ability.has]), Text(ability.detail, overflow="fold"))

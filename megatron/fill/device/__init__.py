@@ -1,7 +1,6 @@
 """What a worker may use, and what the main job leaves free.
 
-The agent opens the device of its rank and gets a ``Limiter`` for each worker; the worker calls ``confine`` before it
-runs a task.
+The agent opens the device of its rank and gets a ``Limiter`` for each worker.
 """
 
 from __future__ import annotations

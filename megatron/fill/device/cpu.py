@@ -41,8 +41,8 @@ class HostLimiter:
         self._held_bytes = 0
         self._peak_bytes = 0
 
-    def adopt(self, pid: int) -> None:
-        self._tree = tree.WorkerTree(pid, self._name)
+    def adopt(self, pid: int, holder: int | None = None) -> None:
+        self._tree = tree.WorkerTree(pid, self._name, holder)
         self._pids.add(pid)
         if self._cgroup is None:
             return
@@ -151,6 +151,7 @@ class CpuDevice:
     def __init__(self, home: CgroupHome | None = None, groups: list[Path] | None = None) -> None:
         self.name = self.worker_name = "cpu"
         self.overhead_bytes = 0
+        self.nodes: tuple[str, ...] = ()
         self._home = find_home() if home is None else home
         self._free = FreeHostMemory()
         self._groups = limiting_groups() if groups is None else groups

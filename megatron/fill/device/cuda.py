@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from megatron.fill.device.cgroup import CgroupHome, find_home
@@ -130,8 +131,8 @@ class CudaLimiter:
             total = nvml.total_bytes(uuid)
             self.environment |= allocator_environment(limits.memory_bytes, total, os.environ, version("torch"))
 
-    def adopt(self, pid: int) -> None:
-        self._host.adopt(pid)
+    def adopt(self, pid: int, holder: int | None = None) -> None:
+        self._host.adopt(pid, holder)
 
     def look(self) -> str:
         reason = self._host.look()
@@ -177,6 +178,16 @@ def allocator_environment(memory_bytes: int, total_bytes: int, environment: Any,
     return {"PYTORCH_ALLOC_CONF": ",".join(filter(None, [inherited, fraction]))}
 
 
+def device_nodes(uuid: str, proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> tuple[str, ...]:
+    """The files of ``/dev`` for this one GPU; those of all where the driver does not say whose is whose."""
+    shared = [dev / name for name in ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset", "nvidia-caps")]
+    for found in (proc / "driver/nvidia/gpus").glob("*/information"):
+        facts = dict(line.split(":", 1) for line in found.read_text(encoding="utf-8").splitlines() if ":" in line)
+        if facts.get("GPU UUID", "").strip() == uuid:
+            return tuple(map(str, [dev / f"nvidia{facts['Device Minor'].strip()}", *shared]))
+    return tuple(map(str, [*sorted(dev.glob("nvidia[0-9]*")), *shared]))
+
+
 class CudaDevice:
     """One GPU.
 
@@ -205,6 +216,7 @@ class CudaDevice:
         self._home = find_home() if home is None else home
         self._mps = mps
         self.uuid = uuid or uuid_of(name, os.environ.get("CUDA_VISIBLE_DEVICES"), self._nvml.gpus())
+        self.nodes = device_nodes(self.uuid)
 
     def free_bytes(self) -> int:
         return self._nvml.free_bytes(self.uuid)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron.fill.device.landlock import SCOPES_SINCE
 from megatron.fill.device.port import Sharing
 from megatron.fill.device.probes import Facts
 from megatron.fill.device.sharing import SharingFacts, choose_sharing, mps_obstacle
@@ -53,7 +52,7 @@ def diagnose(facts: Facts) -> Diagnosis:
     """Judge a machine by what was found on it."""
     cuda = bool(facts.gpus)
     bindings = [_cpu_memory(facts), *([_gpu_memory(facts)] if cuda else []), _processes(facts)]
-    bindings += [*([_multiprocessors(facts)] if cuda else []), _sharing(facts), _signals(facts), _kill(facts)]
+    bindings += [*([_multiprocessors(facts)] if cuda else []), _sharing(facts), _kill(facts)]
     return Diagnosis(_abilities(facts), [*bindings, _cores(facts)], _notes(facts))
 
 
@@ -67,13 +66,10 @@ def _abilities(facts: Facts) -> list[Ability]:
         Ability("MPS", _yes(not mps_obstacle(_sharing_facts(facts))), facts.mps or "no nvidia-cuda-mps-control"),
         Ability("host pids", _yes(facts.host_pids), "" if facts.host_pids else "a container with pids of its own"),
         Ability("cgroup v2", cgroup, home.why or f"{home.path}: {controllers}"),
-        Ability("landlock", _yes(facts.landlock >= SCOPES_SINCE), f"ABI {facts.landlock}; scopes need {SCOPES_SINCE}"),
-        Ability("no_new_privs", _yes(facts.no_new_privs), ""),
         Ability("CPU pinning", _yes(facts.cores > 1), f"{facts.cores} cores for this process"),
         Ability("idle class", _yes(facts.idle_class), "within each session's autogroup" if facts.autogroup else ""),
         Ability("memfd seals", _yes(facts.sealing), "" if facts.sealing else "the gate needs them"),
         Ability("kernel log", _yes(facts.kernel_log), "" if facts.kernel_log else "/dev/kmsg is not readable"),
-        Ability("other user", _yes(facts.root), "this is root" if facts.root else "needs root"),
     ]
 
 
@@ -96,9 +92,7 @@ def _gpu_memory(facts: Facts) -> Binding:
 def _processes(facts: Facts) -> Binding:
     if facts.cgroup.binds_processes:
         return Binding("processes", "pids.max")
-    rlimit = "" if facts.root else ", and RLIMIT_NPROC"
-    reason = _why_no_group(facts) + ("; RLIMIT_NPROC does not bind root" if facts.root else "")
-    return Binding("processes", f"a count, 5 times a second{rlimit}", reason)
+    return Binding("processes", "a count, 5 times a second, and RLIMIT_NPROC", _why_no_group(facts))
 
 
 def _multiprocessors(facts: Facts) -> Binding:
@@ -114,14 +108,6 @@ def _sharing(facts: Facts) -> Binding:
     if not facts.gpus:
         return Binding("sharing", "the cores' scheduler", why)
     return Binding("sharing", "time-slicing" if mode is Sharing.TIMESLICE else "MPS", why)
-
-
-def _signals(facts: Facts) -> Binding:
-    if facts.landlock >= SCOPES_SINCE:
-        return Binding("signals, ptrace", "landlock scopes")
-    if facts.root:
-        return Binding("signals, ptrace", "another user, where one is named", "landlock scopes need Linux 6.12")
-    return Binding("signals, ptrace", "nothing", "landlock scopes need Linux 6.12, another user needs root")
 
 
 def _kill(facts: Facts) -> Binding:
@@ -152,8 +138,6 @@ def _notes(facts: Facts) -> list[str]:
             "without memory.max, shared memory that no process maps (files in /dev/shm) counts for nobody, and a "
             "worker has up to 0.2 s before its processes' sum is seen"
         )
-    if facts.landlock < SCOPES_SINCE and not facts.root:
-        notes.append("a worker runs as the training's user and can send it signals")
     if not facts.host_pids and facts.gpus:
         notes.append("in this container memory outside of PyTorch's allocator is seen only as the GPU's free memory")
     if "cpu" in facts.cgroup.controllers:

@@ -61,8 +61,13 @@ class Limiter(Protocol):
 
     environment: dict[str, str]
 
-    def adopt(self, pid: int) -> None:
-        """The worker was just started.  ``pid`` is its process and its process group."""
+    def adopt(self, pid: int, holder: int | None = None) -> None:
+        """The worker was just started.
+
+        Args:
+            pid: its first process; the worker's others are below it.
+            holder: the process that holds it, if that is not the caller; it is under no limit.
+        """
 
     def look(self) -> str:
         """Called a few times a second: why the worker must end; empty while all is well."""
@@ -91,11 +96,13 @@ class WorkerDevice(Protocol):
         name: as the rank knows it: ``cpu`` or ``cuda:3``.
         worker_name: as its workers know it; they see one GPU only, which is ``cuda:0`` to them.
         overhead_bytes: what a worker takes of the device beyond what it allocates.
+        nodes: the files of ``/dev`` that a worker needs to use it.
     """
 
     name: str
     worker_name: str
     overhead_bytes: int
+    nodes: tuple[str, ...]
 
     def free_bytes(self) -> int:
         """Memory of the device that is free, for everyone."""

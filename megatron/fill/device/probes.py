@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import shutil
@@ -10,14 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.device.cgroup import CgroupHome, find_home
-from megatron.fill.device.landlock import landlock_abi
 from megatron.fill.device.mps import PROGRAM
 from megatron.fill.device.nvml import shared_nvml
 from megatron.fill.device.port import DeviceError
 
-_PR_GET_NO_NEW_PRIVS = 39
 _HOST_PIDS = "pid:[4026531836]"  # the first pid namespace has this number on every Linux
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +25,6 @@ class Facts:
         driver: its version; where there is none, why not.
         mps: the MPS control program's path; empty for none.
         host_pids: this process has the pids that the driver and the kernel's log speak of.
-        landlock: the ABI; 0 for none.
         autogroup: sessions compete for the cores as groups.
     """
 
@@ -38,15 +33,12 @@ class Facts:
     mps: str
     host_pids: bool
     cgroup: CgroupHome
-    landlock: int
     cores: int
     idle_class: bool
     autogroup: bool
-    no_new_privs: bool
     sealing: bool
     kernel_log: bool
     root: bool
-    kernel: str
 
 
 def gather() -> Facts:
@@ -58,15 +50,12 @@ def gather() -> Facts:
         mps=shutil.which(PROGRAM) or "",
         host_pids=has_host_pids(),
         cgroup=find_home(),
-        landlock=landlock_abi(),
         cores=len(os.sched_getaffinity(0)),
         idle_class=can_idle(),
         autogroup=has_autogroup(),
-        no_new_privs=_libc.prctl(_PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0) >= 0,
         sealing=can_seal(),
         kernel_log=os.access("/dev/kmsg", os.R_OK),
         root=os.getuid() == 0,
-        kernel=os.uname().release,
     )
 
 

@@ -114,21 +114,24 @@ class WorkerTree:
     """Keeps track of one worker's processes, the orphans among them too.
 
     Args:
-        pid: the worker.
+        pid: the first process of it.
         mark: what its environment has as ``MARK``.
+        holder: who put it where it is and ends with it; a child of this process that is none of the tree.
 
     Attributes:
-        roots: the workers of all trees of this process; never to be reaped by one that did not start them.
+        roots: the workers of all trees of this process, and their holders: never to be reaped by one that did not
+            start them.
         zombies: dead and not reaped, as of the latest look: each still takes a pid.
     """
 
     roots: ClassVar[set[int]] = set()
 
-    def __init__(self, pid: int, mark: str) -> None:
+    def __init__(self, pid: int, mark: str, holder: int | None = None) -> None:
         self.pid = pid
         self.mark = mark
         self.zombies = 0
-        self.roots.add(pid)
+        self._own = {pid} if holder is None else {pid, holder}
+        self.roots.update(self._own)
         self._seen: dict[int, int] = {}  # pid: when it started
         self.look()
 
@@ -162,7 +165,7 @@ class WorkerTree:
         ours = []
         for child in children(os.getpid()):
             process = read_process(child)
-            if process is None or child == self.pid:
+            if process is None or child in self._own:
                 continue
             if child in self._seen or process.group in self._seen or marked(child, self.mark):
                 ours += [child, *descendants(child)]
@@ -170,4 +173,4 @@ class WorkerTree:
 
     def forget(self) -> None:
         """The worker was reaped; its number may become another process's."""
-        self.roots.discard(self.pid)
+        self.roots.difference_update(self._own)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ from megatron.fill.runtime import reap
 from megatron.fill.runtime.baton import Baton
 from megatron.fill.runtime.choice import Choice
 from megatron.fill.runtime.controlled import ControlWatcher
-from megatron.fill.runtime.guest import environment, find_guest
+from megatron.fill.runtime.guest import Guest, environment
 from megatron.fill.runtime.keeper import Keeper
 from megatron.fill.runtime.seat import Seat
+from megatron.fill.sandbox.cage import Bind
 from megatron.fill.store.port import Device, NewJob
 from megatron.fill.types import JobRecord, WorkerRecord
 
@@ -47,7 +48,12 @@ _RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # how often an empty seat looks for
 
 
 # Even a worker's start-up is not to compete with the main job.
-_AT_IDLE_PRIORITY = ["chrt", "--idle", "0"] if shutil.which("chrt") else []
+_AT_IDLE_PRIORITY = [chrt, "--idle", "0"] if (chrt := shutil.which("chrt")) else []
+# It finds its modules where this process does, whatever folder or variable it is started in.
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from megatron.fill.runtime.worker import main; main(sys.argv[1])"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,10 @@ class AgentSpec:
         parent: the rank's pid; the warden is the agent's.
         store: the URL of the job store.
         submit: jobs to put into it.
-        user: whom the jobs run as; None for us.
+        guest: whom the jobs run as; None for us.
+        namespaces: those that this machine gives for keeping jobs in, as ``Cage`` has them.
+        binds: places that jobs may use besides their own folders.
+        network: jobs share the machine's network.
         allow: the jobs that may run, as ``guest.refusal`` reads it.
         device_uuid: of the GPU; None on the CPU.
         margin_bytes: device memory that the jobs leave free beyond the main job's peak.
@@ -85,7 +94,10 @@ class AgentSpec:
     grace_ns: int
     max_overruns: int
     max_output_bytes: int
-    user: str | None
+    guest: Guest | None
+    namespaces: tuple[str, ...]
+    binds: tuple[Bind, ...]
+    network: bool
     allow: list[str]
     margin_bytes: int
     processes: int
@@ -100,8 +112,14 @@ class AgentSpec:
     @classmethod
     def from_json(cls, text: str) -> AgentSpec:
         data = json.loads(text)
-        jobs = [NewJob(**job) for job in data["submit"]]
-        return cls(**data | {"submit": jobs, "sharing": Sharing(data["sharing"])})
+        typed = {
+            "submit": [NewJob(**job) for job in data["submit"]],
+            "sharing": Sharing(data["sharing"]),
+            "guest": None if data["guest"] is None else Guest(**data["guest"]),
+            "namespaces": tuple(data["namespaces"]),
+            "binds": tuple(Bind(**bind) for bind in data["binds"]),
+        }
+        return cls(**data | typed)
 
 
 class Agent:
@@ -113,7 +131,7 @@ class Agent:
 
     def __init__(self, spec: AgentSpec, dead: list[int]) -> None:
         self.spec = spec
-        self.guest = find_guest(spec.user) if spec.user is not None else None
+        self.guest = spec.guest
         self.run_dir = Path(spec.run_dir)
         self.name = f"rank {spec.rank} of {spec.run_dir} on {os.uname().nodename}"
         self.gate = SharedGateReader(spec.gate_fd)
@@ -206,30 +224,29 @@ class Agent:
             write_agent(self.run_dir / "agents" / self._record, self.workers, self.jobs)
 
     def start_worker(
-        self, spec_path: Path, log_fd: int, extra: Mapping[str, str], idle: bool
+        self, spec_path: Path, fds: Sequence[int], extra: Mapping[str, str], idle: bool
     ) -> subprocess.Popen[bytes]:
-        """Start a worker.
+        """Start a worker's first process.
+
+        Nothing of the job has a say in how: neither its variables nor a folder that it may write to.
 
         Args:
+            fds: of its own, besides those that all workers get.
             extra: for its environment.
             idle: at idle priority from its first instruction on; who watches a command needs more than that.
         """
-        guest = self.guest
-        user: dict[str, Any] = {}
-        if guest is not None and os.geteuid() == 0:
-            user = {"user": guest.uid, "group": guest.gid, "extra_groups": []}
         spec = self.spec
         with self._lock:
-            command = [sys.executable, "-m", "megatron.fill.runtime.worker", str(spec_path)]
+            command = [sys.executable, "-I", "-c", _START, str(spec_path), json.dumps(sys.path)]
             worker = subprocess.Popen(
                 [*_AT_IDLE_PRIORITY, *command] if idle else command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                pass_fds=(spec.gate_fd, spec.board_fd, self.control_reader_fd, self.baton_fd, log_fd),
+                cwd="/",
+                pass_fds=(spec.gate_fd, spec.board_fd, self.control_reader_fd, self.baton_fd, *fds),
                 process_group=0,  # not a new session: that would be a new autogroup
-                env=environment(os.environ, {}, extra, guest),
-                **user,
+                env=environment(os.environ, extra, self.guest, spec_path.parent),
             )
             self._processes.add(worker.pid)
             return worker

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from megatron.fill.device.port import Limits
 from megatron.fill.planner.cycles import cycle_to_dict
 from megatron.fill.runtime import safefile
 from megatron.fill.runtime.choice import Resident
+from megatron.fill.runtime.confined import Confined
 from megatron.fill.runtime.enforcer import Enforcer
 from megatron.fill.runtime.jobrun import JobRun
 from megatron.fill.runtime.keeper import Held, progress_of
@@ -25,6 +28,7 @@ from megatron.fill.runtime.profiler import PROFILE
 from megatron.fill.runtime.room import Room
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.sandbox.cage import Bind, Cage
 from megatron.fill.store.port import Claim, JobStore, Standing
 from megatron.fill.types import JobRecord, JobState
 
@@ -39,6 +43,9 @@ _OVER = "the main job ended first"
 _KILLED = "ended by pipefill kill"
 _LOST = "the store was out of reach for longer than its lease: another agent may have it"
 _TELL_S = 5.0  # how often the end of the job is estimated anew
+_CONFINED_S, _LOOK_S = 60.0, 0.2  # how long a worker may take until its job can begin, on a machine that is busy
+_MOST_SAID = 2000
+_MEMORY_FILES_BYTES = 1 << 30  # of a job without a cap
 
 
 class Attempt:
@@ -94,11 +101,49 @@ class Attempt:
         agent.keep_record(self._record(run, outcome, state, reason), self.log.record(self.job.name, agent.spec.rank))
 
     def _start(self) -> subprocess.Popen[bytes]:
-        job = self.job
-        extra = (job.spec.get("env") or {}) | self.limiter.environment
-        worker = self.agent.start_worker(self._worker_spec(), self.log_fd, extra, idle=job.spec["command"] is None)
-        self.limiter.adopt(worker.pid)
+        """Start the worker, and let the job begin once it is kept in.
+
+        Raises:
+            OSError: it could not be started, or not be kept in; nothing of it is left.
+        """
+        agent, idle = self.agent, self.job.spec["command"] is None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                path = self._worker_spec(theirs.fileno())
+                worker = agent.start_worker(path, (self.log_fd, theirs.fileno()), self.limiter.environment, idle)
+            self.worker = worker
+            try:
+                self.confined = confined = self._confined(ours)
+                self.limiter.adopt(confined.init, worker.pid)
+                ours.send(b"x")
+            except BaseException:
+                self._abandon(worker)
+                raise
+        for lacking in confined.lacking:
+            logger.info("job %s: %s", self.job.name, lacking)
         return worker
+
+    def _confined(self, channel: socket.socket) -> Confined:
+        end_s = time.monotonic() + _CONFINED_S
+        channel.settimeout(_LOOK_S)
+        while time.monotonic() < end_s and not self._why_end():
+            with contextlib.suppress(TimeoutError):
+                found = Confined.receive(channel)
+                if found is None:
+                    raise OSError("its worker ended before the job could begin")
+                if found.error:
+                    raise OSError(f"it cannot be kept in: {found.error}")
+                return found
+        raise OSError(self._why_end() or f"its worker was not ready within {_CONFINED_S:g} s")
+
+    def _abandon(self, worker: subprocess.Popen[bytes]) -> None:
+        """End a worker whose job has not begun: it takes all with it."""
+        worker.kill()
+        said = worker.communicate()[0].decode(errors="replace").strip()
+        if said:
+            logger.warning("job %s: its worker said: %s", self.job.name, said[-_MOST_SAID:])
+        self.agent.forget_worker(worker.pid)
 
     def _watch(self, worker: subprocess.Popen[bytes]) -> tuple[JobRun, Room]:
         """Stay with the worker until it has ended."""
@@ -110,16 +155,17 @@ class Attempt:
             self.limiter,
             promised,
             spec.margin_bytes,
-            lambda wanted: self._shrink(wanted, worker.pid),
+            self._ask_to_shrink,
         )
         keep_profile = self._profile_keeper()
         run = JobRun(
             worker,
             self.log,
             self.directory,
-            Enforcer(worker.pid, self.agent.gate, self.log, spec.grace_ns, spec.max_overruns),
+            Enforcer(self.confined.pid, self.agent.gate, self.log, spec.grace_ns, spec.max_overruns),
             self.limiter,
             spec.max_output_bytes,
+            self._ask_to_stop,
             stop=lambda: self._why_stop() or room.why_stop,
             end=lambda: self._why_end() or room.why_end,
             ticks=(keep_profile, room.look),
@@ -138,9 +184,22 @@ class Attempt:
             return _LOST
         return _KILLED if self.agent.control.state is RunState.KILLED else ""
 
-    def _shrink(self, pid: int, wanted_bytes: int) -> None:
-        self.log.wanted_bytes = wanted_bytes
-        os.kill(pid, signal.SIGUSR1)
+    def _ask_to_stop(self) -> None:
+        """A task saves itself; of a command its holder says how far it came."""
+        if self.job.spec["command"] is None:
+            self._signal(signal.SIGTERM)
+        else:
+            self.worker.terminate()
+
+    def _ask_to_shrink(self, to_bytes: int) -> None:
+        """Have the task give memory back at its next look around, which a signal brings about; a command cannot."""
+        if self.job.spec["command"] is None:
+            self.log.wanted_bytes = to_bytes
+            self._signal(signal.SIGUSR1)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.confined.pid, number)
 
     def _judge(self, run: JobRun, room: Room, outcome: Outcome, crashed: bool) -> tuple[JobState, str]:
         """What the store should know: a job that was cut off goes back, one that only ever dies does not.
@@ -189,8 +248,9 @@ class Attempt:
             ended_ns=run.ended_ns,
         )
 
-    def _worker_spec(self) -> Path:
+    def _worker_spec(self, channel_fd: int) -> Path:
         agent, job = self.agent, self.job
+        fixed = self.limiter.environment  # what the device needs is not the job's to change
         spec = WorkerSpec(
             name=job.name,
             directory=str(self.directory),
@@ -199,7 +259,9 @@ class Attempt:
             board_fd=agent.spec.board_fd,
             control_fd=agent.control_reader_fd,
             baton_fd=agent.baton_fd,
+            channel_fd=channel_fd,
             parent=os.getpid(),
+            cage=self._cage(),
             tail=self.seat.tail,
             cycle=self._cycle(),
             profiles=agent.choice.profile_of(job),
@@ -213,12 +275,26 @@ class Attempt:
             sharing=agent.spec.sharing,
             # A job could bring a module of an allowed name along: what is allowed has to be installed.
             search=[] if agent.spec.allow else job.spec["search"],
+            env={name: value for name, value in (job.spec.get("env") or {}).items() if name not in fixed},
         )
         path = self.directory / "spec.json"
         safefile.write_text(path, spec.to_json(), mode=0o600)
-        if agent.guest is not None:
-            os.chown(path, agent.guest.uid, agent.guest.gid, follow_symlinks=False)
         return path
+
+    def _cage(self) -> Cage:
+        spec, guest, device = self.agent.spec, self.agent.guest, self.agent.device
+        mps = (Bind(spec.mps_pipe, writable=True),) if spec.mps_pipe is not None else ()
+        return Cage(
+            namespaces=spec.namespaces,
+            directory=str(self.directory),
+            binds=(*(Bind(place) for place in self.job.spec["search"]), *spec.binds, *mps),
+            user=None if guest is None else guest.uid,
+            group=None if guest is None else guest.gid,
+            network=spec.network,
+            memory_files_bytes=self.limits.memory_bytes or _MEMORY_FILES_BYTES,
+            devices=device.nodes,
+            host_memory_files=spec.mps_pipe is not None,
+        )
 
     def _cycle(self) -> dict[str, Any] | None:
         resident = self.agent.seats[0].resident

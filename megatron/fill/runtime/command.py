@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from megatron.fill.control import ControlReader
-from megatron.fill.device import host
-from megatron.fill.errors import FillError
 from megatron.fill.gate import GateReader, SharedGateReader
+from megatron.fill.runtime.confined import apply_environment, jail
 from megatron.fill.runtime.controlled import ControlWatcher
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import StepLog, WorkerPhase
-from megatron.fill.sidetask.imperative import StoppedCommand
+from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command
 from megatron.fill.types import BubbleUse, JobState
 
 _GUARD_NS = 500_000  # a command is stopped this long before the predicted end of the bubble
@@ -55,10 +53,7 @@ class CommandRun:
     def run(self) -> Outcome:
         # This process only watches the clock, and must get the core back when the bubble ends: it runs at normal
         # priority, and the command itself yields to the main job.
-        try:
-            command = StoppedCommand(self.spec.command or [], Path(self.spec.directory), self._prepare)
-        except FillError as error:
-            return Outcome(JobState.FAILED, str(error), unit="seconds")
+        command = StoppedCommand(jail(self.spec, self._become))
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the command's end interrupts the wait
         # Within a bubble this thread sleeps on the gate, and so another one sleeps on the control page.  It is started
         # here and not before the fork above, which takes no threads along.
@@ -72,12 +67,15 @@ class CommandRun:
             return Outcome(JobState.QUEUED, reason, unit="seconds")
         if code == 0:
             return Outcome(JobState.SUCCEEDED, "", unit="seconds")
+        program = (self.spec.command or [""])[0]
+        if code == NOT_FOUND and shutil.which(program, path=self.spec.env.get("PATH")) is None:
+            return Outcome(JobState.FAILED, f"command not found: {program}", unit="seconds")
         ended = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
         return Outcome(JobState.FAILED, f"the command {ended}; see output.log", unit="seconds")
 
-    def _prepare(self) -> None:
-        host.yield_to_main_job(self.spec.cpus)
-        host.die_with_parent(os.getppid())
+    def _become(self) -> None:
+        apply_environment(self.spec.env)
+        become_command(self.spec.command or [])
 
     def _cut(self, command: StoppedCommand) -> None:
         with self._lock:
@@ -106,7 +104,7 @@ class CommandRun:
             self.log.enter_bubble(seq)
             self.log.phase = WorkerPhase.STEP
             self._continue(command)
-            while self._may_go_on(seq) and command.poll() is None:
+            while self._may_go_on(seq) and command.exit_code is None:
                 left_ns = start_ns + remaining_ns - time.monotonic_ns()
                 if left_ns <= 0:
                     break
@@ -120,7 +118,7 @@ class CommandRun:
             self.log.leave_bubble(use, bubble.alone)
             self.log.phase = WorkerPhase.ASLEEP
             self.left(seq)
-            if command.poll() is not None:
+            if command.exit_code is not None:
                 return command.exit_code
         return None
 

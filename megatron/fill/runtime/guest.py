@@ -13,6 +13,8 @@ from typing import Any
 from megatron.fill.errors import ConfigError
 
 COMMAND = "command"  # stands for every command in a list of what is allowed
+_VARIABLE = "env:"  # what stands before the names of variables there
+_NOBODY = 65534
 
 # Everything else stays out: tokens and passwords, and what Megatron's ranks find each other by.
 _KEPT = {
@@ -24,7 +26,6 @@ _KEPT = {
     "LANG",
     "LANGUAGE",
     "TZ",
-    "TMPDIR",
     "PYTHONPATH",
     "PYTHONHOME",
     "PYTHONHASHSEED",
@@ -81,6 +82,16 @@ def find_guest(name: str) -> Guest:
     return Guest(entry.pw_name, entry.pw_uid, entry.pw_gid, entry.pw_dir)
 
 
+def default_guest() -> Guest | None:
+    """Whom jobs run as if nobody says: a user without rights where that can be, else None for who we are."""
+    if os.geteuid() != 0:
+        return None
+    try:
+        return find_guest("nobody")
+    except ConfigError:  # a container without a list of users
+        return Guest("nobody", _NOBODY, _NOBODY, "/nonexistent")
+
+
 def check_reach(guest: Guest, place: Path) -> None:
     """Whether the guest can come to a place that its jobs need: the run folder, the interpreter.
 
@@ -97,20 +108,20 @@ def check_reach(guest: Guest, place: Path) -> None:
 
 
 def environment(
-    host: Mapping[str, str], device: Mapping[str, str], job: Mapping[str, str], guest: Guest | None
+    host: Mapping[str, str], device: Mapping[str, str], guest: Guest | None, directory: Path
 ) -> dict[str, str]:
-    """A worker's environment.
+    """What a worker is started with; a job's own variables count later, inside its cage.
 
     Args:
         host: the agent's own, of which little is kept.
         device: what the worker's device needs.
-        job: what the job asks for; it cannot change what the device needs.
+        directory: the job's folder, a home for who has none.
     """
     kept = {name: value for name, value in host.items() if name in _KEPT or name.startswith("LC_")}
     if guest is not None:
-        kept |= {"HOME": guest.home, "USER": guest.name, "LOGNAME": guest.name}
-        kept.pop("TMPDIR", None)
-    return kept | LIBRARY_SETTINGS | dict(job) | dict(device)
+        home = guest.home if Path(guest.home).is_dir() else str(directory)
+        kept |= {"HOME": home, "USER": guest.name, "LOGNAME": guest.name}
+    return kept | LIBRARY_SETTINGS | dict(device)
 
 
 def refusal(spec: Mapping[str, Any], allowed: Sequence[str]) -> str:
@@ -118,13 +129,17 @@ def refusal(spec: Mapping[str, Any], allowed: Sequence[str]) -> str:
 
     Args:
         spec: the job's, as the store has it.
-        allowed: patterns (``fnmatch``) of ``module:Class``, and the word ``command``; empty for everything.
+        allowed: patterns (``fnmatch``) of ``module:Class``, the word ``command``, and ``env:PATTERN`` for the variables
+            that a task may set: many a variable decides what code is run.  Empty for everything.
     """
     if not allowed:
         return ""
     patterns = ", ".join(allowed)
     if spec["task"] is None:
         return "" if COMMAND in allowed else f"commands are not allowed here; --fill-allow has {patterns}"
-    if any(fnmatchcase(spec["task"], pattern) for pattern in allowed):
-        return ""
-    return f"{spec['task']} is not allowed here; --fill-allow has {patterns}"
+    if not any(fnmatchcase(spec["task"], pattern) for pattern in allowed):
+        return f"{spec['task']} is not allowed here; --fill-allow has {patterns}"
+    for name in spec.get("env") or {}:
+        if not any(fnmatchcase(f"{_VARIABLE}{name}", pattern) for pattern in allowed if pattern.startswith(_VARIABLE)):
+            return f"setting {name} is not allowed here; --fill-allow has {patterns}, and not {_VARIABLE}{name}"
+    return ""

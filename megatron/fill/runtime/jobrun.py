@@ -35,6 +35,7 @@ class JobRun:
     Args:
         worker: started with its output on a pipe and in a process group of its own.
         limiter: what holds it; let go of at the end.
+        ask_to_stop: asks the worker to save and stop.
         stop: asked every tick: why the worker should save and stop now, ``""`` to go on.
         end: asked every tick: why the worker must end at once and save nothing, ``""`` to go on.
         ticks: called every tick.
@@ -48,6 +49,7 @@ class JobRun:
         enforcer: Enforcer,
         limiter: Limiter,
         max_output_bytes: int,
+        ask_to_stop: Callable[[], None],
         stop: Callable[[], str],
         end: Callable[[], str],
         ticks: Sequence[Callable[[], None]],
@@ -58,6 +60,7 @@ class JobRun:
         self.enforcer = enforcer
         self.limiter = limiter
         self.max_output_bytes = max_output_bytes
+        self.ask_to_stop = ask_to_stop
         self.stop = stop
         self.end = end
         self.ticks = ticks
@@ -116,7 +119,7 @@ class JobRun:
         if self.stopped:
             if self._deadline is None:
                 self.enforcer.release()
-                self.worker.terminate()
+                self.ask_to_stop()
                 self._deadline = now + STOP_S
             elif now > self._deadline:
                 self._kill(f"{self.log.phase.callback} did not return within {STOP_S:g} s of the stop: {self.stopped}")

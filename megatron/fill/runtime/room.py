@@ -71,7 +71,8 @@ class Room:
         self._order = verdict.order
         if verdict.order is Order.SHRINK:
             self.request = verdict.reason
-            self._shrink(verdict.held_bytes or 1)
+            assert verdict.held_bytes is not None
+            self._shrink(verdict.held_bytes)
         elif verdict.order in (Order.STOP, Order.KILL):
             self.reason = verdict.reason
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.fill.device.port import Limits, Sharing
 from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog
+from megatron.fill.sandbox.cage import Bind, Cage
 from megatron.fill.types import JobState
 
 
@@ -24,6 +25,8 @@ class WorkerSpec:
         cycle: the bubbles to plan for, as JSON, instead of those on the board; given to a tail job.
         profiles: the job's profiles as JSON, one per configuration; None if it has to be measured.
         checkpoint_s: how often a resumable task is saved, in seconds.
+        channel_fd: a socket to the agent: the worker says what it is kept in, and begins when it is told to.
+        env: the job's own variables; they count once nothing of it can do harm.
     """
 
     name: str
@@ -33,7 +36,9 @@ class WorkerSpec:
     board_fd: int
     control_fd: int
     baton_fd: int
+    channel_fd: int
     parent: int
+    cage: Cage
     tail: bool = False
     cycle: dict[str, Any] | None = None
     profiles: list[dict[str, Any]] | None = None
@@ -46,6 +51,7 @@ class WorkerSpec:
     limits: Limits = field(default_factory=Limits)
     sharing: Sharing = Sharing.TIMESLICE
     search: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -53,7 +59,11 @@ class WorkerSpec:
     @classmethod
     def from_json(cls, text: str) -> WorkerSpec:
         data = json.loads(text)
-        return cls(**data | {"limits": Limits(**data["limits"]), "sharing": Sharing(data["sharing"])})
+        cage = data["cage"]
+        cage |= {name: tuple(cage[name]) for name in ("namespaces", "devices")}
+        cage["binds"] = tuple(Bind(**bind) for bind in cage["binds"])
+        typed = {"limits": Limits(**data["limits"]), "sharing": Sharing(data["sharing"]), "cage": Cage(**cage)}
+        return cls(**data | typed)
 
 
 @dataclass(frozen=True, slots=True)

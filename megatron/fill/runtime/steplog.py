@@ -145,13 +145,14 @@ class StepLog:
         self._words[_READY] = now_ns
 
     @property
-    def wanted_bytes(self) -> int:
-        """Written by the agent: the task should hold no more memory than this from now on; 0 for no such wish."""
-        return self._words[_WANTED]
+    def wanted_bytes(self) -> int | None:
+        """Written by the agent: the task should hold no more memory than this from now on; None for no such wish."""
+        word = self._words[_WANTED]
+        return word - 1 if word else None
 
     @wanted_bytes.setter
-    def wanted_bytes(self, size: int) -> None:
-        self._words[_WANTED] = size
+    def wanted_bytes(self, size: int | None) -> None:
+        self._words[_WANTED] = 0 if size is None else size + 1
 
     @property
     def harvested_ns(self) -> int:

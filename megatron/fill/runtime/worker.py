@@ -1,4 +1,9 @@
-"""The process of one side task: ``python -m megatron.fill.runtime.worker SPEC`` (started by the agent only)."""
+"""The process of one side task (started by the agent only, by ``main``), and the process that holds it.
+
+The first process reads the spec, maps the pages that it shares with the rank, and puts the job behind the walls of its
+cage; it stays outside itself.  A task runs inside, with the pages as it found them: it has no descriptor of those that
+it may only read, so it cannot open them anew.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -17,13 +23,13 @@ from pathlib import Path
 from megatron.fill.board import CycleBoardReader
 from megatron.fill.control import ControlReader
 from megatron.fill.device import host
-from megatron.fill.device.confine import confine
 from megatron.fill.device.port import Limits, mib
-from megatron.fill.errors import FillError, PlanError, StaleProfile
+from megatron.fill.errors import FillError, PlanError, SandboxError, StaleProfile
 from megatron.fill.gate import GateReader, SharedGateReader
 from megatron.fill.runtime import checkpoint
 from megatron.fill.runtime.baton import Baton, TailGate
 from megatron.fill.runtime.command import CommandRun
+from megatron.fill.runtime.confined import Confined, apply_environment, end_as, jail
 from megatron.fill.runtime.loop import StepLoop
 from megatron.fill.runtime.reap import end_descendants
 from megatron.fill.runtime.saver import Saver
@@ -50,13 +56,32 @@ class Worker:
         self.baton = Baton(spec.baton_fd)
         self.view: GateReader = TailGate(self.gate, self.baton) if spec.tail else self.gate
         self.log = StepLog(spec.log_fd)
+        for fd in (spec.gate_fd, spec.board_fd, spec.control_fd, spec.baton_fd, spec.log_fd):
+            os.close(fd)  # they stay mapped
         self._stop = False
         self._crowded = False  # the main job needs the memory
         signal.signal(signal.SIGTERM, self._on_term)
 
-    def run(self) -> Outcome:
-        """Do the job; never raises."""
-        return self._run_command() if self.spec.command is not None else self._run_task()
+    def hold(self) -> int:
+        """Put the job into its cage and stay until it has ended; its exit code.
+
+        Raises:
+            SandboxError: it cannot be kept in.
+        """
+        if self.spec.command is not None:
+            self._run_command().leave(self.log)
+            return 0
+        held = jail(self.spec, self._inside)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that is for the task
+        return held.wait()
+
+    def _inside(self) -> None:
+        """The task's process, from when it may begin."""
+        apply_environment(self.spec.env)
+        self._run_task().leave(self.log)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # threads that a task left behind must not keep the process
 
     def stopping(self) -> bool:
         """Whether the agent asked for the end."""
@@ -153,8 +178,8 @@ class Worker:
                 plans.follow()
 
         def attend() -> None:
-            wanted_bytes, self.log.wanted_bytes = self.log.wanted_bytes, 0
-            if wanted_bytes and not machine.shrink(wanted_bytes):
+            wanted_bytes, self.log.wanted_bytes = self.log.wanted_bytes, None
+            if wanted_bytes is not None and not machine.shrink(wanted_bytes):
                 self._stop = self._crowded = True
 
         loop.between, loop.attend = between, attend
@@ -179,25 +204,20 @@ def _reason(error: BaseException, callback: str, limits: Limits) -> str:
     return f"{message}{where}"
 
 
-def main() -> None:
-    spec = WorkerSpec.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+def main(spec_path: str) -> None:
+    """The first process, from its first instruction to its last."""
+    spec = WorkerSpec.from_json(Path(spec_path).read_text(encoding="utf-8"))
     host.die_with_parent(spec.parent)
     host.adopt_orphans()
     # So that the agent's call to look at the shared pages interrupts a sleep.
     signal.signal(signal.SIGUSR1, lambda *_: None)
-    if spec.command is None:
-        host.yield_to_main_job(spec.cpus)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    for lacking in confine(spec.device, spec.limits):
-        logger.info("%s", lacking)
-    os.chdir(spec.directory)
     worker = Worker(spec)
-    worker.run().leave(worker.log)
-    end_descendants()  # nothing that the task started outlives it
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads that a task left behind must not keep the process
-
-
-if __name__ == "__main__":
-    main()
+    try:
+        code = worker.hold()
+    except SandboxError as error:
+        with socket.socket(fileno=spec.channel_fd) as channel:
+            Confined(error=str(error)).send(channel)
+        code = 1
+    end_descendants()  # without a process namespace, what the job started may have come here
+    end_as(code)

@@ -2,68 +2,65 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
 
-from megatron.fill.errors import TaskError
+NOT_FOUND = 127  # the exit status of shells for that
+_RESTORED = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1)  # which Python or we ignore
+
+
+class Held(Protocol):
+    """A process group that its holder can signal and wait for."""
+
+    def signal(self, number: signal.Signals) -> None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
 
 
 class StoppedCommand:
-    """A command in a process group of its own, which starts out stopped.
+    """A command that starts out stopped.
 
     Args:
-        command: program and arguments.
-        directory: its working directory.
-        prepare: called in the child before the command takes over (priority, limits).
-
-    Raises:
-        TaskError: there is no such program.
+        held: it, about to stop itself.
     """
 
-    def __init__(self, command: Sequence[str], directory: Path, prepare: Callable[[], None]) -> None:
-        program = shutil.which(command[0])
-        if program is None:
-            raise TaskError(f"command not found: {command[0]}")
-        self.exit_code: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.setpgid(0, 0)
-                prepare()
-                os.chdir(directory)
-                os.kill(os.getpid(), signal.SIGSTOP)
-                os.execv(program, list(command))
-            except BaseException as error:
-                os.write(2, f"{command[0]}: {error}\n".encode())
-            finally:
-                os._exit(127)
-        os.waitpid(self.pid, os.WUNTRACED)
+    def __init__(self, held: Held) -> None:
+        self._held = held
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code once the command is done: negative for a signal, as in ``subprocess``; None before."""
+        return self._held.poll()
 
     def resume(self) -> None:
-        self._signal(signal.SIGCONT)
+        self._held.signal(signal.SIGCONT)
 
     def pause(self) -> None:
-        self._signal(signal.SIGSTOP)
-
-    def poll(self) -> int | None:
-        """The exit code once the command is done: negative for a signal, as in ``subprocess``; None before."""
-        if self.exit_code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.exit_code = os.waitstatus_to_exitcode(status)
-        return self.exit_code
+        self._held.signal(signal.SIGSTOP)
 
     def kill(self) -> None:
-        """End the whole process group and reap the command."""
-        self._signal(signal.SIGKILL)
-        if self.exit_code is None:
-            _, status = os.waitpid(self.pid, 0)
-            self.exit_code = os.waitstatus_to_exitcode(status)
+        """End the command with all that it has started, and reap it."""
+        self._held.kill()
 
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # the whole group is gone
-            os.killpg(self.pid, number)
+
+def become_command(command: Sequence[str]) -> NoReturn:
+    """Stop, and once continued become ``command``, or end with 127 if there is no such program."""
+    program = shutil.which(command[0])
+    if program is None:
+        os.write(2, f"command not found: {command[0]}\n".encode())
+        os._exit(NOT_FOUND)
+    for number in _RESTORED:
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        os.execv(program, list(command))
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error}\n".encode())
+    os._exit(126)

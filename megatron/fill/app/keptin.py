@@ -1,0 +1,65 @@
+"""What this run's jobs are kept in on this node, settled before the training starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.fill.config import FillSettings
+from megatron.fill.errors import ConfigError
+from megatron.fill.runtime.guest import Guest, check_reach, default_guest, find_guest
+from megatron.fill.sandbox import Bind, Layer, Walls, look, parse_bind
+
+_MPS = "MPS serves one user only: jobs run as the training's"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptIn:
+    """The walls around this run's jobs.
+
+    Attributes:
+        guest: whom the jobs run as; None for the training's user.
+        namespaces: as ``Cage`` has them.
+        layers: every wall, and what it lacks here.
+    """
+
+    guest: Guest | None = None
+    namespaces: tuple[str, ...] = ()
+    binds: tuple[Bind, ...] = ()
+    layers: tuple[Layer, ...] = ()
+
+
+def keep_in(settings: FillSettings, mps: bool) -> KeptIn:
+    """Find out what this machine gives, and say what it lacks.
+
+    Raises:
+        ConfigError: a flag names what is not there, or ``--fill-strict`` and a wall is missing.
+    """
+    binds = tuple(parse_bind(text) for text in settings.bind)
+    why_same_user = ""
+    guest = find_guest(settings.user) if settings.user is not None else None if mps else default_guest()
+    if guest is None and os.geteuid() == 0:
+        why_same_user = _MPS
+    walls = _look(guest, why_same_user, settings.network)
+    if guest is not None and "mount" not in walls.namespaces:
+        # Without a view of its own, the guest has to get through the folders on the way.
+        try:
+            for place in (settings.report or "runs", sys.executable):
+                check_reach(guest, Path(place))
+        except ConfigError as error:
+            if settings.user is not None:
+                raise
+            guest, walls = None, _look(None, str(error), settings.network)
+    lacking = "; ".join(f"{layer.name}: {layer.lacks}" for layer in walls.lacking)
+    if lacking and settings.strict:
+        raise ConfigError(f"--fill-strict: this machine cannot keep jobs in as well as it should: {lacking}")
+    if lacking and os.environ.get("RANK", "0") == "0":
+        print(f"PipeFill: jobs are kept in less well here (pipefill doctor says more): {lacking}", flush=True)
+    return KeptIn(guest, walls.namespaces, binds, walls.layers)
+
+
+def _look(guest: Guest | None, why_same_user: str, network: bool) -> Walls:
+    uid, gid = (None, None) if guest is None else (guest.uid, guest.gid)
+    return look(uid, gid, why_same_user, network)

@@ -1,0 +1,106 @@
+"""The way into a cage, in three steps by three processes.
+
+1. The *outer* process, which stays outside, opens the process namespace (and, without root's powers, a user namespace
+   in which it has them): its next child is the first process there.
+2. That first process, the *init*, makes the other namespaces and the view of the files.  It runs no code of the job.
+3. Its child gives up everything for good, and becomes the job.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from pathlib import Path
+
+from megatron.fill.sandbox import view
+from megatron.fill.sandbox.cage import Cage
+from megatron.fill.sandbox.landlock import enter_rules
+from megatron.fill.sandbox.powers import bar_powers, become, forgo_privileges, give_up_powers, hide_memory
+from megatron.fill.sandbox.seccomp import load_filter
+
+# In the order in which they are made; each stands for a layer that ``probe`` names.
+NAMESPACES = ("user", "pid", "mount", "ipc", "cgroup", "net")
+_FLAGS = {
+    "user": os.CLONE_NEWUSER,
+    "pid": os.CLONE_NEWPID,
+    "mount": os.CLONE_NEWNS,
+    "ipc": os.CLONE_NEWIPC,
+    "cgroup": os.CLONE_NEWCGROUP,
+    "net": os.CLONE_NEWNET,
+}
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
+_ALWAYS_WRITABLE = ("/tmp", "/dev", "/proc")  # the kernel, or the view, says what there
+
+
+def open_outer(cage: Cage) -> None:
+    """Step 1, in the outer process.
+
+    Raises:
+        OSError: a namespace cannot be had.
+    """
+    if "user" in cage.namespaces:
+        user, group = os.geteuid(), os.getegid()
+        os.unshare(os.CLONE_NEWUSER)
+        # Who we were is who we are: files keep their owners, and there is nobody else.
+        Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
+    if "pid" in cage.namespaces:
+        os.unshare(os.CLONE_NEWPID)
+
+
+def open_inner(cage: Cage) -> None:
+    """Step 2, in the init.
+
+    Raises:
+        OSError: a namespace cannot be had, or the view cannot be made.
+    """
+    os.umask(0o022)
+    inner = [name for name in cage.namespaces if name not in ("user", "pid")]
+    if cage.network and "net" in inner:
+        inner.remove("net")
+    flags = 0
+    for name in inner:
+        flags |= _FLAGS[name]
+    if flags:
+        os.unshare(flags)
+    if "net" in inner:
+        _raise_loopback()
+    if "mount" in inner:
+        view.build(cage)
+        if "pid" in cage.namespaces:
+            view.see_own_processes()
+
+
+def give_everything_up(cage: Cage) -> list[str]:
+    """Step 3, in the process that is to become the job; what could not be done, and why.
+
+    The process must have no other thread yet.
+
+    Raises:
+        OSError: it cannot become the job's user.
+    """
+    lacking = [forgo_privileges()]
+    bar_powers()
+    if cage.user is not None and cage.group is not None:
+        become(cage.user, cage.group)
+    network = cage.network or "net" in cage.namespaces
+    lacking += enter_rules([*cage.writable, *_ALWAYS_WRITABLE], network)
+    lacking.append(give_up_powers())
+    hide_memory(False)  # a change of user has hidden it from the job itself, too
+    lacking.append(load_filter())
+    if len(os.listdir("/proc/self/task")) > 1:
+        lacking.append("a thread that runs already keeps its powers")  # the kernel confines threads one by one
+    return [reason for reason in lacking if reason]
+
+
+def _raise_loopback() -> None:
+    """``localhost`` works within the job's own network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = bytearray(struct.pack("16sh22x", b"lo", 0))
+        fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request)
+        flags = struct.unpack_from("h", request, 16)[0] | _IFF_UP
+        struct.pack_into("h", request, 16, flags)
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, request)

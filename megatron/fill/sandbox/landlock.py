@@ -1,0 +1,84 @@
+"""Landlock: what a process can signal, trace, write to and connect to, by rules that hold for good (landlock(7)).
+
+It needs no privilege once no_new_privs is set.  Where there are namespaces it is a second wall; where there are none it
+is the first: even a process of the same user, or root's, then cannot send a signal to the rank or the agent, read
+their memory, or write to their files.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import struct
+from collections.abc import Sequence
+
+from megatron.fill.sandbox.calls import system_call
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
+_ASK_VERSION, _PATH_BENEATH = 1, 1
+_WRITE_FILE, _TRUNCATE, _REFER = 1 << 1, 1 << 14, 1 << 13
+_MAKE_AND_REMOVE = 0b1_1111_1111 << 4  # removing folders and files, making all kinds
+_BIND_TCP, _CONNECT_TCP = 1, 2
+_SCOPE_ABSTRACT_UNIX_SOCKET, _SCOPE_SIGNAL = 1, 2
+SCOPES_SINCE, _TCP_SINCE, _TRUNCATE_SINCE, _REFER_SINCE = 6, 4, 3, 2  # the ABI
+
+
+def landlock_abi() -> int:
+    """The kernel's version of the interface; 0 where there is none."""
+    try:
+        return system_call(_CREATE_RULESET, None, 0, _ASK_VERSION)
+    except OSError:
+        return 0
+
+
+def enter_rules(writable: Sequence[str], network: bool) -> list[str]:
+    """Enter the rules for good, with all that this thread starts from now on.
+
+    It counts for the calling thread: call it before the process has others.
+
+    Args:
+        writable: folders and files below which everything may be written; nothing else may.
+        network: TCP is left alone.
+
+    Returns:
+        What this kernel cannot do of it.
+    """
+    abi = landlock_abi()
+    if not abi:
+        return ["landlock is not there: signals to other processes, and writing, are not kept in by it"]
+    files = _WRITE_FILE | _MAKE_AND_REMOVE
+    files |= _TRUNCATE if abi >= _TRUNCATE_SINCE else 0
+    files |= _REFER if abi >= _REFER_SINCE else 0
+    tcp = _BIND_TCP | _CONNECT_TCP if abi >= _TCP_SINCE and not network else 0
+    scope = _SCOPE_ABSTRACT_UNIX_SOCKET | _SCOPE_SIGNAL if abi >= SCOPES_SINCE else 0
+    size = 24 if abi >= SCOPES_SINCE else 16 if abi >= _TCP_SINCE else 8
+    try:
+        ruleset = system_call(_CREATE_RULESET, struct.pack("QQQ", files, tcp, scope)[:size], size, 0)
+    except OSError as error:
+        return [f"landlock: {errno.errorcode.get(error.errno or 0, 'failed')}"]
+    try:
+        for path in writable:
+            _allow(ruleset, path, files)
+        system_call(_RESTRICT_SELF, ruleset, 0)
+    except OSError as error:
+        return [f"landlock: {errno.errorcode.get(error.errno or 0, 'failed')}"]
+    finally:
+        os.close(ruleset)
+    if abi >= SCOPES_SINCE:
+        return []
+    return [f"landlock has ABI {abi}: signals to other processes are kept in by ABI {SCOPES_SINCE}, Linux 6.12"]
+
+
+def _allow(ruleset: int, path: str, files: int) -> None:
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if not stat.S_ISDIR(os.fstat(fd).st_mode):
+            files &= _WRITE_FILE | _TRUNCATE
+        rule = struct.pack("=Qi", files, fd)  # packed, unlike other structs of the kernel
+        system_call(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0)
+    finally:
+        os.close(fd)

@@ -1,0 +1,173 @@
+"""What this machine gives us to keep a job in, found out by trying it in children that end at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from megatron.fill.errors import SandboxError
+from megatron.fill.sandbox.cage import Cage
+from megatron.fill.sandbox.enter import NAMESPACES, give_everything_up, open_inner, open_outer
+
+_READ_BYTES = 4096
+_LOOK_S = 60.0  # on a machine that is busy
+_LOOK = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from megatron.fill.sandbox.probe import main; main(*json.loads(sys.argv[2]))"
+)
+_KEEPS = {
+    "pid": "no process outside can be named",
+    "mount": "files are read-only but for the job's own folder; no sockets, devices or temporary files of others",
+    "ipc": "shared memory of System V and message queues of its own",
+    "cgroup": "control groups cannot be named",
+    "net": "no network but its own localhost",
+    "user": "root's powers for the walls only",
+}
+_LAYERS = {"pid": "processes", "mount": "files", "ipc": "ipc", "cgroup": "control groups", "net": "network"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One wall.
+
+    Attributes:
+        keeps: what it does where it stands.
+        lacks: why it does not stand here; empty where it does.
+    """
+
+    name: str
+    keeps: str
+    lacks: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Walls:
+    """All of them, as far as this machine gives them.
+
+    Attributes:
+        namespaces: for ``Cage.namespaces``.
+    """
+
+    namespaces: tuple[str, ...]
+    layers: tuple[Layer, ...]
+
+    @property
+    def lacking(self) -> list[Layer]:
+        """Those that do not stand here."""
+        return [layer for layer in self.layers if layer.lacks]
+
+
+def look(user: int | None, group: int | None, why_same_user: str = "", network: bool = False) -> Walls:
+    """Try every wall, in a process of its own: this one may have threads, and is to lose nothing.
+
+    Args:
+        user, group: whom the jobs are to run as; None to stay who we are.
+        why_same_user: why they do not run as a user without rights; empty where they do, or where we have none either.
+        network: the jobs share the machine's network, so that wall is not asked for.
+
+    Raises:
+        SandboxError: it cannot be found out.
+    """
+    asked = json.dumps([user, group, why_same_user, network])
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", _LOOK, json.dumps(sys.path), asked],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_LOOK_S,
+        check=False,
+    )
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise SandboxError(f"what this machine has for keeping jobs in cannot be found out: {said}") from None
+    return Walls(tuple(found["namespaces"]), tuple(Layer(**layer) for layer in found["layers"]))
+
+
+def main(user: int | None, group: int | None, why_same_user: str, network: bool) -> None:
+    """What ``look`` runs."""
+    print(json.dumps(asdict(probe(user, group, why_same_user, network))))
+
+
+def probe(user: int | None, group: int | None, why_same_user: str, network: bool) -> Walls:
+    """``look`` in this process, which must have one thread only."""
+    base = () if os.geteuid() == 0 else ("user",)
+    with tempfile.TemporaryDirectory(prefix="pipefill-probe-") as folder:
+        os.chmod(folder, 0o755)
+        cage = Cage(directory=folder, user=user, group=group, network=network)
+        given, reasons = _namespaces(cage, base)
+        layers = [Layer(_LAYERS[name], _KEEPS[name], reasons.get(name, "")) for name in _LAYERS]
+        if network:
+            layers = [layer for layer in layers if layer.name != "network"]
+        lacking = _try(lambda: give_everything_up(replace(cage, namespaces=given)))
+    layers.append(Layer("user", "a user without rights over the training", why_same_user))
+    for name, keeps, word in (
+        ("system calls", "those that reach beyond a job are refused (seccomp)", "system call"),
+        ("landlock", "a second wall around files, signals and tracing", "landlock"),
+        ("powers", "no capability of root's", "powers"),
+        ("privileges", "nothing gains privileges by being started", "privileges"),
+    ):
+        layers.append(Layer(name, keeps, next((reason for reason in lacking if word in reason), "")))
+    return Walls(given, tuple(layers))
+
+
+def _namespaces(cage: Cage, base: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Those that can be had together, and why the others cannot."""
+    given = list(base)
+    reasons: dict[str, str] = {}
+    for name in ("mount", "pid", "ipc", "cgroup", "net"):
+        if name == "pid" and "mount" not in given:  # it needs a /proc of its own
+            reasons[name] = "it needs a mount namespace"
+            continue
+        if name == "net" and cage.network:
+            continue
+        trial = replace(cage, namespaces=_ordered([*given, name]))
+        failures = _try(partial(_enter, trial))
+        if failures:
+            reasons[name] = failures[0]
+        else:
+            given.append(name)
+    return (() if given == list(base) else _ordered(given)), reasons
+
+
+def _ordered(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in NAMESPACES if name in names)
+
+
+def _enter(cage: Cage) -> list[str]:
+    open_outer(cage)
+
+    def inside() -> list[str]:
+        open_inner(cage)
+        return []
+
+    return _try(inside)
+
+
+def _try(act: Callable[[], list[str]]) -> list[str]:
+    """What ``act`` returns in a child of this process, or what it raised there."""
+    read_fd, write_fd = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            found = act()
+        except BaseException as error:
+            found = [str(error) or type(error).__name__]
+        os.write(write_fd, "\0".join(found).encode()[:_READ_BYTES])
+        os._exit(0)
+    os.close(write_fd)
+    told = b""
+    while data := os.read(read_fd, _READ_BYTES):
+        told += data
+    os.close(read_fd)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        return [f"the attempt ended with {code}"]
+    return [text for text in told.decode(errors="replace").split("\0") if text]

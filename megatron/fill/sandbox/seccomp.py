@@ -1,0 +1,106 @@
+"""System calls that no job needs and that reach beyond it, refused by the kernel (seccomp(2)).
+
+The list follows what container runtimes refuse, and adds what would harm a neighbour on the same cores: scheduling, and
+sessions and process groups of its own.  A job stays in one process group for good, so one signal stops all of it; and
+in the training's session, outside of which its idle class would mean nothing (autogroups).
+
+The program is made by libseccomp, which knows the numbers of every architecture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from typing import Any
+
+_LIBRARY = "libseccomp.so.2"
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_OPTIMIZE = 8  # an attribute; 2 is a binary tree
+_NOT_EQUAL, _EQUAL, _GREATER, _MASKED_EQUAL = 1, 4, 6, 7
+
+# Processes: looking into others, and their memory.
+_TRACING = ("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp")
+# Who runs when and where, and which group of processes and which session they are of.
+_SCHEDULING = (
+    *("sched_setscheduler", "sched_setparam", "sched_setattr", "sched_setaffinity", "setpriority", "ioprio_set"),
+    *("setsid", "setpgid", "vhangup", "move_pages", "migrate_pages"),
+)
+_FILES = (
+    *("mount", "umount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "open_tree_attr", "fsopen"),
+    *("fsconfig", "fsmount", "fspick", "mount_setattr", "swapon", "swapoff", "quotactl", "quotactl_fd"),
+    *("fanotify_init", "open_by_handle_at", "name_to_handle_at", "unshare", "setns"),
+)
+# Large doors into the kernel that few programs need.
+_DOORS = (
+    *("bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
+    *("add_key", "request_key", "keyctl", "iopl", "ioperm", "modify_ldt", "personality", "lookup_dcookie"),
+    *("nfsservctl", "acct", "syslog"),
+)
+_MACHINE = (
+    *("init_module", "finit_module", "delete_module", "create_module", "kexec_load", "kexec_file_load", "reboot"),
+    *("settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "stime", "sethostname", "setdomainname"),
+)
+_NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)  # CLONE_NEW*
+# Of a terminal: typing into it, stopping its flow, its modes, its owner.
+_TERMINAL = (0x5402, 0x5403, 0x5404, 0x5406, 0x5407, 0x5408, 0x540A, 0x540E, 0x5410, 0x5412, 0x541C, 0x5423)
+# Of the kinds of sockets only unix, IPv4, IPv6 (3 to 9 and 11 to 15 lie between) and netlink, the last one, are left.
+_SOCKETS = (*range(3, 10), *range(11, 16))
+_LAST_SOCKET = 16
+
+
+class _Condition(ctypes.Structure):
+    _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
+
+
+def load_filter() -> str:
+    """Refuse those calls for this thread and all that it starts, for good; why not, if that cannot be.
+
+    ``no_new_privs`` must have been set.
+    """
+    try:
+        library = _open()
+    except OSError as error:
+        return f"no system call is refused: {_LIBRARY} cannot be loaded: {error}"
+    context = library.seccomp_init(_ALLOW)
+    if not context:
+        return f"no system call is refused: {_LIBRARY} does not start"
+    try:
+        library.seccomp_attr_set(context, _OPTIMIZE, 2)  # a version that cannot is only slower
+        _add_rules(library, context)
+        code = library.seccomp_load(context)
+    finally:
+        library.seccomp_release(context)
+    return f"no system call is refused: {errno.errorcode.get(-code, code)}" if code else ""
+
+
+def _open() -> Any:
+    library = ctypes.CDLL(_LIBRARY)
+    library.seccomp_init.restype = ctypes.c_void_p
+    library.seccomp_attr_set.argtypes = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
+    library.seccomp_rule_add_array.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int, ctypes.c_uint),
+        ctypes.c_void_p,
+    )
+    library.seccomp_load.argtypes = library.seccomp_release.argtypes = (ctypes.c_void_p,)
+    return library
+
+
+def _add_rules(library: Any, context: int) -> None:
+    def refuse(name: str, *conditions: tuple[int, int, int, int], code: int = errno.EPERM) -> None:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number < 0:  # this architecture, or this libseccomp, does not have it
+            return
+        array = (_Condition * len(conditions))(*(_Condition(*one) for one in conditions))
+        library.seccomp_rule_add_array(context, _ERRNO | code, number, len(conditions), array)
+
+    for name in (*_TRACING, *_SCHEDULING, *_FILES, *_DOORS, *_MACHINE):
+        refuse(name)
+    refuse("prlimit64", (0, _NOT_EQUAL, 0, 0))  # of another process
+    refuse("clone3", code=errno.ENOSYS)  # its flags cannot be seen from here; every C library falls back to clone
+    for flag in _NAMESPACES:
+        refuse("clone", (0, _MASKED_EQUAL, flag, flag))
+    for request in _TERMINAL:
+        refuse("ioctl", (1, _MASKED_EQUAL, 0xFFFFFFFF, request))
+    for family in _SOCKETS:
+        refuse("socket", (0, _EQUAL, family, 0), code=errno.EAFNOSUPPORT)
+    refuse("socket", (0, _GREATER, _LAST_SOCKET, 0), code=errno.EAFNOSUPPORT)

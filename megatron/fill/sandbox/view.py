@@ -1,0 +1,150 @@
+"""The files that a job sees: everything read-only but its own folder; no sockets, devices or temporary files of others.
+
+Made in a mount namespace of the job's own, before any code of it runs.  Paths stay what they are outside.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import megatron.fill
+from megatron.fill.sandbox import mounts
+from megatron.fill.sandbox.cage import Cage
+from megatron.fill.sandbox.calls import mount
+
+_NODES = ("null", "zero", "full", "random", "urandom")
+# Whoever can name a socket can talk to who listens there, read-only or not.
+_HIDDEN = ("/dev", "/run", "/tmp", "/sys/fs/cgroup")
+_SEEN_ALL_THE_SAME = ("/run/systemd/resolve", "/run/current-system", "/run/opengl-driver", "/run/nvidia-persistenced")
+_CLOSED_IN_PROC = ("sys", "sysrq-trigger", "irq", "bus", "acpi", "scsi")
+_LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+_LIMITED = mounts.NO_SETUID | mounts.NO_DEVICES
+_SCRATCH = "/dev"  # hidden anyway: where the files in memory are made before they are put in their places
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Something to be seen where a hidden folder was, or to be written where nothing else is."""
+
+    path: str
+    fd: int
+    writable: bool
+
+
+def build(cage: Cage) -> None:
+    """Make this mount namespace the job's; called by a process with power over it that will not run the job's code.
+
+    Raises:
+        OSError: something of it cannot be done; the namespace is not to be used then.
+    """
+    mounts.make_private()
+    hidden = _hidden(cage)
+    places = [_take(path, writable) for path, writable in _wanted(cage, hidden).items()]
+    nodes = [_Place(path, mounts.take(path), True) for path in _nodes(cage)]
+    shared = mounts.take("/dev/shm") if cage.host_memory_files else None
+    mounts.restrict("/", mounts.READ_ONLY | _LIMITED)
+    temporary, shared = _memory_files(cage, shared)
+    for path in hidden:
+        if path != os.path.realpath("/tmp"):
+            mounts.new_memory(path, "mode=755,size=1m,nr_inodes=4096")
+    mounts.put(temporary, os.path.realpath("/tmp"))
+    for place in nodes:
+        mounts.put(place.fd, place.path)
+    mounts.put(shared, "/dev/shm")
+    for name, target in _LINKS.items():
+        os.symlink(target, f"/dev/{name}")
+    for place in sorted(places, key=lambda place: place.path.count("/")):
+        mounts.restrict(place.fd, _LIMITED | (0 if place.writable else mounts.READ_ONLY))
+        mounts.put(place.fd, place.path)
+    for path in hidden:
+        if path != os.path.realpath("/tmp"):
+            mounts.restrict(path, mounts.READ_ONLY, recursive=False)
+
+
+def see_own_processes() -> None:
+    """A ``/proc`` of this process namespace, without the switches of the whole machine.
+
+    Raises:
+        OSError: the kernel refused it, as it does in a container that hides parts of its own.
+    """
+    mount("proc", "/proc", "proc", _LIMITED | mounts.NO_PROGRAMS)
+    for name in _CLOSED_IN_PROC:
+        if os.path.exists(f"/proc/{name}"):
+            fd = mounts.take(f"/proc/{name}")
+            mounts.restrict(fd, mounts.READ_ONLY)
+            mounts.put(fd, f"/proc/{name}")
+
+
+def _hidden(cage: Cage) -> list[str]:
+    """The folders in whose place there is something new, none below another."""
+    # What the temporary folders are links to is hidden with them.
+    found = sorted({os.path.realpath(path) for path in (*_HIDDEN, *_closed_folders(cage)) if os.path.isdir(path)})
+    return [path for path in found if not any(_is_below(path, other) for other in found)]
+
+
+def _take(path: str, writable: bool) -> _Place:
+    return _Place(path, mounts.take(path), writable)
+
+
+def _wanted(cage: Cage, hidden: list[str]) -> dict[str, bool]:
+    """What has to be mounted, and whether the job may write there."""
+    wanted: dict[str, bool] = {}
+    for path in (*_programs(), *_SEEN_ALL_THE_SAME, *(bind.path for bind in cage.binds)):
+        real = os.path.realpath(path)
+        # What is not below a hidden folder is seen anyway; what is above one would bring all of it back.
+        if os.path.exists(real) and any(_is_below(real, folder) for folder in hidden):
+            wanted.setdefault(real, False)
+    return wanted | {os.path.realpath(path): True for path in cage.writable}
+
+
+def _programs() -> list[str]:
+    """What this interpreter is made of."""
+    ours = [str(Path(place).parents[1]) for place in megatron.fill.__path__]
+    return [sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(os.path.isabs, sys.path), *ours]
+
+
+def _closed_folders(cage: Cage) -> list[str]:
+    """Folders that the job's user may not enter, though something that it needs lies below.
+
+    Each is hidden and, of what is below, only what is needed put in its place.
+    """
+    if cage.user is None:
+        return []
+    found = set()
+    for path in (*_programs(), *(bind.path for bind in cage.binds), *cage.writable):
+        for folder in reversed(Path(os.path.realpath(path)).parents):
+            if not _may_enter(folder, cage):
+                found.add(str(folder))
+                break
+    return list(found)
+
+
+def _may_enter(folder: Path, cage: Cage) -> bool:
+    at = folder.stat()
+    bit = stat.S_IXUSR if at.st_uid == cage.user else stat.S_IXGRP if at.st_gid == cage.group else stat.S_IXOTH
+    return bool(at.st_mode & bit)
+
+
+def _nodes(cage: Cage) -> list[str]:
+    paths = [*(f"/dev/{name}" for name in _NODES), *cage.devices]
+    return [path for path in paths if os.path.exists(path)]
+
+
+def _memory_files(cage: Cage, shared: int | None) -> tuple[int, int]:
+    """One file system in memory for ``/tmp`` and ``/dev/shm``, so that one limit holds for both."""
+    mounts.new_memory(_SCRATCH, f"mode=755,size={cage.memory_files_bytes},nr_inodes=65536")
+    for name in ("tmp", "shm"):
+        os.mkdir(f"{_SCRATCH}/{name}")
+        os.chmod(f"{_SCRATCH}/{name}", 0o1777)
+    temporary = mounts.take(f"{_SCRATCH}/tmp")
+    shared = mounts.take(f"{_SCRATCH}/shm") if shared is None else shared
+    mounts.detach(_SCRATCH)
+    return temporary, shared
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path.startswith(folder.rstrip("/") + "/")

@@ -1,0 +1,386 @@
+"""What keeps a job in, seen from inside: each test puts a process there and has it try."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.fill.device.oom import OomLog
+from megatron.fill.device.port import DeviceError, Limits
+from megatron.fill.errors import ConfigError
+from megatron.fill.runtime.guest import default_guest
+from megatron.fill.sandbox import Bind, Cage, Walls, look, parse_bind
+
+MIB = 2**20
+_GUEST = default_guest()
+_PROGRAM = """
+import ctypes, errno, json, os, resource, signal, socket, subprocess, sys
+from megatron.fill.device import host
+from megatron.fill.sandbox.cage import Bind, Cage
+from megatron.fill.sandbox.jail import Jail
+from megatron.fill.sandbox.powers import limit_resources
+
+def attempt(act, *arguments):
+    try:
+        act(*arguments)
+    except (OSError, ValueError) as error:
+        return type(error).__name__
+    return "done"
+
+def raw(number, *arguments):
+    ctypes.set_errno(0)
+    result = ctypes.CDLL(None, use_errno=True).syscall(number, *arguments)
+    return "done" if result >= 0 else errno.errorcode[ctypes.get_errno()]
+
+def body():
+    {body}
+
+host.adopt_orphans()
+held = Jail({cage!r}, lambda: {prepare}, body)
+held.let_go()
+code = held.wait()
+sys.exit(code if code >= 0 else 100 - code)
+"""
+
+
+@pytest.fixture(scope="module")
+def walls() -> Walls:
+    """What this machine gives."""
+    return look(_GUEST.uid if _GUEST else None, _GUEST.gid if _GUEST else None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A job's own."""
+    made = tmp_path / "jobs" / "job-1"
+    made.mkdir(parents=True)
+    if _GUEST is not None:
+        os.chown(made, _GUEST.uid, _GUEST.gid)
+    return made
+
+
+class Inside:
+    """Runs code in a cage, and gives what it printed as JSON."""
+
+    def __init__(self, folder: Path, walls: Walls) -> None:
+        self.folder, self.namespaces, self.code = folder, walls.namespaces, 0
+
+    def run(self, body: str, prepare: str = "[]", binds: tuple[Bind, ...] = (), **changes: Any) -> Any:
+        user = _GUEST.uid if _GUEST else None
+        group = _GUEST.gid if _GUEST else None
+        options = {"namespaces": self.namespaces, "user": user, "group": group} | changes
+        cage = Cage(directory=str(self.folder), binds=binds, **options)
+        lines = "\n    ".join(body.strip().splitlines())
+        program = _PROGRAM.format(body=lines, cage=cage, prepare=prepare)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+        self.code = done.returncode
+        assert done.stdout, done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture
+def inside(folder: Path, walls: Walls) -> Inside:
+    return Inside(folder, walls)
+
+
+def needs(walls: Walls, *names: str) -> None:
+    lacking = [name for name in names if name not in walls.namespaces]
+    if lacking:
+        pytest.skip(f"this machine gives no namespace for {', '.join(lacking)}")
+
+
+def test_this_machine_names_every_wall_and_what_it_lacks(walls):
+    names = [layer.name for layer in walls.layers]
+    assert names[:5] == ["processes", "files", "ipc", "control groups", "network"]
+    assert all(layer.keeps for layer in walls.layers)
+    assert bool(walls.lacking) == any(layer.lacks for layer in walls.layers)
+
+
+def test_no_process_outside_can_be_named(inside, walls):
+    needs(walls, "pid")
+    found = inside.run(
+        """
+print(json.dumps({
+    "pids": sorted(int(name) for name in os.listdir("/proc") if name.isdigit()),
+    "init": attempt(os.kill, 1, signal.SIGKILL),
+    "stop": attempt(os.kill, 1, signal.SIGSTOP),
+    "parent": os.getppid(),
+    "all": attempt(os.kill, -1, signal.SIGCONT),
+}))"""
+    )
+    assert found["pids"] == [1, 2]
+    assert found["parent"] == 1
+    if _GUEST is not None:
+        assert found["init"] == found["stop"] == "PermissionError"
+    assert inside.code == 0  # the init was not stopped either
+
+
+def test_files_are_read_only_but_for_the_job_s_own_folder(inside, walls, tmp_path):
+    needs(walls, "mount")
+    (tmp_path / "secret").write_text("of others in /tmp")
+    found = inside.run(
+        f"""
+def write(path):
+    with open(path, "w") as file:
+        file.write("x")
+os.chdir({str(inside.folder)!r})
+print(json.dumps({{
+    "own": attempt(write, "result"), "tmp": attempt(write, "/tmp/x"), "shm": attempt(write, "/dev/shm/x"),
+    "null": attempt(write, "/dev/null"),
+    "etc": attempt(write, "/etc/x"), "module": attempt(write, json.__file__), "here": attempt(write, "../x"),
+    "link": attempt(os.rename, {str(inside.folder)!r}, {str(inside.folder)!r} + "-2"),
+    "others": os.path.exists({str(tmp_path / "secret")!r}), "run": os.listdir("/run"),
+    "groups": os.listdir("/sys/fs/cgroup") if os.path.isdir("/sys/fs/cgroup") else [],
+    "terminal": attempt(write, "/dev/tty"), "disks": [n for n in os.listdir("/dev") if n[:2] in ("sd", "vd", "nv")],
+    "switch": attempt(write, "/proc/sys/kernel/core_pattern"), "mount": attempt(os.chroot, "/tmp"),
+}}))"""
+    )
+    assert [found[name] for name in ("own", "tmp", "shm", "null")] == ["done"] * 4
+    refused = ("etc", "module", "here", "link", "terminal", "switch", "mount")
+    assert {name: found[name] for name in refused if found[name] == "done"} == {}
+    assert found["others"] is False
+    assert found["groups"] == found["disks"] == []
+    assert (inside.folder / "result").read_text() == "x"
+    assert not Path("/tmp/x").exists()
+
+
+def test_a_place_that_is_bound_can_be_read_or_written(inside, walls, tmp_path):
+    needs(walls, "mount")
+    data, out = tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    out.mkdir()
+    out.chmod(0o777)
+    (data / "x").write_text("y")
+    found = inside.run(
+        f"""
+print(json.dumps([
+    open("{data}/x").read(), attempt(open, "{data}/new", "w"), attempt(open, "{out}/new", "w"),
+]))""",
+        binds=(Bind(str(data)), Bind(str(out), writable=True)),
+    )
+    assert found == ["y", "OSError", "done"]
+    assert (out / "new").exists()
+
+
+def test_its_files_in_memory_have_one_limit(inside, walls):
+    needs(walls, "mount")
+    found = inside.run(
+        """
+def fill(path):
+    with open(path, "wb", buffering=0) as file:
+        for _ in range(64):
+            file.write(bytes(1 << 20))
+print(json.dumps([attempt(fill, "/tmp/a"), attempt(fill, "/dev/shm/b"), os.statvfs("/tmp").f_bavail]))""",
+        memory_files_bytes=32 * MIB,
+    )
+    assert found == ["OSError", "OSError", 0]
+
+
+def test_there_is_no_network_but_its_own(inside, walls):
+    needs(walls, "net")
+    server = subprocess.Popen(
+        [sys.executable, "-c", "import socket; s = socket.create_server(('127.0.0.1', 0));"
+         "print(s.getsockname()[1], flush=True); s.accept()"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        connect = f"attempt(socket.create_connection, ('127.0.0.1', {port}), 5)"
+        own = "here = socket.create_server(('127.0.0.1', 0)); socket.create_connection(here.getsockname(), 5)"
+        assert inside.run(f"{own}\nprint(json.dumps({connect}))") == "ConnectionRefusedError"
+        assert inside.run(f"print(json.dumps({connect}))", network=True) == "done"
+    finally:
+        server.kill()
+        server.wait()
+
+
+REFUSED = """
+print(json.dumps({
+    "prlimit of another": raw(302, 1, 7, None, None), "prlimit of itself": raw(302, 0, 7, None, None),
+    "setsid": attempt(os.setsid), "setpgid": attempt(os.setpgid, 0, 0),
+    "scheduler": attempt(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0)),
+    "real time": attempt(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1)),
+    "affinity": attempt(os.sched_setaffinity, 0, [0]), "nice": attempt(os.nice, 1),
+    "unshare": attempt(os.unshare, os.CLONE_NEWUSER), "clone": raw(56, os.CLONE_NEWUSER, 0, 0, 0, 0),
+    "clone3": raw(435, None, 0), "ptrace": raw(101, 0, 0, 0, 0), "bpf": raw(321, 0, None, 0),
+    "perf": raw(298, None, 0, -1, -1, 0), "userfaultfd": raw(323, 0), "keyring": raw(250, 0, -3, 0),
+    "io_uring": raw(425, 1, None), "memory of others": raw(310, 1, None, 0, None, 0, 0),
+    "terminal": raw(16, 0, ctypes.c_long(0x540A | 1 << 32), 0), "pidfd": raw(438, 0, 0, 0),
+    "packets": attempt(socket.socket, 17, socket.SOCK_RAW), "vsock": attempt(socket.socket, 40, socket.SOCK_STREAM),
+    "unix": attempt(socket.socket, socket.AF_UNIX), "thread": len(start_threads()),
+}))"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of the system calls are x86-64's")
+def test_system_calls_that_reach_beyond_a_job_are_refused(inside, walls):
+    assert not any(layer.name == "system calls" for layer in walls.lacking)
+    threads = "import threading\ndef start_threads():\n    one = threading.Thread(target=print, kwargs={'end': ''})\n"
+    found = inside.run(f"{threads}    one.start(); one.join(); return [one]\n{REFUSED.strip()}")
+    assert found.pop("prlimit of itself") == found.pop("unix") == "done"
+    assert found.pop("thread") == 1
+    assert found.pop("clone3") == "ENOSYS"  # so that C libraries take clone
+    assert found.pop("vsock") == found.pop("packets") == "OSError"
+    assert set(found.values()) == {"EPERM", "PermissionError"}, found
+
+
+def test_there_is_no_way_back_to_power(inside):
+    found = inside.run(
+        """
+status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+again = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 2048))"
+print(json.dumps({
+    "user": os.getuid(), "powers": [status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")],
+    "new": status["NoNewPrivs"], "seccomp": status["Seccomp"], "root": attempt(os.setuid, 0),
+    "raise": attempt(resource.setrlimit, resource.RLIMIT_DATA, (-1, -1)),
+    "starts": subprocess.run([sys.executable, "-c", again], stderr=-3).returncode,
+    "limits": [resource.getrlimit(which) for which in (
+        resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE
+    )],
+    "oom": int(open("/proc/self/oom_score_adj").read()),
+    "first": attempt(lambda: os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), b"-1")),
+}))""",
+        prepare=f"limit_resources({512 * MIB}, 4096, 128)",
+    )
+    assert found["user"] != 0
+    none = f"{0:016x}"
+    assert found["powers"][:3] + found["powers"][4:] == [none] * 4
+    if _GUEST is not None:
+        assert found["powers"][3] == none
+    assert (found["new"], found["seccomp"]) == ("1", "2")
+    assert found["raise"] == "ValueError"
+    assert found["root"] == "PermissionError"
+    assert found["starts"] == 1
+    assert found["limits"] == [[512 * MIB] * 2, [128] * 2, [0, 0], [0, 0], [0, 0]]
+    assert found["oom"] == 1000
+    assert found["first"] == "PermissionError"
+
+
+def test_an_allocation_over_the_cap_fails(inside):
+    body = """
+try:
+    block = bytearray(600 << 20)
+    print(json.dumps("done"))
+except MemoryError:
+    print(json.dumps("MemoryError"))"""
+    assert inside.run(body, prepare=f"limit_resources({512 * MIB}, 4096, 128)") == "MemoryError"
+
+
+@pytest.mark.parametrize("end", ["os._exit(7)", "os.kill(os.getpid(), signal.SIGKILL)", "ctypes.string_at(0)"])
+def test_how_the_job_ended_is_told(inside, end):
+    inside.run(f"print(json.dumps(0), flush=True)\n{end}")
+    assert inside.code == {"_": 7, "k": 100 + signal.SIGKILL, "s": 100 + signal.SIGSEGV}[end.split(".")[1][0]]
+
+
+def test_nothing_inside_outlives_its_holder(folder, walls):
+    needs(walls, "pid")
+    cage = Cage(walls.namespaces, str(folder))
+    body = "subprocess.Popen(['sleep', '87654']); print(held_by, flush=True); signal.pause()"
+    program = _PROGRAM.format(body=body, cage=cage, prepare="[]").replace("held_by", "os.getpid()")
+    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "2\n"
+    assert b"87654" in _all_commands()
+    holder.kill()
+    holder.wait()
+    assert holder.stdout.read() == ""  # the pipe is closed only when the last of them has ended
+    assert b"87654" not in _all_commands()
+
+
+def _all_commands() -> bytes:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes())
+        except OSError:  # it has ended
+            continue
+    return b"\n".join(found)
+
+
+def test_without_any_namespace_the_other_walls_stand(inside, walls):
+    """As in a container that refuses them all."""
+    os.chown(inside.folder, os.getuid(), os.getgid())
+    outside = subprocess.Popen(["sleep", "60"])
+    try:
+        found = inside.run(
+            f"""
+print(json.dumps({{
+    "own": attempt(open, {str(inside.folder / "x")!r}, "w"), "etc": attempt(open, "/etc/x", "w"),
+    "signal": attempt(os.kill, {outside.pid}, signal.SIGCONT), "memory": attempt(open, "/proc/{outside.pid}/mem"),
+    "tcp": attempt(socket.create_connection, ("127.0.0.1", 1), 5),
+}}))""",
+            namespaces=(),
+            user=None,
+            group=None,
+        )
+    finally:
+        outside.kill()
+        outside.wait()
+    assert found["own"] == "done"
+    assert found["etc"] == found["signal"] == found["memory"] == "PermissionError"
+    landlock = next(layer for layer in walls.layers if layer.name == "landlock")
+    assert found["tcp"] == "PermissionError" or landlock.lacks
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data", "--fill-bind data: expected an absolute path"),
+        ("/no/such/place:rw", "there is no /no/such/place"),
+        ("/:rw", "not the whole machine"),
+    ],
+)
+def test_wrong_binds_are_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_bind(text)
+
+
+def test_binds_are_read(tmp_path):
+    odd = tmp_path / "a:b"
+    odd.mkdir()
+    assert parse_bind(str(tmp_path)) == Bind(str(tmp_path))
+    assert parse_bind(f"{tmp_path}:rw") == Bind(str(tmp_path), writable=True)
+    assert parse_bind(str(odd)) == Bind(str(odd))
+
+
+@pytest.mark.parametrize("wrong", [{"memory_bytes": 0}, {"processes": 0}, {"files": 0}, {"sm_percentage": 101}])
+def test_limits_that_nothing_could_keep_are_refused(wrong):
+    with pytest.raises(DeviceError, match="expected"):
+        Limits(**wrong)
+
+
+def test_the_kernel_s_log_names_the_victim(tmp_path):
+    log, counters = tmp_path / "kmsg", tmp_path / "vmstat"
+    log.write_text("")
+    counters.write_text("oom_kill 3\n")
+    watch = OomLog(log, counters)
+    assert watch.explain({41, 42}) == ""
+    log.write_text("4,1,2,-;Memory cgroup out of memory: Killed process 42 (python) total-vm:8kB\n SUBSYSTEM=memory\n")
+    assert "Killed process 42 (python)" in watch.explain({41, 42})
+    watch.close()
+
+
+def test_another_process_s_end_is_not_the_worker_s(tmp_path):
+    log = tmp_path / "kmsg"
+    log.write_text("")
+    watch = OomLog(log, tmp_path / "none")
+    log.write_text("4,1,2,-;Out of memory: Killed process 7 (python)\n")
+    assert watch.explain({42}) == ""
+    watch.close()
+
+
+def test_without_the_log_the_count_is_evidence(tmp_path):
+    counters = tmp_path / "vmstat"
+    counters.write_text("nr_free_pages 5\noom_kill 3\n")
+    watch = OomLog(tmp_path / "none", counters)
+    assert watch.explain({42}) == ""
+    counters.write_text("nr_free_pages 5\noom_kill 4\n")
+    assert "most likely this worker" in watch.explain({42})
+    watch.close()
