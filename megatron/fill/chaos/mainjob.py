@@ -117,7 +117,16 @@ class MainJob:
 
     def flags(self, run_dir: Path) -> list[str]:
         """Of a training under faults."""
-        return [*_FLAGS, "--fill-report", str(run_dir), "--fill-store", str(self.disk / "jobs.db")]
+        marks = f"{self.folder / 'marks'}:rw"  # jobs note what they did there
+        return [
+            *_FLAGS,
+            "--fill-report",
+            str(run_dir),
+            "--fill-store",
+            str(self.disk / "jobs.db"),
+            "--fill-bind",
+            marks,
+        ]
 
     @property
     def iteration(self) -> int:

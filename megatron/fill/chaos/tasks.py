@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -183,7 +184,8 @@ class Fault(Honest):
             raise RuntimeError(f"forked {_FORKS} times")
         if os.fork() == 0:
             try:
-                os.setsid()
+                with contextlib.suppress(OSError):
+                    os.setsid()
                 if os.fork() == 0:
                     time.sleep(_FORKED_S)
             finally:  # a copy of this worker must not go on as one

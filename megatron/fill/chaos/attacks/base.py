@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -137,6 +138,12 @@ def in_child(deed: Callable[[], object], within_s: float = 2.0) -> None:
     code = os.waitstatus_to_exitcode(status)
     if code:
         raise OSError(max(code, 0), os.strerror(code) if code > 0 else f"ended by signal {-code}")
+
+
+def own_session() -> None:
+    """Leave the training's session, where that is not refused."""
+    with contextlib.suppress(OSError):
+        os.setsid()
 
 
 def beside(deed: Callable[[], object]) -> threading.Thread:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.fill.chaos.attacks.base import Ground, Refused
+from megatron.fill.chaos.attacks.base import Ground, Refused, own_session
 
 _PREFIX = "pipefill-chaos-"
 _FROZEN_S = 5.0
@@ -71,7 +71,7 @@ def freeze(ground: Ground) -> str:
         _move(folder, pids)
         if os.fork() == 0:
             try:
-                os.setsid()
+                own_session()
                 _set(folder, version, frozen=True)
                 time.sleep(_FROZEN_S)
                 _set(folder, version, frozen=False)

@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+from megatron.fill.chaos.attacks.base import own_session
 from megatron.fill.chaos.marks import Event, mark
 
 _LONG_S, _LONGER_S = 6.0, 15.0
@@ -23,7 +24,7 @@ def burn(marks: str, seconds: float = _LONG_S) -> None:
     mark(Path(marks), Event.FAULT)
     for _ in range(3):
         if os.fork() == 0:
-            os.setsid()
+            own_session()
             if os.fork() == 0:
                 _busy(Path(marks), seconds)
             os._exit(0)
@@ -46,7 +47,7 @@ def escape(marks: str) -> None:
     mark(Path(marks), Event.FAULT)
     for _ in range(3):
         if os.fork() == 0:
-            os.setsid()
+            own_session()
             if os.fork() == 0:
                 _busy(Path(marks))
             os._exit(0)
@@ -57,7 +58,7 @@ def defy(marks: str) -> None:
     mark(Path(marks), Event.FAULT)
     parent = os.getpid()
     if os.fork() == 0:
-        os.setsid()
+        own_session()
         end_s = time.monotonic() + _LONG_S
         while time.monotonic() < end_s:
             try:

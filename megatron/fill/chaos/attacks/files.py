@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, beside, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, beside, own_session, try_all
 from megatron.fill.chaos.kind import attack, fatal
 
 _READ = (
@@ -195,7 +195,7 @@ def _lock_folder(ground: Ground) -> str:
     """Keep its own folder locked by a process that stays, and die: the next attempt finds somebody in there."""
     if os.fork() == 0:
         try:
-            os.setsid()
+            own_session()
             fd = os.open(ground.directory, os.O_RDONLY | os.O_DIRECTORY)
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from megatron.fill.chaos.attacks.base import Attack, Ground, beside, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, beside, own_session, try_all
 from megatron.fill.chaos.kind import NETWORK, attack
 
 _FLAGS = struct.Struct("16sH14x")
@@ -37,7 +37,7 @@ def _loopback(ground: Ground) -> str:
     found = try_all([("lo is down", lambda: turn(False))])
     if os.fork() == 0:
         try:
-            os.setsid()
+            own_session()
             time.sleep(_OFF_S)
             turn(True)
         finally:

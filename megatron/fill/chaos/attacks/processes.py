@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
-from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, in_child, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, in_child, own_session, try_all
 from megatron.fill.chaos.attacks.calls import syscall
 from megatron.fill.chaos.kind import attack, fatal
 
@@ -208,7 +208,7 @@ def _stay() -> None:
     """A daemon that is nobody's child, and sleeps on."""
     if os.fork() == 0:
         try:
-            os.setsid()
+            own_session()
             if os.fork() == 0:
                 time.sleep(_FOREVER_S)
         finally:

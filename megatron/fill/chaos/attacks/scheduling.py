@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.fill.chaos import memfiles
-from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, beside, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, beside, own_session, try_all
 from megatron.fill.chaos.attacks.calls import syscall
 from megatron.fill.chaos.kind import attack, fatal
 from megatron.fill.runtime.steplog import StepLog
@@ -119,7 +119,7 @@ def _setsid_busy(ground: Ground) -> str:
     for _ in range(_BUSY_PROCESSES):
         if os.fork() == 0:
             try:
-                os.setsid()
+                own_session()
                 _burn(_LONG_S)
             finally:
                 os._exit(0)
