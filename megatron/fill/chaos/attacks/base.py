@@ -50,12 +50,19 @@ class Ground:
         self.machine_network = machine_network
 
     def ranks(self) -> list[int]:
-        """The training's processes that can be seen from here.
+        """The training's processes; where none can be seen from here, the first of the job's own process namespace.
+
+        That one is not the job's either: it holds the job for its agent.
 
         Raises:
-            Refused: none can.
+            Refused: there is neither.
         """
-        return self._found(lambda words: "--fill-store" in words, "rank")
+        try:
+            return self._found(lambda words: "--fill-store" in words, "rank")
+        except Refused:
+            if not self.own_init():
+                raise
+            return [1]
 
     def agents(self) -> list[int]:
         """Agents and wardens of the run.
@@ -64,6 +71,16 @@ class Ground:
             Refused: none can be seen.
         """
         return self._found(lambda words: _AGENT in words or _WARDEN in words, "agent")
+
+    def everyone(self) -> list[int]:
+        """Ranks, agents and wardens, as far as they can be seen; see ``ranks``.
+
+        Raises:
+            Refused: as there.
+        """
+        with contextlib.suppress(Refused):
+            return [*self.ranks(), *self.agents()]
+        return self.ranks()
 
     def _found(self, wanted: Callable[[list[str]], bool], what: str) -> list[int]:
         pids = [pid for pid, words in _commands() if wanted(words) and self._ours(words)]

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 from megatron.fill.chaos.attacks.base import Ground, Refused, own_session
 
@@ -28,7 +29,7 @@ def _roots() -> list[tuple[Path, int]]:
 
 def _tag(folder: Path) -> str:
     """What only cgroups of this chaos run have in their names."""
-    return f"{_PREFIX}{folder.stat().st_ino}-"
+    return f"{_PREFIX}{crc32(os.fsencode(folder)):08x}-"
 
 
 def _each(ground: Ground) -> Iterator[tuple[Path, int]]:

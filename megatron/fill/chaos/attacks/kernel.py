@@ -220,7 +220,10 @@ def _limits(ground: Ground) -> str:
         _, hard = resource.getrlimit(which)
         if hard == resource.RLIM_INFINITY:
             raise OSError("it has none")
-        resource.setrlimit(which, (hard + 1, hard + 1))
+        try:
+            resource.setrlimit(which, (hard + 1, hard + 1))
+        except ValueError as error:  # what Python makes of EPERM
+            raise PermissionError(str(error)) from error
 
     names = ("RLIMIT_DATA", "RLIMIT_NPROC", "RLIMIT_NOFILE", "RLIMIT_CORE")
     return try_all((name, partial(lift, getattr(resource, name))) for name in names)

@@ -39,11 +39,7 @@ def _foreign_pages(ground: Ground) -> str:
             return os.listdir(f"/proc/{pid}/fd")
         return []
 
-    return try_all(
-        (f"{pid}/{entry}", partial(wipe, pid, entry))
-        for pid in [*ground.ranks(), *ground.agents()]
-        for entry in entries(pid)
-    )
+    return try_all((f"{pid}/{entry}", partial(wipe, pid, entry)) for pid in ground.everyone() for entry in entries(pid))
 
 
 def _control_write(ground: Ground) -> str:

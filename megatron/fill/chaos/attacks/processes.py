@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
-from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, in_child, own_session, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, in_child, own_session, try_all
 from megatron.fill.chaos.attacks.calls import syscall
 from megatron.fill.chaos.kind import attack, fatal
 
@@ -21,6 +21,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _ATTACH, _SEIZE, _DETACH = 16, 0x4206, 17
 _CPU_S = 1
 _FOREVER_S = 60.0
+_OWN = ctypes.create_string_buffer(8)
 
 
 def _prlimit(ground: Ground) -> str:
@@ -38,7 +39,7 @@ def _ptrace(ground: Ground) -> str:
             os.waitpid(pid, 0)
         syscall("ptrace", _DETACH, pid, 0, 0)
 
-    pids = [*ground.ranks(), *ground.agents()]
+    pids = ground.everyone()
     return try_all(
         (f"request {request:#x} to {pid}", partial(grip, request, pid)) for pid in pids for request in (_ATTACH, _SEIZE)
     )
@@ -49,12 +50,12 @@ class _Span(ctypes.Structure):
 
 
 def _writable(pid: int) -> int:
-    """The address of memory that a process may write to."""
-    with open(f"/proc/{pid}/maps", encoding="utf-8") as file:
-        for line in file:
-            if " rw-p " in line:
-                return int(line.split("-")[0], 16)
-    raise Refused("it has no memory to write to")
+    """The address of memory that a process may write to; where that is not told, of such memory here."""
+    try:
+        with open(f"/proc/{pid}/maps", encoding="utf-8") as file:
+            return next(int(line.split("-")[0], 16) for line in file if " rw-p " in line)
+    except (OSError, StopIteration):
+        return ctypes.addressof(_OWN)
 
 
 def _vm_write(ground: Ground) -> str:
@@ -98,7 +99,7 @@ def _take_descriptor(ground: Ground) -> str:
         finally:
             os.close(pidfd)
 
-    return try_all((f"of {pid}", partial(take, pid)) for pid in [*ground.ranks(), *ground.agents()])
+    return try_all((f"of {pid}", partial(take, pid)) for pid in ground.everyone())
 
 
 def _move_memory(ground: Ground) -> str:
