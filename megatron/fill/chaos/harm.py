@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import mean, median
 
 from megatron.fill.chaos import measure
@@ -59,7 +60,7 @@ class Slowed:
 
     Attributes:
         mean: over up to 100 iterations from the fault on, against the slower of the quiet windows around; 0.01 is 1%.
-        noise: by how much those two differ from one another.
+        noise: by how much the quiet windows of the run differ from one another; infinite if there is one at most.
     """
 
     mean: float
@@ -78,6 +79,8 @@ def slowed(findings: Findings, seen: Sequence[Iteration]) -> dict[str, Slowed]:
     """
     found: defaultdict[str, list[Slowed]] = defaultdict(list)
     windows = findings.windows
+    means = [mean(values) for one in windows if not one.faults and len(values := _inside(one, seen)) >= _ENOUGH]
+    noise = (max(means) - min(means)) / min(means) if len(means) > 1 else inf
     for kind, start_ns, _ in measure.stretches(findings):
         at = next((n for n, one in enumerate(windows) if one.faults and one.start_ns <= start_ns <= one.end_ns), None)
         if at is None or windows[at].alone:
@@ -88,7 +91,6 @@ def slowed(findings: Findings, seen: Sequence[Iteration]) -> dict[str, Slowed]:
             ns for one in seen if start_ns <= one.start_ns and one.end_ns <= windows[at].end_ns for ns in [_ns(one)]
         ]
         if base and len(after) >= _ENOUGH:
-            noise = (max(base) - min(base)) / min(base)
             found[kind].append(Slowed(mean(after[:_MANY]) / max(base) - 1, noise))
     return {kind: sorted(ones, key=lambda one: one.mean)[len(ones) // 2] for kind, ones in found.items()}
 

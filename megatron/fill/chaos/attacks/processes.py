@@ -262,7 +262,10 @@ def _tables() -> Iterator[Attack]:
     yield Attack(refused("kill-everybody", "a signal to every process (kill -1)"), _everybody)
     yield Attack(attack("kill-init", "signals to process 1, where that is the job's own", either=True), _init)
     yield Attack(attack("stop-group", "SIGSTOP to its whole process group"), _stop_group)
-    yield Attack(fatal("exit-main-thread", "the main thread ends, another one goes on"), _exit_main_thread)
+    yield Attack(
+        fatal("exit-main-thread", "the main thread ends, another one goes on", "after its bubble|exited|killed"),
+        _exit_main_thread,
+    )
     yield Attack(fatal("exec-away", "the worker becomes another program"), _exec_away)
     yield Attack(attack("forget-parent", "undoes what ends it with its parent"), _forget_parent)
     yield Attack(attack("double-fork", "daemons in sessions of their own that stay"), _double_fork, 1.0)
