@@ -47,5 +47,11 @@ print(f"\nThe loss fell from {float(losses[0]):.2f} to {float(losses[-1]):.2f}."
 for job in report["jobs"]:
     if job["result"]:
         print(f"{job['name']}: " + ", ".join(f"{key} {str(value)[:60]}" for key, value in job["result"].items()))
+ranks = {job["name"]: job["rank"] for job in report["jobs"]}
+for path in sorted((run / "agents").glob("agent*.json")):
+    for job in json.loads(path.read_text())["jobs"]:
+        if job["reason"].startswith("it moves"):
+            done = f"{job['work_done']:,.0f} {job['unit']}"
+            print(f"{job['name']} moved from rank {job['rank']} to rank {ranks[job['name']]}, with {done} done.")
 print(f"The timeline of two iterations is {run / 'timeline.png'}; trace.json opens in Perfetto.")
 PYTHON

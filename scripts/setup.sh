@@ -39,6 +39,6 @@ if [ ! -x .venv/bin/python ] || ! new_enough .venv/bin/python; then
     echo "Making .venv with $("$python" --version)"
     "$python" -m venv --clear .venv
 fi
-echo "Installing PipeFill and what it needs (torch, megatron-core, ...); about two minutes the first time"
+echo "Installing PipeFill and what it needs (torch, megatron-core, ...); two to five minutes the first time"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extras]"
 echo "$stamp" >.venv/pipefill-stamp

@@ -25,7 +25,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
-from megatron.fill import futex, shared
+from megatron.fill import futex, hearsay, shared
 from megatron.fill.errors import ControlError
 
 FOLDER = "control"  # in the run folder
@@ -187,35 +187,74 @@ def find_pages(run_dir: Path) -> list[ControlPage]:
     """The pages of the ranks of a run that are alive on this node, by rank.
 
     Raises:
-        ControlError: there is no such run folder, nothing of it runs on this node, or it is another user's.
+        ControlError: there is no such run folder, nothing of it can be found on this node, or it is another user's.
     """
     if not run_dir.is_dir():
         raise ControlError(f"{run_dir}: no such folder; expected the run folder that the training printed")
     node = os.uname().nodename
-    pages = [page for path in (run_dir / FOLDER / node).glob("rank*.json") if (page := _open(path)) is not None]
+    pages = [page for path in _notes(run_dir) if (page := _open(path)) is not None]
     if not pages:
         others = sorted(path.name for path in (run_dir / FOLDER).glob("*") if path.name != node)
         elsewhere = f"; it has ranks on {', '.join(others)}, and each node has to be told" if others else ""
-        raise ControlError(f"{run_dir}: none of its ranks runs on this node, {node}{elsewhere}")
+        unknown = "".join(f"; {what}" for what in damaged_notes(run_dir))
+        raise ControlError(f"{run_dir}: none of its ranks runs on this node, {node}{elsewhere}{unknown}")
     return sorted(pages, key=lambda page: page.rank)
 
 
-def _open(path: Path) -> ControlPage | None:
-    """The page that a rank wrote down; None if that rank is gone."""
+def damaged_notes(run_dir: Path) -> list[str]:
+    """Of each rank that did not tell legibly where its page is: a line that says so.  Nobody can say how it is."""
+    damaged = []
+    for path in _notes(run_dir):
+        try:
+            _read_note(path)
+        except PermissionError:  # said where it is opened
+            continue
+        except (OSError, ValueError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else error
+            damaged.append(f"{path} is damaged ({reason}), so whether that rank runs, and in which state, is not known")
+    return damaged
+
+
+def _notes(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / FOLDER / os.uname().nodename).glob("rank*.json"))
+
+
+def _read_note(path: Path) -> tuple[int, int] | None:
+    """The process and the descriptor that a rank wrote down; None if it has just taken its note away.
+
+    Raises:
+        OSError: it cannot be read, or is no plain file.
+        ValueError: it is none.
+    """
     try:
-        where = json.loads(path.read_text(encoding="utf-8"))
-        link = f"/proc/{int(where['pid'])}/fd/{int(where['fd'])}"
+        where = hearsay.read_json(path)
+    except FileNotFoundError:
+        return None
+    pid, number = (where.get("pid"), where.get("fd")) if isinstance(where, dict) else (None, None)
+    if not (type(pid) is int and type(number) is int and min(pid, number) >= 0):
+        raise ValueError("expected a process and a descriptor")
+    return pid, number
+
+
+def _open(path: Path) -> ControlPage | None:
+    """The page that a rank wrote down; None if that rank is gone, or its note is damaged."""
+    try:
+        where = _read_note(path)
+        if where is None:
+            return None
+        pid, number = where
+        link = f"/proc/{pid}/fd/{number}"
         # Another process may have the number by now, and to open its pipe or terminal could do harm.
         if not os.readlink(link).startswith(f"/memfd:pipefill-{_NAME}"):
             return None
         fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)
     except PermissionError as error:
         raise ControlError(f"{path}: its rank belongs to another user; only that user may control it") from error
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError):
         return None
     with contextlib.suppress(ControlError):
         page = ControlPage(fd)
-        if page.pid == where["pid"] and path.name == f"rank{page.rank}.json":
+        if page.pid == pid and path.name == f"rank{page.rank}.json":
             return page
     os.close(fd)
     return None

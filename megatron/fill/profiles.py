@@ -14,6 +14,28 @@ from typing import Any
 
 from megatron.fill.types import BubbleKind
 
+_LEAST_AMOUNT, _MOST_AMOUNT = 1e-100, 1e100
+_MOST_NODES = 1 << 16
+_MOST_NODE_NS = 10**13  # almost three hours: the sum over all nodes fits into 62 bits
+_MOST_NODE_BYTES = 1 << 60
+
+
+def is_amount(value: object) -> bool:
+    """Whether it is an amount of work that one can reckon with: 0, or such that sums and ratios of them are finite."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and (value == 0 or _LEAST_AMOUNT <= value <= _MOST_AMOUNT)  # type: ignore[operator]
+
+
+def whole(value: Any, most: int, what: str) -> int:
+    """The value, if it is a whole number from 0 to ``most``.
+
+    Raises:
+        ValueError: with the value and what was expected.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{what} is {value!r:.40}; expected a whole number from 0 to {most}")
+    return value
+
 
 class Offload(StrEnum):
     """What a fill job keeps in host memory while its node does not need it (PipeFill, section 4.2)."""
@@ -115,17 +137,76 @@ class JobProfile:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> JobProfile:
-        """Read what ``to_dict`` wrote.
+    def from_dict(cls, data: Any) -> JobProfile:
+        """Read what ``to_dict`` wrote, or whatever a job left in its place.
 
         Raises:
             ValueError: it is something else.
         """
         try:
-            nodes = tuple(NodeProfile(**node) for node in data["nodes"])
-            return cls(Configuration.parse(data["configuration"]), nodes, float(data["work"]))
-        except (KeyError, TypeError) as error:
+            configuration, work, entries = Configuration.parse(data["configuration"]), data["work"], data["nodes"]
+            if not isinstance(entries, list) or not 1 <= len(entries) <= _MOST_NODES:
+                raise ValueError(f"{configuration}: expected a list of 1 to {_MOST_NODES} nodes")
+            if not is_amount(work):
+                raise ValueError(f"{configuration}: work is {work!r:.40}; expected a number above 0")
+            nodes = tuple(_node(entry) for entry in entries)
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"not the profile of a job: {type(error).__name__}: {error}") from error
+        if not any(node.duration_ns for node in nodes):
+            raise ValueError(f"{configuration}: all nodes take 0 ns; expected a measured profile")
+        return cls(configuration, nodes, float(work))
+
+
+def _node(entry: Any) -> NodeProfile:
+    name = entry["name"]
+    if not isinstance(name, str):
+        raise ValueError(f"a node's name is {name!r:.40}; expected text")
+    duration_ns = whole(entry["duration_ns"], _MOST_NODE_NS, "duration_ns")
+    return NodeProfile(name, duration_ns, whole(entry["memory_bytes"], _MOST_NODE_BYTES, "memory_bytes"))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredJob:
+    """What a job's worker measured, as the store keeps it.
+
+    Attributes:
+        profiles: one per configuration, at least one.
+        total_work: how much the job has to do in all; None if it did not say.
+        split: how it was split into nodes, for a reader.
+        device: what it was measured on.
+    """
+
+    profiles: tuple[JobProfile, ...]
+    total_work: float | None = None
+    split: str = ""
+    device: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "split": self.split,
+            "total_work": self.total_work,
+            "configurations": [profile.to_dict() for profile in self.profiles],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> MeasuredJob:
+        """Read what ``to_dict`` wrote: or what a job, or an older version, left in its place.
+
+        Raises:
+            ValueError: it is something else, and the job has to be measured again.
+        """
+        if not isinstance(data, dict):
+            raise ValueError(f"what was measured of a job is a {type(data).__name__}; expected an object")
+        entries, total = data.get("configurations"), data.get("total_work")
+        split, device = data.get("split", ""), data.get("device", "")
+        if not isinstance(entries, list) or not entries:
+            raise ValueError("configurations is missing; expected a list of profiles")
+        if total is not None and not is_amount(total):
+            raise ValueError(f"total_work is {total!r:.40}; expected null or a number of at least 0")
+        if not isinstance(split, str) or not isinstance(device, str):
+            raise ValueError("split or device is no text")
+        return cls(tuple(map(JobProfile.from_dict, entries)), total or None, split, device)
 
 
 def profile_key(spec: dict[str, Any], device: str) -> str:

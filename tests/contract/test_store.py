@@ -12,6 +12,7 @@ import pytest
 from megatron.fill.errors import JobError
 from megatron.fill.store import Claim, Device, Job, JobStore, NewJob, Progress, Standing
 from megatron.fill.store.memory import MemoryStore
+from megatron.fill.store.queue import ASK_AGAIN_S, ASK_S
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.types import JobState
 
@@ -497,7 +498,7 @@ class TestRetry:
 class TestDevices:
     def test_they_are_there_until_their_lease_ends(self, store, backend):
         cycle = {"period_ns": 10**12, "slots": [{"kind": "fill", "duration_ns": 5, "free_bytes": 2**40}]}
-        one = Device("run/rank 0", "run", busy_until_s=2e6, job="pi", cycle=cycle)
+        one = Device("run/rank 0", "run", busy_until_s=2e6, job="pi", cycle=cycle, refuses=(3, 12))
         two = Device("RUN/rank 1", "run", busy_until_s=math.inf)
         store.report_device(one, 10)
         store.report_device(two, 20)
@@ -519,6 +520,139 @@ class TestDevices:
             store.forget_device(name)
         store.forget_device("never there")
         assert store.devices() == []
+
+
+class TestMoves:
+    """A job that runs is asked for by a device that is idle."""
+
+    @pytest.fixture
+    def claim(self, store) -> Claim:
+        """Of a job that runs on rank 1 while rank 0 is idle."""
+        store.report_device(Device("rank 0", "run"), 1000)
+        store.report_device(Device("rank 1", "run", math.inf, "other"), 1000)
+        [job] = submitted(store, "pi")
+        claim = store.claim("agent-1", [job.id], 1000, "rank 1")
+        assert claim is not None
+        return claim
+
+    def ask(self, store: JobStore, claim: Claim, device: str = "rank 0") -> bool:
+        return store.ask_for(claim.job.id, claim.attempt, device)
+
+    def test_its_holder_hears_of_it_and_the_asker_gets_it(self, store, claim):
+        assert store.heartbeat(claim, Progress(1.0), 1000) is Standing.HELD
+        assert self.ask(store, claim)
+        assert store.heartbeat(claim, Progress(2.0), 1000) is Standing.MOVE
+        assert store.release(claim, "moves", Progress(3.0), {})
+        assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is None
+        again = store.claim("agent-0", [claim.job.id], 10, "rank 0")
+        assert again is not None
+        assert (again.attempt, again.job.progress, again.job.device) == (2, Progress(3.0), "rank 0")
+        assert store.heartbeat(again, Progress(3.0), 10) is Standing.HELD
+        assert store.heartbeat(claim, Progress(9.0), 10) is Standing.LOST
+
+    def test_another_one_takes_the_next_job_meanwhile(self, store, claim):
+        [other] = submitted(store, "other")
+        assert self.ask(store, claim)
+        assert store.release(claim, "moves", Progress(), {})
+        taken = store.claim("agent-1", [claim.job.id, other.id], 10, "rank 1")
+        assert taken is not None
+        assert taken.job.id == other.id
+
+    def test_it_is_not_asked_for_again_for_a_while(self, store, backend, claim):
+        store.report_device(Device("rank 2", "run"), 1000)
+        assert self.ask(store, claim)
+        assert not self.ask(store, claim, "rank 2")
+        assert store.release(claim, "moves", Progress(), {})
+        again = store.claim("agent-0", [claim.job.id], 1000, "rank 0")
+        assert again is not None
+        backend.clock.now_s += ASK_AGAIN_S - 0.1
+        assert not self.ask(store, again, "rank 2")
+        backend.clock.now_s += 0.1
+        assert self.ask(store, again, "rank 2")
+        assert store.heartbeat(again, Progress(), 1000) is Standing.MOVE
+
+    def test_only_a_job_that_runs_elsewhere_is_asked_for_and_only_by_an_idle_device(self, store, claim):
+        [waiting] = submitted(store, "waiting")
+        assert not store.ask_for(waiting.id, 0, "rank 0")
+        assert not store.ask_for(claim.job.id, claim.attempt - 1, "rank 0")
+        assert not store.ask_for(77, 1, "rank 0")
+        assert not self.ask(store, claim, "rank 7")  # nobody knows it
+        store.report_device(Device("rank 0", "run", math.inf, "busy"), 1000)
+        assert not self.ask(store, claim)
+        store.report_device(Device("rank 1", "run"), 1000)
+        assert not self.ask(store, claim, "rank 1")  # it is there
+        store.report_device(Device("rank 0", "run"), 1000)
+        store.cancel(claim.job.id)
+        assert not self.ask(store, claim)
+        assert store.heartbeat(claim, Progress(), 10) is Standing.CANCELLED
+
+    def test_a_cancellation_counts_for_more(self, store, claim):
+        assert self.ask(store, claim)
+        store.cancel(claim.job.id)
+        assert store.heartbeat(claim, Progress(), 1000) is Standing.CANCELLED
+        assert store.release(claim, "moves", Progress(), {})
+        assert store.get(claim.job.id).state is JobState.CANCELLED
+        assert store.claim("agent-0", [claim.job.id], 10, "rank 0") is None
+
+    def test_when_the_asker_dies_the_job_stays_or_anybody_has_it(self, store, claim):
+        assert self.ask(store, claim)
+        store.forget_device("rank 0")
+        assert store.heartbeat(claim, Progress(), 1000) is Standing.HELD
+        assert store.release(claim, "moves", Progress(), {})
+        assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is not None
+
+    def test_when_the_asker_has_another_job_the_job_stays_or_anybody_has_it(self, store, claim):
+        assert self.ask(store, claim)
+        store.report_device(Device("rank 0", "run", math.inf, "another"), 1000)
+        assert store.heartbeat(claim, Progress(), 1000) is Standing.HELD
+        assert store.release(claim, "moves", Progress(), {})
+        assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is not None
+
+    def test_an_asker_that_does_not_come_is_not_waited_for(self, store, backend, claim):
+        assert self.ask(store, claim)
+        assert store.release(claim, "moves", Progress(), {})
+        backend.clock.now_s += ASK_S - 0.1
+        assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is None
+        backend.clock.now_s += 0.1
+        assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is not None
+
+    def test_a_holder_that_does_not_hear_of_it_in_time_keeps_the_job(self, store, backend, claim):
+        assert self.ask(store, claim)
+        backend.clock.now_s += ASK_S
+        assert store.heartbeat(claim, Progress(), 1000) is Standing.HELD
+
+    def test_when_the_holder_dies_the_asker_gets_it_after_the_lease(self, store, backend, claim):
+        assert store.heartbeat(claim, Progress(5.0), 10) is Standing.HELD
+        assert self.ask(store, claim)
+        assert store.claim("agent-0", [claim.job.id], 10, "rank 0") is None
+        backend.clock.now_s += 10
+        again = store.claim("agent-0", [claim.job.id], 10, "rank 0")
+        assert again is not None
+        assert (again.attempt, again.job.progress) == (2, Progress(5.0))
+        assert not store.release(claim, "moves", Progress(9.0), {})
+
+    def test_a_job_that_ends_before_it_could_move_has_ended(self, store, claim):
+        assert self.ask(store, claim)
+        assert store.finish(claim, JobState.SUCCEEDED, "", Progress(10.0), {})
+        assert store.claim("agent-0", [claim.job.id], 10, "rank 0") is None
+        assert store.get(claim.job.id).state is JobState.SUCCEEDED
+
+    def test_many_askers_and_a_cancellation_at_once(self, backend, store, claim):
+        for rank in range(2, 6):
+            store.report_device(Device(f"rank {rank}", "run"), 1000)
+        asked: list[bool] = []
+
+        def asker(rank: int) -> None:
+            asked.append(backend.open().ask_for(claim.job.id, claim.attempt, f"rank {rank}"))
+
+        threads = [threading.Thread(target=asker, args=(rank,)) for rank in range(2, 6)]
+        threads.append(threading.Thread(target=lambda: backend.open().cancel(claim.job.id)))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sum(asked) <= 1
+        assert store.heartbeat(claim, Progress(), 1000) is Standing.CANCELLED
 
 
 class TestProfiles:

@@ -47,6 +47,17 @@ class Spin(SideTask):
         self.done = state["done"]
 
 
+class Waits(SideTask):
+    """Keeps its seat, and uses no bubble, until there is a file ``go`` in its folder; then it is done."""
+
+    def create(self) -> None:
+        while not (self.context.directory / "go").exists():
+            time.sleep(0.1)
+
+    def run_next_step(self) -> float:
+        raise StopIteration
+
+
 class Layers(NodeTask):
     """An iteration is a list of nodes that take the given times, twice that in batches of two; resumable."""
 

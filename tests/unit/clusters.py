@@ -99,6 +99,7 @@ def scenarios(draw: st.DrawFn, policies: st.SearchStrategy[str], most_devices: i
     )
     runtime = RuntimeModel(
         reserve_ns=draw(st.sampled_from([0, 300_000])),
+        margin_bytes=draw(st.sampled_from([0, 0, 1])),
         harvest=draw(st.sampled_from([1.0, 0.9])),
         start_s=draw(st.sampled_from([0.0, 0.5, 3.0])),
         checkpoint_s=draw(st.sampled_from([4.0, 60.0, float("inf")])),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
 from megatron.fill.app.launch import Launch, _check_store
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError, StoreError
+from megatron.fill.store import NewJob, open_store
+from megatron.fill.types import JobState
 
 
 def flags(**changed: object) -> Namespace:
@@ -59,3 +63,67 @@ def test_the_store_is_the_flag_the_environment_or_the_run_folder(monkeypatch, tm
     assert run._store(tmp_path) == "shared.db"
     run.settings = FillSettings(store="flag.db")
     assert run._store(tmp_path) == "flag.db"
+
+
+def run_folder(path: Path) -> Path:
+    for part in ("ranks", "agents", "jobs"):
+        (path / part).mkdir(parents=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    "where", ["runs/first", "runs/first/jobs.db", "sqlite:///runs/first/jobs.db", "./runs/../runs/first"]
+)
+def test_a_forgotten_variable_does_not_make_a_training_serve_another_run(monkeypatch, tmp_path, where):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys.modules["megatron.fill.app.launch"], "share", lambda settings, on_cpu: None
+    )  # which looks for GPUs
+    run_folder(tmp_path / "runs" / "first")
+    (tmp_path / "jobs.yaml").write_text("jobs: [{name: pi, command: pi}]")
+    monkeypatch.setenv("PIPEFILL_STORE", where)
+    message = r"PIPEFILL_STORE is '.*', the store of another run than this one, .* expected --fill-store .* on purpose"
+    for report in (None, "runs/second"):
+        with pytest.raises(ConfigError, match=message):
+            Launch().on_parse(flags(jobs="jobs.yaml", report=report))
+    Launch().on_parse(flags(jobs="jobs.yaml", report="runs/first"))  # the same run goes on
+    Launch().on_parse(flags(jobs="jobs.yaml", report="runs/second", store=where))  # on purpose
+    monkeypatch.setenv("PIPEFILL_STORE", str(tmp_path / "runs" / "first"))  # nobody writes this by accident
+    Launch().on_parse(flags(jobs="jobs.yaml"))
+    (tmp_path / "shared").mkdir()  # of no run
+    for shared in ("shared", "shared.db", "postgresql+psycopg://ada@db/pipefill"):
+        monkeypatch.setenv("PIPEFILL_STORE", shared)
+        Launch().on_parse(flags(jobs="jobs.yaml"))
+
+
+def test_the_store_that_is_served_is_said_with_its_origin(monkeypatch, tmp_path):
+    monkeypatch.delenv("PIPEFILL_STORE", raising=False)
+    run = Launch()
+    run.settings = FillSettings()
+    assert run._served(tmp_path) == f"PipeFill: serves the job store {tmp_path} (the run folder's own)"
+    monkeypatch.setenv("PIPEFILL_STORE", "postgresql+psycopg://ada:secret@db/x")
+    assert run._served(tmp_path) == (
+        "PipeFill: serves the job store postgresql+psycopg://ada:***@db/x ($PIPEFILL_STORE)"
+    )
+    run.settings = FillSettings(store="flag.db")
+    assert run._served(tmp_path) == "PipeFill: serves the job store flag.db (--fill-store)"
+
+
+def test_a_job_that_another_run_has_is_not_called_dead(monkeypatch, tmp_path):
+    monkeypatch.delenv("PIPEFILL_STORE", raising=False)
+    mine, other = run_folder(tmp_path / "mine on it"), run_folder(tmp_path / "other")
+    store = open_store(str(tmp_path / "jobs.db"))
+    run = Launch()
+    run.settings = FillSettings(store=str(tmp_path / "jobs.db"))
+    spec = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "search": []}
+    run._jobs = [NewJob(name, spec) for name in ("killed", "elsewhere", "waits")]
+    jobs = store.submit(run._jobs)
+    for job, folder in zip(jobs, (mine, other), strict=False):
+        assert store.claim("x", [job.id], 3600, f"rank 1 of {folder} on host") is not None
+    store.close()
+    reasons = {record.name: (record.state, record.reason) for record in run._unstarted(mine)}
+    assert reasons == {
+        "killed": (JobState.RUNNING, "its agent was killed; it goes back to the queue when the lease ends"),
+        "elsewhere": (JobState.RUNNING, f"another run has it: rank 1 of {other} on host"),
+        "waits": (JobState.QUEUED, "no rank became free before the main job ended"),
+    }

@@ -14,7 +14,7 @@ import pytest
 from megatron.fill.control import RunState
 from megatron.fill.runtime.attempt import Attempt
 from megatron.fill.runtime.spec import Outcome
-from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.runtime.steplog import Saving, StepLog, create_log
 from megatron.fill.store.port import Progress, Standing
 from megatron.fill.types import JobState
 
@@ -35,9 +35,15 @@ class Bench:
         self.attempt.started_s = time.time()
 
     def judge(
-        self, outcome: Outcome, crashed: bool = False, stopped: str = "", cut: str = "", request: str = ""
+        self,
+        outcome: Outcome,
+        crashed: bool = False,
+        stopped: str = "",
+        cut: str = "",
+        request: str = "",
+        late: bool = False,
     ) -> tuple[JobState, str]:
-        run: Any = SimpleNamespace(stopped=stopped, cut=cut)
+        run: Any = SimpleNamespace(stopped=stopped, cut=cut, late=late)
         room: Any = SimpleNamespace(request=request)
         return self.attempt._judge(run, room, outcome, crashed)
 
@@ -138,9 +144,46 @@ def test_a_command_cannot_shrink_and_is_not_signalled(bench, monkeypatch):
     assert (sent, bench.attempt.log.wanted_bytes) == ([], None)
 
 
+def test_a_job_that_moves_goes_on_from_its_checkpoint(bench):
+    bench.attempt.held.standing = Standing.MOVE
+    bench.attempt.log.saving = Saving.SAVED
+    stopped = bench.attempt._why_stop()
+    assert stopped == "it moves to a rank that is idle"
+    assert bench.judge(GAVE_BACK, stopped=stopped) == (JobState.QUEUED, f"{stopped}; goes on from its checkpoint")
+    assert bench.judge(Outcome(JobState.SUCCEEDED, ""), stopped=stopped)[0] is JobState.SUCCEEDED
+    assert bench.agent.crashes == {}
+
+
+def test_one_that_is_too_slow_to_stop_moves_all_the_same(bench):
+    """It was saved before, and it is not to blame for a machine that is busy."""
+    slow = Outcome(JobState.FAILED, "stop() did not return within 10 s of the stop: ...")
+    bench.attempt.log.checkpoint_s = time.time()
+    moves = "it moves to a rank that is idle"
+    queued = (JobState.QUEUED, f"{moves}; it goes on from its last checkpoint")
+    assert bench.judge(slow, stopped=moves, late=True) == queued
+    assert bench.judge(slow, stopped=moves)[0] is JobState.FAILED  # ended for another reason
+    assert bench.judge(slow, stopped="the main job ended first", late=True)[0] is JobState.QUEUED
+    assert bench.judge(slow, stopped="the main job needs the memory", late=True)[0] is JobState.FAILED
+
+
+def test_a_job_moves_only_after_it_was_saved_anew(bench):
+    attempt, log = bench.attempt, bench.attempt.log
+    log.saving = Saving.SAVED  # for an earlier request, say
+    assert (attempt._why_stop(), log.saving) == ("", Saving.NONE)
+    attempt.held.standing = Standing.MOVE
+    assert (attempt._why_stop(), log.saving) == ("", Saving.WANTED)
+    assert attempt._why_stop() == ""
+    log.saving = Saving.FAILED
+    assert (attempt._why_stop(), log.saving) == ("", Saving.FAILED)
+    attempt.held.standing = Standing.HELD  # nobody waits for it any more
+    assert (attempt._why_stop(), log.saving) == ("", Saving.NONE)
+
+
 def test_why_a_worker_must_go(bench):
     attempt = bench.attempt
     assert (attempt._why_stop(), attempt._why_end()) == ("", "")
+    attempt.held.standing = Standing.CANCELLED
+    assert attempt._why_stop() == "it was cancelled"
     bench.agent.control.state = RunState.KILLED
     assert attempt._why_end() == "ended by pipefill kill"
     attempt.held.standing = Standing.LOST

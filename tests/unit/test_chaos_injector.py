@@ -137,8 +137,8 @@ def test_marks_are_read_back_by_event(tmp_path):
 
 def test_attacks_see_through_the_gate_where_it_may_be_written():
     gate = SharedGate()
-    assert gate.fd in memfiles.shared("gate")["gate"]
-    found = {name: attack for name, attack in memfiles.attacks() if name.endswith("gate")}
+    assert gate.fd in memfiles.descriptors("gate")["gate"]
+    found = {name: attack for name, attack in memfiles.attacks("gate") if name.endswith("gate")}
     assert set(found) == {f"{how} gate" for how in ("write", "map", "protect", "reopen", "cut", "seal")}
     with pytest.raises(OSError, match="not permitted"):
         found["cut gate"]()

@@ -14,7 +14,7 @@ import torch
 from megatron.fill.errors import TaskError
 from megatron.fill.runtime import checkpoint
 from megatron.fill.runtime.saver import Saver
-from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.runtime.steplog import Saving, StepLog, create_log
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 
@@ -138,6 +138,52 @@ def counter(folder: Path, every_s: float) -> tuple[Counter, StepLog, Saver]:
 
 def step(task: Counter, log: StepLog) -> None:
     log.step_ended(0, 1, task.run_next_step(), False)
+
+
+def test_a_task_is_saved_when_the_agent_wants_it_and_says_what_came_of_it(tmp_path, monkeypatch):
+    task, log, saver = counter(tmp_path, 60)
+    saver.load()
+    saver.save_if_wanted()
+    assert log.checkpoint_s is None
+    for _ in range(2):  # the second time there is nothing new to save
+        log.saving = Saving.WANTED
+        saver.save_if_wanted()
+        assert log.saving is Saving.SAVED
+        assert checkpoint.exists(tmp_path)
+    step(task, log)
+    monkeypatch.setattr(checkpoint, "save", broken)
+    log.saving = Saving.WANTED
+    saver.save_if_wanted()
+    assert log.saving is Saving.FAILED
+
+
+def test_a_task_that_has_no_state_after_all_says_so(tmp_path, monkeypatch):
+    task, log, saver = counter(tmp_path, 60)
+    monkeypatch.setattr(task, "state_dict", lambda: None)
+    log.saving = Saving.WANTED
+    saver.save_if_wanted()
+    assert (log.saving, log.resumable) == (Saving.FAILED, False)
+
+
+def broken(*_: object) -> None:
+    raise OSError("no space left on device")
+
+
+def test_only_a_task_that_saves_and_loads_can_go_on_elsewhere(tmp_path):
+    _, log, saver = counter(tmp_path, 60)
+    assert not log.resumable
+    saver.load()
+    assert log.resumable
+
+    class Neither(SideTask):
+        pass
+
+    class Half(SideTask):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    for task in (Neither(), Half()):
+        assert not TaskMachine(task, TaskContext("c", tmp_path)).resumable
 
 
 def test_a_task_goes_on_where_it_was_saved(tmp_path):

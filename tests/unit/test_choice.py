@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 
 from megatron.fill.board import CycleBoard, CycleBoardReader
+from megatron.fill.planner.held import RESERVE_NS
+from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import best_plan
-from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, MeasuredJob, NodeProfile
 from megatron.fill.runtime.choice import Choice, Resident
-from megatron.fill.runtime.planned import CHUNK_RESERVE_NS, PLAN
+from megatron.fill.runtime.planned import PLAN
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Device, Job, NewJob, Progress
 from megatron.fill.types import BubbleKind
@@ -108,7 +111,7 @@ def resident(tmp_path: Path) -> tuple[Bench, Resident]:
     assert bench.wanted() == ["resident"]
     cycle = bench.choice.board.read()
     assert cycle is not None
-    plan = best_plan(cycle, [profile(12, 40)], CHUNK_RESERVE_NS)
+    plan = best_plan(cycle, [profile(12, 40)], RESERVE_NS)
     (tmp_path / PLAN).write_text(json.dumps(plan.to_dict()))
     assert bench.store.claim("x", [job.id], 600) is not None
     return bench, Resident(job, tmp_path)
@@ -139,6 +142,42 @@ def test_a_tail_takes_no_job_that_an_idle_device_would_run(resident):
     assert bench.wanted(job) == ["first", "second"]
 
 
+def test_a_job_that_the_idle_device_refuses_is_not_kept_for_it(resident):
+    bench, job = resident
+    refused = bench.submit("refused", profile(3))
+    bench.submit("first", profile(3))
+    bench.submit("second", profile(3))
+    bench.store.report_device(Device("rank 1", "run", refuses=(refused.id,)), 60)
+    assert bench.wanted(job) == ["refused", "second"]
+    bench.store.report_device(Device("rank 2", "run"), 60)
+    assert bench.wanted(job) == ["second"]
+    bench.store.report_device(Device("rank 2", "run", refuses=(refused.id,)), 60)
+    assert bench.wanted(job) == ["refused"]
+
+
+def test_what_fits_no_bubble_and_what_was_tried_in_vain_is_refused_until_the_bubbles_change():
+    bench = Bench()
+    long, tried = bench.submit("long", profile(30)), bench.submit("tried")
+    bench.submit("small", profile(3))
+    assert bench.choice.refused == ()
+    bench.wanted()
+    bench.choice.unfit(tried.id, tail=False)
+    bench.choice.unfit(bench.store.find("small").id, tail=True)  # only beside another one
+    assert bench.choice.refused == (long.id, tried.id)
+    bench.show(40)
+    assert bench.choice.refused == ()
+
+
+def test_how_long_a_unit_of_work_takes_here_is_known_from_its_profile():
+    bench = Bench()
+    assert bench.choice.unit_s(bench.store, bench.submit("nobody-knows")) is None
+    assert bench.choice.unit_s(bench.store, bench.submit("long", profile(30))) == float("inf")
+    small = bench.submit("small", profile(18))
+    assert bench.choice.unit_s(bench.store, small) == pytest.approx(0.1)  # one in each bubble
+    bench.choice.unfit(small.id, tail=False)
+    assert bench.choice.unit_s(bench.store, small) == float("inf")
+
+
 def test_a_resident_job_without_a_plan_leaves_nobody_knows_what(resident, tmp_path):
     bench, job = resident
     (tmp_path / PLAN).unlink()
@@ -152,3 +191,85 @@ def test_the_end_of_a_planned_job_is_estimated(resident, tmp_path):
     assert bench.choice.done_at_s(Progress(work_done=40.0), tmp_path) == float("inf")
     progress = Progress(work_done=40.0, total_work=100.0)
     assert bench.choice.done_at_s(progress, tmp_path) - time.time() == pytest.approx(60 * 0.1, abs=0.5)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+PLAN_JSON = {"configuration": "b1", "nodes": 1, "work": 1.0, "first_node": 0, "counts": [[1]], "reserve_ns": 0}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "deep", "flood", "list"])
+def test_a_plan_that_the_job_made_a_trap_of_is_none(resident, tmp_path, kind):
+    bench, job = resident
+    (tmp_path / PLAN).unlink()
+    if kind == "pipe":
+        os.mkfifo(tmp_path / PLAN)  # to open it would block the seat for ever
+    elif kind == "link":
+        (tmp_path / PLAN).symlink_to("/dev/zero")
+    elif kind == "flood":
+        with (tmp_path / PLAN).open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        (tmp_path / PLAN).write_text({"deep": DEEP, "list": "[]"}[kind])
+    assert bench.choice.leftover(job) is None
+    assert bench.choice.done_at_s(Progress(total_work=100.0), tmp_path) == float("inf")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"configurations": 1},
+        {"configurations": []},
+        {"configurations": [1]},
+        {"configurations": [{"configuration": 1, "work": 1.0, "nodes": []}]},
+        {"configurations": [profile(3).to_dict()], "total_work": "much"},
+        {"configurations": [profile(3).to_dict()], "total_work": -1.0},
+        {"configurations": [profile(3).to_dict()], "split": []},
+        {"configurations": [profile(3).to_dict() | {"work": "1"}]},
+        {"configurations": [profile(3).to_dict() | {"work": 1e-300}]},
+        {"configurations": [profile(3).to_dict() | {"nodes": {"a": 1}}]},
+        {"configurations": [profile(3).to_dict() | {"nodes": [{"name": "n", "duration_ns": 0, "memory_bytes": 0}]}]},
+        {"configurations": [profile(3).to_dict() | {"nodes": [{"name": "n", "duration_ns": "1", "memory_bytes": 0}]}]},
+        {"configurations": [profile(3).to_dict() | {"nodes": [{"name": "n", "duration_ns": 1e30, "memory_bytes": 0}]}]},
+        {"configurations": [profile(3).to_dict() | {"nodes": [{"name": [], "duration_ns": 1, "memory_bytes": 0}]}]},
+        {"configurations": [profile(3).to_dict() | {"nodes": [{"name": "n", "duration_ns": 1, "memory_bytes": -1}]}]},
+        {"configurations": [profile(3).to_dict() | {"nodes": [["name", "duration_ns", "memory_bytes"]]}]},
+    ],
+)
+def test_a_profile_in_the_store_that_makes_no_sense_is_measured_again(content):
+    bench = Bench("sjf")
+    job = bench.submit("odd")
+    bench.store.keep_profile(bench.choice.key(job), content)
+    bench.submit("sound", profile(3), total=10.0)
+    assert sorted(bench.wanted()) == ["odd", "sound"]
+    assert bench.choice.profile_of(job) is None
+    with pytest.raises(ValueError):  # noqa: PT011
+        MeasuredJob.from_dict(content)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"work": "1"},
+        {"work": float("inf")},
+        {"nodes": float("inf")},
+        {"nodes": 1 << 80},
+        {"counts": 1},
+        {"counts": [1]},
+        {"counts": [["1"]]},
+        {"counts": [[True]]},
+        {"counts": [[1 << 60]]},
+        {"counts": [[-1]]},
+        {"counts": []},
+        {"configuration": None},
+        {"first_node": None},
+        {"reserve_ns": 1.5},
+    ],
+)
+def test_a_plan_of_a_wrong_shape_is_a_value_error(changed):
+    assert ExecutionPlan.from_dict(PLAN_JSON).to_dict() == PLAN_JSON
+    with pytest.raises(ValueError):  # noqa: PT011
+        ExecutionPlan.from_dict(PLAN_JSON | changed)
+    for wrong in (None, [], "x", 1):
+        with pytest.raises(ValueError):  # noqa: PT011
+            ExecutionPlan.from_dict(wrong)

@@ -285,3 +285,19 @@ def test_numbers_are_short(value, text):
 )
 def test_durations_are_short(seconds, text):
     assert views._duration(seconds) == text
+
+
+def test_a_finished_job_is_shown_as_done(pipefill, store):
+    for name, state, done in (("done", JobState.SUCCEEDED, 374.9999999999962), ("half", JobState.FAILED, 374.9)):
+        [job] = store.submit([NewJob(name, {"task": "tasks:Pi"})])
+        claim = store.claim("agent", [job.id], 3600)
+        assert claim is not None
+        store.finish(claim, state, "", Progress(done, 375.0, "s"), {})
+    assert [line.split()[-1] for line in pipefill("list").out.splitlines()[1:]] == ["100", "99"]
+
+
+def test_absurd_numbers_take_no_more_room_than_others(pipefill, store):
+    running(store, "absurd", Progress(1e-100, 1e100, rate=1e-100))
+    [_, line] = pipefill("list").out.splitlines()
+    assert line.split() == ["1", "absurd", "RUNNING", "1e-100/1e+100", "steps", "0", "1e-100/s", "never"]
+    assert pipefill("show", "absurd").status == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,14 +43,45 @@ def follow(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command(tmp_path, "-f", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_the_output_as_it_is(store, tmp_path):
+def test_the_output_with_what_is_no_text_made_visible(store, tmp_path):
     start(store, tmp_path / "job")
     (tmp_path / "job" / "output.log").write_bytes(b"one\ntwo \xff\nthree")
-    assert run(tmp_path).stdout == b"one\ntwo \xff\nthree"
-    assert run(tmp_path, "--lines", "2").stdout == b"two \xff\nthree"
+    assert run(tmp_path).stdout == b"one\ntwo \\xff\nthree"
+    assert run(tmp_path, "--lines", "2").stdout == b"two \\xff\nthree"
     assert run(tmp_path, "-n", "0").stdout == b""
     lines = [json.loads(line) for line in run(tmp_path, "--json").stdout.splitlines()]
     assert lines == [{"job": "digits", "line": line} for line in ("one", "two �", "three")]
+
+
+def test_nothing_that_it_printed_commands_the_terminal(store, tmp_path):
+    start(store, tmp_path / "job")
+    printed = "\x1b]0;title\x07\r\t1\n\x9b2J caf\u00e9 \u202e\U0001f680\x7f"
+    (tmp_path / "job" / "output.log").write_text(printed, encoding="utf-8", newline="")
+    shown = "^[]0;title^G^M\t1\n\\x9b2J caf\u00e9 \\u202e\U0001f680^?"
+    assert run(tmp_path).stdout.decode() == shown
+    lines = [json.loads(line)["line"] for line in run(tmp_path, "--json").stdout.splitlines()]
+    assert lines == printed.split("\n")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "flood", "folder that is a link"])
+def test_what_no_agent_wrote_is_not_read(store, tmp_path, kind):
+    folder = tmp_path / "job"
+    start(store, folder)
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "output.log").write_text("secret")
+    if kind == "link":
+        (folder / "output.log").symlink_to(tmp_path / "secret" / "output.log")
+    elif kind == "pipe":
+        os.mkfifo(folder / "output.log")
+    elif kind == "flood":
+        with (folder / "output.log").open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        folder.rmdir()
+        folder.symlink_to(tmp_path / "secret")
+    ran = run(tmp_path)
+    assert (ran.returncode, ran.stdout) == (2, b"")
+    assert b"output.log, cannot be read: " in ran.stderr
 
 
 def test_none_yet_and_none_here(store, tmp_path):

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from megatron.fill.cli import plan as command
 from megatron.fill.errors import ConfigError
+from megatron.fill.planner.held import MARGIN_BYTES
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.profiles import Configuration, JobProfile, NodeProfile, Offload
 
@@ -46,7 +47,7 @@ def files(tmp_path, monkeypatch):
         {
             "rank": rank,
             "iteration_ms": 400.0,
-            "training": [{"kind": "drain", "p10_ms": length, "free_bytes": 100} for length in lengths],
+            "training": [{"kind": "drain", "p10_ms": length, "free_bytes": 100 + MARGIN_BYTES} for length in lengths],
         }
         for rank, lengths in ((0, [50.5, 90.5]), (2, [88.5]))
     ]
@@ -73,11 +74,11 @@ def test_the_table_fits_80_columns(files):
     assert all(len(line) <= 80 for line in table)
     first = next(line for line in table if "train-0" in line)
     # 40 ms fit the 50.5 ms, 80 ms the 90.5: an iteration of 4 in each cycle of 400 ms
-    assert first.split() == ["0", "train-0", "b4", "1", "a", "cycle", "4", "85.1%", "99.3%", "10"]
+    assert first.split() == ["0", "train-0", "b4", "1", "a", "cycle", "4", "85.1%", "97.9%", "10"]
     second = next(line for line in table if "train-0" in line and line.split()[0] == "2")
-    assert second.split() == ["2", "train-0", "b4", "1", "in", "2", "2", "67.8%", "99.4%", "5"]
+    assert second.split() == ["2", "train-0", "b4", "1", "in", "2", "2", "67.8%", "98.3%", "5"]
     assert "train-1" not in output
-    assert "rank 2: huge: node 'forward' of b1 (500.000 ms, 10 bytes) is 411.500 ms too long for bubble 0" in output
+    assert "rank 2: huge: node 'forward' of b1 (500.000 ms, 10 bytes) is 411.800 ms too long for bubble 0" in output
     assert "Without a profile: new; first run: pipefill profile jobs.yaml" in output
 
 
@@ -90,8 +91,8 @@ def test_json_holds_the_plans(files):
     plan = ExecutionPlan.from_dict(train["plan"])
     assert plan.configuration == Configuration(4, True, Offload.OPTIMIZER)
     assert plan.counts == ((1,), (1,))
-    assert ExecutionPlan.from_dict(train["tail_plan"]).counts == ((48, 8),)
-    assert train["packed_with_tail"] == pytest.approx((120 + 56) / 177)
+    assert ExecutionPlan.from_dict(train["tail_plan"]).counts == ((47, 7),)
+    assert train["packed_with_tail"] == pytest.approx((120 + 54) / 177)
     assert embed["tail"] is None
     assert "too long" in huge["error"]
 

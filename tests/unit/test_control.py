@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fill.cli import main
-from megatron.fill.control import ControlPage, ControlReader, RunState, find_pages
+from megatron.fill.control import ControlPage, ControlReader, RunState, damaged_notes, find_pages
 from megatron.fill.errors import ControlError
 from megatron.fill.runtime.controlled import ControlWatcher
 from tests.unit.children import until
@@ -144,6 +144,24 @@ class TestFinding:
         path.with_name("rank0.json").write_text(text)
         assert [page.rank for page in find_pages(tmp_path)] == [1]
 
+    @pytest.mark.parametrize("kind", ["emptied", "pipe", "link", "deep", "1e400"])
+    def test_a_damaged_note_is_no_claim_that_its_rank_is_gone(self, tmp_path, kind):
+        page = ControlPage.create(1)
+        path = page.announce(tmp_path)
+        assert damaged_notes(tmp_path) == []
+        path.unlink()
+        if kind == "pipe":
+            os.mkfifo(path)  # to open it would block for ever
+        elif kind == "link":
+            path.symlink_to("/dev/zero")
+        else:
+            path.write_text({"emptied": "", "deep": "[" * 100_000, "1e400": '{"pid": 1e400, "fd": 1}'}[kind])
+        [line] = damaged_notes(tmp_path)
+        assert f"{path} is damaged" in line
+        assert "whether that rank runs, and in which state, is not known" in line
+        with pytest.raises(ControlError, match=r"rank1.json is damaged"):
+            find_pages(tmp_path)
+
     def test_a_descriptor_that_is_something_else_by_now_is_not_opened(self, tmp_path):
         fifo = tmp_path / "fifo"
         os.mkfifo(fifo)
@@ -199,6 +217,19 @@ class TestCommands:
         assert code == 1
         assert out.split()[-1] == "no"
         assert page.state is RunState.PAUSED
+
+    def test_a_rank_that_nobody_can_tell_makes_it_fail_and_the_others_are_told(
+        self, tmp_path, monkeypatch, capsys, child
+    ):
+        page = ControlPage.create(0)
+        path = page.announce(tmp_path)
+        os.read(child(an_agent(page)).out, 5)
+        os.mkfifo(path.with_name("rank1.json"))
+        for command in ("pause", "status"):
+            code, out, err = self.run(monkeypatch, capsys, command, tmp_path)
+            assert code == 1
+            assert out.splitlines()[1].split()[3:] == ["PAUSED", "yes"]
+            assert "rank1.json is damaged" in err
 
     def test_an_agent_that_is_gone_is_not_waited_for(self, tmp_path, monkeypatch, capsys, child):
         page = ControlPage.create(0)

@@ -18,16 +18,18 @@ RULES: dict[str, set[str]] = {
     "errors": set(),
     "futex": set(),
     "shared": set(),
+    "display": {"types"},
+    "hearsay": set(),
     "records": {"types", "errors"},
     "config": {"types", "errors"},
     "hooks": {"types", "errors"},
     "gate": {"types", "errors", "futex", "shared"},
-    "control": {"types", "errors", "futex", "shared"},
+    "control": {"types", "errors", "futex", "hearsay", "shared"},
     "stream": {"types", "errors", "futex", "hooks", "shared"},
     "predictor": {"types", "errors"},
     "profiles": {"types"},
     "board": {"types", "profiles", "shared"},
-    "sidetask": {"types", "errors", "profiles"},
+    "sidetask": {"types", "errors", "hearsay", "profiles"},
     "device": {"types", "errors"},
     # The package itself, for where it lies.
     "sandbox": {"types", "errors"},
@@ -40,27 +42,15 @@ RULES: dict[str, set[str]] = {
         *("store", "report", "device", "runtime"),
     },
     "store": {"types", "errors", "config"},
-    "report": {"types", "errors", "records"},
+    "report": {"types", "errors", "records", "display"},
     "runtime": {
         *("types", "errors", "profiles", "records", "gate", "board", "futex", "sidetask", "device", "predictor"),
-        *("control", "hooks", "planner", "scheduler", "shared", "store", "stream", "sandbox"),
+        *("control", "hearsay", "hooks", "planner", "scheduler", "shared", "store", "stream", "sandbox"),
     },
     "chaos": {"types", "errors", "records", "store", "sidetask", "config", "report", "control", "runtime"},
     "cli": {
-        *(
-            "chaos",
-            "control",
-            "types",
-            "errors",
-            "profiles",
-            "config",
-            "store",
-            "planner",
-            "device",
-            "runtime",
-            "sim",
-            "sandbox",
-        ),
+        *("chaos", "control", "types", "errors", "profiles", "config", "store", "planner", "device", "runtime", "sim"),
+        *("display", "hearsay", "sandbox"),
     },
     "__init__": {"types", "errors", "sidetask"},
 }
@@ -157,3 +147,53 @@ def test_megatron_stays_a_namespace():
 def test_torch_free_modules_import_without_torch(module):
     code = f"import sys, megatron.fill.{module}; sys.exit('torch' in sys.modules or 'megatron.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Runs inside the job's own process, or writes only: what a job does to these it does to itself.
+WORKER_SIDE = {
+    *("worker", "loop", "planned", "profiler", "checkpoint", "saver", "command", "measure", "safefile"),
+}
+READERS = {"read_text", "read_bytes", "open", "fdopen", "load", "loads"}
+# What agents, report and commands read that no job's folder holds: file -> calls.
+OTHER_READS = {
+    "app/session.py": {"(agents / f'agent{self.info.rank}.log').open"},
+    "cli/simulate.py": {"load"},
+    "control.py": {"Path(f'/proc/{pid}/stat').read_text", "os.open"},
+    "records.py": {"json.loads", "path.read_text"},
+    "runtime/agent.py": {"json.loads", "Path(spec_path).read_text"},
+    "runtime/confined.py": {"json.loads"},  # of a worker's first process, which runs nothing of the job
+    "runtime/enforcer.py": {"(folder / 'stat').read_text", "(folder / 'schedstat').read_text"},  # in /proc
+    "runtime/folder.py": {"os.open"},  # folders themselves
+    "runtime/output.py": {"os.fdopen"},  # to write
+    "runtime/rank.py": {"self.gate.open"},
+    "runtime/relay.py": {"json.loads", "log.open"},
+    "runtime/spec.py": {"json.loads"},  # in the worker
+    "runtime/warden.py": {"json.loads", "spec_path.read_text"},
+}
+
+
+def reads(path: Path) -> set[str]:
+    """Every call in a file that reads bytes, as it is written."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name.rpartition(".")[2] in READERS:
+                found.add(name)
+    return found
+
+
+def outside(path: Path) -> bool:
+    """Whether a file runs outside of a job's process, and reads what others wrote."""
+    return room(path) in {"report", "cli", "control", "records", "app"} or (
+        room(path) == "runtime" and path.stem not in WORKER_SIDE
+    )
+
+
+def test_what_a_job_can_write_is_read_through_one_door():
+    found = {
+        str(path.relative_to(FILL)): calls
+        for path in sorted(FILL.rglob("*.py"))
+        if outside(path) and (calls := reads(path) - {"hearsay.read_text"})
+    }
+    assert found == OTHER_READS

@@ -112,6 +112,7 @@ def test_a_worker_that_does_not_stop_is_killed(tmp_path, monkeypatch):
     state, reason, _, crashed = bench.outcome()
     assert (state, crashed) == (JobState.FAILED, False)
     assert reason.endswith("did not return within 0.5 s of the stop: the main job is over")
+    assert bench.run.late
 
 
 def test_a_job_that_belongs_to_another_agent_ends_at_once(tmp_path):

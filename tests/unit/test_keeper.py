@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -153,7 +154,39 @@ def test_progress_adds_up_over_attempts(flaky):
     progress = progress_of(job, log, time.monotonic() - 2.0)
     assert (progress.work_done, progress.total_work, progress.unit, progress.steps) == (15.0, 30.0, "Bilder/ü", 1)
     assert progress.rate == pytest.approx(2.5, rel=0.2)
-    assert progress.checkpoint_s is None
+    assert (progress.checkpoint_s, progress.resumable, progress.startup_s) == (None, False, None)
+
+
+def test_a_worker_that_starts_has_not_undone_what_was_done(flaky):
+    [job] = flaky.store.submit([NewJob("a", SPEC)])
+    job, log = replace(job, progress=Progress(40.0, 100.0, checkpoint_s=5.0)), StepLog(create_log())
+    assert progress_of(job, log, time.monotonic()).work_done == 40
+    log.serving_ns = time.monotonic_ns()  # the checkpoint could not be used: it began again
+    assert progress_of(job, log, time.monotonic()).work_done == 0
+    log.base_work = 38.0
+    assert progress_of(job, log, time.monotonic()).work_done == 38
+
+
+def test_a_worker_that_serves_says_how_long_it_took_and_whether_it_can_go_on_elsewhere(flaky):
+    job = flaky.store.submit([NewJob("a", SPEC)])[0]
+    log = StepLog(create_log())
+    began_s = time.monotonic() - 5.0
+    log.serving_ns, log.resumable = int((began_s + 2.0) * 1e9), True
+    progress = progress_of(job, log, began_s)
+    assert progress.startup_s == pytest.approx(2.0)
+    assert progress.resumable
+    log.serving_ns = int((began_s + 3600) * 1e9)  # a job can write there what it likes
+    assert progress_of(job, log, began_s).startup_s is None
+
+
+def test_that_another_rank_asks_for_the_job_arrives(flaky):
+    keeper = make(lease_s=0.3)
+    keeper.start()
+    held = take(keeper)
+    flaky.store.report_device(Device("rank 1", "run"), 60)
+    assert flaky.store.ask_for(held.claim.job.id, held.claim.attempt, "rank 1")
+    wait_for(lambda: held.standing is Standing.MOVE)
+    keeper.stop()
 
 
 def test_what_a_dead_agent_held_is_given_back_once_the_store_answers(flaky):
@@ -202,4 +235,33 @@ def test_the_end_of_a_job_is_said_later_if_nobody_hears_it_now(flaky):
     assert flaky.store.get(held.claim.job.id).state is JobState.RUNNING
     flaky.down = False
     wait_for(lambda: flaky.store.get(held.claim.job.id).state is JobState.SUCCEEDED)
+    keeper.stop()
+
+
+def test_an_end_that_cannot_be_said_stops_nothing_else(flaky):
+    keeper = make("ab", lease_s=5.0)
+    keeper.every_s = 0.02
+    said = []
+
+    def broken(store: Any) -> bool:
+        raise KeyError("what no store expects")
+
+    keeper._unsaid = [broken, lambda store: bool(said.append("the next one")) or True]
+    keeper.start()
+    held = take(keeper)
+    before_s = held.beat_s
+    wait_for(lambda: said == ["the next one"] and held.beat_s > before_s)
+    assert keeper._unsaid == []
+    keeper.stop()
+
+
+def test_one_job_s_broken_progress_stops_no_other_heartbeat(flaky):
+    keeper = make("ab", lease_s=5.0)
+    keeper.every_s = 0.02
+    broken, sound = take(keeper), take(keeper)
+    broken.progress = lambda: Progress(work_done=1 / 0)
+    before_s = sound.beat_s
+    keeper.start()
+    wait_for(lambda: sound.beat_s > before_s)
+    wait_for(lambda: flaky.store.devices() != [])
     keeper.stop()

@@ -369,3 +369,48 @@ def test_part_of_an_iteration_is_part_of_its_work():
     assert (bench.log.work_done, bench.log.partial_work) == (8.0, 0.0)
     bench.bubble(1)
     assert (bench.log.work_done, bench.log.partial_work) == (10.5, 2.5)
+
+
+class Iterations(Scripted):
+    """Nodes of a millisecond; the last of each iteration says what the iteration did."""
+
+    nodes, did = 7, 0.3
+
+    def run_next_step(self) -> float:
+        super().run_next_step()
+        self.next_node = (self.next_node + 1) % self.nodes
+        return 0.0 if self.next_node else self.did
+
+
+def test_whole_iterations_count_exactly():
+    bench = Bench()
+    bench.task.__class__ = Iterations
+    bench.task.lengths = [1.0] * 7 * 40
+    bench.loop.expect(profile(*[(1, 0)] * 7))
+    for _ in range(100):
+        bench.bubble(2.5)
+    whole = 0.0
+    for _ in range(200 // 7):
+        whole += 0.3
+    assert bench.log.whole_work == whole
+    assert bench.log.partial_work == pytest.approx(10.0 * (200 % 7) / 7)
+    for _ in range(40):
+        bench.bubble(2.5)
+    whole = 0.0
+    for _ in range(40):
+        whole += 0.3
+    assert (bench.log.whole_work, bench.log.work_done, bench.log.partial_work) == (whole, whole, 0.0)
+    assert bench.log.record("t", 0).work_done == whole
+
+
+def test_an_iteration_that_ends_alone_counts_where_its_nodes_ran():
+    bench = two_kinds(1, 3, 1, 3)
+    bench.task.__class__ = Iterations
+    bench.task.nodes, bench.task.did = 2, 8.0
+    bench.loop.expect(profile((1, 0), (3, 0)))
+    bench.bubble(1)
+    bench.seq += 1
+    bench.gate.end_ns = bench.clock.now_ns + 3 * MS
+    bench.loop.fill(OpenBubble(bench.seq, bench.clock.now_ns, bench.gate.end_ns, 0, True))
+    record = bench.log.record("t", 0)
+    assert (bench.log.work_done, record.work_done, record.alone_work) == (8.0, 2.5, 5.5)

@@ -156,7 +156,7 @@ def test_a_wrong_text_is_refused(old, new, message):
 
 
 def test_wrong_json_is_refused():
-    with pytest.raises(ValueError, match="not an execution plan: KeyError: 'nodes'"):
+    with pytest.raises(ValueError, match="not an execution plan: KeyError: 'work'"):
         ExecutionPlan.from_dict({"configuration": "b1"})
 
 

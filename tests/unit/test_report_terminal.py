@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron.fill.display import state_colour
 from megatron.fill.report import Report, bubble_cycle, build_report, print_cycle, print_report, write_cycles
 from megatron.fill.report.schema import Cycles
 from megatron.fill.types import BrakeEvent, BubbleKind, JobRecord, JobState, RankRecord
@@ -107,3 +108,20 @@ def test_terminal_with_large_figures_and_markup() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "[bold]no[/bold]" in text
+
+
+def test_a_job_in_any_state_is_printed() -> None:
+    ranks, workers, jobs = synthetic_run()
+    for state in JobState:
+        text = printed(build_report(ranks, workers, [replace(job, state=state) for job in jobs], ""))
+        assert text.count(state) == len({job.name for job in jobs})
+    colours = [state_colour(state) for state in JobState]
+    assert len(set(colours)) == len(JobState)
+
+
+def test_what_a_job_says_does_not_command_the_terminal() -> None:
+    ranks, workers, jobs = synthetic_run()
+    jobs[0] = replace(jobs[0], reason="\x1b[2Jgone\x9b", unit="\x1bx")
+    console = Console(width=80, file=(out := StringIO()))
+    print_report(build_report(ranks, workers, jobs, ""), console)
+    assert not set(out.getvalue()) & {"\x1b", "\x9b"}

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import os
+import struct
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +17,17 @@ from hypothesis import strategies as st
 
 from megatron.fill.errors import TaskError
 from megatron.fill.runtime import output
+from megatron.fill.runtime.keeper import progress_of
 from megatron.fill.runtime.output import BoundedOutput
 from megatron.fill.runtime.spec import Outcome
 from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog, create_log
 from megatron.fill.sidetask.loader import load_task
-from megatron.fill.types import JobState
+from megatron.fill.store.memory import MemoryStore
+from megatron.fill.store.port import NewJob
+from megatron.fill.types import BubbleUse, JobState
+
+WORD_AT = 8 * (64 + 65_536 * 5 + 8_192 * 2)
+JOB = MemoryStore().submit([NewJob("job", {})])[0]
 
 
 @given(st.lists(st.integers(0, 400), max_size=30))
@@ -68,6 +76,13 @@ def test_an_outcome_comes_through_and_one_too_large_loses_its_result():
         '{"state": "SUCCEEDED", "reason": "", "result": []}',
         '{"state": "SUCCEEDED", "reason": "", "total_work": "much"}',
         '{"state": "SUCCEEDED", "reason": "", "total_work": NaN}',
+        '{"state": "SUCCEEDED", "reason": "", "total_work": 1e400}',
+        '{"state": "SUCCEEDED", "reason": "", "total_work": true}',
+        '{"state": "SUCCEEDED", "reason": "", "total_work": 5e-324}',
+        '{"state": "SUCCEEDED", "reason": "", "total_work": -1}',
+        '{"state": "SUCCEEDED", "reason": "\\ud800"}',
+        '{"state": "SUCCEEDED", "reason": "", "result": {"loss": NaN}}',
+        '{"state": "SUCCEEDED", "reason": "", "result": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}",
         '{"state": "SUCCEEDED", "reason": "", "more": 1}',
         "\xff",
     ],
@@ -78,20 +93,55 @@ def test_a_word_that_makes_no_sense_is_none(word):
     assert Outcome.left(log) is None
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.binary(max_size=400), st.integers(0, 400))
-def test_whatever_is_written_over_a_log_it_can_be_read(noise, at):
+def test_a_result_with_what_json_lacks_still_arrives():
+    log = StepLog(create_log())
+    Outcome(JobState.SUCCEEDED, "a\ud800", result={"loss": math.nan, "big": 10**30}, total_work=math.inf).leave(log)
+    assert Outcome.left(log) == Outcome(JobState.SUCCEEDED, "a?", result={"loss": None, "big": 1e30})
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for result in ({"deep": deep}, {"no": object()}, {"large": "x" * MOST_WORD_BYTES}):
+        Outcome(JobState.SUCCEEDED, "", result=result).leave(log)
+        assert Outcome.left(log) == Outcome(JobState.SUCCEEDED, "")
+
+
+hostile_floats = st.sampled_from([1e308, -1e308, 4.9e-324, math.inf, math.nan, -0.0, 1e100, 1e-100]) | st.floats()
+noise = st.one_of(
+    st.binary(max_size=400),
+    st.lists(hostile_floats, max_size=50).map(lambda values: struct.pack(f"{len(values)}d", *values)),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50).map(lambda values: struct.pack(f"{len(values)}q", *values)),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(noise, st.integers(0, 1100), noise, st.sampled_from([0, 8 * 64 + 65_536 * 40, WORD_AT]), st.integers(0, 3))
+def test_whatever_is_written_over_a_log_it_can_be_read(some, at, more, where, rows):
     fd = create_log()
     log = StepLog(fd)
-    os.pwrite(fd, noise, at)
-    Outcome.left(log)
-    record = log.record("job", 0)
-    for number in (record.work_done, record.alone_work, log.work_done, log.total_work or 0, log.checkpoint_s or 0):
-        assert 0 <= number < math.inf
-    for count in (record.steps_done, record.harvested_ns, log.ready_ns, log.step_count):
-        assert 0 <= count < 1 << 62
-    assert log.phase.callback
-    json.dumps(dataclasses.asdict(record), allow_nan=False)
+    log.leave_word(b'{"state": "SUCCEEDED", "reason": ""}')
+    for number in range(rows):
+        log.step_ended(number, number + 1, 1.0, alone=False)
+        log.leave_bubble(BubbleUse(number, 0, 1, 0, 1), alone=False)
+    os.pwrite(fd, some, at)
+    os.pwrite(fd, more, where)
+    try:
+        outcome = Outcome.left(log)
+        record = log.record("job", 0)
+        progress = progress_of(JOB, log, time.monotonic() - 1e-9)
+        for number in (record.work_done, record.alone_work, log.work_done, log.total_work or 0, log.checkpoint_s or 0):
+            assert 0 <= number < math.inf
+        for count in (record.steps_done, record.harvested_ns, log.ready_ns, log.step_count):
+            assert 0 <= count < 1 << 62
+        if progress.total_work:
+            assert math.isfinite(100 * progress.work_done / progress.total_work)
+        now_ns = time.monotonic_ns()
+        assert all(0 <= start <= end <= now_ns for start, end in record.steps)
+        assert all(min(use.harvested_ns, use.overrun_ns, use.steps, use.latency_ns + 1) >= 0 for use in record.uses)
+        assert log.phase.callback
+        for value in (record, progress, *([outcome] if outcome else [])):
+            json.dumps(dataclasses.asdict(value), allow_nan=False, ensure_ascii=False).encode()
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megatron.fill.runtime import safefile
 from megatron.fill.runtime.folder import folder_name, job_folder, occupied
 from megatron.fill.runtime.output import BoundedOutput
 from megatron.fill.store.memory import MemoryStore
@@ -21,23 +21,6 @@ def job(name: str = "pi", directory: str = "") -> Job:
     store = MemoryStore()
     [made] = store.submit([NewJob(name, SPEC)])
     return replace(made, directory=directory, attempt=2)
-
-
-def test_a_plain_file_is_read(tmp_path):
-    safefile.write_text(tmp_path / "file", "text")
-    assert safefile.read_text(tmp_path / "file") == "text"
-
-
-def test_links_pipes_and_floods_are_not(tmp_path):
-    (tmp_path / "secret").write_text("secret")
-    (tmp_path / "link").symlink_to(tmp_path / "secret")
-    os.mkfifo(tmp_path / "pipe")  # to open it would block for ever
-    (tmp_path / "flood").write_bytes(b"x" * 100)
-    for name in ("link", "pipe", "nothing"):
-        with pytest.raises(OSError):  # noqa: PT011
-            safefile.read_text(tmp_path / name)
-    with pytest.raises(ValueError, match="larger than 10 bytes"):
-        safefile.read_text(tmp_path / "flood", 10)
 
 
 def test_a_file_is_never_written_through_a_link(tmp_path):
@@ -94,3 +77,20 @@ def test_two_workers_never_share_a_folder(tmp_path):
         pass
     with occupied(tmp_path):
         pass
+
+
+def test_a_worker_that_leaves_a_folder_is_waited_for(tmp_path):
+    entered, left = threading.Event(), threading.Event()
+
+    def holder() -> None:
+        with occupied(tmp_path):
+            entered.set()
+            time.sleep(0.2)
+            left.set()
+
+    thread = threading.Thread(target=holder)
+    thread.start()
+    entered.wait()
+    with occupied(tmp_path):
+        assert left.is_set()
+    thread.join()

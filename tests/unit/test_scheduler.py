@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.fill.board import CycleBoard, CycleBoardReader
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
+from megatron.fill.planner.held import MARGIN_BYTES
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.runtime.choice import Choice
 from megatron.fill.scheduler.estimate import estimate_s
@@ -148,6 +149,7 @@ def test_priority_then_submission_is_the_default():
     jobs = job(1), job(2, priority=5), job(3, priority=5), job(4, priority=-1)
     assert ranked(DEFAULT_POLICY, *jobs) == [2, 3, 1, 4]
     assert FillSettings().policy == DEFAULT_POLICY
+    assert FillSettings().memory_margin_mib * 2**20 == MARGIN_BYTES
 
 
 @given(

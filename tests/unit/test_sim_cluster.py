@@ -28,7 +28,7 @@ from megatron.fill.sim.values import (
 from megatron.fill.types import JobState
 from tests.unit.clusters import any_policy, cycle, kind, profile, scenarios
 
-EXACT = RuntimeModel(reserve_ns=0, start_s=0.5)
+EXACT = RuntimeModel(reserve_ns=0, margin_bytes=0, start_s=0.5)
 TEN = kind("ten", profile(1, 10, 4))  # 10 ms: ten a second in a bubble of 100 ms a second, 100 a second alone
 THIRTY = kind("thirty", profile(1, 30, 4))  # three a second there, and 10 ms are left
 THREE = kind("three", profile(1, 3, 4))  # 33 a second there, three a second in those 10 ms
@@ -293,7 +293,7 @@ def test_a_wrong_value_is_refused():
         scenario(main_jobs=(MainJobRun("a", (group,)), MainJobRun("b", (group,))))
     with pytest.raises(ValueError, match="duration_s is inf"):
         scenario(duration_s=inf)
-    for wrong in ({"harvest": 0.0}, {"start_s": -1.0}, {"checkpoint_s": 0.0}, {"reserve_ns": -1}):
+    for wrong in ({"harvest": 0.0}, {"start_s": -1.0}, {"checkpoint_s": 0.0}, {"reserve_ns": -1}, {"margin_bytes": -1}):
         with pytest.raises(ValueError, match="expected reserve_ns"):
             RuntimeModel(**wrong)
     with pytest.raises(ValueError, match="mtbf_s above 0"):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.fill.planner.held import MARGIN_BYTES
 from megatron.fill.sim.filljobs.generate import Generator, fill_capacity, generate
 from megatron.fill.sim.values import DeviceGroup, RuntimeModel
 from tests.unit.clusters import cycle, kind, profile
@@ -18,7 +19,11 @@ DAY_S = 86400.0
 FAST = kind("fast", profile(1, 10, 4))  # 100 a second alone
 SLOW = kind("slow", profile(1, 100, 4))  # 10 a second alone; fits no bubble below
 KINDS = (FAST, SLOW)
-GROUPS = (DeviceGroup("a", 3, cycle((95, 8))), DeviceGroup("b", 2, cycle((50, 8))), DeviceGroup("c", 9, cycle((50, 1))))
+GROUPS = (
+    DeviceGroup("a", 3, cycle((95, 8 + MARGIN_BYTES))),
+    DeviceGroup("b", 2, cycle((50, 8 + MARGIN_BYTES))),
+    DeviceGroup("c", 9, cycle((50, 1 + MARGIN_BYTES))),
+)
 RATES = {its.name: its.alone_rate for its in KINDS}
 
 generators = st.builds(

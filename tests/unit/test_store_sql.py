@@ -14,11 +14,12 @@ from pathlib import Path
 import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
+from alembic.command import upgrade
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from megatron.fill.errors import StoreError
-from megatron.fill.store import NewJob, migrate, open_store
+from megatron.fill.store import Device, NewJob, Progress, migrate, open_store
 from megatron.fill.store.location import locate, shown
 from megatron.fill.store.schema import REVISION, VERSION_TABLE, metadata
 from megatron.fill.store.sql import SqlStore
@@ -204,6 +205,27 @@ class TestMigrations:
         monkeypatch.setattr(migrate, "_migrations", functools.cache(slow_import))
         open_store(tmp_path).close()
         assert free
+
+    def test_what_was_kept_under_the_first_schema_is_still_there(self, url):
+        config = migrate._config()
+        engine = create_engine(locate(url))
+        with engine.begin() as connection:
+            config.attributes["connection"] = connection
+            upgrade(config, "v0001")
+            values = "'pi', '{}', 'ada', 0, 'QUEUED', '', 5.0, 0, false, '', '', '{}', '{}'"
+            names = 'name, spec, "user", priority, state, reason, submitted_s, attempt, cancelling, device, directory'
+            connection.execute(text(f"INSERT INTO pipefill_jobs ({names}, progress, result) VALUES ({values})"))
+            cycle = "'rank 0', 'run', '', 'null', 1e12"
+            connection.execute(
+                text(f"INSERT INTO pipefill_devices (name, run, job, cycle, lease_until_s) VALUES ({cycle})")
+            )
+        engine.dispose()
+        store = open_store(url)
+        [kept] = store.list()
+        assert (kept.name, kept.user, kept.submitted_s, kept.progress) == ("pi", "ada", 5.0, Progress())
+        assert (kept.asked_by, kept.asked_s) == ("", None)
+        assert store.devices() == [Device("rank 0", "run")]
+        store.close()
 
     def test_a_newer_schema_is_refused(self, url):
         open_store(url).close()

@@ -10,6 +10,7 @@ import contextlib
 import getpass
 import logging
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -35,10 +36,15 @@ from megatron.fill.records import read_agent, write_agent
 from megatron.fill.runtime.guest import find_guest
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store import NewJob, open_store
+from megatron.fill.store.location import locate, shown
 from megatron.fill.store.submit import new_job
 from megatron.fill.types import JobRecord, JobState, RankInfo
 
 logger = logging.getLogger("pipefill")
+
+_STORE = "PIPEFILL_STORE"
+_RUN_PARTS = ("ranks", "agents", "jobs")  # of a run folder
+_DEVICE = re.compile(r"rank \d+ of (?P<run>.*) on \S+")
 
 
 class Launch:
@@ -63,7 +69,11 @@ class Launch:
                 ) from error
         parse_policy(settings.policy)
         if settings.serves:
-            _check_store(self._store(Path(settings.report or "runs")))
+            run_dir = None if settings.report is None else Path(settings.report)
+            where = self._store(run_dir or Path("runs"))
+            _check_store(where)
+            if settings.store is None and os.environ.get(_STORE):
+                _check_owner(where, run_dir)
             if settings.user is not None:
                 find_guest(settings.user)  # a wrong one is said before anything is started
             self.mps = share(settings, pipefill_patches.PATCHES["cpu_backend"].applied)
@@ -99,7 +109,17 @@ class Launch:
     def _store(self, run_dir: Path) -> str:
         """Where this run's jobs are kept."""
         assert self.settings is not None
-        return self.settings.store or os.environ.get("PIPEFILL_STORE") or str(run_dir.resolve())
+        return self.settings.store or os.environ.get(_STORE) or str(run_dir.resolve())
+
+    def _served(self, run_dir: Path) -> str:
+        """The line that says which store this run serves, and why that one."""
+        assert self.settings is not None
+        origin = "the run folder's own"
+        if self.settings.store:
+            origin = "--fill-store"
+        elif os.environ.get(_STORE):
+            origin = f"${_STORE}"
+        return f"PipeFill: serves the job store {shown(self._store(run_dir))} ({origin})"
 
     def on_start(self, info: RankInfo, args: Namespace) -> None:
         settings = self.settings
@@ -125,6 +145,8 @@ class Launch:
                 _make_run_folder(Path(name))
                 agreed = [name]
                 print(f"PipeFill: {len(settings.jobs)} jobs, run folder {name}", flush=True)
+                if settings.serves:
+                    print(self._served(Path(name)), flush=True)
             except OSError as error:
                 logger.warning("the run folder %s cannot be made, so nothing is filled: %s", name, error)
         dist.broadcast_object_list(agreed, src=0)
@@ -177,12 +199,24 @@ class Launch:
                 state, directory = kept.state, kept.directory
                 reason = kept.reason or "no rank became free before the main job ended"
                 if state is JobState.RUNNING:
-                    reason = "its agent was killed; it goes back to the queue when the lease ends"
+                    reason = _held_by(kept.device, run_dir)
             unit = "seconds" if command else "steps"
             records.append(JobRecord(job.name, what, state, reason, 0.0, unit, directory=directory))
         if store is not None:
             store.close()
         return records
+
+
+def _held_by(device: str, run_dir: Path) -> str:
+    """Why a job still runs when this run is over.
+
+    Args:
+        device: where it runs, as its agent said (``Agent.name``).
+    """
+    match = _DEVICE.fullmatch(device)
+    if match is None or match["run"] == str(run_dir.resolve()):
+        return "its agent was killed; it goes back to the queue when the lease ends"
+    return f"another run has it: {device}"
 
 
 def _warn_of_no_bubbles(info: RankInfo) -> None:
@@ -197,8 +231,6 @@ def _check_store(where: str) -> None:
         ConfigError: it is no store's address, or several nodes would share an SQLite file.
         StoreError: likewise.
     """
-    from megatron.fill.store.location import locate
-
     nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
     if locate(where).drivername == "sqlite" and nodes > 1:
         raise ConfigError(
@@ -206,8 +238,29 @@ def _check_store(where: str) -> None:
         )
 
 
+def _check_owner(where: str, run_dir: Path | None) -> None:
+    """Refuse a store of another run that a relative ``$PIPEFILL_STORE``, perhaps forgotten, leads to.
+
+    Args:
+        run_dir: this run's folder, as far as it was given.
+
+    Raises:
+        ConfigError: it belongs to another run than this one.
+    """
+    path = where.removeprefix("sqlite:///")
+    if "://" in path or Path(path).expanduser().is_absolute():
+        return
+    folder = Path(str(locate(where).database)).parent
+    of_a_run = all((folder / part).is_dir() for part in _RUN_PARTS)
+    if of_a_run and (run_dir is None or run_dir.resolve() != folder.resolve()):
+        raise ConfigError(
+            f"{_STORE} is {where!r}, the store of another run than this one, whose jobs this training would serve; "
+            f"expected --fill-store {where} with it to do so on purpose, or {_STORE} unset"
+        )
+
+
 def _make_run_folder(run_dir: Path) -> None:
-    for part in ("ranks", "agents", "jobs"):
+    for part in _RUN_PARTS:
         (run_dir / part).mkdir(parents=True, exist_ok=True)
     for stale in [*(run_dir / "ranks").glob("*.json"), *(run_dir / "agents").glob("*.json")]:
         stale.unlink()

@@ -109,7 +109,7 @@ class Fault(Honest):
         self.commit: Callable[[], Any] = getattr(self, "_" + kind.replace("-", "_"))
         self.keeps = kind in _RESUMABLE
         self.padding = "x" * (2 * _FILE_BYTES if kind == "file-limit" else 0)
-        self.attacks = memfiles.attacks()
+        self.attacks = memfiles.attacks("gate", "cycle")
         self.hoard: list[Any] = []
 
     def run_next_step(self) -> float | None:
@@ -242,7 +242,7 @@ class Fault(Honest):
     def _gate_close(self) -> None:
         if not self.faults:
             self._mark()
-            for fd in chain.from_iterable(memfiles.shared("gate", "cycle", "baton", "steps").values()):
+            for fd in chain.from_iterable(memfiles.descriptors("gate", "cycle", "baton", "steps").values()):
                 os.close(fd)
 
     def _baton_scribble(self) -> None:
@@ -255,7 +255,7 @@ class Fault(Honest):
         if self.faults >= _SCRIBBLES:
             raise ValueError("made to fail")
         self._mark()
-        memfiles.scribble(memfiles.shared(name)[name][0])
+        memfiles.scribble(name)
 
 
 _RESUMABLE = ("file-limit", "checkpoint-newest", "checkpoint-both")

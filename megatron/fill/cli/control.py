@@ -28,7 +28,7 @@ def pause(run: Run, as_json: Json = False) -> None:
     The last step of each task runs to its own end; a command is stopped where it is.
     The training goes on, and neither it nor any job has to be started again.
 
-    Exits with 1 if an agent did not acknowledge it within 2 seconds.
+    Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
     _change(run, "PAUSED", as_json)
 
@@ -36,7 +36,7 @@ def pause(run: Run, as_json: Json = False) -> None:
 def resume(run: Run, as_json: Json = False) -> None:
     """Fill again, from the next bubble, after pause, drain or kill.
 
-    Exits with 1 if an agent did not acknowledge it within 2 seconds.
+    Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
     _change(run, "RUNNING", as_json)
 
@@ -44,7 +44,7 @@ def resume(run: Run, as_json: Json = False) -> None:
 def drain(run: Run, as_json: Json = False) -> None:
     """Begin no further job on this node; those that run go on to their end.
 
-    Exits with 1 if an agent did not acknowledge it within 2 seconds.
+    Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
     _change(run, "DRAINING", as_json)
 
@@ -54,16 +54,21 @@ def kill(run: Run, as_json: Json = False) -> None:
 
     Their jobs go back to the queue and go on from their last checkpoint.
 
-    Exits with 1 if an agent did not acknowledge it within 2 seconds.
+    Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
     _change(run, "KILLED", as_json)
 
 
 def status(run: Run, as_json: Json = False) -> None:
-    """Show which state the ranks of a run on this node are in."""
+    """Show which state the ranks of a run on this node are in.
+
+    Exits with 1 if a rank's note of where it is was damaged.
+    """
     from megatron.fill.control import find_pages
 
     _show(find_pages(run), as_json)
+    if _damaged(run):
+        raise typer.Exit(1)
 
 
 def _change(run: Path, state: str, as_json: bool) -> None:
@@ -76,8 +81,19 @@ def _change(run: Path, state: str, as_json: bool) -> None:
     while _silent(pages) and time.monotonic() < end_s:
         time.sleep(_LOOK_S)
     _show(pages, as_json)
-    if _silent(pages):
+    damaged = _damaged(run)
+    if _silent(pages) or damaged:
         raise typer.Exit(1)
+
+
+def _damaged(run: Path) -> bool:
+    """Whether there are ranks that nobody can tell anything; says so."""
+    from megatron.fill.control import damaged_notes
+
+    lines = damaged_notes(run)
+    for line in lines:
+        typer.echo(line, err=True)
+    return bool(lines)
 
 
 def _silent(pages: Sequence[ControlPage]) -> list[ControlPage]:

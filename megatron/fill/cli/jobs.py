@@ -67,10 +67,10 @@ def list_jobs(
 def show(name: JobName, store: Store = None, as_json: Json = False) -> None:
     """Show all about one job.
 
-    --json prints: id, name, state, reason, user, priority, attempt, owner, device, directory, cancelling; the times
-    submitted_s, started_s, finished_s, deadline_s, checkpoint_s, lease_until_s, ends_s (seconds since 1970); work_done,
-    total_work, unit, percent, rate (per second), remaining_s, steps, harvested_s; result and spec. What is not known is
-    null.
+    --json prints: id, name, state, reason, user, priority, attempt, owner, device, directory, cancelling,
+    asked_by (the device that it is to move to); the times submitted_s, started_s, finished_s, deadline_s, checkpoint_s,
+    lease_until_s, asked_s, ends_s (seconds since 1970); work_done, total_work, unit, percent, rate (per second),
+    remaining_s, steps, harvested_s, resumable, startup_s; result and spec. What is not known is null.
     """
     with opened(store) as jobs:
         job = jobs.find(name)

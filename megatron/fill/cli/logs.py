@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import sys
 import time
@@ -11,7 +12,9 @@ from typing import Annotated
 import typer
 
 from megatron.fill.cli.options import JobName, Json, Store, opened
+from megatron.fill.display import harmless
 from megatron.fill.errors import JobError
+from megatron.fill.hearsay import MOST_BYTES, open_plain
 from megatron.fill.store import Job
 
 _OUTPUT = "output.log"  # in the job's folder
@@ -25,14 +28,14 @@ def logs(
     lines: Annotated[int | None, typer.Option("--lines", "-n", min=0, help="Only the last lines.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Print what a job printed.
+    """Print what a job printed, with control characters made visible.
 
     --json prints one object per line: job (its name) and line (the text).
     """
     with opened(store) as jobs:
         job = jobs.find(name)
         output = _Output()
-        printer = _JsonLines(job.name) if as_json else _Bytes()
+        printer = _JsonLines(job.name) if as_json else _Text()
         if not follow and not (job.directory and _path(job).exists()):
             raise JobError(_nothing(job))
         printer.write(_last(output.read(job), lines))
@@ -58,32 +61,41 @@ class _Output:
         """What was written since the last call.
 
         Raises:
-            JobError: it is there and cannot be read.
+            JobError: it is there and cannot be read, or is nothing that an agent wrote.
         """
         if not job.directory:
             return b""
         path = _path(job)
         try:
-            with path.open("rb") as file:
-                if path != self._path or file.seek(0, 2) < self._read:
+            with open_plain(path) as file:
+                size = file.seek(0, 2)
+                if size > MOST_BYTES:
+                    raise OSError(f"it has {size} bytes, and no agent writes more than {MOST_BYTES}")
+                if path != self._path or size < self._read:
                     self._path, self._read = path, 0
                 file.seek(self._read)
-                data = file.read()
+                data = file.read(MOST_BYTES)
         except FileNotFoundError:
             return b""
         except OSError as error:
-            raise JobError(f"the output of job {job.name}, {path}, cannot be read: {error.strerror}") from error
+            reason = error.strerror or error
+            raise JobError(f"the output of job {job.name}, {path}, cannot be read: {reason}") from error
         self._read += len(data)
         return data
 
 
-class _Bytes:
-    def write(self, data: bytes) -> None:
-        sys.stdout.buffer.write(data)
+class _Text:
+    """Prints nothing that could command the terminal."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+
+    def write(self, data: bytes, final: bool = False) -> None:
+        sys.stdout.buffer.write(harmless(self._decoder.decode(data, final)).encode())
         sys.stdout.buffer.flush()
 
     def close(self) -> None:
-        """Nothing is kept back."""
+        self.write(b"", final=True)
 
 
 class _JsonLines:

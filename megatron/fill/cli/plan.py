@@ -13,6 +13,7 @@ import typer
 from megatron.fill.cli.options import Json, Store
 from megatron.fill.cli.profile import stored_profiles
 from megatron.fill.errors import ConfigError, PlanError
+from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, room_bytes
 
 if TYPE_CHECKING:
     from megatron.fill.config import JobSpec
@@ -49,6 +50,15 @@ def plan(
         Path | None, typer.Option("--profiles", metavar="FILE", help="JSON: a list of profiles per job name.")
     ] = None,
     store: Store = None,
+    margin_mib: Annotated[
+        float,
+        typer.Option(
+            "--memory-margin-mib",
+            metavar="MIB",
+            min=0,
+            help="As --fill-memory-margin-mib; on a GPU 1024 more, for a worker's CUDA context.",
+        ),
+    ] = MARGIN_BYTES / 2**20,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the plans into this file.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -70,9 +80,13 @@ def plan(
         raise ConfigError(f"--rank is {rank}: expected one of {', '.join(map(str, cycles))}")
     known = _known_profiles(specs, profiles, store)
     found = {spec.name: its for spec in specs if (its := _of(spec, known))}
+    caps = {spec.name: spec.memory for spec in specs}
     unknown = [spec.name for spec in specs if spec.name not in found]
     rows = [
-        row for number, cycle in cycles.items() if rank in (None, number) for row in _plan_rank(number, cycle, found)
+        row
+        for number, cycle in cycles.items()
+        if rank in (None, number)
+        for row in _plan_rank(number, held_cycle(cycle, room_bytes(cycle, int(margin_mib * 2**20))), found, caps)
     ]
     if as_json:
         print(json.dumps({"plans": [_as_dict(row) for row in rows], "without_profile": unknown}, indent=2))
@@ -112,13 +126,21 @@ def _known_profiles(
     raise ConfigError("no profiles given; expected --profiles FILE, or --store after pipefill profile JOBS")
 
 
-def _plan_rank(rank: int, cycle: BubbleCycle, profiles: Mapping[str, Sequence[JobProfile]]) -> list[_Row]:
+def _plan_rank(
+    rank: int, cycle: BubbleCycle, profiles: Mapping[str, Sequence[JobProfile]], caps: Mapping[str, int | None]
+) -> list[_Row]:
+    """As the runtime plans: with its reserve, and with the memory that a worker is held to.
+
+    Args:
+        cycle: with that memory in each bubble.
+        caps: what each job asks for.
+    """
     from megatron.fill.planner.tail import leftover, packed_ns
 
     rows = []
     for name, its_profiles in profiles.items():
         try:
-            job = _resident(name, cycle, its_profiles)
+            job = _resident(name, cycle, its_profiles, caps[name])
         except PlanError as error:
             rows.append(_Row(rank, cycle, name, error=str(error)))
             continue
@@ -129,7 +151,7 @@ def _plan_rank(rank: int, cycle: BubbleCycle, profiles: Mapping[str, Sequence[Jo
             if other == name:
                 continue
             try:
-                tail = _resident(other, rest, profiles[other])
+                tail = _resident(other, rest, profiles[other], caps[other])
             except PlanError:
                 continue
             share = packed_ns(tail.plan, tail.profile) / job.plan.cycles / cycle.bubble_ns
@@ -138,11 +160,11 @@ def _plan_rank(rank: int, cycle: BubbleCycle, profiles: Mapping[str, Sequence[Jo
     return rows
 
 
-def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile]) -> Resident:
+def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile], cap_bytes: int | None) -> Resident:
     from megatron.fill.planner.draw import Resident
     from megatron.fill.planner.search import best_plan
 
-    found = best_plan(cycle, profiles)
+    found = best_plan(held_cycle(cycle, room_bytes(cycle, 0), cap_bytes), profiles, RESERVE_NS)
     return Resident(name, found, next(its for its in profiles if its.configuration == found.configuration))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,16 +10,17 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron.fill.cli.options import Json, Store, opened
+from megatron.fill.display import harmless
 from megatron.fill.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.fill.config import JobSpec
-    from megatron.fill.profiles import JobProfile
+    from megatron.fill.profiles import JobProfile, MeasuredJob
 
 
 class NothingToMeasure(ConfigError):
@@ -50,7 +52,7 @@ def profile(
     if where != "cpu" and not where.startswith("cuda:"):
         raise ConfigError(f"--device is {where!r}: expected cpu or cuda:0")
     search = [str(jobs.resolve().parent), os.getcwd()]
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, MeasuredJob] = {}
     specs = [spec for spec in load_jobs(jobs) if spec.task is not None]
     failures = {}
     for spec in specs:
@@ -63,7 +65,7 @@ def profile(
             failures[spec.name] = str(error)
     if store is not None:
         _keep(store, specs, found, where)
-    profiles = {name: content["configurations"] for name, content in found.items()}
+    profiles = {name: measured.to_dict()["configurations"] for name, measured in found.items()}
     if output is not None:
         try:
             output.write_text(json.dumps(profiles) + "\n", encoding="utf-8")
@@ -82,7 +84,7 @@ def profile(
 def stored_profiles(specs: Sequence[JobSpec], where: str) -> Mapping[str, Sequence[JobProfile]]:
     """The profiles that a store has of these jobs on a device like this machine's, by job name."""
     from megatron.fill.device.meter import default_device, fingerprint
-    from megatron.fill.profiles import JobProfile
+    from megatron.fill.profiles import MeasuredJob
 
     found = {}
     mark = fingerprint(default_device())
@@ -90,7 +92,8 @@ def stored_profiles(specs: Sequence[JobSpec], where: str) -> Mapping[str, Sequen
         for spec in specs:
             content = store.profile(_key(spec, mark))
             if content is not None:
-                found[spec.name] = [JobProfile.from_dict(one) for one in content["configurations"]]
+                with contextlib.suppress(ValueError):  # one that makes no sense is none
+                    found[spec.name] = MeasuredJob.from_dict(content).profiles
     return found
 
 
@@ -105,7 +108,9 @@ def _key(spec: JobSpec, mark: str) -> str:
     return profile_key(new_job(spec, [], "").spec, mark)
 
 
-def _measure(spec: JobSpec, search: list[str], device: str) -> dict[str, Any]:
+def _measure(spec: JobSpec, search: list[str], device: str) -> MeasuredJob:
+    from megatron.fill.hearsay import read_json
+    from megatron.fill.profiles import MeasuredJob
     from megatron.fill.runtime.guest import LIBRARY_SETTINGS
     from megatron.fill.runtime.measure import NO_NODES, MeasureSpec
     from megatron.fill.runtime.profiler import PROFILE
@@ -127,34 +132,34 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> dict[str, Any]:
         if done.returncode:
             error = NothingToMeasure if done.returncode == NO_NODES else ConfigError
             raise error((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
-        return json.loads((Path(folder) / PROFILE).read_text(encoding="utf-8"))
+        try:
+            return MeasuredJob.from_dict(read_json(Path(folder) / PROFILE))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"what it measured cannot be read: {error}") from error
 
 
-def _keep(where: str, specs: Sequence[JobSpec], found: Mapping[str, dict[str, Any]], device: str) -> None:
+def _keep(where: str, specs: Sequence[JobSpec], found: Mapping[str, MeasuredJob], device: str) -> None:
     from megatron.fill.device.meter import fingerprint
 
     mark = fingerprint(device)
     with opened(where, create=True) as store:
         for spec in specs:
             if spec.name in found:
-                store.keep_profile(_key(spec, mark), found[spec.name])
+                store.keep_profile(_key(spec, mark), found[spec.name].to_dict())
 
 
-def _print(found: Mapping[str, dict[str, Any]]) -> None:
+def _print(found: Mapping[str, MeasuredJob]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
-
-    from megatron.fill.profiles import JobProfile
 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("JOB", overflow="fold", min_width=8)
     table.add_column("CONFIGURATION", overflow="fold", min_width=13)
     for heading in ("NODES", "LONGEST\nMS", "ITERATION\nMS", "WORK/S\nALONE", "PEAK\nMIB"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, content in found.items():
-        for entry in content["configurations"]:
-            one = JobProfile.from_dict(entry)
+    for name, measured in found.items():
+        for one in measured.profiles:
             table.add_row(
                 escape(name),
                 str(one.configuration),
@@ -165,6 +170,6 @@ def _print(found: Mapping[str, dict[str, Any]]) -> None:
                 f"{one.memory_bytes / 2**20:.0f}",
             )
     Console().print(table)
-    for name, content in found.items():
-        if content["split"]:
-            print(f"{name}: {content['split']}")
+    for name, measured in found.items():
+        if measured.split:
+            print(f"{name}: {harmless(measured.split)}")

@@ -10,11 +10,12 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from megatron.fill.display import one_line, state_colour
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
 
 _PIPE_WIDTH = 160  # columns, where the output goes to no terminal
-_COLOURS = {JobState.RUNNING: "cyan", JobState.SUCCEEDED: "green", JobState.FAILED: "red", JobState.CANCELLED: "yellow"}
+_MOST_S = 1e11  # three thousand years: longer than that is never
 
 
 def percent(job: Job) -> float | None:
@@ -131,12 +132,12 @@ def _text(text: str, style: str = "") -> Any:
     """Text as it is: no markup, and nothing that could command the terminal."""
     from rich.text import Text
 
-    return Text("".join(letter if letter.isprintable() else " " for letter in text), style=style)
+    return Text(one_line(text), style=style)
 
 
 def _state(job: Job) -> Any:
     stopping = job.cancelling and job.state is JobState.RUNNING
-    return _text("CANCELLING" if stopping else str(job.state), _COLOURS.get(job.state, ""))
+    return _text("CANCELLING" if stopping else str(job.state), state_colour(job.state))
 
 
 def _done(job: Job) -> str:
@@ -149,8 +150,10 @@ def _done(job: Job) -> str:
 
 def _percent(job: Job) -> str:
     share = percent(job)
-    # Rounded down: 100 means done.
-    return "" if share is None else f"{math.floor(share)}"
+    if share is None:
+        return ""
+    # Rounded down while there is something left: 100 means done.
+    return f"{math.ceil(share) if job.state is JobState.SUCCEEDED else math.floor(share)}"
 
 
 def _rate(job: Job) -> str:
@@ -160,8 +163,8 @@ def _rate(job: Job) -> str:
 
 def _number(value: float) -> str:
     """Three digits or so: 7, 0.25, 1.44k, 28.7M."""
-    if not math.isfinite(value):
-        return str(value)
+    if not abs(value) < 1e15:
+        return f"{value:.3g}"
     for unit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
             scaled = value / unit
@@ -172,7 +175,7 @@ def _number(value: float) -> str:
 def _duration(seconds: float | None) -> str:
     if seconds is None:
         return ""
-    if not math.isfinite(seconds):
+    if not seconds < _MOST_S:
         return "never"
     minutes, whole = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -9,9 +9,10 @@ from itertools import accumulate
 from typing import Any
 
 from megatron.fill.errors import PlanError
-from megatron.fill.profiles import BubbleCycle, Configuration, JobProfile, NodeProfile
+from megatron.fill.profiles import BubbleCycle, Configuration, JobProfile, NodeProfile, is_amount, whole
 
 _HEAD = re.compile(r"(\S+): (\d+) nodes do (\S+) work; a bubble's first (\d+) ns are reserved; (\d+) cycles:")
+_MOST_COUNT = 1 << 50  # of anything in a plan that is read from a file
 _LINE = re.compile(r"node (\d+): (\d+(?: \d+)*)")
 
 
@@ -181,20 +182,25 @@ class ExecutionPlan:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ExecutionPlan:
-        """Read what ``to_dict`` wrote.
+    def from_dict(cls, data: Any) -> ExecutionPlan:
+        """Read what ``to_dict`` wrote, or whatever a job left in its place.
 
         Raises:
             ValueError: it is something else.
         """
         try:
+            work, counts = data["work"], data["counts"]
+            if not is_amount(work):
+                raise ValueError(f"work is {work!r:.40}; expected a number above 0")
+            if not isinstance(counts, list) or not all(isinstance(row, list) for row in counts):
+                raise ValueError("counts is no list of lists")
             return cls(
                 Configuration.parse(data["configuration"]),
-                int(data["nodes"]),
-                float(data["work"]),
-                int(data["first_node"]),
-                tuple(tuple(int(count) for count in row) for row in data["counts"]),
-                int(data["reserve_ns"]),
+                whole(data["nodes"], _MOST_COUNT, "nodes"),
+                float(work),
+                whole(data["first_node"], _MOST_COUNT, "first_node"),
+                tuple(tuple(whole(count, _MOST_COUNT, "a count") for count in row) for row in counts),
+                whole(data["reserve_ns"], _MOST_COUNT, "reserve_ns"),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"not an execution plan: {type(error).__name__}: {error}") from error

@@ -9,15 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron.fill.display import one_line, state_colour
 from megatron.fill.report.schema import CycleBubble, Percentiles, RankCycle, RankReport, Report, Summary, Totals
-from megatron.fill.types import BubbleKind, JobState
+from megatron.fill.types import BubbleKind
 
-_STATE_COLOURS = {
-    JobState.SUCCEEDED: "green",
-    JobState.FAILED: "red",
-    JobState.CANCELLED: "yellow",
-    JobState.QUEUED: "dim",
-}
 _GIB = 2**30
 _BRAKES = 5  # of one rank, that are printed
 
@@ -80,14 +75,13 @@ def _job_table(report: Report) -> Table:
     table.add_column("per s in\nbubbles", justify="right", no_wrap=True)
     table.add_column("reason", overflow="fold")
     for job in report.jobs:
-        colour = _STATE_COLOURS[job.state]
         table.add_row(
-            escape(job.name),
-            f"[{colour}]{job.state}[/]",
+            escape(one_line(job.name)),
+            f"[{state_colour(job.state)}]{job.state}[/]",
             "-" if job.rank is None else str(job.rank),
-            escape(f"{_amount(job.work_done)} {job.unit}".rstrip()),
+            escape(one_line(f"{_amount(job.work_done)} {job.unit}".rstrip())),
             "-" if job.rate is None else _amount(job.rate),
-            escape(job.reason),
+            escape(one_line(job.reason)),
         )
     return table
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -27,8 +28,10 @@ from megatron.fill.board import CycleBoardReader
 from megatron.fill.control import ControlPage, RunState
 from megatron.fill.device import MpsDaemon, Sharing, host, open_device
 from megatron.fill.device.meter import fingerprint
+from megatron.fill.device.pressure import NoRoom
 from megatron.fill.gate import SharedGateReader
 from megatron.fill.planner.cycles import cycle_to_dict
+from megatron.fill.profiles import BubbleCycle
 from megatron.fill.records import write_agent
 from megatron.fill.runtime import reap
 from megatron.fill.runtime.baton import Baton
@@ -36,6 +39,8 @@ from megatron.fill.runtime.choice import Choice
 from megatron.fill.runtime.controlled import ControlWatcher
 from megatron.fill.runtime.guest import Guest, environment
 from megatron.fill.runtime.keeper import Keeper
+from megatron.fill.runtime.mover import Mover
+from megatron.fill.runtime.room import worker_cap
 from megatron.fill.runtime.seat import Seat
 from megatron.fill.sandbox.cage import Bind
 from megatron.fill.store.port import Device, NewJob
@@ -153,8 +158,12 @@ class Agent:
         self.keeper = Keeper(
             spec.store, owners[0], submit, self.describe, spec.lease_s, owners[1:], submitted=marker.touch
         )
-        self.choice = Choice(spec.policy, self.name, fingerprint(spec.device), self.board)
+        margin_bytes = spec.margin_bytes + self.device.overhead_bytes
+        self.choice = Choice(
+            spec.policy, self.name, fingerprint(spec.device), self.board, margin_bytes, self._room_bytes
+        )
         self.seats = [Seat(self, tail=False), Seat(self, tail=True)]
+        self.mover = Mover(self.name, spec.run_dir, self.choice, self.seats[0].may_run)
         # One that follows a dead agent keeps a record of its own, beside what that one wrote.
         self._record = f"agent{spec.rank}-{len(dead)}.json" if dead else f"agent{spec.rank}.json"
         self._processes: set[int] = set()
@@ -164,16 +173,27 @@ class Agent:
     def over(self) -> bool:
         return self.orphaned or self.gate.ended
 
+    def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom | None:
+        """How much memory a worker that asks for so much may hold (``worker_cap``)."""
+        others = sum(seat.room.claim_bytes for seat in self.seats if seat.room is not None)
+        return worker_cap(job_bytes, self.device, cycle, self.spec.margin_bytes, others)
+
+    def _room_bytes(self, cycle: BubbleCycle) -> int:
+        found = self.cap(None, cycle)
+        return found if isinstance(found, int) else 0
+
     def describe(self) -> Device:
         """This device as the store should know it."""
         resident = self.seats[0]
         cycle = self.board.read()
+        paused = self.control.state is not RunState.RUNNING  # it takes no job, and nobody knows until when
         return Device(
             name=self.name,
             run=self.spec.run_dir,
-            busy_until_s=resident.busy_until_s,
+            busy_until_s=math.inf if paused else resident.busy_until_s,
             job=resident.job_name,
             cycle=None if cycle is None else cycle_to_dict(cycle),
+            refuses=self.choice.refused,
         )
 
     def run(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shlex
@@ -15,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.fill import hearsay
 from megatron.fill.control import RunState
 from megatron.fill.device.port import Limits
 from megatron.fill.planner.cycles import cycle_to_dict
+from megatron.fill.profiles import MeasuredJob
 from megatron.fill.runtime import safefile
 from megatron.fill.runtime.choice import Resident
 from megatron.fill.runtime.confined import Confined
@@ -27,7 +28,7 @@ from megatron.fill.runtime.keeper import Held, progress_of
 from megatron.fill.runtime.profiler import PROFILE
 from megatron.fill.runtime.room import Room
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
-from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.runtime.steplog import Saving, StepLog, create_log
 from megatron.fill.sandbox.cage import Bind, Cage
 from megatron.fill.store.port import Claim, JobStore, Standing
 from megatron.fill.types import JobRecord, JobState
@@ -40,6 +41,7 @@ logger = logging.getLogger("pipefill.agent")
 SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
 _CRASHES = 3  # in a row and without a checkpoint in between: then an agent gives a job up
 _OVER = "the main job ended first"
+_MOVES = "it moves to a rank that is idle"
 _KILLED = "ended by pipefill kill"
 _LOST = "the store was out of reach for longer than its lease: another agent may have it"
 _TELL_S = 5.0  # how often the end of the job is estimated anew
@@ -177,7 +179,18 @@ class Attempt:
     def _why_stop(self) -> str:
         if self.agent.over:
             return _OVER
-        return "it was cancelled" if self.held.standing is Standing.CANCELLED else ""
+        if self.held.standing is Standing.CANCELLED:
+            return "it was cancelled"
+        return _MOVES if self._may_move() else ""
+
+    def _may_move(self) -> bool:
+        """Whether another rank has asked for the job, and it has been saved since: a move must not cost any work."""
+        log = self.log
+        if self.held.standing is not Standing.MOVE:
+            log.saving = Saving.NONE
+        elif log.saving is Saving.NONE:
+            log.saving = Saving.WANTED
+        return log.saving is Saving.SAVED
 
     def _why_end(self) -> str:
         if self.held.standing is Standing.LOST:
@@ -210,7 +223,9 @@ class Attempt:
         if self.held.standing is Standing.CANCELLED and outcome.state is not JobState.SUCCEEDED:
             return JobState.CANCELLED, "cancelled while it ran"
         saved = (self.log.checkpoint_s or 0.0) > self.started_s  # so something was gained
-        if run.cut or (crashed and run.stopped):
+        # On a busy machine it may be slow to stop through no fault of its own, and nothing was asked of it but that.
+        too_slow = run.late and run.stopped in (_MOVES, _OVER)
+        if run.cut or too_slow or (crashed and run.stopped):
             kept = self.log.checkpoint_s or self.job.progress.checkpoint_s
             again = "it goes on from its last checkpoint" if kept else "it begins again"
             return JobState.QUEUED, f"{run.cut or run.stopped}; {again}"
@@ -266,6 +281,7 @@ class Attempt:
             cycle=self._cycle(),
             profiles=agent.choice.profile_of(job),
             checkpoint_s=agent.spec.checkpoint_s,
+            margin_bytes=agent.spec.margin_bytes + agent.device.overhead_bytes,
             device=agent.device.worker_name,
             cpus=agent.spec.cpus,
             task=job.spec["task"],
@@ -311,19 +327,19 @@ class Attempt:
             if time.monotonic() - told_s > _TELL_S:
                 told_s = time.monotonic()
                 self.seat.busy_until_s = self.agent.choice.done_at_s(self.held.progress(), self.directory)
-            if kept or not path.exists():
+            if kept or not os.path.lexists(path):
                 return
             try:
-                content: dict[str, Any] = json.loads(safefile.read_text(path))
+                measured = MeasuredJob.from_dict(hearsay.read_json(path))
             except (OSError, ValueError) as error:
                 logger.warning("job %s: its profile cannot be read: %s", job.name, error)
                 kept = True
                 return
-            self.agent.choice.remember(job, content)
+            self.agent.choice.remember(job, measured)
             key = self.agent.choice.key(job)
 
             def keep(store: JobStore) -> bool:
-                store.keep_profile(key, content)
+                store.keep_profile(key, measured.to_dict())
                 return True
 
             kept = bool(self.agent.keeper.ask(keep))

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ logger = logging.getLogger("pipefill.agent")
 
 JOBS = "jobs"  # in the run folder
 OUTPUT = "output.log"
+_LEAVING_S, _LOOK_S = 2.0, 0.05
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -54,20 +56,32 @@ def job_folder(run_dir: Path, job: Job, guest: Guest | None) -> Path | None:
 def occupied(directory: Path) -> Iterator[None]:
     """Keep every other worker out of the folder: after a jump of the clock two agents may believe a job to be theirs.
 
+    Whoever gave the job back a moment ago is waited for.
+
     Raises:
         OSError: somebody is in there.
     """
+    until_s = time.monotonic() + _LEAVING_S
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(f"another worker is still in {directory}") from None
-        except OSError as error:  # a file system that cannot
-            logger.info("%s cannot be locked: %s", directory, error)
+        while not _locked(fd, directory):
+            if time.monotonic() >= until_s:
+                raise OSError(f"another worker is still in {directory}")
+            time.sleep(_LOOK_S)
         yield
     finally:
         os.close(fd)
+
+
+def _locked(fd: int, directory: Path) -> bool:
+    """Lock it for ourselves; False if somebody else has."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system that cannot
+        logger.info("%s cannot be locked: %s", directory, error)
+    return True
 
 
 def _hand_over(directory: Path, guest: Guest | None) -> None:

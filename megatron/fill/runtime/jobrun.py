@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
@@ -14,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.fill import hearsay
 from megatron.fill.device.port import Limiter
-from megatron.fill.runtime import safefile
 from megatron.fill.runtime.enforcer import Enforcer
 from megatron.fill.runtime.folder import OUTPUT
 from megatron.fill.runtime.output import BoundedOutput
@@ -66,6 +65,7 @@ class JobRun:
         self.ticks = ticks
         self.verdict: str | None = None  # why the worker was killed, if it was
         self.stopped = ""  # why it was asked to stop
+        self.late = False  # it was killed because it did not stop in time
         self.cut = ""  # why it was ended at once through no fault of its own
         self.ended_ns = 0
         self._unexplained = ""  # what the kernel ended it for
@@ -122,6 +122,7 @@ class JobRun:
                 self.ask_to_stop()
                 self._deadline = now + STOP_S
             elif now > self._deadline:
+                self.late = True
                 self._kill(f"{self.log.phase.callback} did not return within {STOP_S:g} s of the stop: {self.stopped}")
             return
         beyond = self.limiter.look()
@@ -178,7 +179,7 @@ class JobRun:
 
 def _read_result(directory: Path) -> dict[str, Any]:
     try:
-        result = json.loads(safefile.read_text(directory / RESULT))
+        result = hearsay.read_json(directory / RESULT)
         return result if isinstance(result, dict) else {}
     except (OSError, ValueError):
         return {}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.fill.errors import FillError, JobError, StoreError
+from megatron.fill.errors import JobError, StoreError
 from megatron.fill.runtime.steplog import StepLog
 from megatron.fill.store import open_store
 from megatron.fill.store.port import Claim, Device, Job, JobStore, NewJob, Progress, Standing
@@ -145,7 +145,12 @@ class Keeper:
 
     def _say_rest(self, store: JobStore) -> None:
         while self._unsaid:
-            self._unsaid[0](store)
+            try:
+                self._unsaid[0](store)
+            except StoreError:  # it is said again at the next tick
+                raise
+            except Exception:  # it would fail then too, and what comes after it would never be said
+                logger.exception("the end of a job cannot be told to the store")
             self._unsaid.pop(0)
 
     def _connected(self) -> JobStore:
@@ -198,7 +203,7 @@ class Keeper:
         while not self._done.wait(_TICK_S):
             try:
                 self.ask(self._beat)
-            except FillError:
+            except Exception:  # one heartbeat's trouble is not the next one's
                 logger.exception("a heartbeat failed")
 
     def _beat(self, store: JobStore) -> None:
@@ -210,7 +215,13 @@ class Keeper:
         with self._lock:
             due = [held for held in self._held if now_s - held.beat_s >= self.every_s]
         for held in due:
-            standing = store.heartbeat(held.claim, held.progress(), self.lease_s)
+            try:
+                standing = store.heartbeat(held.claim, held.progress(), self.lease_s)
+            except StoreError:
+                raise
+            except Exception:  # one job's trouble is not the next one's
+                logger.exception("the heartbeat of job %s failed", held.claim.job.name)
+                continue
             if standing is not held.standing:
                 logger.info("job %s: %s", held.claim.job.name, standing)
             held.standing, held.beat_s = standing, now_s
@@ -222,10 +233,13 @@ class Keeper:
 
 def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
     """How far a job is, from its worker's step log."""
-    done = log.base_work + log.work_done
+    # Before the checkpoint is loaded, the log knows of no earlier work.
+    began = bool(log.serving_ns or log.step_count)
+    done = log.base_work + log.work_done if began else job.progress.work_done
     elapsed_s = time.monotonic() - began_s
     rate = log.work_done / elapsed_s if log.work_done and elapsed_s > 0 else job.progress.rate
     before = job.progress
+    startup_s = log.serving_ns / 1e9 - began_s
     return Progress(
         work_done=done,
         total_work=log.total_work or before.total_work,
@@ -234,4 +248,6 @@ def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
         steps=before.steps + log.step_count,
         harvested_s=before.harvested_s + log.harvested_ns / 1e9,
         checkpoint_s=log.checkpoint_s or before.checkpoint_s,
+        resumable=log.resumable,
+        startup_s=startup_s if 0 <= startup_s <= elapsed_s else None,
     )

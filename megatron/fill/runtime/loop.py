@@ -76,6 +76,7 @@ class StepLoop:
         """Go on until the task is finished (True), or the main job is over or a stop was asked for (False)."""
         if self.baton is not None:
             self.baton.hold()
+        self.log.serving_ns = self.clock()
         try:
             return self._serve()
         finally:
@@ -147,7 +148,8 @@ class StepLoop:
             is_open = self.gate.is_open(bubble.seq)
             if is_open or not self.preempted:
                 self.estimators.observe(node, end_ns - start_ns)
-            log.step_ended(start_ns, end_ns, self._credit(node, work), bubble.alone)
+            counts, partial = self._credit(node, work)
+            log.step_ended(start_ns, end_ns, counts, bubble.alone, partial)
             first_ns = first_ns or start_ns
             spent_ns += end_ns - start_ns
             steps += 1
@@ -156,22 +158,16 @@ class StepLoop:
                 break
         return False, first_ns, end_ns, spent_ns, steps
 
-    def _credit(self, node: int, work: float) -> float:
-        """The work that counts for a node: its share of the iteration's; with the last one, the rest of what the
-        iteration really did.  So half an iteration counts as half of its work, and whole ones exactly."""
-        if node >= len(self._shares):
-            return work
-        log = self.log
-        if node == 0:  # whatever was counted beyond an iteration's own word is void
-            void, log.partial_work = log.partial_work, 0.0
-        else:
-            void = 0.0
-        if work:
-            void, log.partial_work = void + log.partial_work, 0.0
-        else:
-            work = self._shares[node]
-            log.partial_work += work
-        return work - void
+    def _credit(self, node: int, work: float) -> tuple[float, float]:
+        """The work that counts for good, and that of the iteration that has not ended.
+
+        A node counts as its share of an iteration until the iteration's last one says what it really did.  So half an
+        iteration counts as half of its work, and whole ones exactly: shares are never added to what counts for good.
+        """
+        if work or node >= len(self._shares):
+            return work, 0.0
+        begun = self.log.partial_work if node else 0.0  # whatever was counted of an earlier iteration is void
+        return 0.0, begun + self._shares[node]
 
     def _fits(self, bubble: OpenBubble, now_ns: int) -> bool:
         estimate_ns = self.estimators.estimate_ns(self.machine.task.next_node)

@@ -15,6 +15,7 @@ from megatron.fill.device.meter import fingerprint, meter
 from megatron.fill.errors import PlanError, StaleProfile
 from megatron.fill.gate import GateReader
 from megatron.fill.planner.cycles import cycle_from_dict, drifted
+from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import best_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
@@ -30,7 +31,6 @@ from megatron.fill.sidetask.nodes import NodeTask
 logger = logging.getLogger("pipefill.plan")
 
 PLAN = "plan.json"  # in the job's folder, beside plan.txt
-CHUNK_RESERVE_NS = 300_000  # waking up and pausing: what no step can use of a bubble
 _LOOK_AGAIN_S = 0.5  # for the first cycle of a run
 _WORTH_CHANGING = 1.2  # by how much another configuration must be better: to change over, the model is split anew
 
@@ -85,7 +85,7 @@ class NodeRun:
         self._cycle = self._wait_for_cycle()
         if self._cycle is None:
             return False
-        self.plan = best_plan(self._cycle, self.profiles, CHUNK_RESERVE_NS)
+        self.plan = best_plan(self._held(self._cycle), self.profiles, RESERVE_NS)
         return True
 
     def configure(self) -> None:
@@ -123,16 +123,16 @@ class NodeRun:
         if cycle is None or not drifted(self._cycle, cycle):
             return
         self._cycle = cycle
-        self._replan(cycle)
+        self._replan(self._held(cycle))
 
     def _replan(self, cycle: BubbleCycle) -> None:
         try:
-            best = best_plan(cycle, self.profiles, CHUNK_RESERVE_NS)
+            best = best_plan(cycle, self.profiles, RESERVE_NS)
         except PlanError as error:  # the steps that still fit go on; nothing better is known
             logger.warning("the bubbles have changed, and nothing fits them as measured: %s", error)
             return
         try:
-            present = best_plan(cycle, [self._profile()], CHUNK_RESERVE_NS)
+            present = best_plan(cycle, [self._profile()], RESERVE_NS)
         except PlanError:
             present = None
         if present is not None and best.work_per_cycle < _WORTH_CHANGING * present.work_per_cycle:
@@ -195,6 +195,15 @@ class NodeRun:
             self.log.phase = WorkerPhase.ASLEEP
             time.sleep(_LOOK_AGAIN_S)
         return None
+
+    def _held(self, cycle: BubbleCycle) -> BubbleCycle:
+        """The cycle with the memory that this worker is held to."""
+        cap_bytes = self.spec.limits.memory_bytes
+        if self.spec.cycle is None and cap_bytes is not None:
+            return held_cycle(cycle, cap_bytes)
+        # Without a cap nobody knew the cycle when the job was claimed.  What a resident job leaves is less the margin.
+        margin_bytes = self.spec.margin_bytes if self.spec.cycle is None else 0
+        return held_cycle(cycle, room_bytes(cycle, margin_bytes), cap_bytes)
 
     def _read_cycle(self) -> BubbleCycle | None:
         if self.spec.cycle is not None:

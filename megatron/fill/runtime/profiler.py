@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,8 @@ from typing import Any
 
 from megatron.fill.device.meter import Meter
 from megatron.fill.errors import TaskError
-from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
+from megatron.fill.hearsay import to_json
+from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
 from megatron.fill.records import write_text
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
@@ -155,10 +155,5 @@ class Profiler:
 
 def write_profile(directory: Path, profiles: list[JobProfile], profiler: Profiler, device: str) -> None:
     """Leave a job's profile in its folder, for the agent to keep in the store."""
-    content = {
-        "device": device,
-        "split": profiler.split,
-        "total_work": profiler.total_work,
-        "configurations": [profile.to_dict() for profile in profiles],
-    }
-    write_text(directory / PROFILE, json.dumps(content) + "\n")
+    measured = MeasuredJob(tuple(profiles), profiler.total_work, profiler.split, device)
+    write_text(directory / PROFILE, to_json(measured.to_dict()) + "\n")

@@ -1,30 +1,10 @@
-"""Files in a folder that a job may write to: it may have put a link, a pipe or a flood there."""
+"""Writing into a folder that a job may write to: it may have put a link there.  ``hearsay`` reads from it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import stat
 from pathlib import Path
-
-MOST_BYTES = 32 << 20
-
-
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a plain file.
-
-    Raises:
-        OSError: it cannot be read, or is no plain file (links are not followed).
-        ValueError: it is larger than ``most_bytes``, or is not UTF-8.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{path} is no plain file")
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise ValueError(f"{path} is larger than {most_bytes} bytes")
-    return data.decode("utf-8")
 
 
 def create(path: Path, mode: int = 0o644) -> int:

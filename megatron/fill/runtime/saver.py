@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from megatron.fill.runtime import checkpoint
-from megatron.fill.runtime.steplog import StepLog
+from megatron.fill.runtime.steplog import Saving, StepLog
 from megatron.fill.sidetask.machine import TaskMachine
 
 logger = logging.getLogger("pipefill.checkpoint")
@@ -37,6 +37,7 @@ class Saver:
         Raises:
             TaskError: there are checkpoints, and none of them is whole.
         """
+        self.log.resumable = self.machine.resumable
         saved = checkpoint.load(self.directory)
         if saved is None:
             return
@@ -50,17 +51,24 @@ class Saver:
         if self._resumable and time.monotonic() >= self._due_s:
             self.save()
 
+    def save_if_wanted(self) -> None:
+        """Called between bubbles: save it if the agent wants that, because the task is to go on elsewhere."""
+        if self.log.saving is Saving.WANTED:
+            self.save()
+            saved = self._resumable and self._saved_steps == self.log.step_count
+            self.log.saving = Saving.SAVED if saved else Saving.FAILED
+
     def save(self) -> None:
         """Save the task, if it is resumable and has done anything since."""
         if not self._resumable or self._saved_steps == self.log.step_count:
             return
         state = self.machine.state_dict()
         if state is None:
-            self._resumable = False
+            self._resumable = self.log.resumable = False
             return
         now_s = time.time()
         # A task goes on from the beginning of its iteration.
-        work_done = self.log.base_work + self.log.work_done - self.log.partial_work
+        work_done = self.log.base_work + self.log.whole_work
         try:
             checkpoint.save(self.directory, {"task": state, "work_done": work_done, "saved_s": now_s})
         except (OSError, ImportError, MemoryError) as error:  # torch may not fit under a small memory cap

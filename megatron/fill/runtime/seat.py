@@ -15,7 +15,7 @@ from megatron.fill.runtime.choice import Resident
 from megatron.fill.runtime.folder import job_folder, occupied
 from megatron.fill.runtime.guest import refusal
 from megatron.fill.runtime.keeper import Held
-from megatron.fill.runtime.room import Room, worker_cap
+from megatron.fill.runtime.room import Room
 from megatron.fill.store.port import Claim, Job
 from megatron.fill.types import JobState
 
@@ -59,6 +59,8 @@ class Seat:
             return False
         claim = agent.keeper.claim(lambda store: agent.choice.wanted(store, beside), agent.name)
         if claim is None:
+            if not self.tail and not agent.seats[1].job_name:  # no job at all: what is another rank's tail worth here?
+                agent.keeper.ask(agent.mover.look)
             return False
         self.job_name, self.busy_until_s = claim.job.name, math.inf
         agent.keeper.look_again()
@@ -102,10 +104,13 @@ class Seat:
         with occupied(directory):
             Attempt(self, claim, limits, directory).run()
 
+    def may_run(self, job: Job) -> bool:
+        """Whether the job may run here, and there is memory for it now."""
+        return not refusal(job.spec, self.agent.spec.allow) and isinstance(self._limits(job), Limits)
+
     def _limits(self, job: Job) -> Limits | NoRoom:
         agent, spec = self.agent, self.agent.spec
-        others = sum(seat.room.claim_bytes for seat in agent.seats if seat.room is not None)
-        memory_bytes = worker_cap(job.spec["memory_bytes"], agent.device, agent.board.read(), spec.margin_bytes, others)
+        memory_bytes = agent.cap(job.spec["memory_bytes"], agent.board.read())
         if isinstance(memory_bytes, NoRoom):
             return memory_bytes
         return Limits(memory_bytes, spec.processes, spec.files, spec.sm_percentage)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megatron.fill.device.port import Limits, Sharing
+from megatron.fill.hearsay import parse_json, to_json
+from megatron.fill.profiles import is_amount
 from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog
 from megatron.fill.sandbox.cage import Bind, Cage
 from megatron.fill.types import JobState
@@ -27,6 +29,7 @@ class WorkerSpec:
         checkpoint_s: how often a resumable task is saved, in seconds.
         channel_fd: a socket to the agent: the worker says what it is kept in, and begins when it is told to.
         env: the job's own variables; they count once nothing of it can do harm.
+        margin_bytes: device memory that is to stay free; what a plan keeps to where ``limits`` has no cap.
     """
 
     name: str
@@ -43,6 +46,7 @@ class WorkerSpec:
     cycle: dict[str, Any] | None = None
     profiles: list[dict[str, Any]] | None = None
     checkpoint_s: float = 300.0
+    margin_bytes: int = 0
     device: str = "cpu"
     cpus: list[int] = field(default_factory=list)
     task: str | None = None
@@ -86,16 +90,17 @@ class Outcome:
     def leave(self, log: StepLog) -> None:
         """Leave it where the agent finds it, whatever becomes of the disk; a result that is too large stays behind."""
         for outcome in (self, replace(self, result={})):
-            word = json.dumps(asdict(outcome)).encode()
-            if len(word) <= MOST_WORD_BYTES:
-                log.leave_word(word)
-                return
+            with contextlib.suppress(ValueError, TypeError, RecursionError):  # a result that has no JSON form
+                word = to_json(asdict(outcome)).encode()
+                if len(word) <= MOST_WORD_BYTES:
+                    log.leave_word(word)
+                    return
 
     @classmethod
     def left(cls, log: StepLog) -> Outcome | None:
         """What the worker left; None if it left nothing, or nothing that makes sense: a job can write what it likes."""
         try:
-            data = json.loads(log.word)
+            data = parse_json(log.word)
             outcome = cls(**data | {"state": JobState(data["state"])})
         except (ValueError, TypeError, KeyError):
             return None
@@ -106,6 +111,6 @@ class Outcome:
             and isinstance(outcome.unfit, bool)
             and isinstance(outcome.crowded, bool)
             and isinstance(outcome.result, dict)
-            and (total is None or (isinstance(total, int | float) and math.isfinite(total)))
+            and (total is None or is_amount(total))
         )
         return outcome if sane and outcome.state not in (JobState.RUNNING, JobState.CANCELLED) else None

@@ -2,17 +2,19 @@
 
 A worker that is killed takes nothing with it: the totals, the callback it was in and its recent steps are here, and its
 last word, which needs no disk.  Only the worker writes (and the agent ``wanted_bytes``); the rank never reads it.  What
-is read here may be anything: the task runs in the process that writes it.
+is read here may be anything: the task runs in the process that writes it.  So amounts are finite and sums of them too,
+and a bubble or step that makes no sense is left out.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
+import time
 from collections.abc import Iterator
 from enum import IntEnum
 
 from megatron.fill import shared
+from megatron.fill.profiles import is_amount
 from megatron.fill.types import BubbleUse, WorkerRecord
 
 _USES, _USE_FIELDS = 65_536, 5
@@ -22,8 +24,10 @@ _WORD_AT = 8 * (_HEADER + _USES * _USE_FIELDS + _STEPS * 2)
 MOST_WORD_BYTES = 1 << 20
 _BYTES = _WORD_AT + MOST_WORD_BYTES
 _MOST = 1 << 62  # what no honest count comes to
+_LONGEST_NS = 10**15  # what no bubble or step comes to: eleven days
 
 _PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS, _READY, _WANTED, _WORD = range(10)
+_SERVING, _RESUMABLE, _SAVING = range(10, 13)
 _WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
 _UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
 
@@ -44,6 +48,15 @@ class WorkerPhase(IntEnum):
     def callback(self) -> str:
         names = {self.STEP: "run_next_step()", self.ASLEEP: "between bubbles", self.STARTING: "while starting"}
         return names.get(self, f"{self.name.lower()}()")
+
+
+class Saving(IntEnum):
+    """Whether the agent wants the task saved before anything else, and what came of it."""
+
+    NONE = 0
+    WANTED = 1
+    SAVED = 2
+    FAILED = 3
 
 
 def create_log() -> int:
@@ -87,7 +100,12 @@ class StepLog:
     @property
     def work_done(self) -> float:
         """All the work so far, that alone included."""
-        return self._amount(_WORK) + self._amount(_ALONE_WORK)
+        return self.whole_work + self.partial_work
+
+    @property
+    def whole_work(self) -> float:
+        """The part of ``work_done`` that belongs to iterations that have ended: the sum of what they said."""
+        return self._amount(_WORK)
 
     @property
     def unit(self) -> str:
@@ -111,11 +129,7 @@ class StepLog:
     @property
     def partial_work(self) -> float:
         """The part of ``work_done`` that belongs to an iteration that has not ended."""
-        return self._floats[_PARTIAL_WORK]
-
-    @partial_work.setter
-    def partial_work(self, work: float) -> None:
-        self._floats[_PARTIAL_WORK] = work
+        return self._amount(_PARTIAL_WORK)
 
     @property
     def total_work(self) -> float | None:
@@ -143,6 +157,34 @@ class StepLog:
     @ready_ns.setter
     def ready_ns(self, now_ns: int) -> None:
         self._words[_READY] = now_ns
+
+    @property
+    def serving_ns(self) -> int:
+        """When the task first waited for a bubble; 0 before."""
+        return self._count(_SERVING)
+
+    @serving_ns.setter
+    def serving_ns(self, now_ns: int) -> None:
+        self._words[_SERVING] = now_ns
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the task can be saved and go on elsewhere, by what it implements."""
+        return bool(self._words[_RESUMABLE])
+
+    @resumable.setter
+    def resumable(self, can: bool) -> None:
+        self._words[_RESUMABLE] = can
+
+    @property
+    def saving(self) -> Saving:
+        """Written by the agent (NONE, WANTED), which the worker answers (SAVED, FAILED)."""
+        value = self._words[_SAVING]
+        return Saving(value) if value < len(Saving) else Saving.FAILED
+
+    @saving.setter
+    def saving(self, saving: Saving) -> None:
+        self._words[_SAVING] = saving
 
     @property
     def wanted_bytes(self) -> int | None:
@@ -175,13 +217,19 @@ class StepLog:
 
     def _amount(self, at: int) -> float:
         value = self._floats[at]
-        return value if math.isfinite(value) and value >= 0 else 0.0
+        return value if is_amount(value) else 0.0
 
     def enter_bubble(self, seq: int) -> None:
         self._words[_STEP_SEQ] = seq
 
-    def step_ended(self, start_ns: int, end_ns: int, work: float, alone: bool) -> None:
-        words = self._words
+    def step_ended(self, start_ns: int, end_ns: int, work: float, alone: bool, partial_work: float = 0.0) -> None:
+        """Note a step.
+
+        Args:
+            work: that counts for good: without a profile each step's, with one that of an iteration that has ended.
+            partial_work: of the iteration that has not ended, all of it so far.
+        """
+        words, floats = self._words, self._floats
         count = words[_STEP_COUNT]
         slot = count % _STEPS * 2
         self._steps[slot] = start_ns
@@ -189,10 +237,11 @@ class StepLog:
         words[_STEP_COUNT] = count + 1
         if alone:
             words[_ALONE_NS] += end_ns - start_ns
-            self._floats[_ALONE_WORK] += work
+            floats[_ALONE_WORK] += work + partial_work - floats[_PARTIAL_WORK]
         else:
-            self._floats[_WORK] += work
             words[_FILL_STEPS] += 1
+        floats[_PARTIAL_WORK] = partial_work
+        floats[_WORK] += work
 
     def leave_bubble(self, use: BubbleUse, alone: bool) -> None:
         words = self._words
@@ -210,20 +259,27 @@ class StepLog:
         words[_USE_COUNT] = count + 1
 
     def record(self, job: str, rank: int) -> WorkerRecord:
-        """Everything, as the report wants it."""
-        uses = _recent(self._uses, _USE_FIELDS, self._count(_USE_COUNT))
+        """Everything that makes sense, as the report wants it."""
+        now_ns = time.monotonic_ns()
+        uses = (BubbleUse(*row) for row in _recent(self._uses, _USE_FIELDS, self._count(_USE_COUNT)))
         steps = _recent(self._steps, 2, self.step_count)
+        alone_work = self._amount(_ALONE_WORK)
         return WorkerRecord(
             job=job,
             rank=rank,
             steps_done=self._count(_FILL_STEPS),
-            work_done=self._amount(_WORK),
+            work_done=max(0.0, self.work_done - alone_work),
             harvested_ns=self._count(_HARVESTED),
             alone_ns=self._count(_ALONE_NS),
-            alone_work=self._amount(_ALONE_WORK),
-            uses=[BubbleUse(*row) for row in uses],
-            steps=[(start, end) for start, end in steps],
+            alone_work=alone_work,
+            uses=[use for use in uses if _sensible(use)],
+            steps=[(start, end) for start, end in steps if start <= end <= now_ns and end - start <= _LONGEST_NS],
         )
+
+
+def _sensible(use: BubbleUse) -> bool:
+    times = (use.harvested_ns, use.overrun_ns, use.latency_ns + 1)
+    return 0 <= use.seq < _MOST and 0 <= use.steps < _MOST and all(0 <= its <= _LONGEST_NS for its in times)
 
 
 def _recent(ring: memoryview, width: int, count: int) -> Iterator[tuple[int, ...]]:

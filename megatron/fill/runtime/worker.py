@@ -178,6 +178,7 @@ class Worker:
                 plans.follow()
 
         def attend() -> None:
+            saver.save_if_wanted()
             wanted_bytes, self.log.wanted_bytes = self.log.wanted_bytes, None
             if wanted_bytes is not None and not machine.shrink(wanted_bytes):
                 self._stop = self._crowded = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
@@ -70,15 +70,20 @@ class SchedulerState:
         """How long the job takes there.
 
         An unknown time is taken for the median of the known, finite ones on that device: a job is neither favoured nor
-        put off for what nobody knows.  Where nothing is known, 0.
+        put off for what nobody knows.  Of a device of which nothing is known, the job's own times elsewhere tell; where
+        nothing is known at all, 0.
         """
         known = job.processing_s.get(device.name)
         if known is not None:
             return known
-        others = [other.processing_s.get(device.name) for other in self.jobs]
-        return median([seconds for seconds in others if seconds is not None and seconds != inf] or [0.0])
+        there = _finite(other.processing_s.get(device.name) for other in self.jobs)
+        return median(there or _finite(job.processing_s.values()) or [0.0])
 
     def done_s(self, job: JobView, device: DeviceState) -> float:
         """When the job would be done if it were that device's next one."""
         free_s = self.now_s if device.busy_until_s is None else max(self.now_s, device.busy_until_s)
         return free_s + self.processing_s(job, device)
+
+
+def _finite(times_s: Iterable[float | None]) -> list[float]:
+    return [seconds for seconds in times_s if seconds is not None and seconds != inf]

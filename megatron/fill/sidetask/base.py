@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
+
+from megatron.fill.hearsay import to_json
 
 RESULT = "result.json"  # in the job's folder
 
@@ -51,10 +52,11 @@ class TaskContext:
         """Record results (say, ``accuracy=0.97``); the last value of each name stands in the report.
 
         Raises:
-            TypeError: a value cannot be written as JSON.
+            TypeError: a value cannot be written as JSON.  (What is no finite number becomes null.)
+            ValueError: a value is too large, or nested too deep.
         """
         merged = self.result | values
-        text = json.dumps(merged)
+        text = to_json(merged)
         self.result = merged
         scratch = self.directory / f"{RESULT}.part"
         scratch.write_text(text, encoding="utf-8")

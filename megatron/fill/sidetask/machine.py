@@ -66,6 +66,12 @@ class TaskMachine:
         self._expect(TaskState.PAUSED, "shrink")
         return bool(self.task.shrink(memory_bytes))
 
+    @property
+    def resumable(self) -> bool:
+        """Whether the task implements what it takes to be saved and to go on."""
+        mine = type(self.task)
+        return mine.state_dict is not SideTask.state_dict and mine.load_state_dict is not SideTask.load_state_dict
+
     def state_dict(self) -> dict[str, Any] | None:
         self.callback = "state_dict"
         return self.task.state_dict()

@@ -173,6 +173,7 @@ class RuntimeConfig(_Strict):
     """What the runtime makes of a plan: ``RuntimeModel`` in a file's units."""
 
     reserve_us: float = Field(default=_RUNTIME.reserve_ns / 1000, ge=0, allow_inf_nan=False)
+    margin: Annotated[int, BeforeValidator(parse_bytes)] = Field(default=_RUNTIME.margin_bytes, ge=0)
     harvest: float = Field(default=_RUNTIME.harvest, gt=0, le=1)
     start: Seconds = _RUNTIME.start_s
     checkpoint: Seconds = Field(default=_RUNTIME.checkpoint_s, gt=0)
@@ -180,7 +181,9 @@ class RuntimeConfig(_Strict):
 
     def model(self) -> RuntimeModel:
         """As the simulation takes it."""
-        return RuntimeModel(round(self.reserve_us * 1000), self.harvest, self.start, self.checkpoint, self.tail)
+        return RuntimeModel(
+            round(self.reserve_us * 1000), self.margin, self.harvest, self.start, self.checkpoint, self.tail
+        )
 
 
 class FailuresConfig(_Strict):

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
 
+from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS
 from megatron.fill.profiles import BubbleCycle, JobProfile
 from megatron.fill.types import JobState
 
@@ -108,24 +109,26 @@ class RuntimeModel:
 
     Attributes:
         reserve_ns: of each bubble, for waking up and pausing.
+        margin_bytes: of what the main job leaves free at its peak, for it to grow into.
         harvest: the share of a plan's work that is really done: bubbles end early, estimates are cautious.
         start_s: from a claim to the first step.
         checkpoint_s: how often a job is saved; a job that loses its device goes on from its last checkpoint.
         tail: whether a second job may use what the resident one leaves.
     """
 
-    reserve_ns: int = 300_000
+    reserve_ns: int = RESERVE_NS
+    margin_bytes: int = MARGIN_BYTES
     harvest: float = 1.0
     start_s: float = 0.5
     checkpoint_s: float = 300.0
     tail: bool = True
 
     def __post_init__(self) -> None:
-        ok = self.reserve_ns >= 0 and 0 < self.harvest <= 1 and 0 <= self.start_s < inf and self.checkpoint_s > 0
-        if not ok:
+        least = min(self.reserve_ns, self.margin_bytes, self.start_s)
+        if not (least >= 0 and 0 < self.harvest <= 1 and self.start_s < inf and self.checkpoint_s > 0):
             raise ValueError(
-                "expected reserve_ns and start_s of at least 0, a harvest above 0 and up to 1, checkpoint_s above 0;"
-                f" got {self}"
+                "expected reserve_ns, margin_bytes and start_s of at least 0, a harvest above 0 and up to 1,"
+                f" checkpoint_s above 0; got {self}"
             )
 
 

@@ -45,6 +45,8 @@ class Progress:
         total_work: how much there is in all; None if the task did not say.
         rate: work per second of the clock on the wall, lately; None if unknown.
         checkpoint_s: when its state was last saved; None for never.
+        resumable: it says that it can be saved and go on elsewhere.
+        startup_s: how long its present worker took until it could serve bubbles; None until it does.
     """
 
     work_done: float = 0.0
@@ -54,6 +56,8 @@ class Progress:
     steps: int = 0
     harvested_s: float = 0.0
     checkpoint_s: float | None = None
+    resumable: bool = False
+    startup_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class Job:
         cancelling: someone asked for its cancellation while it ran.
         reason: why it is in its state.
         result: what the task reported.
+        asked_by: the device that asked for it since it was last claimed; empty for none.
+        asked_s: when one last did; None for never.
     """
 
     id: int
@@ -89,6 +95,8 @@ class Job:
     directory: str
     progress: Progress
     result: dict[str, Any] = field(default_factory=dict)
+    asked_by: str = ""
+    asked_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,7 @@ class Standing(StrEnum):
     """What a heartbeat tells the agent."""
 
     HELD = "held"
+    MOVE = "asked for"  # still held, but an idle device waits for it: it should be stopped and released
     CANCELLED = "cancelled"  # still held, but the job should be stopped and finished as CANCELLED
     LOST = "lost"  # the lease ran out, and the job is no longer this agent's
 
@@ -119,6 +128,7 @@ class Device:
         name: unique: the run and the rank.
         busy_until_s: when its job is expected to be done; None when it is idle, infinity when nobody knows.
         cycle: its bubble cycle as ``BubbleCycle`` has it in JSON; None before it is measured.
+        refuses: the numbers of jobs that it has found not to fit its present cycle.
     """
 
     name: str
@@ -126,6 +136,7 @@ class Device:
     busy_until_s: float | None = None
     job: str = ""
     cycle: dict[str, Any] | None = None
+    refuses: tuple[int, ...] = ()
 
 
 class JobStore(Protocol):
@@ -160,7 +171,16 @@ class JobStore(Protocol):
         """Take the first job of ``wanted`` (numbers, best first) that is still QUEUED; None if none is.
 
         Jobs whose lease ran out are put back to QUEUED first (``recover``).  A job that another call is at work on at
-        this moment is passed over.
+        this moment is passed over, and so is one that another device has asked for (``ask_for``), while that is idle.
+        """
+
+    def ask_for(self, job_id: int, attempt: int, device: str) -> bool:
+        """Ask the holder of a RUNNING job to give it to ``device``, which is idle; False if that is not to be.
+
+        The next heartbeat tells the holder (MOVE).  Once it has released the job, only ``device`` can claim it.  All
+        this holds for ``ASK_S`` and while ``device`` is idle: if its agent dies or takes another job, the job stays
+        where it is, or is anybody's.  A job that was asked for less than ``ASK_AGAIN_S`` ago is not asked for again,
+        nor is one that is ``cancelling``, or that was claimed anew since ``attempt``.
         """
 
     def heartbeat(self, claim: Claim, progress: Progress, lease_s: float) -> Standing:

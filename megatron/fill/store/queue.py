@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron.fill.errors import JobError
+from megatron.fill.store import checks
 from megatron.fill.store.port import Claim, Device, Job, NewJob, Progress, Standing
 from megatron.fill.store.transaction import Transaction
 from megatron.fill.types import JobState
 
-_MAX_ID = 2**63 - 1
+ASK_S = 60.0  # how long a job that was asked for is kept for the asker: it has to be saved first
+ASK_AGAIN_S = 300.0  # between two times that one job is asked for: each costs it a pause
 _NAMES_COMPARED = 10_000
 
 
@@ -29,7 +30,7 @@ class JobQueue(ABC):
     def close(self) -> None: ...
 
     def submit(self, jobs: Sequence[NewJob]) -> list[Job]:
-        checked = [_checked(job) for job in jobs]
+        checked = [checks.checked(job) for job in jobs]
 
         def work(transaction: Transaction) -> list[Job]:
             transaction.lock_names()
@@ -49,12 +50,12 @@ class JobQueue(ABC):
         return self._run(lambda transaction: transaction.jobs(states, limit), write=False)
 
     def claim(self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "") -> Claim | None:
-        _check_lease(lease_s)
-        ids = list(dict.fromkeys(job_id for job_id in wanted if _possible(job_id)))
+        checks.check_lease(lease_s)
+        ids = list(dict.fromkeys(job_id for job_id in wanted if checks.possible(job_id)))
 
         def work(transaction: Transaction) -> Claim | None:
             _recover(transaction)
-            job = transaction.first_queued(ids)
+            job = _first_free(transaction, ids, device)
             if job is None:
                 return None
             now_s = transaction.now_s
@@ -66,34 +67,53 @@ class JobQueue(ABC):
                 attempt=job.attempt + 1,
                 owner=owner,
                 lease_until_s=now_s + lease_s,
-                device=_storable(device),
+                device=checks.storable(device),
+                asked_by="",
             )
             transaction.put(job)
             return Claim(job, owner)
 
         return self._run(work)
 
+    def ask_for(self, job_id: int, attempt: int, device: str) -> bool:
+        device = checks.storable(device)
+
+        def work(transaction: Transaction) -> bool:
+            job = transaction.job(job_id) if checks.possible(job_id) else None
+            now_s = transaction.now_s
+            if job is None or (job.state, job.attempt, job.cancelling) != (JobState.RUNNING, attempt, False):
+                return False
+            lately = job.asked_s is not None and now_s < job.asked_s + ASK_AGAIN_S
+            if lately or job.device == device or not _idle(transaction, device):
+                return False
+            transaction.put(replace(job, asked_by=device, asked_s=now_s))
+            return True
+
+        return self._run(work)
+
     def heartbeat(self, claim: Claim, progress: Progress, lease_s: float) -> Standing:
-        _check_lease(lease_s)
+        checks.check_lease(lease_s)
 
         def work(transaction: Transaction) -> Standing:
             job = _held(transaction, claim)
             if job is None:
                 return Standing.LOST
             transaction.put(replace(job, lease_until_s=transaction.now_s + lease_s, progress=progress))
-            return Standing.CANCELLED if job.cancelling else Standing.HELD
+            if job.cancelling:
+                return Standing.CANCELLED
+            return Standing.MOVE if _awaited(transaction, job) else Standing.HELD
 
         return self._run(work)
 
     def place(self, claim: Claim, directory: str) -> bool:
-        if directory != _storable(directory):
+        if directory != checks.storable(directory):
             raise JobError(f"the folder of job {claim.job.name} is {directory!r}; expected a printable path")
         return self._change(claim, lambda job, now_s: replace(job, directory=directory))
 
     def finish(self, claim: Claim, state: JobState, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
         if not state.finished:
             raise JobError(f"job {claim.job.name} cannot finish as {state}; expected SUCCEEDED, FAILED or CANCELLED")
-        plain = _plain("result", result)
+        plain = checks.plain("result", result)
 
         def work(transaction: Transaction) -> bool:
             job = _held(transaction, claim)
@@ -108,7 +128,7 @@ class JobQueue(ABC):
         return self._run(work)
 
     def release(self, claim: Claim, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
-        plain = _plain("result", result)
+        plain = checks.plain("result", result)
         return self._change(
             claim, lambda job, now_s: replace(_returned(job, reason, now_s), progress=progress, result=plain)
         )
@@ -144,7 +164,7 @@ class JobQueue(ABC):
         def work(transaction: Transaction) -> None:
             job = _existing(transaction, job_id)
             if job.state is JobState.QUEUED:
-                transaction.put(replace(job, reason=_storable(reason)))
+                transaction.put(replace(job, reason=checks.storable(reason)))
 
         self._run(work)
 
@@ -165,18 +185,18 @@ class JobQueue(ABC):
         return self._run(work)
 
     def report_device(self, device: Device, lease_s: float) -> None:
-        _check_lease(lease_s)
+        checks.check_lease(lease_s)
         plain = replace(
             device,
-            name=_storable(device.name),
-            run=_storable(device.run),
-            job=_storable(device.job),
-            cycle=None if device.cycle is None else _plain("cycle", device.cycle),
+            name=checks.storable(device.name),
+            run=checks.storable(device.run),
+            job=checks.storable(device.job),
+            cycle=None if device.cycle is None else checks.plain("cycle", device.cycle),
         )
         self._run(lambda transaction: transaction.put_device(plain, lease_s))
 
     def forget_device(self, name: str) -> None:
-        self._run(lambda transaction: transaction.drop_device(_storable(name)))
+        self._run(lambda transaction: transaction.drop_device(checks.storable(name)))
 
     def devices(self) -> Sequence[Device]:
         return self._run(lambda transaction: transaction.devices(), write=False)
@@ -185,7 +205,7 @@ class JobQueue(ABC):
         return self._run(lambda transaction: transaction.profile(key), write=False)
 
     def keep_profile(self, key: str, profile: dict[str, Any]) -> None:
-        plain = _plain("profile", profile)
+        plain = checks.plain("profile", profile)
         self._run(lambda transaction: transaction.put_profile(key, plain))
 
     def _change(self, claim: Claim, change: Callable[[Job, float], Job]) -> bool:
@@ -200,45 +220,25 @@ class JobQueue(ABC):
         return self._run(work)
 
 
-def _checked(job: NewJob) -> NewJob:
-    """The job as any database can hold it.
-
-    Raises:
-        JobError: there is something in it that none can.
-    """
-    for field, text in (("name", job.name), ("user", job.user)):
-        if text != _storable(text) or (field == "name" and not text):
-            raise JobError(f"the {field} of a job is {text!r}; expected printable text")
-    if not -_MAX_ID <= job.priority <= _MAX_ID:
-        raise JobError(f"job {job.name!r}: priority is {job.priority}; expected a number of 64 bits")
-    return replace(job, spec=_plain("spec", job.spec))
-
-
 def _submit(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
     known = transaction.unfinished({job.name for job in new})
     fresh: dict[str, NewJob] = {}
     for job in new:
         namesake = known.get(job.name)
-        if namesake is not None and not _same(namesake.spec, job.spec):
+        if namesake is not None and not checks.same(namesake.spec, job.spec):
             raise JobError(
                 f"the name {job.name!r} is in use by the {namesake.state} job {namesake.id}, which is another one; "
                 "expected another name, or that job cancelled first"
             )
-        if namesake is None and not _same(fresh.setdefault(job.name, job).spec, job.spec):
+        if namesake is None and not checks.same(fresh.setdefault(job.name, job).spec, job.spec):
             raise JobError(f"two different jobs are named {job.name!r}; expected different names")
     known |= {job.name: job for job in transaction.add(list(fresh.values()))}
     return [known[job.name] for job in new]
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    # As text: NaN is not equal to itself.  Where a task is imported from depends on where one stands.
-    texts = [json.dumps({**spec, "search": None}, sort_keys=True) for spec in (one, other)]
-    return texts[0] == texts[1]
-
-
 def _find(transaction: Transaction, name: str) -> Job:
-    job = transaction.latest(_storable(name))
-    if job is None and name.isdecimal() and _possible(int(name)):
+    job = transaction.latest(checks.storable(name))
+    if job is None and name.isdecimal() and checks.possible(int(name)):
         job = transaction.job(int(name))
     if job is not None:
         return job
@@ -247,7 +247,7 @@ def _find(transaction: Transaction, name: str) -> Job:
 
 
 def _existing(transaction: Transaction, job_id: int) -> Job:
-    job = transaction.job(job_id) if _possible(job_id) else None
+    job = transaction.job(job_id) if checks.possible(job_id) else None
     if job is None:
         raise JobError(f"there is no job {job_id}")
     return job
@@ -260,6 +260,26 @@ def _held(transaction: Transaction, claim: Claim) -> Job | None:
     return job if held else None
 
 
+def _first_free(transaction: Transaction, ids: Sequence[int], device: str) -> Job | None:
+    """The first of ``ids`` that is QUEUED and not kept for another device."""
+    job = transaction.first_queued(ids)
+    while job is not None and job.asked_by != checks.storable(device) and _awaited(transaction, job):
+        ids = ids[ids.index(job.id) + 1 :]
+        job = transaction.first_queued(ids)
+    return job
+
+
+def _awaited(transaction: Transaction, job: Job) -> bool:
+    """Whether the device that asked for the job still waits for it."""
+    if not job.asked_by or job.asked_s is None or transaction.now_s >= job.asked_s + ASK_S:
+        return False
+    return _idle(transaction, job.asked_by)
+
+
+def _idle(transaction: Transaction, name: str) -> bool:
+    return any(device.name == name and device.busy_until_s is None for device in transaction.devices())
+
+
 def _recover(transaction: Transaction) -> int:
     expired = transaction.expired()
     for job in expired:
@@ -270,14 +290,14 @@ def _recover(transaction: Transaction) -> int:
 def _returned(job: Job, reason: str, now_s: float) -> Job:
     if job.cancelling:
         return _ended(job, JobState.CANCELLED, "cancelled", now_s)
-    return replace(job, state=JobState.QUEUED, reason=_storable(reason), owner=None, lease_until_s=None)
+    return replace(job, state=JobState.QUEUED, reason=checks.storable(reason), owner=None, lease_until_s=None)
 
 
 def _ended(job: Job, state: JobState, reason: str, now_s: float) -> Job:
     return replace(
         job,
         state=state,
-        reason=_storable(reason),
+        reason=checks.storable(reason),
         finished_s=now_s,
         owner=None,
         lease_until_s=None,
@@ -285,27 +305,5 @@ def _ended(job: Job, state: JobState, reason: str, now_s: float) -> Job:
     )
 
 
-def _plain(what: str, value: dict[str, Any]) -> dict[str, Any]:
-    """A copy of it that is JSON data."""
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise JobError(f"the {what} is {value!r:.60}, which is no JSON data: {error}") from None
-
-
-def _storable(text: str) -> str:
-    """Without what no database takes: lone surrogates, and NUL characters."""
-    return text.encode("utf-8", "replace").decode().replace("\0", "?")
-
-
-def _possible(job_id: int) -> bool:
-    return 0 < job_id <= _MAX_ID
-
-
 def _label(job: Job) -> str:
     return f"{job.name} ({job.id})"
-
-
-def _check_lease(lease_s: float) -> None:
-    if not 0 < lease_s < float("inf"):
-        raise JobError(f"a lease of {lease_s} s; expected more than 0, and an end")

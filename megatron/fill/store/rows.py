@@ -71,6 +71,7 @@ class SqlTransaction:
             "directory": "",
             "progress": json.dumps(asdict(Progress())),
             "result": "{}",
+            "asked_by": "",
         }
 
     def put(self, job: Job) -> None:
@@ -90,6 +91,8 @@ class SqlTransaction:
                 directory=job.directory,
                 progress=json.dumps(asdict(job.progress)),
                 result=json.dumps(job.result),
+                asked_by=job.asked_by,
+                asked_s=job.asked_s,
             )
         )
 
@@ -130,7 +133,11 @@ class SqlTransaction:
         return list(self._connection.scalars(select(jobs.c.name).order_by(jobs.c.id.desc()).limit(limit)))
 
     def put_device(self, device: Device, lease_s: float) -> None:
-        values = asdict(device) | {"cycle": json.dumps(device.cycle), "lease_until_s": self.now_s + lease_s}
+        values = asdict(device) | {
+            "cycle": json.dumps(device.cycle),
+            "refuses": json.dumps(device.refuses),
+            "lease_until_s": self.now_s + lease_s,
+        }
         there = self._connection.execute(update(devices).where(devices.c.name == device.name).values(values))
         if not there.rowcount:
             self._connection.execute(insert(devices).values(values))
@@ -140,8 +147,8 @@ class SqlTransaction:
 
     def devices(self) -> list[Device]:
         rows = self._connection.execute(select(devices).where(devices.c.lease_until_s > self.now_s))
-        found = [Device(row.name, row.run, row.busy_until_s, row.job, json.loads(row.cycle)) for row in rows]
-        return sorted(found, key=lambda device: device.name)  # the databases' own orders of text differ
+        # The databases' own orders of text differ.
+        return sorted((_device(row) for row in rows), key=lambda device: device.name)
 
     def profile(self, key: str) -> dict[str, Any] | None:
         text = self._connection.scalar(select(profiles.c.profile).where(profiles.c.key == key))
@@ -167,3 +174,8 @@ def _job(row: Row[Any]) -> Job:
     values["progress"] = Progress(**json.loads(values["progress"]))
     values["result"] = json.loads(values["result"])
     return Job(**values)
+
+
+def _device(row: Row[Any]) -> Device:
+    cycle, refuses = json.loads(row.cycle), tuple(json.loads(row.refuses))
+    return Device(row.name, row.run, row.busy_until_s, row.job, cycle, refuses)

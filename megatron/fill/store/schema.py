@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, MetaData, Table, Text, text
 
-REVISION = "v0001"  # of the newest migration
+REVISION = "v0002"  # of the newest migration
 VERSION_TABLE = "pipefill_schema"
 # PostgreSQL's advisory locks are numbers, for all that use the database: "PIPEFILL", and the next one.
 MIGRATION_LOCK = 0x50495045_46494C4C
@@ -38,6 +38,8 @@ jobs = Table(
     Column("directory", Text, nullable=False),
     Column("progress", Text, nullable=False),
     Column("result", Text, nullable=False),
+    Column("asked_by", Text, nullable=False),
+    Column("asked_s", Double),
 )
 _UNFINISHED = text("state IN ('QUEUED', 'RUNNING')")
 Index(
@@ -59,6 +61,7 @@ devices = Table(
     Column("job", Text, nullable=False),
     Column("cycle", Text, nullable=False),
     Column("lease_until_s", Double, nullable=False),
+    Column("refuses", Text, nullable=False),
 )
 
 profiles = Table(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
@@ -17,6 +15,9 @@ from megatron.fill.chaos.kind import attack
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _STORM_S = 2.0
+_MOST_BYTES = 64 * 1024
+_REMOVE = 9  # MADV_REMOVE
+_SIZE = ("cut", "grow", "seal")
 _OWN = ("baton", "steps")  # what a job may write
 _SHARED = ("gate", "cycle", "control", "baton", "steps")
 
@@ -44,81 +45,47 @@ def _foreign_pages(ground: Ground) -> str:
 
 def _control_write(ground: Ground) -> str:
     """Write to the control page that the job itself was given."""
-
-    def again(fd: int) -> None:
-        opened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            os.pwrite(opened, os.pread(opened, 8, 0), 0)
-        finally:
-            os.close(opened)
-
-    def mapped(fd: int) -> None:
-        mmap.mmap(fd, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE).close()
-
-    def plain(fd: int) -> None:
-        os.pwrite(fd, os.pread(fd, 8, 0), 0)
-
-    fds = [fd for found in memfiles.shared("control").values() for fd in found]
-    return try_all((f"{way.__name__} {fd}", partial(way, fd)) for fd in fds for way in (plain, mapped, again))
+    return try_all(memfiles.attacks("control"))
 
 
 def _resize(ground: Ground) -> str:
-    """Cut, grow and seal every page that it has."""
-
-    def cut(fd: int) -> None:
-        os.ftruncate(fd, 0)
-
-    def grow(fd: int) -> None:
-        os.ftruncate(fd, 1 << 30)
-
-    def lengthen(fd: int) -> None:
-        os.posix_fallocate(fd, 0, 64 << 20)
-
-    def seal(fd: int) -> None:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-
-    found = memfiles.shared(*_SHARED)
+    """Cut, grow and seal every page that it has, and write to those that it may read."""
     return try_all(
-        (f"{way.__name__} {name}", partial(way, fds[0]))
-        for name, fds in found.items()
-        for way in (cut, grow, lengthen, seal)
+        way for way in memfiles.attacks(*_SHARED) if way[0].split()[1] not in _OWN or way[0].split()[0] in _SIZE
     )
 
 
 def _punch(ground: Ground) -> str:
     """Take the memory away from under the pages that it may write."""
-    for fds in memfiles.shared(*_OWN).values():
-        _libc.fallocate(fds[0], 3, ctypes.c_long(0), ctypes.c_long(os.fstat(fds[0]).st_size))
+    for name in _OWN:
+        page = memfiles.writable(name)
+        _libc.madvise(ctypes.c_void_p(page.begin), ctypes.c_size_t(page.end - page.begin), _REMOVE)
     return ""
 
 
-def _fill(name: str, bytes_of: bytes, ground: Ground) -> str:
-    """One pattern all over a page, again and again."""
-    fd = memfiles.shared(name)[name][0]
-    size = min(os.fstat(fd).st_size, 64 * 1024)
-    pattern = (bytes_of * size)[:size]
+def _storm(name: str, data: Callable[[int], bytes]) -> str:
+    """Write over a page for two seconds."""
+    page = memfiles.writable(name)
+    size = min(page.end - page.begin, _MOST_BYTES)
 
-    def storm() -> None:
+    def write() -> None:
         end_s = time.monotonic() + _STORM_S
         while time.monotonic() < end_s:
-            os.pwrite(fd, pattern, 0)
+            page.write(data(size))
             time.sleep(0.001)
 
-    beside(storm)
+    beside(write)
     return ""
+
+
+def _fill(name: str, pattern: bytes, ground: Ground) -> str:
+    """One pattern all over a page, again and again."""
+    return _storm(name, lambda size: (pattern * size)[:size])
 
 
 def _flicker(name: str, ground: Ground) -> str:
-    """Random bytes all over a page, for two seconds."""
-    fd = memfiles.shared(name)[name][0]
-
-    def storm() -> None:
-        end_s = time.monotonic() + _STORM_S
-        while time.monotonic() < end_s:
-            os.pwrite(fd, os.urandom(4096), 0)
-
-    beside(storm)
-    return ""
+    """Random bytes all over a page, again and again."""
+    return _storm(name, os.urandom)
 
 
 def _tables() -> Iterator[Attack]:

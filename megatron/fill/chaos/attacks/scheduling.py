@@ -158,7 +158,7 @@ def _sleeper(ground: Ground) -> str:
 
 def _beating_hang(ground: Ground) -> str:
     """A step that never ends, while the step log says that steps do."""
-    for fd in memfiles.shared("steps")["steps"]:
+    for fd in memfiles.descriptors("steps")["steps"]:
         log = StepLog(fd)
 
         def beat(log: StepLog = log) -> None:

@@ -26,7 +26,7 @@ _ESCAPES = "\x1b[2J\x1b]0;owned\x07\x1b[31m\r\n\u202e\x00red"
 
 
 def _log() -> StepLog:
-    return StepLog(memfiles.shared("steps")["steps"][0])
+    return StepLog(memfiles.descriptors("steps")["steps"][0])
 
 
 def _leave(word: bytes, ground: Ground) -> str:

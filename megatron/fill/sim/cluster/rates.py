@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from megatron.fill.planner.held import held_cycle, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import find_plan, lay
 from megatron.fill.planner.tail import leftover, processing_time_s
@@ -45,12 +46,12 @@ class Rates:
     """Of one bubble cycle.  Everything is worked out once.
 
     Args:
-        cycle: of the device.
+        cycle: of the device.  A job's memory stays in all of its bubbles, so the least of them counts, less the margin.
         kinds: that may come.
     """
 
     def __init__(self, cycle: BubbleCycle, kinds: Sequence[FillKind], runtime: RuntimeModel) -> None:
-        self.cycle = cycle
+        self.cycle = held_cycle(cycle, room_bytes(cycle, runtime.margin_bytes))
         self._kinds = kinds
         self._runtime = runtime
         self._residents: dict[int, Offer] = {}  # by the memory of the tail job

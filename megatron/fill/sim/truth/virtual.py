@@ -153,7 +153,7 @@ class VirtualLog:
     def enter_bubble(self, seq: int) -> None:
         pass
 
-    def step_ended(self, start_ns: int, end_ns: int, work: float, alone: bool) -> None:
+    def step_ended(self, start_ns: int, end_ns: int, work: float, alone: bool, partial_work: float = 0.0) -> None:
         self._done.work_done += work
         self._core.now_ns += self._gap_ns
 

@@ -1,0 +1,143 @@
+"""The one door to what a job can write: files in its folder, its profile, its last word.
+
+A job may have put a link there, a pipe that blocks its reader for ever, a flood, or JSON made to break its reader.
+Whoever is not the job itself (agent, report, commands) reads such bytes through here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MOST_BYTES = 32 << 20  # of a file
+MOST_JSON_BYTES = 8 << 20  # of a file of JSON
+MOST_DEPTH = 32  # of lists and objects in one another
+_MOST_VALUES = 1_000_000
+_MOST_DIGITS = 18  # of a whole number: it fits into 64 bits
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+_STRING = re.compile(r'"[^"]*"?')
+_BRACKET = re.compile(r"[\[\]{}]")
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """The file, open to be read; neither it nor its folder is reached through a link of that name.
+
+    Raises:
+        OSError: it cannot be opened, or is no plain file.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fd = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    finally:
+        os.close(folder)
+    file = os.fdopen(fd, "rb")
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        file.close()
+        raise OSError(f"{path} is no plain file")
+    return file
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a plain file.
+
+    Raises:
+        OSError: as ``open_plain``, or it cannot be read.
+        ValueError: it is larger than ``most_bytes``, or is not UTF-8.
+    """
+    with open_plain(path) as file:
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"{path} is larger than {most_bytes} bytes")
+    return data.decode("utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """The value in a plain file of JSON.
+
+    Raises:
+        OSError, ValueError: as ``read_text`` and ``parse_json``.
+    """
+    return parse_json(read_text(path, MOST_JSON_BYTES))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text: one that can be written again as UTF-8 and that no database refuses.
+
+    Raises:
+        ValueError: and nothing else.  It is no JSON, is nested deeper than ``MOST_DEPTH`` or has a million values, or
+            holds NaN, an infinity (``1e400`` too), a whole number of more than 18 digits, or a lone surrogate.
+    """
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    _check_size(text)
+    try:
+        value = json.loads(text, parse_constant=_refused, parse_float=_float, parse_int=_int)
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except RecursionError:  # the caller itself is deep in the stack
+        raise ValueError("the JSON text is nested too deep to be read here") from None
+    return value
+
+
+def to_json(value: Any) -> str:
+    """A JSON text that ``parse_json`` takes: what is no finite number becomes null, a lone surrogate ``?``.
+
+    Raises:
+        TypeError: the value, or something in it, has no JSON form.
+        ValueError: it is nested too deep, is too large, or holds itself.
+    """
+    try:
+        text = json.dumps(value)
+        plain = json.loads(text, parse_constant=lambda _: None, parse_float=_or_none(_float), parse_int=_or_float)
+        text = json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace").decode("utf-8")
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MOST_DEPTH}") from None
+    parse_json(text)
+    return text
+
+
+def _check_size(text: str) -> None:
+    """Before anything is built of it: how deep it is nested, and how many values it has at most."""
+    if sum(map(text.count, ",[{")) > _MOST_VALUES:
+        raise ValueError(f"the JSON text may have more than {_MOST_VALUES} values; expected fewer")
+    depth = 0
+    for bracket in _BRACKET.finditer(_STRING.sub("", _ESCAPED.sub("", text))):
+        depth += 1 if bracket[0] in "[{" else -1
+        if depth > MOST_DEPTH:
+            raise ValueError(f"the JSON text is nested deeper than {MOST_DEPTH}")
+
+
+def _refused(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if not isfinite(value):
+        raise ValueError(f"{digits[:40]} is larger than any number that can be kept")
+    return value
+
+
+def _int(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MOST_DIGITS:
+        raise ValueError(f"a whole number of {len(digits)} digits; expected at most {_MOST_DIGITS}")
+    return int(digits)
+
+
+def _or_none(read: Callable[[str], float]) -> Callable[[str], float | None]:
+    def maybe(digits: str) -> float | None:
+        try:
+            return read(digits)
+        except ValueError:
+            return None
+
+    return maybe
+
+
+def _or_float(digits: str) -> int | float | None:
+    return int(digits) if len(digits.lstrip("-")) <= _MOST_DIGITS else _or_none(_float)(digits)

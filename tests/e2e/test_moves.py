@@ -1,0 +1,54 @@
+"""A job that gets another one's tail moves to the rank that falls idle, and goes on there from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.types import JobState
+from tests.e2e.training import Running, processes, write_jobs
+
+# The first two take a rank each.  One leaves little of its bubbles, the other one nobody may share before it serves.
+LONG = {"name": "long", "task": "tasks:Spin", "args": {"milliseconds": 0.5}, "memory": "1GiB", "priority": 2}
+SHORT = {"name": "short", "task": "tasks:Waits", "priority": 1}
+TAIL = {"name": "tail", "task": "tasks:Spin", "args": {"milliseconds": 0.3}, "memory": "1GiB"}
+
+
+def attempts(folder: Path, name: str, device: str) -> list[dict[str, Any]]:
+    """What a rank's agent recorded of the job."""
+    rank = device.split()[1]  # rank 1 of ...
+    record = json.loads((folder / "run" / "agents" / f"agent{rank}.json").read_text())
+    return [job for job in record["jobs"] if job["name"] == name]
+
+
+def test_a_tail_job_moves_to_the_rank_that_falls_idle_and_goes_on_from_its_checkpoint(tmp_path):
+    jobs = write_jobs(tmp_path, LONG, SHORT, TAIL)
+    running = Running(tmp_path, f"{jobs} --fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5")
+    try:
+        running.wait(lambda: len(running.store.list()) == 3)
+        running.wait(lambda: running.job("tail").progress.checkpoint_s)
+        beside, short = running.job("tail"), running.job("short")
+        assert beside.device == running.job("long").device != short.device
+        (Path(short.directory) / "go").touch()
+        running.wait(lambda: running.job("tail").device == short.device, 240)
+        moved = running.job("tail")
+        assert (moved.attempt, moved.asked_by) == (2, "")
+        running.wait(lambda: running.job("tail").progress.work_done > moved.progress.work_done)
+        assert running.job("long").attempt == 1
+        trained = running.end()
+    finally:
+        running.process.kill()
+    assert running.job("short").state is JobState.SUCCEEDED
+    job = running.job("tail")
+    assert (job.state, job.attempt) == (JobState.QUEUED, 2)
+    # The one attempt's work is what the other one began from.
+    [first] = attempts(tmp_path, "tail", beside.device)
+    assert first["reason"] == "it moves to a rank that is idle; goes on from its checkpoint"
+    said = (Path(job.directory) / "output.log").read_text()
+    assert f"goes on from its checkpoint at {first['work_done']:g} spins" in said
+    [second] = attempts(tmp_path, "tail", short.device)
+    assert job.progress.work_done == first["work_done"] + second["work_done"]
+    # What the task counted itself, over both ranks: nothing was lost on the way, and nothing done twice.
+    assert job.progress.work_done == json.loads(trained.path("tail", "result.json").read_text())["done"]
+    assert not processes(str(tmp_path))

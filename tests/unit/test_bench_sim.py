@@ -1,0 +1,38 @@
+"""scripts/bench_sim.py: which of the measured figures become the headline."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import bench_sim
+
+RECORDED = Path(__file__).parents[2] / "docs" / "benchmarks" / "sim.json"
+
+
+def options(*runs):
+    return argparse.Namespace(harvest_from=[{"reach": reach, "harvest": harvest} for reach, harvest in runs])
+
+
+def test_the_harvest_is_the_least_without_reach_and_that_with_reach_has_its_own_name():
+    found = bench_sim._harvest(options((True, 0.96), (False, 0.9), (False, 0.8), (True, 0.95)))
+    assert (found["harvest"], found["harvest_reach"]) == (0.8, 0.95)
+
+
+def test_a_harvest_above_one_is_the_hosts_doing_and_counts_as_one():
+    found = bench_sim._harvest(options((False, 1.05)))
+    assert (found["harvest"], found["harvest_reach"]) == (1.0, None)
+
+
+def test_trainings_with_reach_alone_are_refused():
+    with pytest.raises(SystemExit, match="expected at least one without"):
+        bench_sim._harvest(options((True, 0.95)))
+
+
+def test_the_recorded_summary_is_what_the_recorded_parts_make():
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+    assert recorded["summary"] == bench_sim._summary(recorded)
+    large = next(row for row in recorded["paper"]["rows"] if row["gpus"] == 8192)
+    assert recorded["summary"]["gpus_worth_8k"] == large["gpus_worth_filled"] < large["gpus_worth_filled_reach"]
+    assert recorded["paper"]["harvest"] == recorded["harvest"]["harvest"] < recorded["harvest"]["harvest_reach"]
