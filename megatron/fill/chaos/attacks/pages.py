@@ -50,9 +50,9 @@ def _control_write(ground: Ground) -> str:
 
 def _resize(ground: Ground) -> str:
     """Cut, grow and seal every page that it has, and write to those that it may read."""
-    return try_all(
-        way for way in memfiles.attacks(*_SHARED) if way[0].split()[1] not in _OWN or way[0].split()[0] in _SIZE
-    )
+    foreign = [name for name in _SHARED if name not in _OWN]
+    own = [way for way in memfiles.attacks(*_OWN) if way[0].split()[0] in _SIZE]
+    return try_all([*memfiles.attacks(*foreign), *own])
 
 
 def _punch(ground: Ground) -> str:
