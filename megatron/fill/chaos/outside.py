@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,6 @@ from megatron.fill.chaos.deed import Deed
 from megatron.fill.chaos.training import Training
 from megatron.fill.control import RunState, find_pages
 from megatron.fill.errors import FillError
-from megatron.fill.store import NewJob
 
 if TYPE_CHECKING:
     from megatron.fill.chaos.campaign import Campaign
@@ -111,16 +111,20 @@ class Outside:
             command.clear(folder)
 
     def _hostile_name(self) -> str:
+        """A job whose name the store would have refused, written into its file past that."""
         submitted = self.campaign.submit_honest()
-        spec = self.campaign.store.get(submitted.id).spec
-        job = self.campaign.store.submit([NewJob(f"{_HOSTILE}{submitted.id}", spec, "chaos\x1b[31m")])[0]
-        self.injector.until(lambda: self.campaign.store.get(job.id).state.finished, _READY_S)
-        ended = self.campaign.store.get(job.id)
+        with contextlib.closing(sqlite3.connect(self.injector.database, timeout=10.0)) as database, database:
+            database.execute(
+                "UPDATE pipefill_jobs SET name = ?, user = ? WHERE id = ?",
+                (f"{_HOSTILE}{submitted.id}", f"chaos{_HOSTILE}", submitted.id),
+            )
+        self.injector.until(lambda: self.campaign.store.get(submitted.id).state.finished, _READY_S)
         store = str(self.injector.database)
-        said = [command.pipefill(*words, "--store", store) for words in (["list", "--all"], ["show", str(job.id)])]
+        said = [
+            command.pipefill(*words, "--store", store) for words in (["list", "--all"], ["show", str(submitted.id)])
+        ]
         found = [text for one in said for text in command.controls(one.output + one.errors)]
-        wrong = [one.fault for one in said if one.fault] + [f"a command printed {text}" for text in found]
-        return "; ".join([*wrong, *([] if str(ended.state) == "SUCCEEDED" else [f"the job is {ended.state}"])])
+        return "; ".join([*(one.fault for one in said if one.fault), *(f"a command printed {one}" for one in found)])
 
     def _operator(self) -> str:
         wrong = []
