@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,12 @@ def test_a_job_that_may_be_caught_either_fails_or_does_its_work_once(tmp_path, s
     assert (
         judge(submitted(tmp_path, KINDS["burn-thread"], 1), ended(tmp_path, state, "why", work)) is not None
     ) is lost
+
+
+def test_work_that_is_no_number_is_never_well(tmp_path):
+    job = submitted(tmp_path, KINDS["work-inf"], 1)
+    fine = ended(tmp_path, JobState.SUCCEEDED, "", 7)
+    assert judge(job, fine) is None
+    lost = judge(job, replace(fine, progress=replace(fine.progress, work_done=float("inf"))))
+    assert lost is not None
+    assert lost.why == "it is said to have done inf steps"

@@ -65,16 +65,23 @@ class Kind:
 
 
 def attack(
-    name: str, what: str, *, refused: bool = False, either: bool = False, weight: float = 0.5, needs: str = ""
+    name: str,
+    what: str,
+    *,
+    refused: bool = False,
+    either: bool = False,
+    exact: bool = True,
+    weight: float = 0.5,
+    needs: str = "",
 ) -> Kind:
-    """What a job tries, and goes on with its work after."""
+    """What a job tries, and goes on with its work after; not ``exact`` where it spoils what counts that work."""
     return Kind(
         name,
         what,
         Source.ATTACK,
         JobState.SUCCEEDED,
         weight=weight,
-        exact=True,
+        exact=exact,
         refused=refused,
         either=either,
         needs=needs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,8 @@ def judge(submitted: Submitted, job: Job) -> Lost | None:
     elif not failed and (job.state is not kind.state or not re.search(kind.reason, job.reason)):
         reason = f" with {kind.reason!r}" if kind.reason else ""
         why = f"it is {job.state}: {job.reason or 'no reason'}; expected {kind.state}{reason}"
+    elif not math.isfinite(job.progress.work_done):
+        why = f"it is said to have done {job.progress.work_done} steps"
     elif not failed and kind.exact and job.progress.work_done != submitted.steps:
         why = f"it did {job.progress.work_done:g} of {submitted.steps} steps"
     else:

@@ -91,19 +91,22 @@ def _flicker(name: str, ground: Ground) -> str:
 def _tables() -> Iterator[Attack]:
     refused = partial(attack, refused=True)
     either = partial(attack, either=True)
+    spoiling = partial(either, exact=False)
     nan = b"\0\0\0\0\0\0\xf8\x7f"
     yield Attack(
         refused("foreign-pages", "zeros over the pages of ranks and agents, found through /proc"), _foreign_pages, 1.0
     )
     yield Attack(refused("control-write", "writes to its own end of the control page"), _control_write)
     yield Attack(refused("pages-resize", "cuts, grows and seals the pages that it shares"), _resize)
-    yield Attack(either("pages-punch", "takes the memory out of baton and step log"), _punch)
+    yield Attack(spoiling("pages-punch", "takes the memory out of baton and step log"), _punch)
     yield Attack(either("baton-ones", "the baton full of ones for two seconds"), partial(_fill, "baton", b"\xff"), 3.0)
     yield Attack(either("baton-zeros", "the baton full of zeros for two seconds"), partial(_fill, "baton", b"\0"), 3.0)
     yield Attack(either("baton-flicker", "the baton changing for two seconds"), partial(_flicker, "baton"), 3.0)
-    yield Attack(either("log-ones", "the step log full of ones for two seconds"), partial(_fill, "steps", b"\xff"), 3.0)
-    yield Attack(either("log-nan", "the step log full of NaN for two seconds"), partial(_fill, "steps", nan), 3.0)
-    yield Attack(either("log-flicker", "the step log changing for two seconds"), partial(_flicker, "steps"), 3.0)
+    yield Attack(
+        spoiling("log-ones", "the step log full of ones for two seconds"), partial(_fill, "steps", b"\xff"), 3.0
+    )
+    yield Attack(spoiling("log-nan", "the step log full of NaN for two seconds"), partial(_fill, "steps", nan), 3.0)
+    yield Attack(spoiling("log-flicker", "the step log changing for two seconds"), partial(_flicker, "steps"), 3.0)
 
 
 ATTACKS = tuple(_tables())
