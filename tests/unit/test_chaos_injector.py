@@ -174,6 +174,7 @@ def test_a_process_at_work_in_the_folder_of_a_run_belongs_to_it(tmp_path):
         deadline = time.monotonic() + 10
         while ours.pid not in processes.running("NO=1", tmp_path) and time.monotonic() < deadline:
             time.sleep(0.02)
+        assert processes.at_work_in(inside, [ours.pid, os.getpid(), 1 << 22]) == [ours.pid]
         assert processes.end_all("NO=1", tmp_path) == [ours.pid]
 
 

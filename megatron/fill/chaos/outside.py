@@ -141,11 +141,12 @@ class Outside:
         self._wait(1.0)
         with self._paused():
             self._wait(0.7)
-            tree = processes.below(processes.agents(self.main.run_dir).values())
+            below = processes.below(processes.agents(self.main.run_dir).values())
+            tree = processes.at_work_in(Path(self.campaign.store.get(submitted.id).directory), below)
             before = processes.cpu_s(tree)
             self._wait(_PAUSED_S)
             used_s = processes.cpu_s(tree) - before
-        return "" if used_s < _MOST_CPU_S else f"jobs had {used_s:.1f} s of CPU in {_PAUSED_S:g} s while paused"
+        return "" if used_s < _MOST_CPU_S else f"it had {used_s:.1f} s of CPU in {_PAUSED_S:g} s while paused"
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:

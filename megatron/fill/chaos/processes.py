@@ -111,6 +111,16 @@ def worker_of(inner: int, folder: int, tops: Iterable[int]) -> int | None:
     return None
 
 
+def at_work_in(folder: Path, pids: Iterable[int]) -> list[int]:
+    """Those of these processes whose working folder this is, however they name it."""
+    found, wanted = [], folder.stat().st_ino
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}/cwd").st_ino == wanted:
+                found.append(pid)
+    return found
+
+
 def maps(pid: int) -> str:
     """What files it has mapped; empty if it is gone."""
     try:
