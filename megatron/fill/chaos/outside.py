@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron.fill.chaos import marks, processes
 from megatron.fill.chaos.attacks import command
 from megatron.fill.chaos.deed import Deed
+from megatron.fill.chaos.mainjob import GivenUpError
 from megatron.fill.chaos.training import Training
 from megatron.fill.control import RunState, find_pages
 from megatron.fill.errors import FillError
@@ -58,7 +59,12 @@ class Outside:
             "grow-stop": lambda: self._grow("Holder"),
         }
         start_ns = time.monotonic_ns()
-        wrong = deeds[kind]()
+        try:
+            wrong = deeds[kind]()
+        except GivenUpError:
+            raise
+        except FillError as error:  # of a store or a page that is not there: it is what this kind found
+            wrong = str(error)
         return None if wrong is None else Deed(kind, start_ns, time.monotonic_ns(), wrong=wrong)
 
     def _pair(self) -> list[int]:
