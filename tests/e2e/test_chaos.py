@@ -12,12 +12,13 @@ import pytest
 
 from tests.e2e.training import ROOT, processes
 
-FAULTS = 7
+FAULTS = 11
 TRAINED = 180  # iterations
 # Those that the tasks of the other end-to-end tests do not commit; `pipefill chaos` knows many more.
 CHOSEN = [
     *("raise-load-state-dict", "sigstop-self", "hang-gil", "deaf-loop"),
     *("checkpoint-newest", "gate-write", "disk-full"),
+    *("prlimit-rank", "env-pythonpath", "word-nested", "operator"),
 ]
 
 
@@ -40,7 +41,8 @@ def test_no_fault_reaches_the_training_and_no_job_is_lost(ran):
     harm = ("main_failures", "loss_differences", "jobs_lost", "leaked_processes")
     assert {name: ran["summary"][name] for name in harm} == dict.fromkeys(harm, 0)
     assert ran["summary"]["injected"] >= FAULTS
-    assert ran["code"] == 0
+    # Where others use the machine too, their work may look like a slowdown.
+    assert ran["code"] == int(bool(ran["summary"]["slowed"] or ran["summary"]["stalls"]))
 
 
 def test_every_kind_was_injected_or_says_why_not(ran):
@@ -53,7 +55,8 @@ def test_every_kind_was_injected_or_says_why_not(ran):
 
 def test_the_table_fits_a_terminal_and_nothing_is_left(ran):
     assert all(kind in ran["output"] for kind in CHOSEN)
-    table = ran["output"].partition("not run:")[0]
+    table = ran["output"].partition("lost:")[0]
+    assert "EXPECTED" in table
     assert max(map(len, table.splitlines())) <= 80
     assert not processes(ran["folder"])  # the agents' and workers' command lines name it
     assert ran["folder"] not in Path("/proc/mounts").read_text(encoding="utf-8")

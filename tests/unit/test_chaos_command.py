@@ -27,6 +27,7 @@ def options(**changes: object) -> ChaosOptions:
 )
 def test_a_wrong_option_is_an_error_at_once(wrong, message, monkeypatch):
     monkeypatch.setattr("megatron.fill.chaos.disk._mount", lambda folder: "not in a test")
+    monkeypatch.setattr("megatron.fill.chaos.network._leave", lambda: "not in a test")
     with pytest.raises(ConfigError, match=message):
         run(options(**wrong), print)
 

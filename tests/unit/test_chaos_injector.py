@@ -42,6 +42,10 @@ def note(path: Path, pid: int) -> None:
     path.write_text(f'{{"event": "ready", "at_ns": 1, "pid": {pid}}}\n')
 
 
+def here() -> list[int]:
+    return [os.getpid()]
+
+
 @pytest.mark.parametrize("kind", ["store-locked", "store-away"])
 def test_a_store_out_of_reach_comes_back_with_its_jobs(injector, tmp_path, kind):
     store = open_store(tmp_path / "jobs.db")
@@ -66,13 +70,13 @@ def test_nobody_can_write_to_a_locked_store(injector, tmp_path):
 
 def test_a_victim_is_killed(injector, tmp_path, sleeper):
     note(tmp_path / "notes", sleeper.pid)
-    assert injector.hit("sigkill-outside", tmp_path / "notes") is not None
+    assert injector.hit("sigkill-outside", tmp_path / "notes", here) is not None
     assert sleeper.wait(5) == -signal.SIGKILL
 
 
 def test_a_victim_is_stopped_and_goes_on(injector, tmp_path, sleeper):
     note(tmp_path / "notes", sleeper.pid)
-    assert injector.hit("sigstop-outside", tmp_path / "notes") is not None
+    assert injector.hit("sigstop-outside", tmp_path / "notes", here) is not None
     deadline = time.monotonic() + 5
     while processes.state(sleeper.pid) == "T" and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -84,7 +88,7 @@ def test_a_victim_that_is_gone_is_no_fault(injector, tmp_path, sleeper):
     note(tmp_path / "notes", sleeper.pid)
     sleeper.kill()
     sleeper.wait()
-    assert injector.hit("sigkill-outside", tmp_path / "notes") is None
+    assert injector.hit("sigkill-outside", tmp_path / "notes", here) is None
 
 
 def test_without_an_agent_there_is_no_fault(injector, tmp_path):
@@ -109,20 +113,22 @@ def test_clocks_jump_in_workers_and_nowhere_else(tmp_path):
 
 def test_everything_of_a_run_is_ended_and_nothing_else(tmp_path, sleeper):
     variable = f"PYTHONPATH={tmp_path}"
+    elsewhere = tmp_path / "elsewhere"
     code = "import os, time; os.fork(); os.setsid(); time.sleep(60)"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=False) as ours:
         deadline = time.monotonic() + 10
-        while len(processes.running(variable)) < 2 and time.monotonic() < deadline:
+        while len(processes.running(variable, elsewhere)) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert ours.pid in processes.end_all(variable)
-    assert processes.running(variable) == []
+        assert ours.pid in processes.end_all(variable, elsewhere)
+    assert processes.running(variable, elsewhere) == []
     assert sleeper.poll() is None
 
 
 def test_marks_are_read_back_by_event(tmp_path):
     path = tmp_path / "marks.jsonl"
     assert marks.read(path, marks.Event.FAULT) == []
+    marks.prepare(path)
     marks.mark(path, marks.Event.READY)
     marks.mark(path, marks.Event.FAULT)
     (fault,) = marks.read(path, marks.Event.FAULT)
@@ -131,9 +137,48 @@ def test_marks_are_read_back_by_event(tmp_path):
 
 def test_attacks_see_through_the_gate_where_it_may_be_written():
     gate = SharedGate()
-    assert gate.fd in memfiles.shared("gate")["gate"]
-    found = {name: attack for name, attack in memfiles.attacks() if name.endswith("gate")}
-    assert set(found) == {f"{how} gate" for how in ("write", "map", "protect", "reopen", "cut", "seal")}
+    assert gate.fd in memfiles.descriptors("gate")["gate"]
+    mapped = ("protect", "through_map", "through_memory")
+    assert any(one.writable for one in memfiles.mappings("gate"))
+    found = {name: attack for name, attack in memfiles.attacks("gate") if name.endswith("gate")}
+    assert set(found) == {f"{how} gate" for how in ("write", "map", "reopen", "cut", "grow", "seal", *mapped)}
     with pytest.raises(OSError, match="not permitted"):
         found["cut gate"]()
     os.close(gate.fd)
+
+
+def test_a_mark_that_makes_no_sense_is_left_out(tmp_path):
+    path = tmp_path / "marks.jsonl"
+    marks.prepare(path)
+    marks.mark(path, marks.Event.FAULT, "x" * 1000)
+    with path.open("ab") as file:
+        file.write(b"[" * 100_000 + b'\n{"event": "fault"}\n\xff\n{"event": "gremlin", "at_ns": 1, "pid": 1}\n')
+    (fault,) = marks.read(path, marks.Event.FAULT)
+    assert fault.detail == "x" * 500
+    assert fault.folder == os.stat(".").st_ino
+    assert path.stat().st_mode & 0o777 == 0o666
+
+
+def test_a_worker_is_found_by_the_number_and_the_folder_that_it_knows_itself_by(sleeper):
+    inode = os.stat(".").st_ino
+    assert processes.worker_of(sleeper.pid, inode, here()) == sleeper.pid
+    assert processes.worker_of(sleeper.pid, 0, here()) == sleeper.pid
+    assert processes.worker_of(sleeper.pid, inode + 1, here()) is None
+    assert processes.worker_of(sleeper.pid, inode, [sleeper.pid]) is None
+
+
+def test_a_process_at_work_in_the_folder_of_a_run_belongs_to_it(tmp_path):
+    inside = tmp_path / "job"
+    inside.mkdir()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=inside) as ours:
+        deadline = time.monotonic() + 10
+        while ours.pid not in processes.running("NO=1", tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert processes.at_work_in(inside, [ours.pid, os.getpid(), 1 << 22]) == [ours.pid]
+        assert processes.end_all("NO=1", tmp_path) == [ours.pid]
+
+
+def test_cpu_time_is_that_of_those_who_are_there(sleeper):
+    assert processes.cpu_s([os.getpid()]) > 0
+    assert processes.cpu_s([1 << 22]) == 0
+    assert sleeper.pid in processes.below([os.getpid()])

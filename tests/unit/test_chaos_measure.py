@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron.fill.chaos import measure
+from megatron.fill.chaos import harm, measure
 from megatron.fill.chaos.campaign import Findings, Window
-from megatron.fill.chaos.injector import Deed
+from megatron.fill.chaos.deed import Deed
 from megatron.fill.chaos.kinds import HONEST, KINDS
 from megatron.fill.chaos.mainjob import Segment
-from megatron.fill.chaos.results import compile_result, print_result
+from megatron.fill.chaos.marks import Event, mark, prepare
+from megatron.fill.chaos.printed import print_result
+from megatron.fill.chaos.results import compile_result
 from megatron.fill.chaos.verdict import Lost, Submitted
 from megatron.fill.records import write_agent, write_rank
 from megatron.fill.types import Iteration, JobRecord, JobState, RankInfo, RankRecord
@@ -116,7 +118,7 @@ def test_what_goes_wrong_is_laid_to_the_faults_just_before(tmp_path):
     assert result.summary["loss_differences"] == 3
     assert not result.passed
     plain = result.as_dict("pipefill chaos")
-    assert set(plain) == {"command", "summary", "kinds", "not_run", "lost"}
+    assert set(plain) == {"command", "summary", "kinds", "not_run", "lost", "stalls"}
     assert plain["not_run"] == [{"kind": "disk-full", "why": "only root can"}]
 
 
@@ -129,4 +131,59 @@ def test_a_run_without_harm_has_passed_and_its_table_fits_80_columns(capsys):
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     assert all(kind.name in printed for kind in kinds)
-    assert "2 faults of 2 kinds" in printed
+    assert "2 faults (2 marks) of 2 kinds" in printed
+
+
+def test_an_iteration_of_two_seconds_more_than_usual_is_a_stall_and_laid_to_the_faults_in_it():
+    seen = iterations()
+    stalled = [replace(one, end_ns=one.end_ns + 3 * SECOND) if one.iteration == 15 else one for one in seen]
+    assert harm.stalls(findings(), seen) == []
+    (stall,) = harm.stalls(findings(), stalled)
+    assert (stall.iteration, stall.seconds, stall.kinds) == (15, pytest.approx(3.1), ("agent-kill",))
+    assert harm.longest_s(findings(), seen)["agent-kill"] == pytest.approx(0.1)
+
+
+def test_the_hundred_iterations_after_a_fault_are_compared_with_the_slower_quiet_window():
+    assert harm.slowed(findings(), iterations())["agent-kill"].beyond is False
+    slower = harm.slowed(findings(), iterations(fault_ns=SECOND // 10 * 12 // 10))["agent-kill"]
+    assert slower.mean == pytest.approx(0.2, abs=0.01)
+    assert slower.beyond
+    assert not harm.Slowed(0.2, noise=0.3).beyond
+
+
+def test_a_window_that_is_slow_by_its_nature_is_compared_with_none():
+    windows = [replace(WINDOWS[0], alone=True), *WINDOWS[1:]]
+    seen = iterations(fault_ns=SECOND // 10 * 12 // 10)
+    alone = replace(findings(), windows=windows)
+    assert "agent-kill" not in harm.slowed(alone, seen)
+    slowdown = measure.slowdown(windows, seen)
+    assert slowdown is not None
+    assert slowdown.pairs == 1
+
+
+def test_what_was_observed_names_the_worst_first(tmp_path):
+    kind = KINDS["mount"]
+    job = Submitted(1, "mount-0", kind, 60, tmp_path / "marks")
+    prepare(job.notes)
+    seen = replace(findings(), jobs=[job], deeds=[])
+    (row,) = compile_result(seen, [kind], 1, {}).kinds
+    assert (row.injected, row.marks, row.observed) == (0, 0, "was not seen")
+    for _ in range(3):
+        mark(job.notes, Event.FAULT)
+    mark(job.notes, Event.HELD, "EPERM")
+    (row,) = compile_result(seen, [kind], 1, {}).kinds
+    assert (row.injected, row.marks, row.observed) == (1, 3, "as expected; refused: EPERM")
+    assert row.expected == "refused; SUCCEEDED, work done once"
+    lost = replace(seen, lost=[Lost("mount-0", "mount", "got through: \x1b[2J")])
+    result = compile_result(lost, [kind], 1, {})
+    assert result.kinds[0].observed == "LOST: got through: \x1b[2J"
+    assert not result.passed
+
+
+def test_what_a_job_says_does_nothing_to_the_terminal(capsys, tmp_path):
+    lost = replace(findings(), lost=[Lost("hang-0", "hang", "got through: \x1b[2J\n\x9b31m" + "x" * 500)])
+    print_result(compile_result(lost, [KINDS["hang"]], 1, {}), Console(width=80, force_terminal=False))
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert "\x9b" not in printed
+    assert max(map(len, printed.partition("lost:")[0].splitlines())) <= 80

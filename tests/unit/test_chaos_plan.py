@@ -6,9 +6,14 @@ import inspect
 
 import pytest
 
-from megatron.fill.chaos import plan, tasks
-from megatron.fill.chaos.kinds import KINDS, Source, chosen
+from megatron.fill.chaos import holder, plan, tasks
+from megatron.fill.chaos.attacks import brought, outside
+from megatron.fill.chaos.attacks.table import ATTACKS, FAMILIES
+from megatron.fill.chaos.attacks.task import Attacker
+from megatron.fill.chaos.kind import Source
+from megatron.fill.chaos.kinds import KINDS, chosen
 from megatron.fill.errors import ConfigError
+from tests.e2e.training import ROOT
 
 ALL = list(KINDS.values())
 
@@ -34,7 +39,7 @@ def test_the_quotas_make_up_the_faults_with_each_kind_among_them(faults):
 def test_what_is_missing_is_planned_by_jobs_and_no_more():
     kinds = chosen(["hang", "sigsegv"])
     elements = plan.missing(kinds, {"hang": 3, "sigsegv": 4}, {"hang": 1})
-    assert [kind.name for kind in elements] == ["hang", "hang", "sigsegv", "sigsegv"]  # three faults to a job
+    assert [kind.name for kind in elements] == ["hang", "hang", "sigsegv", "sigsegv", "sigsegv", "sigsegv"]
     assert plan.missing(kinds, {"hang": 1, "sigsegv": 1}, {"hang": 1, "sigsegv": 2}) == []
 
 
@@ -44,7 +49,7 @@ def test_batches_hold_every_element_once_in_an_order_of_the_seed():
     assert sorted(kind.name for batch in batches for kind in batch) == sorted(kind.name for kind in elements)
     assert batches == plan.batches(elements, 7)
     assert batches != plan.batches(elements, 8)
-    assert all(sum(kind.burst for kind in batch) >= 40 for batch in batches[:-1])
+    assert {len(batch) for batch in batches[:-1]} == {30}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind.source is not Source.DRIVER], ids=lambda kind: kind.name)
@@ -54,9 +59,42 @@ def test_every_kind_of_job_has_a_task_that_takes_its_arguments(kind):
     if kind.source is Source.GPU:
         assert module.endswith(".gpu")
         return
+    if kind.source is Source.ATTACK:
+        assert args["attack"] in ATTACKS
+        inspect.signature(Attacker.create).bind(None, marks="marks", folder="run", machine_network=1, **args)
+        return
     task = getattr(tasks, name)
     inspect.signature(task.create).bind(None, marks="marks", **args)
     if name == "Raising":
         assert callable(getattr(task, args["where"]))
     if name == "Fault":
         assert callable(getattr(task, "_" + kind.name.replace("-", "_")))
+
+
+def test_a_family_stands_for_all_its_attacks():
+    assert [kind.name for kind in chosen(["words"])] == [attack.kind.name for attack in FAMILIES["words"]]
+    assert chosen(["outside", "brought"]) == [*outside.KINDS, *brought.KINDS]
+
+
+def test_there_are_more_than_a_hundred_attacks_and_every_name_is_one_kinds():
+    assert len(ATTACKS) == sum(map(len, FAMILIES.values()))
+    assert len(ATTACKS) + len(brought.KINDS) + len(outside.KINDS) > 100
+    assert all(KINDS[name] is attack.kind for name, attack in ATTACKS.items())
+
+
+def test_the_documentation_names_every_kind_with_what_is_expected():
+    text = (ROOT / "docs" / "chaos.md").read_text(encoding="utf-8")
+    attacks = [*(attack.kind for attack in ATTACKS.values()), *brought.KINDS, *outside.KINDS]
+    assert [kind.name for kind in attacks if f"| `{kind.name}` | {kind.what} | {kind.expected} |" not in text] == []
+
+
+def test_the_tasks_that_hold_memory_take_an_honest_jobs_arguments():
+    for task in (holder.Holder, holder.Shrinking):
+        inspect.signature(task.create).bind(None, marks="marks", steps=1)
+
+
+@pytest.mark.parametrize("kind", brought.KINDS, ids=lambda kind: kind.name)
+def test_what_a_job_brings_is_its_environment_or_its_command(kind, tmp_path):
+    found = brought.bring(kind, tmp_path / "brought", tmp_path / "marks")
+    assert set(found) <= {"env", "command"}
+    assert found

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.fill.chaos.campaign import Findings
-from megatron.fill.chaos.injector import Deed
-from megatron.fill.chaos.kinds import HONEST, KINDS, Kind
-from megatron.fill.chaos.marks import Event, mark
+from megatron.fill.chaos.deed import Deed
+from megatron.fill.chaos.kind import Kind
+from megatron.fill.chaos.kinds import HONEST, KINDS
+from megatron.fill.chaos.marks import Event, mark, prepare
 from megatron.fill.chaos.verdict import Lost, Submitted, judge
 from megatron.fill.store import open_store
 from megatron.fill.store.port import Job, NewJob, Progress
@@ -30,6 +32,7 @@ def ended(folder: Path, state: JobState, reason: str = "", work: float = 0.0) ->
 
 def submitted(folder: Path, kind: Kind, faults: int = 0) -> Submitted:
     notes = folder / f"{kind.name}.jsonl"
+    prepare(notes)
     for _ in range(faults):
         mark(notes, Event.FAULT)
     return Submitted(1, "job", kind, 60, notes)
@@ -56,10 +59,53 @@ def test_a_job_is_lost_unless_it_ended_as_its_kind_demands(tmp_path, kind, state
         assert why in lost.why
 
 
-def test_faults_count_when_marked_or_done_but_not_those_of_a_lost_job(tmp_path):
+def test_a_job_is_one_fault_however_often_it_was_marked_and_none_when_it_is_lost(tmp_path):
     jobs = [submitted(tmp_path, KINDS["sigsegv"], 3), submitted(tmp_path, HONEST)]
     deeds = [Deed("agent-kill", 0, 1), Deed("agent-kill", 2, 3)]
     seen = Findings({}, jobs, deeds, [], [], [], [])
-    assert seen.injected() == {"sigsegv": 3, "agent-kill": 2}
+    assert seen.injected() == {"sigsegv": 1, "agent-kill": 2}
+    assert seen.marks() == {"sigsegv": 3, "agent-kill": 2}
     seen = Findings({}, jobs, deeds, [Lost("job", "sigsegv", "")], [], [], [])
     assert seen.injected() == {"agent-kill": 2}
+
+
+def test_what_must_be_refused_and_was_not_is_lost_however_its_job_ended(tmp_path):
+    job = submitted(tmp_path, KINDS["mount"], 1)
+    fine = ended(tmp_path, JobState.SUCCEEDED, "", 60)
+    assert judge(job, fine) is None
+    mark(job.notes, Event.HELD, "mount: Operation not permitted")
+    assert judge(job, fine) is None
+    mark(job.notes, Event.THROUGH, "pivot_root")
+    lost = judge(job, fine)
+    assert lost is not None
+    assert lost.why == "got through: pivot_root"
+
+
+def test_what_may_get_through_is_judged_by_the_end_of_its_job(tmp_path):
+    job = submitted(tmp_path, KINDS["rank-ports"], 1)
+    mark(job.notes, Event.THROUGH, "port 1234")
+    assert judge(job, ended(tmp_path, JobState.SUCCEEDED, "", 60)) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "work", "lost"),
+    [
+        (JobState.SUCCEEDED, 60, False),
+        (JobState.FAILED, 5, False),
+        (JobState.SUCCEEDED, 59, True),
+        (JobState.QUEUED, 0, True),
+    ],
+)
+def test_a_job_that_may_be_caught_either_fails_or_does_its_work_once(tmp_path, state, work, lost):
+    assert (
+        judge(submitted(tmp_path, KINDS["burn-thread"], 1), ended(tmp_path, state, "why", work)) is not None
+    ) is lost
+
+
+def test_work_that_is_no_number_is_never_well(tmp_path):
+    job = submitted(tmp_path, KINDS["work-inf"], 1)
+    fine = ended(tmp_path, JobState.SUCCEEDED, "", 7)
+    assert judge(job, fine) is None
+    lost = judge(job, replace(fine, progress=replace(fine.progress, work_done=float("inf"))))
+    assert lost is not None
+    assert lost.why == "it is said to have done inf steps"

@@ -47,7 +47,7 @@ RULES: dict[str, set[str]] = {
         *("types", "errors", "profiles", "records", "gate", "board", "futex", "sidetask", "device", "predictor"),
         *("control", "hearsay", "hooks", "planner", "scheduler", "shared", "store", "stream", "sandbox"),
     },
-    "chaos": {"types", "errors", "records", "store", "sidetask", "config", "report"},
+    "chaos": {"types", "errors", "records", "store", "sidetask", "config", "report", "control", "runtime"},
     "cli": {
         *("chaos", "control", "types", "errors", "profiles", "config", "store", "planner", "device", "runtime", "sim"),
         *("display", "hearsay", "sandbox"),

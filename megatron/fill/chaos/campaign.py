@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.fill.chaos import plan, processes
+from megatron.fill.chaos.attacks import brought, cgroups, outside
 from megatron.fill.chaos.clock import JumpingClock
+from megatron.fill.chaos.deed import Deed
 from megatron.fill.chaos.disk import SmallDisk
-from megatron.fill.chaos.injector import Deed, Injector
-from megatron.fill.chaos.kinds import HONEST, Kind, Source
+from megatron.fill.chaos.injector import Injector
+from megatron.fill.chaos.kind import Kind, Source
+from megatron.fill.chaos.kinds import COMMAND, HONEST
 from megatron.fill.chaos.mainjob import GivenUpError, MainJob, Segment
+from megatron.fill.chaos.marks import prepare
+from megatron.fill.chaos.meminfo import FreeMemory
+from megatron.fill.chaos.outside import Outside
 from megatron.fill.chaos.verdict import Lost, Submitted, judge
 from megatron.fill.config import JobSpec
 from megatron.fill.errors import JobError, StoreError
@@ -32,11 +39,16 @@ _UNFINISHED = [state for state in JobState if not state.finished]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of time in CLOCK_MONOTONIC: with faults, or without any job."""
+    """A stretch of time in CLOCK_MONOTONIC: with faults, or without any job.
+
+    Attributes:
+        alone: with faults that slow the training down by their nature; it is not compared.
+    """
 
     start_ns: int
     end_ns: int
     faults: bool
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +69,21 @@ class Findings:
     leaked: Sequence[int]
 
     def injected(self) -> Counter[str]:
-        """Faults by kind: verified by the task's mark and the end of its job, or by what the driver saw."""
+        """Faults by kind: causes that are independent of one another, each of them seen.
+
+        A job is one, however often it does the same thing: it is verified by its mark and its end.  So is a deed of
+        the driver's, by what that saw.
+        """
         astray = {one.job for one in self.lost}
         counts = Counter(deed.kind for deed in self.deeds)
+        counts.update(job.kind.name for job in self.jobs if job.name not in astray and job.faults())
+        return counts
+
+    def marks(self) -> Counter[str]:
+        """How often the faults of a kind were seen to happen in all: a job that is tried again repeats its own."""
+        counts = Counter(deed.kind for deed in self.deeds)
         for job in self.jobs:
-            if job.name not in astray:
-                counts[job.kind.name] += len(job.faults())
+            counts[job.kind.name] += len(job.faults())
         return +counts
 
 
@@ -74,6 +95,7 @@ class Campaign:
         folder: for everything that it writes; empty.
         iterations: of each training.
         say: takes lines for the user.
+        machine_network: the inode of the network namespace that is not to be touched.
     """
 
     def __init__(
@@ -84,11 +106,18 @@ class Campaign:
         disk: SmallDisk,
         iterations: int,
         say: Callable[[str], None],
+        machine_network: int = 0,
     ) -> None:
         self.kinds = kinds
+        self.folder = folder
         self.say = say
+        self.machine_network = machine_network
         self.notes = folder / "marks"
         self.notes.mkdir()
+        self.notes.chmod(0o777)  # a job may run as another user
+        self.memory = FreeMemory(folder)
+        if any(kind.name.startswith("grow-") for kind in kinds):
+            self.memory.mount()
         clock, database = JumpingClock(folder / "clock"), disk.folder / "jobs.db"
         self.main = MainJob(script, folder, disk.folder, clock, iterations, say)
         self.injector = Injector(clock, disk, database, self.main.tick)
@@ -108,19 +137,22 @@ class Campaign:
         try:
             self.main.refer()
             for turn in range(_ROUNDS):
-                elements = plan.missing(self.kinds, wanted, self._findings(wanted).injected())
+                # One that did harm is not tried again: the run has failed anyway.
+                tried = self._findings(wanted).injected() + Counter(one.kind for one in self.lost)
+                elements = plan.missing(self.kinds, wanted, tried)
                 for batch in plan.batches(elements, seed + turn):
                     self._inject(batch)
                     total = self._findings(wanted).injected().total()
                     self.say(f"{total} of {faults} faults, {len(self.jobs)} jobs, {len(self.lost)} lost")
             self.main.finish()
-            processes.await_end(self.main.mark, _END_S)
+            processes.await_end(self.main.mark, self.folder, _END_S)
         except GivenUpError as error:
             self.say(str(error))
         finally:
             self.main.abandon()
             self.store.close()
-            leaked = processes.end_all(self.main.mark)
+            leaked = processes.end_all(self.main.mark, self.folder)
+            cgroups.sweep(self.main.disk)
         return self._findings(wanted, leaked)
 
     def _findings(self, wanted: Mapping[str, int], leaked: Sequence[int] = ()) -> Findings:
@@ -130,45 +162,94 @@ class Campaign:
         """One window with faults, and a quiet one after it."""
         self._settle()
         start_ns = time.monotonic_ns()
-        ours = (Source.DRIVER, Source.VICTIM)
-        mine = [self._submit(kind) for kind in (*batch, *[HONEST] * plan.HONEST_PER_BATCH) if kind.source not in ours]
+        first, ours = len(self.jobs), (Source.DRIVER, Source.VICTIM)
+        for kind in (*batch, *[HONEST] * plan.HONEST_PER_BATCH):
+            if kind.source not in ours:
+                self._submit(kind)
         for kind in batch:
             if kind.source is Source.VICTIM:
-                mine.append(self._submit(kind))  # only now: it should not be done before it is hit
-                self._note(self.injector.hit(kind.name, mine[-1].notes))
+                victim = self._submit(kind)  # only now: it should not be done before it is hit
+                self._note(self.injector.hit(kind.name, victim.notes, self._tops))
             elif kind.source is Source.DRIVER:
                 self._settle()
-                self._note(self.injector.commit(kind.name, self.main.run_dir))
-        self._await(mine)
+                self._note(self._commit(kind))
+        self._await(self.jobs[first:])
+        cgroups.sweep(self.main.disk)
         end_ns = time.monotonic_ns()
-        self.windows.append(Window(start_ns, end_ns, faults=True))
+        self.windows.append(Window(start_ns, end_ns, faults=True, alone=any(kind.alone for kind in batch)))
         quiet_s = min(max(_LEAST_QUIET_S, _QUIET_SHARE * (end_ns - start_ns) / 1e9), _LONGEST_QUIET_S)
         self._settle()  # between two trainings there is nothing to compare with
         quiet_ns = time.monotonic_ns()
         self._pause(lambda: time.monotonic_ns() - quiet_ns > quiet_s * 1e9)
         self.windows.append(Window(quiet_ns, time.monotonic_ns(), faults=False))
 
-    def _submit(self, kind: Kind) -> Submitted:
+    def _commit(self, kind: Kind) -> Deed | None:
+        """What the driver does from outside."""
+        if kind in outside.KINDS:
+            return Outside(self).commit(kind.name)
+        return self.injector.commit(kind.name, self.main.run_dir)
+
+    def _tops(self) -> Collection[int]:
+        return processes.agents(self.main.run_dir).values()
+
+    def submit_honest(self) -> Submitted:
+        """A job without a fault, beside those that are planned."""
+        return self._submit(HONEST)
+
+    def submit_task(self, task: str, steps: int) -> Submitted:
+        """A job of another task that must do its work once."""
+        return self._submit(HONEST, task=task, steps=steps)
+
+    def submit_command(self, name: str) -> Submitted:
+        """A command that ends well, one of ``attacks.daemons``."""
+        return self._submit(COMMAND, command=brought.command_of(name))
+
+    def _submit(
+        self,
+        kind: Kind,
+        task: str | None = None,
+        steps: int | None = None,
+        command: Callable[[Path], list[str]] | None = None,
+    ) -> Submitted:
         name = f"{kind.name}-{len(self.jobs)}"
-        task, args = plan.task_of(kind)
+        usual, args = plan.task_of(kind)
+        if steps is not None:
+            args["steps"] = steps
         notes = self.notes / f"{name}.jsonl"
+        prepare(notes)
+        if kind.source is Source.ATTACK:
+            args |= {"folder": str(self.main.disk), "machine_network": self.machine_network}
+        brings: dict[str, Any] = {}
+        if kind.source is Source.BROUGHT:
+            brings = brought.bring(kind, self.notes / f"{name}-brought", notes)
+        elif command is not None:
+            brings = {"command": command(notes)}
+        fields: dict[str, Any] = {"task": task or usual, "args": {**args, "marks": str(notes)}}
+        if "command" in brings:
+            fields = {}
         spec = JobSpec(
             name=name,
-            task=task,
-            args={**args, "marks": str(notes)},
             memory=kind.memory_bytes,
             priority=int(kind.source is Source.VICTIM),  # the driver waits for it
+            **fields,
+            **brings,
         )
         job = self.store.submit([new_job(spec, [], "chaos")])[0]
-        steps = args.get("steps", 0)
-        assert isinstance(steps, int)
-        submitted = Submitted(job.id, name, kind, steps, notes)
+        done = args.get("steps", 0)
+        assert isinstance(done, int)
+        submitted = Submitted(job.id, name, kind, done, notes)
         self.jobs.append(submitted)
         return submitted
 
     def _note(self, deed: Deed | None) -> None:
         if deed is not None:
             self.deeds.append(deed)
+            if deed.wrong:
+                self._lose(Lost(deed.kind, deed.kind, deed.wrong))
+
+    def _lose(self, lost: Lost) -> None:
+        self.lost.append(lost)
+        self.say(f"lost: {lost.job}: {lost.why}")
 
     def _settle(self) -> None:
         self._pause(self.main.settled)
@@ -194,8 +275,7 @@ class Campaign:
             job = self.store.get(submitted.id)
             lost = judge(submitted, job)
             if lost is not None:
-                self.lost.append(lost)
-                self.say(f"lost: {lost.job}: {lost.why}")
+                self._lose(lost)
             if not job.state.finished:
                 self._give_up(job.id)
 

@@ -7,12 +7,12 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron.fill.chaos import marks, processes
 from megatron.fill.chaos.clock import JumpingClock
+from megatron.fill.chaos.deed import Deed
 from megatron.fill.chaos.disk import SmallDisk
 
 _OUTAGE_S, _FULL_S, _JUMP_S, _STOP_S = 3.0, 2.0, 2.0, 1.0
@@ -21,21 +21,6 @@ _READY_S = 40.0  # how long a victim may take to run
 _BACK_S = 15.0  # how long an agent may take to come back
 _LOOK_S = 0.02
 _PARTS = ("", "-wal", "-shm")  # of an SQLite database
-
-
-@dataclass(frozen=True, slots=True)
-class Deed:
-    """A fault that was injected from outside, and verified.
-
-    Attributes:
-        start_ns, end_ns: from when to when, in CLOCK_MONOTONIC.
-        rank: whose; None for everyone's.
-    """
-
-    kind: str
-    start_ns: int
-    end_ns: int
-    rank: int | None = None
 
 
 class Injector:
@@ -59,26 +44,33 @@ class Injector:
             "agent-kill": self._kill_agent,
             "agent-stop": self._stop_agent,
             "store-locked": lambda name, _: self._during(name, self._locked_store(), _OUTAGE_S),
-            "store-away": lambda name, _: self._during(name, self._store_away(), _OUTAGE_S),
+            "store-away": lambda name, _: self._during(name, self.store_away(), _OUTAGE_S),
             "clock-forward": lambda name, folder: self._jump(name, folder, _HOUR_S),
             "clock-back": lambda name, folder: self._jump(name, folder, -_HOUR_S),
             "disk-full": lambda name, _: self._during(name, self._full_disk(), _FULL_S),
         }
         return actions[kind](kind, run_dir)
 
-    def hit(self, kind: str, notes: Path) -> Deed | None:
-        """Kill the honest worker that notes its marks there, or stop it for a second."""
-        if not self._until(lambda: bool(marks.read(notes, marks.Event.READY)), _READY_S):
+    def hit(self, kind: str, notes: Path, tops: Callable[[], Iterable[int]]) -> Deed | None:
+        """Kill the honest worker that notes its marks there, or stop it for a second.
+
+        Args:
+            tops: it is below one of these processes.
+        """
+        if not self.until(lambda: bool(marks.read(notes, marks.Event.READY)), _READY_S):
             return None
-        pid = marks.read(notes, marks.Event.READY)[-1].pid
+        ready = marks.read(notes, marks.Event.READY)[-1]
+        pid = processes.worker_of(ready.pid, ready.folder, tops())
+        if pid is None:
+            return None
         start_ns = time.monotonic_ns()
         if kind == "sigkill-outside":
-            if not processes.send(pid, signal.SIGKILL) or not self._until(lambda: not _alive(pid), _BACK_S):
+            if not processes.send(pid, signal.SIGKILL) or not self.until(lambda: not processes.alive(pid), _BACK_S):
                 return None
         else:
-            if not processes.send(pid, signal.SIGSTOP) or not self._until(lambda: processes.state(pid) == "T", _STOP_S):
+            if not processes.send(pid, signal.SIGSTOP) or not self.until(lambda: processes.state(pid) == "T", _STOP_S):
                 return None
-            self._until(lambda: False, _STOP_S)
+            self.until(lambda: False, _STOP_S)
             processes.send(pid, signal.SIGCONT)
         return Deed(kind, start_ns, time.monotonic_ns())
 
@@ -87,7 +79,7 @@ class Injector:
         if pid is None or not processes.send(pid, signal.SIGKILL):
             return None
         start_ns = time.monotonic_ns()
-        back = self._until(lambda: processes.agents(run_dir).get(rank, pid) != pid, _BACK_S)
+        back = self.until(lambda: processes.agents(run_dir).get(rank, pid) != pid, _BACK_S)
         return Deed(kind, start_ns, time.monotonic_ns(), rank) if back else None
 
     def _stop_agent(self, kind: str, run_dir: Path) -> Deed | None:
@@ -95,8 +87,8 @@ class Injector:
         if pid is None or not processes.send(pid, signal.SIGSTOP):
             return None
         start_ns = time.monotonic_ns()
-        stopped = self._until(lambda: processes.state(pid) == "T", _STOP_S)
-        continued = self._until(lambda: processes.state(pid) != "T", _BACK_S)
+        stopped = self.until(lambda: processes.state(pid) == "T", _STOP_S)
+        continued = self.until(lambda: processes.state(pid) != "T", _BACK_S)
         processes.send(pid, signal.SIGCONT)
         return Deed(kind, start_ns, time.monotonic_ns(), rank) if stopped and continued else None
 
@@ -114,7 +106,7 @@ class Injector:
         start_ns = time.monotonic_ns()
         try:
             self.clock.jump(seconds)
-            self._until(lambda: False, _JUMP_S)
+            self.until(lambda: False, _JUMP_S)
         finally:
             self.clock.jump(0.0)
         return Deed(kind, start_ns, time.monotonic_ns())
@@ -137,7 +129,8 @@ class Injector:
             connection.close()
 
     @contextlib.contextmanager
-    def _store_away(self) -> Iterator[bool]:
+    def store_away(self) -> Iterator[bool]:
+        """The store's files are in the folder ``away`` beside it for a while."""
         away = self.database.parent / "away"
         away.mkdir(exist_ok=True)
         files = [self.database.with_name(self.database.name + part) for part in _PARTS]
@@ -159,7 +152,7 @@ class Injector:
         finally:
             self.disk.free()
 
-    def _until(self, done: Callable[[], bool], within_s: float) -> bool:
+    def until(self, done: Callable[[], bool], within_s: float) -> bool:
         """Wait until something is so; whether it came to be."""
         end_s = time.monotonic() + within_s
         while not done():
@@ -168,7 +161,3 @@ class Injector:
             self.tick()
             time.sleep(_LOOK_S)
         return True
-
-
-def _alive(pid: int) -> bool:
-    return processes.state(pid) not in ("", "Z")

@@ -3,50 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
+from megatron.fill.chaos.attacks import brought, outside
+from megatron.fill.chaos.attacks.table import ATTACKS, FAMILIES
+from megatron.fill.chaos.kind import DISK, MIB, Kind, Source
 from megatron.fill.errors import ConfigError
 from megatron.fill.types import JobState
 
-_MIB = 1 << 20
 _MADE = "made to fail"
 _ENDLESS = "after its bubble|did not return within"  # the latter if the training ended before that
 _SLOW = 0.2  # the share of faults that take seconds each
-
-
-class Source(StrEnum):
-    """Who makes a fault."""
-
-    TASK = "task"  # a side task, by itself
-    VICTIM = "victim"  # the driver, to an honest side task
-    DRIVER = "driver"  # the driver, to agents, store, clock or disk
-    GPU = "gpu"  # a side task, on a GPU
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind of fault.
-
-    Attributes:
-        name: stable: it stands in results and on the command line.
-        state: the state that a job with this fault ends in.
-        reason: a regular expression that is found in the job's reason.
-        burst: how many faults one job makes, about.
-        weight: how often it comes compared with others.
-        exact: the job must have done its work exactly once.
-        memory_bytes: the job's cap.
-    """
-
-    name: str
-    what: str
-    source: Source = Source.TASK
-    state: JobState = JobState.FAILED
-    reason: str = ""
-    burst: int = 1
-    weight: float = 1.0
-    exact: bool = False
-    memory_bytes: int = 512 * _MIB
 
 
 def _raising(callback: str) -> Kind:
@@ -54,9 +20,9 @@ def _raising(callback: str) -> Kind:
     return Kind(f"raise-{callback.replace('_', '-')}", f"an exception in {callback}()", reason=where)
 
 
-def _honest(name: str, what: str, source: Source, burst: int = 1, weight: float = 1.0) -> Kind:
+def _honest(name: str, what: str, source: Source, weight: float = 1.0) -> Kind:
     """A fault that its job survives."""
-    return Kind(name, what, source, JobState.SUCCEEDED, "", burst, weight, exact=True)
+    return Kind(name, what, source, JobState.SUCCEEDED, "", weight=weight, exact=True)
 
 
 def _driven(name: str, what: str) -> Kind:
@@ -71,9 +37,9 @@ KINDS: dict[str, Kind] = {
         *map(_raising, _CALLBACKS),
         Kind("sys-exit", "sys.exit() in a step", reason=r"sys\.exit\(3\) in run_next_step\(\)"),
         Kind("nonsense", "a step that returns no number", reason="expected the work done as a number"),
-        Kind("os-exit", "os._exit() in a step", reason="status 4 in run_next_step", burst=3),
-        Kind("sigkill-self", "SIGKILL to itself", reason="SIGKILL in run_next_step", burst=3),
-        Kind("sigsegv", "a segmentation fault", reason="SIGSEGV in run_next_step", burst=3),
+        Kind("os-exit", "os._exit() in a step", reason="status 4 in run_next_step"),
+        Kind("sigkill-self", "SIGKILL to itself", reason="SIGKILL in run_next_step"),
+        Kind("sigsegv", "a segmentation fault", reason="SIGSEGV in run_next_step"),
         _honest("sigstop-self", "SIGSTOP to itself in a step", Source.TASK),
         _honest("sigkill-outside", "SIGKILL from outside", Source.VICTIM, weight=_SLOW),
         _honest("sigstop-outside", "SIGSTOP from outside for a second", Source.VICTIM, weight=_SLOW),
@@ -85,48 +51,58 @@ KINDS: dict[str, Kind] = {
             weight=0.5,
         ),
         Kind("deaf-loop", "a busy loop that ignores all signals it can", reason=_ENDLESS, weight=0.5),
-        Kind("memory-hog", "memory over the job's cap", reason="over its cap of 256 MiB", memory_bytes=256 * _MIB),
+        Kind("memory-hog", "memory over the job's cap", reason="over its cap of 256 MiB", memory_bytes=256 * MIB),
         Kind(
             "fork-bomb",
             "300 processes that slip out of the group",
             reason="process|forked",
             weight=_SLOW,
-            memory_bytes=16384 * _MIB,  # what they share is counted for each
+            memory_bytes=16384 * MIB,  # what they share is counted for each
         ),
         Kind("descriptor-leak", "open files without end", reason="Too many open files|leaked|status 1"),
         Kind("output-flood", "output without end", reason="printed more than", weight=0.5),
         _honest("file-limit", "checkpoints that cannot be written (RLIMIT_FSIZE)", Source.TASK),
         _honest("checkpoint-newest", "a damaged checkpoint; the one before it is whole", Source.TASK, weight=0.5),
         Kind("checkpoint-both", "both checkpoints damaged", reason="no checkpoint can be loaded", weight=0.5),
-        _honest("gate-write", "tries to write, grow or cut gate and board", Source.TASK, burst=12),
+        _honest("gate-write", "tries to write, grow or cut gate and board", Source.TASK),
         _honest("gate-close", "closes its ends of gate, board, baton and log", Source.TASK),
-        Kind("baton-scribble", "random bytes all over the baton", reason=_MADE, burst=5),
-        Kind("log-scribble", "random bytes all over its step log", burst=5),
+        Kind("baton-scribble", "random bytes all over the baton", reason=_MADE),
+        Kind("log-scribble", "random bytes all over its step log"),
         _driven("agent-kill", "SIGKILL to a rank's agent"),
         _driven("agent-stop", "SIGSTOP to a rank's agent"),
         _driven("store-locked", "the job store locked for 3 s"),
         _driven("store-away", "the job store's file moved away for 3 s"),
         _driven("clock-forward", "wall clocks of agents and workers an hour ahead for 2 s"),
         _driven("clock-back", "wall clocks of agents and workers an hour back for 2 s"),
-        _driven("disk-full", "the disk of run folder and store full for 2 s"),
+        Kind("disk-full", "the disk of run folder and store full for 2 s", Source.DRIVER, weight=_SLOW, needs=DISK),
         Kind("cuda-illegal-access", "a kernel that reads where it must not", Source.GPU, reason="illegal|CUDA error"),
         Kind("cuda-out-of-memory", "device memory over the job's cap", Source.GPU, reason="out of memory|over its cap"),
-        Kind("cuda-kill-in-kernel", "SIGKILL in the middle of a kernel", Source.GPU, reason="SIGKILL", burst=3),
+        Kind("cuda-kill-in-kernel", "SIGKILL in the middle of a kernel", Source.GPU, reason="SIGKILL"),
         Kind("mps-illegal-access", "the same under MPS", Source.GPU, reason="illegal|CUDA error"),
         Kind("mps-out-of-memory", "the same under MPS", Source.GPU, reason="out of memory|over its cap"),
-        Kind("mps-kill-in-kernel", "the same under MPS", Source.GPU, reason="SIGKILL", burst=3),
+        Kind("mps-kill-in-kernel", "the same under MPS", Source.GPU, reason="SIGKILL"),
+        *(attack.kind for attack in ATTACKS.values()),
+        *brought.KINDS,
+        *outside.KINDS,
     )
 }
 HONEST = _honest("honest", "no fault: does its work and says how much", Source.TASK)
+COMMAND = Kind("command", "no fault: a command that ends well", Source.TASK, JobState.SUCCEEDED)
+_FAMILIES = {name: [attack.kind.name for attack in family] for name, family in FAMILIES.items()}
+_FAMILIES |= {"brought": [kind.name for kind in brought.KINDS], "outside": [kind.name for kind in outside.KINDS]}
 
 
 def chosen(names: Sequence[str]) -> list[Kind]:
     """The kinds of these names; all for none.
 
+    Args:
+        names: of kinds, or of families of attacks (``processes``, ``words``, ...).
+
     Raises:
         ConfigError: a name is unknown; the message lists those there are.
     """
+    names = [name for given in names for name in _FAMILIES.get(given, [given])]
     unknown = [name for name in names if name not in KINDS]
     if unknown:
-        raise ConfigError(f"--kinds names {', '.join(unknown)}; expected some of {', '.join(KINDS)}")
+        raise ConfigError(f"--kinds names {', '.join(unknown)}; expected some of {', '.join([*KINDS, *_FAMILIES])}")
     return [KINDS[name] for name in dict.fromkeys(names)] or list(KINDS.values())

@@ -112,9 +112,26 @@ class MainJob:
             self._close(self.training)
         number = len(self.segments)
         self.say(f"training {number + 1}: {self.iterations} iterations under faults")
-        flags = [*_FLAGS, "--fill-report", str(self.run_dir), "--fill-store", str(self.disk / "jobs.db")]
         self._start_ns = time.monotonic_ns()
-        self.training = self._start(self.folder / f"training-{number}", flags)
+        self.training = self._start(self.folder / f"training-{number}", self.flags(self.run_dir))
+
+    def flags(self, run_dir: Path) -> list[str]:
+        """Of a training under faults."""
+        marks = f"{self.folder / 'marks'}:rw"  # jobs note what they did there
+        return [
+            *_FLAGS,
+            "--fill-report",
+            str(run_dir),
+            "--fill-store",
+            str(self.disk / "jobs.db"),
+            "--fill-bind",
+            marks,
+        ]
+
+    @property
+    def iteration(self) -> int:
+        """How far the training is that goes on; 0 if there is none."""
+        return self.training.iteration if self.training is not None else 0
 
     def settled(self) -> bool:
         """Whether a training is well under way, and goes on for some seconds yet."""

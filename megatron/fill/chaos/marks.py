@@ -1,6 +1,7 @@
 """Marks: what a task of a chaos run notes just before it misbehaves, so that a fault counts only if it happened.
 
-One file of JSON lines per job, outside of the run folder, whose disk may be full.
+One file of JSON lines per job, outside of the run folder, whose disk may be full.  Every user may write it: a job may
+run as another one.  What stands in it is a job's own word: lines that make no sense are left out.
 """
 
 from __future__ import annotations
@@ -8,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+
+_MOST_BYTES = 4 << 20
 
 
 class Event(StrEnum):
@@ -18,6 +22,8 @@ class Event(StrEnum):
 
     READY = "ready"  # it runs well, and may be hit from outside
     FAULT = "fault"  # the next thing that it does is its fault
+    HELD = "held"  # what it tried was refused
+    THROUGH = "through"  # what it tried went through
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,29 +32,48 @@ class Mark:
 
     Attributes:
         at_ns: CLOCK_MONOTONIC.
-        pid: the worker's.
+        pid: the worker's, as it sees itself: in a process namespace of its own it is another one.
+        folder: the inode of its working folder, by which it is found from outside; 0 if it is not known.
+        detail: what was refused, or went through.
     """
 
     event: Event
     at_ns: int
     pid: int
+    folder: int = 0
+    detail: str = ""
 
 
-def mark(path: Path, event: Event) -> None:
+def mark(path: Path, event: Event, detail: str = "") -> None:
     """Note that this happens now."""
-    line = json.dumps(asdict(Mark(event, time.monotonic_ns(), os.getpid()))) + "\n"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    noted = Mark(event, time.monotonic_ns(), os.getpid(), os.stat(".").st_ino, detail[:500])
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
-        os.write(fd, line.encode())
+        os.write(fd, (json.dumps(asdict(noted)) + "\n").encode())
     finally:
         os.close(fd)
 
 
+def prepare(path: Path) -> None:
+    """Make the file, empty, for everybody to write to."""
+    path.touch()
+    path.chmod(0o666)
+
+
 def read(path: Path, event: Event) -> list[Mark]:
     """All marks of one sort, oldest first; none where there is no file."""
+    return [one for one in _all(path) if one.event is event]
+
+
+def _all(path: Path) -> Iterator[Mark]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open("rb") as file:
+            lines = file.read(_MOST_BYTES).decode("utf-8", "replace").splitlines()
     except FileNotFoundError:
-        return []
-    marks = [Mark(**json.loads(line)) for line in lines]
-    return [Mark(Event(one.event), one.at_ns, one.pid) for one in marks if one.event == event]
+        return
+    for line in lines:
+        try:
+            found = Mark(**json.loads(line))
+            yield Mark(Event(found.event), int(found.at_ns), int(found.pid), int(found.folder), str(found.detail))
+        except (ValueError, TypeError, RecursionError):
+            continue

@@ -45,12 +45,14 @@ def iterations(run_dirs: Iterable[Path]) -> list[Iteration]:
 
 
 def slowdown(windows: Sequence[Window], seen: Sequence[Iteration]) -> Slowdown | None:
-    """Each window with faults against the quiet one after it; None if there is no such pair."""
+    """Each window with faults against the quiet one after it, but for those that stand alone; None if there is none."""
     blocks = [
         Iteration(one.iteration, one.start_ns, one.end_ns, window.faults, number)
         for number, window in enumerate(windows)
         for one in seen
-        if window.start_ns <= one.start_ns and one.end_ns <= window.end_ns
+        if not any(pair.alone for pair in windows[number - number % 2 : number + 1])
+        and window.start_ns <= one.start_ns
+        and one.end_ns <= window.end_ns
     ]
     return paired_slowdown(_evened(blocks))
 
@@ -74,7 +76,7 @@ def slowdown_by_kind(findings: Findings, seen: Sequence[Iteration]) -> dict[str,
     quiet = [(window.start_ns, _median_ns(window, seen)) for window in findings.windows if not window.faults]
     starts = [one.start_ns for one in seen]
     ends = [one.end_ns for one in seen]
-    for kind, start_ns, end_ns in _stretches(findings):
+    for kind, start_ns, end_ns in stretches(findings):
         at = bisect_left(quiet, (start_ns, 0.0))
         if at == len(quiet) or not quiet[at][1]:
             continue
@@ -130,8 +132,8 @@ def _median_ns(window: Window, seen: Sequence[Iteration]) -> float:
     return float(median(inside)) if inside else 0.0
 
 
-def _stretches(findings: Findings) -> Iterable[tuple[str, int, int]]:
-    """From when to when a fault of which kind lasted."""
+def stretches(findings: Findings) -> Iterable[tuple[str, int, int]]:
+    """From when to when a fault of which kind lasted: its kind, its beginning and its end."""
     for deed in findings.deeds:
         yield deed.kind, deed.start_ns, deed.end_ns
     for job in findings.jobs:
@@ -141,4 +143,4 @@ def _stretches(findings: Findings) -> Iterable[tuple[str, int, int]]:
 
 def blamed(findings: Findings, at_ns: int, within_s: float = 5.0) -> set[str]:
     """The kinds of the faults that began shortly before something went wrong."""
-    return {kind for kind, start_ns, _ in _stretches(findings) if 0 <= at_ns - start_ns <= within_s * 1e9}
+    return {kind for kind, start_ns, _ in stretches(findings) if 0 <= at_ns - start_ns <= within_s * 1e9}

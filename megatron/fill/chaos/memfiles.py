@@ -1,4 +1,8 @@
-"""What a worker may try against the memory files that it shares with the main job and its agent."""
+"""What a worker may try against the memory files that it shares with the main job and its agent.
+
+It has them mapped; the descriptors are closed by the time that a task runs, so what could be done through one is tried
+through ``/proc/self/map_files`` and ``/proc/self/fd``, where there is any.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,58 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-_PAGE = 4096
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def shared(*names: str) -> dict[str, list[int]]:
-    """The descriptors of this process's PipeFill memory files, by the name in their link.
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A memory file as it is mapped here.
 
-    Args:
-        names: such as ``gate``, ``cycle``, ``baton``, ``steps``; those that are not open are left out.
+    Attributes:
+        name: such as ``gate``, ``cycle``, ``control``, ``baton``, ``steps``.
     """
+
+    name: str
+    begin: int
+    end: int
+    writable: bool
+
+    def write(self, data: bytes) -> None:
+        """Over its beginning; it has to be writable."""
+        ctypes.memmove(self.begin, data, min(len(data), self.end - self.begin))
+
+
+def mappings(*names: str) -> list[Mapping]:
+    """Where the memory files of these names are mapped."""
+    found = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        fields = line.split()
+        for name in names:
+            if len(fields) > 5 and fields[5].startswith(f"/memfd:pipefill-{name}"):
+                begin, end = (int(text, 16) for text in fields[0].split("-"))
+                found.append(Mapping(name, begin, end, "w" in fields[1]))
+    return found
+
+
+def writable(name: str) -> Mapping:
+    """The mapping of that name through which this process may write.
+
+    Raises:
+        PermissionError: there is none.
+    """
+    for one in mappings(name):
+        if one.writable:
+            return one
+    raise PermissionError(f"no mapping of {name} can be written to")
+
+
+def descriptors(*names: str) -> dict[str, list[int]]:
+    """The descriptors of this process's memory files, by name; those that are not open are left out."""
     found: dict[str, list[int]] = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -33,19 +75,51 @@ def shared(*names: str) -> dict[str, list[int]]:
     return found
 
 
-def scribble(fd: int) -> None:
-    """Random bytes all over a file that this process may write."""
-    os.pwrite(fd, os.urandom(os.fstat(fd).st_size), 0)
+def scribble(name: str) -> None:
+    """Random bytes all over a memory file that this process may write."""
+    page = writable(name)
+    page.write(os.urandom(page.end - page.begin))
 
 
-def attacks() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every way to write to gate and board that a worker has; each should raise OSError.
+def attacks(*names: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every way to write to memory files that are not for a worker to write; each should raise OSError.
 
     One that gets through writes what is there already: it shows the hole, and does no harm.
     """
-    for name, (fd, *_) in shared("gate", "cycle").items():
-        for attack in (_write, _map, _protect, _reopen, _cut, _seal):
-            yield f"{attack.__name__[1:]} {name}", partial(attack, fd)
+    for page in mappings(*names):
+        for attack in (_protect, _through_map, _through_memory):
+            yield f"{attack.__name__[1:]} {page.name}", partial(attack, page)
+    for name, (fd, *_) in descriptors(*names).items():
+        for through in (_write, _map, _reopen, _cut, _grow, _seal):
+            yield f"{through.__name__[1:]} {name}", partial(through, fd)
+
+
+def _protect(page: Mapping) -> None:
+    """Make the mapping writable."""
+    size = ctypes.c_size_t(page.end - page.begin)
+    if _libc.mprotect(ctypes.c_void_p(page.begin), size, _PROT_READ_WRITE):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _through_map(page: Mapping) -> None:
+    """Open the file anew by its place in memory."""
+    fd = os.open(f"/proc/self/map_files/{page.begin:x}-{page.end:x}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        _write(fd)
+    finally:
+        os.close(fd)
+
+
+def _through_memory(page: Mapping) -> None:
+    """Write by the file that is this process's memory, which asks for no right to the page.
+
+    Of a shared mapping that is only to be read the kernel makes no private copy: it refuses.
+    """
+    fd = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, ctypes.string_at(page.begin + 8, 8), page.begin + 8)
+    finally:
+        os.close(fd)
 
 
 def _write(fd: int) -> None:
@@ -53,19 +127,7 @@ def _write(fd: int) -> None:
 
 
 def _map(fd: int) -> None:
-    mmap.mmap(fd, _PAGE, prot=_PROT_READ_WRITE).close()
-
-
-def _protect(fd: int) -> None:
-    """Make the mapping that this process has of the file writable."""
-    inode = os.fstat(fd).st_ino
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        fields = line.split()
-        if len(fields) > 5 and int(fields[4]) == inode and fields[5].startswith("/memfd:pipefill"):
-            begin, end = (int(text, 16) for text in fields[0].split("-"))
-            if _libc.mprotect(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _PROT_READ_WRITE) == 0:
-                return
-    raise PermissionError("no mapping of it can be made writable")
+    mmap.mmap(fd, mmap.PAGESIZE, prot=_PROT_READ_WRITE).close()
 
 
 def _reopen(fd: int) -> None:
@@ -86,6 +148,10 @@ def _cut(fd: int) -> None:
         os.ftruncate(again, 0)
     finally:
         os.close(again)
+
+
+def _grow(fd: int) -> None:
+    os.posix_fallocate(fd, 0, 64 << 20)
 
 
 def _seal(fd: int) -> None:

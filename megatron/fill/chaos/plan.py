@@ -10,7 +10,7 @@ from megatron.fill.chaos.kinds import Kind, Source
 from megatron.fill.types import JobState
 
 HONEST_PER_BATCH = 2
-_BATCH = 40  # faults between two quiet windows
+_BATCH = 30  # faults between two quiet windows
 _HONEST_STEPS, _VICTIM_STEPS, _ENDLESS_STEPS = 60, 1_500, 1_000_000
 
 
@@ -22,26 +22,14 @@ def quotas(kinds: Sequence[Kind], faults: int) -> dict[str, int]:
 
 def missing(kinds: Sequence[Kind], wanted: Mapping[str, int], injected: Mapping[str, int]) -> list[Kind]:
     """One element for each job or action that is needed until every kind has its quota."""
-    return [
-        kind
-        for kind in kinds
-        for _ in range(math.ceil(max(0, wanted[kind.name] - injected.get(kind.name, 0)) / kind.burst))
-    ]
+    return [kind for kind in kinds for _ in range(max(0, wanted[kind.name] - injected.get(kind.name, 0)))]
 
 
 def batches(elements: Sequence[Kind], seed: int) -> list[list[Kind]]:
-    """Shuffle them, and cut them into windows of about forty faults."""
+    """Shuffle them, and cut them into windows of thirty faults."""
     shuffled = list(elements)
     random.Random(seed).shuffle(shuffled)
-    cut: list[list[Kind]] = []
-    faults = _BATCH
-    for kind in shuffled:
-        if faults >= _BATCH:
-            cut.append([])
-            faults = 0
-        cut[-1].append(kind)
-        faults += kind.burst
-    return cut
+    return [shuffled[first : first + _BATCH] for first in range(0, len(shuffled), _BATCH)]
 
 
 def task_of(kind: Kind) -> tuple[str, dict[str, object]]:
@@ -51,6 +39,9 @@ def task_of(kind: Kind) -> tuple[str, dict[str, object]]:
     if kind.name.startswith("raise-"):
         where = kind.name.removeprefix("raise-").replace("-", "_")
         return "megatron.fill.chaos.tasks:Raising", {"where": where, "steps": _ENDLESS_STEPS}
+    if kind.source is Source.ATTACK:
+        steps = _HONEST_STEPS if kind.state is JobState.SUCCEEDED else _ENDLESS_STEPS
+        return "megatron.fill.chaos.attacks.task:Attacker", {"attack": kind.name, "steps": steps}
     if kind.source is Source.TASK and kind.name != "honest":
         steps = _HONEST_STEPS if kind.state is JobState.SUCCEEDED else _ENDLESS_STEPS
         return "megatron.fill.chaos.tasks:Fault", {"kind": kind.name, "steps": steps}

@@ -6,14 +6,29 @@ import contextlib
 import os
 import signal
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _AGENT = "megatron.fill.runtime.agent"
 
 
-def running(variable: str) -> list[int]:
-    """The processes in whose environment this ``NAME=VALUE`` is: those of a training, and all that they started."""
-    return _found("environ", variable)
+def running(variable: str, folder: Path) -> list[int]:
+    """The processes of a chaos run: with this ``NAME=VALUE`` in their environment, or at work in this folder.
+
+    The latter because a worker's environment is made from nothing.
+    """
+    return sorted({*_found("environ", variable), *_within(folder)} - {os.getpid()})
+
+
+def _within(folder: Path) -> Iterator[int]:
+    """The processes whose working folder is in this one."""
+    inside = str(folder) + os.sep
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.readlink(entry / "cwd").startswith(inside):
+                    yield int(entry.name)
 
 
 def _found(file: str, *entries: str) -> list[int]:
@@ -40,10 +55,70 @@ def agents(run_dir: Path) -> dict[int, int]:
 
 def state(pid: int) -> str:
     """The kernel's letter for it: ``T`` stopped, ``Z`` dead; empty if there is none."""
+    return (_stat(pid) or [""])[0]
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    return state(pid) not in ("", "Z")
+
+
+def parent(pid: int) -> int:
+    """Its parent; 0 if it is gone."""
+    return int((_stat(pid) or ["", "0"])[1])
+
+
+def below(tops: Iterable[int]) -> list[int]:
+    """All processes that descend from these."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            children[parent(int(folder.name))].append(int(folder.name))
+    found, left = [], list(tops)
+    while left:
+        found += (below_one := children.pop(left.pop(), []))
+        left += below_one
+    return found
+
+
+def cpu_s(pids: Iterable[int]) -> float:
+    """How long these have been on a core, in all; of those that are gone, nothing."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    return sum(int(fields[11]) + int(fields[12]) for pid in pids if (fields := _stat(pid))) / ticks
+
+
+def _stat(pid: int) -> list[str]:
+    """What ``/proc/PID/stat`` has from the state on; empty if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def worker_of(inner: int, folder: int, tops: Iterable[int]) -> int | None:
+    """The number here of a process that knows itself as ``inner``, in whatever namespace; None if there is none.
+
+    Args:
+        folder: the inode of its working folder; 0 if it is not known.
+        tops: it descends from one of these.
+    """
+    for pid in below(tops):
+        with contextlib.suppress(OSError, StopIteration, ValueError):
+            lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+            numbers = next(line for line in lines if line.startswith("NSpid:")).split()[1:]
+            if int(numbers[-1]) == inner and folder in (0, os.stat(f"/proc/{pid}/cwd").st_ino):
+                return pid
+    return None
+
+
+def at_work_in(folder: Path, pids: Iterable[int]) -> list[int]:
+    """Those of these processes whose working folder this is, however they name it."""
+    found, wanted = [], folder.stat().st_ino
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}/cwd").st_ino == wanted:
+                found.append(pid)
+    return found
 
 
 def maps(pid: int) -> str:
@@ -62,16 +137,20 @@ def send(pid: int, number: signal.Signals) -> bool:
     return False
 
 
-def await_end(variable: str, within_s: float) -> None:
+def await_end(variable: str, folder: Path, within_s: float) -> None:
     """Wait until no process with this in its environment is left, but no longer."""
     end_s = time.monotonic() + within_s
-    while running(variable) and time.monotonic() < end_s:
+    while running(variable, folder) and time.monotonic() < end_s:
         time.sleep(0.1)
 
 
-def end_all(variable: str, within_s: float = 5.0) -> list[int]:
-    """End every process with this in its environment, those that multiply too; what was found first."""
-    found = running(variable)
+def end_all(variable: str, folder: Path, within_s: float = 5.0) -> list[int]:
+    """End every process with this in its environment, those that multiply too; what was found first.
+
+    Args:
+        folder: the chaos run's.
+    """
+    found = running(variable, folder)
     end_s = time.monotonic() + within_s
     left = found
     while left and time.monotonic() < end_s:
@@ -79,5 +158,5 @@ def end_all(variable: str, within_s: float = 5.0) -> list[int]:
             for pid in left:
                 send(pid, number)
         time.sleep(0.05)
-        left = running(variable)
+        left = running(variable, folder)
     return found

@@ -1,4 +1,4 @@
-"""The outcome of a chaos run: a table, and the same as JSON."""
+"""The outcome of a chaos run, in figures and as plain data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from megatron.fill.chaos import measure
+from megatron.fill.chaos import harm, measure
 from megatron.fill.chaos.campaign import Findings
-from megatron.fill.chaos.kinds import Kind
+from megatron.fill.chaos.kind import Kind
 from megatron.fill.report import Slowdown
 from megatron.fill.types import Iteration
 
@@ -24,19 +22,30 @@ class KindResult:
     """One row.
 
     Attributes:
+        expected, observed: in a few words, what should come of it and what did.
+        injected: independent causes: jobs with such a fault, or deeds of the driver's.
+        marks: how often the fault was seen to happen: a job that is tried again repeats its own.
         main_failures, loss_differences: trainings that failed, and losses that differ, shortly after such a fault.
+        stalls: iterations that took two seconds more than usual, in or shortly after such a fault.
+        longest_s: the longest iteration that overlaps such a fault; None if there is none.
+        slowed: by how much the 100 iterations from such a fault on took longer than quiet ones; None if unknown.
         slowdown: of the iterations that overlap such a fault; 0.01 is 1%; None if there are none.
         recovery_s: the median; None if no worker followed at that rank.
     """
 
     kind: str
+    expected: str
+    observed: str
     injected: int
+    marks: int
     main_failures: int
     loss_differences: int
     jobs_lost: int
+    stalls: int
+    longest_s: float | None
+    slowed: float | None
     slowdown: float | None
     recovery_s: float | None
-    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,7 @@ class Result:
 
     Attributes:
         wanted: how many faults there should have been.
+        slowed: the kinds after whose faults 100 iterations took more than 5% longer, beyond the noise.
         not_run: the kinds that could not be injected here, and why.
     """
 
@@ -55,6 +65,8 @@ class Result:
     slowdown: Slowdown | None
     recoveries: Sequence[measure.Recovery]
     seen: Sequence[Iteration]
+    stalls: Sequence[harm.Stall]
+    slowed: Sequence[str]
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -63,10 +75,13 @@ class Result:
         slowed = self.slowdown
         return {
             "injected": sum(one.injected for one in self.kinds),  # the tasks' marks are gone by now
+            "marks": sum(one.marks for one in self.kinds),
             "kinds": sum(one.injected > 0 for one in self.kinds),
             "main_failures": sum(bool(segment.failure) for segment in findings.segments),
             "loss_differences": sum(len(segment.differing) for segment in findings.segments),
             "jobs_lost": len(findings.lost),
+            "stalls": len(self.stalls),
+            "slowed": list(self.slowed),
             "jobs": len(findings.jobs),
             "leaked_processes": len(findings.leaked),
             "trainings": len(findings.segments),
@@ -80,8 +95,8 @@ class Result:
     def passed(self) -> bool:
         """Whether every fault was injected, and none did any harm."""
         summary = self.summary
-        harm = ("main_failures", "loss_differences", "jobs_lost", "leaked_processes")
-        return summary["injected"] >= self.wanted and not any(summary[name] for name in harm)
+        harmful = ("main_failures", "loss_differences", "jobs_lost", "leaked_processes", "stalls", "slowed")
+        return summary["injected"] >= self.wanted and not any(summary[name] for name in harmful)
 
     def as_dict(self, command: str) -> dict[str, Any]:
         """All of it, in plain data."""
@@ -91,6 +106,7 @@ class Result:
             "kinds": [asdict(one) for one in self.kinds],
             "not_run": [{"kind": kind, "why": why} for kind, why in self.not_run.items()],
             "lost": [asdict(one) for one in self.findings.lost],
+            "stalls": [asdict(one) for one in self.stalls],
         }
 
 
@@ -105,22 +121,47 @@ def compile_result(findings: Findings, kinds: Sequence[Kind], wanted: int, not_r
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for one in recovered:
         seconds[one.kind].append(one.seconds)
-    injected, slowed = findings.injected(), measure.slowdown_by_kind(findings, seen)
+    injected, marks, slowdowns = findings.injected(), findings.marks(), measure.slowdown_by_kind(findings, seen)
+    longest, slowed, stalls = harm.longest_s(findings, seen), harm.slowed(findings, seen), harm.stalls(findings, seen)
+    stalled = Counter(kind for one in stalls for kind in one.kinds)
     lost = Counter(one.kind for one in findings.lost)
     failures, differences = _harm(findings, seen)
     rows = [
         KindResult(
             kind=kind.name,
+            expected=kind.expected,
+            observed=observed(kind, findings),
             injected=injected[kind.name],
+            marks=marks[kind.name],
             main_failures=failures[kind.name],
             loss_differences=differences[kind.name],
             jobs_lost=lost[kind.name],
-            slowdown=slowed.get(kind.name),
+            stalls=stalled[kind.name],
+            longest_s=longest.get(kind.name),
+            slowed=slowed[kind.name].mean if kind.name in slowed else None,
+            slowdown=slowdowns.get(kind.name),
             recovery_s=median(seconds[kind.name]) if seconds[kind.name] else None,
         )
         for kind in kinds
     ]
-    return Result(wanted, rows, not_run, findings, measure.slowdown(findings.windows, seen), recovered, seen)
+    beyond = [kind.name for kind in kinds if kind.name in slowed and slowed[kind.name].beyond]
+    overall = measure.slowdown(findings.windows, seen)
+    return Result(wanted, rows, not_run, findings, overall, recovered, seen, stalls, beyond)
+
+
+def observed(kind: Kind, findings: Findings) -> str:
+    """What came of the faults of a kind, in a few words: the worst of it first."""
+    lost = [one.why for one in findings.lost if one.kind == kind.name]
+    jobs = [job for job in findings.jobs if job.kind is kind]
+    through = [mark.detail for job in jobs for mark in job.through()]
+    held = [mark.detail for job in jobs for mark in job.held()]
+    if lost:
+        return f"LOST: {lost[0]}"
+    if through:
+        return f"as expected; went through: {through[0]}"
+    if held:
+        return f"as expected; refused: {held[0]}"
+    return "as expected" if findings.injected()[kind.name] else "was not seen"
 
 
 def _harm(findings: Findings, seen: Sequence[Iteration]) -> tuple[Counter[str], Counter[str]]:
@@ -151,52 +192,3 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
         "max": max(values),
         "count": len(values),
     }
-
-
-def print_result(result: Result, console: Console) -> None:
-    """A row per kind, what was not run, and the totals; readable at 80 columns."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("FAULT", overflow="fold", min_width=12)
-    for heading in ("INJECTED", "MAIN JOB\nFAILED", "LOSSES\nDIFFER", "JOBS\nLOST", "SLOWDOWN\n%", "NEXT JOB\nAFTER S"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in result.kinds:
-        table.add_row(
-            one.kind,
-            str(one.injected),
-            str(one.main_failures),
-            str(one.loss_differences),
-            str(one.jobs_lost),
-            "-" if one.slowdown is None else f"{100 * one.slowdown:.1f}",
-            "-" if one.recovery_s is None else f"{one.recovery_s:.2f}",
-        )
-    console.print(table)
-    for kind, why in result.not_run.items():
-        console.print(f"not run: {kind}: {why}", highlight=False)
-    for lost in result.findings.lost:
-        console.print(f"lost: {lost.job}: {lost.why}", highlight=False, markup=False)
-    _print_totals(result, console)
-
-
-def _print_totals(result: Result, console: Console) -> None:
-    total = result.summary
-    console.print(
-        f"{total['injected']} faults of {total['kinds']} kinds in {total['trainings']} trainings and {total['jobs']} "
-        f"jobs: {total['main_failures']} trainings failed, {total['loss_differences']} losses differ, "
-        f"{total['jobs_lost']} jobs were lost, {total['leaked_processes']} processes were left",
-        highlight=False,
-    )
-    slowed, after, startup = total["slowdown"], total["recovery_s"], total["startup_s"]
-    if slowed:
-        low, high = (100 * value for value in slowed["ci95"])
-        console.print(
-            f"slowdown while faults were injected: {100 * slowed['mean']:.2f}% (95% interval {low:.2f} to {high:.2f}, "
-            f"{slowed['pairs']} pairs of windows)",
-            highlight=False,
-        )
-    if after:
-        began = f", and its start-up took {startup['median']:.2f} s" if startup else ""
-        console.print(
-            f"the next worker started {after['median']:.2f} s after the end of the last (median; 95% within "
-            f"{after['p95']:.2f} s){began}",
-            highlight=False,
-        )

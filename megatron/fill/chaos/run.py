@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.chaos.campaign import Campaign
 from megatron.fill.chaos.disk import SmallDisk
-from megatron.fill.chaos.kinds import Kind, Source, chosen
+from megatron.fill.chaos.kind import DISK, NETWORK, Kind, Source
+from megatron.fill.chaos.kinds import chosen
+from megatron.fill.chaos.network import OwnNetwork
 from megatron.fill.chaos.results import Result, compile_result
 from megatron.fill.chaos.training import find_script
 from megatron.fill.errors import ConfigError
@@ -57,14 +60,16 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> Result:
     script = find_script(options.script)
     with _folder(options.keep) as folder:
         disk = SmallDisk(folder / "disk")
-        not_run = {kind.name: why for kind in kinds if (why := _why_not(kind, disk))}
+        network = OwnNetwork()
+        lacking = {DISK: disk.why_not, NETWORK: network.why_not}
+        not_run = {kind.name: why for kind in kinds if (why := _why_not(kind, lacking))}
         for name, why in not_run.items():
             say(f"not run: {name}: {why}")
         able = [kind for kind in kinds if kind.name not in not_run]
         if not able:
             raise ConfigError("--kinds names only faults that cannot be injected here; expected others")
         iterations = options.iterations or (_SHORT if options.faults < _FEW else _LONG)
-        campaign = Campaign(script, able, folder, disk, iterations, say)
+        campaign = Campaign(script, able, folder, disk, iterations, say, network.machine)
         before = signal.signal(signal.SIGTERM, _exit)  # as Ctrl-C: end what was started
         try:
             findings = campaign.run(options.faults, options.seed)
@@ -80,6 +85,7 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> Result:
 def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="pipefill-chaos-", ignore_cleanup_errors=True) as folder:
+            os.chmod(folder, 0o755)  # jobs may run as another user
             yield Path(folder).resolve()
         return
     if keep.exists() and any(keep.iterdir()):
@@ -92,7 +98,5 @@ def _exit(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _why_not(kind: Kind, disk: SmallDisk) -> str:
-    if kind.source is Source.GPU:
-        return _ON_GPU
-    return disk.why_not if kind.name == "disk-full" else ""
+def _why_not(kind: Kind, lacking: Mapping[str, str]) -> str:
+    return _ON_GPU if kind.source is Source.GPU else lacking.get(kind.needs, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -18,7 +19,7 @@ from megatron.fill.chaos.marks import Event, mark
 from megatron.fill.sidetask.base import SideTask
 
 _STEP_S = 0.0005
-_GOOD_STEPS = 3  # before a fault in a step
+GOOD_STEPS = 3  # before a fault in a step
 _STOPS, _SCRIBBLES = 1, 5  # of one job; each stop is an offence, and so many are forgiven
 _CHECKPOINTS = ("checkpoint.pt", "checkpoint-previous.pt")
 _FORKS, _FORKED_S = 300, 60
@@ -26,7 +27,7 @@ _LEAKS, _LEAKED = 20_000, 100  # in all, and in one step
 _FILE_BYTES = 4096  # the limit of a job whose checkpoints are larger
 
 
-def _work() -> None:
+def work() -> None:
     end_s = time.thread_time() + _STEP_S
     while time.thread_time() < end_s:
         pass
@@ -42,9 +43,9 @@ class Honest(SideTask):
     def run_next_step(self) -> float | None:
         if self.done >= self.steps:
             raise StopIteration
-        _work()
+        work()
         self.done += 1
-        if self.done == _GOOD_STEPS:
+        if self.done == GOOD_STEPS:
             mark(self.marks, Event.READY)
         return 1.0
 
@@ -70,13 +71,13 @@ class Raising(Honest):
         self._maybe("start")
 
     def run_next_step(self) -> float | None:
-        if self.done >= _GOOD_STEPS:
+        if self.done >= GOOD_STEPS:
             self._maybe("run_next_step")
             if self.where == "stop":
                 raise StopIteration
         if self.where == "load_state_dict" and (self.context.directory / _CHECKPOINTS[0]).exists():
             os.kill(os.getpid(), signal.SIGKILL)  # the next attempt has a checkpoint to load
-        _work()
+        work()
         self.done += 1
         return 1.0
 
@@ -108,11 +109,11 @@ class Fault(Honest):
         self.commit: Callable[[], Any] = getattr(self, "_" + kind.replace("-", "_"))
         self.keeps = kind in _RESUMABLE
         self.padding = "x" * (2 * _FILE_BYTES if kind == "file-limit" else 0)
-        self.attacks = memfiles.attacks()
+        self.attacks = memfiles.attacks("gate", "cycle")
         self.hoard: list[Any] = []
 
     def run_next_step(self) -> float | None:
-        if self.done < _GOOD_STEPS:
+        if self.done < GOOD_STEPS:
             return super().run_next_step()
         instead = self.commit()
         return super().run_next_step() if instead is None else instead
@@ -183,7 +184,8 @@ class Fault(Honest):
             raise RuntimeError(f"forked {_FORKS} times")
         if os.fork() == 0:
             try:
-                os.setsid()
+                with contextlib.suppress(OSError):
+                    os.setsid()
                 if os.fork() == 0:
                     time.sleep(_FORKED_S)
             finally:  # a copy of this worker must not go on as one
@@ -225,7 +227,7 @@ class Fault(Honest):
 
     def _wait(self) -> float:
         """A step that does nothing."""
-        _work()
+        work()
         return 0.0
 
     def _gate_write(self) -> None:
@@ -240,7 +242,7 @@ class Fault(Honest):
     def _gate_close(self) -> None:
         if not self.faults:
             self._mark()
-            for fd in chain.from_iterable(memfiles.shared("gate", "cycle", "baton", "steps").values()):
+            for fd in chain.from_iterable(memfiles.descriptors("gate", "cycle", "baton", "steps").values()):
                 os.close(fd)
 
     def _baton_scribble(self) -> None:
@@ -253,7 +255,7 @@ class Fault(Honest):
         if self.faults >= _SCRIBBLES:
             raise ValueError("made to fail")
         self._mark()
-        memfiles.scribble(memfiles.shared(name)[name][0])
+        memfiles.scribble(name)
 
 
 _RESUMABLE = ("file-limit", "checkpoint-newest", "checkpoint-both")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
@@ -9,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
+import tty
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
@@ -24,7 +27,8 @@ MODEL = shlex.split(
 )
 _ITERATION = re.compile(rb"iteration +(\d+)/")
 _TAIL_BYTES = 4096
-_STALLED_S = 180.0  # no iteration for so long: it hangs (it takes a while to start)
+_READ_S = 3.0
+_STALLED_S = 90.0  # no iteration for so long: it hangs (it takes a while to start)
 
 
 def find_script(given: Path | None) -> Path:
@@ -62,6 +66,7 @@ class Training:
         shared = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PIPEFILL_")},
             "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",  # there may be no other
             "MASTER_PORT": str(port),
             "WORLD_SIZE": str(RANKS),
             "LOCAL_WORLD_SIZE": str(RANKS),
@@ -71,24 +76,45 @@ class Training:
         }
         logs = ["--train-iters", str(iterations), "--tensorboard-dir", str(folder / "tensorboard")]
         command = [sys.executable, "-u", str(script), *MODEL, *logs, *flags]
-        with self._log.open("ab") as log:
-            self._ranks = [
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._readers: list[subprocess.Popen[bytes]] = []
+        for rank in range(RANKS):
+            self._start(command, script.parent, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+
+    def _start(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
+        """Start a rank on a terminal of its own, as in a user's shell; what it prints there is copied to the log."""
+        ours, theirs = os.openpty()
+        tty.setraw(theirs)
+
+        def take_terminal() -> None:
+            fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its agents outlive the terminal by some seconds
+
+        try:
+            with self._log.open("ab") as log:
+                copy = ["sh", "-c", "exec cat 2> /dev/null"]  # at the end there is an error to read
+                self._readers.append(subprocess.Popen(copy, stdin=ours, stdout=log, env=environment))
+            self._ranks.append(
                 subprocess.Popen(
                     command,
-                    cwd=script.parent,
+                    cwd=directory,
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=theirs,
+                    stderr=theirs,
+                    env=environment,
                     start_new_session=True,
+                    preexec_fn=take_terminal,
                 )
-                for rank in range(RANKS)
-            ]
+            )
+        finally:
+            os.close(ours)
+            os.close(theirs)
 
     def running(self) -> bool:
         """Whether it goes on; one that has lost a rank, or has stood still for too long, is ended."""
         codes = [rank.poll() for rank in self._ranks]
         if None not in codes:
+            self.end()
             return False
         if any(codes) or time.monotonic() - self._progress_s() > _STALLED_S:
             self.end()
@@ -116,12 +142,22 @@ class Training:
             return ""
         return f"its ranks ended with {' and '.join(map(str, codes))} after iteration {self.iteration}; see {self._log}"
 
+    def refused(self) -> bool:
+        """Whether it said that it was given something wrong, before it trained."""
+        return all(rank.returncode == 2 for rank in self._ranks) and b"error: " in self._log.read_bytes()
+
     def end(self) -> None:
         """Kill what is left of it."""
         for rank in self._ranks:
             if rank.poll() is None:
                 os.killpg(rank.pid, signal.SIGKILL)
                 rank.wait()
+        for reader in self._readers:
+            try:
+                reader.wait(_READ_S)  # it ends with the last that has the terminal open
+            except subprocess.TimeoutExpired:
+                reader.kill()
+                reader.wait()
 
     def losses(self) -> dict[int, float]:
         """The loss of every iteration: float32 from TensorBoard, to the bit."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill.chaos.kinds import Kind, Source
+from megatron.fill.chaos.kind import Kind, Source
+from megatron.fill.chaos.kinds import COMMAND, HONEST
 from megatron.fill.chaos.marks import Event, Mark, read
 from megatron.fill.store.port import Job
+from megatron.fill.types import JobState
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,20 @@ class Submitted:
 
     def faults(self) -> list[Mark]:
         """The faults that it committed itself."""
-        return read(self.notes, Event.FAULT) if self.kind.source in (Source.TASK, Source.GPU) else []
+        driven = self.kind.source in (Source.VICTIM, Source.DRIVER)
+        if driven or self.kind in (HONEST, COMMAND):
+            return []
+        # What a job brings along has been there once the job runs, also where nothing of it took effect.
+        seen = read(self.notes, Event.FAULT)
+        return seen or (read(self.notes, Event.READY) if self.kind.source is Source.BROUGHT else [])
+
+    def through(self) -> list[Mark]:
+        """What it tried and got through with, by its own word."""
+        return read(self.notes, Event.THROUGH)
+
+    def held(self) -> list[Mark]:
+        """What was refused to it, by its own word."""
+        return read(self.notes, Event.HELD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +58,18 @@ class Lost:
 
 def judge(submitted: Submitted, job: Job) -> Lost | None:
     """None if all is well with it."""
-    kind = submitted.kind
-    if not job.state.finished:
+    kind, through = submitted.kind, submitted.through()
+    failed = kind.either and job.state is JobState.FAILED
+    if kind.refused and through:
+        why = f"got through: {through[0].detail}"
+    elif not job.state.finished:
         why = f"it is still {job.state} after {job.attempt} attempts: {job.reason or 'no reason'}"
-    elif job.state is not kind.state or not re.search(kind.reason, job.reason):
+    elif not failed and (job.state is not kind.state or not re.search(kind.reason, job.reason)):
         reason = f" with {kind.reason!r}" if kind.reason else ""
         why = f"it is {job.state}: {job.reason or 'no reason'}; expected {kind.state}{reason}"
-    elif kind.exact and job.progress.work_done != submitted.steps:
+    elif not math.isfinite(job.progress.work_done):
+        why = f"it is said to have done {job.progress.work_done} steps"
+    elif not failed and kind.exact and job.progress.work_done != submitted.steps:
         why = f"it did {job.progress.work_done:g} of {submitted.steps} steps"
     else:
         return None

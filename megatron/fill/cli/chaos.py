@@ -32,11 +32,11 @@ def chaos(
     """Train a small GPT under injected faults, and compare its losses with a training that had no jobs.
 
     Takes two cores for about a second per fault. Exits with 0 if all faults were injected, every loss is the same to
-    the bit, no training failed, no job was lost and no process was left; else with 1.
+    the bit, no training failed, stood still or was slowed, no job was lost and no process was left; else with 1.
     """
     from rich.console import Console
 
-    from megatron.fill.chaos.results import print_result
+    from megatron.fill.chaos.printed import print_result
     from megatron.fill.chaos.run import ChaosOptions, run
     from megatron.fill.errors import ConfigError
 

@@ -1,0 +1,42 @@
+"""The side task that commits an attack."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megatron.fill.chaos.attacks.base import Ground, Refused
+from megatron.fill.chaos.attacks.table import ATTACKS
+from megatron.fill.chaos.marks import Event, mark
+from megatron.fill.chaos.tasks import GOOD_STEPS, Honest, work
+
+
+class Attacker(Honest):
+    """After a few good steps commits its attack, notes what came of it, and goes on with its work."""
+
+    def create(self, marks: str, steps: int, attack: str = "", folder: str = "", machine_network: int = 0) -> None:
+        super().create(marks, steps)
+        self.attack = ATTACKS[attack]
+        self.ground = Ground(self.context.directory.resolve(), Path(folder), machine_network)
+        self.until_s = 0.0
+
+    def run_next_step(self) -> float | None:
+        if self.done < GOOD_STEPS:
+            return super().run_next_step()
+        if not self.until_s:
+            self._commit()
+            self.until_s = time.monotonic() + self.attack.lasts_s
+        if time.monotonic() < self.until_s:
+            work()
+            return 0.0
+        return super().run_next_step()
+
+    def _commit(self) -> None:
+        mark(self.marks, Event.FAULT)
+        try:
+            through = self.attack.commit(self.ground)
+        except (OSError, Refused) as error:
+            mark(self.marks, Event.HELD, str(error))
+        else:
+            if through:
+                mark(self.marks, Event.THROUGH, through)

@@ -1,0 +1,48 @@
+"""How much memory the machine has free, as the processes of a chaos run see it: a file in place of /proc/meminfo.
+
+So the main job can seem to grow into the margin without taking a byte from anybody.  It is mounted in the mount
+namespace that the run's small disk has made (``disk.SmallDisk``).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_AVAILABLE = re.compile(r"(MemAvailable:\s*)(\d+)( kB)")
+
+
+class FreeMemory:
+    """What stands in for /proc/meminfo.
+
+    Args:
+        folder: for the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "meminfo"
+        self._true = _MEMINFO.read_text(encoding="ascii")
+        self._path.write_text(self._true, encoding="ascii")
+        self._mounted = False
+
+    def mount(self) -> bool:
+        """Put it in the kernel's place, for whatever opens that from now on; whether it is there."""
+        if not self._mounted:
+            done = subprocess.run(["mount", "--bind", str(self._path), str(_MEMINFO)], capture_output=True, check=False)
+            self._mounted = done.returncode == 0
+        return self._mounted
+
+    def show(self, available_bytes: int) -> None:
+        """So much is available from now on."""
+        kib = available_bytes // 1024
+        self._write(_AVAILABLE.sub(lambda match: f"{match[1]}{kib:>{len(match[2])}}{match[3]}", self._true))
+
+    def restore(self) -> None:
+        """What was available at the beginning."""
+        self._write(self._true)
+
+    def _write(self, text: str) -> None:
+        with self._path.open("r+", encoding="ascii") as file:  # in place: it is open
+            file.write(text)
