@@ -56,7 +56,8 @@ class CycleBoardReader:
     """The other end, over the descriptor that was passed on."""
 
     def __init__(self, fd: int) -> None:
-        self._words = memoryview(mmap.mmap(fd, _BYTES, prot=mmap.PROT_READ)).cast("Q")
+        page, _ = shared.map_page(fd, _BYTES, writable=False)  # Python's own would keep a descriptor
+        self._words = page.cast("Q")
 
     @property
     def version(self) -> int:

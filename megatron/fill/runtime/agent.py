@@ -55,7 +55,7 @@ _RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # how often an empty seat looks for
 # Even a worker's start-up is not to compete with the main job.
 _AT_IDLE_PRIORITY = [chrt, "--idle", "0"] if (chrt := shutil.which("chrt")) else []
 # It finds its modules where this process does, whatever folder or variable it is started in.
-_START = (
+START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from megatron.fill.runtime.worker import main; main(sys.argv[1])"
 )
@@ -257,7 +257,7 @@ class Agent:
         """
         spec = self.spec
         with self._lock:
-            command = [sys.executable, "-I", "-c", _START, str(spec_path), json.dumps(sys.path)]
+            command = [sys.executable, "-I", "-c", START, str(spec_path), json.dumps(sys.path)]
             worker = subprocess.Popen(
                 [*_AT_IDLE_PRIORITY, *command] if idle else command,
                 stdin=subprocess.DEVNULL,
