@@ -17,7 +17,7 @@ from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, in_child, 
 from megatron.fill.chaos.attacks.table import ATTACKS
 from megatron.fill.chaos.attacks.task import Attacker
 from megatron.fill.chaos.holder import Holder, Shrinking
-from megatron.fill.chaos.kind import attack
+from megatron.fill.chaos.kind import attack, fatal
 from megatron.fill.chaos.marks import Event, prepare, read
 from megatron.fill.chaos.meminfo import FreeMemory
 from megatron.fill.sidetask.base import TaskContext
@@ -176,3 +176,16 @@ def test_a_task_that_holds_memory_gives_it_back_if_it_can(tmp_path, monkeypatch)
         assert task.shrink(0) is (kept == 0)
         assert len(task.memory) == kept
         assert len(read(marks, Event.HELD)) == (kept == 0)
+
+
+def test_an_attack_that_a_job_should_be_ended_for_says_so_when_nothing_does(tmp_path, monkeypatch):
+    monkeypatch.setitem(ATTACKS, "made-up", Attack(fatal("made-up", ""), lambda ground: "", lasts_s=0.01))
+    marks = tmp_path / "marks"
+    prepare(marks)
+    task = Attacker()
+    task.context = TaskContext("job", tmp_path)
+    task.create(str(marks), 1_000_000, "made-up", str(tmp_path), HERE)
+    while not task.until_s or time.monotonic() < task.until_s:
+        task.run_next_step()
+    with pytest.raises(RuntimeError, match="nothing ended it"):
+        task.run_next_step()

@@ -188,6 +188,7 @@ def _tables() -> Iterator[Attack]:
             memory_bytes=256 * MIB,
         ),
         _memory_files,
+        10.0,
     )
     yield Attack(either("shm-full", "400 MiB in /dev/shm, or all of it"), _shared_memory, 3.0)
     yield Attack(either("shm-inodes", "20,000 files in /dev/shm"), _inodes, 3.0)

@@ -9,6 +9,7 @@ from megatron.fill.chaos.attacks.base import Ground, Refused
 from megatron.fill.chaos.attacks.table import ATTACKS
 from megatron.fill.chaos.marks import Event, mark
 from megatron.fill.chaos.tasks import GOOD_STEPS, Honest, work
+from megatron.fill.types import JobState
 
 
 class Attacker(Honest):
@@ -29,6 +30,8 @@ class Attacker(Honest):
         if time.monotonic() < self.until_s:
             work()
             return 0.0
+        if self.attack.lasts_s and self.attack.kind.state is JobState.FAILED:
+            raise RuntimeError("nothing ended it")
         return super().run_next_step()
 
     def _commit(self) -> None:
