@@ -71,6 +71,9 @@ def _split_command(value: object) -> object:
     return shlex.split(value) if isinstance(value, str) else value
 
 
+_MOST_VALUES, _MOST_DEPTH, _MOST_SHOWN = 1_000_000, 32, 300  # of a jobs file
+
+
 class JobSpec(BaseModel):
     """One job of a jobs file."""
 
@@ -148,8 +151,11 @@ def load_jobs(path: str | Path) -> list[JobSpec]:
         raise ConfigError(f"{path}: cannot be read: {reason}; expected a YAML file with a list of jobs") from error
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+    except (yaml.YAMLError, ValueError) as error:  # the latter for what only looks like a date, or a number
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())[:_MOST_SHOWN]}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deep; expected at most {_MOST_DEPTH} levels") from None
+    _check_size(path, data)
     if not isinstance(data, dict) or not isinstance(data.get("jobs"), list):
         raise ConfigError(f"{path}: found {_shown(data)}; expected a mapping with a list under 'jobs'")
     if not data["jobs"]:
@@ -158,6 +164,23 @@ def load_jobs(path: str | Path) -> list[JobSpec]:
         return expand(JobsFile.model_validate(data).jobs)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(path, data, problem) for problem in error.errors())) from error
+
+
+def _check_size(path: str | Path, data: object) -> None:
+    """Refuse what a few lines of aliases can grow to, before anything walks through all of it."""
+    count, level = 0, [data]
+    for _ in range(_MOST_DEPTH):
+        below: list[object] = []
+        for value in level:
+            inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+            if isinstance(inside, list | tuple | set):
+                count += len(inside)
+                if count > _MOST_VALUES:
+                    raise ConfigError(f"{path}: has more than {_MOST_VALUES} values, its aliases followed")
+                below += inside
+        level = below
+    if level:
+        raise ConfigError(f"{path}: is nested deeper than {_MOST_DEPTH} levels")
 
 
 def _explain(path: str | Path, data: dict[str, Any], problem: Any) -> str:

@@ -139,3 +139,26 @@ def test_settings_from_flags():
 def test_wrong_flags(changed, expected):
     with pytest.raises(ConfigError, match=expected):
         FillSettings.from_args(flags(**changed))
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{BOMB}jobs: *a9", "has more than 1000000 values, its aliases followed"),
+        ("jobs: " + "[" * 100_000, "is nested too deep"),
+        ("jobs: " + "[" * 100 + "]" * 100, "is nested deeper than 32 levels"),
+        ("jobs: [{name: x, task: 'a:b', args: {n: " + "9" * 100_000 + "}}]", "is not YAML"),
+        ("jobs: [{name: x, task: 'a:b', args: {day: 2026-13-45}}]", "is not YAML"),
+        ("jobs: &me [*me]", "values, its aliases followed|nested deeper"),
+    ],
+)
+def test_a_file_made_to_break_its_reader_is_refused(tmp_path, text, message):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_jobs(path)

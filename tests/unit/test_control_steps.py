@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import struct
 import time
 from pathlib import Path
@@ -12,10 +13,13 @@ from typing import Any
 import psutil
 
 from megatron.fill.control import ControlPage, ControlReader, RunState
+from megatron.fill.device import host
+from megatron.fill.device.port import Limits
 from megatron.fill.gate import SharedGate, SharedGateReader
 from megatron.fill.runtime.command import CommandRun
 from megatron.fill.runtime.loop import StepLoop
 from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.sandbox import Cage
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 from tests.unit.children import until
@@ -76,9 +80,21 @@ def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, mo
     monkeypatch.setattr("megatron.fill.device.host.yield_to_main_job", lambda cpus: None)
     gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
     script = "echo $$ > scratch; mv scratch pid; while :; do echo >> ticks; done"
-    spec: Any = SimpleNamespace(command=["sh", "-c", script], directory=str(tmp_path), cpus=[])
+    agent, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    spec: Any = SimpleNamespace(
+        command=["sh", "-c", script],
+        directory=str(tmp_path),
+        cpus=[],
+        env={},
+        device="cpu",
+        limits=Limits(),
+        cage=Cage(directory=str(tmp_path)),  # without namespaces, so that its number is the same everywhere
+        channel_fd=channel.detach(),
+    )
+    agent.send(b"x")  # it may begin
 
     def work(out: int) -> None:
+        host.adopt_orphans()
         reader = SharedGateReader(gate.reader_fd())
         control = ControlReader(page.reader_fd())
         CommandRun(spec, reader, reader, StepLog(log_fd), lambda: False, lambda seq: None, control).run()

@@ -15,6 +15,7 @@ from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobPr
 from megatron.fill.runtime.planned import NodeRun
 from megatron.fill.runtime.spec import WorkerSpec
 from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.sandbox import Cage
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.types import BubbleKind
 from tests.fakes import FakeGate
@@ -51,7 +52,7 @@ class Bench:
         self.expected: list[JobProfile] = []
         self.stop = False
         given = [one.to_dict() for one in profiles]
-        spec = WorkerSpec("job", str(folder), -1, -1, -1, -1, -1, -1, task="m:C", profiles=given)
+        spec = WorkerSpec("job", str(folder), *[-1] * 7, Cage(), task="m:C", profiles=given)
         reader = CycleBoardReader(self.board.reader_fd())
         log = StepLog(create_log())
         self.run = NodeRun(spec, self.task, self.loop, FakeGate(), reader, log, lambda: self.stop)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from megatron.fill.runtime.choice import Choice
 from megatron.fill.runtime.planned import NodeRun
 from megatron.fill.runtime.room import worker_cap
 from megatron.fill.runtime.spec import WorkerSpec
+from megatron.fill.sandbox import Cage
 from megatron.fill.sim.cluster.rates import Rates
 from megatron.fill.sim.values import FillKind, RuntimeModel
 from megatron.fill.types import BubbleKind
@@ -77,7 +78,7 @@ class Device:
 )
 def test_a_worker_plans_with_what_it_is_held_to(tmp_path, limit_mib, margin_mib, expected):
     spec = WorkerSpec(
-        *("job", str(tmp_path), -1, -1, -1, -1, -1, -1),
+        *("job", str(tmp_path), *[-1] * 7, Cage()),
         margin_bytes=margin_mib * MIB,
         device="cuda:0",  # where nothing is added for what this process holds
         limits=Limits(None if limit_mib is None else limit_mib * MIB),
