@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from megatron.fill.app import keptin
 from megatron.fill.app.launch import Launch, _check_store
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError, StoreError
+from megatron.fill.sandbox import Layer, Walls
 from megatron.fill.store import NewJob, open_store
 from megatron.fill.types import JobState
 
@@ -45,6 +48,7 @@ def test_several_nodes_cannot_share_a_file(monkeypatch, variable):
         ({"sm_percentage": 101}, "--fill-sm-percentage is 101"),
         ({"max_processes": 1}, "--fill-max-processes is 1"),
         ({"store": "jobs.db", "user": "no-such-user"}, "--fill-user is 'no-such-user': there is no such user"),
+        ({"store": "jobs.db", "bind": ("data",)}, "--fill-bind data: expected an absolute path"),
         ({"store": "jobs.db", "mps_pipe": "/tmp/mps"}, "expected --fill-sharing mps with it"),
         ({"checkpoint_seconds": 0.0}, "--fill-checkpoint-seconds is 0.0"),
     ],
@@ -52,6 +56,34 @@ def test_several_nodes_cannot_share_a_file(monkeypatch, variable):
 def test_wrong_flags_are_refused(changed, message):
     with pytest.raises((ConfigError, StoreError), match=message):
         Launch().on_parse(flags(**changed))
+
+
+def lacking(*names: str) -> Walls:
+    return Walls(
+        ("pid",), tuple(Layer(name, "keeps", "not here" if name in names else "") for name in ("files", "ipc"))
+    )
+
+
+def test_a_wall_that_is_missing_is_said_or_with_strict_refused(monkeypatch, capsys):
+    monkeypatch.setattr(keptin, "look", lambda *asked: lacking("ipc"))
+    found = keptin.keep_in(FillSettings(store="x"), mps=True)
+    assert "jobs are kept in less well here (pipefill doctor says more): ipc: not here" in capsys.readouterr().out
+    assert (found.namespaces, found.guest) == (("pid",), None)
+    with pytest.raises(ConfigError, match="--fill-strict: this machine cannot keep jobs in .*: ipc: not here"):
+        keptin.keep_in(FillSettings(store="x", strict=True), mps=True)
+    monkeypatch.setattr(keptin, "look", lambda *asked: lacking())
+    keptin.keep_in(FillSettings(store="x", strict=True), mps=True)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's jobs run as another user")
+def test_a_folder_of_modules_that_jobs_may_not_enter_is_said(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(keptin, "look", lambda *asked: Walls(("pid", "mount"), ()))
+    tmp_path.chmod(0o700)
+    keptin.keep_in(FillSettings(store="x"), mps=False, modules=[str(tmp_path), "/"])
+    assert capsys.readouterr().out == (
+        f"PipeFill: jobs run as nobody, who may not enter {tmp_path}: a module there is not found (chmod o+rx helps)\n"
+    )
 
 
 def test_the_store_is_the_flag_the_environment_or_the_run_folder(monkeypatch, tmp_path):

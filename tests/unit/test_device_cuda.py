@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from megatron.fill.device import cuda, open_device
 from megatron.fill.device.cgroup import CgroupHome
-from megatron.fill.device.cuda import CudaDevice, allocator_environment, share_of
+from megatron.fill.device.cuda import CudaDevice, allocator_environment, device_nodes, share_of
 from megatron.fill.device.nvml import Gpu, Nvml, uuid_of
 from megatron.fill.device.port import DeviceError, Limits, Sharing
 from megatron.fill.device.tree import MARK
@@ -219,3 +220,20 @@ def test_settling_waits_for_the_device_if_it_is_in_use(monkeypatch):
 @pytest.mark.parametrize(("count", "percentage", "share"), [(132, 100, 128), (132, 50, 64), (132, 1, 8), (108, 30, 32)])
 def test_a_share_is_a_number_of_whole_grains(count, percentage, share):
     assert share_of(count, percentage) == share
+
+
+def test_a_worker_gets_the_files_of_its_own_gpu_and_no_other_s(tmp_path):
+    for minor, uuid in ((0, "GPU-a"), (3, "GPU-b")):
+        folder = tmp_path / "driver/nvidia/gpus" / f"0000:0{minor}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t NVIDIA H100\nGPU UUID: \t {uuid}\nDevice Minor: \t {minor}\n")
+    nodes = device_nodes("GPU-b", tmp_path, Path("/dev"))
+    assert nodes[:3] == ("/dev/nvidia3", "/dev/nvidiactl", "/dev/nvidia-uvm")
+    assert "/dev/nvidia0" not in nodes
+
+
+def test_where_the_driver_does_not_say_whose_is_whose_all_files_are_given(tmp_path):
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    nodes = device_nodes("GPU-b", tmp_path, tmp_path)
+    assert nodes[:3] == tuple(str(tmp_path / name) for name in ("nvidia0", "nvidia1", "nvidiactl"))

@@ -195,6 +195,7 @@ def test_the_brake_turns_filling_off_and_is_recorded():
         on = drive.number >= 2 and not 8 <= (drive.number + 1) % 16 < 12
         drive.iteration(20, compute_ms=100 if on else 80)
     assert not listener.filling
+    assert listener.gate.braked  # so that the agent stops what goes on all the same
     assert len(listener.recorder.record().brakes) == 1
     assert listener.guard_ns > MS
     event = listener.recorder.brakes[0]
@@ -204,6 +205,7 @@ def test_the_brake_turns_filling_off_and_is_recorded():
         assert not listener.recorder.bubbles[-1].filling
     drive.iteration(20, compute_ms=80)
     assert listener.filling
+    assert not listener.gate.braked
     assert len(said) == 2
 
 

@@ -33,6 +33,18 @@ class KeptIn:
     layers: tuple[Layer, ...] = ()
 
 
+def check_flags(settings: FillSettings) -> None:
+    """What can be wrong with the flags is said before anything is started.
+
+    Raises:
+        ConfigError: a flag names what is not there.
+    """
+    if settings.user is not None:
+        find_guest(settings.user)
+    for text in settings.bind:
+        parse_bind(text)
+
+
 def keep_in(settings: FillSettings, mps: bool, modules: Sequence[str] = ()) -> KeptIn:
     """Find out what this machine gives, and say what it lacks.
 
@@ -41,7 +53,7 @@ def keep_in(settings: FillSettings, mps: bool, modules: Sequence[str] = ()) -> K
         modules: folders where the jobs' own modules are looked for.
 
     Raises:
-        ConfigError: a flag names what is not there, or ``--fill-strict`` and a wall is missing.
+        ConfigError: as ``check_flags``, or ``--fill-strict`` and a wall is missing.
     """
     binds = tuple(parse_bind(text) for text in settings.bind)
     why_same_user = ""

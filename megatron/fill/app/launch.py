@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 import pipefill_patches
-from megatron.fill.app.keptin import KeptIn, keep_in
+from megatron.fill.app.keptin import KeptIn, check_flags, keep_in
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share
 from megatron.fill.config import FillSettings
@@ -33,7 +33,6 @@ from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.hooks import bus
 from megatron.fill.planner.offload import weigh_offload
 from megatron.fill.records import read_agent, write_agent
-from megatron.fill.runtime.guest import find_guest
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store import NewJob, open_store
 from megatron.fill.store.location import locate, shown
@@ -74,8 +73,7 @@ class Launch:
             _check_store(where)
             if settings.store is None and os.environ.get(_STORE):
                 _check_owner(where, run_dir)
-            if settings.user is not None:
-                find_guest(settings.user)  # a wrong one is said before anything is started
+            check_flags(settings)
             self.mps = share(settings, pipefill_patches.PATCHES["cpu_backend"].applied)
         search = [] if args.fill_jobs is None else [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
         if settings.serves:
