@@ -69,7 +69,7 @@ def test_a_wall_that_is_missing_is_said_or_with_strict_refused(monkeypatch, caps
     found = keptin.keep_in(FillSettings(store="x"), mps=True)
     assert "jobs are kept in less well here (pipefill doctor says more): ipc: not here" in capsys.readouterr().out
     assert (found.namespaces, found.guest) == (("pid",), None)
-    with pytest.raises(ConfigError, match="--fill-strict: this machine cannot keep jobs in .*: ipc: not here"):
+    with pytest.raises(ConfigError, match=r"--fill-strict: this machine cannot keep jobs in .*: ipc: not here"):
         keptin.keep_in(FillSettings(store="x", strict=True), mps=True)
     monkeypatch.setattr(keptin, "look", lambda *asked: lacking())
     keptin.keep_in(FillSettings(store="x", strict=True), mps=True)
