@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
+from megatron.fill.store import Job
 from megatron.fill.types import JobState
 from tests.e2e.training import Running, stepped, write_jobs
 
@@ -21,33 +24,50 @@ def available_mib() -> int:
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
+class Growth:
+    """In place of the main job's: what is free is free for everyone."""
+
+    def __init__(self, below_mib: int) -> None:
+        self._below_mib = below_mib
+        self._blocks: list[mmap.mmap] = []
+
+    def until(self, running: Running, condition: Callable[[], bool]) -> None:
+        """Grow until so little is free, and stay so until the condition holds; then give it all back."""
+
+        def grown() -> bool:
+            if available_mib() > self._below_mib:
+                block = mmap.mmap(-1, 100 * MIB)
+                block.write(b"x" * len(block))
+                self._blocks.append(block)
+            return condition()
+
+        try:
+            running.wait(grown)
+        finally:
+            while self._blocks:
+                self._blocks.pop().close()
+
+
 def test_a_task_that_can_shrinks_and_one_that_cannot_is_saved_and_stopped(tmp_path):
     margin_mib = available_mib() - _SPARE_MIB
     flags = f"{write_jobs(tmp_path, *_JOBS)} --fill-memory-margin-mib {margin_mib} --fill-warmup-iterations 2"
-    running = Running(tmp_path, flags)
-    grown: list[mmap.mmap] = []
+    running, growth = Running(tmp_path, flags), Growth(margin_mib - 100)
     try:
         running.wait_for_jobs(dict.fromkeys(["giving", "keeping"], stepped))
-        # In place of the main job: what is free is free for everyone.
         given = Path(running.job("giving").directory) / "result.json"
-
-        def both_were_asked() -> bool:
-            if available_mib() > margin_mib - 100:
-                block = mmap.mmap(-1, 300 * MIB)
-                block.write(b"x" * len(block))
-                grown.append(block)
-            return given.exists() and running.job("keeping").state is JobState.QUEUED
-
-        running.wait(both_were_asked)
-        for block in grown:
-            block.close()
+        growth.until(running, given.exists)
+        steps = running.job("giving").progress.steps
+        running.wait(lambda: running.job("giving").progress.steps > steps)
+        assert running.job("giving").attempt == 1
+        assert json.loads(given.read_text())["left_mib"] < 400
+        growth.until(running, lambda: running.job("keeping").attempt > 1 or stopped(running.job("keeping")))
         running.wait(lambda: running.job("keeping").attempt > 1 and running.job("keeping").state is JobState.RUNNING)
         log = Path(running.job("keeping").directory) / "output.log"
         running.wait(lambda: log.exists() and "goes on from its checkpoint" in log.read_text())
-        trained = running.end()
+        running.end()
     finally:
         running.process.kill()
-    giving = trained.jobs["giving"]
-    assert running.job("giving").attempt == 1
-    assert giving["result"]["left_mib"] < 400
-    assert giving["steps"] > 0
+
+
+def stopped(job: Job) -> bool:
+    return job.state is JobState.QUEUED

@@ -79,20 +79,22 @@ class Attempt:
             OSError: it could not be started; nothing of it is left.
         """
         agent = self.agent
+        agent.keeper.hold(self.held)  # on a busy machine a start may take longer than a lease
         try:
-            worker = self._start()
-        except BaseException:
-            self.limiter.close()
-            raise
+            try:
+                worker = self._start()
+            except BaseException:
+                self.limiter.close()
+                raise
+            finally:
+                os.close(self.log_fd)
+            try:
+                run, room = self._watch(worker)
+            finally:
+                agent.forget_worker(worker.pid)
+                if not self.seat.tail:
+                    agent.baton.drop()
         finally:
-            os.close(self.log_fd)
-        agent.keeper.hold(self.held)
-        try:
-            run, room = self._watch(worker)
-        finally:
-            agent.forget_worker(worker.pid)
-            if not self.seat.tail:
-                agent.baton.drop()
             agent.keeper.let_go(self.held)
         outcome, crashed = run.outcome(self.log.unit)
         state, reason = self._judge(run, room, outcome, crashed)
