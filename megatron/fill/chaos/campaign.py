@@ -282,5 +282,5 @@ class Campaign:
     def _give_up(self, number: int) -> None:
         try:
             self.store.cancel(number)
-        except JobError as error:  # it has ended just now
+        except (JobError, StoreError) as error:  # it has ended just now, or nothing can be written
             self.say(str(error))

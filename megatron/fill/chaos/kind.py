@@ -37,6 +37,7 @@ class Kind:
         refused: what it tries must not succeed; its own marks tell.
         either: it may end in ``state``, or as FAILED with any reason: it depends on when it is caught.
         needs: what the run must have of its own, where only root can make it: ``DISK``, ``NETWORK``, or nothing.
+        open: why nothing keeps it in yet; such a kind is run only if it is named. Empty for all others.
         alone: it costs time beside the training by its nature, so its window is compared with none.
     """
 
@@ -52,6 +53,7 @@ class Kind:
     either: bool = False
     needs: str = ""
     alone: bool = False
+    open: str = ""
 
     @property
     def expected(self) -> str:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> Result:
         disk = SmallDisk(folder / "disk")
         network = OwnNetwork()
         lacking = {DISK: disk.why_not, NETWORK: network.why_not}
-        not_run = {kind.name: why for kind in kinds if (why := _why_not(kind, lacking))}
+        not_run = {kind.name: why for kind in kinds if (why := _why_not(kind, lacking, options.kinds))}
         for name, why in not_run.items():
             say(f"not run: {name}: {why}")
         able = [kind for kind in kinds if kind.name not in not_run]
@@ -98,5 +98,7 @@ def _exit(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _why_not(kind: Kind, lacking: Mapping[str, str]) -> str:
+def _why_not(kind: Kind, lacking: Mapping[str, str], named: Collection[str]) -> str:
+    if kind.open and kind.name not in named:
+        return kind.open
     return _ON_GPU if kind.source is Source.GPU else lacking.get(kind.needs, "")

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _SHARED_MEMORY = Path("/dev/shm")
 _MOST = 400 * MIB
 _INODES, _FORKS, _THREADS = 20_000, 1_500, 400
+_FULL = "only a quota of the file system keeps a job from filling its disk; the store on it stops then"
 _KEPT_S = 2.0
 
 
@@ -192,7 +194,8 @@ def _tables() -> Iterator[Attack]:
     )
     yield Attack(either("shm-full", "400 MiB in /dev/shm, or all of it"), _shared_memory, 3.0)
     yield Attack(either("shm-inodes", "20,000 files in /dev/shm"), _inodes, 3.0)
-    yield Attack(either("disk-fill-inside", "fills the disk of the run folder", needs=DISK), _fill_disk, 3.0)
+    disk = either("disk-fill-inside", "fills the disk of the run folder, and leaves it so", needs=DISK)
+    yield Attack(replace(disk, open=_FULL), _fill_disk, 3.0)
     yield Attack(either("pid-space", "1,500 processes one after the other"), _processes)
     yield Attack(either("zombies", "600 children that nobody waits for"), _zombies)
     yield Attack(fatal("thread-bomb", "400 threads", "process|thread"), _threads)
