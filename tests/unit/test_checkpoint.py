@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -221,3 +222,9 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_job(tmp_path, monk
     assert log.checkpoint_s is None
     saver.save_if_due()
     assert log.checkpoint_s is not None
+
+
+def test_what_is_no_file_is_no_checkpoint_and_blocks_nobody(tmp_path):
+    os.mkfifo(tmp_path / "checkpoint.pt")
+    with pytest.raises(TaskError, match="no checkpoint can be loaded: .*is no plain file"):
+        checkpoint.load(tmp_path)

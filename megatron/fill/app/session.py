@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from megatron.fill.board import CycleBoard
 from megatron.fill.config import FillSettings
 from megatron.fill.control import ControlPage
 from megatron.fill.device import MpsDaemon, Sharing
+from megatron.fill.device.tree import descendants
 from megatron.fill.gate import SharedGate
 from megatron.fill.hooks import bus
 from megatron.fill.runtime.agent import AgentSpec
@@ -156,14 +159,19 @@ class Session:
     def _wait_for_warden(self) -> None:
         if self.warden is None:
             return
+        self.warden.send_signal(signal.SIGCONT)  # somebody may have stopped it; it continues its agent
         try:
             self.warden.wait(_WARDEN_END_S)
         except subprocess.TimeoutExpired:
             logger.warning(
                 "rank %d: its fill agent did not end within %g s; it is killed", self.info.rank, _WARDEN_END_S
             )
+            below = descendants(self.warden.pid)
             self.warden.kill()
             self.warden.wait()
+            for pid in below:  # who is stopped does not hear of the warden's end
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _uuid(device: str) -> str | None:
