@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from megatron.fill.device import host
+from megatron.fill.errors import SandboxError
 from megatron.fill.runtime.spec import WorkerSpec
 from megatron.fill.sandbox.jail import Jail
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
@@ -49,8 +50,8 @@ def jail(spec: WorkerSpec, body: Callable[[], None]) -> Jail:
     """Put ``body`` into the spec's cage, where it waits until the agent says so.
 
     Raises:
-        SandboxError: it cannot be kept in as it should be.
-        SystemExit: the agent has gone, or does not want it any more.
+        SystemExit: it cannot be kept in as it should be, which the agent was told; or the agent has gone, or does not
+            want it any more.
     """
     channel = socket.socket(fileno=spec.channel_fd)
     limits, user = spec.limits, spec.cage.user if spec.cage.user is not None else os.getuid()
@@ -67,7 +68,11 @@ def jail(spec: WorkerSpec, body: Callable[[], None]) -> Jail:
         os.chdir(spec.directory)
         body()
 
-    held = Jail(spec.cage, prepare, run)
+    try:
+        held = Jail(spec.cage, prepare, run)
+    except SandboxError as error:
+        Confined(error=str(error)).send(channel)
+        sys.exit(1)
     Confined(held.init, held.pid, tuple(held.lacking)).send(channel)
     wanted = channel.recv(1)
     channel.close()

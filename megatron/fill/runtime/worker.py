@@ -12,7 +12,6 @@ import logging
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -24,12 +23,12 @@ from megatron.fill.board import CycleBoardReader
 from megatron.fill.control import ControlReader
 from megatron.fill.device import host
 from megatron.fill.device.port import Limits, mib
-from megatron.fill.errors import FillError, PlanError, SandboxError, StaleProfile
+from megatron.fill.errors import FillError, PlanError, StaleProfile
 from megatron.fill.gate import GateReader, SharedGateReader
 from megatron.fill.runtime import checkpoint
 from megatron.fill.runtime.baton import Baton, TailGate
 from megatron.fill.runtime.command import CommandRun
-from megatron.fill.runtime.confined import Confined, apply_environment, end_as, jail
+from megatron.fill.runtime.confined import apply_environment, end_as, jail
 from megatron.fill.runtime.loop import StepLoop
 from megatron.fill.runtime.reap import end_descendants
 from megatron.fill.runtime.saver import Saver
@@ -63,11 +62,7 @@ class Worker:
         signal.signal(signal.SIGTERM, self._on_term)
 
     def hold(self) -> int:
-        """Put the job into its cage and stay until it has ended; its exit code.
-
-        Raises:
-            SandboxError: it cannot be kept in.
-        """
+        """Put the job into its cage and stay until it has ended; its exit code."""
         if self.spec.command is not None:
             self._run_command().leave(self.log)
             return 0
@@ -213,12 +208,6 @@ def main(spec_path: str) -> None:
     # So that the agent's call to look at the shared pages interrupts a sleep.
     signal.signal(signal.SIGUSR1, lambda *_: None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    worker = Worker(spec)
-    try:
-        code = worker.hold()
-    except SandboxError as error:
-        with socket.socket(fileno=spec.channel_fd) as channel:
-            Confined(error=str(error)).send(channel)
-        code = 1
+    code = Worker(spec).hold()
     end_descendants()  # without a process namespace, what the job started may have come here
     end_as(code)
