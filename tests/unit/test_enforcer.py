@@ -158,6 +158,26 @@ def test_what_a_step_has_of_a_core_counts_against_it(bench):
         spinner.wait()
 
 
+def test_a_step_that_hangs_is_ended_although_the_log_says_that_steps_end(bench):
+    spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"], process_group=0)
+    try:
+        bench.enforcer.pid = spinner.pid
+        bench.begin_step()
+
+        def ended() -> bool:
+            bench.gate.open(time.monotonic_ns() + 10**9, 0)
+            time.sleep(0.01)
+            bench.gate.close(time.monotonic_ns())
+            bench.log.step_ended(0, 1, 1.0, False)
+            return bench.enforcer.verdict is not None
+
+        bench.check_until(ended)
+    finally:
+        bench.enforcer.release()
+        spinner.kill()
+        spinner.wait()
+
+
 def test_the_kernel_tells_how_long_a_process_had_a_core(bench):
     bench.enforcer.pid = os.getpid()
     sleeps, ran_ns = bench.enforcer._sample()

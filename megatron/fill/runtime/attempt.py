@@ -31,6 +31,7 @@ from megatron.fill.runtime.room import Room
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import Saving, StepLog, create_log
 from megatron.fill.sandbox.cage import Bind, Cage
+from megatron.fill.store.location import database_files
 from megatron.fill.store.port import Claim, JobStore, Standing
 from megatron.fill.types import JobRecord, JobState
 
@@ -320,6 +321,7 @@ class Attempt:
             namespaces=spec.namespaces,
             directory=str(self.directory),
             binds=(*(Bind(place) for place in self.job.spec["search"]), *spec.binds, *mps),
+            masked=database_files(spec.store),
             user=None if guest is None else guest.uid,
             group=None if guest is None else guest.gid,
             network=spec.network,

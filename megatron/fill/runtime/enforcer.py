@@ -58,7 +58,7 @@ class Enforcer:
         self.off = off
         self.offences = 0
         self.verdict: str | None = None
-        self._overdue: tuple[int, int] | None = None  # the step in flight after its bubble
+        self._overdue: int | None = None  # the bubble that has ended, and that it has not left
         self._looked_ns = self._ran_ns = 0  # when its worker was last looked at, and its time on a core then
         self._opportunity_ns = self._hangs_at_ns = 0
         self._rationing: threading.Thread | None = None
@@ -77,8 +77,9 @@ class Enforcer:
                 late_s = self._opportunity_ns / 1e9
                 self.verdict = f"{self.log.phase.callback} hung: it went on for {late_s:.2g} s after its bubble"
             return _SOON_S
-        step = self.log.step_seq, self.log.step_count
-        ended_ns = self._ended_ns(step[0]) if step[0] else None
+        # Not which step it is: only one can run on after its bubble, whatever the log says of more that have ended.
+        seq = self.log.step_seq
+        ended_ns = self._ended_ns(seq) if seq else None
         if ended_ns is None:
             self._overdue = None
             if self._overdrawn():
@@ -87,14 +88,14 @@ class Enforcer:
             else:
                 self._signal(signal.SIGCONT)  # whoever stopped it was not us, and it is not to block its seat
             return _LOOK_S
-        if self._overdue != step:
-            self._overdue, self._opportunity_ns, self._looked_ns = step, 0, ended_ns
+        if self._overdue != seq:
+            self._overdue, self._opportunity_ns, self._looked_ns = seq, 0, ended_ns
             self._ran_ns = self._sample()[1]  # what it had of a core since the bubble's end, nobody knows
         self._look(now_ns)
         left_ns = self.grace_ns - (now_ns - ended_ns)
         if left_ns < 0:
             self._hangs_at_ns = now_ns + _HUNG_NS
-            self._ration(lambda: self._in_flight(step), self._charge)
+            self._ration(lambda: self.log.step_seq == seq, self._charge)
             return _SOON_S
         return min(_LOOK_S, max(_SOON_S, left_ns / 1e9))
 
@@ -138,9 +139,6 @@ class Enforcer:
         if self.gate.is_open(seq):
             return None
         return self.gate.closed_ns(seq) if self.gate.seq - seq < 32 else 1
-
-    def _in_flight(self, step: tuple[int, int]) -> bool:
-        return (self.log.step_seq, self.log.step_count) == step
 
     def _sample(self) -> tuple[bool, int]:
         """Whether the worker sleeps, all its threads, and how long it has been on a core in all.
