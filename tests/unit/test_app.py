@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.app import keptin
-from megatron.fill.app.launch import Launch, _check_store
+from megatron.fill.app.launch import Launch, _check_store, _counted, _new_run_folder
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.sandbox import Layer, Walls
@@ -159,3 +159,25 @@ def test_a_job_that_another_run_has_is_not_called_dead(monkeypatch, tmp_path):
         "elsewhere": (JobState.RUNNING, f"another run has it: rank 1 of {other} on host"),
         "waits": (JobState.QUEUED, "no rank became free before the main job ended"),
     }
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"SLURM_JOB_ID": "71"}, "runs/pipefill-71"),
+        ({"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0"}, "runs/pipefill-71"),
+        ({"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "2"}, "runs/pipefill-71.2"),
+    ],
+)
+def test_a_slurm_job_comes_back_to_its_run_folder(monkeypatch, variables, name):
+    for variable in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    assert _new_run_folder().endswith(f"-{os.getpid()}")
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert _new_run_folder() == name
+
+
+def test_jobs_that_are_not_submitted_again_are_counted():
+    assert _counted(3, 3) == "3 jobs"
+    assert _counted(3, 1) == "3 jobs (2 submitted here before: --fill-resubmit runs them anew)"

@@ -95,6 +95,7 @@ TORCH_FREE = [
     "runtime.rank",
     "runtime.relay",
     "runtime.measure",
+    "runtime.srun",
 ]
 
 
@@ -168,6 +169,8 @@ OTHER_READS = {
     "runtime/rank.py": {"self.gate.open"},
     "runtime/relay.py": {"json.loads", "log.open"},
     "runtime/spec.py": {"json.loads"},  # in the worker
+    "runtime/srun.py": {"Path(f'/proc/{pid}/status').read_text"},
+    "runtime/submitted.py": {"json.loads", "path.read_text"},  # in the run folder
     "runtime/warden.py": {"json.loads", "spec_path.read_text"},
 }
 
