@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.cluster import NoSlurm, PrivateSlurm
+from tests.slurm.cluster import PrivateSlurm
+from tests.slurm.conftest import output, running_slurm, until
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -21,20 +22,9 @@ SCRIPT = str(ROOT / "scripts" / "train_slurm.sh")
 LONG = "100000"
 
 
-def _running(**options: Any) -> Iterator[PrivateSlurm]:
-    try:
-        slurm = PrivateSlurm(**options).__enter__()
-    except NoSlurm as error:
-        pytest.skip(str(error))
-    try:
-        yield slurm
-    finally:
-        slurm.__exit__(None, None, None)
-
-
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[PrivateSlurm]:
-    yield from _running(nodes=2, cpus=4)
+    yield from running_slurm(nodes=2, cpus=4)
 
 
 @pytest.fixture
@@ -63,17 +53,6 @@ def submit(slurm: PrivateSlurm, place: Path) -> Iterator[Callable[..., str]]:
 def told(place: Path, rank: int = 0) -> list[dict[str, Any]]:
     path = place / f"rank{rank}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    end_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
-
-
-def output(place: Path, job: str) -> str:
-    return (place / f"pipefill-{job}.out").read_text()
 
 
 def test_ranks_are_told_who_they_are(slurm, submit, place):
@@ -200,7 +179,7 @@ def test_a_job_on_a_lost_node_runs_again(slurm, submit, place):
 def test_ranks_are_bound_to_cores_of_their_own(tmp_path, place):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("there is one core")
-    for slurm in _running(task_plugin="task/affinity"):
+    for slurm in running_slurm(task_plugin="task/affinity"):
         given = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
         job = slurm.submit("-c", "2", SCRIPT, "1", cwd=place, **given)
         assert slurm.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED", output(place, job)

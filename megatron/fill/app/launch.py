@@ -36,6 +36,7 @@ from megatron.fill.records import read_agent, write_agent
 from megatron.fill.runtime.submitted import forget_submitted, not_yet_submitted
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store import NewJob, open_store
+from megatron.fill.store.filesystem import network_file_system
 from megatron.fill.store.location import database_files, locate, shown
 from megatron.fill.store.submit import new_job
 from megatron.fill.types import JobRecord, JobState, RankInfo
@@ -119,7 +120,10 @@ class Launch:
             origin = "--fill-store"
         elif os.environ.get(_STORE):
             origin = f"${_STORE}"
-        return f"PipeFill: serves the job store {shown(self._store(run_dir))} ({origin})"
+        store = self._store(run_dir)
+        shared = [kind for path in database_files(store)[:1] if (kind := network_file_system(path))]
+        warning = f"; it is on {shared[0]}: submit from this machine only, or use PostgreSQL" if shared else ""
+        return f"PipeFill: serves the job store {shown(store)} ({origin}){warning}"
 
     def on_start(self, info: RankInfo, args: Namespace) -> None:
         settings = self.settings
