@@ -91,7 +91,7 @@ def test_trace(tmp_path: Path) -> None:
     assert counts == {(0, 1): 10, (0, 2): 4, (0, 3): 14, (1, 1): 10, (1, 2): 4, (1, 3): 12}
     bubble = timed[0, 2][1]
     assert (bubble["name"], bubble["ts"], bubble["dur"]) == ("interior", 60_000, 10_000)
-    assert bubble["args"] | {"index": 1, "predicted ms": 11.0, "steps": 3, "overrun us": 2100.0} == bubble["args"]
+    assert bubble["args"] | {"index": 1, "predicted_ms": 11.0, "steps": 3, "overrun_us": 2100.0} == bubble["args"]
     assert bubble["args"]["seq"] > 0
     assert {event["name"] for event in timed[1, 3]} == {"graph"}
     for its in timed.values():

@@ -66,16 +66,16 @@ def _bubble_args(bubble: Bubble, use: BubbleUse | None) -> dict[str, Any]:
     args: dict[str, Any] = {
         "iteration": bubble.iteration,
         "index": bubble.index,
-        "predicted ms": bubble.predicted_ns / 1e6,
+        "predicted_ms": bubble.predicted_ns / 1e6,
         "seq": bubble.seq,
         "filling": bubble.filling,
         "evaluation": bubble.forward_only,
-        "free GiB": round(bubble.free_bytes / _GIB, 3),
+        "free_gib": round(bubble.free_bytes / _GIB, 3),
     }
     if bubble.seq and use:
-        args |= {"steps": use.steps, "harvested ms": use.harvested_ns / 1e6, "overrun us": use.overrun_ns / 1e3}
+        args |= {"steps": use.steps, "harvested_ms": use.harvested_ns / 1e6, "overrun_us": use.overrun_ns / 1e3}
         if use.latency_ns >= 0:
-            args["open to step us"] = use.latency_ns / 1e3
+            args["open_to_step_us"] = use.latency_ns / 1e3
     return args
 
 
