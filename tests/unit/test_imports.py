@@ -42,6 +42,7 @@ RULES: dict[str, set[str]] = {
         *("store", "report", "device", "runtime"),
     },
     "store": {"types", "errors", "config"},
+    "client": {"types", "errors", "config", "store"},
     "report": {"types", "errors", "records", "display"},
     "runtime": {
         *("types", "errors", "profiles", "records", "gate", "board", "futex", "sidetask", "device", "predictor"),
