@@ -95,7 +95,7 @@ def upstream() -> Upstream:
     try:
         core = importlib.import_module("megatron.core")
         # Its version ends with the commit of whatever git checkout it happens to lie in.
-        return Upstream(Version(core.__version__).public, os.path.dirname(core.__file__))
+        return Upstream(Version(core.__version__).public, core.__path__[0])
     except (ImportError, AttributeError) as error:
         raise PatchError(f"megatron-core cannot be imported: {error}; expected megatron-core{TESTED}") from error
 

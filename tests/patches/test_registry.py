@@ -174,6 +174,27 @@ def test_every_patch_fits_what_is_installed():
     ]
 
 
+def test_our_script_refuses_a_version_that_builds_models_in_another_way():
+    said = run(f"""
+    import sys
+    sys.path.insert(0, {str(ROOT)!r})
+    sys.stderr = sys.stdout
+    sys.argv = ["pretrain_gpt.py"]
+    from megatron.training import argument_utils
+    vars(argument_utils).pop("gpt_config_from_args", None)  # as in 0.18
+    import pretrain_gpt
+    from megatron.fill.app import launch
+    try:
+        launch(pretrain_gpt.main)
+    except SystemExit as stop:
+        print(stop.code)
+    """)
+    line, code = said.splitlines()[-2:]
+    assert line.startswith("pretrain_gpt.py: error: this script is written for megatron-core 0.19: cannot import name")
+    assert "python -m pipefill_patches" in line
+    assert code == "2"
+
+
 def test_what_a_patch_changes_the_meaning_of_must_be_used():
     """GPipe gives 1F1B another communicator: where 1F1B did not ask for it, the training would silently be 1F1B."""
     target = Target("textwrap:dedent", ("text",), uses=("total_stages",))
