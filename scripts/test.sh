@@ -1,10 +1,23 @@
 #!/usr/bin/env bash
 # Sets up if needed, then runs the whole test suite; arguments go to pytest.
 #   scripts/test.sh [tests/unit -k gate ...]
+#   scripts/test.sh --megatron VERSION [...]    the tests that touch Megatron (tests/patches, tests/e2e), with that
+#                                               version of megatron-core, in an environment of its own
 # The job store is tested with PostgreSQL too: Debian's package is installed if there is none and we are root.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup.sh
+venv=.venv
+suites=(--ignore tests/e2e)
+case ${1:-} in
+    -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --megatron)
+        version=${2:?--megatron needs a version, such as 0.18.2}
+        shift 2
+        scripts/setup.sh --megatron "$version"
+        venv=.venv-megatron-$version
+        suites=(tests/patches) ;;
+    *) scripts/setup.sh ;;
+esac
 
 install_postgres() {
     # No cluster of its own: the tests start a private one.
@@ -26,10 +39,10 @@ if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 && ! command -v initdb 
     fi
 fi
 if [ $# -gt 0 ]; then
-    exec .venv/bin/python -m pytest "$@"
+    exec "$venv/bin/python" -m pytest "$@"
 fi
 # The trainings of the end-to-end tests need every core to themselves; the others share them.
 status=0
-.venv/bin/python -m pytest --numprocesses 2 --ignore tests/e2e || status=$?
-.venv/bin/python -m pytest tests/e2e || status=$?
+"$venv/bin/python" -m pytest --numprocesses 2 "${suites[@]}" || status=$?
+"$venv/bin/python" -m pytest tests/e2e || status=$?
 exit "$status"
