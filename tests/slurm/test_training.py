@@ -16,6 +16,7 @@ from tests.postgres import NoPostgres, PrivatePostgres
 from tests.slurm.cluster import PrivateSlurm
 from tests.slurm.conftest import output, running_slurm, until
 
+pytestmark = pytest.mark.timeout(900)
 SCRIPT = str(ROOT / "scripts" / "train_slurm.sh")
 NOTICED = "--exit-signal-handler --exit-signal SIGUSR2"
 ITERATIONS = 120
