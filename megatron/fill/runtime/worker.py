@@ -108,6 +108,7 @@ class Worker:
                 finished = self._run_machine(machine, context, replace(self.spec, profiles=None))
             self.log.phase = WorkerPhase.STOP
             machine.stop()
+            self.log.phase = WorkerPhase.STOPPED
         except PlanError as error:
             if machine is not None:
                 machine.stop()
