@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, simulate
+from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, simulate, trial
 
 app = typer.Typer(
     help="Jobs for the pipeline bubbles of Megatron-LM training.",
@@ -16,6 +16,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # paragraphs are filled
 )
+app.command("try")(trial.try_)
 app.command("submit")(jobs.submit)
 app.command("list")(jobs.list_jobs)
 app.command("show")(jobs.show)
