@@ -125,7 +125,6 @@ class TestSubmit:
         assert ran.err == "pipefill: error: jobs.yaml: job 'a': task is 'x': expected module:Class\n"
         assert not (tmp_path / "run").exists()
 
-
     def test_what_does_not_exist_is_not_submitted(self, pipefill, tmp_path):
         jobs = [
             {"name": "module", "task": "gone:Digits", "count": 3},

@@ -119,10 +119,10 @@ def _read(lines: Sequence[str], jobs: Sequence[JobSpec]) -> list[Examined]:
 
 
 def _sane(answer: dict[str, Any]) -> Examined:
-    found = Examined(**answer)
     kinds = {"error": str, "raised": bool, "trace": str, "nodes": bool, "resumable": bool}
-    if not all(isinstance(getattr(found, name), kind) for name, kind in kinds.items()):
+    if not all(isinstance(answer.get(name), kind) for name, kind in kinds.items()):
         raise ValueError("no answer of ours")
+    found = Examined(**answer)
     return Examined(plain(found.error), found.raised, found.trace, found.nodes, found.resumable)
 
 

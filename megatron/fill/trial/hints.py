@@ -10,18 +10,19 @@ _MIB = 1 << 20
 _LONG = 0.2  # of a bubble: steps that are longer waste a good part of it
 _SLOW = 0.1  # of a bubble: what start() or pause() may take
 _UNEVEN, _UNEVEN_MS = 3.0, 1.0  # how much longer than the median the slowest steps may be
+_FEW = 100  # steps: of so few, the slowest say nothing
 
 
 def hints(trial: Trial, max_overruns: int) -> Iterator[str]:
     """A sentence for each thing to be thought about."""
-    if trial.steps is not None:
-        yield from _of_steps(trial.steps, trial.bubble_ms)
     for callback in ("start()", "pause()"):
         took_ms = trial.callbacks_ms.get(callback, 0.0)
         if took_ms > _SLOW * trial.bubble_ms:
             yield f"{callback} took up to {took_ms:.3g} ms of a bubble of {trial.bubble_ms:g} ms."
     if trial.ended is not Ended.OK:
         return
+    if trial.steps is not None:
+        yield from _of_steps(trial.steps, trial.bubble_ms)
     if trial.use is not None and trial.use.offences:
         yield _of_offences(trial.use, trial.grace_ms, max_overruns)
     if trial.memory_bytes is None and trial.peak_bytes:
@@ -42,6 +43,8 @@ def _of_steps(steps: Steps, bubble_ms: float) -> Iterator[str]:
     elif steps.p50_ms > _LONG * bubble_ms:
         lost = steps.p50_ms / 2 / bubble_ms
         yield f"Half a step is lost in every bubble, {lost:.0%} of it here: shorter steps use more."
+    if steps.count < _FEW:
+        return
     if steps.p99_ms > _UNEVEN * steps.p50_ms and steps.p99_ms - steps.p50_ms > _UNEVEN_MS:
         yield (
             f"The slowest steps take {steps.p99_ms / steps.p50_ms:.0f} times the median. If they are of several kinds, "

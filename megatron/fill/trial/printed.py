@@ -69,7 +69,8 @@ def _facts(trial: Trial) -> Iterator[tuple[str, str]]:
         )
         every = f"{use.bubbles} of {trial.bubble_ms:g} ms, one every {trial.period_ms:g} ms"
         yield "bubbles", f"{every}: {use.used:.0%} of their time {inside}{'' if trial.command else began}"
-        ran_on = f"the last step ran on after {use.overran} of them, {_ms(use.longest_overrun_ms)} at most"
+        what = "it" if trial.command else "the last step"
+        ran_on = f"{what} ran on after {use.overran} of them, {_ms(use.longest_overrun_ms)} at most"
         beyond = f"{use.offences or 'none'} beyond the grace of {trial.grace_ms:g} ms"
         yield "overruns", f"{ran_on}; {beyond}" if use.overran else beyond
     if trial.peak_bytes:
@@ -78,7 +79,7 @@ def _facts(trial: Trial) -> Iterator[tuple[str, str]]:
     if checkpoint.outcome is RoundTrip.OK:
         went_on = f"saved at {checkpoint.saved_work:g} {unit}, and a new process went on from there"
         yield "checkpoint", f"{_size(checkpoint.size_bytes)}: {went_on}"
-    elif checkpoint.outcome is not RoundTrip.NOT_TRIED and use is not None:
+    elif checkpoint.outcome is not RoundTrip.NOT_TRIED and use is not None and not trial.command:
         yield "checkpoint", str(checkpoint.outcome)
     if trial.work_done:
         of = "" if trial.total_work is None else f" of {trial.total_work:g}"

@@ -106,6 +106,7 @@ class Trial:
         reason: why it failed or was refused; empty if neither.
         finished: it came to its end; else it was stopped, as at the end of a training.
         command: it is a command, which has no callbacks and no steps.
+        bubble_ms, period_ms: of the bubbles that it was given; 0 where it was not run.
         grace_ms: what a run grants after a bubble, as ``--fill-grace-ms``.
         callbacks_ms: the longest that each callback took but ``run_next_step()``; only those that returned.
         steps, use: None where it did not come so far.

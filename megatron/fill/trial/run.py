@@ -22,10 +22,16 @@ _AT_ONCE_S = 0.001  # between two checkpoints: after every bubble
 
 
 def refused(job: JobSpec, found: Examined, device: str) -> Trial:
-    """The trial of a job that ``examine`` found something against."""
-    ended = Ended.FAILED if found.raised else Ended.REFUSED
+    """The trial of a job that ``examine`` found something against: it is not run."""
     return Trial(
-        job.name, job.what, device, ended, found.error, command=job.command is not None, output=found.trace.splitlines()
+        job=job.name,
+        what=job.what,
+        device=device,
+        ended=Ended.FAILED if found.raised else Ended.REFUSED,
+        reason=found.error,
+        command=job.command is not None,
+        memory_bytes=job.memory,
+        output=found.trace.splitlines(),
     )
 
 
