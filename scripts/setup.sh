@@ -40,5 +40,6 @@ if [ ! -x .venv/bin/python ] || ! new_enough .venv/bin/python; then
     "$python" -m venv --clear .venv
 fi
 echo "Installing PipeFill and what it needs (torch, megatron-core, ...); two to five minutes the first time"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$extras]"
+# Without pip's import hook, so that type checkers see the package too.
+.venv/bin/python -m pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat --editable ".[$extras]"
 echo "$stamp" >.venv/pipefill-stamp

@@ -173,6 +173,11 @@ def test_what_would_make_it_better(last, hint):
     assert hint in said
 
 
+def test_a_task_that_tells_its_steps_apart_is_not_told_to():
+    uneven = run(steps=[(0, 2 * MS)] * 50 + [(0, 9 * MS)])
+    assert judged(FIRST, uneven, found=Examined(nodes=True, resumable=True)).hints == []
+
+
 def test_a_job_without_a_cap_is_told_one_that_would_do():
     [said] = judged(FIRST, run(), job=SPEC.model_copy(update={"memory": None})).hints
     assert "`memory: 64MiB`" in said

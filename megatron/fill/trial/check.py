@@ -16,10 +16,9 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.hearsay import parse_json, plain
 from megatron.fill.runtime.guest import default_guest, environment
 from megatron.fill.sidetask.examine import Examined
-from megatron.fill.trial.spec import CheckSpec, program
+from megatron.fill.trial.spec import NOTE, CheckSpec, program
 
 _MOST_S = 120.0  # for all of them: an import of torch takes a while on a machine that is busy
-_NOTE = "PipeFill: "  # what such a line of the checker begins with
 
 
 def kind_of(job: JobSpec) -> str:
@@ -94,7 +93,7 @@ def _run(spec: CheckSpec) -> tuple[list[str], list[str], list[str]]:
         checker.wait()
         raise
     lines = out.decode(errors="replace").splitlines()
-    notes = [line.removeprefix(_NOTE) for line in lines if line.startswith(_NOTE)]
+    notes = [line.removeprefix(NOTE) for line in lines if line.startswith(NOTE)]
     notes = [note for note in notes if any(folder in note for folder in spec.search)]
     return [line for line in lines if line.startswith("{")], notes, err.decode(errors="replace").strip().splitlines()
 

@@ -13,8 +13,13 @@ _UNEVEN, _UNEVEN_MS = 3.0, 1.0  # how much longer than the median the slowest st
 _FEW = 100  # steps: of so few, the slowest say nothing
 
 
-def hints(trial: Trial, max_overruns: int) -> Iterator[str]:
-    """A sentence for each thing to be thought about."""
+def hints(trial: Trial, max_overruns: int, kinds: bool) -> Iterator[str]:
+    """A sentence for each thing to be thought about.
+
+    Args:
+        max_overruns: how many offences end a job.
+        kinds: the task says by itself that its steps are of several kinds.
+    """
     for callback in ("start()", "pause()"):
         took_ms = trial.callbacks_ms.get(callback, 0.0)
         if took_ms > _SLOW * trial.bubble_ms:
@@ -22,7 +27,7 @@ def hints(trial: Trial, max_overruns: int) -> Iterator[str]:
     if trial.ended is not Ended.OK:
         return
     if trial.steps is not None:
-        yield from _of_steps(trial.steps, trial.bubble_ms)
+        yield from _of_steps(trial.steps, trial.bubble_ms, kinds)
     if trial.use is not None and trial.use.offences:
         yield _of_offences(trial.use, trial.grace_ms, max_overruns)
     if trial.memory_bytes is None and trial.peak_bytes:
@@ -34,7 +39,7 @@ def hints(trial: Trial, max_overruns: int) -> Iterator[str]:
         yield "It was done before it could be saved: with more work, its checkpoint would be tried too."
 
 
-def _of_steps(steps: Steps, bubble_ms: float) -> Iterator[str]:
+def _of_steps(steps: Steps, bubble_ms: float, kinds: bool) -> Iterator[str]:
     if steps.p50_ms > bubble_ms:
         yield (
             f"A step takes {steps.p50_ms:.3g} ms and a bubble {bubble_ms:g} ms: beside a training on a GPU hardly any "
@@ -43,13 +48,11 @@ def _of_steps(steps: Steps, bubble_ms: float) -> Iterator[str]:
     elif steps.p50_ms > _LONG * bubble_ms:
         lost = steps.p50_ms / 2 / bubble_ms
         yield f"Half a step is lost in every bubble, {lost:.0%} of it here: shorter steps use more."
-    if steps.count < _FEW:
+    if kinds or steps.count < _FEW:
         return
     if steps.p99_ms > _UNEVEN * steps.p50_ms and steps.p99_ms - steps.p50_ms > _UNEVEN_MS:
-        yield (
-            f"The slowest steps take {steps.p99_ms / steps.p50_ms:.0f} times the median. If they are of several kinds, "
-            "say so with next_node."
-        )
+        times = f"{steps.p99_ms / steps.p50_ms:.0f} times the median"
+        yield f"The slowest steps take {times}: if that is their nature, tell kinds of steps apart with next_node."
 
 
 def _of_offences(use: Use, grace_ms: float, max_overruns: int) -> str:

@@ -58,7 +58,7 @@ def judge(job: JobSpec, found: Examined, runs: Sequence[Training], size_bytes: i
         output=_output(last) if reason else [],
         folder=last.job.directory,
     )
-    trial.hints.extend(hints(trial, settings.max_overruns))
+    trial.hints.extend(hints(trial, settings.max_overruns, found.nodes))
     return trial
 
 

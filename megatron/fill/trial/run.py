@@ -68,6 +68,9 @@ def try_job(
             )
             waiting = _Waiting(options, store.get(submitted.id), until_saved=name == "first")
             runs.append(train(spec, store, submitted.id, waiting.enough))
+            if len(runs) == 1:
+                for note in runs[0].notes:
+                    say(note)
             ended = runs[-1].job
             if ended.state is not JobState.QUEUED or not _saved(ended):
                 break

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+NOTE = "PipeFill: "  # what a line begins with in which they say something of the walls
 # They find their modules where this process does.
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from megatron.fill.app.{} import main; main()"
 

@@ -14,7 +14,7 @@ from megatron.fill import hearsay
 from megatron.fill.errors import FillError
 from megatron.fill.records import read_agent, read_rank
 from megatron.fill.store.port import Job, JobStore
-from megatron.fill.trial.spec import StandInSpec, program
+from megatron.fill.trial.spec import NOTE, StandInSpec, program
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
 
 _LOOK_S = 0.1
@@ -29,7 +29,7 @@ class Training:
         job: as the store has it after the run.
         record: of the job's first attempt in it, with its worker's; None if there was none.
         rank: of the main job; None if it failed.
-        notes: what the main job said.
+        notes: what it said of the walls around its jobs.
     """
 
     job: Job
@@ -57,7 +57,7 @@ def train(spec: StandInSpec, store: JobStore, job_id: int, enough: Callable[[Job
     rank = None
     with contextlib.suppress(FillError):
         rank = read_rank(Path(spec.run_dir) / "ranks" / "rank0.json")
-    return Training(store.get(job_id), record, workers[0] if workers else None, rank, _lines(log))
+    return Training(store.get(job_id), record, workers[0] if workers else None, rank, _notes(log))
 
 
 def _over(job: Job, before: int) -> bool:
@@ -96,6 +96,10 @@ def _standin(spec: StandInSpec, log: Path) -> Iterator[subprocess.Popen[str]]:
 def _agent(run_dir: Path) -> tuple[list[WorkerRecord], list[JobRecord]]:
     path = run_dir / "agents" / "agent0.json"
     return read_agent(path) if os.path.exists(path) else ([], [])
+
+
+def _notes(log: Path) -> list[str]:
+    return [line.removeprefix(NOTE) for line in _lines(log) if line.startswith(NOTE)]
 
 
 def _lines(path: Path) -> list[str]:
