@@ -15,6 +15,7 @@ import pytest
 
 from megatron.fill.cli import main, views
 from megatron.fill.store import JobStore, NewJob, Progress, open_store
+from megatron.fill.trial import check
 from megatron.fill.types import JobState
 
 JOBS = """
@@ -148,6 +149,16 @@ class TestSubmit:
         assert "tasks" not in sys.modules
         assert not (tmp_path / "run").exists()
         assert len(pipefill("submit", "jobs.yaml", "--no-check", "--json").json) == 7
+
+    def test_jobs_that_cannot_be_looked_at_can_be_submitted_all_the_same(self, pipefill, tmp_path, monkeypatch):
+        monkeypatch.setattr(check, "program", lambda name: ["sh", "-c", "echo 'no walls here' >&2"])
+        write_jobs(tmp_path)
+        ran = pipefill("submit", "jobs.yaml")
+        assert ran.status == 2
+        assert ran.err == (
+            "pipefill: error: the jobs cannot be looked at: no walls here; --no-check submits them unseen\n"
+        )
+        assert pipefill("submit", "jobs.yaml", "--no-check").status == 0
 
 
 class TestList:

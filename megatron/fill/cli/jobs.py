@@ -61,9 +61,13 @@ def _look_at(jobs_file: Path, specs: list[JobSpec], search: list[str]) -> None:
     from megatron.fill.trial.check import distinct, examine
 
     jobs = distinct(specs)
+    try:
+        examined = examine(jobs, search, {})
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --no-check submits them unseen") from error
     wrong = [
         f"{jobs_file}: job {job.name!r}: {found.error}"
-        for job, found in zip(jobs, examine(jobs, search, {}), strict=True)
+        for job, found in zip(jobs, examined, strict=True)
         if found.error
     ]
     if wrong:
