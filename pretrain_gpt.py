@@ -203,6 +203,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from megatron.fill.app import launch
+    from megatron.fill.app.launch import launch
 
     launch(main)

@@ -56,7 +56,7 @@ def main() -> None:
     if not os.path.isfile(script):
         print(f"pipefill_patches: error: no such script: {script}", file=sys.stderr)
         sys.exit(2)
-    from megatron.fill.app import launch
+    from megatron.fill.app.launch import launch
 
     sys.argv = arguments
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))

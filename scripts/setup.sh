@@ -66,8 +66,9 @@ echo "Installing PipeFill and what it needs into $venv (torch and CUDA's librari
 : >"$log"
 sign_of_life &
 trap 'kill $! 2>/dev/null || true' EXIT
+# Without pip's import hook, so that type checkers see the package too.
 if ! "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
-    --editable ".[$extras]" "megatron-core$megatron" >"$log" 2>&1; then
+    --config-settings editable_mode=compat --editable ".[$extras]" "megatron-core$megatron" >"$log" 2>&1; then
     tail -n 30 "$log" >&2
     echo "setup.sh: pip could not install it; all it said is in $log" >&2
     exit 1

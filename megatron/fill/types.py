@@ -179,6 +179,8 @@ class WorkerRecord:
         alone_ns, alone_work: step time and work measured while the main job stood still after its last iteration.
         uses: the most recent bubbles it was given.
         steps: ``(start_ns, end_ns)`` of the most recent steps.
+        callbacks: the longest that each callback took but ``run_next_step()``, ns; only those that returned.
+        partial_work: the part of ``work_done`` that no checkpoint has: that of an iteration that had not ended.
     """
 
     job: str
@@ -190,6 +192,8 @@ class WorkerRecord:
     alone_work: float
     uses: list[BubbleUse] = field(default_factory=list)
     steps: list[tuple[int, int]] = field(default_factory=list)
+    callbacks: dict[str, int] = field(default_factory=dict)
+    partial_work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,8 @@ class JobRecord:
         ended_s: when this was noted, in seconds since the epoch; a job that was tried again has several records.
         started_ns, ready_ns, ended_ns: CLOCK_MONOTONIC of its machine: when its worker was started, when that called
             the task's ``create`` (0 for never), and when the worker had ended.
+        peak_bytes: the most device memory that it was seen to hold; 0 where nobody looked in time.
+        offences: how often something of it ran on after its bubble for longer than the grace.
     """
 
     name: str
@@ -223,3 +229,5 @@ class JobRecord:
     started_ns: int = 0
     ready_ns: int = 0
     ended_ns: int = 0
+    peak_bytes: int = 0
+    offences: int = 0

@@ -143,6 +143,7 @@ def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, mo
     child(work)
     gate.open(FAR_NS, 0)
     until((tmp_path / "pid").exists)
+    assert StepLog(log_fd).serving_ns  # since when it waits for bubbles is told of a command too
     command = psutil.Process(int((tmp_path / "pid").read_text()))
 
     def ticks() -> int:

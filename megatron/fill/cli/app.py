@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, simulate
+from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, simulate, trial
 from megatron.fill.cli.version import print_version
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ def options(
     pass
 
 
+app.command("try")(trial.try_)
 app.command("submit")(jobs.submit)
 app.command("list")(jobs.list_jobs)
 app.command("show")(jobs.show)

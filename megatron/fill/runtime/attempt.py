@@ -43,7 +43,7 @@ logger = logging.getLogger("pipefill.agent")
 SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
 _CRASHES = 3  # in a row and without a checkpoint in between: then an agent gives a job up
 _ALL_CRASHES = 12  # whatever it says that it saved
-_OVER = "the main job ended first"
+OVER = "the main job ended first"
 _MOVES = "it moves to a rank that is idle"
 _KILLED = "ended by pipefill kill"
 _LOST = "the store was out of reach for longer than its lease: another agent may have it"
@@ -193,7 +193,7 @@ class Attempt:
 
     def _why_stop(self) -> str:
         if self.agent.over:
-            return _OVER
+            return OVER
         if self.held.standing is Standing.CANCELLED:
             return "it was cancelled"
         return _MOVES if self._may_move() else ""
@@ -239,7 +239,7 @@ class Attempt:
             return JobState.CANCELLED, "cancelled while it ran"
         saved = (self.log.checkpoint_s or 0.0) > self.started_s  # so something was gained
         # On a busy machine it may be slow to stop through no fault of its own, and nothing was asked of it but that.
-        too_slow = run.late and run.stopped in (_MOVES, _OVER)
+        too_slow = run.late and run.stopped in (_MOVES, OVER)
         if run.cut or too_slow or (crashed and run.stopped):
             kept = self.log.checkpoint_s or self.job.progress.checkpoint_s
             again = "it goes on from its last checkpoint" if kept else "it begins again"
@@ -247,7 +247,7 @@ class Attempt:
         gave_up = outcome.state is JobState.QUEUED and not outcome.unfit
         if not crashed and not gave_up:
             return outcome.state, outcome.reason
-        cause = run.stopped or (self.agent.over and _OVER) or (outcome.crowded and room.request)
+        cause = run.stopped or (self.agent.over and OVER) or (outcome.crowded and room.request)
         if gave_up and cause:
             return outcome.state, f"{cause}; {outcome.reason}"
         reason = "the worker gave up without being asked to" if gave_up else outcome.reason
@@ -278,6 +278,8 @@ class Attempt:
             started_ns=self.started_ns,
             ready_ns=log.ready_ns if self.started_ns <= log.ready_ns <= run.ended_ns else 0,
             ended_ns=run.ended_ns,
+            peak_bytes=self.limiter.peak_bytes,
+            offences=run.enforcer.offences,
         )
 
     def _worker_spec(self, channel_fd: int) -> Path:

@@ -100,6 +100,7 @@ class CommandRun:
     def _run_in_bubbles(self, command: StoppedCommand) -> int | None:
         seq = 0
         self.log.phase = WorkerPhase.ASLEEP
+        self.log.serving_ns = time.monotonic_ns()
         while not (self.gate.ended or self.stopping()):
             bubble = self.view.wait(seq)
             if bubble is None:

@@ -34,9 +34,13 @@ class Enforcer:
 
     Args:
         pid: the worker's process and process group, which it cannot leave.
-        max_overruns: the number of steps that may offend before ``verdict`` is given.
+        max_overruns: the number of steps (or starts, or pauses) that may offend before ``verdict`` is given.
         overtime: its account of CPU time outside bubbles; None for no limit.
         off: whether nothing is to run: paused by the operator, or by the brake.
+
+    Attributes:
+        offences: so far.
+        verdict: why the worker must be ended; None while it need not.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class Enforcer:
         self._overdue: int | None = None  # the bubble that has ended, and that it has not left
         self._looked_ns = self._ran_ns = 0  # when its worker was last looked at, and its time on a core then
         self._opportunity_ns = self._hangs_at_ns = 0
+        self._overdue_in = ""  # the callback that is overdue: when it is charged, it may have returned
+        self._blamed: list[str] = []  # the callbacks that offended, each once
         self._rationing: threading.Thread | None = None
         self._held = False  # stopped while nothing is to run
         self._over = False
@@ -75,8 +81,9 @@ class Enforcer:
         if self._rationing is not None and self._rationing.is_alive():
             if self._hangs_at_ns and now_ns >= self._hangs_at_ns and self._opportunity_ns >= self.grace_ns:
                 late_s = self._opportunity_ns / 1e9
-                self.verdict = f"{self.log.phase.callback} hung: it went on for {late_s:.2g} s after its bubble"
+                self.verdict = f"{self._overdue_in} hung: it went on for {late_s:.2g} s after its bubble"
             return _SOON_S
+        callback = self.log.phase.callback  # looked at first: what is still in flight then was so here
         # Not which step it is: only one can run on after its bubble, whatever the log says of more that have ended.
         seq = self.log.step_seq
         ended_ns = self._ended_ns(seq) if seq else None
@@ -95,6 +102,7 @@ class Enforcer:
         left_ns = self.grace_ns - (now_ns - ended_ns)
         if left_ns < 0:
             self._hangs_at_ns = now_ns + _HUNG_NS
+            self._overdue_in = callback
             self._ration(lambda: self.log.step_seq == seq, self._charge)
             return _SOON_S
         return min(_LOOK_S, max(_SOON_S, left_ns / 1e9))
@@ -176,10 +184,13 @@ class Enforcer:
         """The overdue step has ended, or the watch over it."""
         if self._opportunity_ns >= self.grace_ns:
             self.offences += 1
+            if self._overdue_in not in self._blamed:
+                self._blamed.append(self._overdue_in)
         if self.offences >= self.max_overruns and not self.verdict:
             times = f"{self.offences} times" if self.offences > 1 else "once"
             self.verdict = (
-                f"{self.log.phase.callback} ran on after its bubble by more than {self.grace_ns / 1e9:g} s {times}"
+                f"{', '.join(self._blamed)} ran on after its bubble by more than {self.grace_ns / 1e9:g} s "
+                f"(--fill-grace-ms) {times} (--fill-max-overruns)"
             )
 
     def _signal(self, number: signal.Signals) -> None:
