@@ -53,7 +53,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from megatron.fill.app import launch
+    from megatron.fill.app.launch import launch
 
     pretrain_gpt.get_batch_on_this_tp_rank = get_batch
     launch(main)

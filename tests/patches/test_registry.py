@@ -183,7 +183,7 @@ def test_our_script_refuses_a_version_that_builds_models_in_another_way():
     from megatron.training import argument_utils
     vars(argument_utils).pop("gpt_config_from_args", None)  # as in 0.18
     import pretrain_gpt
-    from megatron.fill.app import launch
+    from megatron.fill.app.launch import launch
     try:
         launch(pretrain_gpt.main)
     except SystemExit as stop:
