@@ -98,12 +98,18 @@ def test_a_job_that_cannot_be_measured_says_why(folder):
     assert "broken: not measured: ValueError: no such data" in done.stderr
 
 
+def test_a_file_with_nothing_to_measure_is_no_success(folder):
+    (folder / "plain.yaml").write_text("jobs: [{name: ls, command: ls}]")
+    done = pipefill(folder, "profile", "plain.yaml", "--device", "cpu", code=1)
+    assert "ls: is a command: there is nothing to measure before it runs" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["jobs.yaml", "--device", "tpu"], "--device is 'tpu': expected cpu or cuda:0"),
         (["none.yaml"], "none.yaml: cannot be read"),
-        (["jobs.yaml", "--device", "cpu", "-o", "no/where.json"], "no/where.json: cannot be written"),
+        (["jobs.yaml", "--device", "cpu", "-o", "two.py/p.json"], "--output two.py/p.json: cannot be written"),
     ],
 )
 def test_wrong_arguments(folder, arguments, message):

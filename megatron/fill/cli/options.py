@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,6 +32,23 @@ def opened(where: str | None, create: bool = False) -> Iterator[JobStore]:
         yield store
     finally:
         store.close()
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Find out before the work begins whether its result can be written; makes the folder for it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        with path.open("ab"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}; expected a file") from error
 
 
 def _names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:

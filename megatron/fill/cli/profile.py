@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron.fill.cli.options import Json, Store, opened
+from megatron.fill.cli.options import Json, Store, check_writable, opened
 from megatron.fill.display import harmless
-from megatron.fill.errors import ConfigError
+from megatron.fill.errors import ConfigError, FillError
 
 if TYPE_CHECKING:
     from megatron.fill.config import JobSpec
@@ -41,19 +41,27 @@ def profile(
     """Measure each node of the jobs in each configuration: its time and its peak memory.
 
     With --store the profiles are kept there, and a training that serves it needs not measure these jobs in its bubbles.
-    The device should have nothing else to do. Exits with 1 if a job could not be measured.
+    The device should have nothing else to do. Exits with 1 if a job could not be measured, or none was.
 
     --json prints, per job name, the list of its profiles: configuration, work per iteration, and nodes.
     """
     from megatron.fill.config import load_jobs
-    from megatron.fill.device.meter import default_device
+    from megatron.fill.device.meter import check_device, default_device
 
     where = device or default_device()
-    if where != "cpu" and not where.startswith("cuda:"):
-        raise ConfigError(f"--device is {where!r}: expected cpu or cuda:0")
+    try:
+        check_device(where)
+    except FillError as error:
+        raise ConfigError(f"--device is {where!r}: {error}") from error
     search = [str(jobs.resolve().parent), os.getcwd()]
     found: dict[str, MeasuredJob] = {}
-    specs = [spec for spec in load_jobs(jobs) if spec.task is not None]
+    wanted = load_jobs(jobs)
+    specs = [spec for spec in wanted if spec.task is not None]
+    if output is not None:
+        check_writable("--output", output)
+    if store is not None:
+        with opened(store, create=True):
+            pass  # before what takes long
     failures = {}
     for spec in specs:
         twin = next((found[one.name] for one in specs if one.name in found and _same(one, spec)), None)
@@ -67,17 +75,17 @@ def profile(
         _keep(store, specs, found, where)
     profiles = {name: measured.to_dict()["configurations"] for name, measured in found.items()}
     if output is not None:
-        try:
-            output.write_text(json.dumps(profiles) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
+        output.write_text(json.dumps(profiles) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(profiles, indent=2))
     else:
         _print(found)
     for name, reason in failures.items():
         print(f"{name}: not measured: {reason}", file=sys.stderr)
-    if failures:
+    for spec in wanted:
+        if spec.task is None:
+            print(f"{spec.name}: is a command: there is nothing to measure before it runs", file=sys.stderr)
+    if failures or not found:
         raise typer.Exit(1)
 
 
@@ -116,7 +124,8 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> MeasuredJob:
     from megatron.fill.runtime.profiler import PROFILE
 
     with tempfile.TemporaryDirectory(prefix="pipefill-profile-") as folder:
-        measured = MeasureSpec(spec.name, spec.task or "", spec.args, spec.memory, search, device, folder)
+        array = None if spec.array is None else list(spec.array)
+        measured = MeasureSpec(spec.name, spec.task or "", spec.args, spec.memory, search, device, folder, array)
         path = Path(folder) / "spec.json"
         path.write_text(measured.to_json(), encoding="utf-8")
         print(f"measuring {spec.name} on {device}", file=sys.stderr)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Protocol
+
+from megatron.fill.device.port import DeviceError
 
 _RESET_PEAK = b"5"  # what clears VmHWM, see proc(5)
 
@@ -77,6 +80,25 @@ def fingerprint(device: str) -> str:
     import torch
 
     return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"
+
+
+def check_device(device: str) -> None:
+    """Whether jobs can be measured there.
+
+    Raises:
+        DeviceError: it is neither ``cpu`` nor a GPU that this machine has.
+    """
+    if device == "cpu":
+        return
+    match = re.fullmatch(r"cuda:(\d{1,4})", device)
+    if match is None:
+        raise DeviceError("expected cpu or cuda:0")
+    import torch
+
+    count = torch.cuda.device_count()
+    if int(match[1]) >= count:
+        there = f"one of cpu and cuda:0 to cuda:{count - 1}" if count else "cpu: there is no CUDA device here"
+        raise DeviceError(f"expected {there}")
 
 
 def default_device() -> str:

@@ -28,8 +28,9 @@ def checked(job: NewJob) -> NewJob:
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two specs are of the same job."""
-    # As text: NaN is not equal to itself.  Where a task is imported from depends on where one stands.
-    texts = [json.dumps({**spec, "search": None}, sort_keys=True) for spec in (one, other)]
+    # As text: NaN is not equal to itself.  Where a task is imported from depends on where one stands; which instance it
+    # is (of how many by now) its name says.
+    texts = [json.dumps({**spec, "search": None, "array": None}, sort_keys=True) for spec in (one, other)]
     return texts[0] == texts[1]
 
 
