@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +15,7 @@ from megatron.fill.store import Job, JobStore
 from megatron.fill.types import JobState
 
 _FINISHED_SHOWN = 10
+_SUBMITTED_SHOWN, _NAMED = 50, 5
 _UNFINISHED = [state for state in JobState if not state.finished]
 _FINISHED = [state for state in JobState if state.finished]
 
@@ -28,22 +28,38 @@ def submit(
 ) -> None:
     """Put the jobs of a file into the store; a job that is there already is left as it is.
 
-    Makes the store if it is not there. --json prints a list of jobs as "show" does one.
+    Makes the store if it is not there. --json prints a list of jobs as "show" does one, each with already_there.
     """
     from megatron.fill.config import load_jobs
-    from megatron.fill.store.submit import new_job
+    from megatron.fill.store.submit import new_job, submitter
 
     search = list(dict.fromkeys([str(jobs_file.absolute().parent), str(Path.cwd())]))
-    owner = user or getpass.getuser()
+    owner = user or submitter()
     new = [new_job(spec, search, owner) for spec in load_jobs(jobs_file)]
     with opened(store, create=True) as jobs:
-        _print(jobs.submit(new), as_json)
+        last = max((job.id for job in jobs.list(limit=1)), default=0)
+        found = jobs.submit(new)
+    there = [job for job in found if job.id <= last]
+    if as_json:
+        views.print_json([views.as_dict(job) | {"already_there": job.id <= last} for job in found])
+        return
+    views.print_table(found[:_SUBMITTED_SHOWN])
+    if len(found) > _SUBMITTED_SHOWN:
+        print(f"The first {_SUBMITTED_SHOWN} of {len(found)} jobs are shown; pipefill list shows all.")
+    if there:
+        names = ", ".join(job.name for job in there[:_NAMED]) + (", ..." if len(there) > _NAMED else "")
+        print(f"Already there, and left as they are: {len(there)} of {len(found)}: {names}")
 
 
 def list_jobs(
     store: Store = None,
     state: Annotated[
-        list[JobState] | None, typer.Option(help="Only jobs in this state; may be given again.", case_sensitive=False)
+        list[JobState] | None,
+        typer.Option(
+            metavar="STATE",
+            help=f"Only jobs in this state ({', '.join(JobState).lower()}); may be given again.",
+            case_sensitive=False,
+        ),
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", "-a", help="Also all that finished.")] = False,
     as_json: Json = False,
