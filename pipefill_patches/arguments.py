@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import functools
-from typing import Any
+import os
+import re
+from typing import Any, NoReturn
 
 from megatron.fill.hooks import bus
 from pipefill_patches.registry import Patch, Target, replace
@@ -234,6 +237,20 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
             action.help = (action.help or "").replace("%", "%%")
 
 
+def tell_briefly(parser: argparse.ArgumentParser) -> None:
+    """Have it say what is wrong with the flags in a line, once: each rank would print Megatron's 700 lines of usage."""
+
+    def error(message: str) -> NoReturn:
+        unknown = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []
+        flags = parser._option_string_actions
+        close = [found for flag in unknown for found in difflib.get_close_matches(flag, flags, 1)]
+        hint = f"did you mean {', '.join(close)}?" if close else "--help lists the flags"
+        rank_0 = os.environ.get("RANK", "0") == "0"
+        parser.exit(2, f"{parser.prog}: error: {message}; {hint}\n" if rank_0 else None)
+
+    parser.error = error  # type: ignore[method-assign]
+
+
 def _install(stack: contextlib.ExitStack) -> None:
     holder, name = _ADD.resolve()
     add = getattr(holder, name)
@@ -242,6 +259,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     def add_with_fill(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         add_fill_arguments(add(parser))
         _mend_help(parser)
+        tell_briefly(parser)
         return parser
 
     replace(stack, holder, name, add_with_fill)

@@ -10,7 +10,6 @@ with Jobs("runs/first") as jobs:
 
 from __future__ import annotations
 
-import getpass
 import os
 import time
 from collections.abc import Collection
@@ -22,8 +21,9 @@ from pydantic import ValidationError
 
 from megatron.fill.config import JobSpec, load_jobs
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.problems import explain
 from megatron.fill.store import Job, open_store
-from megatron.fill.store.submit import new_job
+from megatron.fill.store.submit import new_job, submitter
 from megatron.fill.types import JobState
 
 __all__ = ["Job", "JobState", "Jobs"]
@@ -75,12 +75,9 @@ class Jobs:
         try:
             spec = JobSpec.model_validate(fields)
         except ValidationError as error:
-            problems = [
-                ": ".join(filter(None, (".".join(map(str, problem["loc"])), problem["msg"])))
-                for problem in error.errors()
-            ]
-            raise ConfigError(f"job {fields.get('name')!r}: {'; '.join(problems)}") from None
-        return self._store.submit([new_job(spec, self._search, getpass.getuser())])[0]
+            job = f"job {fields.get('name')!r}"
+            raise ConfigError(explain(error, JobSpec, lambda place: (job, place))) from None
+        return self._store.submit([new_job(spec, self._search, submitter())])[0]
 
     def submit_file(self, path: str | Path) -> list[Job]:
         """Put all jobs of a jobs file into the queue, or none.
@@ -90,7 +87,7 @@ class Jobs:
             JobError: a name is in use by another job.
         """
         search = list(dict.fromkeys([str(Path(path).absolute().parent), *self._search]))
-        user = getpass.getuser()
+        user = submitter()
         return self._store.submit([new_job(spec, search, user) for spec in load_jobs(path)])
 
     def get(self, name: str) -> Job:

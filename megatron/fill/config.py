@@ -20,58 +20,61 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import time
 from argparse import Namespace
-from collections import Counter
-from datetime import datetime
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.files import read_yaml
+from megatron.fill.given.problems import Place, expectation, explain, shown
+from megatron.fill.given.quantities import parse_bytes, parse_deadline
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def parse_bytes(value: object) -> int:
-    """``2GiB``, ``512 MB`` or a plain number of bytes.
-
-    Raises:
-        ValueError: it is none of these, or not above zero.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    unit = _UNITS.get((match[2] or "B").upper()) if match else None
-    if match is None or unit is None or isinstance(value, bool) or float(match[1]) * unit < 1:
-        raise ValueError("expected a size above 0 such as 512MB or 2GiB")
-    return int(float(match[1]) * unit)
+_MOST_OF_ONE, _MOST_JOBS = 10_000, 100_000  # of one entry, and of a file
+_MOST_NUMBER = 2**63 - 1  # a database's
+_MOST_AMOUNT = 10**9  # of a flag, in its unit: more is a slip
+_OURS = "PIPEFILL_"
 
 
-def parse_deadline(value: object) -> float:
-    """``90s``, ``30m``, ``2h`` or ``1d`` from now, or a point in time (ISO 8601, local without a zone).
+def _text(pattern: str, expected: str) -> AfterValidator:
+    """A text that matches a pattern as a whole."""
 
-    Returns:
-        Seconds since the epoch.
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.DOTALL):
+            raise ValueError(f"expected {expected}")
+        return text
 
-    Raises:
-        ValueError: it is neither.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", str(value))
-    if match is not None:
-        return time.time() + float(match[1]) * _SECONDS[match[2]]
-    try:
-        return datetime.fromisoformat(str(value)).timestamp()
-    except ValueError:
-        raise ValueError("expected such as 90s, 30m, 2h, 1d, or 2030-01-31T18:00") from None
+    return AfterValidator(check)
 
 
 def _split_command(value: object) -> object:
     return shlex.split(value) if isinstance(value, str) else value
 
 
-_MOST_VALUES, _MOST_DEPTH, _MOST_SHOWN = 1_000_000, 32, 300  # of a jobs file
+def _not_ours(name: str) -> str:
+    if name.startswith(_OURS):
+        raise ValueError(f"expected another name: those with {_OURS} are set for each job")
+    return name
+
+
+_Text = Annotated[str, _text(r"[^\0]*", "text without NUL characters")]
+_Variable = Annotated[
+    str,
+    _text("[A-Za-z_][A-Za-z0-9_]*", "letters, digits and '_', beginning with no digit"),
+    AfterValidator(_not_ours),
+]
 
 
 class JobSpec(BaseModel):
@@ -79,16 +82,28 @@ class JobSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
-    task: str | None = Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    command: Annotated[tuple[str, ...], BeforeValidator(_split_command)] | None = Field(default=None, min_length=1)
+    name: Annotated[
+        str,
+        _text(
+            "[A-Za-z0-9][A-Za-z0-9._-]{0,79}",
+            "1 to 80 letters, digits, '.', '_' and '-', beginning with a letter or digit",
+        ),
+    ]
+    task: Annotated[str, _text(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:Class")] | None = None
+    command: Annotated[tuple[_Text, ...], BeforeValidator(_split_command)] | None = None
     args: dict[str, Any] = {}
     memory: Annotated[int, BeforeValidator(parse_bytes)] | None = None
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
-    priority: int = 0
-    user: str = ""
+    env: dict[_Variable, _Text] = {}
+    priority: int = Field(default=0, strict=True, ge=-_MOST_NUMBER, le=_MOST_NUMBER)
+    user: _Text = ""
     deadline: Annotated[float, BeforeValidator(parse_deadline)] | None = None
-    count: int = Field(default=1, ge=1, le=10_000)
+    count: int = Field(default=1, strict=True, ge=1, le=_MOST_OF_ONE)
+    _array: tuple[int, int] | None = PrivateAttr(default=None)  # no field of a file: ``expand`` sets it
+
+    @property
+    def array(self) -> tuple[int, int] | None:
+        """Which instance it is of a job with a count, from 0, and of how many; None of a job without."""
+        return self._array
 
     @model_validator(mode="after")
     def _one_kind_of_work(self) -> JobSpec:
@@ -97,6 +112,13 @@ class JobSpec(BaseModel):
         if self.command is not None and self.args:
             raise ValueError("args belong to a task; write a command's arguments into command")
         return self
+
+    @field_validator("command")
+    @classmethod
+    def _names_a_program(cls, command: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if command is not None and not (command and command[0]):
+            raise ValueError("expected a program, and perhaps its arguments")
+        return command
 
     @field_validator("args")
     @classmethod
@@ -122,96 +144,66 @@ class JobsFile(BaseModel):
 
     @field_validator("jobs")
     @classmethod
-    def _names_are_unique(cls, jobs: tuple[JobSpec, ...]) -> tuple[JobSpec, ...]:
-        for name, times in Counter(instance.name for instance in expand(jobs)).items():
-            if times > 1:
-                raise ValueError(f"two jobs are named {name!r}; expected different names")
+    def _can_be_told_apart(cls, jobs: tuple[JobSpec, ...]) -> tuple[JobSpec, ...]:
+        if (found := sum(job.count for job in jobs)) > _MOST_JOBS:
+            raise ValueError(f"there are {found} jobs, all instances counted; expected at most {_MOST_JOBS} in a file")
+        places: dict[str, int] = {}
+        for place, job in enumerate(jobs, 1):
+            for name in _names(job):
+                if (other := places.setdefault(name, place)) != place:
+                    raise ValueError(f"jobs {other} and {place} are both named {name!r}; expected different names")
         return jobs
 
 
-def expand(jobs: tuple[JobSpec, ...]) -> list[JobSpec]:
+def _names(job: JobSpec) -> Iterator[str]:
+    """Of each instance."""
+    return iter([job.name]) if job.count == 1 else (f"{job.name}-{i}" for i in range(job.count))
+
+
+def expand(jobs: Sequence[JobSpec]) -> list[JobSpec]:
     """One spec per instance: a job with ``count: 3`` becomes name-0, name-1 and name-2."""
-    return [
-        job if job.count == 1 else job.model_copy(update={"name": f"{job.name}-{i}", "count": 1})
-        for job in jobs
-        for i in range(job.count)
-    ]
+    found = []
+    for job in jobs:
+        for index, name in enumerate(_names(job)):
+            one = job
+            if job.count > 1:
+                one = job.model_copy(update={"name": name, "count": 1})
+                one._array = index, job.count
+            found.append(one)
+    return found
 
 
 def load_jobs(path: str | Path) -> list[JobSpec]:
     """Read a jobs file; jobs with a count are expanded.
 
     Raises:
-        ConfigError: naming the file, the job, the field, the value, and what was expected.
+        ConfigError: naming the file, the line, the job, the field, the value, and what was expected.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
-        raise ConfigError(f"{path}: cannot be read: {reason}; expected a YAML file with a list of jobs") from error
-    try:
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # the latter for what only looks like a date, or a number
-        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())[:_MOST_SHOWN]}") from error
-    except RecursionError:
-        raise ConfigError(f"{path}: is nested too deep; expected at most {_MOST_DEPTH} levels") from None
-    _check_size(path, data)
+    read = read_yaml(path, "a YAML file with a list of jobs")
+    data = read.value
     if not isinstance(data, dict) or not isinstance(data.get("jobs"), list):
-        raise ConfigError(f"{path}: found {_shown(data)}; expected a mapping with a list under 'jobs'")
+        raise ConfigError(f"{path}: found {shown(data)}; expected a mapping with a list under 'jobs'")
     if not data["jobs"]:
         raise ConfigError(f"{path}: jobs is []; expected at least one job")
+
+    def where(place: Place) -> tuple[str, Place]:
+        line = read.line_of(place)
+        begin = str(path) if line is None else f"{path}, line {line}"
+        if len(place) < 2 or not isinstance(place[1], int):
+            return begin, place
+        entry = data["jobs"][place[1]]
+        name = entry.get("name") if isinstance(entry, dict) else None
+        return f"{begin}: job {shown(name) if isinstance(name, str) else place[1] + 1}", place[2:]
+
     try:
         return expand(JobsFile.model_validate(data).jobs)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(path, data, problem) for problem in error.errors())) from error
+        raise ConfigError(explain(error, JobsFile, where)) from error
 
 
-def _check_size(path: str | Path, data: object) -> None:
-    """Refuse what a few lines of aliases can grow to, before anything walks through all of it."""
-    count, level = 0, [data]
-    for _ in range(_MOST_DEPTH):
-        below: list[object] = []
-        for value in level:
-            inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-            if isinstance(inside, list | tuple | set):
-                count += len(inside)
-                if count > _MOST_VALUES:
-                    raise ConfigError(f"{path}: has more than {_MOST_VALUES} values, its aliases followed")
-                below += inside
-        level = below
-    if level:
-        raise ConfigError(f"{path}: is nested deeper than {_MOST_DEPTH} levels")
-
-
-def _explain(path: str | Path, data: dict[str, Any], problem: Any) -> str:
-    location = list(problem["loc"])
-    where = str(path)
-    if location[:1] == ["jobs"] and len(location) > 1 and isinstance(location[1], int):
-        position = location[1]
-        entry = data["jobs"][position]
-        name = entry.get("name") if isinstance(entry, dict) else None
-        where += f": job {name!r}" if isinstance(name, str) else f": job {position + 1}"
-        location = location[2:]
-    field = ".".join(str(part) for part in location)
-    if problem["type"] == "extra_forbidden":
-        fields = JobSpec.model_fields if len(problem["loc"]) > 1 else JobsFile.model_fields
-        return f"{where}: unknown field {field!r}; expected one of {', '.join(fields)}"
-    if problem["type"] == "missing":
-        return f"{where}: field {field!r} is missing"
-    message = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    if problem["type"] == "string_pattern_mismatch":
-        message = {
-            "name": "expected letters, digits, '.', '_' and '-', beginning with a letter or digit",
-            "task": "expected module:Class",
-        }.get(field, message)
-    if not field:
-        return f"{where}: {message}"
-    return f"{where}: {field} is {_shown(problem['input'])}: {message}"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+_Amount = Annotated[float, Field(ge=0, le=_MOST_AMOUNT, allow_inf_nan=False)]
+_Above0 = Annotated[float, Field(gt=0, le=_MOST_AMOUNT, allow_inf_nan=False)]
+_Folder = Annotated[str, _text(r".*\S.*", "a folder")]
 
 
 class FillSettings(BaseModel):
@@ -220,37 +212,37 @@ class FillSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     jobs: tuple[JobSpec, ...] = ()
-    store: str | None = None
+    store: Annotated[str, _text(r".*\S.*", "a database URL, a database file or a run folder")] | None = None
     policy: str = "priority"
-    report: str | None = None
+    report: _Folder | None = None
     resubmit: bool = False
     profile_only: bool = False
     pipeline_schedule: Literal["megatron", "gpipe"] = "megatron"
-    paired_blocks: int = Field(default=0, ge=0)
-    warmup_iterations: int = Field(default=5, ge=1)
-    guard_us: float = Field(default=0.0, ge=0)
+    paired_blocks: int = Field(default=0, ge=0, le=_MOST_AMOUNT)
+    warmup_iterations: int = Field(default=5, ge=1, le=_MOST_AMOUNT)
+    guard_us: _Amount = 0.0
     reach: bool = False
-    min_bubble_us: float = Field(default=1000.0, ge=0)
-    grace_ms: float = Field(default=500.0, gt=0)
-    max_overruns: int = Field(default=3, ge=1)
-    max_output_mib: float = Field(default=64.0, gt=0)
-    checkpoint_seconds: float = Field(default=300.0, gt=0)
-    lease_seconds: float = Field(default=30.0, ge=1)
+    min_bubble_us: _Amount = 1000.0
+    grace_ms: _Above0 = 500.0
+    max_overruns: int = Field(default=3, ge=1, le=_MOST_AMOUNT)
+    max_output_mib: _Above0 = 64.0
+    checkpoint_seconds: _Above0 = 300.0
+    lease_seconds: float = Field(default=30.0, ge=1, le=_MOST_AMOUNT, allow_inf_nan=False)
     offload_optimizer: bool = False
-    max_slowdown: float = Field(default=1.0, ge=0)
-    memory_margin_mib: float = Field(default=1024.0, ge=0)
+    max_slowdown: _Amount = 1.0
+    memory_margin_mib: _Amount = 1024.0
     sharing: Literal["auto", "mps", "timeslice"] = "auto"
-    mps_pipe: str | None = None
+    mps_pipe: _Folder | None = None
     sm_percentage: int = Field(default=100, ge=1, le=100)
-    user: str | None = None
-    allow: tuple[str, ...] = ()
+    user: Annotated[str, _text(r".*\S.*", "the name of a user")] | None = None
+    allow: tuple[Annotated[str, _text(r".*\S.*", "a pattern such as 'package.*'")], ...] = ()
     bind: tuple[str, ...] = ()
     network: bool = False
     strict: bool = False
-    max_processes: int = Field(default=256, ge=8)
-    max_files: int = Field(default=1024, ge=64)
-    baseline_seconds: float = Field(default=0.0, ge=0)
-    trace_iterations: int = Field(default=3, ge=1)
+    max_processes: int = Field(default=256, ge=8, le=_MOST_AMOUNT)
+    max_files: int = Field(default=1024, ge=64, le=_MOST_AMOUNT)
+    baseline_seconds: _Amount = 0.0
+    trace_iterations: int = Field(default=3, ge=1, le=_MOST_AMOUNT)
 
     @property
     def active(self) -> bool:
@@ -275,9 +267,11 @@ class FillSettings(BaseModel):
             raise ConfigError("--fill-profile-only measures the bubbles without jobs; expected no --fill-jobs with it")
         if values["profile_only"] and values["store"] is not None:
             raise ConfigError("--fill-profile-only measures the bubbles without jobs; expected no --fill-store with it")
+        if path == "":
+            raise ConfigError("--fill-jobs is '': expected a jobs file")
         try:
             return cls(jobs=tuple(load_jobs(path)) if path is not None else (), **values)
         except ValidationError as error:
             problem = error.errors()[0]
             flag = "--fill-" + str(problem["loc"][0]).replace("_", "-")
-            raise ConfigError(f"{flag} is {_shown(problem['input'])}: {problem['msg'].lower()}") from error
+            raise ConfigError(f"{flag} is {shown(problem['input'])}: {expectation(problem)}") from error

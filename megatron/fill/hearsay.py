@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO
 MOST_BYTES = 32 << 20  # of a file
 MOST_JSON_BYTES = 8 << 20  # of a file of JSON
 MOST_DEPTH = 32  # of lists and objects in one another
-_MOST_VALUES = 1_000_000
+MOST_VALUES = 1_000_000
 _MOST_LETTERS = 1000  # of a reason, or a unit
 _MOST_DIGITS = 18  # of a whole number: it fits into 64 bits
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
@@ -67,18 +68,21 @@ def read_json(path: Path) -> Any:
     return parse_json(read_text(path, MOST_JSON_BYTES))
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, most_depth: int = MOST_DEPTH, most_values: int = MOST_VALUES) -> Any:
     """The value of a JSON text: one that can be written again as UTF-8 and that no database refuses.
 
     Raises:
-        ValueError: and nothing else.  It is no JSON, is nested deeper than ``MOST_DEPTH`` or has a million values, or
-            holds NaN, an infinity (``1e400`` too), a whole number of more than 18 digits, or a lone surrogate.
+        ValueError: and nothing else.  It is no JSON, is nested too deep or has too many values, or holds NaN, an
+            infinity (``1e400`` too), a whole number of more than 18 digits, a lone surrogate, or a name twice in one
+            object.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
-    _check_size(text)
+    _check_size(text, most_depth, most_values)
     try:
-        value = json.loads(text, parse_constant=_refused, parse_float=_float, parse_int=_int)
+        value = json.loads(
+            text, parse_constant=_refused, parse_float=_float, parse_int=_int, object_pairs_hook=_each_once
+        )
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:  # the caller itself is deep in the stack
         raise ValueError("the JSON text is nested too deep to be read here") from None
@@ -108,15 +112,23 @@ def plain(text: str) -> str:
     return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
 
 
-def _check_size(text: str) -> None:
+def _check_size(text: str, most_depth: int, most_values: int) -> None:
     """Before anything is built of it: how deep it is nested, and how many values it has at most."""
-    if sum(map(text.count, ",[{")) > _MOST_VALUES:
-        raise ValueError(f"the JSON text may have more than {_MOST_VALUES} values; expected fewer")
+    if sum(map(text.count, ",[{")) > most_values:
+        raise ValueError(f"the JSON text may have more than {most_values} values; expected fewer")
     depth = 0
     for bracket in _BRACKET.finditer(_STRING.sub("", _ESCAPED.sub("", text))):
         depth += 1 if bracket[0] in "[{" else -1
-        if depth > MOST_DEPTH:
-            raise ValueError(f"the JSON text is nested deeper than {MOST_DEPTH}")
+        if depth > most_depth:
+            raise ValueError(f"the JSON text is nested deeper than {most_depth}")
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+        raise ValueError(f"{twice[:40]!r} is there twice in one object; expected it once")
+    return found
 
 
 def _refused(name: str) -> Any:

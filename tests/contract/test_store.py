@@ -266,10 +266,13 @@ class TestClaim:
         assert len(found) == 4
         assert len({tuple(ids) for ids in found}) == 1
 
-    def test_where_a_task_is_imported_from_does_not_make_it_another_job(self, store):
-        [first] = store.submit([new("pi", spec=SPEC | {"search": ["/here"]})])
-        [again] = store.submit([new("pi", spec=SPEC | {"search": ["/there"]})])
+    @pytest.mark.parametrize("other", [{"search": ["/there"]}, {"array": [0, 3]}])
+    def test_where_it_is_imported_from_and_which_instance_it_is_make_no_other_job(self, store, other):
+        [first] = store.submit([new("pi", spec=SPEC | {"search": ["/here"], "array": [0, 2]})])
+        [again] = store.submit([new("pi", spec=SPEC | {"search": ["/here"], "array": [0, 2]} | other)])
         assert again == first
+        [older] = store.submit([new("before", spec=SPEC)])  # by a version that did not number instances
+        assert store.submit([new("before", spec=SPEC | {"array": None})]) == [older]
 
 
 class TestClaimOrder:

@@ -65,11 +65,12 @@ def test_evaluation_and_checkpoints_are_filled_around_and_resume_gives_the_same_
 
 
 def test_jobs_that_finish_make_room_for_others_by_priority(tmp_path):
+    who = "echo hello $PIPEFILL_JOB $PIPEFILL_INDEX/$PIPEFILL_COUNT"
     jobs = write_jobs(
         tmp_path,
         {"name": "short", "task": "tasks:Spin", "args": {"steps": 20}, "count": 3},
         {"name": "urgent", "task": "tasks:Spin", "args": {"steps": 5}, "priority": 9},
-        {"name": "shell", "command": ["sh", "-c", "echo hello; i=0; while [ $i -lt 2000 ]; do i=$((i+1)); done"]},
+        {"name": "shell", "command": ["sh", "-c", f"{who}; i=0; while [ $i -lt 2000 ]; do i=$((i+1)); done"]},
         {"name": "endless-a", "task": "tasks:Spin", "priority": -1},
         {"name": "endless-b", "task": "tasks:Spin", "priority": -1},
         {"name": "never", "task": "tasks:Spin", "priority": -2},
@@ -86,7 +87,7 @@ def test_jobs_that_finish_make_room_for_others_by_priority(tmp_path):
     assert trained.jobs["endless-a"]["steps"] > 0
     assert trained.jobs["short-0"]["work_done"] == trained.jobs["short-0"]["total_work"] == 20
     assert trained.jobs["shell"]["unit"] == "seconds"
-    assert trained.path("shell", "output.log").read_text() == "hello\n"
+    assert trained.path("shell", "output.log").read_text() == "hello shell 0/1\n"
 
 
 def test_paired_blocks_and_baseline(tmp_path):
@@ -108,7 +109,7 @@ def test_paired_blocks_and_baseline(tmp_path):
 
 WRONG = {
     "--fill-jobs {folder}/none.yaml": "none.yaml: cannot be read: No such file or directory",
-    "--fill-jobs {folder}/bad.yaml": "bad.yaml: job 'x': unknown field 'speed'",
+    "--fill-jobs {folder}/bad.yaml": "bad.yaml, line 1: job 'x': unknown field speed",
     "--fill-report /proc/nowhere": "--fill-report /proc/nowhere: ",
     "--fill-paired-blocks -1": "--fill-paired-blocks is -1",
     "--fill-pipeline-schedule gpipe --num-layers-per-virtual-pipeline-stage 1": "gpipe does not interleave",

@@ -109,6 +109,15 @@ def test_applied_after_megatron_is_imported():
         parse_args()
     except SystemExit as stop:
         assert stop.code == 0
+
+    # and a wrong one is told in a line, without Megatron's usage
+    import contextlib, io
+    for flag, said in ((["--fill-guard-us", "much"], "argument --fill-guard-us: invalid float value: 'much'"),
+                       (["--fill-job", "a.yaml"], "did you mean --fill-jobs?")):
+        sys.argv, told = ["x", *flag], io.StringIO()
+        with contextlib.redirect_stderr(told), contextlib.suppress(SystemExit):
+            parse_args()
+        assert told.getvalue().count("\\n") == 1 and said in told.getvalue(), told.getvalue()
     """)
     assert "--fill-jobs FILE" in output
     assert "--pipeline-model-parallel-size" in output

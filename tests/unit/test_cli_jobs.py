@@ -107,23 +107,40 @@ class TestSubmit:
             "memory_bytes": None,
             "env": {},
             "search": search,
+            "array": [0, 2],
         }
+        assert [job["spec"]["array"] for job in jobs] == [[0, 2], [1, 2], None]
         assert jobs[2]["spec"]["command"] == ["gzip", "--best", "corpus.txt"]
         assert jobs[2]["spec"]["memory_bytes"] == 2**31
         assert (tmp_path / "run" / "jobs.db").exists()
 
     def test_again_it_is_the_same_jobs(self, pipefill, tmp_path):
         (tmp_path / "jobs.yaml").write_text(JOBS)
-        first, second = (pipefill("submit", "jobs.yaml", "--no-check") for _ in range(2))
+        first = pipefill("submit", "jobs.yaml", "--no-check")
         assert first.status == 0
-        assert second.out == first.out
-        assert len(pipefill("list", "--json").json) == 3
+        (tmp_path / "jobs.yaml").write_text(JOBS.replace("count: 2", "count: 3"))
+        second = pipefill("submit", "jobs.yaml", "--no-check")
+        there = "Already there, and left as they are: 3 of 4: digits-0, digits-1, compress\n"
+        assert second.out.endswith(there)
+        assert "Already there" not in first.out
+        again = pipefill("submit", "jobs.yaml", "--no-check", "--json").json
+        assert [(job["id"], job["already_there"]) for job in again] == [(1, True), (2, True), (4, True), (3, True)]
+        assert len(pipefill("list", "--json").json) == 4
+
+    def test_of_many_the_first_are_shown(self, pipefill, tmp_path):
+        (tmp_path / "jobs.yaml").write_text("jobs: [{name: many, command: ls, count: 60}]")
+        *rows, last = pipefill("submit", "jobs.yaml", "--no-check").out.splitlines()
+        assert len(rows) == 1 + 50
+        assert last == "The first 50 of 60 jobs are shown; pipefill list shows all."
+        assert (
+            "60 of 60: many-0, many-1, many-2, many-3, many-4, ..." in pipefill("submit", "jobs.yaml", "--no-check").out
+        )
 
     def test_a_wrong_file_submits_nothing(self, pipefill, tmp_path):
         (tmp_path / "jobs.yaml").write_text("jobs: [{name: a, task: x}]")
         ran = pipefill("submit", "jobs.yaml")
         assert (ran.status, ran.out) == (2, "")
-        assert ran.err == "pipefill: error: jobs.yaml: job 'a': task is 'x': expected module:Class\n"
+        assert ran.err == "pipefill: error: jobs.yaml, line 1: job 'a': task is 'x': expected module:Class\n"
         assert not (tmp_path / "run").exists()
 
     def test_what_does_not_exist_is_not_submitted(self, pipefill, tmp_path):
@@ -181,7 +198,7 @@ class TestList:
 
     def test_the_last_ten_that_finished(self, pipefill, store):
         for number in range(12):
-            finished(store, f"done-{number}")
+            finished(store, f"done-{number}", JobState.SUCCEEDED)
         store.submit([NewJob("waits", {})])
         ran = pipefill("list")
         assert [line.split()[1] for line in ran.out.splitlines()[1:-1]] == [f"done-{n}" for n in range(2, 12)] + [
@@ -190,6 +207,14 @@ class TestList:
         assert "--all lists every job" in ran.out
         assert len(pipefill("list", "--all", "--json").json) == 13
         assert [job["name"] for job in pipefill("list", "--state", "queued", "--json").json] == ["waits"]
+
+    def test_why_a_job_failed_is_said_in_a_line(self, pipefill, store):
+        finished(store, "odd", reason="ValueError: no such data\n" + 80 * "x")
+        finished(store, "well", JobState.SUCCEEDED, reason="")
+        *_, last = pipefill("list").out.splitlines()
+        assert last.startswith("FAILED odd (1): ValueError: no such data xxxx")
+        assert len(last) == 80
+        assert last.endswith("…")
 
     def test_no_jobs(self, pipefill, store):
         assert pipefill("list").out == "There are no jobs.\n"
@@ -286,6 +311,7 @@ class TestCommand:
             ran = pipefill(*arguments)
             assert (ran.status, ran.err) == (0, "")
             assert "Usage: pipefill" in ran.out
+            assert "<bool>" not in ran.out
 
     def test_help_imports_nothing_slow(self):
         slow = ("torch", "sqlalchemy", "matplotlib", "megatron.core", "pandas")

@@ -148,7 +148,7 @@ def test_jobs_without_nodes_are_measured_by_running_them(folder, monkeypatch, ca
         (["jobs.yaml", "--device", "tpu"], "--device is 'tpu': expected cpu or cuda:0"),
         (["jobs.yaml", "--device", "cuda:99"], "--device is 'cuda:99', which is not there"),
         (["none.yaml", "--device", "cpu"], "none.yaml: cannot be read"),
-        (["jobs.yaml", "--device", "cpu", "-o", "no/where.json"], "no/where.json: cannot be written"),
+        (["jobs.yaml", "--device", "cpu", "-o", "two.py/p.json"], "--output two.py/p.json: cannot be written"),
     ],
 )
 def test_wrong_arguments(folder, arguments, message):

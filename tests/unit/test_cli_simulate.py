@@ -216,7 +216,7 @@ def test_an_impossible_value_of_a_sweep_is_named_and_nothing_runs():
 
 def test_what_is_no_configuration():
     Path("c.yaml").write_text("[1, 2]")
-    assert "found a list" in problem(None, "c.yaml")
+    assert "found [1, 2]" in problem(None, "c.yaml")
     Path("c.yaml").write_text("a: [")
     assert "is not YAML" in problem(None, "c.yaml")
     assert "cannot be read" in problem(None, "missing.yaml")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.config import FillSettings, load_jobs, parse_bytes
+from megatron.fill.config import FillSettings, load_jobs
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.quantities import parse_bytes
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -27,7 +28,7 @@ def test_a_whole_file(tmp_path):
 jobs:
   - name: digits
     task: megatron.fill.sidetask.digits:DigitsTraining
-    args: {batch_size: 32}
+    args: {batch_size: 32, day: 2026-01-02, rate: 1e-4}
     memory: 1.5 GiB
     priority: 2
     count: 2
@@ -38,7 +39,7 @@ jobs:
     )
     assert [job.name for job in jobs] == ["digits-0", "digits-1", "zip", "list"]
     assert jobs[0].memory == int(1.5 * 2**30)
-    assert jobs[0].args == {"batch_size": 32}
+    assert jobs[0].args == {"batch_size": 32, "day": "2026-01-02", "rate": 0.0001}
     assert jobs[2].command == ("gzip", "-k", "a b.txt")
     assert jobs[2].what == "gzip -k 'a b.txt'"
     assert jobs[3].command == ("sleep", "1")
@@ -56,26 +57,25 @@ def test_deadlines_are_from_now_or_points_in_time(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("jobs:\n  - {name: a, task: m:C, speed: 9}", "job 'a': unknown field 'speed'; expected one of name, task"),
-        ("jobs:\n  - {name: a, task: m:C}\nqueue: 1", "unknown field 'queue'; expected one of jobs"),
+        ("jobs:\n  - {name: a, task: m:C, speed: 9}", "job 'a': unknown field speed; expected one of name, task"),
+        ("jobs:\n  - {name: a, task: m:C}\nqueue: 1", "unknown field queue; expected one of jobs"),
         ("jobs:\n  - {name: a}", "job 'a': expected exactly one of task and command"),
         ("jobs:\n  - {name: a, task: m:C, command: ls}", "job 'a': expected exactly one of task and command"),
         ("jobs:\n  - {name: a, command: ls, args: {x: 1}}", "job 'a': args belong to a task"),
-        ("jobs:\n  - {task: m:C}", "job 1: field 'name' is missing"),
-        ("jobs:\n  - {name: ../up, task: m:C}", "job '../up': name is '../up': expected letters, digits"),
+        ("jobs:\n  - {task: m:C}", "line 2: job 1: name is missing"),
+        ("jobs:\n  - {name: ../up, task: m:C}", "job '../up': name is '../up': expected 1 to 80 letters, digits"),
         ("jobs:\n  - {name: a, task: noclass}", "job 'a': task is 'noclass': expected module:Class"),
         (
             "jobs:\n  - {name: a, task: m:C, count: 0}",
-            "job 'a': count is 0: Input should be greater than or equal to 1",
+            "job 'a': count is 0: expected greater than or equal to 1",
         ),
-        ("jobs:\n  - {name: a, task: m:C, count: many}", "job 'a': count is 'many': Input should be a valid integer"),
+        ("jobs:\n  - {name: a, task: m:C, count: many}", "job 'a': count is 'many': expected a valid integer"),
         ("jobs:\n  - {name: a, task: m:C, memory: lots}", "job 'a': memory is 'lots': expected a size above 0"),
         ("jobs:\n  - {name: a, task: m:C, memory: -1}", "job 'a': memory is -1: expected a size above 0"),
         ("jobs:\n  - {name: a, task: m:C, deadline: soon}", "job 'a': deadline is 'soon': expected such as 90s, 30m"),
-        ("jobs:\n  - {name: a, task: m:C, args: [1]}", "job 'a': args is [1]: Input should be a valid dictionary"),
-        ("jobs:\n  - {name: a, command: []}", "job 'a': command is []"),
-        ("jobs:\n  - {name: a, task: m:C, args: {day: 2026-01-02}}", "job 'a': args is {'day': datetime.date(2026, 1"),
-        ("jobs:\n  - {name: a, task: m:C}\n  - {name: a, task: m:C}", "two jobs are named 'a'"),
+        ("jobs:\n  - {name: a, task: m:C, args: [1]}", "job 'a': args is [1]: expected a mapping"),
+        ("jobs:\n  - {name: a, command: []}", "job 'a': command is []: expected a program"),
+        ("jobs:\n  - {name: a, task: m:C}\n  - {name: a, task: m:C}", "line 1: jobs: jobs 1 and 2 are both named 'a'"),
         ("jobs:\n  - just text", "job 1"),
         ("jobs: []", "jobs is []"),
         ("- a", "expected a mapping with a list under 'jobs'"),
@@ -122,6 +122,24 @@ def flags(**changed: object) -> Namespace:
     return Namespace(**values | {"fill_jobs": None} | {f"fill_{name}": value for name, value in changed.items()})
 
 
+def test_instances_know_which_they_are(tmp_path):
+    path = write(tmp_path, "jobs: [{name: a, task: m:C, count: 2}, {name: b, command: ls}]")
+    settings = FillSettings.from_args(flags(jobs=str(path)))
+    assert [(job.name, job.array, job.count) for job in settings.jobs] == [
+        ("a-0", (0, 2), 1),
+        ("a-1", (1, 2), 1),
+        ("b", None, 1),
+    ]
+
+
+def test_of_a_file_full_of_mistakes_the_first_are_told(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_jobs(write(tmp_path, "jobs:\n" + "  - {name: a, task: x}\n" * 100))
+    lines = str(error.value).splitlines()
+    assert len(lines) == 20
+    assert lines[-1].endswith("line 21: job 'a': task is 'x': expected module:Class (and 80 more such problems)")
+
+
 def test_settings_from_flags():
     assert not FillSettings.from_args(flags()).active
     assert FillSettings.from_args(flags(profile_only=True)).active
@@ -150,11 +168,11 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("text", "message"),
     [
         (f"{BOMB}jobs: *a9", "has more than 1000000 values, its aliases followed"),
-        ("jobs: " + "[" * 100_000, "is nested too deep"),
+        ("jobs: " + "[" * 100_000, "line 1: is nested deeper than 32 levels"),
         ("jobs: " + "[" * 100 + "]" * 100, "is nested deeper than 32 levels"),
-        ("jobs: [{name: x, task: 'a:b', args: {n: " + "9" * 100_000 + "}}]", "is not YAML"),
-        ("jobs: [{name: x, task: 'a:b', args: {day: 2026-13-45}}]", "is not YAML"),
-        ("jobs: &me [*me]", "values, its aliases followed|nested deeper"),
+        ("jobs: [{name: x, task: 'a:b', args: {n: " + "9" * 100_000 + "}}]", "line 1: a number of 100000 digits"),
+        ("jobs: [{name: x, task: 'a:b', deadline: 2026-13-45}]", "deadline is '2026-13-45': expected such as 90s"),
+        ("jobs: &me [*me]", r"\*me refers to nothing above it, or to itself"),
     ],
 )
 def test_a_file_made_to_break_its_reader_is_refused(tmp_path, text, message):

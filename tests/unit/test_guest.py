@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import pwd
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.runtime.guest import Guest, check_reach, default_guest, environment, find_guest, refusal
+from megatron.fill.runtime.guest import Guest, check_reach, default_guest, environment, find_guest, refusal, told
+from megatron.fill.runtime.spec import WorkerSpec
+from megatron.fill.sandbox import Cage
 
 HOST = {
     "PATH": "/bin",
@@ -48,6 +52,31 @@ def test_another_user_is_at_home_elsewhere():
     assert (kept["HOME"], kept["USER"]) == ("/run/jobs/a-1", "nobody")
     assert "TMPDIR" not in kept  # a worker has a /tmp of its own
     assert environment(HOST, {}, Guest("ada", 7, 7, "/usr"), Path("/run/jobs/a-1"))["HOME"] == "/usr"
+
+
+def test_a_job_is_told_who_it_is():
+    job: Any = SimpleNamespace(name="sweep-3", id=17, attempt=2, spec={"array": [3, 8]})
+    assert told(job, "/runs/first", Path("/runs/first/jobs/sweep-3-17")) == {
+        "PIPEFILL_JOB": "sweep-3",
+        "PIPEFILL_JOB_ID": "17",
+        "PIPEFILL_INDEX": "3",
+        "PIPEFILL_COUNT": "8",
+        "PIPEFILL_ATTEMPT": "2",
+        "PIPEFILL_RUN": "/runs/first",
+        "PIPEFILL_DIRECTORY": "/runs/first/jobs/sweep-3-17",
+    }
+    for spec in ({}, {"array": None}):  # of a job without a count, and one that an older version submitted
+        job.spec = spec
+        alone = told(job, "/runs/first", Path("/runs/first/jobs/sweep-3-17"))
+        assert (alone["PIPEFILL_INDEX"], alone["PIPEFILL_COUNT"]) == ("0", "1")
+
+
+def test_a_task_finds_its_number_in_its_context(tmp_path):
+    for array, found in (([3, 8], (3, 8)), (None, (0, 1))):
+        spec = WorkerSpec("sweep-3", str(tmp_path), *[-1] * 7, Cage(), task="m:C", array=array)
+        context = WorkerSpec.from_json(spec.to_json()).context()
+        assert (context.index, context.count) == found
+        assert (context.name, context.directory) == ("sweep-3", tmp_path)
 
 
 def test_users_that_cannot_be():

@@ -62,11 +62,12 @@ def test_a_folder_that_became_a_link_is_not_entered(tmp_path):
         (DEEP, "nested deeper than 32"),
         ('{"a":' * 100_000, "nested deeper than 32"),
         ("[" + "1," * 1_000_001 + "1]", "more than 1000000 values"),
+        ('{"a": 1, "a": 1}', "is there twice in one object"),
         ("", "Expecting value"),
         ("[1", "delimiter"),
         (b"\xff", "utf-8"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_what_would_break_a_reader_is_refused(text, expected):
     with pytest.raises(ValueError, match=expected):

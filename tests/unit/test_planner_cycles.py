@@ -56,7 +56,7 @@ def test_the_report_s_file_is_read(bubbles_file):
         (("ranks", 0, "training", 0, "kind"), "nap", r"ranks.0.training.0.kind is 'nap': .*'fill'"),
         (("ranks", 0, "iteration_ms"), None, r"ranks.0.iteration_ms is null: expected the time of an iteration"),
         (("ranks", 0, "iteration_ms"), 0, r"ranks.0.iteration_ms is 0: .*greater than 0"),
-        (("ranks",), 3, r"ranks is 3: .*valid"),
+        (("ranks",), 3, r"ranks is 3: expected a list"),
     ],
 )
 def test_a_wrong_field_is_named(bubbles_file, where, value, message):
@@ -76,7 +76,7 @@ def test_an_unreadable_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.json: cannot be read: No such file"):
         load_cycles(tmp_path / "none.json")
     (tmp_path / "text.json").write_text("bubbles!")
-    with pytest.raises(ConfigError, match=r"text\.json: is 'bubbles!': Invalid JSON"):
+    with pytest.raises(ConfigError, match=r"text\.json: is not JSON: Expecting value"):
         load_cycles(tmp_path / "text.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"bytes\.json: cannot be read: is not UTF-8"):

@@ -7,7 +7,6 @@ is started, which gives this rank its gate, its agent and its listener, and whic
 from __future__ import annotations
 
 import contextlib
-import getpass
 import logging
 import os
 import re
@@ -38,7 +37,7 @@ from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store import NewJob, open_store
 from megatron.fill.store.filesystem import network_file_system
 from megatron.fill.store.location import database_files, locate, shown
-from megatron.fill.store.submit import new_job
+from megatron.fill.store.submit import new_job, submitter
 from megatron.fill.types import JobRecord, JobState, RankInfo
 
 logger = logging.getLogger("pipefill")
@@ -81,7 +80,7 @@ class Launch:
         if settings.serves:
             self.walls = keep_in(settings, self.mps is not None, search)
         if args.fill_jobs is not None:
-            self._jobs = [new_job(job, search, getpass.getuser()) for job in settings.jobs]
+            self._jobs = [new_job(job, search, submitter()) for job in settings.jobs]
         if settings.pipeline_schedule == "gpipe":
             if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:
                 raise ConfigError("--fill-pipeline-schedule gpipe does not interleave; expected no virtual stages")

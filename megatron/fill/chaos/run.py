@@ -88,9 +88,14 @@ def _folder(keep: Path | None) -> Iterator[Path]:
             os.chmod(folder, 0o755)  # jobs may run as another user
             yield Path(folder).resolve()
         return
-    if keep.exists() and any(keep.iterdir()):
-        raise ConfigError(f"--keep {keep} is not empty; expected a new folder")
-    keep.mkdir(parents=True, exist_ok=True)
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+        if any(keep.iterdir()):
+            raise ConfigError(f"--keep {keep} is not empty; expected a new folder")
+        with tempfile.TemporaryFile(dir=keep):
+            pass  # so it can be written
+    except OSError as error:
+        raise ConfigError(f"--keep {keep}: {error.strerror}; expected a new folder that can be written") from error
     yield keep.resolve()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from megatron.fill.errors import FillError
 
@@ -13,12 +14,23 @@ def main() -> None:
 
     from megatron.fill.cli.app import app
 
+    if "" in sys.argv[1:]:  # of a shell's variable that is not set
+        _fail(f"argument {sys.argv.index('', 1)} is empty; expected a value")
     try:
         status = app(sys.argv[1:] or ["--help"], prog_name="pipefill", standalone_mode=False)
     except (FillError, TyperException) as error:
-        message = error.format_message() if isinstance(error, TyperException) else str(error)
-        print(f"pipefill: error: {message}", file=sys.stderr)
-        sys.exit(2)
+        from megatron.fill.given.problems import reworded
+
+        _fail(reworded(error.format_message()) if isinstance(error, TyperException) else str(error))
+    except OSError as error:
+        from megatron.fill.given.problems import shown
+
+        _fail(f"{shown(error.filename)}: {error.strerror}" if error.filename else str(error))
     except Abort:
         sys.exit(130)
     sys.exit(status)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"pipefill: error: {message}", file=sys.stderr)
+    sys.exit(2)

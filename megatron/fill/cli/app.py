@@ -6,14 +6,40 @@ inside the function, so that help and completion stay quick.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, simulate, trial
 from megatron.fill.cli.version import print_version
 
-app = typer.Typer(
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> Any:
+        return _switches_without_type(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> Any:
+        return _switches_without_type(super().get_params(ctx))
+
+
+def _switches_without_type(options: list[Any]) -> list[Any]:
+    """Help would show ``<bool>`` beside each, as if it took a value."""
+    for option in options:
+        if getattr(option, "is_flag", False) and option.metavar is None:
+            option.metavar = ""
+    return options
+
+
+class _App(typer.Typer):
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        return super().command(name, **{"cls": _Command} | options)
+
+
+app = _App(
+    cls=_Group,
     help="Jobs for the pipeline bubbles of Megatron-LM training.",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,

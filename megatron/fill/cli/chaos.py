@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from megatron.fill.cli.options import check_writable
+
 
 def chaos(
     faults: Annotated[int, typer.Option("--faults", "-n", min=1, help="How many to inject.")] = 1000,
@@ -38,7 +40,6 @@ def chaos(
 
     from megatron.fill.chaos.printed import print_result
     from megatron.fill.chaos.run import ChaosOptions, run
-    from megatron.fill.errors import ConfigError
 
     began_s = time.monotonic()
 
@@ -46,10 +47,7 @@ def chaos(
         print(f"{time.monotonic() - began_s:6.0f} s  {line}", file=sys.stderr, flush=True)
 
     if output is not None:
-        try:
-            output.touch()  # it would be a pity to find out at the end
-        except OSError as error:
-            raise ConfigError(f"--json {output}: cannot be written: {error.strerror}") from error
+        check_writable("--json", output)
     names = tuple(name.strip() for name in kinds.split(",")) if kinds else ()
     result = run(ChaosOptions(faults, names, seed, keep, iterations, script), say)
     print_result(result, Console())

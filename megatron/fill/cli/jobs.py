@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from megatron.fill.config import JobSpec
 
 _FINISHED_SHOWN = 10
+_SUBMITTED_SHOWN, _NAMED = 50, 5
 _UNFINISHED = [state for state in JobState if not state.finished]
 _FINISHED = [state for state in JobState if state.finished]
 
@@ -37,19 +37,30 @@ def submit(
     Nothing is submitted if a module, class, argument or program of a job does not exist: that is looked up in a process
     of its own, behind the walls that jobs have. Give --no-check where the jobs' modules are not installed.
 
-    Makes the store if it is not there. --json prints a list of jobs as "show" does one.
+    Makes the store if it is not there. --json prints a list of jobs as "show" does one, each with already_there.
     """
     from megatron.fill.config import load_jobs
-    from megatron.fill.store.submit import new_job
+    from megatron.fill.store.submit import new_job, submitter
 
     search = list(dict.fromkeys([str(jobs_file.absolute().parent), str(Path.cwd())]))
-    owner = user or getpass.getuser()
+    owner = user or submitter()
     specs = load_jobs(jobs_file)
     if check:
         _look_at(jobs_file, specs, search)
     new = [new_job(spec, search, owner) for spec in specs]
     with opened(store, create=True) as jobs:
-        _print(jobs.submit(new), as_json)
+        last = max((job.id for job in jobs.list(limit=1)), default=0)
+        found = jobs.submit(new)
+    there = [job for job in found if job.id <= last]
+    if as_json:
+        views.print_json([views.as_dict(job) | {"already_there": job.id <= last} for job in found])
+        return
+    views.print_table(found[:_SUBMITTED_SHOWN])
+    if len(found) > _SUBMITTED_SHOWN:
+        print(f"The first {_SUBMITTED_SHOWN} of {len(found)} jobs are shown; pipefill list shows all.")
+    if there:
+        names = ", ".join(job.name for job in there[:_NAMED]) + (", ..." if len(there) > _NAMED else "")
+        print(f"Already there, and left as they are: {len(there)} of {len(found)}: {names}")
 
 
 def _look_at(jobs_file: Path, specs: list[JobSpec], search: list[str]) -> None:
@@ -77,7 +88,12 @@ def _look_at(jobs_file: Path, specs: list[JobSpec], search: list[str]) -> None:
 def list_jobs(
     store: Store = None,
     state: Annotated[
-        list[JobState] | None, typer.Option(help="Only jobs in this state; may be given again.", case_sensitive=False)
+        list[JobState] | None,
+        typer.Option(
+            metavar="STATE",
+            help=f"Only jobs in this state ({', '.join(JobState).lower()}); may be given again.",
+            case_sensitive=False,
+        ),
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", "-a", help="Also all that finished.")] = False,
     as_json: Json = False,

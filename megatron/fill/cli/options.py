@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,6 +55,23 @@ def checked_device(name: str | None) -> str:
     except DeviceError as error:
         raise ConfigError(f"--device is {where!r}, which is not there: {error}; expected cpu or a device") from error
     return where
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Find out before the work begins whether its result can be written; makes the folder for it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        with path.open("ab"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror}; expected a file") from error
 
 
 def _names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:

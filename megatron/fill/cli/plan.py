@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron.fill.cli.options import Json, Store
+from megatron.fill.cli.options import Json, Store, check_writable
 from megatron.fill.cli.profile import stored_profiles
 from megatron.fill.errors import ConfigError, PlanError
 from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, room_bytes
@@ -56,6 +56,7 @@ def plan(
             "--memory-margin-mib",
             metavar="MIB",
             min=0,
+            max=1e9,
             help="As --fill-memory-margin-mib; on a GPU 1024 more, for a worker's CUDA context.",
         ),
     ] = MARGIN_BYTES / 2**20,
@@ -78,6 +79,8 @@ def plan(
         raise ConfigError(f"{bubbles}: ranks is empty: expected the bubbles of at least one rank")
     if rank is not None and rank not in cycles:
         raise ConfigError(f"--rank is {rank}: expected one of {', '.join(map(str, cycles))}")
+    if png is not None:
+        check_writable("--png", png)
     known = _known_profiles(specs, profiles, store)
     found = {spec.name: its for spec in specs if (its := _of(spec, known))}
     caps = {spec.name: spec.memory for spec in specs}
@@ -235,9 +238,6 @@ def _draw(path: Path, rows: Sequence[_Row]) -> None:
     from megatron.fill.planner.draw import Panel, draw_plans
 
     panels = [Panel(f"rank {row.rank}", row.cycle, row.job, row.tail) for row in rows if row.job]
-    try:
-        draw_plans(path, panels[:_PANELS])
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+    draw_plans(path, panels[:_PANELS])
     if len(panels) > _PANELS:
         typer.echo(f"{path} shows the first {_PANELS} of {len(panels)} plans; choose a rank with --rank", err=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron.fill.cli.options import Device, Json, Store, checked_device, opened
+from megatron.fill.cli.options import Device, Json, Store, check_writable, checked_device, opened
 from megatron.fill.cli.trial import trial_folder, trials_of
 from megatron.fill.display import harmless
 from megatron.fill.errors import ConfigError
@@ -60,6 +60,11 @@ def profile(
     found: dict[str, MeasuredJob] = {}
     plain, failures = [], {}
     specs = load_jobs(jobs)
+    if output is not None:
+        check_writable("--output", output)
+    if store is not None:
+        with opened(store, create=True):
+            pass  # before what takes long
     for spec in specs:
         twin = next((found[one.name] for one in specs if one.name in found and _same(one, spec)), None)
         try:
@@ -75,10 +80,7 @@ def profile(
     profiles = {name: measured.to_dict()["configurations"] for name, measured in found.items()}
     profiles |= {name: [step.to_dict()] for name, trial in trials.items() if (step := _step_of(trial)) is not None}
     if output is not None:
-        try:
-            output.write_text(json.dumps(profiles) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
+        output.write_text(json.dumps(profiles) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(profiles, indent=2))
     else:
@@ -157,7 +159,8 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> MeasuredJob:
     from megatron.fill.runtime.profiler import PROFILE
 
     with tempfile.TemporaryDirectory(prefix="pipefill-profile-") as folder:
-        measured = MeasureSpec(spec.name, spec.task, spec.args, spec.memory, search, device, folder)
+        array = None if spec.array is None else list(spec.array)
+        measured = MeasureSpec(spec.name, spec.task, spec.args, spec.memory, search, device, folder, array)
         path = Path(folder) / "spec.json"
         path.write_text(measured.to_json(), encoding="utf-8")
         print(f"measuring {spec.name} on {device}", file=sys.stderr)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron.fill.cli.options import Json
+from megatron.fill.cli.options import Json, check_writable
 from megatron.fill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ def simulate(
         Path | None,
         typer.Option("--from", metavar="FILE", help="Instead: the report.json of a real run, to scale up."),
     ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", help="With --from: on how many devices.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", min=1, help="With --from: on how many devices.")
+    ] = None,
     policy: Annotated[
         list[str] | None, typer.Option("--policy", metavar="POLICY", help="Instead of the file's; may be repeated.")
     ] = None,
@@ -29,7 +31,8 @@ def simulate(
         typer.Option("--sweep", metavar="FIELD=V,V", help="Every value of a field: dp=8,16,32. May be repeated."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price", metavar="X", min=0, help="Of a GPU-hour, for what is saved a day.")
+        float | None,
+        typer.Option("--price", metavar="X", min=0, max=1e9, help="Of a GPU-hour, for what is saved a day."),
     ] = None,
     processes: Annotated[
         int | None, typer.Option("--processes", metavar="N", min=1, help="At a time (default: one per core).")
@@ -57,6 +60,9 @@ def simulate(
     else:
         raise ConfigError("expected a CONFIG file, or --from with a report.json and perhaps --gpus")
     tasks = plan_runs(source, data, [parse_sweep(text) for text in sweep or ()], policy or (), price)
+    for option, path in (("--png", png), ("--csv", csv)):
+        if path is not None:
+            check_writable(option, path)
     results: list[Result] = run_all(run_one, tasks, processes)
     _write_files(results, png, csv)
     if as_json:
@@ -72,9 +78,5 @@ def _write_files(results: list[Result], png: Path | None, csv: Path | None) -> N
     from megatron.fill.sim.terminal import write_csv
 
     for path, write in ((png, draw_results), (csv, write_csv)):
-        if path is None:
-            continue
-        try:
+        if path is not None:
             write(path, results)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

@@ -60,7 +60,7 @@ def _finite(value: Any) -> Any:
 
 
 def print_table(jobs: list[Job]) -> None:
-    """One line per job, in 80 columns."""
+    """One line per job, in 80 columns, and why each that failed did, as far as a line holds it."""
     from rich.table import Table
 
     if not jobs:
@@ -81,7 +81,12 @@ def print_table(jobs: list[Job]) -> None:
         user = [_text(job.user)] if several_users else []
         cells = [_text(_done(job)), _text(_percent(job)), _text(_rate(job)), _text(_duration(remaining_s(job)))]
         table.add_row(_text(str(job.id)), _text(job.name), *user, _state(job), *cells)
-    _console().print(table)
+    console = _console()
+    console.print(table)
+    for job in jobs:
+        if job.state is JobState.FAILED and job.reason:
+            line = _text(f"FAILED {job.name} ({job.id}): {job.reason}")
+            console.print(line, no_wrap=True, overflow="ellipsis")
 
 
 def print_job(job: Job) -> None:

@@ -10,14 +10,16 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.planner.files import read_text
+from megatron.fill.given.files import read_json
+from megatron.fill.given.problems import explain
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import BubbleKind
 
 _MAJOR = 0.1  # of the cycle's bubble time
 _NOT_MEASURED = sys.maxsize  # bytes
+_MOST_MS = 1e9  # ten days
 
-_Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Ms = Annotated[float, Field(ge=0, le=_MOST_MS)]
 
 
 class _Bubble(BaseModel):
@@ -34,7 +36,7 @@ class _Rank(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     rank: int
-    iteration_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
+    iteration_ms: Annotated[float, Field(gt=0, le=_MOST_MS)] | None
     training: tuple[_Bubble, ...]
 
 
@@ -54,11 +56,11 @@ def load_cycles(path: str | Path) -> dict[int, BubbleCycle]:
     Raises:
         ConfigError: naming the file, the field, the value, and what was expected.
     """
-    text = read_text(path, "a file of --fill-profile-only")
+    data = read_json(path, "a file of --fill-profile-only")
     try:
-        file = _File.model_validate_json(text)
+        file = _File.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {first_problem(error)}") from error
+        raise ConfigError(explain(error, _File, lambda place: (str(path), place), most=1)) from error
     cycles = {}
     for at, rank in enumerate(file.ranks):
         if rank.iteration_ms is None and rank.training:
@@ -66,15 +68,6 @@ def load_cycles(path: str | Path) -> dict[int, BubbleCycle]:
         slots = (BubbleSlot(b.kind, round(b.p10_ms * 1e6), b.free_bytes or _NOT_MEASURED) for b in rank.training)
         cycles[rank.rank] = BubbleCycle(round((rank.iteration_ms or 0) * 1e6), tuple(slots))
     return cycles
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first of pydantic's findings in one line: field, value, what was expected."""
-    problem = error.errors()[0]
-    field = ".".join(map(str, problem["loc"]))
-    value = repr(problem["input"])
-    shown = value if len(value) <= 60 else value[:57] + "..."
-    return f"{field + ' ' if field else ''}is {shown}: {problem['msg']}"
 
 
 def cycle_to_dict(cycle: BubbleCycle) -> dict[str, Any]:

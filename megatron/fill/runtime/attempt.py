@@ -23,6 +23,7 @@ from megatron.fill.runtime import safefile
 from megatron.fill.runtime.choice import Resident
 from megatron.fill.runtime.confined import Confined
 from megatron.fill.runtime.enforcer import Enforcer
+from megatron.fill.runtime.guest import told
 from megatron.fill.runtime.jobrun import JobRun
 from megatron.fill.runtime.keeper import Held, progress_of
 from megatron.fill.runtime.overtime import Overtime
@@ -310,7 +311,9 @@ class Attempt:
             sharing=agent.spec.sharing,
             # A job could bring a module of an allowed name along: what is allowed has to be installed.
             search=[] if agent.spec.allow else job.spec["search"],
-            env={name: value for name, value in (job.spec.get("env") or {}).items() if name not in fixed},
+            env={name: value for name, value in (job.spec.get("env") or {}).items() if name not in fixed}
+            | told(job, agent.spec.run_dir, self.directory),
+            array=job.spec.get("array"),
         )
         path = self.directory / "spec.json"
         safefile.write_text(path, spec.to_json(), mode=0o600)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.store.port import Job
 
 COMMAND = "command"  # stands for every command in a list of what is allowed
 _VARIABLE = "env:"  # what stands before the names of variables there
@@ -122,6 +123,26 @@ def environment(
         home = guest.home if Path(guest.home).is_dir() else str(directory)
         kept |= {"HOME": home, "USER": guest.name, "LOGNAME": guest.name}
     return kept | LIBRARY_SETTINGS | dict(device)
+
+
+def told(job: Job, run: str, directory: Path) -> dict[str, str]:
+    """What a job is told of itself, as variables.
+
+    Args:
+        run: the run folder.
+        directory: the job's.
+    """
+    index, count = job.spec.get("array") or (0, 1)
+    values = {
+        "JOB": job.name,
+        "JOB_ID": job.id,
+        "INDEX": index,
+        "COUNT": count,
+        "ATTEMPT": job.attempt,
+        "RUN": run,
+        "DIRECTORY": directory,
+    }
+    return {f"PIPEFILL_{name}": str(value) for name, value in values.items()}
 
 
 def refusal(spec: Mapping[str, Any], allowed: Sequence[str]) -> str:

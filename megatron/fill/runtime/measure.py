@@ -30,7 +30,11 @@ class NoNodesError(TaskError):
 
 @dataclass(frozen=True, slots=True)
 class MeasureSpec:
-    """What to measure, and where: the profile is left in ``directory``."""
+    """What to measure, and where: the profile is left in ``directory``.
+
+    Attributes:
+        array: which instance of a job with a count it is, and of how many.
+    """
 
     name: str
     task: str
@@ -39,6 +43,7 @@ class MeasureSpec:
     search: list[str]
     device: str
     directory: str
+    array: list[int] | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -59,7 +64,8 @@ def measure(spec: MeasureSpec) -> None:
             raise NoNodesError(f"{spec.task} is no NodeTask")
         return MeasuringMachine(task, context, meters)
 
-    context = TaskContext(spec.name, Path(spec.directory), spec.device, spec.memory_bytes)
+    index, count = spec.array or (0, 1)
+    context = TaskContext(spec.name, Path(spec.directory), spec.device, spec.memory_bytes, index=index, count=count)
     profiler = Profiler(make, _run, context, spec.args)
     profiles = profiler.measure()
     assert profiles is not None  # nothing ends before the job does

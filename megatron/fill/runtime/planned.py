@@ -176,8 +176,7 @@ class NodeRun:
                 preempted=self.loop.preempted,
             ).run()
 
-        context = TaskContext(self.spec.name, self.directory, self.spec.device, self.spec.limits.memory_bytes)
-        profiler = Profiler(make, run, context, self.spec.args)
+        profiler = Profiler(make, run, self.spec.context(), self.spec.args)
         profiles = profiler.measure()
         if profiles is not None:
             write_profile(self.directory, profiles, profiler, fingerprint(self.spec.device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -147,8 +148,7 @@ class Profiler:
     def _new(self, scratch: Path) -> MeasuringMachine:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        context = self.context
-        machine = self.make(TaskContext(context.name, scratch, context.device, context.memory_bytes, True))
+        machine = self.make(replace(self.context, directory=scratch, measuring=True, total_work=None, result={}))
         machine.create(self.args)
         return machine
 

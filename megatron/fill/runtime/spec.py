@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from megatron.fill.device.port import Limits, Sharing
@@ -12,6 +13,7 @@ from megatron.fill.hearsay import parse_json, plain, to_json
 from megatron.fill.profiles import is_amount
 from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog
 from megatron.fill.sandbox.cage import Bind, Cage
+from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.types import JobState
 
 
@@ -29,6 +31,7 @@ class WorkerSpec:
         checkpoint_s: how often a resumable task is saved, in seconds.
         channel_fd: a socket to the agent: the worker says what it is kept in, and begins when it is told to.
         env: the job's own variables; they count once nothing of it can do harm.
+        array: which instance of a job with a count it is, and of how many.
         margin_bytes: device memory that is to stay free; what a plan keeps to where ``limits`` has no cap.
     """
 
@@ -56,9 +59,16 @@ class WorkerSpec:
     sharing: Sharing = Sharing.TIMESLICE
     search: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
+    array: list[int] | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
+
+    def context(self) -> TaskContext:
+        """What its task is given."""
+        index, count = self.array or (0, 1)
+        directory, memory_bytes = Path(self.directory), self.limits.memory_bytes
+        return TaskContext(self.name, directory, self.device, memory_bytes, index=index, count=count)
 
     @classmethod
     def from_json(cls, text: str) -> WorkerSpec:

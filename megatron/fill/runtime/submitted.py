@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.fill.errors import FillError
 from megatron.fill.records import write_text
+from megatron.fill.store.checks import identity
 from megatron.fill.store.port import NewJob
 
 FILE = "submitted.json"  # in the run folder
@@ -50,6 +51,4 @@ def _read(run_dir: Path) -> list[str]:
 
 
 def _digest(store: str, job: NewJob) -> str:
-    """Of what makes it the job it is; where it is imported from does not."""
-    what = json.dumps([store, job.name, {**job.spec, "search": None}], sort_keys=True)
-    return hashlib.sha256(what.encode()).hexdigest()
+    return hashlib.sha256(json.dumps([store, job.name, identity(job.spec)]).encode()).hexdigest()

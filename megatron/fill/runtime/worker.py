@@ -94,7 +94,7 @@ class Worker:
 
     def _run_task(self) -> Outcome:
         machine: TaskMachine | None = None
-        context = TaskContext(self.spec.name, self.directory, self.spec.device, self.spec.limits.memory_bytes)
+        context = self.spec.context()
         unit = SideTask.unit
         try:
             machine = self._new_machine(context)

@@ -164,8 +164,9 @@ def _function(name: str, text: str) -> ScoreFunction:
         raise ConfigError(f"policy {text!r}: {name!r} is none of {', '.join(POLICIES)}, nor module:function")
     try:
         function = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"policy {text!r}: cannot import {name}: {error}") from error
+    except Exception as error:  # someone else's module
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"policy {text!r}: cannot import {name}: {reason}; expected module:function") from error
     if not callable(function):
         raise ConfigError(f"policy {text!r}: {name} is {function!r}; expected a function of (job, state, device)")
     scored: ScoreFunction = function

@@ -30,6 +30,7 @@ class TaskContext:
 
     Attributes:
         name: the job's name.
+        index, count: which instance it is of a job with a count, from 0, and of how many; 0 and 1 without.
         device: the torch device of the task: ``"cpu"`` or ``"cuda:0"``.
         memory_bytes: the cap on the task's memory; None for none.
         directory: the job's own folder, for whatever the task writes.
@@ -44,6 +45,8 @@ class TaskContext:
     device: str = "cpu"
     memory_bytes: int | None = None
     measuring: bool = False
+    index: int = 0
+    count: int = 1
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("pipefill.task"))
     total_work: float | None = None
     result: dict[str, Any] = field(default_factory=dict)

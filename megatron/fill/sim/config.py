@@ -12,10 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from megatron.fill.config import parse_bytes
+from megatron.fill.given.quantities import parse_bytes, parse_duration
 from megatron.fill.scheduler.policies import DEFAULT_POLICY
 from megatron.fill.sim.filljobs.generate import Generator
-from megatron.fill.sim.filljobs.trace import parse_duration
 from megatron.fill.sim.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind, Network
 from megatron.fill.sim.mainjob.job import MainJob
 from megatron.fill.sim.mainjob.model import MODELS, ModelSpec

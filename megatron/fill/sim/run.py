@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from megatron.fill.device.meter import fingerprint
 from megatron.fill.errors import ConfigError
-from megatron.fill.planner.files import read_text
+from megatron.fill.given.files import read_yaml
+from megatron.fill.given.plainyaml import PlainYaml
+from megatron.fill.given.problems import Place, explain, shown
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.sim.cluster.simulate import simulate
 from megatron.fill.sim.config import FillConfig, SimulationConfig
@@ -46,35 +47,33 @@ class Task:
     what: dict[str, Any]
 
 
-def load(path: Path) -> tuple[str, dict[str, Any]]:
+def load(path: Path) -> tuple[str, PlainYaml]:
     """Read a configuration file: its name and its content, not yet checked.
 
     Raises:
         ConfigError: naming the file and the line.
     """
-    text = read_text(path, "a YAML file")
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: found a {type(data).__name__}; expected a mapping with main_jobs and fill")
-    return str(path), data
+    read = read_yaml(path, "a YAML file")
+    if not isinstance(read.value, dict):
+        raise ConfigError(f"{path}: found {shown(read.value)}; expected a mapping with main_jobs and fill")
+    return str(path), read
 
 
-def from_report(report: Path, gpus: int | None) -> tuple[str, dict[str, Any]]:
+def from_report(report: Path, gpus: int | None) -> tuple[str, PlainYaml]:
     """The configuration that scales a real run up: its bubbles, and its jobs without end."""
     path = str(report.resolve())
     main = {"name": "main", "report": path} | ({} if gpus is None else {"gpus": gpus})
-    return str(report), {
-        "duration": _WHAT_IF,
-        "main_jobs": [main],
-        "fill": {"report": path, "saturate": True},
-    }
+    return str(report), PlainYaml(
+        {
+            "duration": _WHAT_IF,
+            "main_jobs": [main],
+            "fill": {"report": path, "saturate": True},
+        }
+    )
 
 
 def plan_runs(
-    source: str, data: dict[str, Any], sweeps: Sequence[Sweep], policies: Sequence[str], price: float | None
+    source: str, read: PlainYaml, sweeps: Sequence[Sweep], policies: Sequence[str], price: float | None
 ) -> list[Task]:
     """Every simulation that is asked for, checked: nothing is run while one of them has a wrong value.
 
@@ -85,11 +84,10 @@ def plan_runs(
     Raises:
         ConfigError: naming the file, the line, the field, the value and what was expected.
     """
-    if price is not None:
-        data = data | {"price_per_gpu_hour": price}
+    data = read.value if price is None else read.value | {"price_per_gpu_hour": price}
     tasks = []
     for what, changed in variants(data, sweeps):
-        config = _checked(source, changed, what)
+        config = _checked(source, read, changed, what)
         for policy in policies or config.policies:
             parse_policy(policy)
             tasks.append(Task(source, config, policy, what))
@@ -174,56 +172,15 @@ def _chosen(fill: FillConfig, known: Iterable[FillKind]) -> tuple[FillKind, ...]
     return tuple(by_name[name] for name in fill.kinds or by_name)
 
 
-def _checked(source: str, data: dict[str, Any], what: dict[str, Any]) -> SimulationConfig:
+def _checked(source: str, read: PlainYaml, data: dict[str, Any], what: dict[str, Any]) -> SimulationConfig:
+    """Check ``data``: what was read, with the swept values ``what``."""
+
+    def where(place: Place) -> tuple[str, Place]:
+        line = read.line_of(place)
+        return source if line is None else f"{source}, line {line}", place
+
     try:
         return SimulationConfig.model_validate(data)
     except ValidationError as error:
-        with_values = ", ".join(f"{field}={value}" for field, value in what.items())
-        suffix = f" (with {with_values})" if with_values else ""
-        lines = _Lines(source)
-        # A list with a wrong entry counts as too short as well.
-        problems = [its for its in error.errors() if its["type"] != "too_short" or not its["input"]]
-        raise ConfigError("\n".join(_explain(source, lines, its) + suffix for its in problems)) from error
-
-
-def _explain(source: str, lines: _Lines, problem: Any) -> str:
-    path = problem["loc"]
-    field = ".".join(str(part) for part in path)
-    where = f"{source}, line {line}" if (line := lines.of(path)) else source
-    if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return f"{where}: unknown field {field}"
-    if problem["type"] == "missing":
-        return f"{where}: {field} is missing"
-    message = problem["msg"].removeprefix("Value error, ")
-    shown = repr(problem["input"])
-    if not field or isinstance(problem["input"], dict):  # the message says which of its fields
-        return f"{where}: {field + ': ' if field else ''}{message}"
-    return f"{where}: {field} is {shown if len(shown) <= 60 else shown[:57] + '...'}: {message}"
-
-
-class _Lines:
-    """On which line of a YAML file a field stands."""
-
-    def __init__(self, source: str) -> None:
-        try:
-            self._root = yaml.compose(Path(source).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
-            self._root = None
-
-    def of(self, path: Sequence[str | int]) -> int | None:
-        """Of the field, or of the innermost one around it that is there; None if the file is no YAML mapping."""
-        node = self._root
-        if not isinstance(node, yaml.MappingNode):
-            return None
-        line = node.start_mark.line
-        for part in path:
-            entries: dict[str | int, tuple[Any, Any]] = {}
-            if isinstance(node, yaml.MappingNode):
-                entries = {key.value: (key, value) for key, value in node.value}
-            elif isinstance(node, yaml.SequenceNode):
-                entries = dict(enumerate(zip(node.value, node.value, strict=True)))
-            if part not in entries:
-                break
-            at, node = entries[part]
-            line = at.start_mark.line
-        return line + 1
+        swept = ", ".join(f"{field}={value}" for field, value in what.items())
+        raise ConfigError(explain(error, SimulationConfig, where, f" (with {swept})" if swept else "")) from error

@@ -11,9 +11,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from typing import Any
 
-import yaml
-
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.plainyaml import PlainYamlError, parse_yaml
 from megatron.fill.sim.mainjob.recorded import Reschedule
 
 _RESCHEDULE = {field.name for field in fields(Reschedule)}
@@ -29,8 +28,8 @@ def parse_sweep(text: str) -> Sweep:
     """
     field, _, rest = text.partition("=")
     try:
-        values = tuple(yaml.safe_load(part) for part in rest.split(",") if part.strip())
-    except yaml.YAMLError:
+        values = tuple(parse_yaml(part).value for part in rest.split(",") if part.strip())
+    except PlainYamlError:
         values = ()
     if not field.strip() or not values or any(isinstance(value, dict | list) for value in values):
         raise ConfigError(f"--sweep is {text!r}: expected FIELD=VALUE,VALUE,..., such as dp=8,16,32")

@@ -26,11 +26,16 @@ def checked(job: NewJob) -> NewJob:
     return replace(job, spec=plain("spec", job.spec))
 
 
+def identity(spec: dict[str, Any]) -> str:
+    """What makes a job the job that it is, besides its name."""
+    # As text: NaN is not equal to itself.  Where a task is imported from depends on where one stands; which instance it
+    # is (of how many by now) its name says.
+    return json.dumps({**spec, "search": None, "array": None}, sort_keys=True)
+
+
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two specs are of the same job."""
-    # As text: NaN is not equal to itself.  Where a task is imported from depends on where one stands.
-    texts = [json.dumps({**spec, "search": None}, sort_keys=True) for spec in (one, other)]
-    return texts[0] == texts[1]
+    return identity(one) == identity(other)
 
 
 def plain(what: str, value: dict[str, Any]) -> dict[str, Any]:

@@ -24,8 +24,9 @@ class NewJob:
     Attributes:
         name: unique among the unfinished jobs of a store.
         user: whom fair sharing counts it for.
-        spec: what to run, as plain JSON data: ``task`` or ``command``, ``args``, ``memory_bytes``, ``search`` (folders
-            to import the task from; they do not make it another job).
+        spec: what to run, as plain JSON data: ``task`` or ``command``, ``args``, ``memory_bytes``; and what does not
+            make it another job: ``search`` (folders to import the task from) and ``array`` (which instance of a job
+            with a count it is, from 0, and of how many; None of a job without).
         deadline_s: when it should be done; None for whenever.
     """
 

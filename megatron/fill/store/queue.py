@@ -230,7 +230,8 @@ def _submit(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
                 f"the name {job.name!r} is in use by the {namesake.state} job {namesake.id}, which is another one; "
                 "expected another name, or that job cancelled first"
             )
-        if namesake is None and not checks.same(fresh.setdefault(job.name, job).spec, job.spec):
+        first = fresh.setdefault(job.name, job) if namesake is None else job
+        if first is not job and not checks.same(first.spec, job.spec):
             raise JobError(f"two different jobs are named {job.name!r}; expected different names")
     known |= {job.name: job for job in transaction.add(list(fresh.values()))}
     return [known[job.name] for job in new]

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+
 from megatron.fill.config import JobSpec
 from megatron.fill.store.port import NewJob
+
+
+def submitter() -> str:
+    """Who calls: the user's name, or in a container that has no names the number."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def new_job(spec: JobSpec, search: list[str], user: str) -> NewJob:
@@ -22,6 +33,7 @@ def new_job(spec: JobSpec, search: list[str], user: str) -> NewJob:
             "memory_bytes": spec.memory,
             "env": spec.env,
             "search": search,
+            "array": spec.array,
         },
         user=spec.user or user,
         priority=spec.priority,

@@ -23,6 +23,7 @@ from megatron.fill.sim.cluster.rates import Rates
 from megatron.fill.sim.values import DeviceGroup, FillKind, RuntimeModel, SimJob
 
 _DAY_S = 86400.0
+_MOST_JOBS, _MOST_USERS = 10**7, 10**6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ class Generator:
             ("peak_s", self.peak_s, 0 <= self.peak_s <= _DAY_S, "a time of the day in seconds"),
             ("deadline_share", self.deadline_share, 0 <= self.deadline_share <= 1, "0 to 1"),
             ("deadline_factors", self.deadline_factors, 0 <= least <= most < inf, "the least and the most"),
-            ("users", self.users, self.users >= 0, "at least 0"),
+            ("users", self.users, 0 <= self.users <= _MOST_USERS, f"0 to {_MOST_USERS}"),
             ("user_skew", self.user_skew, 0 <= self.user_skew < inf, "at least 0"),
             ("seed", self.seed, self.seed >= 0, "at least 0"),
         ):
@@ -111,12 +112,14 @@ def generate(
         groups: the devices that ``load`` refers to.
 
     Raises:
-        ValueError: a kind that there is not, or a load for devices that can do nothing.
+        ValueError: a kind that there is not, a load for devices that can do nothing, or more jobs than can be held.
     """
     names, shares = _shares(generator, kinds)
     rates = {kind.name: kind.alone_rate for kind in kinds}
     random = np.random.default_rng(generator.seed)
     number = _count(generator, kinds, duration_s, groups, random)
+    if number > _MOST_JOBS:
+        raise ValueError(f"fill.generate makes {number} jobs; expected at most {_MOST_JOBS}")
     arrivals = np.sort(_arrivals(generator, number, duration_s, random))
     sizes = np.minimum(generator.median_s * np.exp(generator.sigma * random.standard_normal(number)), generator.cap_s)
     which = random.choice(len(names), size=number, p=shares)

@@ -22,37 +22,17 @@ Durations are seconds, or such as ``90s``, ``30m``, ``2h`` or ``1d``.
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from math import isfinite
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.problems import shown
+from megatron.fill.given.quantities import DURATION, parse_duration
 from megatron.fill.sim.values import FillKind, SimJob
 
 COLUMNS = ("arrival", "kind", "size", "deadline", "user", "name", "priority")
 _NEEDED = ("arrival", "kind", "size")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION = "expected seconds, or such as 90s, 30m, 2h or 1d"
-
-
-def parse_duration(text: str) -> float:
-    """``90s``, ``30m``, ``2h``, ``1d`` or a plain number of seconds, as seconds.
-
-    Raises:
-        ValueError: it is none of these, negative, infinite or NaN.
-    """
-    try:
-        seconds = float(text)
-    except ValueError:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", text)
-        if match is None:
-            raise ValueError(_DURATION) from None
-        seconds = float(match[1]) * _SECONDS[match[2]]
-    if not (seconds >= 0 and isfinite(seconds)):
-        raise ValueError(_DURATION)
-    return seconds
 
 
 def load_trace(path: str | Path, kinds: Sequence[FillKind]) -> tuple[SimJob, ...]:
@@ -156,7 +136,7 @@ class _Reader:
                 seconds = parse_duration(text)
             except ValueError:
                 if self.dated is not None:
-                    raise self._wrong("arrival", text, f"{_DURATION}, as in the lines above") from None
+                    raise self._wrong("arrival", text, f"{DURATION}, as in the lines above") from None
             else:
                 self.dated = False
                 return seconds
@@ -189,8 +169,7 @@ class _Reader:
             raise self._wrong("priority", text, "expected a whole number") from None
 
     def _wrong(self, field: str, value: str, expected: str) -> ConfigError:
-        shown = value if len(value) <= 60 else value[:57] + "..."
-        return ConfigError(f"{self._path}: line {self._line}: {field} is {shown!r}: {expected}")
+        return ConfigError(f"{self._path}: line {self._line}: {field} is {shown(value)}: {expected}")
 
 
 def _moment_s(text: str) -> float | None:

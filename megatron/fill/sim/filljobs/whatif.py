@@ -8,8 +8,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.planner.cycles import first_problem
-from megatron.fill.planner.files import read_text
+from megatron.fill.given.files import read_json
+from megatron.fill.given.problems import explain
 from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
 from megatron.fill.report.schema import JobReport
 from megatron.fill.sim.values import FillKind, SimJob
@@ -34,11 +34,12 @@ def kinds_of_report(path: str | Path) -> tuple[FillKind, ...]:
     Raises:
         ConfigError: naming the file and the field; or no job did a step.
     """
-    text = read_text(path, "a report.json")
+    data = read_json(path, "a report.json")
     try:
-        jobs = _Jobs.model_validate_json(text).jobs
+        jobs = _Jobs.model_validate(data).jobs
     except ValidationError as error:
-        raise ConfigError(f"{path}: {first_problem(error)}; expected a report.json") from error
+        suffix = "; expected a report.json"
+        raise ConfigError(explain(error, _Jobs, lambda place: (str(path), place), suffix, most=1)) from error
     kinds = {}
     for job in jobs:
         if job.steps and job.harvested_s > 0 and job.work_done > 0:

@@ -12,13 +12,13 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megatron.fill.errors import ConfigError, FillError
+from megatron.fill.given.files import read_json
+from megatron.fill.given.problems import explain
 from megatron.fill.pipeline.bubbles import bubble_cycle, peak_activation_bytes
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedule import Schedule
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import simulate
-from megatron.fill.planner.cycles import first_problem
-from megatron.fill.planner.files import read_text
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.records import read_rank
 from megatron.fill.report.schema import Cycles, RankCycle
@@ -29,6 +29,7 @@ from megatron.fill.types import RankRecord
 logger = logging.getLogger("pipefill.simulate")
 
 _NOT_MEASURED = sys.maxsize  # bytes
+_MOST_MS = 1e9  # ten days
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def recorded_groups(path: str | Path, gpus: int | None = None) -> tuple[DeviceGr
     replicas = _replicas(path, ranks, gpus)
     groups = []
     for rank in ranks:
-        if not rank.iteration_ms or rank.iteration_ms < 0:
+        if rank.iteration_ms is None or not 0 < rank.iteration_ms <= _MOST_MS:
             raise ConfigError(
                 f"{path}: rank {rank.rank}: iteration_ms is {rank.iteration_ms}; expected the time of an iteration"
             )
@@ -176,25 +177,24 @@ def _replicas(path: str | Path, ranks: Sequence[RankCycle], gpus: int | None) ->
     return total // len(ranks)
 
 
-class _Recorded(BaseModel):
-    """What is needed of either file: ``cycle`` is in a report, ``ranks`` in the file of the bubble cycles."""
+class _Report(BaseModel):
+    """What is needed of a report."""
 
     model_config = ConfigDict(frozen=True)
 
-    cycle: tuple[RankCycle, ...] | None = None
-    ranks: tuple[dict[str, object], ...] = ()
+    cycle: tuple[RankCycle, ...]
 
 
 def _recorded_ranks(path: str | Path) -> tuple[RankCycle, ...]:
     expected = "a report.json, or the file of --fill-profile-only"
-    text = read_text(path, expected)
+    data = read_json(path, expected)
+    model = _Report if isinstance(data, dict) and data.get("cycle") is not None else Cycles
     try:
-        data = _Recorded.model_validate_json(text)
-        ranks = data.cycle
-        if ranks is None:
-            ranks = tuple(Cycles.model_validate_json(text).ranks)
+        file = model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {first_problem(error)}; expected {expected}") from error
+        suffix = f"; expected {expected}"
+        raise ConfigError(explain(error, model, lambda place: (str(path), place), suffix, most=1)) from error
+    ranks = file.cycle if isinstance(file, _Report) else tuple(file.ranks)
     if not ranks:
-        raise ConfigError(f"{path}: {'ranks' if data.cycle is None else 'cycle'} is empty; expected at least one rank")
+        raise ConfigError(f"{path}: {'cycle' if model is _Report else 'ranks'} is empty; expected at least one rank")
     return ranks

@@ -1,0 +1,66 @@
+"""Files that users give: read whole, with errors that name the file and what was expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.fill import hearsay
+from megatron.fill.errors import ConfigError
+from megatron.fill.given.plainyaml import PlainYaml, PlainYamlError, parse_yaml
+
+_MOST_BYTES = 256 << 20
+_MOST_YAML_BYTES = 32 << 20
+_MOST_JSON_VALUES = 30_000_000  # a report has some hundred per rank
+_MOST_JSON_DEPTH = 64
+
+
+def read_text(path: str | Path, expected: str, most_bytes: int = _MOST_BYTES) -> str:
+    """The file's text.
+
+    Args:
+        expected: what it should be, such as ``a report.json``.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than ``most_bytes``, or is not UTF-8.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise ConfigError(f"{path}: is larger than {most_bytes >> 20} MiB; expected {expected}")
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except UnicodeDecodeError:
+        reason = "is not UTF-8 text"
+    except ValueError as error:  # of a name that no file can have
+        reason = str(error)
+    raise ConfigError(f"{path}: cannot be read: {reason}; expected {expected}")
+
+
+def read_yaml(path: str | Path, expected: str) -> PlainYaml:
+    """What a YAML file says, and on which lines.
+
+    Raises:
+        ConfigError: as ``read_text``; or it is not what ``parse_yaml`` takes: naming the line.
+    """
+    text = read_text(path, expected, _MOST_YAML_BYTES)
+    try:
+        return parse_yaml(text)
+    except PlainYamlError as error:
+        where = path if error.line is None else f"{path}, line {error.line}"
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def read_json(path: str | Path, expected: str) -> Any:
+    """What a JSON file says.
+
+    Raises:
+        ConfigError: as ``read_text``; or it is not what ``hearsay.parse_json`` takes.
+    """
+    text = read_text(path, expected)
+    try:
+        return hearsay.parse_json(text, _MOST_JSON_DEPTH, _MOST_JSON_VALUES)
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not JSON: {error}; expected {expected}") from error

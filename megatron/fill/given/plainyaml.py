@@ -1,0 +1,233 @@
+"""YAML as plain data: what JSON can say, each key once, of a bounded size, and with the line of everything.
+
+libyaml reads the text; what its events mean is decided here, in one pass.  PyYAML's own loaders take a key twice and
+follow aliases wherever they lead, and their time, or the C stack, runs out on files that a user may well give.
+
+Against YAML 1.1, dates stay text, and ``1e-4`` is a number as everywhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import isfinite
+from typing import Any
+
+import yaml
+from yaml.constructor import SafeConstructor
+from yaml.nodes import ScalarNode
+
+MOST_DEPTH = 32  # of lists and mappings in one another, aliases followed
+MOST_VALUES = 1_000_000  # likewise
+
+_READER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may have been built without libyaml
+_TAG = "tag:yaml.org,2002:"
+_OWN = SafeConstructor()
+_SCALARS = {
+    f"{_TAG}null": lambda node: None,
+    f"{_TAG}bool": _OWN.construct_yaml_bool,
+    f"{_TAG}int": _OWN.construct_yaml_int,
+    f"{_TAG}float": _OWN.construct_yaml_float,
+}
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_MOST_DIGITS = 80  # of 64 bits there are fewer, whatever the base
+_WORD = 1 << 64
+
+
+class PlainYamlError(ValueError):
+    """What is wrong with a text.
+
+    Attributes:
+        line: from 1; None if it is not known.
+    """
+
+    def __init__(self, reason: str, line: int | None = None) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+@dataclass(frozen=True, slots=True)
+class PlainYaml:
+    """What a text says.
+
+    Attributes:
+        value: of dicts, lists, strings, numbers, booleans and None.
+        lines: by the ``id`` of a dict or list in it, the line of each key or entry.
+    """
+
+    value: Any
+    lines: Mapping[int, Mapping[Any, int]] = field(default_factory=dict)
+
+    def line_of(self, path: Sequence[str | int]) -> int | None:
+        """The line of what stands at a path, or of the innermost place around it that is there; None if none is."""
+        line, place = None, self.value
+        for part in path:
+            inside = self.lines.get(id(place), {})
+            if part not in inside:
+                break
+            line, place = inside[part], place[part]
+        return line
+
+
+def parse_yaml(text: str) -> PlainYaml:
+    """What a text with one document says; nothing (None) if it is empty.
+
+    Raises:
+        PlainYamlError: it is no YAML; has a key twice, tags, infinite numbers or ones of more than 64 bits; refers to
+            itself; or exceeds ``MOST_DEPTH`` or ``MOST_VALUES``.
+    """
+    reader = _Reader(text)
+    try:
+        return PlainYaml(reader.document(), reader.lines)
+    except yaml.MarkedYAMLError as error:
+        line = None if error.problem_mark is None else error.problem_mark.line + 1
+        raise PlainYamlError(f"is not YAML: {error.problem}", line) from error
+    except yaml.YAMLError as error:
+        raise PlainYamlError(f"is not YAML: {' '.join(str(error).split())}") from error
+    except UnicodeError as error:
+        raise PlainYamlError("is not YAML: it is no text") from error
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.lines: dict[int, dict[Any, int]] = {}
+        self._events: Iterator[Any] = yaml.parse(text, Loader=_READER)
+        self._anchors: dict[str, tuple[Any, int, int]] = {}  # the value, its depth and size
+        self._values = 0
+
+    def document(self) -> Any:
+        next(self._events)  # the stream's start
+        if isinstance(next(self._events), yaml.StreamEndEvent):
+            return None
+        value, _ = self._value(next(self._events), 0)
+        next(self._events)  # the document's end
+        after = next(self._events)
+        if not isinstance(after, yaml.StreamEndEvent):
+            raise PlainYamlError("has a second document; expected one", _line(after))
+        return value
+
+    def _value(self, event: Any, depth: int) -> tuple[Any, int]:
+        """What begins with an event, and how many levels it has.
+
+        Args:
+            depth: of what it stands in.
+        """
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._anchors:
+                raise PlainYamlError(f"*{event.anchor} refers to nothing above it, or to itself", _line(event))
+            value, levels, size = self._anchors[event.anchor]
+            self._check(event, depth + levels, size)
+            return value, levels
+        before = self._values
+        self._check(event, depth, 1)
+        value, levels = None, 0
+        if isinstance(event, yaml.ScalarEvent):
+            value = self._scalar(event)
+        elif event.tag not in (None, "!", f"{_TAG}map", f"{_TAG}seq"):
+            raise _tagged(event)
+        else:
+            self._check(event, depth + 1, 0)
+            inside = self._mapping if isinstance(event, yaml.MappingStartEvent) else self._list
+            value, levels = inside(depth + 1)
+        if event.anchor is not None:
+            self._anchors[event.anchor] = value, levels, self._values - before
+        return value, levels
+
+    def _check(self, event: Any, depth: int, size: int) -> None:
+        self._values += size
+        if self._values > MOST_VALUES:
+            raise PlainYamlError(f"has more than {MOST_VALUES} values, its aliases followed", _line(event))
+        if depth > MOST_DEPTH:
+            raise PlainYamlError(f"is nested deeper than {MOST_DEPTH} levels", _line(event))
+
+    def _list(self, depth: int) -> tuple[list[Any], int]:
+        value: list[Any] = []
+        lines = self.lines[id(value)] = {}
+        deepest = 0
+        while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
+            lines[len(value)] = _line(event)
+            entry, levels = self._value(event, depth)
+            value.append(entry)
+            deepest = max(deepest, levels)
+        return value, deepest + 1
+
+    def _mapping(self, depth: int) -> tuple[dict[Any, Any], int]:
+        value: dict[Any, Any] = {}
+        lines = self.lines[id(value)] = {}
+        merged: list[dict[Any, Any]] = []
+        deepest = 0
+        while not isinstance(event := next(self._events), yaml.MappingEndEvent):
+            line = _line(event)
+            if not isinstance(event, yaml.ScalarEvent):
+                raise PlainYamlError("a key is a list, a mapping or an alias; expected a word", line)
+            key = self._scalar(event)
+            entry, levels = self._value(next(self._events), depth)
+            deepest = max(deepest, levels)
+            if key == "<<" and event.implicit[0]:
+                merged += _mappings(entry, line)
+            elif key in value:
+                raise PlainYamlError(f"{key!r} is there twice, also in line {lines[key]}; expected it once", line)
+            else:
+                value[key], lines[key] = entry, line
+        for other in merged:
+            for key in other.keys() - value.keys():
+                value[key], lines[key] = other[key], self.lines[id(other)][key]
+        return value, deepest + 1
+
+    def _scalar(self, event: yaml.ScalarEvent) -> Any:
+        if event.tag is not None:
+            if event.tag not in ("!", f"{_TAG}str"):
+                raise _tagged(event)
+            return event.value
+        if not event.implicit[0]:  # quoted
+            return event.value
+        try:
+            return _plain(event.value)
+        except ValueError as error:
+            raise PlainYamlError(str(error), _line(event)) from None
+
+
+@lru_cache(maxsize=4096)
+def _plain(text: str) -> Any:
+    """What an unquoted scalar means.
+
+    Raises:
+        ValueError: it is a number that cannot be kept.
+    """
+    for tag, pattern in yaml.SafeLoader.yaml_implicit_resolvers.get(text[:1], ()):
+        if tag in _SCALARS and pattern.match(text):
+            break
+    else:
+        if not _EXPONENT.fullmatch(text):
+            return text
+        tag = f"{_TAG}float"
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits; expected one of 64 bits")
+    try:
+        value = _SCALARS[tag](ScalarNode(tag, text))
+    except ValueError:  # such as 0b_
+        return text
+    if isinstance(value, float) and not isfinite(value):
+        raise ValueError(f"{text} is no finite number; expected one")
+    if isinstance(value, int) and abs(value) >= _WORD:
+        raise ValueError(f"{text} is a whole number of more than 64 bits; expected a smaller one")
+    return value
+
+
+def _mappings(entry: Any, line: int) -> list[dict[Any, Any]]:
+    """What ``<<`` brings in, the most important first."""
+    found = entry if isinstance(entry, list) else [entry]
+    if not all(isinstance(one, dict) for one in found):
+        raise PlainYamlError("<< takes a mapping, or a list of them", line)
+    return found
+
+
+def _line(event: Any) -> int:
+    return event.start_mark.line + 1
+
+
+def _tagged(event: Any) -> PlainYamlError:
+    tag = event.tag.replace(_TAG, "!!")
+    return PlainYamlError(f"the tag {tag}; expected plain data", _line(event))

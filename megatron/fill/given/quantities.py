@@ -1,0 +1,72 @@
+"""Sizes and times as users write them."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+from math import isfinite
+
+DURATION = "expected seconds, or such as 90s, 30m, 2h or 1d"
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_MOST_BYTES = 1 << 60  # an exbibyte
+_FAR_S = 1e12  # after the year 9999
+
+
+def parse_bytes(value: object) -> int:
+    """``2GiB``, ``512 MB`` or a plain number of bytes.
+
+    Raises:
+        ValueError: it is none of these, not above zero, or more than any machine has.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    unit = _UNITS.get((match[2] or "B").upper()) if match else None
+    if match is not None and unit is not None and not isinstance(value, bool):
+        size = float(match[1]) * unit
+        if 1 <= size <= _MOST_BYTES:
+            return int(size)
+    raise ValueError("expected a size above 0 such as 512MB or 2GiB")
+
+
+def parse_duration(text: str) -> float:
+    """``90s``, ``30m``, ``2h``, ``1d`` or a plain number of seconds, as seconds.
+
+    Raises:
+        ValueError: it is none of these, negative, infinite or NaN.
+    """
+    seconds = _span_s(text)
+    try:
+        seconds = float(text) if seconds is None else seconds
+    except ValueError:
+        raise ValueError(DURATION) from None
+    if not (seconds >= 0 and isfinite(seconds)):
+        raise ValueError(DURATION)
+    return seconds
+
+
+def parse_deadline(value: object) -> float:
+    """``90s``, ``30m``, ``2h`` or ``1d`` from now, or a point in time (ISO 8601, local without a zone).
+
+    Returns:
+        Seconds since the epoch.
+
+    Raises:
+        ValueError: it is neither, or beyond all reason.
+    """
+    text = str(value)
+    try:
+        span_s = _span_s(text)
+        moment_s = datetime.fromisoformat(text.strip()).timestamp() if span_s is None else time.time() + span_s
+    except (ValueError, OverflowError, OSError):  # the latter two of what no clock can show
+        moment_s = _FAR_S
+    if moment_s >= _FAR_S:
+        raise ValueError("expected such as 90s, 30m, 2h, 1d, or 2030-01-31T18:00")
+    return moment_s
+
+
+def _span_s(text: str) -> float | None:
+    """A number with a unit of time, in seconds; None if it is none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", text)
+    return float(match[1]) * _SECONDS[match[2]] if match else None

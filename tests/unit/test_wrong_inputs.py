@@ -1,0 +1,154 @@
+"""Every wrong call, flag and file is answered by one line, exit code 2, and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import operator
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.app.launch import Launch
+from megatron.fill.chaos.campaign import Campaign
+from megatron.fill.cli import main
+from megatron.fill.errors import FillError
+from megatron.fill.given.plainyaml import parse_yaml
+from megatron.fill.store import NewJob, open_store
+from pipefill_patches.arguments import add_fill_arguments, tell_briefly
+from tests.unit import wrong_calls, wrong_files
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_LETTERS = 400
+LISTS_ALL_KINDS = "--kinds names"  # the one message that is longer
+
+
+def pairs(table: str) -> list[tuple[str, str]]:
+    found = [tuple(line.split(" => ")) for line in table.strip().splitlines()]
+    assert all(len(pair) == 2 for pair in found)
+    return found  # type: ignore[return-value]
+
+
+CALLS, FLAGS, JOBS, FIELDS = map(pairs, (wrong_calls.CALLS, wrong_calls.FLAGS, wrong_files.JOBS, wrong_files.FIELDS))
+
+
+def test_there_are_enough():
+    assert len(CALLS) + len(FLAGS) + len(JOBS) + len(FIELDS) + len(wrong_files.TEXTS) >= 200
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wrong")
+    files = {
+        "jobs.yaml": "jobs: [{name: a, command: ls}]\n",
+        "twice.yaml": "jobs:\n  - {name: a, command: ls, name: b}\n",
+        "b.json": wrong_files.bubbles(),
+        "p.json": wrong_files.profiles(),
+        "sim.yaml": (ROOT / "examples" / "simulate.yaml").read_text(encoding="utf-8"),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "latin.yaml").write_bytes("jobs: [{name: é}]".encode("latin-1"))
+    (folder / "folder").mkdir()
+    store = open_store(folder / "s.db")
+    store.submit([NewJob("a", {"task": None, "command": ["ls"]})])
+    store.close()
+    return folder
+
+
+@pytest.fixture
+def told(place, monkeypatch, capsys):
+    """What ``pipefill`` says to a wrong call: one line, without what it begins with."""
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("PIPEFILL_STORE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(Campaign, "run", lambda *_: pytest.fail("chaos began"))
+    before = sorted(place.iterdir())
+
+    def call(arguments: list[str]) -> str:
+        monkeypatch.setattr(sys, "argv", ["pipefill", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert (ended.value.code, out) == (2, "")
+        return one_line(err.removeprefix("pipefill: error: "))
+
+    yield call
+    assert sorted(place.iterdir()) == before, "something was made"
+
+
+def one_line(said: str) -> str:
+    assert said.count("\n") == 1, said
+    assert "Traceback" not in said
+    assert len(said) <= MOST_LETTERS or said.startswith(LISTS_ALL_KINDS), said
+    return said
+
+
+@pytest.mark.parametrize(("call", "expected"), CALLS, ids=[call for call, _ in CALLS])
+def test_a_wrong_call(told, call, expected):
+    if "postgresql" in call:
+        pytest.importorskip("psycopg")
+    assert expected in told(shlex.split(call.format(long="x" * 5000)))
+
+
+@pytest.mark.parametrize(("call", "text", "expected"), wrong_files.TEXTS, ids=range(len(wrong_files.TEXTS)))
+def test_a_wrong_file(told, tmp_path, call, text, expected):
+    path = tmp_path / "given"
+    path.write_text(text, encoding="utf-8")
+    said = told(shlex.split(call.format(path)))
+    assert expected in said
+    assert str(path) in said or "the name 'a' is in use" in said
+
+
+@pytest.mark.parametrize(("job", "expected"), JOBS, ids=[job for job, _ in JOBS])
+def test_a_wrong_job(told, tmp_path, job, expected):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(f"jobs:\n  - {job}\n", encoding="utf-8")
+    said = told(["submit", str(path), "--store", "s.db"])
+    assert said.startswith(f"{path}, line ")
+    assert expected in said
+
+
+@pytest.mark.parametrize(("change", "expected"), FIELDS, ids=[change for change, _ in FIELDS])
+def test_a_wrong_simulation(told, tmp_path, change, expected):
+    field, _, value = change.partition(": ")
+    lines = (ROOT / "examples" / "simulate.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "sim.yaml"
+    try:
+        found = parse_yaml(value).value
+    except ValueError:
+        path.write_text(f"{lines}\nextra: {value}\n", encoding="utf-8")
+    else:
+        data = parse_yaml(lines).value
+        *places, last = [int(name) if name.isdecimal() else name for name in field.split(".")]
+        functools.reduce(operator.getitem, places, data)[last] = found
+        path.write_text(json.dumps(data), encoding="utf-8")
+    assert expected in told(["simulate", str(path), "--processes", "1"])
+
+
+@pytest.mark.parametrize(("flags", "expected"), FLAGS, ids=[flags for flags, _ in FLAGS])
+def test_a_wrong_flag(told, capsys, flags, expected):
+    parser = argparse.ArgumentParser("pretrain_gpt.py", allow_abbrev=False)
+    tell_briefly(add_fill_arguments(parser))
+    parser.set_defaults(bf16=False, fp16=False)
+    with pytest.raises((SystemExit, FillError)) as ended:
+        Launch().on_parse(parser.parse_args(shlex.split(flags)))
+    out, err = capsys.readouterr()
+    if isinstance(ended.value, FillError):  # launch() says it and exits with 2
+        err += f"{ended.value}\n"
+    else:
+        assert ended.value.code == 2
+    assert out == ""
+    assert expected in one_line(err)
+
+
+def test_other_ranks_leave_it_to_the_first_to_say(told, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    tell_briefly(add_fill_arguments(parser))
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--fill-guard-us", "much"])
+    assert (ended.value.code, *capsys.readouterr()) == (2, "", "")
