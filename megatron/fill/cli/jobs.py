@@ -37,7 +37,7 @@ def submit(
     owner = user or getpass.getuser()
     new = [new_job(spec, search, owner) for spec in load_jobs(jobs_file)]
     with opened(store, create=True) as jobs:
-        _print(jobs.submit(new), as_json)
+        _print(jobs.submit(new), jobs.now_s(), as_json)
 
 
 def list_jobs(
@@ -59,7 +59,8 @@ def list_jobs(
             done = jobs.list(_FINISHED, limit=_FINISHED_SHOWN + 1)
             more = len(done) > _FINISHED_SHOWN
             found = sorted(jobs.list(_UNFINISHED) + done[-_FINISHED_SHOWN:], key=lambda job: job.id)
-    _print(found, as_json)
+        now_s = jobs.now_s()
+    _print(found, now_s, as_json)
     if more and not as_json:
         print(f"The last {_FINISHED_SHOWN} of the finished jobs are shown; --all lists every job.")
 
@@ -67,21 +68,22 @@ def list_jobs(
 def show(name: JobName, store: Store = None, as_json: Json = False) -> None:
     """Show all about one job.
 
-    --json prints: id, name, state, reason, user, priority, attempt, owner, device, directory, cancelling,
-    asked_by (the device that it is to move to); the times submitted_s, started_s, finished_s, deadline_s, checkpoint_s,
-    lease_until_s, asked_s, ends_s (seconds since 1970); work_done, total_work, unit, percent, rate (per second),
-    remaining_s, steps, harvested_s, resumable, startup_s; result and spec. What is not known is null.
+    --json prints: id, name, state (LOST: no agent speaks for it any more, since lost_s), reason, user, priority,
+    attempt, owner, device, directory, cancelling, asked_by (the device that it is to move to); the times submitted_s,
+    started_s, finished_s, deadline_s, checkpoint_s, lease_until_s, lost_s, asked_s, ends_s (seconds since 1970);
+    work_done, total_work, unit, percent, rate (per second), remaining_s, steps, harvested_s, resumable, startup_s;
+    result and spec. What is not known is null.
     """
     with opened(store) as jobs:
-        job = jobs.find(name)
+        job, now_s = jobs.find(name), jobs.now_s()
     if as_json:
-        views.print_json(views.as_dict(job))
+        views.print_json(views.as_dict(job, now_s))
     else:
-        views.print_job(job)
+        views.print_job(job, now_s)
 
 
 def cancel(names: JobNames, store: Store = None, as_json: Json = False) -> None:
-    """Cancel jobs: waiting ones at once, running ones as soon as their agent hears of it.
+    """Cancel jobs: waiting and lost ones at once, running ones as soon as their agent hears of it.
 
     --json prints a list of jobs as "show" does one.
     """
@@ -89,7 +91,7 @@ def cancel(names: JobNames, store: Store = None, as_json: Json = False) -> None:
 
 
 def retry(names: JobNames, store: Store = None, as_json: Json = False) -> None:
-    """Put failed or cancelled jobs back into the queue; they go on from their checkpoints.
+    """Put failed, cancelled or lost jobs back into the queue; they go on from their checkpoints.
 
     --json prints a list of jobs as "show" does one.
     """
@@ -105,14 +107,15 @@ def _each(names: list[str], store: str | None, as_json: bool, change: Callable[[
                 changed.append(change(jobs, jobs.find(name).id))
             except JobError as error:
                 problems.append(str(error))
+        now_s = jobs.now_s()
     if changed or as_json:
-        _print(changed, as_json)
+        _print(changed, now_s, as_json)
     if problems:
         raise JobError("; ".join(problems))
 
 
-def _print(jobs: list[Job], as_json: bool) -> None:
+def _print(jobs: list[Job], now_s: float, as_json: bool) -> None:
     if as_json:
-        views.print_json([views.as_dict(job) for job in jobs])
+        views.print_json([views.as_dict(job, now_s) for job in jobs])
     else:
-        views.print_table(jobs)
+        views.print_table(jobs, now_s)
