@@ -14,8 +14,6 @@ from megatron.fill.app.launch import Launch, _check_store
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.sandbox import Layer, Walls
-from megatron.fill.store import NewJob, open_store
-from megatron.fill.types import JobState
 
 
 def flags(**changed: object) -> Namespace:
@@ -98,7 +96,7 @@ def test_the_store_is_the_flag_the_environment_or_the_run_folder(monkeypatch, tm
 
 
 def run_folder(path: Path) -> Path:
-    for part in ("ranks", "agents", "jobs"):
+    for part in ("records", "agents", "jobs"):
         (path / part).mkdir(parents=True)
     return path
 
@@ -139,23 +137,3 @@ def test_the_store_that_is_served_is_said_with_its_origin(monkeypatch, tmp_path)
     )
     run.settings = FillSettings(store="flag.db")
     assert run._served(tmp_path) == "PipeFill: serves the job store flag.db (--fill-store)"
-
-
-def test_a_job_that_another_run_has_is_not_called_dead(monkeypatch, tmp_path):
-    monkeypatch.delenv("PIPEFILL_STORE", raising=False)
-    mine, other = run_folder(tmp_path / "mine on it"), run_folder(tmp_path / "other")
-    store = open_store(str(tmp_path / "jobs.db"))
-    run = Launch()
-    run.settings = FillSettings(store=str(tmp_path / "jobs.db"))
-    spec = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "search": []}
-    run._jobs = [NewJob(name, spec) for name in ("killed", "elsewhere", "waits")]
-    jobs = store.submit(run._jobs)
-    for job, folder in zip(jobs, (mine, other), strict=False):
-        assert store.claim("x", [job.id], 3600, f"rank 1 of {folder} on host") is not None
-    store.close()
-    reasons = {record.name: (record.state, record.reason) for record in run._unstarted(mine)}
-    assert reasons == {
-        "killed": (JobState.RUNNING, "its agent was killed; it goes back to the queue when the lease ends"),
-        "elsewhere": (JobState.RUNNING, f"another run has it: rank 1 of {other} on host"),
-        "waits": (JobState.QUEUED, "no rank became free before the main job ended"),
-    }

@@ -50,7 +50,7 @@ RULES: dict[str, set[str]] = {
     "chaos": {"types", "errors", "records", "store", "sidetask", "config", "report", "control", "runtime"},
     "cli": {
         *("chaos", "control", "types", "errors", "profiles", "config", "store", "planner", "device", "runtime", "sim"),
-        *("display", "hearsay", "sandbox"),
+        *("display", "hearsay", "records", "report", "sandbox"),
     },
     "__init__": {"types", "errors", "sidetask"},
 }
@@ -159,7 +159,9 @@ OTHER_READS = {
     "app/session.py": {"(agents / f'agent{self.info.rank}.log').open"},
     "cli/simulate.py": {"load"},
     "control.py": {"Path(f'/proc/{pid}/stat').read_text", "os.open"},
-    "records.py": {"json.loads", "path.read_text"},
+    "records/files.py": {"json.loads", "os.open", "path.open"},
+    "records/rank.py": {"os.open", "temporary.open"},
+    "records/segment.py": {"os.open"},
     "runtime/agent.py": {"json.loads", "Path(spec_path).read_text"},
     "runtime/confined.py": {"json.loads"},  # of a worker's first process, which runs nothing of the job
     "runtime/enforcer.py": {"stat.read_text"},  # in /proc

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, simulate
+from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, report, simulate
 
 app = typer.Typer(
     help="Jobs for the pipeline bubbles of Megatron-LM training.",
@@ -27,6 +27,7 @@ app.command("pause")(control.pause)
 app.command("resume")(control.resume)
 app.command("drain")(control.drain)
 app.command("kill")(control.kill)
+app.command("report")(report.report)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)

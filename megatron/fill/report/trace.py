@@ -16,10 +16,20 @@ _THREADS = {_MAIN: "main job", _BUBBLES: "bubbles", _SIDE: "side task"}
 _GIB = 2**30
 
 
-def write_trace(path: Path, ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], iterations: int = 3) -> None:
+def write_trace(
+    path: Path,
+    ranks: Sequence[RankRecord],
+    workers: Sequence[WorkerRecord],
+    iterations: int = 3,
+    *,
+    what: str = "",
+) -> None:
     """Write the trace of a few iterations: one process per rank, with threads main job, bubbles and side task.
 
     The iterations are the last ones with side-task steps, or the last ones where there are none.
+
+    Args:
+        what: which ranks these are, if not all.
     """
     ranks = sorted(ranks, key=lambda record: record.info.rank)
     window = choose_window(ranks, workers, iterations)
@@ -30,7 +40,8 @@ def write_trace(path: Path, ranks: Sequence[RankRecord], workers: Sequence[Worke
             uses = {use.seq: use for worker in its for use in worker.uses}
             timed = [*_main(record, window), *_bubbles(record, uses, window), *_side(its, window)]
             events += sorted(timed, key=lambda event: (event["tid"], event["ts"], -event["dur"]))
-    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"source": "PipeFill"}}
+    about = {"source": "PipeFill"} | ({"ranks": what} if what else {})
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
     write_text(path, json.dumps(content, separators=(",", ":")) + "\n")
 
 
@@ -66,16 +77,16 @@ def _bubble_args(bubble: Bubble, use: BubbleUse | None) -> dict[str, Any]:
     args: dict[str, Any] = {
         "iteration": bubble.iteration,
         "index": bubble.index,
-        "predicted ms": bubble.predicted_ns / 1e6,
+        "predicted_ms": bubble.predicted_ns / 1e6,
         "seq": bubble.seq,
         "filling": bubble.filling,
         "evaluation": bubble.forward_only,
-        "free GiB": round(bubble.free_bytes / _GIB, 3),
+        "free_gib": round(bubble.free_bytes / _GIB, 3),
     }
     if bubble.seq and use:
-        args |= {"steps": use.steps, "harvested ms": use.harvested_ns / 1e6, "overrun us": use.overrun_ns / 1e3}
+        args |= {"steps": use.steps, "harvested_ms": use.harvested_ns / 1e6, "overrun_us": use.overrun_ns / 1e3}
         if use.latency_ns >= 0:
-            args["open to step us"] = use.latency_ns / 1e3
+            args["open_to_step_us"] = use.latency_ns / 1e3
     return args
 
 
