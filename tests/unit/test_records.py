@@ -65,6 +65,7 @@ def test_agent_round_trip(tmp_path: Path) -> None:
     write_agent(path, attempts)
     assert read_agent(path) == attempts
     assert type(read_agent(path)[0][0].state) is JobState
+    assert [worker for _, worker in read_agent(path, steps=False)] == [replace(one, steps=()) for one in workers]
     write_agent(path, [])
     assert read_agent(path) == []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class AgentFile:
             OSError: it cannot be written.
         """
         if self._path.exists():
-            append(self._path, _line(job, worker))
+            append(self._path, _lines(job, worker))
         else:
             write_agent(self._path, [(job, worker)])
 
@@ -54,28 +54,40 @@ class AgentFile:
 def write_agent(path: Path, attempts: Iterable[tuple[JobRecord, WorkerRecord]]) -> None:
     """Write attempts to a file of their own; a result that JSON lacks is written as text."""
     with replacing(path) as temporary:
-        temporary.write_bytes(head("agent") + b"".join(_line(job, worker) for job, worker in attempts))
+        temporary.write_bytes(head("agent") + b"".join(_lines(job, worker) for job, worker in attempts))
 
 
-def read_agent(path: Path) -> Attempts:
+def read_agent(path: Path, steps: bool = True) -> Attempts:
     """Read what ``write_agent`` and ``AgentFile`` wrote, in its order.
+
+    Args:
+        steps: False to leave them out; they are half of it, and only pictures need them.
 
     Raises:
         NothingRecorded: nothing whole is in it.
         FillError: naming the file, if it cannot be read, or is not an agent's record of this version.
     """
-    lines = read_lines(path, "agent")
+    lines = read_lines(path, "agent", but="" if steps else "steps")
     next(lines)
+    found: Attempts = []
     try:
-        return [(_job(content["job"]), _worker(content["worker"])) for content in lines]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        for content in lines:
+            if "steps" in content:  # of the attempt before
+                job, worker = found.pop()
+                pairs = list(zip(content["steps"]["start_ns"], content["steps"]["end_ns"], strict=True))
+                found.append((job, replace(worker, steps=pairs)))
+            else:
+                found.append((_job(content["job"]), _worker(content["worker"])))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
+    return found
 
 
-def _line(job: JobRecord, worker: WorkerRecord) -> bytes:
-    content = {item.name: getattr(worker, item.name) for item in fields(worker)}
+def _lines(job: JobRecord, worker: WorkerRecord) -> bytes:
+    content = {name: getattr(worker, name) for name in names_of(WorkerRecord) if name != "steps"}
     content |= {"uses": as_columns(BubbleUse, worker.uses)}
-    return line({"job": asdict(job), "worker": content})
+    steps = {"start_ns": [start for start, _ in worker.steps], "end_ns": [end for _, end in worker.steps]}
+    return line({"job": asdict(job), "worker": content}) + line({"steps": steps})
 
 
 def _job(content: dict[str, Any]) -> JobRecord:
@@ -85,5 +97,4 @@ def _job(content: dict[str, Any]) -> JobRecord:
 def _worker(content: dict[str, Any]) -> WorkerRecord:
     uses: dict[str, list[Any]] = {name: [] for name in names_of(BubbleUse)}
     extend(uses, BubbleUse, content["uses"])
-    steps = [(start, end) for start, end in content["steps"]]
-    return WorkerRecord(**{**content, "uses": Table(BubbleUse, uses), "steps": steps})
+    return WorkerRecord(**{**content, "uses": Table(BubbleUse, uses)})

@@ -108,21 +108,24 @@ class RankFiles:
                 return read_rank(path, spans)
         return None
 
-    def attempts(self) -> Attempts:
+    def attempts(self, steps: bool = True) -> Attempts:
         """What its side tasks did, in the order in which they ended, then what was not seen to end.
+
+        Args:
+            steps: False to leave them out.
 
         Raises:
             FillError: it cannot be read.
         """
-        ended, running = ([one for path in paths for one in _read(path)] for paths in (self.ended, self.running))
+        ended, running = ([one for path in paths for one in _read(path, steps)] for paths in (self.ended, self.running))
         ended.sort(key=lambda one: one[0].ended_s)
         known = {(job.directory, job.attempt) for job, _ in ended}
         return ended + [(job, worker) for job, worker in running if (job.directory, job.attempt) not in known]
 
 
-def _read(path: Path) -> Attempts:
+def _read(path: Path, steps: bool) -> Attempts:
     try:
-        return read_agent(path)
+        return read_agent(path, steps)
     except NothingRecorded:
         return []
 

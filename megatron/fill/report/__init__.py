@@ -75,7 +75,7 @@ def _parts(
 ) -> Iterator[tuple[int, RankRecord, list[WorkerRecord]]]:
     """What one rank left in each segment; its agents' jobs go to ``jobs``."""
     for number, its in files.items():
-        attempts = its.attempts()
+        attempts = its.attempts(steps=False)
         jobs += [(number, job) for job, _ in attempts]
         record = its.record(spans=False)
         if record is not None:

@@ -138,8 +138,9 @@ def _draw_main(axes: Axes, row: int, lanes: _Lanes, window: Window) -> None:
     for passes, colour in ((lanes.forward, _FORWARD), (lanes.backward, _BACKWARD)):
         bars = [bar for bar, _ in passes]
         axes.broken_barh(bars, lane, facecolors=colour, edgecolors="white", linewidth=_edge(bars, window))
-        for (start, width), label in passes:
-            if label and width * _scale(window) > (len(label) + 0.5) * _CHARACTER_IN:
+        most = max((len(label) for _, label in passes), default=0) + 0.5
+        if all(width * _scale(window) > most * _CHARACTER_IN for _, width in bars):  # all numbers or none
+            for (start, width), label in passes:
                 at = (start + width / 2, row + _LANE_TOP + _LANE / 2)
                 axes.text(*at, label, fontsize=7.5, ha="center", va="center", color="white")
     waits = [bar for bar, _ in lanes.bubbles]
