@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.app import keptin
+from megatron.fill.app.expected import warn_of_few_bubbles
 from megatron.fill.app.launch import Launch, _check_store
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.sandbox import Layer, Walls
+from megatron.fill.types import RankInfo
 
 
 def flags(**changed: object) -> Namespace:
@@ -137,3 +140,24 @@ def test_the_store_that_is_served_is_said_with_its_origin(monkeypatch, tmp_path)
     )
     run.settings = FillSettings(store="flag.db")
     assert run._served(tmp_path) == "PipeFill: serves the job store flag.db (--fill-store)"
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "virtual", "said"),
+    [
+        (1, 8, None, "one pipeline stage and so no bubble: .* expected --pipeline-model-parallel-size 2 or more"),
+        (2, 64, None, "with 2 stages and 64 passes through each, about 1.5% of the time are bubbles"),
+        (4, 64, 4, "about 1.2% .* fewer micro-batches or virtual stages, make more"),
+        (4, 8, None, ""),
+    ],
+)
+def test_a_training_with_few_bubbles_is_told_so_at_its_start(caplog, stages, microbatches, virtual, said):
+    args = Namespace(
+        global_batch_size=4 * microbatches,
+        micro_batch_size=2,
+        data_parallel_size=2,
+        virtual_pipeline_model_parallel_size=virtual,
+    )
+    warn_of_few_bubbles(RankInfo(0, 2 * stages, 0, 2 * stages, 0, 1, 0, stages), args)
+    assert bool(caplog.text) == bool(said)
+    assert re.search(said, caplog.text)

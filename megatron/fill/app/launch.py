@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 
 import pipefill_patches
+from megatron.fill.app.expected import warn_of_few_bubbles
 from megatron.fill.app.keptin import KeptIn, check_flags, keep_in
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share
@@ -128,7 +129,7 @@ class Launch:
             return
         self._run_dir, segment = agreed
         if info.rank == 0 and settings.serves:
-            _warn_of_no_bubbles(info)
+            warn_of_few_bubbles(info, args)
         jobs = self._jobs if info.rank == 0 else []
         store = self._store(self._run_dir)
         self.session = Session(settings, info, self._run_dir, segment, store, jobs, self.mps, self.walls)
@@ -148,6 +149,8 @@ class Launch:
                 print(f"PipeFill: {len(settings.jobs)} jobs, run folder {name}", flush=True)
                 if settings.serves:
                     print(self._served(Path(name)), flush=True)
+                if settings.serves and not settings.jobs:
+                    print("PipeFill: no --fill-jobs: it runs what is in that store, and what pipefill submit adds")
             except OSError as error:
                 logger.warning("the run folder %s cannot be made, so nothing is filled: %s", name, error)
         dist.broadcast_object_list(agreed, src=0)
@@ -209,11 +212,6 @@ class Launch:
                 self._segment.end(ending)
             except OSError as error:
                 logger.warning("how the training ended cannot be written down: %s", error)
-
-
-def _warn_of_no_bubbles(info: RankInfo) -> None:
-    if info.stages == 1:
-        logger.warning("there is one pipeline stage and so no bubble: the jobs will not run")
 
 
 def _check_store(where: str) -> None:

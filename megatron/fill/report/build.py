@@ -151,6 +151,7 @@ class ReportBuilder:
             iterations=max(sums.iterations.values(), default=0),
             first_iteration=min(sums.numbers, default=None),
             last_iteration=max(sums.numbers, default=None),
+            store=segment.store,
             command=segment.command,
         )
 

@@ -216,6 +216,7 @@ class SegmentReport(_Model):
     iterations: int = Field(description="training iterations that were recorded; the most of any rank")
     first_iteration: int | None = Field(description="the number of the first one; null if there is none")
     last_iteration: int | None = Field(description="the number of the last one; null if there is none")
+    store: str = Field(description="the job store that it served, without passwords; empty for none")
     command: str = Field(description="the command line of the main job")
 
 

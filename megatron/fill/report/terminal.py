@@ -13,6 +13,7 @@ from rich.table import Table
 
 from megatron.fill.display import one_line, state_colour
 from megatron.fill.records import Ending
+from megatron.fill.report.advice import advice
 from megatron.fill.report.drawn import MANY
 from megatron.fill.report.schema import (
     CycleBubble,
@@ -47,9 +48,10 @@ def print_report(report: Report, console: Console) -> None:
         *_lines(report.summary, jobs=bool(report.jobs)),
         *_brake_lines(report.ranks),
         *_wall_lines(report),
+        *([said] if (said := advice(report)) else []),
     ]
     for line in lines:
-        console.print(line, highlight=False)
+        console.print(escape(line), highlight=False)
 
 
 def print_cycle(cycles: Sequence[RankCycle], console: Console) -> None:
