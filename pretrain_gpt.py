@@ -1,7 +1,8 @@
 """Pretrain a GPT model with Megatron, and fill its pipeline bubbles with the jobs of ``--fill-jobs``.
 
 The flags are Megatron's own.  What is left out (supervised fine-tuning, fill-in-the-middle, packed sequences, ModelOpt,
-distillation) is in NVIDIA's ``pretrain_gpt.py``, which ``python -m pipefill_patches`` runs unchanged.
+distillation) is in NVIDIA's ``pretrain_gpt.py``, which ``python -m pipefill_patches`` runs unchanged.  This script
+follows NVIDIA's: see NOTICE.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from megatron.core.utils import (
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, get_timers, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from megatron.fill.errors import PatchError
 
 BATCH_KEYS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
 SPIKY_LOSS_FACTOR = 10
@@ -180,7 +182,16 @@ def main() -> None:
 
     Raises:
         ValueError: a flag asks for what only NVIDIA's own script can do.
+        PatchError: this megatron-core builds models in another way.
     """
+    try:
+        from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+        from megatron.training.arguments import parse_and_validate_args
+    except ImportError as error:
+        raise PatchError(
+            f"this script is written for megatron-core 0.19: {error}; expected that, or the script of the version that "
+            "is installed, run with `python -m pipefill_patches`"
+        ) from error
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     for name in UNSUPPORTED:
         if getattr(args, name, None):
@@ -192,6 +203,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from megatron.fill.app import launch
+    from megatron.fill.app.launch import launch
 
     launch(main)

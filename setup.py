@@ -1,28 +1,49 @@
 """PipeFill: run other work in the pipeline bubbles of Megatron-LM training."""
 
+import runpy
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
+
+HERE = Path(__file__).parent
+# Only the lower end: whether a newer version fits is seen when it is imported.
+oldest = runpy.run_path(str(HERE / "pipefill_patches" / "versions.py"))["TESTED"].split(",")[0]
 
 setup(
     name="pipefill",
     version="0.1.0",
     description="Runs other work in the pipeline bubbles of Megatron-LM training",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.12",
+    author="The PipeFill authors",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE", "NOTICE"],
+    keywords=["megatron", "pipeline parallelism", "pipeline bubbles", "llm", "training", "scheduling", "gpu"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
+    # megatron-core has no wheels for 3.14.
+    python_requires=">=3.12,<3.14",
     # megatron itself has no __init__.py: it is a namespace shared with pip's megatron-core.
     packages=find_namespace_packages(include=["megatron.fill*", "pipefill_patches*"]),
     entry_points={"console_scripts": ["pipefill = megatron.fill.cli:main"]},
     package_data={"megatron.fill": ["py.typed"], "pipefill_patches": ["py.typed"]},
     install_requires=[
         "torch>=2.8",
-        "megatron-core[training]>=0.19,<0.20",
+        f"megatron-core[training]{oldest}",
         "numpy",
         "packaging",
         "nvidia-ml-py",
-        "psutil",
         "pydantic>=2",
         "pyyaml",
         "rich",
@@ -40,13 +61,14 @@ setup(
             "pipefill[tasks,models,postgres]",
             "hypothesis",
             "mypy",
+            "psutil",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
+            "setuptools>=77",
             "tensorboard",
             "types-networkx",
-            "types-psutil",
             "types-PyYAML",
         ],
     },

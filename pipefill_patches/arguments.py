@@ -53,8 +53,14 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument(
         "--fill-report",
         metavar="DIR",
-        help="run folder: report.json, trace.json, timeline.png and the jobs' output (default: runs/pipefill-TIME); "
-        "unfinished jobs of an earlier run in the same folder go on",
+        help="run folder: report.json, trace.json, timeline.png and the jobs' output (default: runs/pipefill-TIME, "
+        "under SLURM runs/pipefill-JOB); unfinished jobs of an earlier run in the same folder go on",
+    )
+    group.add_argument(
+        "--fill-resubmit",
+        action="store_true",
+        help="submit the jobs of --fill-jobs anew; without it, those that an earlier run in the same folder has "
+        "submitted are not, whatever became of them",
     )
     group.add_argument(
         "--fill-profile-only",

@@ -18,7 +18,7 @@ from typing import Any
 from megatron.fill.hooks import bus
 from pipefill_patches.registry import Patch, Target, replace
 
-_SETUP = Target("megatron.training.training:setup_model_and_optimizer", ("model_type", "model_provider_func"))
+_SETUP = Target("megatron.training.training:setup_model_and_optimizer", ())  # its arguments are only passed on
 _OFFLOAD = Target("megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu", ("self",))
 _RESTORE = Target("megatron.core.optimizer.optimizer:MegatronOptimizer.restore_from_cpu", ("self",))
 _TRIAL_STEPS = 10

@@ -1,16 +1,18 @@
-"""What a patch is: named targets in an installed package, checked, applied and reverted.
+"""What a patch is: named targets in megatron-core or torch, checked, applied and reverted.
 
-A patch changes the behaviour of pip's ``megatron-core`` in memory; nothing on disk is touched.  It names the versions
-it was tested with and the signatures it relies on, and refuses to be applied to anything else, because a patch that
-half fits corrupts a training silently.
+A patch changes the behaviour of ``megatron-core`` in memory; nothing on disk is touched.  It names the signatures it
+relies on and refuses to be applied to anything else, because a patch that half fits corrupts a training silently.  The
+signatures decide, of the code that is imported; of a version that was not tested there is a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-import importlib.metadata
 import inspect
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megatron.fill.errors import PatchError
+from pipefill_patches.versions import TESTED
+
+logger = logging.getLogger("pipefill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +33,12 @@ class Target:
     Attributes:
         path: ``"package.module:Class.function"``.
         parameters: the parameter names the function must have, in order (a version may add more at the end).
+        uses: globals and attributes that the function's code must use, where a patch changes what these mean.
     """
 
     path: str
     parameters: tuple[str, ...]
+    uses: tuple[str, ...] = ()
 
     def resolve(self) -> tuple[Any, str]:
         """Return the object that holds the function and the function's name in it.
@@ -51,7 +58,7 @@ class Target:
         return holder, name
 
     def check(self) -> None:
-        """Raise PatchError unless the installed function begins with the expected parameters."""
+        """Raise PatchError unless the function begins with the expected parameters and uses what it must."""
         holder, name = self.resolve()
         function = inspect.unwrap(getattr(holder, name))
         found = tuple(inspect.signature(function).parameters)
@@ -59,18 +66,59 @@ class Target:
             raise PatchError(
                 f"{self.path} takes ({', '.join(found)}); expected it to begin with ({', '.join(self.parameters)})"
             )
+        for name in self.uses:
+            if name not in function.__code__.co_names:
+                raise PatchError(f"{self.path} does not use {name} any more; expected it to")
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """The megatron-core whose code is imported, which need not be the one that pip knows of."""
+
+    version: str
+    folder: str
+
+    def __str__(self) -> str:
+        return f"megatron-core {self.version} in {self.folder}"
+
+    @property
+    def tested(self) -> bool:
+        return SpecifierSet(TESTED).contains(Version(self.version), prereleases=True)
+
+
+def upstream() -> Upstream:
+    """Import megatron-core and say which it is.
+
+    Raises:
+        PatchError: it cannot be imported.
+    """
+    try:
+        core = importlib.import_module("megatron.core")
+        # Its version ends with the commit of whatever git checkout it happens to lie in.
+        return Upstream(Version(core.__version__).public, core.__path__[0])
+    except (ImportError, AttributeError) as error:
+        raise PatchError(f"megatron-core cannot be imported: {error}; expected megatron-core{TESTED}") from error
+
+
+@functools.cache
+def warn_if_untested(found: Upstream) -> None:
+    """Say once, on rank 0, that a version was not tested; what does not fit it is refused patch by patch."""
+    if not found.tested and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "PipeFill was tested with megatron-core%s, not with %s: it goes on as far as the signatures fit",
+            TESTED,
+            found,
+        )
 
 
 class Patch:
-    """One reversible change to the installed ``megatron-core`` (or ``torch``).
+    """One reversible change to the imported ``megatron-core`` (or ``torch``).
 
     Args:
         name: what the patch is called on the command line and in errors.
         reason: why this seam was chosen, in a sentence.
         install: makes the change; it registers on the given ``ExitStack`` how to take it back.
         targets: the functions relied upon; each is checked before anything is changed.
-        package: the distribution whose version is checked.
-        versions: the versions of it that the patch was tested with.
     """
 
     def __init__(
@@ -79,14 +127,10 @@ class Patch:
         reason: str,
         install: Callable[[contextlib.ExitStack], None],
         targets: tuple[Target, ...] = (),
-        package: str = "megatron-core",
-        versions: str = ">=0.19,<0.20",
     ) -> None:
         self.name = name
         self.reason = reason
         self.targets = targets
-        self.package = package
-        self.versions = SpecifierSet(versions)
         self._install = install
         self._undo: contextlib.ExitStack | None = None
 
@@ -95,34 +139,32 @@ class Patch:
         return self._undo is not None
 
     def check(self) -> None:
-        """Raise PatchError if the installed package is not one that the patch was tested with."""
-        try:
-            installed = importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            raise PatchError(f"patch {self.name!r} needs {self.package} {self.versions}: it is not installed") from None
-        if not self.versions.contains(Version(installed), prereleases=True):
-            raise PatchError(
-                f"patch {self.name!r} was tested with {self.package} {self.versions}, not with {installed}"
-            )
+        """Raise PatchError, with the signature that differs, unless the patch fits what is imported."""
+        warn_if_untested(upstream())
         for target in self.targets:
             try:
                 target.check()
             except PatchError as error:
-                raise PatchError(f"patch {self.name!r} does not fit {self.package} {installed}: {error}") from error
+                raise self._misfit(error) from error
 
     def apply(self) -> None:
         """Apply the patch; a second call does nothing.
 
         Raises:
-            PatchError: the installed version or a signature is not the one the patch was written for.  Nothing is
-                changed then.
+            PatchError: what is imported is not what the patch was written for.  Nothing is changed then.
         """
         if self.applied:
             return
         self.check()
         with contextlib.ExitStack() as stack:
-            self._install(stack)
+            try:
+                self._install(stack)
+            except (ImportError, AttributeError) as error:
+                raise self._misfit(error) from error
             self._undo = stack.pop_all()
+
+    def _misfit(self, why: Exception) -> PatchError:
+        return PatchError(f"patch {self.name!r} does not fit {upstream()}: {why}; tested is megatron-core{TESTED}")
 
     def revert(self) -> None:
         """Take the change back; does nothing when the patch is not applied."""

@@ -24,10 +24,8 @@ _PLAIN = Target(f"{_MODULE}:forward_backward_pipelining_without_interleaving", _
 _INTERLEAVED = Target(f"{_MODULE}:forward_backward_pipelining_with_interleaving", _KEYWORDS)
 _FORWARD = Target(f"{_MODULE}:forward_step", ("forward_step_func", "data_iterator", "model", "num_microbatches"))
 _BACKWARD = Target(f"{_MODULE}:backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
-_GROUPS = Target(f"{_MODULE}:_build_default_pg_collection", ())
-_STAGES = Target(
-    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator.__init__", ("self", "pp_group", "config")
-)
+_DEPTH = Target(_PLAIN.path, _PLAIN.parameters, uses=("P2PCommunicator", "total_stages"))
+_COMMUNICATOR = Target(f"{_MODULE}:P2PCommunicator.__init__", ("self", "pp_group", "config"))
 
 
 def _bracketed(original: Callable[..., Any], schedule: str) -> Callable[..., Any]:
@@ -75,22 +73,18 @@ PATCH = Patch(
 def _install_gpipe(stack: contextlib.ExitStack) -> None:
     holder, name = _PLAIN.resolve()
     one_forward_one_backward = inspect.unwrap(getattr(holder, name))
-    communicator_class, _ = _STAGES.resolve()
+    communicator_class, _ = _COMMUNICATOR.resolve()
 
     @functools.wraps(one_forward_one_backward)
     def forward_backward_gpipe(**kwargs: Any) -> Any:
         if kwargs.get("p2p_communicator") is not None or kwargs.get("pg_collection") is not None:
             raise PatchError("--fill-pipeline-schedule gpipe does not support multi-module pipelines")
-        from megatron.core import parallel_state
-        from megatron.core.utils import get_model_config
-
-        model = kwargs["model"]
-        communicator = _all_forwards_first(communicator_class, kwargs["num_microbatches"])(
-            parallel_state.get_pipeline_model_parallel_group(),
-            get_model_config(model[0] if isinstance(model, list) else model),
-        )
-        kwargs |= {"p2p_communicator": communicator, "pg_collection": holder._build_default_pg_collection()}
-        return one_forward_one_backward(**kwargs)
+        # The schedule makes its communicator itself, of the class with this name, and beside it the process groups.
+        holder.P2PCommunicator = _all_forwards_first(communicator_class, kwargs["num_microbatches"])
+        try:
+            return one_forward_one_backward(**kwargs)
+        finally:
+            holder.P2PCommunicator = communicator_class
 
     replace(stack, holder, name, _bracketed(forward_backward_gpipe, "gpipe"))
 
@@ -109,6 +103,4 @@ def _all_forwards_first(base: type, microbatches: int) -> type:
     return type("AllForwardsFirst", (base,), {"total_stages": property(total_stages)})
 
 
-GPIPE_PATCH = Patch(
-    "gpipe", "GPipe is 1F1B whose warm-up holds every forward", _install_gpipe, (_PLAIN, _GROUPS, _STAGES)
-)
+GPIPE_PATCH = Patch("gpipe", "GPipe is 1F1B whose warm-up holds every forward", _install_gpipe, (_DEPTH, _COMMUNICATOR))

@@ -126,7 +126,7 @@ def main() -> None:
         (search / "nothing.py").write_text(_TASK, encoding="utf-8")
         if guest is not None:
             os.chown(folder, guest.uid, guest.gid)
-        inside = Cage(walls.namespaces, str(folder), (Bind(str(search)),), ids[0], ids[1])
+        inside = Cage(walls.namespaces, str(folder), (Bind(str(search)),), user=ids[0], group=ids[1])
         outside = Cage((), str(folder))
         for cage in (inside, outside):
             start(folder, cage, search)  # warms the caches

@@ -1,35 +1,57 @@
 #!/usr/bin/env bash
 # Sets up if needed, then runs the whole test suite; arguments go to pytest.
 #   scripts/test.sh [tests/unit -k gate ...]
-# The job store is tested with PostgreSQL too: Debian's package is installed if there is none and we are root.
+#   scripts/test.sh --megatron VERSION [...]    the tests that touch Megatron (tests/patches, tests/e2e), with that
+#                                               version of megatron-core, in an environment of its own
+#   scripts/test.sh tests/slurm                 real trainings under a real SLURM too, which take some minutes more
+# The job store is tested with PostgreSQL, and train_slurm.sh with SLURM: Debian's packages are installed if there are
+# none and we are root.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup.sh
+venv=.venv
+suites=(--ignore tests/e2e --ignore tests/slurm/test_training.py)
+case ${1:-} in
+    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --megatron)
+        version=${2:?--megatron needs a version, such as 0.18.2}
+        shift 2
+        scripts/setup.sh --megatron "$version"
+        venv=.venv-megatron-$version
+        suites=(tests/patches) ;;
+    *) scripts/setup.sh ;;
+esac
 
-install_postgres() {
-    # No cluster of its own: the tests start a private one.
-    mkdir -p /etc/postgresql-common
-    [ -e /etc/postgresql-common/createcluster.conf ] ||
-        echo 'create_main_cluster = false' >/etc/postgresql-common/createcluster.conf
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq &&
-        apt-get install -qq -y --no-install-recommends -o Dpkg::Options::=--force-confold postgresql
+install() { # what it is called, its Debian packages
+    local name=$1 log
+    shift
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        echo "test.sh: $name is not installed, and only root can do that: its tests will be skipped" >&2
+        return
+    fi
+    log=$(mktemp)
+    {
+        export DEBIAN_FRONTEND=noninteractive
+        apt-get update -qq &&
+            apt-get install -qq -y --no-install-recommends -o Dpkg::Options::=--force-confold "$@"
+    } >"$log" 2>&1 || echo "test.sh: $name could not be installed (see $log): its tests will be skipped" >&2
 }
 
 if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 && ! command -v initdb >/dev/null; then
-    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-        echo "test.sh: PostgreSQL is not installed, and only root can do that: its tests will be skipped" >&2
-    else
-        log=$(mktemp)
-        install_postgres >"$log" 2>&1 ||
-            echo "test.sh: PostgreSQL could not be installed (see $log): its tests will be skipped" >&2
+    if [ "$(id -u)" = 0 ] && [ ! -e /etc/postgresql-common/createcluster.conf ]; then
+        # No cluster of its own: the tests start a private one.
+        mkdir -p /etc/postgresql-common
+        echo 'create_main_cluster = false' >/etc/postgresql-common/createcluster.conf
     fi
+    install PostgreSQL postgresql
+fi
+if ! command -v slurmctld >/dev/null && [ ! -e /usr/sbin/slurmctld ]; then
+    install SLURM slurm-wlm munge
 fi
 if [ $# -gt 0 ]; then
-    exec .venv/bin/python -m pytest "$@"
+    exec "$venv/bin/python" -m pytest "$@"
 fi
 # The trainings of the end-to-end tests need every core to themselves; the others share them.
 status=0
-.venv/bin/python -m pytest --numprocesses 2 --ignore tests/e2e || status=$?
-.venv/bin/python -m pytest tests/e2e || status=$?
+"$venv/bin/python" -m pytest --numprocesses 2 "${suites[@]}" || status=$?
+"$venv/bin/python" -m pytest tests/e2e || status=$?
 exit "$status"

@@ -12,6 +12,7 @@ from tests.postgres import NoPostgres, PrivatePostgres
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PrivatePostgres]:
     """A private PostgreSQL; tests that ask for it are skipped where it cannot be run."""
+    pytest.importorskip("psycopg", reason="needs the extra postgres")
     try:
         server = PrivatePostgres().__enter__()
     except NoPostgres as error:

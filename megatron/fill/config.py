@@ -225,6 +225,7 @@ class FillSettings(BaseModel):
     store: str | None = None
     policy: str = "priority"
     report: str | None = None
+    resubmit: bool = False
     profile_only: bool = False
     pipeline_schedule: Literal["megatron", "gpipe"] = "megatron"
     paired_blocks: int = Field(default=0, ge=0)

@@ -180,6 +180,8 @@ class WorkerRecord:
         alone_ns, alone_work: step time and work measured while the main job stood still after its last iteration.
         uses: the most recent bubbles it was given.
         steps: ``(start_ns, end_ns)`` of the most recent steps.
+        callbacks: the longest that each callback took but ``run_next_step()``, ns; only those that returned.
+        partial_work: the part of ``work_done`` that no checkpoint has: that of an iteration that had not ended.
     """
 
     job: str
@@ -191,6 +193,8 @@ class WorkerRecord:
     alone_work: float
     uses: Sequence[BubbleUse] = ()
     steps: Sequence[tuple[int, int]] = ()
+    callbacks: dict[str, int] = field(default_factory=dict)
+    partial_work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +211,8 @@ class JobRecord:
         attempt: which of them it is, as the store counts the job's claims.
         started_ns, ready_ns, ended_ns: CLOCK_MONOTONIC of its machine: when its worker was started, when that called
             the task's ``create`` (0 for never), and when the worker had ended.
+        peak_bytes: the most device memory that it was seen to hold; 0 where nobody looked in time.
+        offences: how often something of it ran on after its bubble for longer than the grace.
     """
 
     name: str
@@ -226,3 +232,5 @@ class JobRecord:
     started_ns: int = 0
     ready_ns: int = 0
     ended_ns: int = 0
+    peak_bytes: int = 0
+    offences: int = 0

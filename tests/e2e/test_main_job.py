@@ -116,7 +116,7 @@ WRONG = {
 PARSE = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from megatron.fill.app import launch
+from megatron.fill.app.launch import launch
 from megatron.training import arguments
 for flags in sys.argv[1:]:
     sys.argv = ["pretrain_gpt.py", *flags.split()]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.records import read_rank
-from tests.e2e.training import ROOT, train
+from tests.e2e.training import ROOT, SCRIPT, train
 
-SCRIPT = f"""
+RELAYED = f"""
 import os, runpy, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
@@ -49,7 +49,7 @@ def on_start(info, args):
 
 bus.on_parse, bus.on_start = lambda args: None, on_start
 pipefill_patches.apply(pipefill_patches.defaults(sys.argv))
-runpy.run_path({str(ROOT / "pretrain_gpt.py")!r}, run_name="__main__")
+runpy.run_path({str(ROOT / SCRIPT)!r}, run_name="__main__")
 assert bus.listener is not None
 relayed.end()
 assert relay.finish()
@@ -62,7 +62,7 @@ write_rank(FOLDER / f"host{{recorder.info.rank}}.json", recorder.record())
 )
 def test_the_relay_sees_what_a_listener_in_the_rank_sees(tmp_path: Path, flags: str):
     script = tmp_path / "relayed.py"
-    script.write_text(SCRIPT, encoding="utf-8")
+    script.write_text(RELAYED, encoding="utf-8")
     train(tmp_path, flags, iterations=4, script=(str(script),))
     for rank in range(2):
         relayed, host = read_rank(tmp_path / f"relay{rank}.json"), read_rank(tmp_path / f"host{rank}.json")

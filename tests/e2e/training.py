@@ -11,8 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from megatron.fill.store import Job, JobStore, open_store
 
@@ -26,9 +29,10 @@ MODEL = (
     "--log-interval 1 --tensorboard-log-interval 1"
 )
 ENDLESS = 100_000  # iterations
-UPSTREAM = ("-m", "pipefill_patches", "--only", "cpu_backend", "pretrain_gpt.py")
-PATCHED = ("-m", "pipefill_patches", "pretrain_gpt.py")
-OURS = ("pretrain_gpt.py",)
+SCRIPT = "pretrain_gpt.py" if Version(version("megatron-core")) >= Version("0.19") else "tests/e2e/older_gpt.py"
+UPSTREAM = ("-m", "pipefill_patches", "--only", "cpu_backend", SCRIPT)
+PATCHED = ("-m", "pipefill_patches", SCRIPT)
+OURS = (SCRIPT,)
 
 
 @dataclass(frozen=True)

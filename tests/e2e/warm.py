@@ -26,7 +26,7 @@ from typing import NoReturn
 HEAVY = (
     *("torch", "torch.distributed", "torch.utils.tensorboard", "torch.distributed.checkpoint", "torch._dynamo"),
     *("torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo", "networkx", "omegaconf", "wandb"),
-    *("transformers", "tensorboard", "numpy", "scipy", "pydantic", "sqlalchemy", "rich", "psutil", "yaml"),
+    *("transformers", "tensorboard", "numpy", "scipy", "pydantic", "sqlalchemy", "rich", "yaml"),
 )
 
 

@@ -5,13 +5,19 @@ Each case runs in a process of its own: a patch changes modules for good, and th
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 import pipefill_patches
+from pipefill_patches.registry import Target
+from pipefill_patches.versions import TESTED
+
+ROOT = Path(__file__).resolve().parents[2]
 
 STATE = """
     import importlib
@@ -71,21 +77,9 @@ def test_applied_before_megatron_is_imported():
 
 def test_applied_after_megatron_is_imported():
     output = run("""
-    import importlib.metadata, sys
+    import sys
     import megatron.training.training, pipefill_patches
     before = state()
-
-    # another version is refused by name, and nothing changes
-    version, importlib.metadata.version = importlib.metadata.version, lambda package: "0.20.0"
-    for name in pipefill_patches.PATCHES:
-        try:
-            pipefill_patches.apply((name,))
-        except pipefill_patches.PatchError as error:
-            assert name in str(error) and "<0.20" in str(error) and "0.20.0" in str(error), error
-        else:
-            raise AssertionError(f"{name} was applied to a wrong version")
-    assert all(a is b for a, b in zip(before, state()))
-    importlib.metadata.version = version
 
     # applied, applied again, reverted, reverted again, applied once more
     pipefill_patches.apply(NAMES)
@@ -118,6 +112,94 @@ def test_applied_after_megatron_is_imported():
     """)
     assert "--fill-jobs FILE" in output
     assert "--pipeline-model-parallel-size" in output
+
+
+def test_the_signatures_decide_and_not_the_version():
+    """Neither the number that the imported code gives itself nor what pip says of another copy keeps a patch away."""
+    output = run("""
+    import importlib.metadata, logging, sys
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    import megatron.core, pipefill_patches
+    importlib.metadata.version = lambda package: "0.1.0"
+    pipefill_patches.apply(("p2p_communicator",))
+    print("TESTED", flush=True)
+    pipefill_patches.revert()
+    megatron.core.__version__ = "7.8.9+1234567"
+    pipefill_patches.apply(("p2p_communicator", "training_loop"))
+    assert pipefill_patches.PATCHES["training_loop"].applied
+    pipefill_patches.revert()
+    from megatron.training import training
+    training.train_step = lambda surprise: None
+    try:
+        pipefill_patches.apply(("training_loop",))
+    except pipefill_patches.PatchError as error:
+        print(error)
+    """)
+    quiet, warned = output.split("TESTED\n")
+    assert "was tested" not in quiet
+    warning, refusal = warned.strip().splitlines()
+    assert f"tested with megatron-core{TESTED}, not with megatron-core 7.8.9 in /" in warning
+    assert "patch 'training_loop' does not fit megatron-core 7.8.9 in /" in refusal
+    assert "megatron.training.training:train_step takes (surprise); expected it to begin with (forward_step" in refusal
+
+
+def test_a_copy_in_front_of_pips_is_the_one_that_is_judged(tmp_path):
+    """As with a checkout of Megatron-LM on PYTHONPATH."""
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("__version__ = '0.5.0'\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "pipefill_patches", "--check"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert f"tested with megatron-core{TESTED}, not with megatron-core 0.5.0 in {core}" in done.stderr
+    assert "p2p_communicator: patch 'p2p_communicator' does not fit megatron-core 0.5.0" in done.stdout
+    assert "P2PCommunicator._communicate cannot be found: No module named" in done.stdout
+
+
+def test_every_patch_fits_what_is_installed():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "pipefill_patches", "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert [line.split()[0] for line in done.stdout.splitlines() if line.endswith(": fits")] == [
+        f"{name}:" for name in pipefill_patches.PATCHES
+    ]
+
+
+def test_our_script_refuses_a_version_that_builds_models_in_another_way():
+    said = run(f"""
+    import sys
+    sys.path.insert(0, {str(ROOT)!r})
+    sys.stderr = sys.stdout
+    sys.argv = ["pretrain_gpt.py"]
+    from megatron.training import argument_utils
+    vars(argument_utils).pop("gpt_config_from_args", None)  # as in 0.18
+    import pretrain_gpt
+    from megatron.fill.app import launch
+    try:
+        launch(pretrain_gpt.main)
+    except SystemExit as stop:
+        print(stop.code)
+    """)
+    line, code = said.splitlines()[-2:]
+    assert line.startswith("pretrain_gpt.py: error: this script is written for megatron-core 0.19: cannot import name")
+    assert "python -m pipefill_patches" in line
+    assert code == "2"
+
+
+def test_what_a_patch_changes_the_meaning_of_must_be_used():
+    """GPipe gives 1F1B another communicator: where 1F1B did not ask for it, the training would silently be 1F1B."""
+    target = Target("textwrap:dedent", ("text",), uses=("total_stages",))
+    with pytest.raises(pipefill_patches.PatchError, match="textwrap:dedent does not use total_stages any more"):
+        target.check()
 
 
 def test_a_changed_signature_and_a_missing_function_are_refused():

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.fill.app import keptin
 from megatron.fill.app.expected import warn_of_few_bubbles
-from megatron.fill.app.launch import Launch, _check_store
+from megatron.fill.app.launch import Launch, _check_store, _counted, _new_run_folder
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.sandbox import Layer, Walls
@@ -161,3 +161,25 @@ def test_a_training_with_few_bubbles_is_told_so_at_its_start(caplog, stages, mic
     warn_of_few_bubbles(RankInfo(0, 2 * stages, 0, 2 * stages, 0, 1, 0, stages), args)
     assert bool(caplog.text) == bool(said)
     assert re.search(said, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"SLURM_JOB_ID": "71"}, "runs/pipefill-71"),
+        ({"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0"}, "runs/pipefill-71"),
+        ({"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "2"}, "runs/pipefill-71.2"),
+    ],
+)
+def test_a_slurm_job_comes_back_to_its_run_folder(monkeypatch, variables, name):
+    for variable in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    assert _new_run_folder().endswith(f"-{os.getpid()}")
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert _new_run_folder() == name
+
+
+def test_jobs_that_are_not_submitted_again_are_counted():
+    assert _counted(3, 3) == "3 jobs"
+    assert _counted(3, 1) == "3 jobs (2 submitted here before: --fill-resubmit runs them anew)"

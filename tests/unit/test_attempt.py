@@ -210,12 +210,14 @@ def test_what_runs_is_written_down_with_what_it_did_so_far(tmp_path):
         id=7, name="pi", attempt=2, spec={"task": "m:C", "command": None}, progress=Progress(unit="points")
     )
     attempt.directory, attempt.started_ns = tmp_path, 5
+    attempt.limiter = SimpleNamespace(peak_bytes=9)  # type: ignore[assignment]
     for number in range(3000):
         attempt.log.step_ended(number, number + 1, 2.0, alone=False)
     attempt.log.leave_bubble(BubbleUse(1, 5, 3000, 0, 3000), alone=False)
     job, worker = attempt.so_far()
     assert (job.name, job.state, job.reason, job.rank, job.attempt) == ("pi", JobState.RUNNING, "", 3, 2)
     assert (job.work_done, job.unit, job.steps, job.directory) == (6000.0, "points", 3000, str(tmp_path))
+    assert job.peak_bytes == 9
     assert (worker.steps_done, worker.work_done, worker.harvested_ns, len(worker.uses)) == (3000, 6000.0, 3000, 1)
     assert len(worker.steps) == 2000  # the most recent ones
     assert worker.steps[-1] == (2999, 3000)

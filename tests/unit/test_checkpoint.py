@@ -15,7 +15,7 @@ import torch
 from megatron.fill.errors import TaskError
 from megatron.fill.runtime import checkpoint
 from megatron.fill.runtime.saver import Saver
-from megatron.fill.runtime.steplog import Saving, StepLog, create_log
+from megatron.fill.runtime.steplog import Saving, StepLog, WorkerPhase, create_log
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 
@@ -207,6 +207,20 @@ def test_a_task_goes_on_where_it_was_saved(tmp_path):
     task, log, saver = counter(tmp_path, 60)
     saver.load()
     assert (task.turns, log.base_work) == (2, 4.0)
+
+
+def test_saving_and_loading_are_named_while_they_last(tmp_path, monkeypatch):
+    task, log, saver = counter(tmp_path, 60)
+    seen = []
+    for name in ("state_dict", "load_state_dict"):
+        call = getattr(task, name)
+        monkeypatch.setattr(task, name, lambda *given, call=call: (seen.append(log.phase.callback), call(*given))[1])
+    log.phase = WorkerPhase.ASLEEP
+    saver.save()
+    assert log.phase is WorkerPhase.ASLEEP
+    saver.load()
+    assert seen == ["state_dict()", "load_state_dict()"]
+    assert set(log.longest_ns) >= {"state_dict()", "load_state_dict()"}
 
 
 def test_a_checkpoint_that_cannot_be_written_does_not_end_the_job(tmp_path, monkeypatch):

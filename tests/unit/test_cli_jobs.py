@@ -15,6 +15,7 @@ import pytest
 
 from megatron.fill.cli import main, views
 from megatron.fill.store import JobStore, NewJob, Progress, open_store
+from megatron.fill.trial import check
 from megatron.fill.types import JobState
 
 JOBS = """
@@ -22,6 +23,21 @@ jobs:
   - {name: digits, task: "tasks:Digits", args: {epochs: 20}, count: 2, priority: 1, user: grace}
   - {name: compress, command: gzip --best corpus.txt, memory: 2GiB}
 """
+TASKS = """
+from megatron.fill import SideTask
+print("imported")
+
+class Digits(SideTask):
+    def create(self, epochs=1):
+        raise AssertionError("nothing of it is run")
+"""
+
+
+def write_jobs(folder: Path, text: str = JOBS) -> None:
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o755)  # jobs may run as a user without rights
+    (folder / "tasks.py").write_text(TASKS)
+    (folder / "jobs.yaml").write_text(text)
 
 
 @dataclass
@@ -76,8 +92,7 @@ def finished(store: JobStore, name: str, state: JobState = JobState.FAILED, reas
 
 class TestSubmit:
     def test_the_jobs_of_a_file_are_queued(self, pipefill, tmp_path):
-        (tmp_path / "sub").mkdir()
-        (tmp_path / "sub" / "jobs.yaml").write_text(JOBS)
+        write_jobs(tmp_path / "sub")
         jobs = pipefill("submit", "sub/jobs.yaml", "--user", "ada", "--json").json
         assert [(job["name"], job["user"], job["priority"]) for job in jobs] == [
             ("digits-0", "grace", 1),
@@ -99,7 +114,7 @@ class TestSubmit:
 
     def test_again_it_is_the_same_jobs(self, pipefill, tmp_path):
         (tmp_path / "jobs.yaml").write_text(JOBS)
-        first, second = pipefill("submit", "jobs.yaml"), pipefill("submit", "jobs.yaml")
+        first, second = (pipefill("submit", "jobs.yaml", "--no-check") for _ in range(2))
         assert first.status == 0
         assert second.out == first.out
         assert len(pipefill("list", "--json").json) == 3
@@ -110,6 +125,40 @@ class TestSubmit:
         assert (ran.status, ran.out) == (2, "")
         assert ran.err == "pipefill: error: jobs.yaml: job 'a': task is 'x': expected module:Class\n"
         assert not (tmp_path / "run").exists()
+
+    def test_what_does_not_exist_is_not_submitted(self, pipefill, tmp_path):
+        jobs = [
+            {"name": "module", "task": "gone:Digits", "count": 3},
+            {"name": "class", "task": "tasks:Digit"},
+            {"name": "args", "task": "tasks:Digits", "args": {"epoch": 3}},
+            {"name": "program", "command": "gzipp --best"},
+            {"name": "good", "task": "tasks:Digits"},
+        ]
+        write_jobs(tmp_path, json.dumps({"jobs": jobs}))
+        ran = pipefill("submit", "jobs.yaml")
+        assert (ran.status, ran.out) == (2, "")
+        said = "jobs.yaml: job '{}': {}"
+        fits = "args do not fit Digits.create(): got an unexpected keyword argument 'epoch'; it takes epochs"
+        assert ran.err.removeprefix("pipefill: error: ").splitlines() == [
+            said.format("module-0", "importing gone failed: ModuleNotFoundError: No module named 'gone'"),
+            said.format("class", "tasks has no Digit; it has Digits"),
+            said.format("args", fits),
+            said.format("program", "command not found: gzipp"),
+            "nothing is submitted; --no-check submits them all the same",
+        ]
+        assert "tasks" not in sys.modules
+        assert not (tmp_path / "run").exists()
+        assert len(pipefill("submit", "jobs.yaml", "--no-check", "--json").json) == 7
+
+    def test_jobs_that_cannot_be_looked_at_can_be_submitted_all_the_same(self, pipefill, tmp_path, monkeypatch):
+        monkeypatch.setattr(check, "program", lambda name: ["sh", "-c", "echo 'no walls here' >&2"])
+        write_jobs(tmp_path)
+        ran = pipefill("submit", "jobs.yaml")
+        assert ran.status == 2
+        assert ran.err == (
+            "pipefill: error: the jobs cannot be looked at: no walls here; --no-check submits them unseen\n"
+        )
+        assert pipefill("submit", "jobs.yaml", "--no-check").status == 0
 
 
 class TestList:

@@ -6,14 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from megatron.fill.cli import main, profile
+from megatron.fill.trial.result import Ended, Options, Steps, Trial
 
 CLI = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 TASK = """
 import time
 from megatron.fill.profiles import Configuration
+from megatron.fill.sidetask import SideTask
 from megatron.fill.sidetask.nodes import NodeTask
 
 class Two(NodeTask):
@@ -43,6 +49,9 @@ class Two(NodeTask):
         while time.process_time_ns() < end_ns:
             pass
         return float(self.batch * node)
+
+class Plain(SideTask):
+    pass
 """
 BUBBLES = {
     "ranks": [{"rank": 0, "iteration_ms": 100.0, "training": [{"kind": "fill", "p10_ms": 30.0, "free_bytes": 0}]}]
@@ -53,14 +62,16 @@ BUBBLES = {
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "two.py").write_text(TASK)
     (tmp_path / "bubbles.json").write_text(json.dumps(BUBBLES))
-    jobs = [
-        {"name": "two", "task": "two:Two", "count": 2},
-        {"name": "pi", "task": "megatron.fill.sidetask.digits:DigitsTraining"},
-        {"name": "ls", "command": "ls"},
-    ]
+    jobs = [{"name": "two", "task": "two:Two", "count": 2}]
     (tmp_path / "jobs.yaml").write_text(json.dumps({"jobs": jobs}))
     broken = {"name": "broken", "task": "two:Two", "args": {"fail": "no such data"}}
     (tmp_path / "broken.yaml").write_text(json.dumps({"jobs": [broken]}))
+    plain = [
+        {"name": "plain", "task": "two:Plain", "count": 2},
+        {"name": "fails", "task": "two:Plain", "args": {"fail": "now"}},
+        {"name": "busy", "command": "sh -c 'while true; do :; done'"},
+    ]
+    (tmp_path / "plain.yaml").write_text(json.dumps({"jobs": plain}))
     return tmp_path
 
 
@@ -77,7 +88,6 @@ def test_profiles_go_to_a_file_and_a_store_and_plans_come_from_them(folder):
     assert "two-0" in done.stdout
     assert "by hand" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "pi: megatron.fill.sidetask.digits:DigitsTraining is no NodeTask" in done.stderr
     profiles = json.loads((folder / "profiles.json").read_text())
     assert sorted(profiles) == ["two-0", "two-1"]
     one, two = profiles["two-0"]
@@ -98,11 +108,46 @@ def test_a_job_that_cannot_be_measured_says_why(folder):
     assert "broken: not measured: ValueError: no such data" in done.stderr
 
 
+def test_jobs_without_nodes_are_measured_by_running_them(folder, monkeypatch, capsys):
+    """Run by what ``pipefill try`` runs them with, which has tests of its own."""
+    ran: list[str] = []
+
+    def trials_of(jobs: Any, search: Any, options: Options, *rest: Any) -> Iterator[Trial]:
+        assert not options.round_trip
+        for job in jobs:
+            ran.append(job.name)
+            failed = "fail" in job.args
+            yield Trial(
+                *(job.name, job.what, "cpu", Ended.FAILED if failed else Ended.OK, "ValueError: now" * failed),
+                work_done=40.0,
+                peak_bytes=5 << 20,
+                steps=Steps(10, 2.0, 3.5, 4.0) if job.task else None,
+            )
+
+    monkeypatch.setattr(profile, "trials_of", trials_of)
+    monkeypatch.setattr(sys, "argv", ["pipefill", "profile", "plain.yaml", "--device", "cpu", "-o", "profiles.json"])
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 1
+    assert ran == ["plain-0", "fails", "busy"]
+    rows = [line.split() for line in out.splitlines() if line.startswith(("plain", "busy", "fails"))]
+    steps = ["10", "2.00", "3.50", "4.00", "5"]
+    assert rows == [["plain-0", *steps], ["plain-1", *steps], ["busy", *"----", "5"]]
+    assert "fails: not measured: ValueError: now" in err
+    profiles = json.loads((folder / "profiles.json").read_text())
+    step = {"name": "step", "duration_ns": 2_000_000, "memory_bytes": 5 << 20}
+    one = [{"configuration": "b1", "work": 4.0, "nodes": [step]}]
+    assert profiles == {"plain-0": one, "plain-1": one}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["jobs.yaml", "--device", "tpu"], "--device is 'tpu': expected cpu or cuda:0"),
-        (["none.yaml"], "none.yaml: cannot be read"),
+        (["jobs.yaml", "--device", "cuda:99"], "--device is 'cuda:99', which is not there"),
+        (["none.yaml", "--device", "cpu"], "none.yaml: cannot be read"),
         (["jobs.yaml", "--device", "cpu", "-o", "no/where.json"], "no/where.json: cannot be written"),
     ],
 )

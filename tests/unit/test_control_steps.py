@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
 
 from megatron.fill.control import ControlPage, ControlReader, RunState
 from megatron.fill.device import host
@@ -22,6 +23,7 @@ from megatron.fill.runtime.steplog import StepLog, create_log
 from megatron.fill.sandbox import Cage
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
+from megatron.fill.types import JobState
 from tests.unit.children import until
 
 FAR_NS = 10**18
@@ -75,23 +77,62 @@ def test_no_step_starts_after_a_pause_and_the_next_bubble_after_resume_goes_on(c
     assert starts[-1] > pauses[-2][1]
 
 
-def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, monkeypatch):
-    # At idle priority a busy machine may leave the command waiting for longer than a test does.
-    monkeypatch.setattr("megatron.fill.device.host.yield_to_main_job", lambda cpus: None)
-    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
-    script = "echo $$ > scratch; mv scratch pid; while :; do echo >> ticks; done"
+def command_spec(folder: Path, script: str) -> Any:
+    """Of a command in a cage without namespaces, so that its number is the same everywhere; it may begin at once."""
     agent, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    spec: Any = SimpleNamespace(
+    agent.send(b"x")
+    return SimpleNamespace(
         command=["sh", "-c", script],
-        directory=str(tmp_path),
+        directory=str(folder),
         cpus=[],
         env={},
         device="cpu",
         limits=Limits(),
-        cage=Cage(directory=str(tmp_path)),  # without namespaces, so that its number is the same everywhere
+        cage=Cage(directory=str(folder)),
         channel_fd=channel.detach(),
+        agent=agent,
     )
-    agent.send(b"x")  # it may begin
+
+
+@pytest.mark.parametrize(
+    ("told", "state", "reason"),
+    [
+        (True, JobState.QUEUED, "the main job ended first; a command begins again from its start"),
+        (False, JobState.FAILED, "the command was ended by SIGTERM; see output.log"),
+    ],
+)
+def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(tmp_path, child, told, state, reason):
+    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
+    spec = command_spec(tmp_path, "touch running; while :; do :; done")
+    out, told_fd = tmp_path / "outcome", os.memfd_create("told")
+
+    def work(_: int) -> None:
+        host.adopt_orphans()
+        reader, control = SharedGateReader(gate.reader_fd()), ControlReader(page.reader_fd())
+        heard = lambda: os.fstat(told_fd).st_size > 0  # noqa: E731
+        found = CommandRun(spec, reader, reader, StepLog(log_fd), heard, lambda seq: None, control).run()
+        (tmp_path / "scratch").write_text(f"{found.state}: {found.reason}")
+        os.replace(tmp_path / "scratch", out)
+
+    child(work)
+    gate.open(FAR_NS, 0)
+    until((tmp_path / "running").exists)
+    [running] = [
+        process for process in psutil.Process().children(recursive=True) if process.cmdline()[:2] == ["sh", "-c"]
+    ]
+    running.terminate()
+    if told:  # a little later, as it happens
+        time.sleep(0.1)
+        os.write(told_fd, b"x")
+    until(out.exists)
+    assert out.read_text() == f"{state}: {reason}"
+
+
+def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, monkeypatch):
+    # At idle priority a busy machine may leave the command waiting for longer than a test does.
+    monkeypatch.setattr("megatron.fill.device.host.yield_to_main_job", lambda cpus: None)
+    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
+    spec = command_spec(tmp_path, "echo $$ > scratch; mv scratch pid; while :; do echo >> ticks; done")
 
     def work(out: int) -> None:
         host.adopt_orphans()
@@ -102,6 +143,7 @@ def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, mo
     child(work)
     gate.open(FAR_NS, 0)
     until((tmp_path / "pid").exists)
+    assert StepLog(log_fd).serving_ns  # since when it waits for bubbles is told of a command too
     command = psutil.Process(int((tmp_path / "pid").read_text()))
 
     def ticks() -> int:

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from megatron.fill.sidetask.embed import EmbedTexts, model_folder
 from tests.unit.drive import begin, drive, finish
 
+pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra models")
 WORDS = ["pipeline", "model", "leaves", "idle", "time", "which", "other", "work", "can", "use"]
 
 
@@ -28,7 +28,7 @@ def read(path):
 
 
 def test_it_is_what_sentence_transformers_computes(tmp_path, folder):
-    sentence_transformers = pytest.importorskip("sentence_transformers")
+    sentence_transformers = pytest.importorskip("sentence_transformers", reason="needs the extra models")
     task = drive(EmbedTexts, tmp_path / "job", folder=str(folder), batch_sizes=[2], pieces=6)
     assert task.split == "torch.export, 6 pieces"
     got = read(tmp_path / "job" / "embeddings.parquet")

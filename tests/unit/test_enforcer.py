@@ -35,17 +35,18 @@ class Bench:
             self.worker.pid, SharedGateReader(self.gate.reader_fd()), self.log, GRACE_NS, max_overruns=2
         )
 
-    def begin_step(self) -> int:
+    def begin_step(self, phase: WorkerPhase = WorkerPhase.STEP) -> int:
         """A bubble opens, the worker begins a step in it, and the bubble ends."""
         seq = self.gate.open(time.monotonic_ns() + 1_000_000, 0)
         self.log.enter_bubble(seq)
-        self.log.phase = WorkerPhase.STEP
+        self.log.phase = phase
         self.gate.close(time.monotonic_ns())
         return seq
 
     def end_step(self, seq: int) -> None:
         self.log.step_ended(0, 1, 1.0, False)
         self.log.leave_bubble(BubbleUse(seq, 0, 1, 0, 1), False)
+        self.log.phase = WorkerPhase.ASLEEP
 
     @property
     def state(self) -> str:
@@ -97,10 +98,18 @@ def test_a_step_that_hangs_is_stopped_and_then_ended_without_another_bubble(benc
     assert bench.enforcer.verdict.startswith("run_next_step() hung: it went on for ")
 
 
-def test_a_step_that_ends_in_a_later_bubble_has_offended_and_no_more(bench):
-    for _ in range(2):
+@pytest.mark.parametrize(
+    ("phases", "callbacks"),
+    [
+        ((WorkerPhase.STEP, WorkerPhase.STEP), "run_next_step()"),
+        ((WorkerPhase.PAUSE, WorkerPhase.PAUSE), "pause()"),
+        ((WorkerPhase.START, WorkerPhase.PAUSE), "start(), pause()"),
+    ],
+)
+def test_what_ends_in_a_later_bubble_has_offended_and_is_named_when_it_is_over(bench, phases, callbacks):
+    for phase in phases:
         assert bench.enforcer.verdict is None
-        step = bench.begin_step()
+        step = bench.begin_step(phase)
         bench.check_until(lambda: bench.stopped)
         later = bench.gate.open(time.monotonic_ns() + 10**9, 0)
         while bench.stopped:
@@ -109,7 +118,10 @@ def test_a_step_that_ends_in_a_later_bubble_has_offended_and_no_more(bench):
         bench.gate.close(time.monotonic_ns())
         bench.check_until(lambda: not bench.enforcer._rationing.is_alive())
         assert later > step
-    assert bench.enforcer.verdict == "run_next_step() ran on after its bubble by more than 0.03 s 2 times"
+    assert bench.enforcer.offences == 2
+    assert bench.enforcer.verdict == (
+        f"{callbacks} ran on after its bubble by more than 0.03 s (--fill-grace-ms) 2 times (--fill-max-overruns)"
+    )
 
 
 def test_a_step_that_only_waits_for_the_core_is_not_to_blame(bench, monkeypatch):
@@ -152,6 +164,26 @@ def test_what_a_step_has_of_a_core_counts_against_it(bench):
         bench.enforcer.grace_ns = 300_000_000
         bench.begin_step()
         bench.check_until(lambda: bench.enforcer._opportunity_ns > 1_000_000)
+    finally:
+        bench.enforcer.release()
+        spinner.kill()
+        spinner.wait()
+
+
+def test_a_step_that_hangs_is_ended_although_the_log_says_that_steps_end(bench):
+    spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"], process_group=0)
+    try:
+        bench.enforcer.pid = spinner.pid
+        bench.begin_step()
+
+        def ended() -> bool:
+            bench.gate.open(time.monotonic_ns() + 10**9, 0)
+            time.sleep(0.01)
+            bench.gate.close(time.monotonic_ns())
+            bench.log.step_ended(0, 1, 1.0, False)
+            return bench.enforcer.verdict is not None
+
+        bench.check_until(ended)
     finally:
         bench.enforcer.release()
         spinner.kill()

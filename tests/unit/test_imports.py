@@ -42,15 +42,20 @@ RULES: dict[str, set[str]] = {
         *("store", "report", "device", "runtime"),
     },
     "store": {"types", "errors", "config"},
+    "client": {"types", "errors", "config", "store"},
     "report": {"types", "errors", "records", "display"},
     "runtime": {
         *("types", "errors", "profiles", "records", "gate", "board", "futex", "sidetask", "device", "predictor"),
         *("control", "hearsay", "hooks", "planner", "scheduler", "shared", "store", "stream", "sandbox"),
     },
     "chaos": {"types", "errors", "records", "store", "sidetask", "config", "report", "control", "runtime"},
+    # Nothing of a job is imported in it; it starts processes that do.
+    "trial": {
+        *("types", "errors", "config", "display", "hearsay", "records", "runtime", "sidetask", "store"),
+    },
     "cli": {
         *("chaos", "control", "types", "errors", "profiles", "config", "store", "planner", "device", "runtime", "sim"),
-        *("display", "hearsay", "records", "report", "sandbox"),
+        *("display", "hearsay", "records", "report", "sandbox", "trial"),
     },
     "__init__": {"types", "errors", "sidetask"},
 }
@@ -95,6 +100,11 @@ TORCH_FREE = [
     "runtime.rank",
     "runtime.relay",
     "runtime.measure",
+    "runtime.srun",
+    "trial.run",
+    "trial.printed",
+    "app.checker",
+    "app.standin",
 ]
 
 
@@ -156,6 +166,7 @@ WORKER_SIDE = {
 READERS = {"read_text", "read_bytes", "open", "fdopen", "load", "loads"}
 # What agents, report and commands read that no job's folder holds: file -> calls.
 OTHER_READS = {
+    "app/checker.py": {"os.open"},  # /dev/null
     "app/session.py": {"(agents / f'agent{self.info.rank}.log').open"},
     "cli/simulate.py": {"load"},
     "control.py": {"Path(f'/proc/{pid}/stat').read_text", "os.open"},
@@ -170,7 +181,11 @@ OTHER_READS = {
     "runtime/rank.py": {"self.gate.open"},
     "runtime/relay.py": {"json.loads", "log.open"},
     "runtime/spec.py": {"json.loads"},  # in the worker
+    "runtime/srun.py": {"Path(f'/proc/{pid}/status').read_text"},
+    "runtime/submitted.py": {"json.loads", "path.read_text"},  # in the run folder
     "runtime/warden.py": {"json.loads", "spec_path.read_text"},
+    "trial/spec.py": {"json.loads"},  # of who starts the process
+    "trial/train.py": {"log.open"},  # to write
 }
 
 
@@ -187,7 +202,7 @@ def reads(path: Path) -> set[str]:
 
 def outside(path: Path) -> bool:
     """Whether a file runs outside of a job's process, and reads what others wrote."""
-    return room(path) in {"report", "cli", "control", "records", "app"} or (
+    return room(path) in {"report", "cli", "control", "records", "app", "trial"} or (
         room(path) == "runtime" and path.stem not in WORKER_SIDE
     )
 

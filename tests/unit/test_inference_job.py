@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -10,6 +9,7 @@ from megatron.fill.sidetask.inference import BatchInferenceJob
 from tests.unit.drive import begin, drive, finish
 from tests.unit.test_training_job import points
 
+pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra models")
 ARGS = {
     "model": "tests.unit.test_inference_job:net",
     "data": "tests.unit.test_training_job:points",

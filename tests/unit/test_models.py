@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -11,8 +10,9 @@ from megatron.fill.sidetask.inference import BatchInferenceJob
 from megatron.fill.sidetask.training import TrainingJob
 from tests.unit.drive import drive
 
-pytest.importorskip("transformers")
-pytest.importorskip("timm")
+pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra models")
+pytest.importorskip("transformers", reason="needs the extra models")
+pytest.importorskip("timm", reason="needs the extra models")
 TINY = {"model_args": {"size": "tiny"}, "data_args": {"samples": 6}}
 
 

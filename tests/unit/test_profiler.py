@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.device.meter import HostMeter
+from megatron.fill.device.meter import HostMeter, resident_bytes
 from megatron.fill.errors import TaskError
 from megatron.fill.profiles import Configuration, NodeProfile
 from megatron.fill.runtime.profiler import MeasuringMachine, Profiler
@@ -124,3 +124,9 @@ def test_the_host_meter_sees_time_and_memory():
     assert busy_bytes - idle_bytes > 50 << 20
     meter.start()
     assert meter.stop()[1] < busy_bytes
+
+
+def test_resident_memory_grows_with_what_is_held():
+    before = resident_bytes()
+    held = b"x" * (64 << 20)
+    assert resident_bytes() - before > len(held) // 2

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.errors import TaskError
-from megatron.fill.runtime import output
+from megatron.fill.runtime import output, steplog
 from megatron.fill.runtime.keeper import progress_of
 from megatron.fill.runtime.output import BoundedOutput
 from megatron.fill.runtime.spec import Outcome
-from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog, create_log
+from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog, WorkerPhase, create_log
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import NewJob
@@ -105,6 +105,21 @@ def test_a_result_with_what_json_lacks_still_arrives():
         assert Outcome.left(log) == Outcome(JobState.SUCCEEDED, "")
 
 
+def test_a_log_keeps_the_longest_of_each_callback_that_has_returned(monkeypatch):
+    log, now = StepLog(create_log()), 1_000_000
+    monkeypatch.setattr(steplog.time, "monotonic_ns", lambda: now)
+    stays = [(WorkerPhase.CREATE, 500), (WorkerPhase.ASLEEP, 70)]
+    stays += [(phase, ns) for ns in (3, 9, 4) for phase in (WorkerPhase.START, WorkerPhase.STEP, WorkerPhase.PAUSE)]
+    for phase, ns in [*stays, (WorkerPhase.SAVE, 20)]:
+        log.phase = phase
+        now += ns
+    assert log.longest_ns == {"create()": 500, "start()": 9, "pause()": 9}
+    log.phase = WorkerPhase.STOP
+    assert log.longest_ns["state_dict()"] == 20
+    assert "stop()" not in log.longest_ns
+    assert log.record("job", 0).callbacks == log.longest_ns
+
+
 hostile_floats = st.sampled_from([1e308, -1e308, 4.9e-324, math.inf, math.nan, -0.0, 1e100, 1e-100]) | st.floats()
 noise = st.one_of(
     st.binary(max_size=400),
@@ -138,6 +153,7 @@ def test_whatever_is_written_over_a_log_it_can_be_read(some, at, more, where, ro
         assert all(0 <= start <= end <= now_ns for start, end in record.steps)
         assert all(min(use.harvested_ns, use.overrun_ns, use.steps, use.latency_ns + 1) >= 0 for use in record.uses)
         assert log.phase.callback
+        assert all(0 < duration_ns < 1 << 62 for duration_ns in record.callbacks.values())
         for value in (record, progress, *([outcome] if outcome else [])):
             json.dumps(dataclasses.asdict(value), allow_nan=False, ensure_ascii=False).encode()
     finally:

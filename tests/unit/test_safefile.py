@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fill.runtime import safefile
 from megatron.fill.runtime.folder import folder_name, job_folder, occupied
 from megatron.fill.runtime.output import BoundedOutput
 from megatron.fill.store.memory import MemoryStore
@@ -94,3 +95,23 @@ def test_a_worker_that_leaves_a_folder_is_waited_for(tmp_path):
     with occupied(tmp_path):
         assert left.is_set()
     thread.join()
+
+
+def test_folders_where_files_were_are_cleared_away(tmp_path):
+    known = job(directory="")
+    directory = job_folder(tmp_path, known, None)
+    for name in ("profile.json", "result.json", "output.log"):
+        (directory / name / "inner").mkdir(parents=True)
+    assert job_folder(tmp_path, known, None) == directory
+    assert not (directory / "profile.json").exists()
+    (directory / "spec.json" / "inner").mkdir(parents=True)
+    safefile.write_text(directory / "spec.json", "{}")
+    assert (directory / "spec.json").read_text() == "{}"
+
+
+def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "kept")
+    safefile.remove(tmp_path / "link")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    safefile.remove(tmp_path / "nothing")

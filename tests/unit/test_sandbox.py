@@ -169,6 +169,24 @@ print(json.dumps([
     assert (out / "new").exists()
 
 
+def test_a_masked_file_cannot_be_opened_wherever_it_lies(inside, walls, tmp_path):
+    if "mount" not in walls.namespaces:
+        pytest.skip("this machine gives no mount namespace")
+    bound, names = tmp_path / "bound", ("store.db", "store.db-wal")
+    bound.mkdir()
+    for name in names:
+        (bound / name).write_text("secret")
+        (bound / name).chmod(0o666)
+    files = [str(bound / name) for name in names]
+    found = inside.run(
+        f"print(json.dumps([attempt(open, path, mode) for path in {files!r} for mode in 'ra']))",
+        binds=(Bind(str(bound), writable=True),),
+        masked=(*files, str(bound / "not-there")),
+    )
+    assert found == ["PermissionError"] * 4
+    assert (bound / "store.db").read_text() == "secret"
+
+
 def test_a_job_s_folder_is_reached_though_one_above_it_is_closed_to_its_user(inside, walls, tmp_path):
     needs(walls, "mount")
     tmp_path.chmod(0o700)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
-from megatron.fill.sim.draw import draw_results
+from megatron.fill.sim.draw import _label, _title, draw_results
 from megatron.fill.sim.results import Result, short_names, summarise
 from megatron.fill.sim.values import (
     DeviceGroup,
@@ -100,3 +100,9 @@ def test_swept_fields_go_by_their_last_name_where_that_is_enough():
 def test_nothing_to_draw_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="at least one"):
         draw_results(tmp_path / "x.png", [])
+
+
+def test_a_picture_says_once_what_is_the_same_and_with_each_result_what_is_not():
+    results = [result(what={"parallel.dp": number, "fill.jobs": 5}) for number in (8, 16)]
+    assert [_label(one, results) for one in results] == ["dp=8", "dp=16"]
+    assert _title(results).endswith(f" hours, jobs=5, policy {results[0].policy}")

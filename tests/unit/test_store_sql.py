@@ -11,7 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.command import upgrade
@@ -100,6 +99,7 @@ class TestOpening:
         assert "secret" not in str(caught.value)
 
     def test_an_unreachable_server_is_named_at_once(self):
+        pytest.importorskip("psycopg", reason="needs the extra postgres")
         # It does not wait for a server that never was there: the patience is longer than a test may take.
         with pytest.raises(
             StoreError, match=r"job store postgresql\+psycopg://ada:\*\*\*@127.0.0.1:1/jobs: "
@@ -315,6 +315,8 @@ class TestPostgres:
         store.close()
 
     def test_a_claim_passes_over_what_another_one_holds(self, postgres):
+        import psycopg
+
         url = postgres.new_database()
         store = SqlStore(url)
         first, second = store.submit([job("first"), job("second")])

@@ -13,6 +13,7 @@ from megatron.fill.sidetask.digits import DigitsTraining
 from megatron.fill.sidetask.loader import load_task
 from tests.unit.drive import begin, drive, finish
 
+pytest.importorskip("sklearn", reason="needs the extra tasks")
 TRAINED, TESTED = 1437, 360
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

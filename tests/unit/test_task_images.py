@@ -13,6 +13,7 @@ from megatron.fill.runtime import checkpoint
 from megatron.fill.sidetask.images import ImageResize
 from tests.unit.drive import begin, drive, finish
 
+pytest.importorskip("sklearn", reason="needs the extra tasks")
 _sklearn = find_spec("sklearn")
 assert _sklearn is not None
 PHOTOS = Path((_sklearn.submodule_search_locations or [""])[0]) / "datasets" / "images"

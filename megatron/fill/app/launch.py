@@ -32,9 +32,11 @@ from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.hooks import bus
 from megatron.fill.planner.offload import weigh_offload
 from megatron.fill.records import Ending, OpenSegment, begin_segment
+from megatron.fill.runtime.submitted import forget_submitted, not_yet_submitted
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store import NewJob
-from megatron.fill.store.location import locate, shown
+from megatron.fill.store.filesystem import network_file_system
+from megatron.fill.store.location import database_files, locate, shown
 from megatron.fill.store.standing import standing
 from megatron.fill.store.submit import new_job
 from megatron.fill.types import RankInfo
@@ -118,7 +120,10 @@ class Launch:
             origin = "--fill-store"
         elif os.environ.get(_STORE):
             origin = f"${_STORE}"
-        return f"PipeFill: serves the job store {shown(self._store(run_dir))} ({origin})"
+        store = self._store(run_dir)
+        shared = [kind for path in database_files(store)[:1] if (kind := network_file_system(path))]
+        warning = f"; it is on {shared[0]}: submit from this machine only, or use PostgreSQL" if shared else ""
+        return f"PipeFill: serves the job store {shown(store)} ({origin}){warning}"
 
     def on_start(self, info: RankInfo, args: Namespace) -> None:
         settings = self.settings
@@ -130,8 +135,8 @@ class Launch:
         self._run_dir, segment = agreed
         if info.rank == 0 and settings.serves:
             warn_of_few_bubbles(info, args)
-        jobs = self._jobs if info.rank == 0 else []
         store = self._store(self._run_dir)
+        jobs = not_yet_submitted(self._run_dir, store, self._jobs) if info.rank == 0 else []
         self.session = Session(settings, info, self._run_dir, segment, store, jobs, self.mps, self.walls)
         bus.listener = self.session.listening.listener
 
@@ -141,18 +146,22 @@ class Launch:
 
         agreed: list[str] = ["", ""]
         if info.rank == 0:
-            name = settings.report or time.strftime("runs/pipefill-%Y%m%d-%H%M%S-") + str(os.getpid())
+            name = settings.report or _new_run_folder()
             try:
                 _make_run_folder(Path(name))
+                store = self._store(Path(name))
+                if settings.resubmit or not all(map(os.path.exists, database_files(store)[:1])):
+                    forget_submitted(Path(name))
+                new = not_yet_submitted(Path(name), store, self._jobs)
                 self._segment = self._begin(settings, Path(name), info)
                 agreed = [name, str(self._segment.segment.folder)]
-                print(f"PipeFill: {len(settings.jobs)} jobs, run folder {name}", flush=True)
+                print(f"PipeFill: {_counted(len(self._jobs), len(new))}, run folder {name}", flush=True)
                 if settings.serves:
                     print(self._served(Path(name)), flush=True)
                 if settings.serves and not settings.jobs:
                     print("PipeFill: no --fill-jobs: it runs what is in that store, and what pipefill submit adds")
-            except OSError as error:
-                logger.warning("the run folder %s cannot be made, so nothing is filled: %s", name, error)
+            except (OSError, FillError) as error:
+                logger.warning("the run folder %s cannot be used, so nothing is filled: %s", name, error)
         dist.broadcast_object_list(agreed, src=0)
         return (Path(agreed[0]), Path(agreed[1])) if agreed[0] else None
 
@@ -247,6 +256,19 @@ def _check_owner(where: str, run_dir: Path | None) -> None:
             f"{_STORE} is {where!r}, the store of another run than this one, whose jobs this training would serve; "
             f"expected --fill-store {where} with it to do so on purpose, or {_STORE} unset"
         )
+
+
+def _new_run_folder() -> str:
+    """Where a run goes that was not told: of a SLURM job always the same folder, which a requeue comes back to."""
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "0")
+    if job is not None:
+        return f"runs/pipefill-{job}" if step == "0" else f"runs/pipefill-{job}.{step}"
+    return time.strftime("runs/pipefill-%Y%m%d-%H%M%S-") + str(os.getpid())
+
+
+def _counted(jobs: int, new: int) -> str:
+    before = jobs - new
+    return f"{jobs} jobs" + (f" ({before} submitted here before: --fill-resubmit runs them anew)" if before else "")
 
 
 def _make_run_folder(run_dir: Path) -> None:

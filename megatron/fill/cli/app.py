@@ -6,9 +6,12 @@ inside the function, so that help and completion stay quick.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, report, simulate
+from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, report, simulate, trial
+from megatron.fill.cli.version import print_version
 
 app = typer.Typer(
     help="Jobs for the pipeline bubbles of Megatron-LM training.",
@@ -16,6 +19,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # paragraphs are filled
 )
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=print_version, help="Print the versions of what is used."),
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("try")(trial.try_)
 app.command("submit")(jobs.submit)
 app.command("list")(jobs.list_jobs)
 app.command("show")(jobs.show)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import getpass
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron.fill.cli import views
 from megatron.fill.cli.options import JobName, JobNames, Json, Store, opened
-from megatron.fill.errors import JobError
+from megatron.fill.errors import ConfigError, JobError
 from megatron.fill.store import Job, JobStore
 from megatron.fill.types import JobState
+
+if TYPE_CHECKING:
+    from megatron.fill.config import JobSpec
 
 _FINISHED_SHOWN = 10
 _UNFINISHED = [state for state in JobState if not state.finished]
@@ -24,9 +27,15 @@ def submit(
     jobs_file: Annotated[Path, typer.Argument(metavar="JOBS.yaml", help="The jobs, as --fill-jobs takes them.")],
     store: Store = None,
     user: Annotated[str | None, typer.Option(help="Whom the jobs are counted for.  [default: you]")] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Look whether this machine has what the jobs name.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
     """Put the jobs of a file into the store; a job that is there already is left as it is.
+
+    Nothing is submitted if a module, class, argument or program of a job does not exist: that is looked up in a process
+    of its own, behind the walls that jobs have. Give --no-check where the jobs' modules are not installed.
 
     Makes the store if it is not there. --json prints a list of jobs as "show" does one.
     """
@@ -35,9 +44,34 @@ def submit(
 
     search = list(dict.fromkeys([str(jobs_file.absolute().parent), str(Path.cwd())]))
     owner = user or getpass.getuser()
-    new = [new_job(spec, search, owner) for spec in load_jobs(jobs_file)]
+    specs = load_jobs(jobs_file)
+    if check:
+        _look_at(jobs_file, specs, search)
+    new = [new_job(spec, search, owner) for spec in specs]
     with opened(store, create=True) as jobs:
         _print(jobs.submit(new), jobs.now_s(), as_json)
+
+
+def _look_at(jobs_file: Path, specs: list[JobSpec], search: list[str]) -> None:
+    """Whether the jobs could be loaded.
+
+    Raises:
+        ConfigError: with a line for each kind of job that could not.
+    """
+    from megatron.fill.trial.check import distinct, examine
+
+    jobs = distinct(specs)
+    try:
+        examined = examine(jobs, search, {})
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --no-check submits them unseen") from error
+    wrong = [
+        f"{jobs_file}: job {job.name!r}: {found.error}"
+        for job, found in zip(jobs, examined, strict=True)
+        if found.error
+    ]
+    if wrong:
+        raise ConfigError("\n".join([*wrong, "nothing is submitted; --no-check submits them all the same"]))
 
 
 def list_jobs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -33,6 +34,28 @@ def opened(where: str | None, create: bool = False) -> Iterator[JobStore]:
         store.close()
 
 
+def checked_device(name: str | None) -> str:
+    """The device that ``--device`` names, if this machine has it.
+
+    Raises:
+        ConfigError: it is none, or is not there.
+    """
+    from megatron.fill.device import DeviceError
+    from megatron.fill.device.meter import default_device
+    from megatron.fill.device.nvml import Nvml, uuid_of
+
+    where = default_device() if name is None else name
+    if where == "cpu":
+        return where
+    if not re.fullmatch(r"cuda:\d+", where):
+        raise ConfigError(f"--device is {where!r}: expected cpu or cuda:0")
+    try:
+        uuid_of(where, os.environ.get("CUDA_VISIBLE_DEVICES") or None, Nvml().gpus())
+    except DeviceError as error:
+        raise ConfigError(f"--device is {where!r}, which is not there: {error}; expected cpu or a device") from error
+    return where
+
+
 def _names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """The names of jobs for the shell to complete; none where the store cannot be read."""
     try:
@@ -54,6 +77,9 @@ Store = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="DEVICE", help="cpu or cuda:0 (default: a GPU if there is one).")
+]
 JobName = Annotated[
     str, typer.Argument(metavar="JOB", help="Its name (the latest of that name) or number.", autocompletion=_names)
 ]

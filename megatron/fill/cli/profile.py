@@ -14,58 +14,66 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megatron.fill.cli.options import Json, Store, opened
+from megatron.fill.cli.options import Device, Json, Store, checked_device, opened
+from megatron.fill.cli.trial import trial_folder, trials_of
 from megatron.fill.display import harmless
 from megatron.fill.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megatron.fill.config import JobSpec
     from megatron.fill.profiles import JobProfile, MeasuredJob
+    from megatron.fill.trial.result import Trial
+
+_PLAIN_S = 3.0  # of bubbles, for a job without nodes
 
 
-class NothingToMeasure(ConfigError):
-    """A plain side task: no failure."""
+class NoNodes(ConfigError):
+    """A plain side task: it is measured by running it."""
 
 
 def profile(
     jobs: Annotated[Path, typer.Argument(metavar="JOBS", help="A jobs file.")],
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="DEVICE", help="cpu or cuda:0 (default: a GPU if there is one).")
-    ] = None,
+    device: Device = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the profiles here, for pipefill plan.")
     ] = None,
     store: Store = None,
     as_json: Json = False,
 ) -> None:
-    """Measure each node of the jobs in each configuration: its time and its peak memory.
+    """Measure jobs: the time and the peak memory of each node, in each configuration.
 
-    With --store the profiles are kept there, and a training that serves it needs not measure these jobs in its bubbles.
-    The device should have nothing else to do. Exits with 1 if a job could not be measured.
+    Jobs without nodes are run for a few seconds as "try" runs them: of a plain side task the steps are measured, of a
+    command its memory. The device should have nothing else to do. Exits with 1 if a job could not be measured.
 
-    --json prints, per job name, the list of its profiles: configuration, work per iteration, and nodes.
+    With --store the profiles of jobs with nodes are kept there, and a training that serves it needs not measure these
+    jobs in its bubbles.
+
+    --json prints, per job name, the list of its profiles: configuration, work per iteration, and nodes. Those of a
+    plain side task are one profile with one node, its step. Commands, which have no steps, are left out.
     """
     from megatron.fill.config import load_jobs
-    from megatron.fill.device.meter import default_device
 
-    where = device or default_device()
-    if where != "cpu" and not where.startswith("cuda:"):
-        raise ConfigError(f"--device is {where!r}: expected cpu or cuda:0")
+    where = checked_device(device)
     search = [str(jobs.resolve().parent), os.getcwd()]
     found: dict[str, MeasuredJob] = {}
-    specs = [spec for spec in load_jobs(jobs) if spec.task is not None]
-    failures = {}
+    plain, failures = [], {}
+    specs = load_jobs(jobs)
     for spec in specs:
         twin = next((found[one.name] for one in specs if one.name in found and _same(one, spec)), None)
         try:
             found[spec.name] = twin or _measure(spec, search, where)
-        except NothingToMeasure as error:
-            print(f"{spec.name}: {error}", file=sys.stderr)
+        except NoNodes:
+            plain.append(spec)
         except ConfigError as error:
             failures[spec.name] = str(error)
+    trials = _run_plain(plain, search, where)
+    failures |= {name: trial.reason for name, trial in trials.items() if trial.reason}
     if store is not None:
         _keep(store, specs, found, where)
     profiles = {name: measured.to_dict()["configurations"] for name, measured in found.items()}
+    profiles |= {name: [step.to_dict()] for name, trial in trials.items() if (step := _step_of(trial)) is not None}
     if output is not None:
         try:
             output.write_text(json.dumps(profiles) + "\n", encoding="utf-8")
@@ -74,11 +82,36 @@ def profile(
     if as_json:
         print(json.dumps(profiles, indent=2))
     else:
-        _print(found)
+        _print(found, {name: trial for name, trial in trials.items() if not trial.reason})
     for name, reason in failures.items():
         print(f"{name}: not measured: {reason}", file=sys.stderr)
     if failures:
         raise typer.Exit(1)
+
+
+def _run_plain(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> dict[str, Trial]:
+    """What came of running each of these jobs, by name; those that are alike are run once."""
+    from megatron.fill.trial.check import distinct, kind_of
+    from megatron.fill.trial.result import Options
+
+    if not specs:
+        return {}
+    first = distinct(specs)
+    options = Options(seconds=_PLAIN_S, device=device, round_trip=False)
+    with trial_folder(None) as folder:
+        trials = list(trials_of(first, search, options, folder, False, lambda line: print(line, file=sys.stderr)))
+    by_kind = {kind_of(spec): trial for spec, trial in zip(first, trials, strict=True)}
+    return {spec.name: by_kind[kind_of(spec)] for spec in specs}
+
+
+def _step_of(trial: Trial) -> JobProfile | None:
+    """A plain side task as a list of one node; None where no step or no work was seen."""
+    from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
+
+    if trial.reason or trial.steps is None or not trial.work_done:
+        return None
+    step = NodeProfile("step", round(trial.steps.p50_ms * 1e6), trial.peak_bytes)
+    return JobProfile(Configuration(), (step,), trial.work_done / trial.steps.count)
 
 
 def stored_profiles(specs: Sequence[JobSpec], where: str) -> Mapping[str, Sequence[JobProfile]]:
@@ -109,6 +142,14 @@ def _key(spec: JobSpec, mark: str) -> str:
 
 
 def _measure(spec: JobSpec, search: list[str], device: str) -> MeasuredJob:
+    """Measure a job with nodes.
+
+    Raises:
+        NoNodes: it has none.
+        ConfigError: it cannot be measured.
+    """
+    if spec.task is None:
+        raise NoNodes(spec.name)
     from megatron.fill.hearsay import read_json
     from megatron.fill.profiles import MeasuredJob
     from megatron.fill.runtime.guest import LIBRARY_SETTINGS
@@ -116,7 +157,7 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> MeasuredJob:
     from megatron.fill.runtime.profiler import PROFILE
 
     with tempfile.TemporaryDirectory(prefix="pipefill-profile-") as folder:
-        measured = MeasureSpec(spec.name, spec.task or "", spec.args, spec.memory, search, device, folder)
+        measured = MeasureSpec(spec.name, spec.task, spec.args, spec.memory, search, device, folder)
         path = Path(folder) / "spec.json"
         path.write_text(measured.to_json(), encoding="utf-8")
         print(f"measuring {spec.name} on {device}", file=sys.stderr)
@@ -130,7 +171,7 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> MeasuredJob:
             check=False,
         )
         if done.returncode:
-            error = NothingToMeasure if done.returncode == NO_NODES else ConfigError
+            error = NoNodes if done.returncode == NO_NODES else ConfigError
             raise error((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
         try:
             return MeasuredJob.from_dict(read_json(Path(folder) / PROFILE))
@@ -148,11 +189,12 @@ def _keep(where: str, specs: Sequence[JobSpec], found: Mapping[str, MeasuredJob]
                 store.keep_profile(_key(spec, mark), found[spec.name].to_dict())
 
 
-def _print(found: Mapping[str, MeasuredJob]) -> None:
+def _print(found: Mapping[str, MeasuredJob], trials: Mapping[str, Trial]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
+    console = Console()
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("JOB", overflow="fold", min_width=8)
     table.add_column("CONFIGURATION", overflow="fold", min_width=13)
@@ -169,7 +211,27 @@ def _print(found: Mapping[str, MeasuredJob]) -> None:
                 f"{one.work / max(1, one.duration_ns) * 1e9:.4g}",
                 f"{one.memory_bytes / 2**20:.0f}",
             )
-    Console().print(table)
+    if found:
+        console.print(table)
     for name, measured in found.items():
         if measured.split:
             print(f"{name}: {harmless(measured.split)}")
+    if trials:
+        console.print(_steps_table(trials))
+
+
+def _steps_table(trials: Mapping[str, Trial]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("JOB", overflow="fold", min_width=8)
+    for heading in ("STEPS", "P50\nMS", "P99\nMS", "LONGEST\nMS", "PEAK\nMIB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, trial in trials.items():
+        steps, peak = trial.steps, f"{trial.peak_bytes / 2**20:.0f}"
+        times = ["-"] * 4
+        if steps is not None:
+            times = [f"{steps.count}", *(f"{ms:.2f}" for ms in (steps.p50_ms, steps.p99_ms, steps.longest_ms))]
+        table.add_row(escape(name), *times, peak)
+    return table

@@ -38,6 +38,15 @@ def yield_to_main_job(cpus: list[int] | None = None) -> None:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
+def ignore_notices() -> None:
+    """Ignore, with all that this process starts, what a batch system sends to every process before a time limit.
+
+    SLURM's ``--signal=USR2@60`` means the main job; whoever does not expect it would die of it.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def use_every_core() -> None:
     """Undo a pinning that was inherited."""
     with contextlib.suppress(OSError):

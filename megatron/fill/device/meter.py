@@ -64,6 +64,11 @@ def meter(device: str) -> Meter:
     return CudaMeter(device) if device.startswith("cuda") else HostMeter()
 
 
+def resident_bytes() -> int:
+    """The memory that this process holds now."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def fingerprint(device: str) -> str:
     """What a measured time depends on besides the job: the device's model, and the versions of what runs on it.
 

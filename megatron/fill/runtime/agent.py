@@ -42,6 +42,7 @@ from megatron.fill.runtime.keeper import Keeper
 from megatron.fill.runtime.mover import Mover
 from megatron.fill.runtime.room import worker_cap
 from megatron.fill.runtime.seat import Seat
+from megatron.fill.runtime.submitted import not_yet_submitted, note_submitted
 from megatron.fill.sandbox.cage import Bind
 from megatron.fill.store.port import Device, NewJob
 from megatron.fill.types import JobRecord, WorkerRecord
@@ -154,10 +155,15 @@ class Agent:
         self.crashes: dict[int, tuple[int, int]] = {}  # by job: how often its worker died here, in a row and in all
         owners = [f"{self.name}, pid {pid}" for pid in (os.getpid(), *dead)]
         # An agent that follows a dead one must not submit again what has finished meanwhile.
-        marker = self.run_dir / "agents" / f"submitted{spec.rank}.json"
-        submit = None if marker.exists() else spec.submit
+        submit = not_yet_submitted(self.run_dir, spec.store, spec.submit)
         self.keeper = Keeper(
-            spec.store, owners[0], submit, self.describe, spec.lease_s, owners[1:], submitted=marker.touch
+            spec.store,
+            owners[0],
+            submit or (None if dead else []),
+            self.describe,
+            spec.lease_s,
+            owners[1:],
+            submitted=lambda: note_submitted(self.run_dir, spec.store, spec.submit),
         )
         margin_bytes = spec.margin_bytes + self.device.overhead_bytes
         self.choice = Choice(
@@ -304,9 +310,7 @@ def main() -> None:
         agent.orphaned = True
 
     signal.signal(signal.SIGTERM, on_term)
-    signal.signal(
-        signal.SIGUSR1, signal.SIG_IGN
-    )  # workers inherit this: until they listen to it, it is not to end them
+    host.ignore_notices()  # workers inherit this: until they listen to USR1, it is not to end them
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main job; its end ends us
     host.use_every_core()  # only the workers belong on the rank's own
     os.nice(19)  # nothing here is in a hurry, and the main job is

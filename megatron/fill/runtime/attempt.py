@@ -32,6 +32,7 @@ from megatron.fill.runtime.room import Room
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import Saving, StepLog, create_log
 from megatron.fill.sandbox.cage import Bind, Cage
+from megatron.fill.store.location import database_files
 from megatron.fill.store.port import Claim, JobStore, Standing
 from megatron.fill.types import JobRecord, JobState, WorkerRecord
 
@@ -43,7 +44,7 @@ logger = logging.getLogger("pipefill.agent")
 SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
 _CRASHES = 3  # in a row and without a checkpoint in between: then an agent gives a job up
 _ALL_CRASHES = 12  # whatever it says that it saved
-_OVER = "the main job ended first"
+OVER = "the main job ended first"
 _MOVES = "it moves to a rank that is idle"
 _KILLED = "ended by pipefill kill"
 _LOST = "the store was out of reach for longer than its lease: another agent may have it"
@@ -112,6 +113,7 @@ class Attempt:
             total_work=outcome.total_work,
             result=outcome.result,
             ended_ns=run.ended_ns,
+            offences=run.enforcer.offences,
         )
         agent.keep_record(record, self.log.record(self.job.name, agent.spec.rank))
 
@@ -207,7 +209,7 @@ class Attempt:
 
     def _why_stop(self) -> str:
         if self.agent.over:
-            return _OVER
+            return OVER
         if self.held.standing is Standing.CANCELLED:
             return "it was cancelled"
         return _MOVES if self._may_move() else ""
@@ -253,7 +255,7 @@ class Attempt:
             return JobState.CANCELLED, "cancelled while it ran"
         saved = (self.log.checkpoint_s or 0.0) > self.started_s  # so something was gained
         # On a busy machine it may be slow to stop through no fault of its own, and nothing was asked of it but that.
-        too_slow = run.late and run.stopped in (_MOVES, _OVER)
+        too_slow = run.late and run.stopped in (_MOVES, OVER)
         if run.cut or too_slow or (crashed and run.stopped):
             kept = self.log.checkpoint_s or self.job.progress.checkpoint_s
             again = "it goes on from its last checkpoint" if kept else "it begins again"
@@ -261,7 +263,7 @@ class Attempt:
         gave_up = outcome.state is JobState.QUEUED and not outcome.unfit
         if not crashed and not gave_up:
             return outcome.state, outcome.reason
-        cause = run.stopped or (self.agent.over and _OVER) or (outcome.crowded and room.request)
+        cause = run.stopped or (self.agent.over and OVER) or (outcome.crowded and room.request)
         if gave_up and cause:
             return outcome.state, f"{cause}; {outcome.reason}"
         reason = "the worker gave up without being asked to" if gave_up else outcome.reason
@@ -290,6 +292,7 @@ class Attempt:
             attempt=job.attempt,
             started_ns=self.started_ns,
             ready_ns=log.ready_ns if self.started_ns <= log.ready_ns <= now_ns else 0,
+            peak_bytes=self.limiter.peak_bytes,
         )
 
     def _worker_spec(self, channel_fd: int) -> Path:
@@ -333,6 +336,7 @@ class Attempt:
             namespaces=spec.namespaces,
             directory=str(self.directory),
             binds=(*(Bind(place) for place in self.job.spec["search"]), *spec.binds, *mps),
+            masked=database_files(spec.store),
             user=None if guest is None else guest.uid,
             group=None if guest is None else guest.gid,
             network=spec.network,

@@ -18,6 +18,8 @@ from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_
 from megatron.fill.types import BubbleUse, JobState
 
 _GUARD_NS = 500_000  # a command is stopped this long before the predicted end of the bubble
+_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # itself, or what its shell had started
+_HEARD_S = 0.5  # a batch system signals one process after the other: how long we may hear of it later than the command
 
 
 class CommandRun:
@@ -62,7 +64,7 @@ class CommandRun:
             code = self._run_in_bubbles(command)
         finally:
             command.kill()
-        if code is None:
+        if code is None or self._was_told_to_end(code):
             reason = "the main job ended first; a command begins again from its start"
             return Outcome(JobState.QUEUED, reason, unit="seconds")
         if code == 0:
@@ -72,6 +74,13 @@ class CommandRun:
             return Outcome(JobState.FAILED, f"command not found: {program}", unit="seconds")
         ended = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
         return Outcome(JobState.FAILED, f"the command {ended}; see output.log", unit="seconds")
+
+    def _was_told_to_end(self, code: int) -> bool:
+        """Whether the command ended because everything here is to end (``scancel``), and not of itself."""
+        end_s = time.monotonic() + _HEARD_S
+        while code in _TERMINATED and not self.stopping() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return code in _TERMINATED and self.stopping()
 
     def _become(self) -> None:
         apply_environment(self.spec.env)
@@ -91,6 +100,7 @@ class CommandRun:
     def _run_in_bubbles(self, command: StoppedCommand) -> int | None:
         seq = 0
         self.log.phase = WorkerPhase.ASLEEP
+        self.log.serving_ns = time.monotonic_ns()
         while not (self.gate.ended or self.stopping()):
             bubble = self.view.wait(seq)
             if bubble is None:

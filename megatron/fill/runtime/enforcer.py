@@ -34,9 +34,13 @@ class Enforcer:
 
     Args:
         pid: the worker's process and process group, which it cannot leave.
-        max_overruns: the number of steps that may offend before ``verdict`` is given.
+        max_overruns: the number of steps (or starts, or pauses) that may offend before ``verdict`` is given.
         overtime: its account of CPU time outside bubbles; None for no limit.
         off: whether nothing is to run: paused by the operator, or by the brake.
+
+    Attributes:
+        offences: so far.
+        verdict: why the worker must be ended; None while it need not.
     """
 
     def __init__(
@@ -58,9 +62,11 @@ class Enforcer:
         self.off = off
         self.offences = 0
         self.verdict: str | None = None
-        self._overdue: tuple[int, int] | None = None  # the step in flight after its bubble
+        self._overdue: int | None = None  # the bubble that has ended, and that it has not left
         self._looked_ns = self._ran_ns = 0  # when its worker was last looked at, and its time on a core then
         self._opportunity_ns = self._hangs_at_ns = 0
+        self._overdue_in = ""  # the callback that is overdue: when it is charged, it may have returned
+        self._blamed: list[str] = []  # the callbacks that offended, each once
         self._rationing: threading.Thread | None = None
         self._held = False  # stopped while nothing is to run
         self._over = False
@@ -75,10 +81,12 @@ class Enforcer:
         if self._rationing is not None and self._rationing.is_alive():
             if self._hangs_at_ns and now_ns >= self._hangs_at_ns and self._opportunity_ns >= self.grace_ns:
                 late_s = self._opportunity_ns / 1e9
-                self.verdict = f"{self.log.phase.callback} hung: it went on for {late_s:.2g} s after its bubble"
+                self.verdict = f"{self._overdue_in} hung: it went on for {late_s:.2g} s after its bubble"
             return _SOON_S
-        step = self.log.step_seq, self.log.step_count
-        ended_ns = self._ended_ns(step[0]) if step[0] else None
+        callback = self.log.phase.callback  # looked at first: what is still in flight then was so here
+        # Not which step it is: only one can run on after its bubble, whatever the log says of more that have ended.
+        seq = self.log.step_seq
+        ended_ns = self._ended_ns(seq) if seq else None
         if ended_ns is None:
             self._overdue = None
             if self._overdrawn():
@@ -87,14 +95,15 @@ class Enforcer:
             else:
                 self._signal(signal.SIGCONT)  # whoever stopped it was not us, and it is not to block its seat
             return _LOOK_S
-        if self._overdue != step:
-            self._overdue, self._opportunity_ns, self._looked_ns = step, 0, ended_ns
+        if self._overdue != seq:
+            self._overdue, self._opportunity_ns, self._looked_ns = seq, 0, ended_ns
             self._ran_ns = self._sample()[1]  # what it had of a core since the bubble's end, nobody knows
         self._look(now_ns)
         left_ns = self.grace_ns - (now_ns - ended_ns)
         if left_ns < 0:
             self._hangs_at_ns = now_ns + _HUNG_NS
-            self._ration(lambda: self._in_flight(step), self._charge)
+            self._overdue_in = callback
+            self._ration(lambda: self.log.step_seq == seq, self._charge)
             return _SOON_S
         return min(_LOOK_S, max(_SOON_S, left_ns / 1e9))
 
@@ -139,9 +148,6 @@ class Enforcer:
             return None
         return self.gate.closed_ns(seq) if self.gate.seq - seq < 32 else 1
 
-    def _in_flight(self, step: tuple[int, int]) -> bool:
-        return (self.log.step_seq, self.log.step_count) == step
-
     def _sample(self) -> tuple[bool, int]:
         """Whether the worker sleeps, all its threads, and how long it has been on a core in all.
 
@@ -178,10 +184,13 @@ class Enforcer:
         """The overdue step has ended, or the watch over it."""
         if self._opportunity_ns >= self.grace_ns:
             self.offences += 1
+            if self._overdue_in not in self._blamed:
+                self._blamed.append(self._overdue_in)
         if self.offences >= self.max_overruns and not self.verdict:
             times = f"{self.offences} times" if self.offences > 1 else "once"
             self.verdict = (
-                f"{self.log.phase.callback} ran on after its bubble by more than {self.grace_ns / 1e9:g} s {times}"
+                f"{', '.join(self._blamed)} ran on after its bubble by more than {self.grace_ns / 1e9:g} s "
+                f"(--fill-grace-ms) {times} (--fill-max-overruns)"
             )
 
     def _signal(self, number: signal.Signals) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.fill.runtime import safefile
 from megatron.fill.runtime.guest import Guest
 from megatron.fill.runtime.profiler import PROFILE
 from megatron.fill.sidetask.base import RESULT
@@ -42,7 +43,7 @@ def job_folder(run_dir: Path, job: Job, guest: Guest | None) -> Path | None:
             directory.mkdir(parents=True, exist_ok=True)
             _hand_over(directory, guest)
             for stale in (PROFILE, RESULT):
-                (directory / stale).unlink(missing_ok=True)
+                safefile.remove(directory / stale)
             with contextlib.suppress(FileNotFoundError):  # of an earlier attempt
                 os.replace(directory / OUTPUT, directory / f"output-{job.attempt - 1}.log")
         except OSError as error:

@@ -25,7 +25,7 @@ NO_NODES = 3  # exit status
 
 
 class NoNodesError(TaskError):
-    """The job is a plain side task or a command: there is nothing to measure before it runs."""
+    """The job is a plain side task: it is measured by running it (``trial``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def measure(spec: MeasureSpec) -> None:
     def make(context: TaskContext) -> MeasuringMachine:
         task = load_task(spec.task, tuple(spec.search))
         if not isinstance(task, NodeTask):
-            raise NoNodesError(f"{spec.task} is no NodeTask: its steps are timed while it runs, not before")
+            raise NoNodesError(f"{spec.task} is no NodeTask")
         return MeasuringMachine(task, context, meters)
 
     context = TaskContext(spec.name, Path(spec.directory), spec.device, spec.memory_bytes)

@@ -8,10 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from megatron.fill.board import CycleBoardReader
-from megatron.fill.device.meter import fingerprint, meter
+from megatron.fill.device.meter import fingerprint, meter, resident_bytes
 from megatron.fill.errors import PlanError, StaleProfile
 from megatron.fill.gate import GateReader
 from megatron.fill.planner.cycles import cycle_from_dict, drifted
@@ -212,6 +210,6 @@ class NodeRun:
         if cycle is None or self.spec.device != "cpu":
             return cycle
         # What is free in a bubble is free besides what this process holds already; a node's memory is all it holds.
-        held = psutil.Process().memory_info().rss
+        held = resident_bytes()
         slots = [BubbleSlot(slot.kind, slot.duration_ns, slot.free_bytes + held) for slot in cycle.slots]
         return BubbleCycle(cycle.period_ns, tuple(slots))

@@ -268,6 +268,7 @@ def main() -> None:
     host.die_with_parent(spec.parent)
     logging.basicConfig(format=f"%(asctime)s relay {spec.info.rank}: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides when it is over
+    host.ignore_notices()
     gc.disable()  # nothing here makes cycles, and a collection would hold a signal up for milliseconds
     serve(spec)
 

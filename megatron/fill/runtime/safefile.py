@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shutil
 from pathlib import Path
+
+
+def remove(path: Path) -> None:
+    """Remove whatever has this name, a folder with all that is in it; it need not be there.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        shutil.rmtree(path)
 
 
 def create(path: Path, mode: int = 0o644) -> int:
@@ -13,8 +25,7 @@ def create(path: Path, mode: int = 0o644) -> int:
     Raises:
         OSError: it cannot be made.
     """
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
+    remove(path)
     # Exclusive: whoever is quick enough to put a link there again makes this fail instead.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 

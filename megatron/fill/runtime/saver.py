@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from megatron.fill.runtime import checkpoint
-from megatron.fill.runtime.steplog import Saving, StepLog
+from megatron.fill.runtime.steplog import Saving, StepLog, WorkerPhase
 from megatron.fill.sidetask.machine import TaskMachine
 
 logger = logging.getLogger("pipefill.checkpoint")
@@ -41,7 +41,9 @@ class Saver:
         saved = checkpoint.load(self.directory)
         if saved is None:
             return
+        self.log.phase = WorkerPhase.LOAD
         self.machine.load(saved["task"])
+        self.log.phase = WorkerPhase.CREATE
         self.log.base_work = saved["work_done"]
         self.log.checkpoint_s = saved["saved_s"]
         logger.info("goes on from its checkpoint at %g %s", saved["work_done"], self.machine.task.unit)
@@ -62,7 +64,9 @@ class Saver:
         """Save the task, if it is resumable and has done anything since."""
         if not self._resumable or self._saved_steps == self.log.step_count:
             return
+        self.log.phase = WorkerPhase.SAVE
         state = self.machine.state_dict()
+        self.log.phase = WorkerPhase.ASLEEP
         if state is None:
             self._resumable = self.log.resumable = False
             return

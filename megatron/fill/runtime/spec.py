@@ -64,7 +64,7 @@ class WorkerSpec:
     def from_json(cls, text: str) -> WorkerSpec:
         data = json.loads(text)
         cage = data["cage"]
-        cage |= {name: tuple(cage[name]) for name in ("namespaces", "devices")}
+        cage |= {name: tuple(cage[name]) for name in ("namespaces", "masked", "devices")}
         cage["binds"] = tuple(Bind(**bind) for bind in cage["binds"])
         typed = {"limits": Limits(**data["limits"]), "sharing": Sharing(data["sharing"]), "cage": Cage(**cage)}
         return cls(**data | typed)

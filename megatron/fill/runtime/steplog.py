@@ -28,9 +28,10 @@ _MOST = 1 << 62  # what no honest count comes to
 _LONGEST_NS = 10**15  # what no bubble or step comes to: eleven days
 
 _PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS, _READY, _WANTED, _WORD = range(10)
-_SERVING, _RESUMABLE, _SAVING = range(10, 13)
+_SERVING, _RESUMABLE, _SAVING, _SINCE = range(10, 14)
 _WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
 _UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
+_LONGEST = 40  # and on: the longest stay in each phase
 
 
 class WorkerPhase(IntEnum):
@@ -44,11 +45,27 @@ class WorkerPhase(IntEnum):
     STEP = 5
     PAUSE = 6
     STOP = 7
+    LOAD = 8
+    SAVE = 9
+    STOPPED = 10
 
     @property
     def callback(self) -> str:
-        names = {self.STEP: "run_next_step()", self.ASLEEP: "between bubbles", self.STARTING: "while starting"}
-        return names.get(self, f"{self.name.lower()}()")
+        return _NAMES.get(self, f"{self.name.lower()}()")
+
+
+_NAMES = {
+    WorkerPhase.STARTING: "while starting",
+    WorkerPhase.ASLEEP: "between bubbles",
+    WorkerPhase.STEP: "run_next_step()",
+    WorkerPhase.LOAD: "load_state_dict()",
+    WorkerPhase.SAVE: "state_dict()",
+    WorkerPhase.STOPPED: "after it had stopped",
+}
+_TIMED = (  # phases that are one call each
+    *(WorkerPhase.CREATE, WorkerPhase.LOAD, WorkerPhase.INIT, WorkerPhase.START, WorkerPhase.PAUSE),
+    *(WorkerPhase.SAVE, WorkerPhase.STOP),
+)
 
 
 class Saving(IntEnum):
@@ -86,7 +103,16 @@ class StepLog:
 
     @phase.setter
     def phase(self, phase: WorkerPhase) -> None:
-        self._words[_PHASE] = phase
+        words, now_ns = self._words, time.monotonic_ns()
+        at = _LONGEST + self.phase
+        words[at] = max(words[at], now_ns - words[_SINCE])
+        words[_PHASE], words[_SINCE] = phase, now_ns
+
+    @property
+    def longest_ns(self) -> dict[str, int]:
+        """The longest that each callback took, of those that have returned; steps are told one by one."""
+        taken = {phase.callback: self._count(_LONGEST + phase) for phase in _TIMED}
+        return {callback: duration_ns for callback, duration_ns in taken.items() if 0 < duration_ns <= _LONGEST_NS}
 
     @property
     def step_seq(self) -> int:
@@ -279,6 +305,8 @@ class StepLog:
             alone_work=alone_work,
             uses=[use for use in uses if _sensible(use)],
             steps=[(start, end) for start, end in steps if start <= end <= now_ns and end - start <= _LONGEST_NS],
+            callbacks=self.longest_ns,
+            partial_work=self.partial_work,
         )
 
 

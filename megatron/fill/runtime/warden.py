@@ -119,6 +119,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it reaches the wake-up descriptor
     signal.signal(signal.SIGTERM, warden.end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main job; its end ends us
+    host.ignore_notices()
     host.use_every_core()
     host.adopt_orphans()
     host.die_with_parent(warden.parent, signal.SIGTERM)

@@ -14,7 +14,6 @@ import resource
 import signal
 import sys
 import time
-import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from megatron.fill.runtime.saver import Saver
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import StepLog, WorkerPhase
 from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.blame import task_traceback
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.sidetask.nodes import NodeTask
@@ -109,13 +109,14 @@ class Worker:
                 finished = self._run_machine(machine, context, replace(self.spec, profiles=None))
             self.log.phase = WorkerPhase.STOP
             machine.stop()
+            self.log.phase = WorkerPhase.STOPPED
         except PlanError as error:
             if machine is not None:
                 machine.stop()
             return Outcome(JobState.QUEUED, str(error), True, unit, context.total_work, context.result)
         except BaseException as error:  # SystemExit included: whatever it was, the job failed and says why
             self.log.enter_bubble(0)  # the step is over; what follows is not its overrun
-            traceback.print_exc()
+            print(task_traceback(error), end="", file=sys.stderr)
             reason = _reason(error, machine.callback if machine else "", self.spec.limits)
             if machine is not None:
                 with contextlib.suppress(BaseException):

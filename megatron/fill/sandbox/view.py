@@ -63,6 +63,7 @@ def build(cage: Cage) -> None:
     for path in hidden:
         if path != os.path.realpath("/tmp"):
             mounts.restrict(path, mounts.READ_ONLY, recursive=False)
+    _mask(cage.masked)
 
 
 def see_own_processes() -> None:
@@ -77,6 +78,14 @@ def see_own_processes() -> None:
             fd = mounts.take(f"/proc/{name}")
             mounts.restrict(fd, mounts.READ_ONLY)
             mounts.put(fd, f"/proc/{name}")
+
+
+def _mask(files: tuple[str, ...]) -> None:
+    """Put a device that cannot be opened in the place of each of these files that is seen by now."""
+    for path in filter(os.path.exists, map(os.path.realpath, files)):
+        fd = mounts.take("/dev/null")
+        mounts.restrict(fd, mounts.READ_ONLY | _LIMITED)
+        mounts.put(fd, path)
 
 
 def _hidden(cage: Cage) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 NOT_FOUND = 127  # the exit status of shells for that
-_RESTORED = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1)  # which Python or we ignore
+_RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)  # which Python ignores; a batch system's notices stay ignored
 
 
 class Held(Protocol):

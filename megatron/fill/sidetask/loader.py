@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
 
 from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.base import SideTask
@@ -27,10 +31,42 @@ def load_task(path: str, search: tuple[str, ...] = ()) -> SideTask:
         raise TaskError(f"importing {module_name} failed: {type(error).__name__}: {error}") from error
     found = getattr(module, class_name, None)
     if found is None:
-        raise TaskError(f"{module_name} has no {class_name}")
+        raise TaskError(f"{module_name} has no {class_name}{_instead(module)}")
     if not (isinstance(found, type) and issubclass(found, SideTask)):
         raise TaskError(f"{path} is no SideTask: expected a subclass of megatron.fill.SideTask, found {found!r}")
     try:
         return found()
     except Exception as error:
         raise TaskError(f"{path} cannot be constructed: {type(error).__name__}: {error}") from error
+
+
+def check_args(task: SideTask, args: Mapping[str, Any]) -> None:
+    """Whether ``create`` takes these arguments, as far as its signature tells.
+
+    Raises:
+        TaskError: it does not; the message names what it takes.
+    """
+    name = type(task).__name__
+    if type(task).create is SideTask.create:
+        if args:
+            raise TaskError(f"{name} takes no args; got {', '.join(args)}")
+        return
+    try:
+        signature = inspect.signature(task.create)
+    except (TypeError, ValueError):  # it is none of Python's
+        return
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "none"
+        raise TaskError(f"args do not fit {name}.create(): {error}; it takes {takes}") from None
+
+
+def _instead(module: ModuleType) -> str:
+    """The side tasks that a module defines itself, for who looked for another one."""
+    found = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, SideTask) and value.__module__ == module.__name__
+    ]
+    return f"; it has {', '.join(sorted(found))}" if found else ""

@@ -54,16 +54,33 @@ def draw_results(path: Path, results: Sequence[Result]) -> None:
     _draw_completion(completions, right)
     handles = [handle for axes in (times, completions) for handle in axes.get_legend_handles_labels()[0]]
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles), frameon=False, fontsize=8)
+    figure.suptitle(_title(results), x=0.01, ha="left", fontsize=11, color=_INK)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
 
 
+def _title(results: Sequence[Result]) -> str:
+    """What is the same in all results."""
+    first = results[0]
+    names = short_names(first.what)
+    parts = [f"{names[field]}={value}" for field, value in first.what.items() if not _varies(field, results)]
+    if len({one.policy for one in results}) == 1:
+        parts.append(f"policy {first.policy}")
+    many = f"{len(results)} simulations" if len(results) > 1 else "A simulation"
+    return ", ".join([f"{many} of {first.duration_s / _UNITS[1][0]:.3g} hours", *parts])
+
+
 def _label(result: Result, results: Sequence[Result]) -> str:
+    """What is different in this one."""
     names = short_names(result.what)
-    parts = [f"{names[field]}={value}" for field, value in result.what.items()]
+    parts = [f"{names[field]}={value}" for field, value in result.what.items() if _varies(field, results)]
     if len({one.policy for one in results}) > 1 or not parts:
         parts.append(result.policy)
     return ", ".join(parts)
+
+
+def _varies(field: str, results: Sequence[Result]) -> bool:
+    return len({str(one.what.get(field)) for one in results}) > 1
 
 
 def _draw_use(axes: Axes, rows: Sequence[_Row]) -> None:

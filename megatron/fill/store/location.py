@@ -40,6 +40,14 @@ def locate(where: str | Path) -> URL:
     return URL.create("sqlite", database=str(path.absolute()))
 
 
+def database_files(where: str) -> tuple[str, ...]:
+    """The files that an SQLite store consists of while it is in use; none for another database."""
+    url = locate(where)
+    if url.drivername != "sqlite":
+        return ()
+    return tuple(f"{url.database}{suffix}" for suffix in ("", "-wal", "-shm", "-journal"))
+
+
 def _parse(text: str) -> URL:
     try:
         url = make_url(text)

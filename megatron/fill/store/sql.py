@@ -20,6 +20,7 @@ from sqlalchemy.engine import URL, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 
 from megatron.fill.errors import StoreError
+from megatron.fill.store.filesystem import network_file_system
 from megatron.fill.store.location import locate, shown
 from megatron.fill.store.migrate import migrate
 from megatron.fill.store.queue import JobQueue
@@ -129,6 +130,8 @@ def _sqlite(url: URL, where: str, create: bool) -> Engine:
     except OSError as error:
         raise StoreError(f"job store {where}: cannot be made: {error.strerror}") from error
     # A connection that finds no file, because it is away for a moment, is not to make one: it would stay with that.
+    # WAL's shared memory is one machine's; rollback journals need only the file system's locks.
+    journal = "DELETE" if network_file_system(path) else "WAL"
     existing = f"file:{quote(str(path))}?mode=rw"
     engine = create_engine(
         url, creator=lambda: sqlite3.connect(existing, uri=True, timeout=_SQLITE_WAIT_S, check_same_thread=False)
@@ -137,7 +140,7 @@ def _sqlite(url: URL, where: str, create: bool) -> Engine:
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, record: object) -> None:
         connection.isolation_level = None  # the driver would begin transactions by rules of its own
-        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA journal_mode = {journal}")
         # WAL's usual NORMAL may lose the last commits when the power fails: a job that has finished would run again.
         connection.execute("PRAGMA synchronous = FULL")
 

@@ -1,0 +1,108 @@
+"""Looks at jobs behind the walls that they would run in: the process in which ``pipefill submit`` has them checked.
+
+It answers in lines of JSON: ``{"begun": 3}`` before job 3 is looked at, ``{"of": 3, ...}`` with what was found, and
+``{"ended": -11}`` when the process that looked has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.app.keptin import KeptIn, keep_in
+from megatron.fill.config import FillSettings
+from megatron.fill.device import host
+from megatron.fill.errors import FillError
+from megatron.fill.hearsay import to_json
+from megatron.fill.runtime.confined import apply_environment
+from megatron.fill.sandbox.cage import Bind, Cage
+from megatron.fill.sandbox.jail import Jail
+from megatron.fill.sandbox.powers import limit_resources, tasks_of
+from megatron.fill.sidetask.examine import Examined, examine_command, examine_task
+from megatron.fill.trial.spec import CheckSpec
+
+_MOST_TRACE = 4000  # letters of a traceback, its end
+
+
+def main() -> None:
+    """Look at the jobs of the spec that is on the standard input."""
+    spec = CheckSpec.from_json(sys.stdin.read())
+    host.die_with_parent(spec.parent)
+    host.adopt_orphans()
+    settings = FillSettings(store=spec.folder, report=spec.folder, **spec.settings)
+    try:
+        walls = keep_in(settings, False, spec.search)
+        directory = Path(spec.folder) / "job"
+        directory.mkdir()
+        if walls.guest is not None:
+            os.chown(directory, walls.guest.uid, walls.guest.gid)
+        first = 0
+        for group in spec.groups:
+            _tell(1, ended=_look(group, spec.search, settings, walls, str(directory), first))
+            first += len(group["jobs"])
+    except FillError as error:
+        sys.exit(str(error))
+
+
+def _look(
+    group: dict[str, Any], search: Sequence[str], settings: FillSettings, walls: KeptIn, directory: str, first: int
+) -> int:
+    """Look at the jobs of one environment in a process of their own; its exit code.
+
+    Args:
+        first: the number of the first of them.
+    """
+    guest = walls.guest
+    cage = Cage(
+        namespaces=walls.namespaces,
+        directory=directory,
+        binds=(*map(Bind, search), *walls.binds),
+        user=None if guest is None else guest.uid,
+        group=None if guest is None else guest.gid,
+        network=settings.network,
+    )
+    tasks = tasks_of(os.getuid() if guest is None else guest.uid) + 2 * settings.max_processes
+
+    def body() -> None:
+        os.chdir(directory)
+        answers, nowhere = os.dup(1), os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(nowhere, fd)
+        apply_environment(group["env"])
+        known: dict[str, Examined] = {}
+        for number, job in zip(count(first), group["jobs"], strict=False):
+            _tell(answers, begun=number)
+            _tell(answers, of=number, **asdict(_examine(job, search, known)))
+        os._exit(0)  # whatever a module's import has left running
+
+    held = Jail(cage, lambda: limit_resources(None, tasks, settings.max_files), body)
+    held.let_go()
+    return held.wait()
+
+
+def _examine(job: dict[str, Any], search: Sequence[str], failed: dict[str, Examined]) -> Examined:
+    """Look at one job.
+
+    Args:
+        failed: tasks that cannot be loaded, which are not tried again.
+    """
+    task = job["task"]
+    if task is None:
+        return examine_command(job["command"])
+    if task not in failed:
+        found = examine_task(task, job["args"], search)
+        if not found.raised:
+            return found
+        failed[task] = replace(found, trace=found.trace[-_MOST_TRACE:])
+    return failed[task]
+
+
+def _tell(fd: int, **what: Any) -> None:
+    data = to_json(what).encode() + b"\n"
+    while data:
+        data = data[os.write(fd, data) :]

@@ -1,0 +1,77 @@
+"""A main job that only waits: one rank's whole part of PipeFill, with bubbles of an even length (``pipefill try``).
+
+It computes nothing, so it leaves its core to the jobs between bubbles too: whoever runs on there is not held up, as
+beside a training on a GPU.  It ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.fill.app.keptin import keep_in
+from megatron.fill.app.session import Session
+from megatron.fill.app.share import share
+from megatron.fill.config import FillSettings
+from megatron.fill.errors import FillError
+from megatron.fill.hooks import Listener
+from megatron.fill.records import Ending, begin_segment
+from megatron.fill.trial.spec import StandInSpec
+from megatron.fill.types import BubbleKind, CycleKey, RankInfo
+
+_SCHEDULE = CycleKey("waiting", 1)
+
+
+def wait_in_bubbles(listener: Listener, bubble_s: float, period_s: float, over: Callable[[float], bool]) -> None:
+    """One iteration after the other, each with one bubble at its end, until it is over.
+
+    Args:
+        over: sleeps for so many seconds, or until it is over; whether it is.
+    """
+    number, ended = 0, False
+    while not ended:
+        number += 1
+        listener.iteration_started(number, time.monotonic_ns())
+        listener.cycle_started(_SCHEDULE, time.monotonic_ns())
+        ended = over(period_s - bubble_s)
+        listener.bubble_opened(BubbleKind.FWD_BWD, 0, time.monotonic_ns())
+        time.sleep(bubble_s)
+        listener.bubble_closed(time.monotonic_ns())
+        listener.cycle_ended()
+        listener.iteration_ended(time.monotonic_ns())
+
+
+def main() -> None:
+    """Serve the store's jobs as the spec on the first line of the standard input says; what is wrong is said last."""
+    try:
+        _serve(StandInSpec.from_json(sys.stdin.readline()))
+    except FillError as error:
+        sys.exit(str(error))
+
+
+def _serve(spec: StandInSpec) -> None:
+    run_dir = Path(spec.run_dir)
+    settings = FillSettings(store=spec.store, report=spec.run_dir, max_slowdown=0.0, **spec.settings)
+    on_cpu = spec.device == "cpu"
+    mps = share(settings, on_cpu)
+    walls = keep_in(settings, mps is not None, spec.search)
+    for part in ("agents", "jobs"):
+        (run_dir / part).mkdir(parents=True)
+    segment = begin_segment(run_dir, "pipefill try", ranks=1)
+    info = RankInfo(0, 1, 0, 1, 0, 1, stage=0, stages=1, device=spec.device)
+    session = Session(settings, info, run_dir, segment.segment.folder, spec.store, [], mps, walls)
+    try:
+        wait_in_bubbles(session.listening.listener, spec.bubble_s, spec.period_s, _told_to_end)
+    except BaseException:
+        session.abort()
+        segment.end(Ending.FAILED)
+        raise
+    session.finish()
+    segment.end(Ending.WELL)
+
+
+def _told_to_end(seconds: float) -> bool:
+    return bool(select.select([sys.stdin], [], [], seconds)[0])

@@ -1,0 +1,184 @@
+"""``pipefill try``: a job tried without any training."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron.fill.cli.options import Device, Json, checked_device
+from megatron.fill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.fill.config import JobSpec
+    from megatron.fill.trial.result import Options, Trial
+
+_PERIODS = 4  # bubbles to an iteration, if nobody says: a quarter of the time
+
+
+def try_(
+    target: Annotated[
+        str, typer.Argument(metavar="FILE", help="A jobs file, or one task: module:Class or path.py:Class.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="Of one task: its args, as in a jobs file.")
+    ] = None,
+    job: Annotated[
+        list[str] | None,
+        typer.Option("--job", metavar="NAME", help="Only this job of the file; may be repeated.  [default: all]"),
+    ] = None,
+    bubble_ms: Annotated[
+        float, typer.Option("--bubble-ms", metavar="MS", min=1, max=60_000, help="How long each bubble lasts.")
+    ] = 50.0,
+    every_ms: Annotated[
+        float | None,
+        typer.Option("--every-ms", metavar="MS", min=2, max=600_000, help="One comes so often.  [default: 4 bubbles]"),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", min=0.1, max=86_400, help="For how long there are bubbles.")
+    ] = 5.0,
+    startup_seconds: Annotated[
+        float, typer.Option("--startup-seconds", metavar="S", min=1, max=86_400, help="For create() and init().")
+    ] = 120.0,
+    memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Of one task: its cap.")] = None,
+    grace_ms: Annotated[
+        float, typer.Option("--grace-ms", metavar="MS", min=1, max=600_000, help="As --fill-grace-ms.")
+    ] = 500.0,
+    bind: Annotated[
+        list[str] | None, typer.Option("--bind", metavar="PATH[:rw]", help="As --fill-bind; may be repeated.")
+    ] = None,
+    network: Annotated[bool, typer.Option("--network", help="As --fill-network.")] = False,
+    device: Device = None,
+    keep: Annotated[
+        Path | None, typer.Option("--keep", metavar="FOLDER", help="Keep the jobs' folders in this new folder.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Try jobs without any training: would they run in the bubbles of one?
+
+    Each job runs as in a training, by the same agent and worker and behind the same walls, beside a main job that only
+    waits. All its callbacks are called. A task that can be saved is saved after its first bubble, and goes on in a new
+    process from there.
+
+    Exits with 0 if all would run, 1 if one failed, 2 if something does not exist or makes no sense.
+
+    --json prints a list with an object per job: docs/side-tasks.md explains its fields.
+    """
+    from rich.console import Console
+
+    from megatron.fill.trial.printed import print_trial
+    from megatron.fill.trial.result import Ended, Options
+
+    where = checked_device(device)
+    jobs, search = _named(target, arguments or (), job or (), memory)
+    period_ms = _PERIODS * bubble_ms if every_ms is None else every_ms
+    if not bubble_ms < period_ms:
+        raise ConfigError(f"--every-ms is {period_ms:g}: expected more than --bubble-ms, which is {bubble_ms:g}")
+    _check_places(bind or ())
+    settings = {"grace_ms": grace_ms, "bind": list(bind or ()), "network": network}
+    options = Options(bubble_ms, period_ms, seconds, startup_seconds, where, settings=settings)
+    with trial_folder(keep) as folder:
+        trials = list(trials_of(jobs, search, options, folder, keep is not None, _say))
+    if as_json:
+        from megatron.fill.cli.views import print_json
+
+        print_json([trial.to_dict() for trial in trials])
+    else:
+        free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+        console = Console(width=80 if free else None, highlight=False)
+        for at, trial in enumerate(trials):
+            if at:
+                console.print()
+            print_trial(trial, console)
+    endings = {trial.ended for trial in trials}
+    if endings != {Ended.OK}:
+        raise typer.Exit(2 if Ended.REFUSED in endings else 1)
+
+
+def trials_of(
+    jobs: Sequence[JobSpec],
+    search: Sequence[str],
+    options: Options,
+    folder: Path,
+    kept: bool,
+    say: Callable[[str], None],
+) -> Iterator[Trial]:
+    """Try one job after the other.
+
+    Args:
+        folder: for a folder of each of them.
+        kept: it stays, so that a trial may name what is in it.
+    """
+    from dataclasses import replace
+
+    from megatron.fill.trial.check import examine
+    from megatron.fill.trial.run import refused, try_job
+
+    for job, found in zip(jobs, examine(jobs, search, options.settings), strict=True):
+        if found.error:
+            yield refused(job, found, options.device)
+            continue
+        trial = try_job(job, found, search, options, folder / job.name, say)
+        yield trial if kept else replace(trial, folder="")
+
+
+@contextmanager
+def trial_folder(keep: Path | None) -> Iterator[Path]:
+    """A new folder that jobs may enter whoever they run as; it goes away unless it is to be kept.
+
+    Raises:
+        ConfigError: the one to be kept cannot be made, or is there already.
+    """
+    if keep is not None:
+        try:
+            keep.mkdir(parents=True)
+        except OSError as error:
+            raise ConfigError(f"--keep {keep}: cannot be made: {error.strerror}") from error
+        yield keep.resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="pipefill-try-"))
+    try:
+        folder.chmod(0o755)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _named(
+    target: str, arguments: Sequence[str], names: Sequence[str], memory: str | None
+) -> tuple[list[JobSpec], list[str]]:
+    """The jobs that are meant, and where their modules are looked for."""
+    from megatron.fill.trial.target import job_of, jobs_of
+
+    path = Path(target)
+    if ":" in target and not path.exists():
+        if names:
+            raise ConfigError(f"--job {names[0]}: {target} is one task; expected --job with a jobs file only")
+        one, folder = job_of(target, arguments, memory)
+        return [one], list(dict.fromkeys([str(folder), str(Path.cwd())]))
+    if arguments:
+        raise ConfigError(f"argument {arguments[0]!r}: expected none with a jobs file, which has its own args")
+    if memory is not None:
+        raise ConfigError(f"--memory {memory}: expected none with a jobs file, where each job has its own memory")
+    return jobs_of(path, names), list(dict.fromkeys([str(path.absolute().parent), str(Path.cwd())]))
+
+
+def _check_places(binds: Sequence[str]) -> None:
+    from megatron.fill.sandbox import parse_bind
+
+    for text in binds:
+        try:
+            parse_bind(text)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("--fill-bind", "--bind")) from None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

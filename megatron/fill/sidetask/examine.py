@@ -1,0 +1,62 @@
+"""Looks at a job without running it: can it be imported, and does it take its arguments?"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.errors import TaskError
+from megatron.fill.sidetask.base import TaskContext
+from megatron.fill.sidetask.blame import task_traceback
+from megatron.fill.sidetask.loader import check_args, load_task
+from megatron.fill.sidetask.machine import TaskMachine
+from megatron.fill.sidetask.nodes import NodeTask
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What can be said of a job before it runs.
+
+    Attributes:
+        error: why it could not run; empty if nothing speaks against it.
+        raised: code of its own failed; else something does not exist, or does not fit.
+        trace: that code's traceback.
+        nodes: it is a NodeTask.
+        resumable: it can be saved and go on.
+    """
+
+    error: str = ""
+    raised: bool = False
+    trace: str = ""
+    nodes: bool = False
+    resumable: bool = False
+
+
+def examine_task(path: str, args: Mapping[str, Any], search: Sequence[str]) -> Examined:
+    """Import and construct ``module:Class`` as a worker does, and compare ``args`` with what ``create`` takes."""
+    try:
+        task = load_task(path, tuple(search))
+        check_args(task, args)
+    except TaskError as error:
+        cause = error.__cause__
+        if cause is None or _is_absent(cause, path.partition(":")[0]):
+            return Examined(str(error))
+        return Examined(str(error), True, task_traceback(error))
+    machine = TaskMachine(task, TaskContext(path, Path()))
+    return Examined(nodes=isinstance(task, NodeTask), resumable=machine.resumable)
+
+
+def examine_command(command: Sequence[str]) -> Examined:
+    """Whether there is such a program, from the folder and with the path that it would be started with."""
+    if shutil.which(command[0]) is None:
+        return Examined(f"command not found: {command[0]}")
+    return Examined()
+
+
+def _is_absent(cause: BaseException, module: str) -> bool:
+    """Whether it is the task's own module that is not there, and not one that it imports."""
+    missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+    return bool(missing) and f"{module}.".startswith(f"{missing}.")

@@ -1,0 +1,36 @@
+"""Whether a file lies where several machines can write to it, and SQLite's usual journal cannot be used."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_NETWORK = {
+    *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "smbfs", "glusterfs", "panfs", "afs"),
+    *("orangefs", "pvfs2", "wekafs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs"),
+}
+
+
+def network_file_system(path: str | Path) -> str:
+    """The kind of the network file system that ``path`` is on, such as ``nfs4``; empty if it is on none."""
+    real, found, longest = os.path.realpath(path), "", -1
+    for line in _lines():
+        before, dash, after = line.partition(" - ")
+        fields = before.split()
+        if not dash or len(fields) < 5:
+            continue
+        # mountinfo writes blanks and the like as three octal digits.
+        place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        inside = place == "/" or real == place or real.startswith(place + "/")
+        if inside and len(place) >= longest:  # of two at one place, the later one is seen
+            longest, found = len(place), after.split()[0]
+    return found if found in _NETWORK else ""
+
+
+def _lines() -> list[str]:
+    try:
+        return _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []

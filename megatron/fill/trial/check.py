@@ -1,0 +1,151 @@
+"""Looks whether jobs can be loaded, in a process that has the walls around it which a job has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.config import JobSpec
+from megatron.fill.errors import ConfigError
+from megatron.fill.hearsay import parse_json, plain
+from megatron.fill.runtime.guest import default_guest, environment
+from megatron.fill.sidetask.examine import Examined
+from megatron.fill.trial.spec import NOTE, CheckSpec, program
+
+_MOST_S = 120.0  # for all of them: an import of torch takes a while on a machine that is busy
+
+
+def kind_of(job: JobSpec) -> str:
+    """What jobs have in common that differ in name and queueing only: a ``count`` makes many of those."""
+    return job.model_copy(
+        update={"name": "", "priority": 0, "user": "", "deadline": None, "count": 1}
+    ).model_dump_json()
+
+
+def distinct(jobs: Sequence[JobSpec]) -> list[JobSpec]:
+    """The first job of each kind."""
+    first: dict[str, JobSpec] = {}
+    for job in jobs:
+        first.setdefault(kind_of(job), job)
+    return list(first.values())
+
+
+def examine(jobs: Sequence[JobSpec], search: Sequence[str], settings: Mapping[str, Any]) -> list[Examined]:
+    """What can be said of each job; nothing of theirs is imported in this process.
+
+    Args:
+        search: absolute folders that tasks are imported from, besides the installed packages.
+        settings: of the ``--fill-*`` kind that walls depend on, by field.
+
+    Raises:
+        ConfigError: it cannot be found out.
+    """
+    first = distinct(jobs)
+    groups: dict[str, list[JobSpec]] = {}
+    for job in first:
+        groups.setdefault(repr(sorted(job.env.items())), []).append(job)
+    in_order = [job for group in groups.values() for job in group]
+    with tempfile.TemporaryDirectory(prefix="pipefill-check-") as folder:
+        os.chmod(folder, 0o755)
+        spec = CheckSpec(
+            parent=os.getpid(),
+            folder=folder,
+            search=list(search),
+            groups=[{"env": group[0].env, "jobs": [_asked(job) for job in group]} for group in groups.values()],
+            settings=dict(settings),
+        )
+        lines, notes, said = _run(spec)
+    found = _read(lines, in_order)
+    if not found:
+        raise ConfigError(f"the jobs cannot be looked at: {(said or ['the process ended without a word'])[-1]}")
+    known = {kind_of(job): _with_notes(its, notes) for job, its in zip(in_order, found, strict=True)}
+    return [known[kind_of(job)] for job in jobs]
+
+
+def _asked(job: JobSpec) -> dict[str, Any]:
+    return {"task": job.task, "args": job.args, "command": None if job.command is None else list(job.command)}
+
+
+def _run(spec: CheckSpec) -> tuple[list[str], list[str], list[str]]:
+    """What the checker answered, what it noted of the folders to import from, and what it said was wrong."""
+    guest = default_guest()
+    checker = subprocess.Popen(
+        program("checker"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd="/",
+        env=environment(os.environ, {}, guest, Path(spec.folder)),
+    )
+    try:
+        out, err = checker.communicate(spec.to_json().encode(), _MOST_S)
+    except subprocess.TimeoutExpired:
+        checker.kill()
+        out, err = checker.communicate()
+    except BaseException:
+        checker.kill()
+        checker.wait()
+        raise
+    lines = out.decode(errors="replace").splitlines()
+    notes = [line.removeprefix(NOTE) for line in lines if line.startswith(NOTE)]
+    notes = [note for note in notes if any(folder in note for folder in spec.search)]
+    return [line for line in lines if line.startswith("{")], notes, err.decode(errors="replace").strip().splitlines()
+
+
+def _read(lines: Sequence[str], jobs: Sequence[JobSpec]) -> list[Examined]:
+    """One answer for each job, whatever code of theirs has written among them; empty if none was begun."""
+    found: dict[object, Examined] = {}
+    endings: dict[object, object] = {}  # of the processes in which jobs were begun; None while it has not ended
+    for line in lines:
+        with contextlib.suppress(ValueError, TypeError):
+            answer = parse_json(line)
+            if "begun" in answer:
+                endings[answer["begun"]] = None
+            elif "of" in answer:
+                number = answer.pop("of")
+                found[number] = _sane(answer)
+            elif "ended" in answer:
+                endings = {at: answer["ended"] if code is None else code for at, code in endings.items()}
+    if not endings:
+        return []
+    return [found.get(at) or _unanswered(job, at in endings, endings.get(at)) for at, job in enumerate(jobs)]
+
+
+def _sane(answer: dict[str, Any]) -> Examined:
+    kinds = {"error": str, "raised": bool, "trace": str, "nodes": bool, "resumable": bool}
+    if not all(isinstance(answer.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError("no answer of ours")
+    found = Examined(**answer)
+    return Examined(plain(found.error), found.raised, found.trace, found.nodes, found.resumable)
+
+
+def _unanswered(job: JobSpec, begun: bool, ended: object) -> Examined:
+    if not begun:
+        return Examined("not looked at, since looking at another job failed")
+    if not isinstance(ended, int):
+        how = f"took more than {_MOST_S:g} s"
+    elif ended < 0:
+        how = f"was ended by {_signal_name(-ended)}"
+    else:
+        how = f"ended the process with status {ended}"
+    return Examined(f"importing {job.what.partition(':')[0]} {how}", raised=True)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _with_notes(found: Examined, notes: Sequence[str]) -> Examined:
+    """What is said of the walls helps who cannot import something."""
+    if not found.error or found.raised or not notes:
+        return found
+    return Examined(f"{found.error} ({'; '.join(map(plain, notes))})")

@@ -1,0 +1,162 @@
+"""From the records that a trial left to what they say of the job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.fill import hearsay
+from megatron.fill.config import FillSettings, JobSpec
+from megatron.fill.runtime.attempt import OVER
+from megatron.fill.runtime.folder import OUTPUT
+from megatron.fill.runtime.jobrun import STOP_S
+from megatron.fill.sidetask.examine import Examined
+from megatron.fill.trial.hints import hints
+from megatron.fill.trial.result import Checkpoint, Ended, Options, RoundTrip, Steps, Trial, Use
+from megatron.fill.trial.train import Training
+from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
+
+_TRIED_AGAIN = "; it is tried again"
+_OUTPUT_LINES = 20
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+def judge(job: JobSpec, found: Examined, runs: Sequence[Training], size_bytes: int, options: Options) -> Trial:
+    """What came of a job.
+
+    Args:
+        runs: one, or the second of them went on from what the first one saved.
+        size_bytes: of the checkpoint that the first run left; 0 for none.
+    """
+    last = runs[-1]
+    record, worker = last.record, last.worker
+    checkpoint = _round_trip(found, runs, size_bytes, options)
+    reason = _reason(last, job, found, options) or _lost(checkpoint, last.job.progress.unit)
+    settings = FillSettings(**options.settings)
+    trial = Trial(
+        job=job.name,
+        what=job.what,
+        device=options.device,
+        ended=Ended.FAILED if reason else Ended.OK,
+        reason=reason,
+        finished=record is not None and record.state is JobState.SUCCEEDED,
+        command=job.command is not None,
+        bubble_ms=options.bubble_ms,
+        period_ms=options.period_ms,
+        grace_ms=settings.grace_ms,
+        unit=last.job.progress.unit,
+        work_done=last.job.progress.work_done,
+        total_work=last.job.progress.total_work,
+        callbacks_ms=_callbacks(runs),
+        steps=None if worker is None or job.command is not None else _steps(worker),
+        use=None if record is None or worker is None or last.rank is None else _use(last.rank, worker, record),
+        peak_bytes=max((run.record.peak_bytes for run in runs if run.record is not None), default=0),
+        memory_bytes=job.memory,
+        checkpoint=checkpoint,
+        result=last.job.result,
+        output=_output(last) if reason else [],
+        folder=last.job.directory,
+    )
+    trial.hints.extend(hints(trial, settings.max_overruns, found.nodes))
+    return trial
+
+
+def _reason(last: Training, job: JobSpec, found: Examined, options: Options) -> str:
+    """Why the job failed; empty if it did not."""
+    record, worker = last.record, last.worker
+    if record is None or worker is None:
+        return last.job.reason or f"no worker was ready within {options.startup_seconds:g} s (--startup-seconds)"
+    if record.state is JobState.SUCCEEDED:
+        return ""
+    if record.state is JobState.QUEUED and record.reason.startswith(OVER):
+        return "" if job.command is not None else _not_returned(worker, found, options)
+    return record.reason.removesuffix(_TRIED_AGAIN)
+
+
+def _not_returned(worker: WorkerRecord, found: Examined, options: Options) -> str:
+    """What a task that was stopped, as at the end of a training, was still at; empty if nothing."""
+    late = f"had not returned after {options.startup_seconds:g} s (--startup-seconds)"
+    if "create()" not in worker.callbacks:
+        if found.nodes:
+            return f"the measuring of its nodes in bubbles {late.replace('returned', 'ended')}"
+        return f"create() {late}"
+    if "init()" not in worker.callbacks:
+        return f"init() {late}"
+    if not worker.steps_done:
+        return f"run_next_step() did not return once in {options.seconds:g} s of bubbles"
+    if "stop()" not in worker.callbacks:
+        saving = found.resumable and "state_dict()" not in worker.callbacks
+        return f"{'state_dict()' if saving else 'stop()'} did not return within {STOP_S:g} s of the end"
+    return ""
+
+
+def _round_trip(found: Examined, runs: Sequence[Training], size_bytes: int, options: Options) -> Checkpoint:
+    if not found.resumable:
+        return Checkpoint(RoundTrip.NOT_RESUMABLE)
+    if not options.round_trip:
+        return Checkpoint(RoundTrip.NOT_TRIED)
+    first = runs[0]
+    if len(runs) == 1:
+        if first.job.state is not JobState.QUEUED or first.worker is None or not first.worker.steps_done:
+            return Checkpoint(RoundTrip.NEVER_SAVED)
+        return Checkpoint(RoundTrip.FAILED if first.job.progress.resumable else RoundTrip.NOT_RESUMABLE)
+    second = runs[1]
+    saved = first.job.progress.work_done - (first.worker.partial_work if first.worker is not None else 0.0)
+    loaded = second.job.progress.work_done - (second.worker.work_done if second.worker is not None else 0.0)
+    went_on = second.worker is not None and "load_state_dict()" in second.worker.callbacks
+    same = went_on and math.isclose(saved, loaded, rel_tol=1e-9, abs_tol=1e-9)
+    return Checkpoint(RoundTrip.OK if same else RoundTrip.FAILED, size_bytes, saved, loaded)
+
+
+def _lost(checkpoint: Checkpoint, unit: str) -> str:
+    if checkpoint.outcome is not RoundTrip.FAILED:
+        return ""
+    if not checkpoint.size_bytes:
+        return "no checkpoint could be written; its output says why"
+    return f"saved at {checkpoint.saved_work:g} {unit}, it went on from {checkpoint.loaded_work:g}"
+
+
+def _callbacks(runs: Sequence[Training]) -> dict[str, float]:
+    longest: dict[str, float] = {}
+    for run in runs:
+        for callback, took_ns in (run.worker.callbacks if run.worker is not None else {}).items():
+            longest[callback] = max(longest.get(callback, 0.0), took_ns / 1e6)
+    return longest
+
+
+def _steps(worker: WorkerRecord) -> Steps | None:
+    times = sorted(end_ns - start_ns for start_ns, end_ns in worker.steps)
+    if not times:
+        return None
+    at = [times[math.ceil(share * len(times)) - 1] / 1e6 for share in (0.5, 0.99, 1.0)]
+    return Steps(worker.steps_done, *at)
+
+
+def _use(rank: RankRecord, worker: WorkerRecord, record: JobRecord) -> Use | None:
+    if not worker.uses:
+        return None
+    first = worker.uses[0].seq
+    open_ns = [one.duration_ns for one in rank.bubbles if one.seq >= first and one.end_ns <= record.ended_ns]
+    latencies = sorted(use.latency_ns for use in worker.uses if use.latency_ns >= 0)
+    overruns = [use.overrun_ns for use in worker.uses if use.overrun_ns]
+    return Use(
+        bubbles=len(open_ns),
+        used=min(1.0, worker.harvested_ns / sum(open_ns)) if open_ns else 0.0,
+        first_step_us=latencies[len(latencies) // 2] / 1e3 if latencies else None,
+        overran=len(overruns),
+        longest_overrun_ms=max(overruns, default=0) / 1e6,
+        offences=record.offences,
+    )
+
+
+def _output(last: Training) -> list[str]:
+    """The end of what the job printed, from its last traceback on, if there is one."""
+    if not last.job.directory:
+        return []
+    try:
+        lines = hearsay.read_text(Path(last.job.directory) / OUTPUT).splitlines()
+    except (OSError, ValueError):
+        return []
+    starts = [at for at, line in enumerate(lines) if line == _TRACEBACK]
+    return lines[starts[-1] :] if starts else lines[-_OUTPUT_LINES:]

@@ -1,0 +1,116 @@
+"""Tries one job: in one run until it is saved, and in another one, in a new process, from there."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron.fill.config import JobSpec
+from megatron.fill.runtime import checkpoint
+from megatron.fill.sidetask.examine import Examined
+from megatron.fill.store import Job, open_store
+from megatron.fill.store.submit import new_job
+from megatron.fill.trial.judge import judge
+from megatron.fill.trial.result import Ended, Options, Trial
+from megatron.fill.trial.spec import StandInSpec
+from megatron.fill.trial.train import Training, train
+from megatron.fill.types import JobState
+
+_AT_ONCE_S = 0.001  # between two checkpoints: after every bubble
+
+
+def refused(job: JobSpec, found: Examined, device: str) -> Trial:
+    """The trial of a job that ``examine`` found something against: it is not run."""
+    return Trial(
+        job=job.name,
+        what=job.what,
+        device=device,
+        ended=Ended.FAILED if found.raised else Ended.REFUSED,
+        reason=found.error,
+        command=job.command is not None,
+        memory_bytes=job.memory,
+        output=found.trace.splitlines(),
+    )
+
+
+def try_job(
+    job: JobSpec, found: Examined, search: Sequence[str], options: Options, folder: Path, say: Callable[[str], None]
+) -> Trial:
+    """Run a job in the bubbles of a main job that only waits, and judge it as a run would.
+
+    Args:
+        found: by ``examine``, with nothing against it.
+        folder: for all that is written, a new one; jobs run as another user must be able to enter it.
+        say: is told what is going on, a line each.
+
+    Raises:
+        FillError: it cannot be tried here.
+    """
+    folder.mkdir(exist_ok=True)
+    where = str(folder / "jobs.db")
+    store = open_store(where)
+    try:
+        [submitted] = store.submit([new_job(job, list(search), "")])
+        runs: list[Training] = []
+        size_bytes = 0
+        for name in ("first", "second") if options.round_trip and found.resumable else ("only",):
+            say(f"{job.name}: {_DOES[name].format(options.seconds)}")
+            spec = StandInSpec(
+                run_dir=str(folder / name),
+                store=where,
+                search=list(search),
+                device=options.device,
+                bubble_s=options.bubble_ms / 1000,
+                period_s=options.period_ms / 1000,
+                settings=options.settings | ({"checkpoint_seconds": _AT_ONCE_S} if name == "first" else {}),
+            )
+            waiting = _Waiting(options, store.get(submitted.id), until_saved=name == "first")
+            runs.append(train(spec, store, submitted.id, waiting.enough))
+            if len(runs) == 1:
+                for note in runs[0].notes:
+                    say(note)
+            ended = runs[-1].job
+            if ended.state is not JobState.QUEUED or not _saved(ended):
+                break
+            size_bytes = size_bytes or os.lstat(Path(ended.directory) / checkpoint.NAME).st_size
+    finally:
+        store.close()
+    return judge(job, found, runs, size_bytes, options)
+
+
+_DOES = {
+    "first": "starts it, and saves it after its first bubble",
+    "second": "goes on with it in a new process, {:g} s of bubbles",
+    "only": "starts it, {:g} s of bubbles",
+}
+
+
+class _Waiting:
+    """Says when a run has been long enough.
+
+    Args:
+        before: the job as the store had it before the run.
+        until_saved: it is long enough once the job has been saved.
+    """
+
+    def __init__(self, options: Options, before: Job, until_saved: bool) -> None:
+        self._options = options
+        self._before = before
+        self._until_saved = until_saved
+        self._end_s = time.monotonic() + options.startup_seconds
+
+    def enough(self, job: Job) -> bool:
+        if self._until_saved and _saved(job):
+            return True
+        startup_s = job.progress.startup_s
+        # Until its first heartbeat, what the store has is of the run before.
+        known = job.attempt > self._before.attempt and startup_s != self._before.progress.startup_s
+        if not known or startup_s is None or job.started_s is None:
+            return time.monotonic() > self._end_s
+        return time.time() > job.started_s + startup_s + self._options.seconds
+
+
+def _saved(job: Job) -> bool:
+    return bool(job.directory) and os.path.lexists(Path(job.directory) / checkpoint.NAME)

@@ -1,0 +1,85 @@
+"""What a task's author is shown of a failure, and what is said of arguments that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.fill.errors import TaskError
+from megatron.fill.sidetask import SideTask, TaskContext
+from megatron.fill.sidetask.blame import task_traceback
+from megatron.fill.sidetask.loader import check_args, load_task
+from megatron.fill.sidetask.machine import TaskMachine
+
+
+class Broken(SideTask):
+    def create(self, epochs: int, rate: float = 0.1) -> None:
+        self.helper(epochs)
+
+    def helper(self, epochs: int) -> None:
+        raise ValueError(f"{epochs} epochs") from KeyError("inner")
+
+
+class Open(SideTask):
+    def create(self, **anything: Any) -> None:
+        pass
+
+
+def test_a_traceback_begins_with_the_tasks_own_code():
+    machine = TaskMachine(Broken(), TaskContext("b", Path()))
+    with pytest.raises(ValueError, match="3 epochs") as caught:
+        machine.create({"epochs": 3})
+    error = caught.value
+    error.__traceback__ = error.__traceback__.tb_next  # without the test itself
+    text = task_traceback(error)
+    assert "KeyError: 'inner'" in text
+    assert text.endswith("ValueError: 3 epochs\n")
+    lines = [line for line in text.splitlines() if line.startswith("  File")]
+    assert [line.rpartition(" ")[2] for line in lines] == ["create", "helper"]
+
+
+def test_of_a_module_that_fails_its_own_line_is_shown(tmp_path):
+    (tmp_path / "blamed_mod.py").write_text("x = 1\ny = x / 0\n")
+    with pytest.raises(TaskError) as caught:
+        load_task("blamed_mod:Task", (str(tmp_path),))
+    lines = task_traceback(caught.value).splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1] == f'  File "{tmp_path}/blamed_mod.py", line 2, in <module>'
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_a_failure_of_ours_is_shown_whole():
+    with pytest.raises(TaskError) as caught:
+        TaskMachine(Open(), TaskContext("o", Path())).start()
+    assert "machine.py" in task_traceback(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "args", "message"),
+    [
+        (
+            Broken,
+            {},
+            r"args do not fit Broken.create\(\): missing a required argument: 'epochs'; it takes epochs, rate",
+        ),
+        (Broken, {"epochs": 1, "lr": 2}, r"got an unexpected keyword argument 'lr'; it takes epochs, rate"),
+        (SideTask, {"epochs": 1}, "SideTask takes no args; got epochs"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(task, args, message):
+    with pytest.raises(TaskError, match=message):
+        check_args(task(), args)
+
+
+@pytest.mark.parametrize(("task", "args"), [(Broken, {"epochs": 1}), (Open, {"any": 1}), (SideTask, {})])
+def test_arguments_that_fit(task, args):
+    check_args(task(), args)
+
+
+def test_a_module_without_the_class_says_what_it_has(tmp_path):
+    source = "from megatron.fill import SideTask\nclass Two(SideTask): pass\nclass One(SideTask): pass\nx = 1"
+    (tmp_path / "having_mod.py").write_text(source)
+    with pytest.raises(TaskError, match=r"having_mod has no Three; it has One, Two$"):
+        load_task("having_mod:Three", (str(tmp_path),))

@@ -1,0 +1,59 @@
+"""The documentation: its links lead somewhere, its index is whole, and what it quotes is what is said."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as they are made by all who show Markdown."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_index_has_every_page():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+def said() -> Iterator[str]:
+    """Every text in the code; what is filled into one is left out."""
+    files = [ROOT / "pretrain_gpt.py", *(ROOT / "megatron").rglob("*.py"), *(ROOT / "pipefill_patches").glob("*.py")]
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "{}".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+    for script in (ROOT / "scripts").glob("*.sh"):
+        yield script.read_text(encoding="utf-8")
+
+
+def test_messages_that_are_explained_are_said():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").split("## Where to look")[0]
+    firsts = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    quoted = {text for first in firsts for text in re.findall(r"`([^`]+)`", first)}
+    texts = "\n".join(said())
+    assert len(quoted) > 20
+    assert {text for text in quoted if text not in texts} == set()
