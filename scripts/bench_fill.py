@@ -27,7 +27,7 @@ from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron.fill.records import read_agent, read_rank
+from megatron.fill.records import last_segment
 from megatron.fill.types import Bubble, BubbleUse
 from scripts.bench_main import command, losses, plain, training
 
@@ -94,8 +94,8 @@ def filled(folder: Path, jobs: Path, options: argparse.Namespace) -> dict[str, A
 def step_efficiency(run_dir: Path) -> float | None:
     """Mean over the jobs, weighted by the seconds they had in steps."""
     weighted = seconds = 0.0
-    for path in (run_dir / "agents").glob("agent[0-9]*.json"):
-        for worker in read_agent(path)[0]:
+    for files in last_segment(run_dir).files().values():
+        for _, worker in files.attempts():
             if worker.alone_work and worker.work_done:
                 harvested_s = worker.harvested_ns / 1e9
                 alone = worker.alone_work / worker.alone_ns * 1e9
@@ -107,10 +107,10 @@ def step_efficiency(run_dir: Path) -> float | None:
 def by_bubble(run_dir: Path) -> list[dict[str, Any]]:
     """Where the bubble time went: for each place in the cycle, means over the iterations with filling."""
     found: dict[tuple[int, int], list[tuple[Bubble, BubbleUse | None]]] = defaultdict(list)
-    for path in sorted((run_dir / "ranks").glob("rank*.json")):
-        record = read_rank(path)
-        workers = read_agent(run_dir / "agents" / f"agent{record.info.rank}.json")[0]
-        uses = {use.seq: use for worker in workers for use in worker.uses}
+    for files in last_segment(run_dir).files().values():
+        record = files.record()
+        assert record is not None
+        uses = {use.seq: use for _, worker in files.attempts() for use in worker.uses}
         for bubble in record.bubbles:
             if bubble.filling:
                 found[record.info.rank, bubble.index].append((bubble, uses.get(bubble.seq) if bubble.seq else None))

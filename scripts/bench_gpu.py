@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from megatron.fill.records import read_rank
+from megatron.fill.records import last_segment
 from megatron.fill.report import paired_slowdown
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.loader import load_task
@@ -88,7 +88,7 @@ def filled(folder: Path, options: argparse.Namespace, schedule: str) -> dict[str
     with training(options.stages, options.sharing, flags, folder / f"{schedule}.log"):
         pass
     report = json.loads((run_dir / "report.json").read_text(encoding="utf-8"))
-    bubbles = [one for path in (run_dir / "ranks").glob("rank*.json") for one in read_rank(path).bubbles]
+    bubbles = [one for record in last_segment(run_dir).records() for one in record.bubbles]
     free = [bubble.free_bytes for bubble in bubbles if bubble.free_bytes]
     return report["summary"] | {"least_free_bytes": min(free, default=None)}
 
@@ -119,7 +119,7 @@ def colocated(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             for worker in workers:
                 worker.wait(30)
         end(workers)
-    measured = read_rank(run_dir / "ranks" / "rank0.json").iterations
+    measured = next(last_segment(run_dir).records()).iterations
     blocks = [(one, _block(one.iteration, options)) for one in measured]
     slowdown = paired_slowdown(
         [Iteration(one.iteration, one.start_ns, one.end_ns, block % 2 == 0, block) for one, block in blocks]

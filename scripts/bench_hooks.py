@@ -2,7 +2,8 @@
 
 A difference of 0.1% drowns in the noise of whole iterations, so the cost is measured by itself: the real patches are
 applied over stand-ins that do nothing, and one iteration's worth of calls (1F1B, four microbatches, a middle stage) is
-timed with and without them, in turn.  The share is that cost over the iteration time of a real run.
+timed without them, with them, and with the rank's record written as well, in turn.  The share is that last cost over
+the iteration time of a real run.
 
     python scripts/bench_hooks.py --iteration-ms 1170 --json docs/benchmarks/hooks.json
 """
@@ -14,6 +15,7 @@ import inspect
 import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +85,10 @@ def prepare() -> Any:
     return training
 
 
+def _median_us(some: list[float], others: list[float]) -> float:
+    return statistics.median(one - other for one, other in zip(some, others, strict=True)) * 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
@@ -92,25 +98,31 @@ def main() -> None:
     options = parser.parse_args()
     pipefill_patches.apply(("cpu_backend",))  # for the core pinning, and so that Megatron imports without a device
     training = prepare()
-    listener = RankListener(None, Recorder(RankInfo(0, 2, 0, 2, 0, 1, 0, 2), 3), BubblePredictor(), FreeHostMemory())
-    costs = []
-    for _ in range(options.rounds):
-        seconds = []
-        for patched in (True, False):
-            if patched:
-                pipefill_patches.apply(PATCHES)
-                bus.listener = listener
-            else:
-                for name in PATCHES[1:]:
-                    pipefill_patches.PATCHES[name].revert()
-            start = time.perf_counter()
-            for number in range(options.block):
-                training.train_step(iteration=number)
-            seconds.append((time.perf_counter() - start) / options.block)
-        costs.append(seconds[0] - seconds[1])
-    cost_us = statistics.median(costs) * 1e6
+    info = RankInfo(0, 2, 0, 2, 0, 1, 0, 2)
+    seconds: dict[str, list[float]] = {"off": [], "measuring": [], "recording": []}
+    with tempfile.TemporaryDirectory() as scratch:
+        recorders = {"measuring": Recorder(info, 3), "recording": Recorder(info, 3, Path(scratch) / "rank0.jsonl")}
+        listeners = {
+            name: RankListener(None, recorder, BubblePredictor(), FreeHostMemory())
+            for name, recorder in recorders.items()
+        }
+        for _ in range(options.rounds):
+            for name, its in seconds.items():
+                if name == "off":
+                    for patch in PATCHES[1:]:
+                        pipefill_patches.PATCHES[patch].revert()
+                else:
+                    pipefill_patches.apply(PATCHES)
+                    bus.listener = listeners[name]
+                start = time.perf_counter()
+                for number in range(options.block):
+                    training.train_step(iteration=number)
+                its.append((time.perf_counter() - start) / options.block)
+        assert recorders["recording"].close()
+    cost_us = _median_us(seconds["recording"], seconds["off"])
     summary = {
         "cost_us_per_iteration": round(cost_us, 1),
+        "of_which_writing_us": round(_median_us(seconds["recording"], seconds["measuring"]), 1),
         "iteration_ms": options.iteration_ms,
         "measuring_share": cost_us / (options.iteration_ms * 1e3),
     }

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.records import read_rank
+from megatron.fill.records import last_segment
 from megatron.fill.report import paired_slowdown
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.loader import load_task
@@ -148,7 +148,7 @@ def colocated(folder: Path, name: str, idle: bool, blocks: int, pairs: int, warm
         for worker in workers:
             worker.kill()
             worker.wait()
-    measured = read_rank(run_dir / "ranks" / "rank0.json").iterations
+    measured = next(last_segment(run_dir).records()).iterations
     marked = []
     for one in measured:
         block = _block(one.iteration, blocks, warmup)

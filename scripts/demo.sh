@@ -19,7 +19,7 @@ if [ ! -e "${corpus}_text_document.idx" ]; then
 fi
 
 echo "== Training, with the jobs of examples/demo.yaml in the bubbles (the log is $run/training.log)"
-rm -rf "$run/jobs" "$run"/jobs.db*
+rm -rf "$run/jobs" "$run/records" "$run"/jobs.db*
 flags=(
     --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 256 --num-attention-heads 4
     --seq-length 256 --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 8
@@ -45,13 +45,9 @@ losses = re.findall(r"lm loss: ([0-9.E+-]+)", (run / "training.log").read_text()
 report = json.loads((run / "report.json").read_text())
 print(f"\nThe loss fell from {float(losses[0]):.2f} to {float(losses[-1]):.2f}.")
 for job in report["jobs"]:
-    if job["result"]:
-        print(f"{job['name']}: " + ", ".join(f"{key} {str(value)[:60]}" for key, value in job["result"].items()))
-ranks = {job["name"]: job["rank"] for job in report["jobs"]}
-for path in sorted((run / "agents").glob("agent*.json")):
-    for job in json.loads(path.read_text())["jobs"]:
-        if job["reason"].startswith("it moves"):
-            done = f"{job['work_done']:,.0f} {job['unit']}"
-            print(f"{job['name']} moved from rank {job['rank']} to rank {ranks[job['name']]}, with {done} done.")
+    for attempt in job["attempts"]:
+        if attempt["reason"].startswith("it moves"):
+            done = f"{attempt['work_done']:,.0f} {job['unit']}"
+            print(f"{job['name']} moved from rank {attempt['rank']} to rank {job['rank']}, with {done} done.")
 print(f"The timeline of two iterations is {run / 'timeline.png'}; trace.json opens in Perfetto.")
 PYTHON

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.fill.planner.search import best_plan
 from megatron.fill.planner.tail import packed_ns
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
-from megatron.fill.records import read_agent, read_rank
+from megatron.fill.records import last_segment
 from megatron.fill.sim.values import RuntimeModel
 from megatron.fill.types import Bubble, RankRecord, WorkerRecord
 from scripts.bench_fill import profiled, write_jobs
@@ -99,10 +99,10 @@ def study(folder: Path, iterations: int, warmup: int, reach: bool = True) -> dic
     """Per rank, and over both, weighted by the bubble time of each."""
     profiles = run(folder, iterations, warmup, reach)
     rows = []
-    for path in sorted((folder / "run" / "ranks").glob("rank*.json")):
-        record = read_rank(path)
-        workers, _ = read_agent(folder / "run" / "agents" / f"agent{record.info.rank}.json")
-        worker = max(workers, key=lambda its: its.harvested_ns)
+    for files in last_segment(folder / "run").files().values():
+        record = files.record()
+        assert record is not None
+        worker = max((its for _, its in files.attempts()), key=lambda its: its.harvested_ns)
         rows.append(harvest_of(record, worker, profiles[worker.job]))
     weight = sum(row["fillable_s"] for row in rows)
     means = {

@@ -2,6 +2,7 @@
 
 A jobs file::
 
+    version: 1             # of this format; may be left out
     jobs:
       - name: digits
         task: megatron.fill.sidetask.digits:DigitsTraining   # module:Class, or instead of it:
@@ -141,6 +142,7 @@ class JobsFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     jobs: tuple[JobSpec, ...]
+    version: Literal[1] = 1
 
     @field_validator("jobs")
     @classmethod

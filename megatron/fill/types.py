@@ -5,6 +5,7 @@ Times are nanoseconds of ``CLOCK_MONOTONIC`` (``_ns``), which all processes of a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -138,17 +139,17 @@ class BrakeEvent:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What the recorder of one rank writes at the end of a run.
+    """What one rank saw, or what it saw since it last wrote.
 
     Attributes:
         schedule: of its last training iteration; None if there was none.
     """
 
     info: RankInfo
-    iterations: list[Iteration]
-    bubbles: list[Bubble]
-    spans: list[Span]
-    brakes: list[BrakeEvent] = field(default_factory=list)
+    iterations: Sequence[Iteration]
+    bubbles: Sequence[Bubble]
+    spans: Sequence[Span]
+    brakes: Sequence[BrakeEvent] = ()
     schedule: CycleKey | None = None
 
 
@@ -190,15 +191,15 @@ class WorkerRecord:
     harvested_ns: int
     alone_ns: int
     alone_work: float
-    uses: list[BubbleUse] = field(default_factory=list)
-    steps: list[tuple[int, int]] = field(default_factory=list)
+    uses: Sequence[BubbleUse] = ()
+    steps: Sequence[tuple[int, int]] = ()
     callbacks: dict[str, int] = field(default_factory=dict)
     partial_work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """How one fill job ended.
+    """How one fill job ended, or how far it has come.
 
     Attributes:
         what: ``module:Class`` or the command line.
@@ -207,6 +208,7 @@ class JobRecord:
         result: what the task reported with ``context.report``.
         directory: its folder: output.log and the task's own files.
         ended_s: when this was noted, in seconds since the epoch; a job that was tried again has several records.
+        attempt: which of them it is, as the store counts the job's claims.
         started_ns, ready_ns, ended_ns: CLOCK_MONOTONIC of its machine: when its worker was started, when that called
             the task's ``create`` (0 for never), and when the worker had ended.
         peak_bytes: the most device memory that it was seen to hold; 0 where nobody looked in time.
@@ -226,6 +228,7 @@ class JobRecord:
     result: dict[str, Any] = field(default_factory=dict)
     directory: str = ""
     ended_s: float = 0.0
+    attempt: int = 0
     started_ns: int = 0
     ready_ns: int = 0
     ended_ns: int = 0

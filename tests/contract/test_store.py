@@ -458,6 +458,17 @@ class TestCancel:
         assert store.recover() == 1
         assert store.get(claim.job.id).state is JobState.CANCELLED
 
+    def test_at_once_where_the_agent_is_gone_already(self, store, backend):
+        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        assert not store.get(claim.job.id).lost(store.now_s())
+        backend.clock.now_s += 10
+        assert store.get(claim.job.id).lost(store.now_s())
+        job = store.cancel(claim.job.id)
+        assert (job.state, job.reason, job.owner, job.cancelling) == (JobState.CANCELLED, "cancelled", None, False)
+        assert store.get(job.id) == job
+        assert store.heartbeat(claim, Progress(), 10) is Standing.LOST
+        assert store.recover() == 0
+
     @pytest.mark.parametrize("state", FINISHED)
     def test_not_a_finished_one(self, store, state):
         claim = claimed(store, *submitted(store, "pi"))
@@ -489,6 +500,21 @@ class TestRetry:
         store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
         with pytest.raises(JobError, match="is SUCCEEDED"):
             store.retry(job.id)
+
+    @pytest.mark.parametrize("cancelling", [False, True])
+    def test_a_job_whose_agent_is_gone(self, store, backend, cancelling):
+        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        store.heartbeat(claim, Progress(5.0, checkpoint_s=1.0), 10)
+        if cancelling:
+            store.cancel(claim.job.id)
+        backend.clock.now_s += 10
+        job = store.retry(claim.job.id)
+        assert (job.state, job.reason) == (JobState.QUEUED, "agent was not heard of in time")
+        assert (job.owner, job.lease_until_s, job.cancelling) == (None, None, False)
+        assert job.progress == Progress(5.0, checkpoint_s=1.0)
+        assert store.get(job.id) == job
+        assert store.heartbeat(claim, Progress(), 10) is Standing.LOST
+        assert claimed(store, job).attempt == 2
 
     def test_not_when_its_name_is_in_use_again(self, store):
         [first] = submitted(store, "pi")

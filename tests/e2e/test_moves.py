@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.records import last_segment
 from megatron.fill.types import JobState
 from tests.e2e.training import Running, processes, write_jobs
 
@@ -18,8 +20,8 @@ TAIL = {"name": "tail", "task": "tasks:Spin", "args": {"milliseconds": 0.3}, "me
 def attempts(folder: Path, name: str, device: str) -> list[dict[str, Any]]:
     """What a rank's agent recorded of the job."""
     rank = device.split()[1]  # rank 1 of ...
-    record = json.loads((folder / "run" / "agents" / f"agent{rank}.json").read_text())
-    return [job for job in record["jobs"] if job["name"] == name]
+    files = last_segment(folder / "run").files()[int(rank)]
+    return [asdict(job) for job, _ in files.attempts() if job.name == name]
 
 
 def test_a_tail_job_moves_to_the_rank_that_falls_idle_and_goes_on_from_its_checkpoint(tmp_path):

@@ -14,7 +14,11 @@ its bubble; in the interior bubble a third step runs on by 2.1 ms.  The predicto
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from megatron.fill.records import Ending, Segment
+from megatron.fill.report import Report, ReportBuilder
+from megatron.fill.report.jobs import job_reports
 from megatron.fill.types import (
     Bubble,
     BubbleKind,
@@ -90,6 +94,15 @@ def synthetic_run() -> tuple[list[RankRecord], list[WorkerRecord], list[JobRecor
         graph.record("graph", 1, alone_ns=50 * MS, alone_work=100.0),
     ]
     return ranks, workers, _jobs(workers)
+
+
+def report_of(ranks: list[RankRecord], workers: list[WorkerRecord], jobs: list[JobRecord], command: str = "") -> Report:
+    """The report of a run of one segment that ended by itself."""
+    builder = ReportBuilder()
+    for record in sorted(ranks, key=lambda record: record.info.rank):
+        builder.add([(1, record, [worker for worker in workers if worker.rank == record.info.rank])])
+    segment = Segment(Path("records/1"), 1, command, 0.0, len(ranks), ending=Ending.WELL)
+    return builder.report([segment], job_reports([segment], [(1, job) for job in jobs], lambda names: {}))
 
 
 def _stage(stage: int) -> tuple[RankRecord, list[_Worker]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -10,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.app import keptin
+from megatron.fill.app.expected import warn_of_few_bubbles
 from megatron.fill.app.launch import Launch, _check_store, _counted, _new_run_folder
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.sandbox import Layer, Walls
-from megatron.fill.store import NewJob, open_store
-from megatron.fill.types import JobState
+from megatron.fill.types import RankInfo
 
 
 def flags(**changed: object) -> Namespace:
@@ -98,7 +99,7 @@ def test_the_store_is_the_flag_the_environment_or_the_run_folder(monkeypatch, tm
 
 
 def run_folder(path: Path) -> Path:
-    for part in ("ranks", "agents", "jobs"):
+    for part in ("records", "agents", "jobs"):
         (path / part).mkdir(parents=True)
     return path
 
@@ -141,24 +142,25 @@ def test_the_store_that_is_served_is_said_with_its_origin(monkeypatch, tmp_path)
     assert run._served(tmp_path) == "PipeFill: serves the job store flag.db (--fill-store)"
 
 
-def test_a_job_that_another_run_has_is_not_called_dead(monkeypatch, tmp_path):
-    monkeypatch.delenv("PIPEFILL_STORE", raising=False)
-    mine, other = run_folder(tmp_path / "mine on it"), run_folder(tmp_path / "other")
-    store = open_store(str(tmp_path / "jobs.db"))
-    run = Launch()
-    run.settings = FillSettings(store=str(tmp_path / "jobs.db"))
-    spec = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "search": []}
-    run._jobs = [NewJob(name, spec) for name in ("killed", "elsewhere", "waits")]
-    jobs = store.submit(run._jobs)
-    for job, folder in zip(jobs, (mine, other), strict=False):
-        assert store.claim("x", [job.id], 3600, f"rank 1 of {folder} on host") is not None
-    store.close()
-    reasons = {record.name: (record.state, record.reason) for record in run._unstarted(mine)}
-    assert reasons == {
-        "killed": (JobState.RUNNING, "its agent was killed; it goes back to the queue when the lease ends"),
-        "elsewhere": (JobState.RUNNING, f"another run has it: rank 1 of {other} on host"),
-        "waits": (JobState.QUEUED, "no rank became free before the main job ended"),
-    }
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "virtual", "said"),
+    [
+        (1, 8, None, "one pipeline stage and so no bubble: .* expected --pipeline-model-parallel-size 2 or more"),
+        (2, 64, None, "with 2 stages and 64 passes through each, about 1.5% of the time are bubbles"),
+        (4, 64, 4, "about 1.2% .* fewer micro-batches or virtual stages, make more"),
+        (4, 8, None, ""),
+    ],
+)
+def test_a_training_with_few_bubbles_is_told_so_at_its_start(caplog, stages, microbatches, virtual, said):
+    args = Namespace(
+        global_batch_size=4 * microbatches,
+        micro_batch_size=2,
+        data_parallel_size=2,
+        virtual_pipeline_model_parallel_size=virtual,
+    )
+    warn_of_few_bubbles(RankInfo(0, 2 * stages, 0, 2 * stages, 0, 1, 0, stages), args)
+    assert bool(caplog.text) == bool(said)
+    assert re.search(said, caplog.text)
 
 
 @pytest.mark.parametrize(

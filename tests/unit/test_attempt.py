@@ -5,18 +5,22 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.fill.control import RunState
+from megatron.fill.records import AgentFile, read_agent
+from megatron.fill.runtime.agent import Agent
 from megatron.fill.runtime.attempt import Attempt
 from megatron.fill.runtime.spec import Outcome
 from megatron.fill.runtime.steplog import Saving, StepLog, create_log
 from megatron.fill.store.port import Progress, Standing
-from megatron.fill.types import JobState
+from megatron.fill.types import BubbleUse, JobRecord, JobState, WorkerRecord
 
 DIED = Outcome(JobState.FAILED, "the worker was killed by SIGSEGV in run_next_step()")
 GAVE_BACK = Outcome(JobState.QUEUED, "goes on from its checkpoint")
@@ -196,3 +200,48 @@ def test_why_a_worker_must_go(bench):
     assert "another agent may have it" in attempt._why_end()
     bench.agent.over = True
     assert attempt._why_stop() == "the main job ended first"
+
+
+def test_what_runs_is_written_down_with_what_it_did_so_far(tmp_path):
+    bench = Bench()
+    attempt = bench.attempt
+    bench.agent.spec = SimpleNamespace(rank=3)
+    attempt.job = SimpleNamespace(  # type: ignore[assignment]
+        id=7, name="pi", attempt=2, spec={"task": "m:C", "command": None}, progress=Progress(unit="points")
+    )
+    attempt.directory, attempt.started_ns = tmp_path, 5
+    attempt.limiter = SimpleNamespace(peak_bytes=9)  # type: ignore[assignment]
+    for number in range(3000):
+        attempt.log.step_ended(number, number + 1, 2.0, alone=False)
+    attempt.log.leave_bubble(BubbleUse(1, 5, 3000, 0, 3000), alone=False)
+    job, worker = attempt.so_far()
+    assert (job.name, job.state, job.reason, job.rank, job.attempt) == ("pi", JobState.RUNNING, "", 3, 2)
+    assert (job.work_done, job.unit, job.steps, job.directory) == (6000.0, "points", 3000, str(tmp_path))
+    assert job.peak_bytes == 9
+    assert (worker.steps_done, worker.work_done, worker.harvested_ns, len(worker.uses)) == (3000, 6000.0, 3000, 1)
+    assert len(worker.steps) == 2000  # the most recent ones
+    assert worker.steps[-1] == (2999, 3000)
+
+
+def test_an_agent_keeps_what_it_cannot_write_now(tmp_path):
+    agent = Agent.__new__(Agent)
+    agent._lock = threading.Lock()
+    agent._ended = []
+    agent._record = AgentFile(tmp_path / "1", 0)
+    running = JobRecord("runs", "m:C", JobState.RUNNING, "", 1.0, "steps", 0, directory="jobs/runs-2")
+    worker = WorkerRecord("pi", 0, 1, 1.0, 1, 0, 0.0)
+    agent.seats = [
+        SimpleNamespace(attempt=SimpleNamespace(so_far=lambda: (running, worker))),
+        SimpleNamespace(attempt=None),
+    ]  # type: ignore[list-item]
+    ended = [replace(running, name=name, state=JobState.QUEUED, directory=f"jobs/{name}-1") for name in ("a", "b")]
+    (tmp_path / "1").touch()
+    for job in ended:
+        agent.keep_record(job, worker)
+        with pytest.raises(OSError, match="1"):
+            agent._write()
+    (tmp_path / "1").unlink()
+    agent._write()
+    agent._write()
+    assert [job for job, _ in read_agent(tmp_path / "1" / "agent0.jsonl")] == ended
+    assert [job for job, _ in read_agent(tmp_path / "1" / "agent0.running.jsonl")] == [running]

@@ -17,8 +17,8 @@ from megatron.fill.chaos.marks import Event, mark, prepare
 from megatron.fill.chaos.printed import print_result
 from megatron.fill.chaos.results import compile_result
 from megatron.fill.chaos.verdict import Lost, Submitted
-from megatron.fill.records import write_agent, write_rank
-from megatron.fill.types import Iteration, JobRecord, JobState, RankInfo, RankRecord
+from megatron.fill.types import Iteration, JobRecord, JobState, RankInfo, RankRecord, WorkerRecord
+from tests.unit.segments import write_segment
 
 SECOND = 1_000_000_000
 WINDOWS = [
@@ -94,7 +94,8 @@ def test_recovery_is_from_an_end_or_a_blow_to_the_next_start_at_that_rank_in_the
         record("honest-2", 21, 22),
         record("honest-2", 3.5, 5, rank=1),
     ]
-    write_agent(tmp_path / "agents" / "agent0.json", [], records)
+    attempts = [(one, WorkerRecord(one.name, one.rank, 0, 0.0, 0, 0, 0.0)) for one in records]
+    write_segment(tmp_path, [], attempts)
     found = {one.kind: one for one in measure.recoveries(findings(tmp_path))}
     assert set(found) == {"hang", "agent-kill"}
     assert found["hang"].seconds == pytest.approx(0.5)
@@ -105,10 +106,7 @@ def test_recovery_is_from_an_end_or_a_blow_to_the_next_start_at_that_rank_in_the
 def test_what_goes_wrong_is_laid_to_the_faults_just_before(tmp_path):
     assert measure.blamed(findings(), 29 * SECOND) == {"store-away"}
     assert measure.blamed(findings(), 24 * SECOND) == set()
-    write_rank(
-        tmp_path / "ranks" / "rank0.json",
-        RankRecord(RankInfo(0, 2, 0, 2, 0, 1, 0, 2), iterations(), [], []),
-    )
+    write_segment(tmp_path, [RankRecord(RankInfo(0, 2, 0, 2, 0, 1, 0, 2), iterations(), [], [])])
     harmed = replace(findings(tmp_path, differing=(41, 42, 43)), lost=[Lost("hang-0", "hang", "it is QUEUED")])
     kinds = [KINDS[name] for name in ("agent-kill", "store-away", "hang")]
     result = compile_result(harmed, kinds, wanted=2, not_run={"disk-full": "only root can"})

@@ -264,6 +264,47 @@ class TestShow:
         assert ran.err == "pipefill: error: there is no job 'digit'; the closest: digits\n"
 
 
+def lost(store: JobStore, *names: str) -> None:
+    """Jobs whose agent went without a word."""
+    jobs = store.submit([NewJob(name, {"task": "tasks:Pi"}) for name in names])
+    claims = [store.claim("agent", [job.id], 3600, device="rank 1 of runs/first on host") for job in jobs]
+    for claim in claims:
+        assert claim is not None
+        store.heartbeat(claim, Progress(135, 400, rate=13.0), 0.001)
+    time.sleep(0.01)
+
+
+class TestLost:
+    """After a kill, a preemption or with a lost node, nothing is shown as running that is not."""
+
+    def test_list_says_so_and_shows_no_rate(self, pipefill, store):
+        running(store, "runs", Progress(10, 20, rate=1.0))
+        lost(store, "gone")
+        [_, runs, gone, said] = pipefill("list").out.splitlines()
+        assert runs.split() == ["1", "runs", "RUNNING", "10/20", "steps", "50", "1/s", "10s"]
+        assert gone.split() == ["2", "gone", "LOST", "135/400", "steps", "33"]
+        assert said.startswith("LOST: its agent is not heard of any more")
+        assert store.get(2).state is JobState.RUNNING  # to look changes nothing
+
+    def test_show_says_since_when(self, pipefill, store):
+        lost(store, "gone")
+        out = " ".join(pipefill("show", "gone").out.split())
+        assert out.startswith("state LOST")
+        assert "its agent's lease ended 20" in out
+        assert "s ago); it goes on from its last checkpoint" in out
+        assert "13/s" not in out
+        assert "ends" not in out
+        job = pipefill("show", "gone", "--json").json
+        assert (job["state"], job["rate"], job["remaining_s"], job["ends_s"]) == ("LOST", None, None, None)
+        assert job["lost_s"] == job["lease_until_s"]
+
+    def test_cancel_and_retry_work(self, pipefill, store):
+        lost(store, "gone", "away")
+        assert pipefill("cancel", "gone", "--json").json[0]["state"] == "CANCELLED"
+        assert pipefill("retry", "away", "--json").json[0]["state"] == "QUEUED"
+        assert [line.split()[2] for line in pipefill("list").out.splitlines()[1:]] == ["CANCELLED", "QUEUED"]
+
+
 class TestCancelAndRetry:
     def test_each_of_several(self, pipefill, store):
         store.submit([NewJob("waits", {})])

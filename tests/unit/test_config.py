@@ -25,6 +25,7 @@ def test_a_whole_file(tmp_path):
         write(
             tmp_path,
             """
+version: 1
 jobs:
   - name: digits
     task: megatron.fill.sidetask.digits:DigitsTraining
@@ -59,6 +60,7 @@ def test_deadlines_are_from_now_or_points_in_time(tmp_path):
     [
         ("jobs:\n  - {name: a, task: m:C, speed: 9}", "job 'a': unknown field speed; expected one of name, task"),
         ("jobs:\n  - {name: a, task: m:C}\nqueue: 1", "unknown field queue; expected one of jobs"),
+        ("jobs:\n  - {name: a, task: m:C}\nversion: 2", "version is 2: expected 1"),
         ("jobs:\n  - {name: a}", "job 'a': expected exactly one of task and command"),
         ("jobs:\n  - {name: a, task: m:C, command: ls}", "job 'a': expected exactly one of task and command"),
         ("jobs:\n  - {name: a, command: ls, args: {x: 1}}", "job 'a': args belong to a task"),

@@ -56,7 +56,7 @@ RULES: dict[str, set[str]] = {
     },
     "cli": {
         *("chaos", "control", "types", "errors", "profiles", "config", "store", "planner", "device", "runtime", "sim"),
-        *("display", "given", "hearsay", "sandbox", "trial"),
+        *("display", "given", "hearsay", "records", "report", "sandbox", "trial"),
     },
     "__init__": {"types", "errors", "sidetask"},
 }
@@ -172,7 +172,9 @@ OTHER_READS = {
     "cli/options.py": {"path.open"},  # to write
     "cli/simulate.py": {"load"},
     "control.py": {"Path(f'/proc/{pid}/stat').read_text", "os.open"},
-    "records.py": {"json.loads", "path.read_text"},
+    "records/files.py": {"json.loads", "os.open", "path.open"},
+    "records/rank.py": {"os.open", "temporary.open"},
+    "records/segment.py": {"os.open"},
     "runtime/agent.py": {"json.loads", "Path(spec_path).read_text"},
     "runtime/confined.py": {"json.loads"},  # of a worker's first process, which runs nothing of the job
     "runtime/enforcer.py": {"stat.read_text"},  # in /proc

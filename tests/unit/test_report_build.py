@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from megatron.fill.report import Report, build_report, schema
+from megatron.fill.report import Report, schema
 from megatron.fill.types import BrakeEvent, BubbleKind, JobRecord, JobState, WorkerRecord
-from tests.unit.synthetic import MS, synthetic_run
+from tests.unit.synthetic import MS, report_of, synthetic_run
 
 DOC = Path(__file__).parents[2] / "docs" / "report.md"
 MODELS = [
@@ -21,7 +21,7 @@ MODELS = [
 @pytest.fixture(scope="module")
 def report() -> Report:
     ranks, workers, jobs = synthetic_run()
-    return build_report(ranks[::-1], workers, jobs, "train --pp 2")
+    return report_of(ranks[::-1], workers, jobs, "train --pp 2")
 
 
 def test_summary(report: Report) -> None:
@@ -100,7 +100,7 @@ def test_jobs_and_total(report: Report) -> None:
 def test_json_round_trip(report: Report) -> None:
     text = report.model_dump_json()
     assert Report.model_validate_json(text) == report
-    assert json.loads(text)["version"] == schema.REPORT_VERSION
+    assert json.loads(text)["schema_version"] == schema.SCHEMA_VERSION
     assert "NaN" not in text
 
 
@@ -118,7 +118,7 @@ def test_without_jobs_there_are_no_ratios() -> None:
         replace(record, bubbles=[replace(bubble, filling=False, predicted_ns=0) for bubble in record.bubbles])
         for record in synthetic_run()[0]
     ]
-    summary = build_report(ranks, [], [], "").summary
+    summary = report_of(ranks, [], []).summary
     assert summary.harvest_ratio is None
     assert summary.fill_efficiency is None
     assert summary.open_to_step_us is None
@@ -128,7 +128,7 @@ def test_without_jobs_there_are_no_ratios() -> None:
 
 def test_an_unused_rank_counts_in_the_harvest_ratio() -> None:
     ranks, workers, _ = synthetic_run()
-    report = build_report(ranks, workers[:1], [], "")
+    report = report_of(ranks, workers[:1], [])
     assert report.ranks[1].harvest_ratio == 0.0
     assert report.summary.harvest_ratio == pytest.approx(103.6 / 260)
     assert report.ranks[0].work[0].unit == ""
@@ -137,13 +137,13 @@ def test_an_unused_rank_counts_in_the_harvest_ratio() -> None:
 def test_a_worker_of_an_unknown_rank_counts_nowhere() -> None:
     ranks, workers, jobs = synthetic_run()
     strange = replace(workers[0], rank=9)
-    assert build_report(ranks, [*workers, strange], jobs, "") == build_report(ranks, workers, jobs, "")
+    assert report_of(ranks, [*workers, strange], jobs) == report_of(ranks, workers, jobs)
 
 
 def test_nothing_recorded() -> None:
     ranks = [replace(record, iterations=[], bubbles=[], spans=[]) for record in synthetic_run()[0]]
     for records in ([], ranks):
-        report = build_report(records, [], [], "")
+        report = report_of(records, [], [])
         assert report.summary.bubble_share is None
         assert report.summary.slowdown is None
         assert report.total.iteration_time is None
@@ -153,7 +153,7 @@ def test_nothing_recorded() -> None:
 def test_a_broken_off_iteration_has_no_share() -> None:
     ranks, workers, jobs = synthetic_run()
     cut = [replace(record, iterations=record.iterations[:-1]) for record in ranks]
-    report = build_report(cut, workers, jobs, "")
+    report = report_of(cut, workers, jobs)
     assert report.ranks[0].bubble_share == pytest.approx(270 / 904)
 
 
@@ -162,7 +162,7 @@ def test_odd_numbers_of_a_task_do_no_harm() -> None:
     nan = replace(workers[0], work_done=float("nan"))
     job = JobRecord("train", "m:C", JobState.FAILED, "NaN", float("inf"), "x", total_work=float("inf"))
     job = replace(job, result={"loss": float("nan")})
-    report = build_report(ranks, [nan], [job], "")
+    report = report_of(ranks, [nan], [job])
     assert report.ranks[0].work[0].work_done == 0
     assert report.ranks[0].fill_efficiency == 0
     assert json.loads(report.model_dump_json())["jobs"][0]["result"] == {"loss": None}
@@ -171,13 +171,13 @@ def test_odd_numbers_of_a_task_do_no_harm() -> None:
 def test_fill_efficiency_of_workers_that_harvested_nothing() -> None:
     ranks, _, _ = synthetic_run()
     idle = WorkerRecord("a", 0, 0, 0.0, 0, 10, 5.0)
-    assert build_report(ranks, [idle, replace(idle, job="b")], [], "").summary.fill_efficiency == 0.0
+    assert report_of(ranks, [idle, replace(idle, job="b")], []).summary.fill_efficiency == 0.0
 
 
 def test_brakes_are_listed_by_rank() -> None:
     ranks, _, _ = synthetic_run()
     ranks[1] = replace(ranks[1], brakes=[BrakeEvent(4, 0.03, 8, 80, 2 * MS), BrakeEvent(96, 0.5, 2, 224, 4 * MS)])
-    report = build_report(ranks, [], [], "")
+    report = report_of(ranks, [], [])
     assert report.summary.brakes == 2
     assert report.ranks[0].brakes == []
     assert report.ranks[1].brakes[0] == schema.BrakeReport(iteration=4, slowdown=0.03, pairs=8, until=80, guard_ms=2)

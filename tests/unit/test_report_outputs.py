@@ -2,26 +2,30 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from megatron.fill.errors import FillError
-from megatron.fill.records import write_agent, write_rank
+from megatron.fill.records import Ending
 from megatron.fill.report import (
     Report,
-    build_report,
     compose,
     draw_timeline,
+    print_report,
     write_trace,
 )
 from megatron.fill.report.bars import join, subtract
 from megatron.fill.report.window import choose_window
-from megatron.fill.types import RankRecord, WorkerRecord
-from tests.unit.synthetic import LAST, MS, START_NS, is_filling, synthetic_run
+from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
+from tests.unit.segments import write_segment
+from tests.unit.synthetic import LAST, MS, START_NS, is_filling, report_of, synthetic_run
 
 
 def shifted(record: RankRecord, by_ns: int, node: int) -> RankRecord:
@@ -145,7 +149,7 @@ def test_timeline_of_many_ranks_jobs_and_of_nothing(tmp_path: Path) -> None:
     workers: list[WorkerRecord] = [replace(worker, rank=rank, job=f"job {rank}") for rank in range(16)]
     draw_timeline(tmp_path / "16.png", ranks, workers)
     draw_timeline(tmp_path / "0.png", [], [])
-    assert 900 < pixels(tmp_path / "16.png").shape[0] < 1600
+    assert 1200 < pixels(tmp_path / "16.png").shape[0] < 2200
     assert pixels(tmp_path / "0.png").min() < 0.5
 
 
@@ -161,22 +165,164 @@ def test_bars() -> None:
 # --- the run folder
 
 
+def attempts_of(workers: list[WorkerRecord], jobs: list[JobRecord]) -> list[tuple[JobRecord, WorkerRecord]]:
+    by_name = {job.name: job for job in jobs}
+    return [(by_name[worker.job], worker) for worker in workers]
+
+
 def test_compose(tmp_path: Path) -> None:
     ranks, workers, jobs = synthetic_run()
-    for record in ranks:
-        write_rank(tmp_path / "ranks" / f"rank{record.info.rank}.json", record)
-    write_agent(tmp_path / "agents" / "agent0.json", workers[:1], jobs[:1])
-    write_agent(tmp_path / "agents" / "agent1.json", workers[1:], jobs[1:])
-    report = compose(tmp_path, "train")
-    assert report == build_report(ranks, workers, jobs, "train")
+    write_segment(tmp_path, ranks, attempts_of(workers, jobs), walls={"pid": "", "user": "not root"})
+    report = compose(tmp_path)
+    alone = report_of(ranks, workers, jobs[:3], "train")
+    assert report.ranks == alone.ranks
+    assert (report.total, report.summary, report.cycle, report.jobs) == (
+        alone.total,
+        alone.summary,
+        alone.cycle,
+        alone.jobs,
+    )
+    assert [(wall.name, wall.lacks) for wall in report.walls] == [("pid", ""), ("user", "not root")]
     assert Report.model_validate_json((tmp_path / "report.json").read_text()) == report
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_compose_without_records(tmp_path: Path) -> None:
-    with pytest.raises(FillError, match="nothing to report"):
-        compose(tmp_path, "train")
+    with pytest.raises(FillError, match="holds no records"):
+        compose(tmp_path)
+    write_segment(tmp_path, [])
+    with pytest.raises(FillError, match="no rank has left a record yet"):
+        compose(tmp_path)
+
+
+def later(record: RankRecord, iterations: int, by_ns: int) -> RankRecord:
+    """The same once more, so many iterations on."""
+
+    def move(values: list[Any]) -> list[Any]:
+        return [
+            replace(one, iteration=one.iteration + iterations, start_ns=one.start_ns + by_ns, end_ns=one.end_ns + by_ns)
+            for one in values
+        ]
+
+    return RankRecord(record.info, move(record.iterations), move(record.bubbles), move(record.spans))
+
+
+def test_a_report_covers_all_segments(tmp_path: Path) -> None:
+    """The first one was cut off after iteration 8, and the second went on from a checkpoint at 6."""
+    ranks, workers, jobs = synthetic_run()
+    attempts = attempts_of(workers, jobs)
+    cut = [replace(one, iterations=one.iterations[:8]) for one in ranks]
+    began = [(replace(job, state=JobState.RUNNING, reason="", attempt=1, ended_s=1.0), its) for job, its in attempts]
+    running = {0: began[:1], 1: began[1:]}
+    write_segment(tmp_path, cut, running=running, command="first", ending=Ending.CUT)
+    ended = [
+        (
+            replace(job, attempt=2, ended_s=2.0, state=JobState.SUCCEEDED),
+            replace(its, steps=[(start + 10**12, end + 10**12) for start, end in its.steps]),
+        )
+        for job, its in attempts[:2]
+    ]
+    write_segment(tmp_path, [later(one, 6, 10**12) for one in ranks], ended, command="second", jobs=["train", "late"])
+    asked: list[set[str]] = []
+
+    def ask(names: Collection[str]) -> dict[str, JobRecord]:
+        asked.append(set(names))
+        return {"late": replace(jobs[3], reason="the store says so")}
+
+    report = compose(tmp_path, ask)
+    assert report.command == "second"
+    spans = [(one.number, one.ending, one.first_iteration, one.last_iteration) for one in report.segments]
+    assert spans == [(1, Ending.CUT, 1, 8), (2, Ending.WELL, 7, 16)]
+    assert [(one.iterations, one.ranks, one.recorded) for one in report.segments] == [(8, 2, 2), (10, 2, 2)]
+    one = report_of(ranks, workers, jobs)
+    assert report.total.iterations == 18
+    assert report.total.iteration_s == pytest.approx(2.008 + 1.608)
+    assert report.total.harvested_s == pytest.approx(2 * one.total.harvested_s - workers[2].harvested_ns / 1e9)
+    assert report.summary.slowdown is not None
+    assert report.summary.slowdown.pairs == 2 + 1  # blocks of two: the cut left one whole pair
+    assert report.summary.slowdown.mean == pytest.approx(0.01)
+    assert report.cycle[0].training[0].count == one.cycle[0].training[0].count
+    states = {job.name: (job.state, job.reason) for job in report.jobs}
+    cut_off = "its agent went without a word while it ran; pipefill list tells where it is now"
+    assert states == {
+        "train": (JobState.SUCCEEDED, "the main job ended"),
+        "resize": (JobState.SUCCEEDED, ""),
+        "graph": (JobState.RUNNING, cut_off),
+        "late": (JobState.QUEUED, "the store says so"),
+    }
+    assert asked == [{"late", "graph"}]
+    train = next(job for job in report.jobs if job.name == "train")
+    assert train.work_done == 2 * 224
+    assert [(its.segment, its.state, its.work_done) for its in train.attempts] == [
+        (1, JobState.RUNNING, 224),
+        (2, JobState.SUCCEEDED, 224),
+    ]
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["otherData"]["ranks"] == "segment 2 of 2"
+    assert {event["name"] for event in trace["traceEvents"]} >= {"iteration 14", "train"}
+    text = printed(report)
+    assert "segment 1: iterations 1 to 8, was cut off" in text
+    assert "segment 2: iterations 7 to 16, ended by itself" in text
+
+
+def test_the_store_tells_where_a_job_is_that_was_cut_off(tmp_path: Path) -> None:
+    ranks, workers, jobs = synthetic_run()
+    job = replace(jobs[0], state=JobState.RUNNING, reason="")
+    write_segment(tmp_path, ranks, running={0: [(job, workers[0])]}, ending=Ending.CUT)
+    for directory, expected in ((job.directory, JobState.QUEUED), ("jobs/another-9", JobState.RUNNING)):
+        told = replace(job, state=JobState.QUEUED, reason="waits", directory=directory)
+        [one] = compose(tmp_path, lambda names, told=told: {told.name: told}).jobs
+        assert one.state is expected
+        assert one.work_done == job.work_done
+
+
+def test_a_report_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    ranks, workers, jobs = synthetic_run()
+    job = replace(jobs[0], state=JobState.RUNNING, reason="")
+    opened = write_segment(tmp_path, ranks[:1], running={0: [(job, workers[0])]}, ending=None, ranks=3)
+    report = compose(tmp_path)
+    [segment], [its] = report.segments, report.jobs
+    assert (segment.ending, segment.ranks, segment.recorded) == (Ending.RUNNING, 3, 1)
+    assert (its.state, its.reason) == (JobState.RUNNING, "")
+    assert "segment 1: iterations 1 to 10, goes on, no record of 2 of its 3 ranks" in printed(report)
+    opened.end(Ending.WELL)
+
+
+def printed(report: Report) -> str:
+    console = Console(width=80, record=True, file=StringIO())
+    print_report(report, console)
+    return console.export_text()
+
+
+def test_of_many_ranks_one_replica_is_drawn_and_stages_are_listed(tmp_path: Path) -> None:
+    """Ten replicas of two stages, of which the one in place 3 ran side tasks."""
+    ranks, workers, jobs = synthetic_run()
+    many = [
+        replace(
+            record,
+            info=replace(record.info, rank=2 * place + record.info.stage, world_size=20, data_parallel_rank=place),
+        )
+        for place in range(10)
+        for record in ranks
+    ]
+    moved = [replace(worker, rank=worker.rank + 6) for worker in workers]
+    write_segment(tmp_path, many, attempts_of(moved, jobs))
+    report = compose(tmp_path)
+    assert [(stage.stage, stage.ranks) for stage in report.stages] == [(0, 10), (1, 10)]
+    assert report.stages[0].harvested_s == report.ranks[6].harvested_s
+    assert report.stages[0].iteration_s == pytest.approx(10 * report.ranks[0].iteration_s)
+    assert report.stages[0].iterations == 10
+    assert report.total.iterations == 10
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["otherData"]["ranks"] == "data-parallel rank 3 of 10"
+    assert {event["pid"] for event in trace["traceEvents"]} == {6, 7}
+    assert pixels(tmp_path / "timeline.png").shape[0] < 600
+    text = printed(report)
+    assert "20 ranks by stage" in text
+    rows = text.split("Jobs")[0].splitlines()
+    assert [row.split()[0] for row in rows if row.split() and row.split()[0].isdigit()] == ["0", "1"]
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_importing_the_report_is_light() -> None:

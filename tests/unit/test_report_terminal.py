@@ -1,19 +1,21 @@
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from megatron.fill.display import state_colour
-from megatron.fill.report import Report, bubble_cycle, build_report, print_cycle, print_report, write_cycles
+from megatron.fill.report import Report, bubble_cycle, print_cycle, print_report, seen, write_cycles
+from megatron.fill.report.advice import advice
 from megatron.fill.report.schema import Cycles
 from megatron.fill.types import BrakeEvent, BubbleKind, JobRecord, JobState, RankRecord
-from tests.unit.synthetic import LAST, MS, synthetic_run
+from tests.unit.synthetic import LAST, MS, report_of, synthetic_run
 
 
 def test_cycle() -> None:
-    first, second = (bubble_cycle(record) for record in synthetic_run()[0])
+    first, second = (bubble_cycle(seen(record)) for record in synthetic_run()[0])
     assert [bubble.kind for bubble in first.training] == [BubbleKind.FWD_BWD, BubbleKind.INTERIOR]
     bubble = first.training[1]
     assert (bubble.index, bubble.count, bubble.free_bytes) == (1, LAST - 1, 3 << 30)
@@ -29,19 +31,19 @@ def test_cycle() -> None:
 def test_cycle_of_the_most_common_length() -> None:
     record = synthetic_run()[0][0]
     odd = [bubble for bubble in record.bubbles if (bubble.iteration, bubble.index) != (5, 1)]
-    assert [bubble.count for bubble in bubble_cycle(replace(record, bubbles=odd)).training] == [LAST - 2] * 2
+    assert [bubble.count for bubble in bubble_cycle(seen(replace(record, bubbles=odd))).training] == [LAST - 2] * 2
 
 
 def test_cycle_of_one_iteration_and_of_none() -> None:
     record = synthetic_run()[0][0]
     one = replace(record, iterations=record.iterations[:1])
-    assert [bubble.count for bubble in bubble_cycle(one).training] == [1, 1]
-    none = bubble_cycle(replace(record, iterations=[], bubbles=[]))
+    assert [bubble.count for bubble in bubble_cycle(seen(one)).training] == [1, 1]
+    none = bubble_cycle(seen(replace(record, iterations=[], bubbles=[])))
     assert (none.training, none.evaluation, none.iteration_ms) == ([], [], None)
 
 
 def test_cycles_file(tmp_path: Path) -> None:
-    cycles = [bubble_cycle(record) for record in synthetic_run()[0]]
+    cycles = [bubble_cycle(seen(record)) for record in synthetic_run()[0]]
     write_cycles(tmp_path / "cycle.json", cycles)
     assert Cycles.model_validate_json((tmp_path / "cycle.json").read_text()).ranks == cycles
 
@@ -55,7 +57,7 @@ def printed(report: Report, width: int = 80) -> str:
 
 def test_terminal_in_80_columns() -> None:
     ranks, workers, jobs = synthetic_run()
-    text = printed(build_report(ranks, workers, jobs, ""))
+    text = printed(report_of(ranks, workers, jobs))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "main job slowdown: +1.00% (95% interval +1.00% to +1.00%, 2 pairs of blocks)" in text
@@ -71,20 +73,20 @@ def test_terminal_without_blocks_or_jobs() -> None:
         replace(record, iterations=[replace(item, block=-1) for item in record.iterations])
         for record in synthetic_run()[0]
     ]
-    text = printed(build_report(ranks, [], [], ""))
+    text = printed(report_of(ranks, [], []))
     assert "--fill-paired-blocks" in text
     assert "Jobs" not in text
-    assert printed(build_report([], [], [], ""))
+    assert printed(report_of([], [], []))
 
 
 def test_terminal_tells_what_the_brake_did() -> None:
     ranks = synthetic_run()[0]
-    assert "brake" not in printed(build_report(ranks, [], [], ""))
+    assert "brake" not in printed(report_of(ranks, [], []))
     brakes = [BrakeEvent(10**6 + number, 0.031, 8, 10**6 + 80, 2 * MS) for number in range(7)]
-    text = printed(build_report([replace(ranks[0], brakes=brakes[:1]), ranks[1]], [], [], ""))
+    text = printed(report_of([replace(ranks[0], brakes=brakes[:1]), ranks[1]], [], []))
     assert "automatic brake: stopped filling once on 1 of 2 ranks; on rank 0:" in text
     assert "  after iteration 1000000, +3.1%; again from 1000080" in text
-    text = printed(build_report([replace(ranks[0], brakes=brakes[:1]), replace(ranks[1], brakes=brakes)], [], [], ""))
+    text = printed(report_of([replace(ranks[0], brakes=brakes[:1]), replace(ranks[1], brakes=brakes)], [], []))
     assert "automatic brake: stopped filling 7 times on 2 of 2 ranks; on rank 1:" in text
     assert "  and 2 times more" in text
     assert text.count("after iteration") == 5
@@ -104,7 +106,7 @@ def test_terminal_with_large_figures_and_markup() -> None:
     ]
     reason = "step 3 raised ValueError: [bold]no[/bold] such file " * 4
     jobs = [JobRecord("name-" * 8, "m:C", JobState.FAILED, reason, 1234567.25, "token-batches [x]", 3, 1, 0.1)]
-    text = printed(build_report(ranks, [], jobs, ""))
+    text = printed(report_of(ranks, [], jobs))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "[bold]no[/bold]" in text
@@ -113,7 +115,7 @@ def test_terminal_with_large_figures_and_markup() -> None:
 def test_a_job_in_any_state_is_printed() -> None:
     ranks, workers, jobs = synthetic_run()
     for state in JobState:
-        text = printed(build_report(ranks, workers, [replace(job, state=state) for job in jobs], ""))
+        text = printed(report_of(ranks, workers, [replace(job, state=state) for job in jobs]))
         assert text.count(state) == len({job.name for job in jobs})
     colours = [state_colour(state) for state in JobState]
     assert len(set(colours)) == len(JobState)
@@ -123,5 +125,50 @@ def test_what_a_job_says_does_not_command_the_terminal() -> None:
     ranks, workers, jobs = synthetic_run()
     jobs[0] = replace(jobs[0], reason="\x1b[2Jgone\x9b", unit="\x1bx")
     console = Console(width=80, file=(out := StringIO()))
-    print_report(build_report(ranks, workers, jobs, ""), console)
+    print_report(report_of(ranks, workers, jobs), console)
     assert not set(out.getvalue()) & {"\x1b", "\x9b"}
+
+
+def idle(report: Report, **changed: Any) -> Report:
+    """The same, served by jobs that did nothing."""
+    segment = report.segments[0].model_copy(update={"store": "runs/first"})
+    total = report.total.model_copy(update={"steps": 0, "work": []} | changed)
+    return report.model_copy(update={"segments": [segment], "total": total})
+
+
+def test_a_run_that_filled_nothing_says_why_and_what_would_help() -> None:
+    ranks, workers, jobs = synthetic_run()
+    report = report_of(ranks, workers, jobs)
+    assert advice(report) == ""
+    assert advice(idle(report, steps=1)) == ""
+    alone = [replace(ranks[0], bubbles=[], info=replace(ranks[0].info, stages=1))]
+    assert "one pipeline stage has no bubbles; --pipeline-model-parallel-size 2" in advice(
+        idle(report_of(alone, [], jobs))
+    )
+    assert "pipefill submit JOBS.yaml --store runs/first adds some" in advice(idle(report_of(ranks, [], [])))
+    assert "--fill-warmup-iterations" in advice(idle(report, fillable_s=0.0))
+    text = printed(idle(report))
+    assert "no job did a step in a bubble" in text
+    assert "longest bubbles are of 20.0 ms" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_results_of_jobs_are_told_in_short() -> None:
+    ranks, workers, jobs = synthetic_run()
+    result = {"accuracy": 0.98765432, "epochs": 3, "note": "[bold]" + "x" * 100} | {f"v{n}": n for n in range(9)}
+    text = printed(report_of(ranks, workers, [replace(jobs[0], result=result), jobs[1]]))
+    assert max(map(len, text.splitlines())) <= 80
+    text = " ".join(text.split())
+    assert "train: accuracy 0.9877, epochs 3, note [bold]xxxx" in text
+    assert "v2 2, ..." in text
+    assert "resize:" not in text
+
+
+def test_of_many_jobs_those_that_failed_come_first_and_the_rest_is_counted() -> None:
+    ranks, workers, jobs = synthetic_run()
+    many = [replace(jobs[1], name=f"job-{number}", directory=str(number)) for number in range(100)]
+    many[90] = replace(many[90], state=JobState.FAILED, reason="it broke")
+    text = printed(report_of(ranks, workers, many))
+    assert "40 of 100 jobs are shown (1 FAILED, 99 SUCCEEDED); report.json has them all" in text
+    assert text.index("job-90 ") < text.index("job-0 ")
+    assert text.count("SUCCEEDED") == 39 + 1

@@ -14,11 +14,11 @@ from megatron.fill.pipeline.bubbles import bubble_cycle
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, simulate
-from megatron.fill.records import write_rank
 from megatron.fill.report.schema import Cycles, RankCycle
 from megatron.fill.sim.mainjob.recorded import Reschedule, recorded_groups, rescheduled_groups
 from megatron.fill.types import BubbleKind, RankRecord
 from tests.unit.recorded_runs import MS, SYNC_NS, cycle_bubble, records
+from tests.unit.segments import write_segment
 
 SCHEDULE = make_schedule("1f1b", 2, 4)
 STAGES = (StageCost(9 * MS, 20 * MS), StageCost(10 * MS, 18 * MS))
@@ -86,11 +86,13 @@ def run_folder(folder: Path, made: Sequence[RankRecord] | None = None, replicas:
     if made is None:
         timeline = Compiled(SCHEDULE, rendezvous=True).run(COSTS)
         made = records(SCHEDULE, [timeline] * 4, [MS, MS])
+    every = []
     for replica in range(replicas):
         for record in made:
             rank = replica * len(made) + record.info.rank
             info = replace(record.info, rank=rank, data_parallel_rank=replica)
-            write_rank(folder / "ranks" / f"rank{rank}.json", replace(record, info=info))
+            every.append(replace(record, info=info))
+    write_segment(folder, every)
     cycles = [item.model_copy(update={"rank": at}) for at, item in enumerate(recorded() * replicas)]
     path = folder / "report.json"
     path.write_text(json.dumps({"cycle": [item.model_dump(mode="json") for item in cycles]}))
@@ -172,5 +174,5 @@ def test_records_that_cannot_be_timed_again_are_refused(tmp_path):
         with pytest.raises(ConfigError, match=said):
             rescheduled_groups(run_folder(folder, given), None, Reschedule())
     (tmp_path / "report.json").write_text(Cycles(ranks=recorded()).model_dump_json())
-    with pytest.raises(ConfigError, match="there are no records; expected those of a run"):
+    with pytest.raises(ConfigError, match="holds no records of a training; expected a run folder"):
         rescheduled_groups(tmp_path / "report.json", None, Reschedule())

@@ -12,13 +12,13 @@ from megatron.fill.errors import FillError
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline, Wait
-from megatron.fill.records import write_agent, write_rank
 from megatron.fill.sim.truth.compare import Run, compare, load, select
 from megatron.fill.sim.truth.replay import FillRule, PlayedIteration, open_bubbles, replay
 from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.sim.truth.table import WAYS, summary, table
-from megatron.fill.types import CycleKey, Iteration, RankRecord, WorkerRecord
+from megatron.fill.types import CycleKey, Iteration, JobRecord, JobState, RankRecord, WorkerRecord
 from tests.unit.recorded_runs import MS, noisy, records
+from tests.unit.segments import write_segment
 
 SCHEDULE = make_schedule("1f1b", 2, 4)
 RULE = FillRule(warmup=5, reaching=True)
@@ -113,9 +113,8 @@ def test_a_slower_half_shows() -> None:
 
 def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     ranks, workers = filled(records(SCHEDULE, steady(30), [MS, MS]))
-    for rank, (record, worker) in enumerate(zip(ranks, workers, strict=True)):
-        write_rank(tmp_path / "ranks" / f"rank{rank}.json", record)
-        write_agent(tmp_path / "agents" / f"agent{rank}.json", [worker], [])
+    attempts = [(JobRecord(one.job, "m:C", JobState.QUEUED, "", 0.0, "", one.rank), one) for one in workers]
+    write_segment(tmp_path, ranks, attempts)
     with pytest.raises(FillError, match=r"run\.json"):
         load(tmp_path)
     what = {"warmup": RULE.warmup, "reaching": True}
@@ -124,7 +123,7 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     assert (run.schedule, run.rule, run.ranks) == (SCHEDULE, RULE, ranks)
     # In half of the iterations there is filling; the first of them is where the jobs begin.
     assert run.window == list(range(8, 31, 2))
-    write_agent(tmp_path / "agents" / "agent1.json", [], [])
+    write_segment(tmp_path, ranks, attempts[:1])
     with pytest.raises(FillError, match="expected one on each"):
         load(tmp_path)
 

@@ -6,10 +6,8 @@ is started, which gives this rank its gate, its agent and its listener, and whic
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -22,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 import pipefill_patches
+from megatron.fill.app.expected import warn_of_few_bubbles
 from megatron.fill.app.keptin import KeptIn, check_flags, keep_in
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share
@@ -31,20 +30,20 @@ from megatron.fill.device import MpsDaemon
 from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.hooks import bus
 from megatron.fill.planner.offload import weigh_offload
-from megatron.fill.records import read_agent, write_agent
+from megatron.fill.records import Ending, OpenSegment, begin_segment
 from megatron.fill.runtime.submitted import forget_submitted, not_yet_submitted
 from megatron.fill.scheduler.policies import parse_policy
-from megatron.fill.store import NewJob, open_store
+from megatron.fill.store import NewJob
 from megatron.fill.store.filesystem import network_file_system
 from megatron.fill.store.location import database_files, locate, shown
+from megatron.fill.store.standing import standing
 from megatron.fill.store.submit import new_job, submitter
-from megatron.fill.types import JobRecord, JobState, RankInfo
+from megatron.fill.types import RankInfo
 
 logger = logging.getLogger("pipefill")
 
 _STORE = "PIPEFILL_STORE"
-_RUN_PARTS = ("ranks", "agents", "jobs")  # of a run folder
-_DEVICE = re.compile(r"rank \d+ of (?P<run>.*) on \S+")
+_RUN_PARTS = ("records", "agents", "jobs")  # of a run folder
 
 
 class Launch:
@@ -54,6 +53,7 @@ class Launch:
         self.settings: FillSettings | None = None
         self.session: Session | None = None
         self._run_dir: Path | None = None
+        self._segment: OpenSegment | None = None  # on rank 0
         self._jobs: list[NewJob] = []
         self.mps: MpsDaemon | None = None
         self.walls = KeptIn()
@@ -128,21 +128,22 @@ class Launch:
         settings = self.settings
         if settings is None or not settings.active:
             return
-        self._run_dir = self._prepare_run(settings, info)
-        if self._run_dir is None:
+        agreed = self._prepare_run(settings, info)
+        if agreed is None:
             return
+        self._run_dir, segment = agreed
         if info.rank == 0 and settings.serves:
-            _warn_of_no_bubbles(info)
+            warn_of_few_bubbles(info, args)
         store = self._store(self._run_dir)
         jobs = not_yet_submitted(self._run_dir, store, self._jobs) if info.rank == 0 else []
-        self.session = Session(settings, info, self._run_dir, store, jobs, self.mps, self.walls)
+        self.session = Session(settings, info, self._run_dir, segment, store, jobs, self.mps, self.walls)
         bus.listener = self.session.listening.listener
 
-    def _prepare_run(self, settings: FillSettings, info: RankInfo) -> Path | None:
-        """Agree on the run folder: rank 0 makes it, the others wait for it; None if it cannot be made."""
+    def _prepare_run(self, settings: FillSettings, info: RankInfo) -> tuple[Path, Path] | None:
+        """Agree on the run folder and the segment's: rank 0 makes them, the others wait; None if that failed."""
         import torch.distributed as dist
 
-        agreed: list[str] = [""]
+        agreed: list[str] = ["", ""]
         if info.rank == 0:
             name = settings.report or _new_run_folder()
             try:
@@ -151,14 +152,28 @@ class Launch:
                 if settings.resubmit or not all(map(os.path.exists, database_files(store)[:1])):
                     forget_submitted(Path(name))
                 new = not_yet_submitted(Path(name), store, self._jobs)
-                agreed = [name]
+                self._segment = self._begin(settings, Path(name), info)
+                agreed = [name, str(self._segment.segment.folder)]
                 print(f"PipeFill: {_counted(len(self._jobs), len(new))}, run folder {name}", flush=True)
                 if settings.serves:
                     print(self._served(Path(name)), flush=True)
+                if settings.serves and not settings.jobs:
+                    print("PipeFill: no --fill-jobs: it runs what is in that store, and what pipefill submit adds")
             except (OSError, FillError) as error:
                 logger.warning("the run folder %s cannot be used, so nothing is filled: %s", name, error)
         dist.broadcast_object_list(agreed, src=0)
-        return Path(agreed[0]) if agreed[0] else None
+        return (Path(agreed[0]), Path(agreed[1])) if agreed[0] else None
+
+    def _begin(self, settings: FillSettings, run_dir: Path, info: RankInfo) -> OpenSegment:
+        return begin_segment(
+            run_dir,
+            shlex.join(shown(argument) for argument in sys.argv),
+            info.world_size,
+            jobs=[job.name for job in self._jobs],
+            store=shown(locate(self._store(run_dir))) if settings.serves else "",
+            walls={layer.name: layer.lacks for layer in self.walls.layers},
+            trace_iterations=settings.trace_iterations,
+        )
 
     def finish(self) -> None:
         """Every rank has trained to the end: write, draw and print the result."""
@@ -173,6 +188,7 @@ class Launch:
             logger.exception("the records of this rank are lost; the training itself is done")
         dist.barrier()  # every rank comes here, also one whose session failed
         if dist.get_rank() == 0:
+            self._end(Ending.WELL)
             try:
                 self._report(self.settings, self._run_dir)
             except Exception:
@@ -186,52 +202,24 @@ class Launch:
             report.print_cycle(report.profile(run_dir), console)
             print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
             return
-        if self._jobs:
-            write_agent(run_dir / "agents" / "agent-none.json", [], self._unstarted(run_dir))
-        walls = {layer.name: layer.lacks for layer in self.walls.layers}
-        made = report.compose(run_dir, shlex.join(sys.argv), settings.trace_iterations, walls)
+        store = self._store(run_dir)
+        made = report.compose(run_dir, lambda names: standing(store, run_dir, False, names))
         report.print_report(made, console)
         print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
 
-    def _unstarted(self, run_dir: Path) -> list[JobRecord]:
-        """Records of the jobs for which no agent wrote one."""
-        known = {job.name for path in (run_dir / "agents").glob("agent[0-9]*.json") for job in read_agent(path)[1]}
-        missing = [job for job in self._jobs if job.name not in known]
-        store = open_store(self._store(run_dir)) if missing else None
-        records = []
-        for job in missing:
-            command = job.spec["command"]
-            what = shlex.join(command) if command else job.spec["task"]
-            state, reason, directory = JobState.QUEUED, "it was not submitted; the agent's log says why", ""
-            with contextlib.suppress(FillError):
-                assert store is not None
-                kept = store.find(job.name)
-                state, directory = kept.state, kept.directory
-                reason = kept.reason or "no rank became free before the main job ended"
-                if state is JobState.RUNNING:
-                    reason = _held_by(kept.device, run_dir)
-            unit = "seconds" if command else "steps"
-            records.append(JobRecord(job.name, what, state, reason, 0.0, unit, directory=directory))
-        if store is not None:
-            store.close()
-        return records
+    def abort(self) -> None:
+        """The main job failed."""
+        if self.session is not None:
+            self.session.abort()
+        self._end(Ending.FAILED)
 
-
-def _held_by(device: str, run_dir: Path) -> str:
-    """Why a job still runs when this run is over.
-
-    Args:
-        device: where it runs, as its agent said (``Agent.name``).
-    """
-    match = _DEVICE.fullmatch(device)
-    if match is None or match["run"] == str(run_dir.resolve()):
-        return "its agent was killed; it goes back to the queue when the lease ends"
-    return f"another run has it: {device}"
-
-
-def _warn_of_no_bubbles(info: RankInfo) -> None:
-    if info.stages == 1:
-        logger.warning("there is one pipeline stage and so no bubble: the jobs will not run")
+    def _end(self, ending: Ending) -> None:
+        """Say how the segment ended, on rank 0."""
+        if self._segment is not None:
+            try:
+                self._segment.end(ending)
+            except OSError as error:
+                logger.warning("how the training ended cannot be written down: %s", error)
 
 
 def _check_store(where: str) -> None:
@@ -285,7 +273,7 @@ def _counted(jobs: int, new: int) -> str:
 def _make_run_folder(run_dir: Path) -> None:
     for part in _RUN_PARTS:
         (run_dir / part).mkdir(parents=True, exist_ok=True)
-    for stale in [*(run_dir / "ranks").glob("*.json"), *(run_dir / "agents").glob("*.json")]:
+    for stale in (run_dir / "agents").glob("*.json"):
         stale.unlink()
     shutil.rmtree(run_dir / CONTROL, ignore_errors=True)
 
@@ -320,16 +308,11 @@ def _run(main: Callable[[], Any], run: Launch) -> None:
         main()
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            _abort(run)
+            run.abort()
         else:
             run.finish()
         raise
     except BaseException:
-        _abort(run)
+        run.abort()
         raise
     run.finish()
-
-
-def _abort(run: Launch) -> None:
-    if run.session is not None:
-        run.session.abort()

@@ -15,7 +15,6 @@ from megatron.fill.device.host import FreeHostMemory
 from megatron.fill.gate import SharedGate
 from megatron.fill.hooks import Listener
 from megatron.fill.predictor import BubblePredictor
-from megatron.fill.records import write_rank
 from megatron.fill.runtime.brake import Brake
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
@@ -66,7 +65,7 @@ class HostListening:
             if page is not None:
                 page.seal()
         self._record = record
-        self._recorder = Recorder(info, settings.trace_iterations)
+        self._recorder = Recorder(info, settings.trace_iterations, record)
         self.free_bytes = FreeHostMemory()
         guard_ns, limit = int(settings.guard_us * 1000), settings.max_slowdown / 100
         self.listener = RankListener(
@@ -84,10 +83,11 @@ class HostListening:
         )
 
     def finish(self) -> None:
-        write_rank(self._record, self._recorder.record())
+        if not self._recorder.close():
+            logger.warning("%s could not be written in full", self._record)
 
     def abort(self) -> None:
-        pass
+        self.finish()
 
 
 class RelayedListening:
@@ -137,7 +137,7 @@ class RelayedListening:
     def finish(self) -> None:
         self.listener.end()
         if not self._relay.finish():
-            logger.warning("the relay failed: this rank has no record")
+            logger.warning("the relay failed: this rank's record may lack its end")
 
     def abort(self) -> None:
         self._relay.kill()

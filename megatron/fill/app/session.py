@@ -20,6 +20,7 @@ from megatron.fill.device import MpsDaemon, Sharing
 from megatron.fill.device.tree import descendants
 from megatron.fill.gate import SharedGate
 from megatron.fill.hooks import bus
+from megatron.fill.records import rank_file
 from megatron.fill.runtime.agent import AgentSpec
 from megatron.fill.store import NewJob
 from megatron.fill.types import RankInfo
@@ -33,6 +34,7 @@ class Session:
     """PipeFill's part of one rank of one run.
 
     Args:
+        segment: where its records go.
         store: the URL of the job store that this run serves.
         jobs: what this rank's agent puts into it.
         mps: the daemon that this rank uses; None without MPS.
@@ -44,6 +46,7 @@ class Session:
         settings: FillSettings,
         info: RankInfo,
         run_dir: Path,
+        segment: Path,
         store: str,
         jobs: list[NewJob],
         mps: MpsDaemon | None,
@@ -53,6 +56,7 @@ class Session:
         self.walls = walls
         self.info = info
         self.run_dir = run_dir
+        self.segment = segment
         self.mps = mps
         self.gate: SharedGate | None = None
         self.board: CycleBoard | None = None
@@ -69,7 +73,7 @@ class Session:
         self.listening = self._listen()
 
     def _listen(self) -> Listening:
-        record = self.run_dir / "ranks" / f"rank{self.info.rank}.json"
+        record = rank_file(self.segment, self.info.rank)
         shared = (self.settings, self.info, record, self.gate, self.board, self.control)
         if self.info.device == "cpu":
             return HostListening(*shared)
@@ -111,6 +115,7 @@ class Session:
         gate_fd, board_fd, control_fd = gate.reader_fd(), board.reader_fd(), control.fd
         spec = AgentSpec(
             run_dir=str(self.run_dir.resolve()),
+            records=str(self.segment.resolve()),
             rank=self.info.rank,
             parent=os.getpid(),
             gate_fd=gate_fd,

@@ -18,6 +18,7 @@ from megatron.fill.app.share import share
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import FillError
 from megatron.fill.hooks import Listener
+from megatron.fill.records import Ending, begin_segment
 from megatron.fill.trial.spec import StandInSpec
 from megatron.fill.types import BubbleKind, CycleKey, RankInfo
 
@@ -57,16 +58,19 @@ def _serve(spec: StandInSpec) -> None:
     on_cpu = spec.device == "cpu"
     mps = share(settings, on_cpu)
     walls = keep_in(settings, mps is not None, spec.search)
-    for part in ("ranks", "agents", "jobs"):
+    for part in ("agents", "jobs"):
         (run_dir / part).mkdir(parents=True)
+    segment = begin_segment(run_dir, "pipefill try", ranks=1)
     info = RankInfo(0, 1, 0, 1, 0, 1, stage=0, stages=1, device=spec.device)
-    session = Session(settings, info, run_dir, spec.store, [], mps, walls)
+    session = Session(settings, info, run_dir, segment.segment.folder, spec.store, [], mps, walls)
     try:
         wait_in_bubbles(session.listening.listener, spec.bubble_s, spec.period_s, _told_to_end)
     except BaseException:
         session.abort()
+        segment.end(Ending.FAILED)
         raise
     session.finish()
+    segment.end(Ending.WELL)
 
 
 def _told_to_end(seconds: float) -> bool:

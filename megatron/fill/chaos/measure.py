@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from megatron.fill.chaos.campaign import Findings, Window
 from megatron.fill.errors import FillError
-from megatron.fill.records import read_agent, read_rank
+from megatron.fill.records import RankFiles, read_segments
 from megatron.fill.report import Slowdown, paired_slowdown
 from megatron.fill.types import Iteration, JobRecord
 
@@ -35,12 +36,14 @@ class Recovery:
 
 def iterations(run_dirs: Iterable[Path]) -> list[Iteration]:
     """The iterations of all trainings as the first stage saw them, but for those at each start."""
-    found = []
+    found: list[Iteration] = []
     for run_dir in run_dirs:
         try:
-            found += read_rank(run_dir / "ranks" / "rank0.json").iterations[_WARM:]
-        except FillError:  # a training that failed leaves none
+            # The first segment: another training in the same folder is one of the faults.
+            record = read_segments(run_dir)[0].files().get(0, RankFiles()).record()
+        except FillError:  # a training that failed early leaves none
             continue
+        found += record.iterations[_WARM:] if record is not None else []
     return found
 
 
@@ -92,10 +95,9 @@ def recoveries(findings: Findings) -> list[Recovery]:
     found = []
     for segment in findings.segments:
         by_rank: defaultdict[int, list[JobRecord]] = defaultdict(list)
-        for path in (segment.run_dir / "agents").glob("agent*.json"):
-            for record in _jobs(path):
-                if record.rank is not None and record.started_ns:
-                    by_rank[record.rank].append(record)
+        for record in _jobs(segment.run_dir):
+            if record.rank is not None and record.started_ns:
+                by_rank[record.rank].append(record)
         for rank, records in by_rank.items():
             blows = [(record.ended_ns, kinds.get(record.name, "")) for record in records]
             blows += [(deed.start_ns, deed.kind) for deed in findings.deeds if deed.rank == rank]
@@ -120,11 +122,17 @@ def _followed(
     return found
 
 
-def _jobs(path: Path) -> list[JobRecord]:
+def _jobs(run_dir: Path) -> list[JobRecord]:
+    """Of all segments, those that ended."""
     try:
-        return read_agent(path)[1]
-    except FillError:  # cut short by a fault
+        files = [its for segment in read_segments(run_dir) for its in segment.files().values()]
+    except FillError:
         return []
+    found = []
+    for its in files:
+        with suppress(FillError):  # cut short by a fault
+            found += [job for job, _ in its.attempts() if job.ended_ns]
+    return found
 
 
 def _median_ns(window: Window, seen: Sequence[Iteration]) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, simulate, trial
+from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, report, simulate, trial
 from megatron.fill.cli.version import print_version
 
 
@@ -69,6 +69,7 @@ app.command("pause")(control.pause)
 app.command("resume")(control.resume)
 app.command("drain")(control.drain)
 app.command("kill")(control.kill)
+app.command("report")(report.report)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)

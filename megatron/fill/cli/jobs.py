@@ -50,12 +50,12 @@ def submit(
     new = [new_job(spec, search, owner) for spec in specs]
     with opened(store, create=True) as jobs:
         last = max((job.id for job in jobs.list(limit=1)), default=0)
-        found = jobs.submit(new)
+        found, now_s = jobs.submit(new), jobs.now_s()
     there = [job for job in found if job.id <= last]
     if as_json:
-        views.print_json([views.as_dict(job) | {"already_there": job.id <= last} for job in found])
+        views.print_json([views.as_dict(job, now_s) | {"already_there": job.id <= last} for job in found])
         return
-    views.print_table(found[:_SUBMITTED_SHOWN])
+    views.print_table(found[:_SUBMITTED_SHOWN], now_s)
     if len(found) > _SUBMITTED_SHOWN:
         print(f"The first {_SUBMITTED_SHOWN} of {len(found)} jobs are shown; pipefill list shows all.")
     if there:
@@ -109,7 +109,8 @@ def list_jobs(
             done = jobs.list(_FINISHED, limit=_FINISHED_SHOWN + 1)
             more = len(done) > _FINISHED_SHOWN
             found = sorted(jobs.list(_UNFINISHED) + done[-_FINISHED_SHOWN:], key=lambda job: job.id)
-    _print(found, as_json)
+        now_s = jobs.now_s()
+    _print(found, now_s, as_json)
     if more and not as_json:
         print(f"The last {_FINISHED_SHOWN} of the finished jobs are shown; --all lists every job.")
 
@@ -117,21 +118,22 @@ def list_jobs(
 def show(name: JobName, store: Store = None, as_json: Json = False) -> None:
     """Show all about one job.
 
-    --json prints: id, name, state, reason, user, priority, attempt, owner, device, directory, cancelling,
-    asked_by (the device that it is to move to); the times submitted_s, started_s, finished_s, deadline_s, checkpoint_s,
-    lease_until_s, asked_s, ends_s (seconds since 1970); work_done, total_work, unit, percent, rate (per second),
-    remaining_s, steps, harvested_s, resumable, startup_s; result and spec. What is not known is null.
+    --json prints: id, name, state (LOST: no agent speaks for it any more, since lost_s), reason, user, priority,
+    attempt, owner, device, directory, cancelling, asked_by (the device that it is to move to); the times submitted_s,
+    started_s, finished_s, deadline_s, checkpoint_s, lease_until_s, lost_s, asked_s, ends_s (seconds since 1970);
+    work_done, total_work, unit, percent, rate (per second), remaining_s, steps, harvested_s, resumable, startup_s;
+    result and spec. What is not known is null.
     """
     with opened(store) as jobs:
-        job = jobs.find(name)
+        job, now_s = jobs.find(name), jobs.now_s()
     if as_json:
-        views.print_json(views.as_dict(job))
+        views.print_json(views.as_dict(job, now_s))
     else:
-        views.print_job(job)
+        views.print_job(job, now_s)
 
 
 def cancel(names: JobNames, store: Store = None, as_json: Json = False) -> None:
-    """Cancel jobs: waiting ones at once, running ones as soon as their agent hears of it.
+    """Cancel jobs: waiting and lost ones at once, running ones as soon as their agent hears of it.
 
     --json prints a list of jobs as "show" does one.
     """
@@ -139,7 +141,7 @@ def cancel(names: JobNames, store: Store = None, as_json: Json = False) -> None:
 
 
 def retry(names: JobNames, store: Store = None, as_json: Json = False) -> None:
-    """Put failed or cancelled jobs back into the queue; they go on from their checkpoints.
+    """Put failed, cancelled or lost jobs back into the queue; they go on from their checkpoints.
 
     --json prints a list of jobs as "show" does one.
     """
@@ -155,14 +157,15 @@ def _each(names: list[str], store: str | None, as_json: bool, change: Callable[[
                 changed.append(change(jobs, jobs.find(name).id))
             except JobError as error:
                 problems.append(str(error))
+        now_s = jobs.now_s()
     if changed or as_json:
-        _print(changed, as_json)
+        _print(changed, now_s, as_json)
     if problems:
         raise JobError("; ".join(problems))
 
 
-def _print(jobs: list[Job], as_json: bool) -> None:
+def _print(jobs: list[Job], now_s: float, as_json: bool) -> None:
     if as_json:
-        views.print_json([views.as_dict(job) for job in jobs])
+        views.print_json([views.as_dict(job, now_s) for job in jobs])
     else:
-        views.print_table(jobs)
+        views.print_table(jobs, now_s)

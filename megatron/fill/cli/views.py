@@ -1,4 +1,8 @@
-"""Jobs as tables for people and as JSON for programs."""
+"""Jobs as tables for people and as JSON for programs.
+
+A job whose agent is not heard of any more is shown as ``LOST``: the store calls it RUNNING until an agent looks for a
+job, which after a kill may be never.  ``now_s`` is always the store's (``JobStore.now_s``).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from megatron.fill.types import JobState
 
 _PIPE_WIDTH = 160  # columns, where the output goes to no terminal
 _MOST_S = 1e11  # three thousand years: longer than that is never
+_LOST = "LOST"
 
 
 def percent(job: Job) -> float | None:
@@ -23,22 +28,30 @@ def percent(job: Job) -> float | None:
     return min(100.0, 100 * job.progress.work_done / total) if total else None
 
 
-def remaining_s(job: Job) -> float | None:
+def remaining_s(job: Job, now_s: float) -> float | None:
     """How long a running job will take at its present rate; None if unknown."""
     progress = job.progress
-    if job.state is not JobState.RUNNING or progress.total_work is None or not progress.rate:
+    if not _runs(job, now_s) or progress.total_work is None or not progress.rate:
         return None
     return max(0.0, progress.total_work - progress.work_done) / progress.rate
 
 
-def as_dict(job: Job) -> dict[str, Any]:
+def _runs(job: Job, now_s: float) -> bool:
+    return job.state is JobState.RUNNING and not job.lost(now_s)
+
+
+def as_dict(job: Job, now_s: float) -> dict[str, Any]:
     """The job as ``pipefill show --help`` documents its JSON."""
     values = asdict(job)
-    left_s = remaining_s(job)
+    left_s = remaining_s(job, now_s)
+    lost = job.lost(now_s)
     return (
         values
         | values.pop("progress")
         | {
+            "state": _LOST if lost else job.state,
+            "rate": job.progress.rate if _runs(job, now_s) else None,
+            "lost_s": job.lease_until_s if lost else None,
             "percent": percent(job),
             "remaining_s": left_s,
             "ends_s": None if left_s is None else time.time() + left_s,
@@ -59,7 +72,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_table(jobs: list[Job]) -> None:
+def print_table(jobs: list[Job], now_s: float) -> None:
     """One line per job, in 80 columns, and why each that failed did, as far as a line holds it."""
     from rich.table import Table
 
@@ -79,24 +92,28 @@ def print_table(jobs: list[Job]) -> None:
     table.add_column("LEFT", justify="right", no_wrap=True)
     for job in jobs:
         user = [_text(job.user)] if several_users else []
-        cells = [_text(_done(job)), _text(_percent(job)), _text(_rate(job)), _text(_duration(remaining_s(job)))]
-        table.add_row(_text(str(job.id)), _text(job.name), *user, _state(job), *cells)
+        left = _duration(remaining_s(job, now_s))
+        cells = [_text(_done(job)), _text(_percent(job)), _text(_rate(job, now_s)), _text(left)]
+        table.add_row(_text(str(job.id)), _text(job.name), *user, _state(job, now_s), *cells)
     console = _console()
     console.print(table)
     for job in jobs:
         if job.state is JobState.FAILED and job.reason:
             line = _text(f"FAILED {job.name} ({job.id}): {job.reason}")
             console.print(line, no_wrap=True, overflow="ellipsis")
+    if any(job.lost(now_s) for job in jobs):
+        print("LOST: its agent is not heard of any more; it goes on when a training serves this store again.")
 
 
-def print_job(job: Job) -> None:
+def print_job(job: Job, now_s: float) -> None:
     """All about one job that is known, a line each."""
     from rich.table import Table
 
-    progress, left_s = job.progress, remaining_s(job)
+    progress, left_s = job.progress, remaining_s(job, now_s)
     done = f"{_done(job)} {f'({_percent(job)}%)' if _percent(job) else ''}"
     lines = {
         "job": f"{job.name} ({job.id})",
+        "lost": _since(job, now_s) if job.lost(now_s) else "",
         "reason": job.reason,
         "what": job.spec.get("task") or " ".join(job.spec.get("command") or ()),
         "args": json.dumps(job.spec["args"]) if job.spec.get("args") else "",
@@ -106,7 +123,7 @@ def print_job(job: Job) -> None:
         "device": job.device,
         "folder": job.directory,
         "done": done,
-        "rate": _rate(job),
+        "rate": _rate(job, now_s),
         "ends": "" if left_s is None else f"{_moment(time.time() + left_s)} (in {_duration(left_s)})",
         "in bubbles": f"{_duration(progress.harvested_s)}, {progress.steps} steps" if progress.steps else "",
         "saved": _moment(progress.checkpoint_s),
@@ -119,7 +136,7 @@ def print_job(job: Job) -> None:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("state", _state(job))
+    table.add_row("state", _state(job, now_s))
     for name, value in lines.items():
         if value.strip():
             table.add_row(name, _text(value.strip()))
@@ -140,9 +157,22 @@ def _text(text: str, style: str = "") -> Any:
     return Text(one_line(text), style=style)
 
 
-def _state(job: Job) -> Any:
+def _state(job: Job, now_s: float) -> Any:
+    if job.lost(now_s):
+        return _text(_LOST, "red")
     stopping = job.cancelling and job.state is JobState.RUNNING
     return _text("CANCELLING" if stopping else str(job.state), state_colour(job.state))
+
+
+def _since(job: Job, now_s: float) -> str:
+    """Since when its agent is not heard of, and what will become of it."""
+    assert job.lease_until_s is not None
+    ago = _duration(now_s - job.lease_until_s)
+    fate = "is cancelled" if job.cancelling else "goes on from its last checkpoint, or begins again,"
+    return (
+        f"its agent's lease ended {_moment(job.lease_until_s)} ({ago} ago); "
+        f"it {fate} when a training serves this store again"
+    )
 
 
 def _done(job: Job) -> str:
@@ -161,9 +191,9 @@ def _percent(job: Job) -> str:
     return f"{math.ceil(share) if job.state is JobState.SUCCEEDED else math.floor(share)}"
 
 
-def _rate(job: Job) -> str:
+def _rate(job: Job, now_s: float) -> str:
     rate = job.progress.rate
-    return "" if rate is None or job.state is not JobState.RUNNING else f"{_number(rate)}/s"
+    return "" if rate is None or not _runs(job, now_s) else f"{_number(rate)}/s"
 
 
 def _number(value: float) -> str:

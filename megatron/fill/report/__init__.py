@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from megatron.fill.errors import FillError
-from megatron.fill.records import read_agent, read_rank, write_text
-from megatron.fill.report.build import build_report
+from megatron.fill.records import RankFiles, Segment, last_segment, read_segments, write_text
+from megatron.fill.report.build import ReportBuilder
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
-from megatron.fill.report.schema import RankCycle, Report, Slowdown, Wall
+from megatron.fill.report.drawn import Drawn, choose_drawn
+from megatron.fill.report.jobs import Ask, job_reports
+from megatron.fill.report.schema import RankCycle, Report, Slowdown
+from megatron.fill.report.seen import seen
 from megatron.fill.report.slowdown import paired_slowdown
 from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
@@ -19,87 +20,100 @@ from megatron.fill.report.trace import write_trace
 from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
 
 __all__ = [
+    "Ask",
     "RankCycle",
     "Report",
+    "ReportBuilder",
     "Slowdown",
     "bubble_cycle",
-    "build_report",
     "compose",
     "draw_timeline",
     "paired_slowdown",
     "print_cycle",
     "print_report",
     "profile",
+    "seen",
     "write_cycles",
     "write_trace",
 ]
 
+REPORT, TRACE, TIMELINE = "report.json", "trace.json", "timeline.png"  # in a run folder
 
-def compose(run_dir: Path, command: str, trace_iterations: int = 3, walls: Mapping[str, str] | None = None) -> Report:
+
+def _nobody(names: Collection[str]) -> Mapping[str, JobRecord]:
+    return {}
+
+
+def compose(run_dir: Path, ask: Ask = _nobody) -> Report:
     """Build the report of a run folder and write ``report.json``, ``trace.json`` and ``timeline.png`` into it.
 
-    It reads ``ranks/rank*.json`` and, if there are any, ``agents/agent*.json``.
+    It reads what the ranks and agents of all segments have written so far, one rank after the other, so it may be
+    called of a run that goes on, has ended or was cut off.
 
     Args:
-        walls: the walls around jobs by name, and why one did not stand.
+        ask: what the job store says of the jobs whose end the records do not tell.
 
     Raises:
         FillError: if no rank left a record, or a record cannot be read.
     """
-    ranks = _read_ranks(run_dir)
-    workers: list[WorkerRecord] = []
-    jobs: list[JobRecord] = []
-    for path in _numbered(run_dir / "agents", "agent*.json"):
-        its_workers, its_jobs = read_agent(path)
-        workers += its_workers
-        jobs += its_jobs
-    built = build_report(ranks, workers, merge_attempts(jobs), command)
-    report = built.model_copy(update={"walls": [Wall(name=name, lacks=why) for name, why in (walls or {}).items()]})
-    write_text(run_dir / "report.json", report.model_dump_json(indent=2) + "\n")
-    write_trace(run_dir / "trace.json", ranks, workers, trace_iterations)
-    draw_timeline(run_dir / "timeline.png", ranks, workers, summary=report.summary)
+    segments = read_segments(run_dir)
+    files = {segment.number: segment.files() for segment in segments}
+    builder = ReportBuilder()
+    jobs: list[tuple[int, JobRecord]] = []
+    for rank in sorted(set().union(*files.values())):
+        builder.add(_parts({number: its[rank] for number, its in files.items() if rank in its}, jobs))
+    if builder.empty:
+        raise FillError(f"{run_dir}: no rank has left a record yet, so there is nothing to report")
+    report = builder.report(segments, job_reports(segments, jobs, ask))
+    write_text(run_dir / REPORT, report.model_dump_json(indent=2) + "\n")
+    _draw(run_dir, report, segments, files, choose_drawn(builder.segments))
     return report
 
 
-def merge_attempts(jobs: Sequence[JobRecord]) -> list[JobRecord]:
-    """One record per job: the last one's word, with the work of all its attempts in this run."""
-    merged: dict[tuple[str, str], JobRecord] = {}
-    for job in sorted(jobs, key=lambda job: job.ended_s):
-        before = merged.get((job.name, job.directory))
-        if before is not None:
-            job = replace(
-                job,
-                work_done=before.work_done + job.work_done,
-                steps=before.steps + job.steps,
-                harvested_s=before.harvested_s + job.harvested_s,
-            )
-        merged[job.name, job.directory] = job
-    return list(merged.values())
+def _parts(
+    files: Mapping[int, RankFiles], jobs: list[tuple[int, JobRecord]]
+) -> Iterator[tuple[int, RankRecord, list[WorkerRecord]]]:
+    """What one rank left in each segment; its agents' jobs go to ``jobs``."""
+    for number, its in files.items():
+        attempts = its.attempts(steps=False)
+        jobs += [(number, job) for job, _ in attempts]
+        record = its.record(spans=False)
+        if record is not None:
+            yield number, record, [worker for _, worker in attempts]
+
+
+def _draw(
+    run_dir: Path,
+    report: Report,
+    segments: list[Segment],
+    files: Mapping[int, Mapping[int, RankFiles]],
+    drawn: Drawn | None,
+) -> None:
+    ranks: list[RankRecord] = []
+    workers: list[WorkerRecord] = []
+    what, iterations = "", segments[-1].trace_iterations
+    if drawn is not None:
+        for rank in drawn.ranks:
+            its = files[drawn.segment][rank]
+            record = its.record()
+            if record is not None:
+                ranks.append(record)
+                workers += [worker for _, worker in its.attempts()]
+        several = f"segment {drawn.segment} of {len(segments)}" if len(segments) > 1 else ""
+        what = ", ".join(part for part in (several, drawn.what) if part)
+    write_trace(run_dir / TRACE, ranks, workers, iterations, what=what)
+    draw_timeline(run_dir / TIMELINE, ranks, workers, summary=report.summary, what=what)
 
 
 def profile(run_dir: Path) -> list[RankCycle]:
-    """Write the bubble cycles of a run folder's ranks to ``bubbles.json`` in it.
+    """Write the bubble cycles of a run folder's ranks, in its last segment, to ``bubbles.json`` in it.
 
     Raises:
         FillError: if no rank left a record, or a record cannot be read.
     """
-    cycles = [bubble_cycle(record) for record in _read_ranks(run_dir)]
+    records = (its.record(spans=False) for its in last_segment(run_dir).files().values())
+    cycles = [bubble_cycle(seen(record)) for record in records if record is not None]
+    if not cycles:
+        raise FillError(f"{run_dir}: no rank has left a record yet, so there is nothing to report")
     write_cycles(run_dir / "bubbles.json", cycles)
     return cycles
-
-
-def _read_ranks(run_dir: Path) -> list[RankRecord]:
-    files = _numbered(run_dir / "ranks", "rank*.json")
-    if not files:
-        raise FillError(f"{run_dir / 'ranks'}: holds no rank*.json, so there is nothing to report")
-    return [read_rank(path) for path in files]
-
-
-def _numbered(folder: Path, pattern: str) -> list[Path]:
-    """In the order of their numbers: rank10 after rank9."""
-
-    def number(path: Path) -> tuple[int, str]:
-        digits = re.search(r"\d+", path.stem)
-        return int(digits[0]) if digits else -1, path.name
-
-    return sorted(folder.glob(pattern), key=number)

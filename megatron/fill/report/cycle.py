@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from megatron.fill.records import write_text
 from megatron.fill.report.schema import CycleBubble, Cycles, RankCycle
-from megatron.fill.types import Bubble, RankRecord
+from megatron.fill.report.seen import KINDS, Bubbles, Seen
 
 _MS = 1e6  # nanoseconds
 
 
-def bubble_cycle(record: RankRecord) -> RankCycle:
+def bubble_cycle(seen: Seen) -> RankCycle:
     """The cycle over the iterations with the most common number of bubbles.
 
     The run's first iteration, which compiles and allocates, is left out where others follow.  An evaluation iteration
     has no record of its own: it begins with the first bubble whose index does not go up.
     """
-    iterations = {item.iteration: item for item in record.iterations}
-    if len(iterations) > 1:
-        del iterations[min(iterations)]
-    groups: defaultdict[int, list[Bubble]] = defaultdict(list)
-    for bubble in record.bubbles:
-        if not bubble.forward_only and bubble.iteration in iterations:
-            groups[bubble.iteration].append(bubble)
-    kept = _most_common(list(groups.values()))
-    used = [iterations[group[0].iteration] for group in kept] or list(iterations.values())
-    starts = [iterations[group[0].iteration].start_ns for group in kept]
-    mean_ns = float(np.mean([item.end_ns - item.start_ns for item in used])) if used else None
-    evaluations = _most_common(_evaluation_groups(record.bubbles))
+    its, bubbles = seen.iterations, seen.bubbles
+    used = its.number > its.number.min() if len(its.number) > 1 else np.ones(len(its.number), dtype=bool)
+    order = np.argsort(its.number[used], kind="stable")
+    numbers, starts, durations = (values[used][order] for values in (its.number, its.start, its.duration))
+    training = np.flatnonzero(~bubbles.forward_only & np.isin(bubbles.iteration, numbers))
+    kept = _most_common(bubbles, training, bubbles.iteration[training])
+    evaluations = _evaluations(bubbles)
+    if len(kept):
+        at = np.searchsorted(numbers, bubbles.iteration[kept[:, 0]])
+        starts, durations = starts[at], durations[at]
+    mean_ns = float(durations.mean()) if len(durations) else None
     return RankCycle(
-        rank=record.info.rank,
-        stage=record.info.stage,
+        rank=seen.info.rank,
+        stage=seen.info.stage,
         iteration_ms=None if mean_ns is None else mean_ns / _MS,
-        training=_bubbles(kept, starts, mean_ns),
-        evaluation=_bubbles(evaluations, [group[0].start_ns for group in evaluations], None),
+        training=_cycle(bubbles, kept, starts, mean_ns),
+        evaluation=_cycle(bubbles, evaluations, bubbles.start[evaluations[:, :1].ravel()], None),
     )
 
 
@@ -48,44 +45,56 @@ def write_cycles(path: Path, cycles: Sequence[RankCycle]) -> None:
     write_text(path, Cycles(ranks=list(cycles)).model_dump_json(indent=2) + "\n")
 
 
-def _evaluation_groups(bubbles: Sequence[Bubble]) -> list[list[Bubble]]:
-    ordered = sorted(
-        (bubble for bubble in bubbles if bubble.forward_only and bubble.index >= 0), key=lambda bubble: bubble.start_ns
-    )
-    groups = [ordered[:1]] if ordered else []
-    for previous, bubble in pairwise(ordered):
-        if bubble.index <= previous.index or bubble.iteration != previous.iteration:
-            groups.append([])
-        groups[-1].append(bubble)
-    return groups
+def _evaluations(bubbles: Bubbles) -> np.ndarray:
+    """As ``_most_common``, of the evaluation iterations."""
+    chosen = np.flatnonzero(bubbles.forward_only & (bubbles.index >= 0))
+    chosen = chosen[np.argsort(bubbles.start[chosen], kind="stable")]
+    index, iteration = bubbles.index[chosen], bubbles.iteration[chosen]
+    begins = np.ones(len(chosen), dtype=np.int64)
+    begins[1:] = (index[1:] <= index[:-1]) | (iteration[1:] != iteration[:-1])
+    return _most_common(bubbles, chosen, np.cumsum(begins))
 
 
-def _most_common(groups: list[list[Bubble]]) -> list[list[Bubble]]:
-    if not groups:
+def _most_common(bubbles: Bubbles, chosen: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """The groups with the most common number of bubbles, a row each, the bubbles in the order of time.
+
+    Args:
+        chosen: which bubbles.
+        group: of each of them.
+    """
+    if not len(chosen):
+        return np.zeros((0, 0), dtype=np.int64)
+    _, first, which, sizes = np.unique(group, return_index=True, return_inverse=True, return_counts=True)
+    in_time = sizes[np.argsort(first)]
+    lengths, counts = np.unique(in_time, return_counts=True)
+    length = in_time[np.isin(in_time, lengths[counts == counts.max()])][0]
+    fits = sizes[which] == length
+    rows = chosen[fits]
+    order = np.lexsort((bubbles.start[rows], first[which][fits]))
+    return rows[order].reshape(-1, length)
+
+
+def _cycle(bubbles: Bubbles, rows: np.ndarray, starts: np.ndarray, iteration_ns: float | None) -> list[CycleBubble]:
+    if not len(rows):
         return []
-    length = Counter(map(len, groups)).most_common(1)[0][0]
-    return [sorted(group, key=lambda bubble: bubble.start_ns) for group in groups if len(group) == length]
-
-
-def _bubbles(groups: list[list[Bubble]], starts: list[int], iteration_ns: float | None) -> list[CycleBubble]:
-    cycle = []
-    for index, column in enumerate(zip(*groups, strict=True)):
-        durations = np.array([bubble.duration_ns for bubble in column]) / _MS
-        offsets = [bubble.start_ns - start for bubble, start in zip(column, starts, strict=True)]
-        p10, p50, p90 = np.percentile(durations, [10, 50, 90])
-        mean = float(durations.mean())
-        cycle.append(
-            CycleBubble(
-                index=index,
-                kind=Counter(bubble.kind for bubble in column).most_common(1)[0][0],
-                mean_ms=mean,
-                median_ms=float(p50),
-                p10_ms=float(p10),
-                p90_ms=float(p90),
-                offset_ms=float(np.median(offsets)) / _MS,
-                share=mean * _MS / iteration_ns if iteration_ns else None,
-                free_bytes=min(bubble.free_bytes for bubble in column),
-                count=len(column),
-            )
+    durations = bubbles.duration[rows] / _MS
+    offsets = np.median(bubbles.start[rows] - starts[:, None], axis=0) / _MS
+    means = durations.mean(axis=0)
+    p10, p50, p90 = np.percentile(durations, [10, 50, 90], axis=0)
+    free = bubbles.free_bytes[rows].min(axis=0)
+    kinds = [np.bincount(column).argmax() for column in bubbles.kind[rows].T]
+    return [
+        CycleBubble(
+            index=index,
+            kind=KINDS[kinds[index]],
+            mean_ms=float(means[index]),
+            median_ms=float(p50[index]),
+            p10_ms=float(p10[index]),
+            p90_ms=float(p90[index]),
+            offset_ms=float(offsets[index]),
+            share=float(means[index]) * _MS / iteration_ns if iteration_ns else None,
+            free_bytes=int(free[index]),
+            count=len(rows),
         )
-    return cycle
+        for index in range(rows.shape[1])
+    ]

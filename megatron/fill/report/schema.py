@@ -9,9 +9,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron.fill.records import Ending
 from megatron.fill.types import BubbleKind, JobState
 
-REPORT_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class _Model(BaseModel):
@@ -105,6 +106,13 @@ class RankReport(Totals):
     brakes: list[BrakeReport] = Field(description="each time that the automatic brake stopped its filling")
 
 
+class StageReport(Totals):
+    """The figures of one pipeline stage: of all ranks that ran it."""
+
+    stage: int = Field(description="the stage, from 0")
+    ranks: int = Field(description="how many ranks ran it")
+
+
 class CycleBubble(_Model):
     """One bubble of the cycle: the same place in every iteration."""
 
@@ -135,7 +143,7 @@ class RankCycle(_Model):
 class Cycles(_Model):
     """The file that ``--fill-profile-only`` writes."""
 
-    version: int = Field(default=REPORT_VERSION, description="version of this schema")
+    schema_version: int = Field(default=SCHEMA_VERSION, description="version of this schema")
     ranks: list[RankCycle] = Field(description="the bubble cycle of each rank")
 
 
@@ -149,6 +157,18 @@ class JobSummary(_Model):
     unit: str = Field(description="the unit of work, as the task names it")
 
 
+class AttemptReport(_Model):
+    """One attempt at a fill job: from when an agent took it to when it gave it back, or ended."""
+
+    segment: int = Field(description="the segment of the run that it was in")
+    rank: int | None = Field(description="the rank whose bubbles it ran in")
+    state: JobState = Field(description="what came of it; QUEUED: it was to go on later")
+    reason: str = Field(description="why")
+    work_done: float = Field(description="work done in it, in the job's unit")
+    steps: int = Field(description="steps done in it")
+    harvested_s: float = Field(description="seconds inside its steps and inside bubbles")
+
+
 class JobReport(JobSummary):
     """How one fill job ended, in full."""
 
@@ -160,6 +180,7 @@ class JobReport(JobSummary):
     total_work: float | None = Field(description="how much there was to do; null if the task did not say")
     result: dict[str, Any] = Field(description="what the task reported")
     directory: str = Field(description="its folder: output.log and the task's own files")
+    attempts: list[AttemptReport] = Field(default=[], description="each attempt at it in this run, in their order")
 
 
 class Summary(_Model):
@@ -183,14 +204,32 @@ class Wall(_Model):
     lacks: str = Field(description="why it did not stand; empty where it did")
 
 
+class SegmentReport(_Model):
+    """One segment of the run: each time that its training was started."""
+
+    number: int = Field(description="from 1; the name of its folder in records/")
+    ending: Ending = Field(description="how it ended: by itself, failed, cut off, or running if it has not")
+    started_s: float = Field(description="when it was started, in seconds since 1970")
+    ended_s: float | None = Field(description="when it ended, in seconds since 1970; null if it did not say so")
+    ranks: int = Field(description="how many ranks it had")
+    recorded: int = Field(description="how many of them left a record")
+    iterations: int = Field(description="training iterations that were recorded; the most of any rank")
+    first_iteration: int | None = Field(description="the number of the first one; null if there is none")
+    last_iteration: int | None = Field(description="the number of the last one; null if there is none")
+    store: str = Field(description="the job store that it served, without passwords; empty for none")
+    command: str = Field(description="the command line of the main job")
+
+
 class Report(_Model):
     """``report.json``."""
 
-    version: int = Field(default=REPORT_VERSION, description="version of this schema")
-    command: str = Field(description="the command line of the main job")
+    schema_version: int = Field(default=SCHEMA_VERSION, description="version of this schema")
+    command: str = Field(description="the command line of the main job, in the last segment")
+    segments: list[SegmentReport] = Field(description="each time that the training was started")
     summary: Summary = Field(description="the run in a few figures")
     ranks: list[RankReport] = Field(description="the figures of each rank")
+    stages: list[StageReport] = Field(description="the figures of each pipeline stage")
     total: Totals = Field(description="the figures of all ranks together")
     jobs: list[JobReport] = Field(description="how each fill job ended")
     cycle: list[RankCycle] = Field(description="the bubble cycle of each rank")
-    walls: list[Wall] = Field(default=[], description="the walls around jobs on rank 0's node; empty without jobs")
+    walls: list[Wall] = Field(description="the walls around jobs on rank 0's node; empty without jobs")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -10,20 +12,46 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.fill.display import one_line, state_colour
-from megatron.fill.report.schema import CycleBubble, Percentiles, RankCycle, RankReport, Report, Summary, Totals
-from megatron.fill.types import BubbleKind
+from megatron.fill.records import Ending
+from megatron.fill.report.advice import advice
+from megatron.fill.report.drawn import MANY
+from megatron.fill.report.schema import (
+    CycleBubble,
+    JobReport,
+    Percentiles,
+    RankCycle,
+    RankReport,
+    Report,
+    SegmentReport,
+    Summary,
+    Totals,
+)
+from megatron.fill.types import BubbleKind, JobState
 
 _GIB = 2**30
 _BRAKES = 5  # of one rank, that are printed
+_JOBS, _SEGMENTS = 40, 10  # that are printed
+_RESULTS, _RESULT = 6, 40  # of one job: values, and letters of each
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the bubbles of each rank, the jobs, and how well filling went."""
+    """Print the bubbles of each rank (of each stage, if there are many ranks), the jobs, and how well filling went."""
     console.print(_rank_table(report), "")
     if report.jobs:
-        console.print(_job_table(report), "")
-    for line in [*_lines(report.summary, jobs=bool(report.jobs)), *_brake_lines(report.ranks), *_wall_lines(report)]:
-        console.print(line, highlight=False)
+        shown = sorted(report.jobs, key=lambda job: job.state is not JobState.FAILED)[:_JOBS]
+        shown = shown if len(report.jobs) > _JOBS else report.jobs
+        console.print(_job_table(shown), "")
+        for line in [*_more_jobs(report.jobs, len(shown)), *_result_lines(shown)]:
+            console.print(line, highlight=False, markup=False)
+    lines = [
+        *_segment_lines(report.segments),
+        *_lines(report.summary, jobs=bool(report.jobs)),
+        *_brake_lines(report.ranks),
+        *_wall_lines(report),
+        *([said] if (said := advice(report)) else []),
+    ]
+    for line in lines:
+        console.print(escape(line), highlight=False)
 
 
 def print_cycle(cycles: Sequence[RankCycle], console: Console) -> None:
@@ -40,14 +68,25 @@ def print_cycle(cycles: Sequence[RankCycle], console: Console) -> None:
 
 
 def _rank_table(report: Report) -> Table:
-    table = _table("Bubbles of the main job, in seconds by kind")
-    plain = all(rank.rank == rank.stage for rank in report.ranks)
-    table.add_column("rank" if plain else "rank/\nstage", justify="right", no_wrap=True)
-    headings = ["iters", "median\nms", "bubble\nshare", "fill", "fwd-\nbwd", "inter-\nior", "drain", "har-\nvested"]
+    title = "Bubbles of the main job, in seconds by kind, and what side tasks used"
+    rows: list[tuple[str, Totals]]
+    if len(report.ranks) > MANY:
+        first = "stage"
+        title = f"Bubbles of the main job, {len(report.ranks):,} ranks by stage, in seconds by kind"
+        rows = [(str(stage.stage), stage) for stage in report.stages]
+    elif all(rank.rank == rank.stage for rank in report.ranks):
+        first = "rank"
+        rows = [(str(rank.rank), rank) for rank in report.ranks]
+    else:
+        first = "rank/\nstage"
+        rows = [(f"{rank.rank}/{rank.stage}", rank) for rank in report.ranks]
+    table = _table(title)
+    table.add_column(first, justify="right", no_wrap=True)
+    headings = ["iters", "median\nms", "bubble\nshare", "fill", "fwd-bwd", "interior", "drain", "used"]
     for heading in [*headings, "harvest\nratio"]:
         table.add_column(heading, justify="right", no_wrap=True)
-    for rank in report.ranks:
-        table.add_row(str(rank.rank) if plain else f"{rank.rank}/{rank.stage}", *_rank_cells(rank))
+    for name, totals in rows:
+        table.add_row(name, *_rank_cells(totals))
     if len(report.ranks) > 1:
         table.add_section()
         table.add_row("all", *_rank_cells(report.total), style="bold")
@@ -66,7 +105,7 @@ def _rank_cells(totals: Totals) -> list[str]:
     ]
 
 
-def _job_table(report: Report) -> Table:
+def _job_table(jobs: Sequence[JobReport]) -> Table:
     table = _table("Jobs")
     table.add_column("job", overflow="fold", max_width=18)
     table.add_column("state", no_wrap=True)
@@ -74,7 +113,7 @@ def _job_table(report: Report) -> Table:
     table.add_column("work done", overflow="fold", max_width=18)
     table.add_column("per s in\nbubbles", justify="right", no_wrap=True)
     table.add_column("reason", overflow="fold")
-    for job in report.jobs:
+    for job in jobs:
         table.add_row(
             escape(one_line(job.name)),
             f"[{state_colour(job.state)}]{job.state}[/]",
@@ -84,6 +123,53 @@ def _job_table(report: Report) -> Table:
             escape(one_line(job.reason)),
         )
     return table
+
+
+def _more_jobs(jobs: Sequence[JobReport], shown: int) -> list[str]:
+    if shown == len(jobs):
+        return []
+    states = Counter(job.state for job in jobs)
+    counts = ", ".join(f"{count:,} {state}" for state, count in sorted(states.items()))
+    return [f"{shown} of {len(jobs):,} jobs are shown ({counts}); report.json has them all"]
+
+
+def _result_lines(jobs: Sequence[JobReport]) -> list[str]:
+    """What the tasks reported, in short."""
+    lines = [f"{one_line(job.name)}: {_result(job.result)}" for job in jobs if job.result]
+    return ["Results", *(f"  {line}" for line in lines), ""] if lines else []
+
+
+def _result(result: Mapping[str, Any]) -> str:
+    values = [f"{one_line(str(name)[:_RESULT])} {_value(value)}" for name, value in list(result.items())[:_RESULTS]]
+    return ", ".join(values) + (", ..." if len(result) > _RESULTS else "")
+
+
+def _value(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else one_line(str(value))
+    return text if len(text) <= _RESULT else f"{text[: _RESULT - 3]}..."
+
+
+def _segment_lines(segments: Sequence[SegmentReport]) -> list[str]:
+    """Which segments there are, unless it is one that ended by itself."""
+    if len(segments) == 1 and segments[0].ending is Ending.WELL:
+        return []
+    lines = []
+    for segment in segments[-_SEGMENTS:]:
+        seen = f"iterations {segment.first_iteration} to {segment.last_iteration}"
+        what = seen if segment.iterations else "no iteration recorded"
+        lacking = segment.ranks - segment.recorded
+        said = f", no record of {lacking} of its {segment.ranks} ranks" if lacking > 0 else ""
+        lines.append(f"  segment {segment.number}: {what}, {_ENDED[segment.ending]}{said}")
+    more = [f"  and {len(segments) - _SEGMENTS} before them"] if len(segments) > _SEGMENTS else []
+    return ["the run so far:" if segments and segments[-1].ending is Ending.RUNNING else "the run:", *lines, *more]
+
+
+_ENDED = {
+    Ending.RUNNING: "goes on",
+    Ending.WELL: "ended by itself",
+    Ending.FAILED: "failed",
+    Ending.CUT: "was cut off",
+}
 
 
 def _lines(summary: Summary, jobs: bool) -> list[str]:

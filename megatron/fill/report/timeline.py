@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.fill.records import replacing
 from megatron.fill.report.bars import Bar, join, subtract
-from megatron.fill.report.build import build_report
 from megatron.fill.report.schema import Summary
 from megatron.fill.report.window import Window, choose_window
-from megatron.fill.types import RankInfo, RankRecord, WorkerRecord
+from megatron.fill.types import RankInfo, RankRecord, Span, WorkerRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which colour-blind readers can tell apart: blues for the main job, the rest for side tasks.
 _FORWARD, _BACKWARD, _OTHER = "#56B4E9", "#0072B2", "#8F8F8F"
 _BUBBLE, _BUBBLE_HATCH, _INK = "#FAF8F2", "#CFC8B4", "#333333"
-_JOBS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00")
+_JOBS, _OTHER_JOBS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00"), "#F0E442"
+_DPI = 150
 _WIDTH_IN, _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN, _ROW_IN = 13.0, 0.95, 0.25, 0.78, 1.0, 0.66
 _AXES_IN = _WIDTH_IN - _LEFT_IN - _RIGHT_IN
 _LEGEND_IN = 0.47  # its top, from the figure's bottom
@@ -31,14 +32,15 @@ _VISIBLE_EDGE_IN = 0.04  # a narrower bar would be all edge
 _JOIN_IN = 0.012  # steps less than a pixel apart are drawn as one
 _NUMBER_IN = 0.95  # what an iteration's number takes
 _NAME_LENGTH = 26
+_TITLE = 105  # letters of a title in full size
 
 
 @dataclass(frozen=True, slots=True)
 class _Lanes:
     """What to draw of one rank, in ms from the window's start."""
 
-    forward: list[Bar]
-    backward: list[Bar]
+    forward: list[tuple[Bar, str]]
+    backward: list[tuple[Bar, str]]
     other: list[Bar]
     bubbles: list[tuple[Bar, str]]
     steps: dict[str, list[Bar]]
@@ -52,13 +54,15 @@ def draw_timeline(
     iterations: int = 2,
     *,
     summary: Summary | None = None,
+    what: str = "",
 ) -> None:
     """Draw a PNG with two lanes per rank: the main job with its bubbles, and the side tasks' steps.
 
     The iterations are the last ones with side-task steps, or the last ones where there are none.
 
     Args:
-        summary: for the title; built from the records if not given.
+        summary: for the title.
+        what: which ranks these are, if not all.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,7 +70,7 @@ def draw_timeline(
     ranks = sorted(ranks, key=lambda record: record.info.rank)
     window = choose_window(ranks, workers, iterations)
     height = _TOP_IN + _BOTTOM_IN + _ROW_IN * (len(ranks) if window else 0)
-    figure = Figure(figsize=(_WIDTH_IN, height), dpi=110)
+    figure = Figure(figsize=(_WIDTH_IN, height), dpi=_DPI)
     FigureCanvasAgg(figure)
     if window is None:
         figure.text(0.5, 0.5, "No iteration was recorded on all ranks.", ha="center", va="center")
@@ -81,8 +85,9 @@ def draw_timeline(
             _draw_side(axes, row, its, colours, window)
         _dress_axes(axes, [record.info for record in ranks], lanes[0], window)
         _add_legend(figure, legend)
-        title = _title(window, summary or build_report(ranks, workers, [], "").summary)
-        figure.text(_LEFT_IN / _WIDTH_IN, 1 - 0.28 / height, title, fontsize=12, weight="bold", va="center")
+        title = _title(window, summary, what)
+        size = min(12, 12 * _TITLE / len(title))
+        figure.text(_LEFT_IN / _WIDTH_IN, 1 - 0.28 / height, title, fontsize=size, weight="bold", va="center")
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
 
@@ -94,8 +99,10 @@ def _lanes(record: RankRecord, workers: Iterable[WorkerRecord], window: Window) 
 
     inside = [item for item in record.iterations if window.first <= item.iteration <= window.last]
     whole = bars((item.start_ns, item.end_ns) for item in inside)
-    forward = bars((span.start_ns, span.end_ns) for span in record.spans if span.name == "forward")
-    backward = bars((span.start_ns, span.end_ns) for span in record.spans if span.name == "backward")
+    forward, backward = (
+        [(bar, label) for label, span in _numbered(record, name) for bar in bars([(span.start_ns, span.end_ns)])]
+        for name in ("forward", "backward")
+    )
     bubbles = [
         (bar, f"eval {bubble.kind}" if bubble.forward_only else str(bubble.kind))
         for bubble in record.bubbles
@@ -108,17 +115,34 @@ def _lanes(record: RankRecord, workers: Iterable[WorkerRecord], window: Window) 
     return _Lanes(
         forward=forward,
         backward=backward,
-        other=subtract(whole, [*forward, *backward, *(bar for bar, _ in bubbles)]),
+        other=subtract(whole, [bar for bar, _ in (*forward, *backward, *bubbles)]),
         bubbles=bubbles,
         steps=steps,
         iterations=[(item.iteration, bar) for item, bar in zip(inside, whole, strict=True)],
     )
 
 
+def _numbered(record: RankRecord, name: str) -> Iterator[tuple[str, Span]]:
+    """Its spans of that name, each with the number of its micro-batch; without, where a rank has several chunks."""
+    chunks = 1 if record.schedule is None else record.schedule.chunks
+    counts: defaultdict[int, int] = defaultdict(int)
+    for span in record.spans:
+        if span.name == name:
+            counts[span.iteration] += 1
+            yield str(counts[span.iteration]) if chunks == 1 else "", span
+
+
 def _draw_main(axes: Axes, row: int, lanes: _Lanes, window: Window) -> None:
     lane = (row + _LANE_TOP, _LANE)
-    for bars, colour in ((lanes.other, _OTHER), (lanes.forward, _FORWARD), (lanes.backward, _BACKWARD)):
+    axes.broken_barh(lanes.other, lane, facecolors=_OTHER, edgecolors="white", linewidth=_edge(lanes.other, window))
+    for passes, colour in ((lanes.forward, _FORWARD), (lanes.backward, _BACKWARD)):
+        bars = [bar for bar, _ in passes]
         axes.broken_barh(bars, lane, facecolors=colour, edgecolors="white", linewidth=_edge(bars, window))
+        most = max((len(label) for _, label in passes), default=0) + 0.5
+        if all(width * _scale(window) > most * _CHARACTER_IN for _, width in bars):  # all numbers or none
+            for (start, width), label in passes:
+                at = (start + width / 2, row + _LANE_TOP + _LANE / 2)
+                axes.text(*at, label, fontsize=7.5, ha="center", va="center", color="white")
     waits = [bar for bar, _ in lanes.bubbles]
     axes.broken_barh(waits, lane, facecolors=_BUBBLE, edgecolors=_BUBBLE_HATCH, hatch="////", linewidth=0.4)
     for (start, width), label in lanes.bubbles:
@@ -157,12 +181,17 @@ def _edge(bars: Sequence[Bar], window: Window) -> float:
 
 
 def _job_colours(lanes: Iterable[_Lanes]) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """The colour of each visible job, and the legend's entries: one for all where the palette is too small."""
-    jobs = sorted({job for its in lanes for job in its.steps})
+    """The colour of each visible job, and the legend's entries: the busiest have colours of their own."""
+    busy: defaultdict[str, float] = defaultdict(float)
+    for its in lanes:
+        for job, steps in its.steps.items():
+            busy[job] += sum(width for _, width in steps)
+    jobs = sorted(busy, key=lambda job: (-busy[job], job))
+    colours = dict(zip(sorted(jobs[: len(_JOBS)]), _JOBS, strict=False))
+    legend = [(f"side task: {_shorten(job)}", colour) for job, colour in colours.items()]
     if len(jobs) > len(_JOBS):
-        return dict.fromkeys(jobs, _JOBS[0]), [(f"side-task steps ({len(jobs)} jobs)", _JOBS[0])]
-    colours = dict(zip(jobs, _JOBS, strict=False))
-    return colours, [(f"side task: {_shorten(job)}", colour) for job, colour in colours.items()]
+        legend.append((f"{len(jobs) - len(_JOBS)} other side tasks", _OTHER_JOBS))
+    return dict.fromkeys(jobs, _OTHER_JOBS) | colours, legend
 
 
 def _shorten(name: str) -> str:
@@ -222,12 +251,14 @@ def _add_legend(figure: Figure, jobs: Iterable[tuple[str, str]]) -> None:
     )
 
 
-def _title(window: Window, summary: Summary) -> str:
+def _title(window: Window, summary: Summary | None, what: str) -> str:
     several = window.last > window.first
     parts = [f"Iterations {window.first} to {window.last}" if several else f"Iteration {window.first}"]
-    if summary.harvest_ratio is not None:
-        parts.append(f"harvest ratio of the run {summary.harvest_ratio:.3f}")
-    if summary.slowdown:
+    if what:
+        parts.append(what)
+    if summary and summary.harvest_ratio is not None:
+        parts.append(f"bubble time used in the run {summary.harvest_ratio:.1%}")
+    if summary and summary.slowdown:
         low, high = summary.slowdown.ci95
         parts.append(f"main job slowdown {summary.slowdown.mean:+.2%} [{low:+.2%}, {high:+.2%}]")
     return "   ·   ".join(parts)

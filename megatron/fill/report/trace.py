@@ -16,10 +16,20 @@ _THREADS = {_MAIN: "main job", _BUBBLES: "bubbles", _SIDE: "side task"}
 _GIB = 2**30
 
 
-def write_trace(path: Path, ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], iterations: int = 3) -> None:
+def write_trace(
+    path: Path,
+    ranks: Sequence[RankRecord],
+    workers: Sequence[WorkerRecord],
+    iterations: int = 3,
+    *,
+    what: str = "",
+) -> None:
     """Write the trace of a few iterations: one process per rank, with threads main job, bubbles and side task.
 
     The iterations are the last ones with side-task steps, or the last ones where there are none.
+
+    Args:
+        what: which ranks these are, if not all.
     """
     ranks = sorted(ranks, key=lambda record: record.info.rank)
     window = choose_window(ranks, workers, iterations)
@@ -30,7 +40,8 @@ def write_trace(path: Path, ranks: Sequence[RankRecord], workers: Sequence[Worke
             uses = {use.seq: use for worker in its for use in worker.uses}
             timed = [*_main(record, window), *_bubbles(record, uses, window), *_side(its, window)]
             events += sorted(timed, key=lambda event: (event["tid"], event["ts"], -event["dur"]))
-    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"source": "PipeFill"}}
+    about = {"source": "PipeFill"} | ({"ranks": what} if what else {})
+    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
     write_text(path, json.dumps(content, separators=(",", ":")) + "\n")
 
 

@@ -32,7 +32,7 @@ from megatron.fill.device.pressure import NoRoom
 from megatron.fill.gate import SharedGateReader
 from megatron.fill.planner.cycles import cycle_to_dict
 from megatron.fill.profiles import BubbleCycle
-from megatron.fill.records import write_agent
+from megatron.fill.records import AgentFile
 from megatron.fill.runtime import reap
 from megatron.fill.runtime.baton import Baton
 from megatron.fill.runtime.choice import Choice
@@ -51,6 +51,7 @@ logger = logging.getLogger("pipefill.agent")
 
 _KILL_S = 1.5  # how long a kill may take
 _RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # how often an empty seat looks for a job
+_SHOW_S = 10.0  # how often what runs is written down
 
 
 # Even a worker's start-up is not to compete with the main job.
@@ -67,6 +68,7 @@ class AgentSpec:
     """What the rank tells its agent.
 
     Attributes:
+        records: the folder for its records.
         mps_pipe: of the MPS daemon that the rank uses; None without MPS.
         parent: the rank's pid; the warden is the agent's.
         store: the URL of the job store.
@@ -84,6 +86,7 @@ class AgentSpec:
     """
 
     run_dir: str
+    records: str
     rank: int
     parent: int
     gate_fd: int
@@ -150,8 +153,6 @@ class Agent:
         self.baton = Baton(self.baton_fd)
         self.orphaned = False  # the rank died
         self.crashes: dict[int, tuple[int, int]] = {}  # by job: how often its worker died here, in a row and in all
-        self.jobs: list[JobRecord] = []
-        self.workers: list[WorkerRecord] = []
         owners = [f"{self.name}, pid {pid}" for pid in (os.getpid(), *dead)]
         # An agent that follows a dead one must not submit again what has finished meanwhile.
         submit = not_yet_submitted(self.run_dir, spec.store, spec.submit)
@@ -170,8 +171,8 @@ class Agent:
         )
         self.seats = [Seat(self, tail=False), Seat(self, tail=True)]
         self.mover = Mover(self.name, spec.run_dir, self.choice, self.seats[0].may_run)
-        # One that follows a dead agent keeps a record of its own, beside what that one wrote.
-        self._record = f"agent{spec.rank}-{len(dead)}.json" if dead else f"agent{spec.rank}.json"
+        self._record = AgentFile(Path(spec.records), spec.rank, len(dead))
+        self._ended: list[tuple[JobRecord, WorkerRecord]] = []  # attempts that are not in it yet
         self._processes: set[int] = set()
         self._lock = threading.Lock()
 
@@ -206,6 +207,7 @@ class Agent:
         """Serve until the main job is over."""
         self.keeper.start()
         ControlWatcher(self.control, self._control_changed).start()
+        threading.Thread(target=self._show, name="records", daemon=True).start()
         threads = [threading.Thread(target=self._serve, args=(seat,), name=str(seat)) for seat in self.seats]
         for thread in threads:
             thread.start()
@@ -241,13 +243,26 @@ class Agent:
             time.sleep(0.2)
 
     def keep_record(self, job: JobRecord, worker: WorkerRecord) -> None:
+        """An attempt has ended."""
         with self._lock:
-            self.jobs.append(job)
-            self.workers.append(worker)
+            self._ended.append((job, worker))
+
+    def _show(self) -> None:
+        """Write down what runs, again and again: of an agent that is killed, that is the last word."""
+        while not self.over:
+            self._pause(_SHOW_S)
+            try:
+                self._write()
+            except Exception:
+                logger.exception("what its jobs did cannot be written down now")
 
     def _write(self) -> None:
+        attempts = [seat.attempt for seat in self.seats]
         with self._lock:
-            write_agent(self.run_dir / "agents" / self._record, self.workers, self.jobs)
+            while self._ended:
+                self._record.add(*self._ended[0])
+                self._ended.pop(0)
+            self._record.show([attempt.so_far() for attempt in attempts if attempt is not None])
 
     def start_worker(
         self, spec_path: Path, fds: Sequence[int], extra: Mapping[str, str], idle: bool

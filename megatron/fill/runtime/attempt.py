@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from megatron.fill.runtime.steplog import Saving, StepLog, create_log
 from megatron.fill.sandbox.cage import Bind, Cage
 from megatron.fill.store.location import database_files
 from megatron.fill.store.port import Claim, JobStore, Standing
-from megatron.fill.types import JobRecord, JobState
+from megatron.fill.types import JobRecord, JobState, WorkerRecord
 
 if TYPE_CHECKING:
     from megatron.fill.runtime.seat import Seat
@@ -52,6 +53,7 @@ _TELL_S = 5.0  # how often the end of the job is estimated anew
 _CONFINED_S, _LOOK_S = 60.0, 0.2  # how long a worker may take until its job can begin, on a machine that is busy
 _MOST_SAID = 2000
 _MEMORY_FILES_BYTES = 1 << 30  # of a job without a cap
+_SHOWN = 2000  # bubbles and steps, the most recent ones, in the record of a job that runs
 
 
 class Attempt:
@@ -106,7 +108,21 @@ class Attempt:
         if outcome.unfit or outcome.crowded or room.reason:
             agent.choice.unfit(self.job.id, self.seat.tail)
         logger.info("job %s: %s %s", self.job.name, state, reason)
-        agent.keep_record(self._record(run, outcome, state, reason), self.log.record(self.job.name, agent.spec.rank))
+        record = replace(
+            self._record(state, reason),
+            unit=outcome.unit,
+            total_work=outcome.total_work,
+            result=outcome.result,
+            ended_ns=run.ended_ns,
+            offences=run.enforcer.offences,
+        )
+        agent.keep_record(record, self.log.record(self.job.name, agent.spec.rank))
+
+    def so_far(self) -> tuple[JobRecord, WorkerRecord]:
+        """The record of a job that runs."""
+        unit = self.log.unit or self.job.progress.unit
+        record = replace(self._record(JobState.RUNNING, ""), unit=unit, total_work=self.log.total_work)
+        return record, self.log.record(self.job.name, self.agent.spec.rank, _SHOWN)
 
     def _start(self) -> subprocess.Popen[bytes]:
         """Start the worker, and let the job begin once it is kept in.
@@ -260,27 +276,24 @@ class Attempt:
             return JobState.FAILED, f"{reason}; it died {_ALL_CRASHES} times here"
         return JobState.QUEUED, f"{reason}; it is tried again"
 
-    def _record(self, run: JobRun, outcome: Outcome, state: JobState, reason: str) -> JobRecord:
-        job, log = self.job, self.log
+    def _record(self, state: JobState, reason: str) -> JobRecord:
+        job, log, now_ns = self.job, self.log, time.monotonic_ns()
         return JobRecord(
             name=job.name,
             what=job.spec["task"] or shlex.join(job.spec["command"]),
             state=state,
             reason=reason,
             work_done=log.work_done,
-            unit=outcome.unit,
+            unit="",
             rank=self.agent.spec.rank,
             steps=log.step_count,
             harvested_s=log.harvested_ns / 1e9,
-            total_work=outcome.total_work,
-            result=outcome.result,
             directory=str(self.directory),
             ended_s=time.time(),
+            attempt=job.attempt,
             started_ns=self.started_ns,
-            ready_ns=log.ready_ns if self.started_ns <= log.ready_ns <= run.ended_ns else 0,
-            ended_ns=run.ended_ns,
+            ready_ns=log.ready_ns if self.started_ns <= log.ready_ns <= now_ns else 0,
             peak_bytes=self.limiter.peak_bytes,
-            offences=run.enforcer.offences,
         )
 
     def _worker_spec(self, channel_fd: int) -> Path:

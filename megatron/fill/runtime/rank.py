@@ -5,6 +5,7 @@ This is all of PipeFill that runs inside the training process while it trains: a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from statistics import median
 
@@ -60,6 +61,7 @@ class RankListener:
         self.filling = False  # in this iteration, unless paused
         if brake is not None:
             recorder.brakes = brake.events
+        self._recent_ns: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)  # how long the latest iterations took
         self._free_bytes: dict[int, int] = {}  # the least seen free in each bubble of the cycle
         self._show_at = min(ENOUGH_TO_PLAN, predictor.warmup)
         self._iteration = 0
@@ -101,13 +103,13 @@ class RankListener:
         start_ns, paused = self._iteration_start_ns, self._paused
         # One that was paused belongs to neither side of a comparison.
         block = -1 if paused else self._block
-        self.recorder.iterations.append(
-            Iteration(self._iteration, start_ns, now_ns, self.filling and not paused, block)
-        )
+        self._recent_ns.append(now_ns - start_ns)
         if self.brake is not None and self._counts:
             self.brake.observe(now_ns - start_ns, self._odd or paused)
         if self.board is not None and self._iterations_seen >= self._show_at:
             self._show(self.board)
+        filled = self.filling and not paused
+        self.recorder.iteration_ended(Iteration(self._iteration, start_ns, now_ns, filled, block))
 
     def _show(self, board: CycleBoard) -> None:
         expected = self.predictor.expected()
@@ -119,8 +121,7 @@ class RankListener:
             BubbleSlot(kind, duration_ns if duration_ns >= self.min_bubble_ns else 0, self._free_bytes.get(index, 0))
             for index, (kind, duration_ns) in enumerate(expected)
         ]
-        recent = [item.end_ns - item.start_ns for item in self.recorder.iterations[-ENOUGH_TO_PLAN:]]
-        board.show(BubbleCycle(int(median(recent)), tuple(slots)))
+        board.show(BubbleCycle(int(median(self._recent_ns)), tuple(slots)))
         self._free_bytes.clear()
 
     def cycle_started(self, key: CycleKey, now_ns: int) -> None:

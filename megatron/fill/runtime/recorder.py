@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 
-from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, CycleKey, Iteration, RankInfo, RankRecord, Span
+from megatron.fill.records import RankWriter, add_up, as_bubbles
+from megatron.fill.types import BrakeEvent, Bubble, CycleKey, Iteration, RankInfo, RankRecord, Span
 
-_KEPT_BUBBLES = 200_000
+WRITE_EVERY = 10  # iterations; the same ones on all ranks, so that their pauses do not add up
+_KEPT_BUBBLES = 200_000  # that may wait to be written
+_MORE_SPANS = 20  # than are drawn, in iterations: the last ones may be a block without filling, or cut short
+_LAST_S = 10.0  # how long the disk is waited for at the end
 
 
 class Recorder:
-    """Collects plain tuples while training runs, and makes records of them at the end.
+    """Collects plain values while training runs, and has them written every ``WRITE_EVERY`` iterations.
 
     Args:
         trace_iterations: of how many last iterations the compute spans are kept.
+        path: the rank's record; None to keep all of it here.
     """
 
-    def __init__(self, info: RankInfo, trace_iterations: int) -> None:
+    def __init__(self, info: RankInfo, trace_iterations: int, path: Path | None = None) -> None:
         self.info = info
         self.bubbles: list[Bubble] = []
         self.iterations: list[Iteration] = []
-        self.brakes: list[BrakeEvent] = []
+        self.brakes: list[BrakeEvent] = []  # all of them, whoever appends them
         self.schedule: CycleKey | None = None  # of the last training iteration
-        # A few iterations more than are drawn: the last ones may be a block without filling, or cut short.
-        self._spans: deque[list[Span]] = deque(maxlen=trace_iterations + 20)
+        spans = trace_iterations + _MORE_SPANS
+        self._spans: deque[list[Span]] = deque(maxlen=spans)
+        self._writer = None if path is None else RankWriter(path, info, -(-spans // WRITE_EVERY))
+        self._brakes_written = 0
 
     def iteration_started(self) -> None:
         self._spans.append([])
+
+    def iteration_ended(self, iteration: Iteration) -> None:
+        """Called when nothing else is to be done for it; where the disk is slow, it is written with a later one."""
+        self.iterations.append(iteration)
+        if self._writer is not None and iteration.iteration % WRITE_EVERY == 0 and self._writer.ready:
+            self._writer.add(self._taken())
 
     def span(self, name: str, iteration: int, start_ns: int, end_ns: int) -> None:
         if self._spans:
@@ -38,20 +52,25 @@ class Recorder:
             self._fold()
 
     def record(self) -> RankRecord:
+        """What has not been written."""
         spans = [span for spans in self._spans for span in spans]
-        return RankRecord(self.info, self.iterations, self.bubbles, spans, self.brakes, self.schedule)
+        brakes = self.brakes[self._brakes_written :]
+        return RankRecord(self.info, self.iterations, self.bubbles, spans, brakes, self.schedule)
+
+    def close(self) -> bool:
+        """Write the rest; False if not all of the record could be written, or that took too long."""
+        return self._writer is None or self._writer.close(self._taken(), _LAST_S)
+
+    def _taken(self) -> RankRecord:
+        """What has not been written, which is forgotten here."""
+        record = self.record()
+        self._brakes_written = len(self.brakes)
+        self.iterations, self.bubbles = [], []
+        self._spans.clear()
+        self._spans.append([])  # an evaluation may follow
+        return record
 
     def _fold(self) -> None:
-        """Replace the older half of the bubbles by their sums, so that a long run does not fill the memory.
-
-        A sum is a bubble with index -1 that starts at 0 and lasts as long as those it stands for.
-        """
+        """Replace the older half of the bubbles by their sums, so that a long run does not fill the memory."""
         half = len(self.bubbles) // 2
-        sums: dict[tuple[BubbleKind, bool, bool], int] = {}
-        for bubble in self.bubbles[:half]:
-            key = (bubble.kind, bubble.filling, bubble.forward_only)
-            sums[key] = sums.get(key, 0) + bubble.duration_ns
-        self.bubbles[:half] = [
-            Bubble(0, -1, kind, 0, total_ns, filling=filling, forward_only=forward_only)
-            for (kind, filling, forward_only), total_ns in sums.items()
-        ]
+        self.bubbles[:half] = as_bubbles(add_up(self.bubbles[:half]))

@@ -25,7 +25,6 @@ from megatron.fill.device import host
 from megatron.fill.gate import GateWriter, SharedGate
 from megatron.fill.hooks import Listener
 from megatron.fill.predictor import BubblePredictor
-from megatron.fill.records import write_rank
 from megatron.fill.runtime.brake import Brake
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
@@ -116,7 +115,7 @@ class RelayProcess:
         """Wait until it has ended, after ``StreamListener.end`` or ``shut``; kill it when ``timeout_s`` are over.
 
         Returns:
-            Whether the record is written.  If not, the gate is ended.
+            Whether all of the record is written.  If not, the gate is ended.
         """
         try:
             self._process.wait(timeout_s)
@@ -225,14 +224,18 @@ class Relay:
 
 
 def serve(spec: RelaySpec) -> None:
-    """Relay for the rank of ``spec`` until its training is over, then write its record."""
+    """Relay for the rank of ``spec`` until its training is over, and write its record.
+
+    Raises:
+        OSError: not all of the record could be written.
+    """
     ring = RingReader(spec.ring_fd)
     gate = None if spec.gate_fd is None else SharedGate(spec.gate_fd)
     board = None if spec.board_fd is None else CycleBoard(spec.board_fd)
     for page in (gate, board):
         if page is not None:
             page.seal()
-    recorder = Recorder(spec.info, spec.trace_iterations)
+    recorder = Recorder(spec.info, spec.trace_iterations, Path(spec.record))
     free_bytes = ReportedBytes()
     brakes = gate is not None and spec.max_slowdown > 0
     listener = RankListener(
@@ -253,9 +256,11 @@ def serve(spec: RelaySpec) -> None:
     finally:
         if gate is not None and not relay.ended:
             gate.end()
-        write_rank(Path(spec.record), recorder.record())
+        written = recorder.close()
         if ring.lost:
             logger.warning("%d facts were lost: the relay was too slow", ring.lost)
+    if not written:
+        raise OSError(f"{spec.record} could not be written in full")
 
 
 def main() -> None:

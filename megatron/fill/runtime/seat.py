@@ -31,6 +31,7 @@ class Seat:
     Attributes:
         job_name: the job that sits here; empty for none.
         resident: that job and its folder, while its worker runs.
+        attempt: at that job.
         room: its worker's part in leaving the main job room.
         busy_until_s: when it is expected to be done, in seconds since the epoch; None without a job, infinity if
             nobody knows.
@@ -42,6 +43,7 @@ class Seat:
         self.job_name = ""
         self.busy_until_s: float | None = None
         self.resident: Resident | None = None
+        self.attempt: Attempt | None = None
         self.room: Room | None = None
 
     def __str__(self) -> str:
@@ -67,7 +69,8 @@ class Seat:
         try:
             self._admit(claim)
         finally:
-            self.job_name, self.busy_until_s, self.resident, self.room = "", None, None, None
+            self.job_name, self.busy_until_s = "", None
+            self.resident = self.attempt = self.room = None
             agent.keeper.look_again()
         return True
 
@@ -102,7 +105,8 @@ class Seat:
             return  # lost already, or nobody hears us: the lease runs out
         logger.info("job %s: starting as the %s", job.name, self)
         with occupied(directory):
-            Attempt(self, claim, limits, directory).run()
+            self.attempt = Attempt(self, claim, limits, directory)
+            self.attempt.run()
 
     def may_run(self, job: Job) -> bool:
         """Whether the job may run here, and there is memory for it now."""

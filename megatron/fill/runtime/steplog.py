@@ -285,11 +285,15 @@ class StepLog:
         self._uses[slot + 4] = use.steps
         words[_USE_COUNT] = count + 1
 
-    def record(self, job: str, rank: int) -> WorkerRecord:
-        """Everything that makes sense, as the report wants it."""
+    def record(self, job: str, rank: int, most: int = _USES) -> WorkerRecord:
+        """Everything that makes sense, as the report wants it.
+
+        Args:
+            most: of the most recent bubbles and steps.
+        """
         now_ns = time.monotonic_ns()
-        uses = (BubbleUse(*row) for row in _recent(self._uses, _USE_FIELDS, self._count(_USE_COUNT)))
-        steps = _recent(self._steps, 2, self.step_count)
+        uses = (BubbleUse(*row) for row in _recent(self._uses, _USE_FIELDS, self._count(_USE_COUNT), most))
+        steps = _recent(self._steps, 2, self.step_count, most)
         alone_work = self._amount(_ALONE_WORK)
         return WorkerRecord(
             job=job,
@@ -311,9 +315,9 @@ def _sensible(use: BubbleUse) -> bool:
     return 0 <= use.seq < _MOST and 0 <= use.steps < _MOST and all(0 <= its <= _LONGEST_NS for its in times)
 
 
-def _recent(ring: memoryview, width: int, count: int) -> Iterator[tuple[int, ...]]:
-    """The rows of a ring buffer that were written, oldest first."""
+def _recent(ring: memoryview, width: int, count: int, most: int) -> Iterator[tuple[int, ...]]:
+    """The rows of a ring buffer that were written last, oldest first."""
     rows = len(ring) // width
-    for row in range(max(0, count - rows), count):
+    for row in range(max(0, count - min(rows, most)), count):
         at = row % rows * width
         yield tuple(ring[at : at + width])

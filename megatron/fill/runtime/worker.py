@@ -59,6 +59,7 @@ class Worker:
             os.close(fd)  # they stay mapped
         self._stop = False
         self._crowded = False  # the main job needs the memory
+        self._measures = False  # the job had no profile
         signal.signal(signal.SIGTERM, self._on_term)
 
     def hold(self) -> int:
@@ -124,8 +125,8 @@ class Worker:
         if finished:
             checkpoint.discard(self.directory)
             return Outcome(JobState.SUCCEEDED, "", False, unit, context.total_work, context.result)
-        kept = checkpoint.exists(self.directory)
-        reason = "goes on from its checkpoint" if kept else "it begins again from its start"
+        only_measured = self._measures and not self.log.work_done
+        reason = unfinished(checkpoint.exists(self.directory), only_measured)
         return Outcome(JobState.QUEUED, reason, False, unit, context.total_work, context.result, self._crowded)
 
     def _new_machine(self, context: TaskContext) -> TaskMachine:
@@ -153,6 +154,7 @@ class Worker:
         if isinstance(machine.task, NodeTask):
             from megatron.fill.runtime.planned import NodeRun
 
+            self._measures = spec.profiles is None
             plans = NodeRun(spec, machine.task, loop, self.view, self.board, self.log, self.stopping)
             if not plans.choose():
                 return False
@@ -185,6 +187,19 @@ class Worker:
         if not finished:
             saver.save()
         return finished
+
+
+def unfinished(kept: bool, only_measured: bool) -> str:
+    """What becomes of a job that the main job's end cut short.
+
+    Args:
+        kept: it left a checkpoint.
+        only_measured: its profile was measured, and nothing else came of it.
+    """
+    then = "goes on from its checkpoint" if kept else "it begins again from its start"
+    if not only_measured:
+        return then
+    return f"it was only measured so far, which pipefill profile JOBS.yaml --store STORE does beforehand; {then}"
 
 
 def _reason(error: BaseException, callback: str, limits: Limits) -> str:

@@ -108,11 +108,7 @@ class _Tables:
 
     def expired(self) -> list[Job]:
         now_s = self.now_s
-        return [
-            job
-            for job in self._jobs.values()
-            if job.state is JobState.RUNNING and job.lease_until_s is not None and job.lease_until_s <= now_s
-        ]
+        return [job for job in self._jobs.values() if job.lost(now_s)]
 
     def jobs(self, states: Collection[JobState], limit: int | None) -> list[Job]:
         found = [job for job in self._jobs.values() if not states or job.state in states]

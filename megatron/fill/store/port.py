@@ -99,6 +99,10 @@ class Job:
     asked_by: str = ""
     asked_s: float | None = None
 
+    def lost(self, now_s: float) -> bool:
+        """Whether its agent is not heard of any more: it is RUNNING, and the lease is over (``JobStore.now_s``)."""
+        return self.state is JobState.RUNNING and self.lease_until_s is not None and self.lease_until_s <= now_s
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -145,6 +149,9 @@ class JobStore(Protocol):
 
     Every method raises StoreError when the database cannot be reached or stays locked, and may then be called again.
     """
+
+    def now_s(self) -> float:
+        """The time that leases are measured by."""
 
     def submit(self, jobs: Sequence[NewJob]) -> list[Job]:
         """Put all jobs into the queue, or none.
@@ -208,6 +215,8 @@ class JobStore(Protocol):
     def cancel(self, job_id: int) -> Job:
         """A QUEUED job is CANCELLED at once, a RUNNING one is ``cancelling`` until its agent stops it.
 
+        One whose lease ran out is put back to QUEUED before (``recover``), and so CANCELLED at once.
+
         Raises:
             JobError: there is no such job, or it has finished.
         """
@@ -217,6 +226,8 @@ class JobStore(Protocol):
 
     def retry(self, job_id: int) -> Job:
         """Put a FAILED or CANCELLED job back to QUEUED, with its checkpoint if it left one.
+
+        So is a RUNNING one whose lease ran out.
 
         Raises:
             JobError: there is no such job, it has not finished or has succeeded, or its name is in use again.

@@ -29,6 +29,9 @@ class JobQueue(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    def now_s(self) -> float:
+        return self._run(lambda transaction: transaction.now_s, write=False)
+
     def submit(self, jobs: Sequence[NewJob]) -> list[Job]:
         checked = [checks.checked(job) for job in jobs]
 
@@ -151,7 +154,7 @@ class JobQueue(ABC):
             job = _existing(transaction, job_id)
             if job.state.finished:
                 raise JobError(f"job {_label(job)} is {job.state}; expected a job that has not finished")
-            if job.state is JobState.RUNNING:
+            if job.state is JobState.RUNNING and not job.lost(transaction.now_s):
                 job = replace(job, cancelling=True)
             else:
                 job = _ended(job, JobState.CANCELLED, "cancelled", transaction.now_s)
@@ -171,14 +174,18 @@ class JobQueue(ABC):
     def retry(self, job_id: int) -> Job:
         def work(transaction: Transaction) -> Job:
             job = _existing(transaction, job_id)
-            if job.state not in (JobState.FAILED, JobState.CANCELLED):
+            lost = job.lost(transaction.now_s)
+            if not lost and job.state not in (JobState.FAILED, JobState.CANCELLED):
                 raise JobError(f"job {_label(job)} is {job.state}; expected a FAILED or CANCELLED job")
             namesake = transaction.unfinished([job.name]).get(job.name)
-            if namesake is not None:
+            if namesake is not None and namesake.id != job.id:
                 raise JobError(
                     f"job {_label(job)} cannot be retried: its name is in use by the {namesake.state} job {namesake.id}"
                 )
-            job = replace(job, state=JobState.QUEUED, reason="", finished_s=None)
+            if lost:
+                job = _expired(replace(job, cancelling=False), transaction.now_s)
+            else:
+                job = replace(job, state=JobState.QUEUED, reason="", finished_s=None)
             transaction.put(job)
             return job
 
@@ -284,8 +291,12 @@ def _idle(transaction: Transaction, name: str) -> bool:
 def _recover(transaction: Transaction) -> int:
     expired = transaction.expired()
     for job in expired:
-        transaction.put(_returned(job, f"{job.owner} was not heard of in time", transaction.now_s))
+        transaction.put(_expired(job, transaction.now_s))
     return len(expired)
+
+
+def _expired(job: Job, now_s: float) -> Job:
+    return _returned(job, f"{job.owner} was not heard of in time", now_s)
 
 
 def _returned(job: Job, reason: str, now_s: float) -> Job:

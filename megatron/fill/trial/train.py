@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from megatron.fill import hearsay
 from megatron.fill.errors import FillError
-from megatron.fill.records import read_agent, read_rank
+from megatron.fill.records import RankFiles, last_segment
 from megatron.fill.store.port import Job, JobStore
 from megatron.fill.trial.spec import NOTE, StandInSpec, program
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
@@ -52,12 +51,14 @@ def train(spec: StandInSpec, store: JobStore, job_id: int, enough: Callable[[Job
             if process.poll() is not None:
                 raise FillError(f"the main job that the job is tried beside does not run: {_last_line(log)}")
             time.sleep(_LOOK_S)
-    workers, jobs = _agent(Path(spec.run_dir))
-    record = jobs[0] if jobs else None
+    left = RankFiles()
+    with contextlib.suppress(FillError):
+        left = last_segment(Path(spec.run_dir)).files().get(0, left)
+    record, worker = next(iter(left.attempts()), (None, None))
     rank = None
     with contextlib.suppress(FillError):
-        rank = read_rank(Path(spec.run_dir) / "ranks" / "rank0.json")
-    return Training(store.get(job_id), record, workers[0] if workers else None, rank, _notes(log))
+        rank = left.record()
+    return Training(store.get(job_id), record, worker, rank, _notes(log))
 
 
 def _over(job: Job, before: int) -> bool:
@@ -91,11 +92,6 @@ def _standin(spec: StandInSpec, log: Path) -> Iterator[subprocess.Popen[str]]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _agent(run_dir: Path) -> tuple[list[WorkerRecord], list[JobRecord]]:
-    path = run_dir / "agents" / "agent0.json"
-    return read_agent(path) if os.path.exists(path) else ([], [])
 
 
 def _notes(log: Path) -> list[str]:

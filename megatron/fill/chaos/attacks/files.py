@@ -75,7 +75,7 @@ def _folder_link(ground: Ground) -> str:
 
     def swap() -> None:
         os.rename(own, aside)
-        own.symlink_to(own.parents[1] / "ranks")
+        own.symlink_to(own.parents[1] / "records")
 
     return try_all([("the folder is a link", swap)])
 
@@ -83,7 +83,7 @@ def _folder_link(ground: Ground) -> str:
 def _write_outside(ground: Ground) -> str:
     """Files where the job has no business: run folder, records, store, other jobs' folders."""
     run = ground.directory.parents[1]
-    places = [run, run / "agents", run / "ranks", run / "control", run / "jobs", ground.folder]
+    places = [run, run / "agents", run / "records", run / "control", run / "jobs", ground.folder]
     places += [path for path in (run / "jobs").glob("*") if path != ground.directory][:3]
 
     def write(place: Path) -> None:
@@ -97,7 +97,7 @@ def _write_outside(ground: Ground) -> str:
 def _delete_run(ground: Ground) -> str:
     """Remove the run folder's own files."""
     run = ground.directory.parents[1]
-    files = [*(run / "agents").glob("*"), *(run / "ranks").glob("*")]
+    files = [*(run / "agents").glob("*"), *(run / "records").glob("*/*")]
     if not files:
         raise Refused("there is none in sight")
     return try_all((path.name, path.unlink) for path in files)

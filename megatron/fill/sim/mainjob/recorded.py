@@ -20,7 +20,7 @@ from megatron.fill.pipeline.schedule import Schedule
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
-from megatron.fill.records import read_rank
+from megatron.fill.records import last_segment
 from megatron.fill.report.schema import Cycles, RankCycle
 from megatron.fill.sim.truth.recorded import RecordedMainJob
 from megatron.fill.sim.values import DeviceGroup
@@ -124,7 +124,7 @@ def rescheduled_groups(path: str | Path, gpus: int | None, change: Reschedule) -
 
 
 def read_pipeline(folder: Path) -> tuple[list[RankRecord], Schedule]:
-    """The records of one pipeline of a run, in the order of its stages, and the schedule that it ran.
+    """The records of one pipeline of a run's last segment, in the order of its stages, and the schedule that it ran.
 
     Args:
         folder: of the run.
@@ -132,20 +132,21 @@ def read_pipeline(folder: Path) -> tuple[list[RankRecord], Schedule]:
     Raises:
         FillError: the records are missing, or damaged, or those of several machines, whose clocks differ.
     """
-    found = [read_rank(path) for path in sorted((folder / "ranks").glob("rank*.json"))]
+    records_of = last_segment(folder)
+    where, found = records_of.folder, list(records_of.records())
     if not found:
-        raise FillError(f"{folder / 'ranks'}: there are no records; expected those of a run")
+        raise FillError(f"{where}: there are no records of ranks; expected those of a run")
     found.sort(key=lambda record: (record.info.stage, record.info.data_parallel_rank, record.info.tensor_parallel_rank))
     stages = found[0].info.stages
     pipeline = [next((one for one in found if one.info.stage == stage), None) for stage in range(stages)]
     records = [record for record in pipeline if record is not None]
     if len(records) < stages:
-        raise FillError(f"{folder / 'ranks'}: has records of {len(records)} stages; expected all {stages}")
+        raise FillError(f"{where}: has records of {len(records)} stages; expected all {stages}")
     if len({record.info.node for record in records}) > 1:
-        raise FillError(f"{folder / 'ranks'}: the stages ran on several machines, whose clocks differ; expected one")
+        raise FillError(f"{where}: the stages ran on several machines, whose clocks differ; expected one")
     key = records[0].schedule
     if key is None:
-        raise FillError(f"{folder / 'ranks'}: no training iteration was recorded")
+        raise FillError(f"{where}: no training iteration was recorded")
     return records, make_schedule(key.schedule, stages, key.microbatches, key.chunks)
 
 

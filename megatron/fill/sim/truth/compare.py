@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron.fill.errors import FillError
 from megatron.fill.pipeline.schedule import Schedule
-from megatron.fill.records import read_agent
+from megatron.fill.records import last_segment
 from megatron.fill.sim.mainjob.recorded import read_pipeline
 from megatron.fill.sim.truth.recorded import RecordedMainJob
 from megatron.fill.sim.truth.replay import FillRule, Opened, PlayedIteration, open_bubbles, replay
@@ -94,7 +94,8 @@ def load(folder: Path) -> Run:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FillError(f"{folder / RUN}: does not say how it was filled: {type(error).__name__}: {error}") from error
     ranks, schedule = read_pipeline(folder)
-    agents = [read_agent(folder / "agents" / f"agent{record.info.rank}.json")[0] for record in ranks]
+    files = last_segment(folder).files()
+    agents = [[worker for _, worker in files[record.info.rank].attempts()] for record in ranks]
     if any(len(workers) != 1 or not workers[0].uses for workers in agents):
         counts = [sum(bool(worker.uses) for worker in workers) for workers in agents]
         raise FillError(f"{folder}: {counts} jobs ran on the ranks; expected one on each")

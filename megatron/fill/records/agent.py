@@ -1,0 +1,100 @@
+"""What an agent's workers did, and how its jobs ended: a line for each attempt, and a file of those that run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.errors import FillError
+from megatron.fill.records.files import append, head, line, read_lines, replacing
+from megatron.fill.records.tables import Table, as_columns, extend, names_of
+from megatron.fill.types import BubbleUse, JobRecord, JobState, WorkerRecord
+
+type Attempts = list[tuple[JobRecord, WorkerRecord]]
+RUNNING = ".running.jsonl"  # how the name of the file ends
+
+
+class AgentFile:
+    """One agent's record; not for several threads at once.
+
+    Args:
+        folder: of the segment.
+        before: how many agents have served this rank in it before this one; each has a record of its own.
+    """
+
+    def __init__(self, folder: Path, rank: int, before: int = 0) -> None:
+        self._path = folder / (f"agent{rank}-{before}.jsonl" if before else f"agent{rank}.jsonl")
+        self._running = self._path.with_suffix(RUNNING)
+
+    def add(self, job: JobRecord, worker: WorkerRecord) -> None:
+        """An attempt has ended.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._path.exists():
+            append(self._path, _lines(job, worker))
+        else:
+            write_agent(self._path, [(job, worker)])
+
+    def show(self, running: Attempts) -> None:
+        """These attempts run, and have come so far.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if running:
+            write_agent(self._running, running)
+        else:
+            self._running.unlink(missing_ok=True)
+
+
+def write_agent(path: Path, attempts: Iterable[tuple[JobRecord, WorkerRecord]]) -> None:
+    """Write attempts to a file of their own; a result that JSON lacks is written as text."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(head("agent") + b"".join(_lines(job, worker) for job, worker in attempts))
+
+
+def read_agent(path: Path, steps: bool = True) -> Attempts:
+    """Read what ``write_agent`` and ``AgentFile`` wrote, in its order.
+
+    Args:
+        steps: False to leave them out; they are half of it, and only pictures need them.
+
+    Raises:
+        NothingRecorded: nothing whole is in it.
+        FillError: naming the file, if it cannot be read, or is not an agent's record of this version.
+    """
+    lines = read_lines(path, "agent", but="" if steps else "steps")
+    next(lines)
+    found: Attempts = []
+    try:
+        for content in lines:
+            if "steps" in content:  # of the attempt before
+                job, worker = found.pop()
+                pairs = list(zip(content["steps"]["start_ns"], content["steps"]["end_ns"], strict=True))
+                found.append((job, replace(worker, steps=pairs)))
+            else:
+                found.append((_job(content["job"]), _worker(content["worker"])))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
+    return found
+
+
+def _lines(job: JobRecord, worker: WorkerRecord) -> bytes:
+    content = {name: getattr(worker, name) for name in names_of(WorkerRecord) if name != "steps"}
+    content |= {"uses": as_columns(BubbleUse, worker.uses)}
+    steps = {"start_ns": [start for start, _ in worker.steps], "end_ns": [end for _, end in worker.steps]}
+    return line({"job": asdict(job), "worker": content}) + line({"steps": steps})
+
+
+def _job(content: dict[str, Any]) -> JobRecord:
+    return JobRecord(**{**content, "state": JobState(content["state"])})
+
+
+def _worker(content: dict[str, Any]) -> WorkerRecord:
+    uses: dict[str, list[Any]] = {name: [] for name in names_of(BubbleUse)}
+    extend(uses, BubbleUse, content["uses"])
+    return WorkerRecord(**{**content, "uses": Table(BubbleUse, uses)})

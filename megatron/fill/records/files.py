@@ -1,0 +1,119 @@
+"""Files that are written whole or not at all, or line by line, and lines that are read until one was cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.errors import FillError
+
+RECORD_VERSION = 3
+_MODE = 0o644
+
+
+class NothingRecorded(FillError):
+    """The file was made and nothing whole is in it: its writer was killed at once, or its machine went down."""
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write to and rename it at the end, so that no reader sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file or none."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def line(content: Mapping[str, Any]) -> bytes:
+    """One line of a record; what JSON lacks is written as text."""
+    return json.dumps(content, separators=(",", ":"), default=str).encode() + b"\n"
+
+
+def head(kind: str, **more: Any) -> bytes:
+    """The first line of a record."""
+    return line({"version": RECORD_VERSION, "kind": kind, **more})
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add whole lines to a file; nothing of them if that fails, so that what comes later can be read.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _MODE)
+    try:
+        before = os.fstat(fd).st_size
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(fd, left) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(fd, before)
+            raise
+    finally:
+        os.close(fd)
+
+
+def read_lines(path: Path, kind: str, but: str = "") -> Iterator[dict[str, Any]]:
+    """The head of a record and its lines, without a last one that was cut off.
+
+    Args:
+        but: passes over the lines that have this first.
+
+    Raises:
+        NothingRecorded: it has no whole line.
+        FillError: naming the file, if it cannot be read, is not a record of this kind and version, or is damaged.
+    """
+    skipped = f'{{"{but}":'.encode() if but else None
+    try:
+        with path.open("rb") as file:
+            first = _parse(path, 1, file.readline())
+            _check(path, kind, first)
+            yield first
+            for number, text in enumerate(file, 2):
+                if skipped is not None and text.startswith(skipped):
+                    continue
+                try:
+                    yield _parse(path, number, text)
+                except NothingRecorded:
+                    return
+    except OSError as error:
+        raise FillError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    """A line.
+
+    Raises:
+        NothingRecorded: it was cut off.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        if not text.endswith(b"\n"):
+            raise NothingRecorded(f"{path}: line {number} was cut off") from error
+        raise FillError(f"{path}: line {number} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise FillError(f"{path}: line {number} is {str(content)[:40]!r}; expected an object")
+    return content
+
+
+def _check(path: Path, kind: str, content: dict[str, Any]) -> None:
+    if content.get("kind") != kind:
+        raise FillError(f"{path}: is not the record of a PipeFill {kind}")
+    if content.get("version") != RECORD_VERSION:
+        raise FillError(f"{path}: has version {content.get('version')!r}; this PipeFill reads {RECORD_VERSION}")

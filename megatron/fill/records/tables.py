@@ -1,0 +1,90 @@
+"""Lists of equal values by column, in memory and in JSON: quick to add up, and no larger than they need to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any, overload
+
+
+class Table[T](Sequence[T]):
+    """Values of one dataclass, each made when it is asked for.
+
+    Args:
+        cls: the dataclass.
+        columns: per field, in the order of the fields; all of one length.
+        convert: of a field that is not kept as it is: from what is kept to what the value has.
+    """
+
+    def __init__(
+        self, cls: type[T], columns: Mapping[str, list[Any]], convert: Mapping[str, Callable[[Any], Any]] | None = None
+    ) -> None:
+        self._cls = cls
+        self._columns = columns
+        self._convert = convert or {}
+
+    def column(self, name: str) -> list[Any]:
+        """One field of all values, as it is kept."""
+        return self._columns[name]
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __iter__(self) -> Iterator[T]:
+        columns = [
+            map(self._convert[name], kept) if name in self._convert else kept for name, kept in self._columns.items()
+        ]
+        for row in zip(*columns, strict=True):
+            yield self._cls(*row)
+
+    @overload
+    def __getitem__(self, at: int) -> T: ...
+    @overload
+    def __getitem__(self, at: slice) -> Table[T]: ...
+    def __getitem__(self, at: int | slice) -> T | Table[T]:
+        some = slice(at, at + 1 or None) if isinstance(at, int) else at
+        part = Table(self._cls, {name: kept[some] for name, kept in self._columns.items()}, self._convert)
+        if isinstance(at, slice):
+            return part
+        if not len(part):
+            raise IndexError(at)
+        return next(iter(part))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # like a list
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+def column(values: Sequence[Any], name: str) -> list[Any]:
+    """One field of all values, whether or not they are in a table."""
+    return values.column(name) if isinstance(values, Table) else list(map(attrgetter(name), values))
+
+
+def names_of(cls: type) -> list[str]:
+    """The fields of a dataclass, in their order."""
+    return [item.name for item in fields(cls)]
+
+
+def as_columns(cls: type, values: Iterable[Any]) -> dict[str, Sequence[Any]]:
+    """For JSON: the columns of these values of ``cls``, which has more than one field."""
+    names = names_of(cls)
+    rows = list(map(attrgetter(*names), values))
+    return dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else {name: [] for name in names}
+
+
+def extend(columns: dict[str, list[Any]], cls: type, more: dict[str, list[Any]]) -> None:
+    """Add what ``as_columns`` made of further values.
+
+    Raises:
+        ValueError: they are of another make.
+    """
+    names = names_of(cls)
+    if list(more) != names or len({len(kept) for kept in more.values()}) != 1:
+        raise ValueError(f"the columns of {cls.__name__} are {list(more)}; expected {names}, all of one length")
+    for name, kept in more.items():
+        columns.setdefault(name, []).extend(kept)

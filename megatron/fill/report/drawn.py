@@ -1,0 +1,61 @@
+"""Which ranks of a run are drawn: all of a small one, and of a large one the stages of one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.fill.report.build import SegmentSums
+from megatron.fill.types import RankInfo
+
+MANY = 16  # ranks, above which they are not drawn or listed one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What picture and trace show.
+
+    Attributes:
+        segment: its number.
+        ranks: in the order of their numbers.
+        what: which ranks those are, if not all; empty otherwise.
+    """
+
+    segment: int
+    ranks: tuple[int, ...]
+    what: str
+
+
+def choose_drawn(segments: Mapping[int, SegmentSums]) -> Drawn | None:
+    """The last segment in which side tasks ran, or else the last one with iterations; None if there is none.
+
+    Of more than 16 ranks it is one replica (the ranks of equal places in data and tensor parallelism): the one whose
+    bubbles were used most.
+    """
+    worth = [
+        (any(sums.harvested.values()), number) for number, sums in segments.items() if any(sums.iterations.values())
+    ]
+    if not worth:
+        return None
+    number = max(worth)[1]
+    sums = segments[number]
+    if len(sums.infos) <= MANY:
+        return Drawn(number, tuple(sorted(info.rank for info in sums.infos)), "")
+    replicas: dict[tuple[int, int], list[RankInfo]] = {}
+    for info in sorted(sums.infos, key=lambda info: info.rank):
+        replicas.setdefault((info.data_parallel_rank, info.tensor_parallel_rank), []).append(info)
+    place, infos = max(replicas.items(), key=lambda one: sum(sums.harvested[info.rank] for info in one[1]))
+    stages: dict[int, int] = {}
+    for info in infos:  # of several, as with context parallelism, the first
+        stages.setdefault(info.stage, info.rank)
+    return Drawn(number, tuple(sorted(stages.values())), _what(place, list(replicas)))
+
+
+def _what(place: tuple[int, int], places: list[tuple[int, int]]) -> str:
+    """``data-parallel rank 3 of 128``."""
+    parts = []
+    for at, name in enumerate(("data", "tensor")):
+        several = len({one[at] for one in places})
+        if several > 1:
+            parts.append(f"{name}-parallel rank {place[at]} of {several}")
+    return ", ".join(parts)

@@ -1,0 +1,94 @@
+"""How each fill job of a run ended, from the records of its attempts and what the job store says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from megatron.fill.records import Ending, Segment
+from megatron.fill.report.part import finite
+from megatron.fill.report.schema import AttemptReport, JobReport
+from megatron.fill.report.tally import ratio
+from megatron.fill.types import JobRecord, JobState
+
+type Ask = Callable[[Collection[str]], Mapping[str, JobRecord]]  # what the store says of these jobs, by name
+
+_CUT = "its agent went without a word while it ran; pipefill list tells where it is now"
+_UNKNOWN = "no agent had it; pipefill list tells where it is now"
+
+
+def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRecord]], ask: Ask) -> list[JobReport]:
+    """Every job that an agent had or that a jobs file of the run names.
+
+    Args:
+        attempts: the records of all agents, with the number of their segment.
+        ask: of what the records do not say the end of.
+    """
+    going = {segment.number for segment in segments if segment.ending is Ending.RUNNING}
+    merged: dict[tuple[str, str], tuple[JobRecord, list[AttemptReport]]] = {}
+    for number, job in sorted(attempts, key=lambda one: (one[1].ended_s, one[0])):
+        before, its = merged.get((job.name, job.directory), (None, []))
+        its.append(_attempt(number, job))
+        if job.state is JobState.RUNNING and number not in going:
+            job = replace(job, reason=_CUT)
+        merged[job.name, job.directory] = job if before is None else _sum(before, job), its
+    known = {job.name for job, _ in merged.values()}
+    missing = list(dict.fromkeys(name for segment in segments for name in segment.jobs if name not in known))
+    open_ended = {job.name for job, _ in merged.values() if job.state is JobState.RUNNING and job.reason}
+    told = ask([*missing, *open_ended]) if missing or open_ended else {}
+    reports = [_job(_corrected(job, told), its) for job, its in merged.values()]
+    return reports + [_job(told.get(name) or _unknown(name), []) for name in missing]
+
+
+def _sum(before: JobRecord, job: JobRecord) -> JobRecord:
+    """The last one's word, with the work of both."""
+    return replace(
+        job,
+        work_done=before.work_done + job.work_done,
+        steps=before.steps + job.steps,
+        harvested_s=before.harvested_s + job.harvested_s,
+    )
+
+
+def _corrected(job: JobRecord, told: Mapping[str, JobRecord]) -> JobRecord:
+    """What the store says of a job that was not seen to end, if it is the same one."""
+    now = told.get(job.name)
+    if job.state is not JobState.RUNNING or not job.reason or now is None or now.directory != job.directory:
+        return job
+    return replace(job, state=now.state, reason=now.reason)
+
+
+def _unknown(name: str) -> JobRecord:
+    return JobRecord(name, "", JobState.QUEUED, _UNKNOWN, 0.0, "")
+
+
+def _attempt(number: int, job: JobRecord) -> AttemptReport:
+    return AttemptReport(
+        segment=number,
+        rank=job.rank,
+        state=job.state,
+        reason=job.reason,
+        work_done=finite(job.work_done),
+        steps=job.steps,
+        harvested_s=job.harvested_s,
+    )
+
+
+def _job(job: JobRecord, attempts: list[AttemptReport]) -> JobReport:
+    return JobReport(
+        name=job.name,
+        state=job.state,
+        reason=job.reason,
+        work_done=finite(job.work_done),
+        unit=job.unit,
+        what=job.what,
+        rank=job.rank,
+        steps=job.steps,
+        harvested_s=job.harvested_s,
+        rate=ratio(finite(job.work_done), job.harvested_s),
+        total_work=job.total_work if job.total_work is None or math.isfinite(job.total_work) else None,
+        result=job.result,
+        directory=job.directory,
+        attempts=attempts,
+    )

@@ -1,0 +1,129 @@
+"""What one rank did in one segment of a run, in figures that can be added up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.fill.records import column
+from megatron.fill.report.seen import KINDS, Seen
+from megatron.fill.types import BubbleKind, RankInfo, WorkerRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What one job did; times in nanoseconds."""
+
+    work: float = 0.0
+    steps: int = 0
+    harvested_ns: int = 0
+
+    def __add__(self, other: Done) -> Done:
+        return Done(self.work + other.work, self.steps + other.steps, self.harvested_ns + other.harvested_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank in one segment; times in nanoseconds.
+
+    Attributes:
+        number, duration, filling, block: of its training iterations.
+        bubbles, evaluation: by kind, in training iterations that ended and in evaluations.
+        alone, share: what ``fill_efficiency`` is made of.
+        latencies, overruns: of the recent bubbles of its workers.
+        errors: of predicted durations, in all; of so many.
+    """
+
+    info: RankInfo
+    segment: int
+    number: np.ndarray
+    duration: np.ndarray
+    filling: np.ndarray
+    block: np.ndarray
+    bubbles: dict[BubbleKind, int]
+    evaluation: dict[BubbleKind, int]
+    fillable: int
+    alone: float
+    share: float
+    done: dict[str, Done]
+    latencies: np.ndarray
+    overruns: np.ndarray
+    errors: int
+    predicted: int
+
+    @property
+    def harvested(self) -> int:
+        return sum(its.harvested_ns for its in self.done.values())
+
+
+def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord]) -> Part:
+    """The part of one rank, from its record and those of the workers that ran in its bubbles."""
+    its, bubbles = seen.iterations, seen.bubbles
+    # What a broken-off iteration left has no iteration time to be a share of.  Sums that stand for older bubbles
+    # (index -1) are of iterations that ended.
+    ended = (bubbles.index < 0) | np.isin(bubbles.iteration, its.number)
+    fillable = int(bubbles.duration[bubbles.filling].sum())
+    known = bubbles.predicted > 0
+    alone, share = _efficiency(fillable, workers)
+    done: dict[str, Done] = {}
+    for worker in workers:
+        more = Done(finite(worker.work_done), worker.steps_done, worker.harvested_ns)
+        done[worker.job] = done.get(worker.job, Done()) + more
+    return Part(
+        info=seen.info,
+        segment=segment,
+        number=its.number,
+        duration=its.duration,
+        filling=its.filling,
+        block=its.block,
+        bubbles=_by_kind(seen, ended & ~bubbles.forward_only),
+        evaluation=_by_kind(seen, bubbles.forward_only),
+        fillable=fillable,
+        alone=alone,
+        share=share,
+        done=done,
+        latencies=_of_uses(workers, "latency_ns", "latency_ns", 0),
+        overruns=_of_uses(workers, "overrun_ns", "steps", 1),
+        errors=int(np.abs(bubbles.predicted - bubbles.duration)[known].sum()),
+        predicted=int(known.sum()),
+    )
+
+
+def finite(work: float) -> float:
+    """A task counts its own work and may count NaN; such a count is worth nothing."""
+    return work if math.isfinite(work) else 0.0
+
+
+def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord]) -> tuple[float, float]:
+    """The nanoseconds that the work would have taken alone, and the fillable ones that it was done in.
+
+    Their ratio is the fill efficiency: work per fillable second, relative to the same task's work per second with the
+    device to itself.  Workers that ran one after the other on a rank share its fillable seconds in proportion to what
+    they harvested (equally, if none harvested anything).  A worker without a measurement alone is left out together
+    with its share.
+    """
+    alone = share = 0.0
+    harvested = sum(worker.harvested_ns for worker in workers)
+    for worker in workers:
+        if worker.alone_ns <= 0 or worker.alone_work <= 0:
+            continue
+        alone += finite(worker.work_done) * worker.alone_ns / worker.alone_work
+        share += fillable_ns * (worker.harvested_ns / harvested if harvested else 1 / len(workers))
+    return alone, share
+
+
+def _by_kind(seen: Seen, chosen: np.ndarray) -> dict[BubbleKind, int]:
+    kinds, durations = seen.bubbles.kind[chosen], seen.bubbles.duration[chosen]
+    return {kind: int(durations[kinds == code].sum()) for code, kind in enumerate(KINDS)}
+
+
+def _of_uses(workers: Sequence[WorkerRecord], name: str, by: str, least: int) -> np.ndarray:
+    """One field of all uses that have at least so much of another."""
+    values, known = (
+        np.array([value for worker in workers for value in column(worker.uses, field)], dtype=np.int64)
+        for field in (name, by)
+    )
+    return values[known >= least]

@@ -1,0 +1,85 @@
+"""What one rank saw, as arrays: thousands of ranks with thousands of bubbles each are added up in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.fill.records import column
+from megatron.fill.types import BubbleKind, RankInfo, RankRecord
+
+KINDS = tuple(BubbleKind)
+_CODES = {kind: code for code, kind in enumerate(KINDS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Iterations:
+    """Training iterations, an entry each; times in nanoseconds."""
+
+    number: np.ndarray
+    start: np.ndarray
+    duration: np.ndarray
+    filling: np.ndarray
+    block: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Bubbles:
+    """Bubbles, an entry each; times in nanoseconds, ``kind`` by its place in ``KINDS``."""
+
+    iteration: np.ndarray
+    index: np.ndarray
+    kind: np.ndarray
+    start: np.ndarray
+    duration: np.ndarray
+    predicted: np.ndarray
+    free_bytes: np.ndarray
+    filling: np.ndarray
+    forward_only: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The record of one rank."""
+
+    info: RankInfo
+    iterations: Iterations
+    bubbles: Bubbles
+
+
+def seen(record: RankRecord) -> Seen:
+    """The record as arrays."""
+    its, bubbles = record.iterations, record.bubbles
+    started, opened = _numbers(its, "start_ns"), _numbers(bubbles, "start_ns")
+    return Seen(
+        record.info,
+        Iterations(
+            number=_numbers(its, "iteration"),
+            start=started,
+            duration=_numbers(its, "end_ns") - started,
+            filling=_flags(its, "filling"),
+            block=_numbers(its, "block"),
+        ),
+        Bubbles(
+            iteration=_numbers(bubbles, "iteration"),
+            index=_numbers(bubbles, "index"),
+            kind=np.array([_CODES[kind] for kind in column(bubbles, "kind")], dtype=np.int8),
+            start=opened,
+            duration=_numbers(bubbles, "end_ns") - opened,
+            predicted=_numbers(bubbles, "predicted_ns"),
+            free_bytes=_numbers(bubbles, "free_bytes"),
+            filling=_flags(bubbles, "filling"),
+            forward_only=_flags(bubbles, "forward_only"),
+        ),
+    )
+
+
+def _numbers(values: Sequence[Any], name: str) -> np.ndarray:
+    return np.array(column(values, name), dtype=np.int64)
+
+
+def _flags(values: Sequence[Any], name: str) -> np.ndarray:
+    return np.array(column(values, name), dtype=bool)

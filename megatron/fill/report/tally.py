@@ -1,0 +1,192 @@
+"""Sums over parts of a run: of one rank, of one stage, of all; small, however many parts there are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from megatron.fill.report.part import Done, Part
+from megatron.fill.report.schema import PairedTimes, Percentiles, Times, Totals, Work
+from megatron.fill.types import BubbleKind, Iteration
+
+_S, _MS, _US = 1e9, 1e6, 1e3  # nanoseconds
+_POOLED = 1_000_000
+
+
+class Pool:
+    """The distribution of many values: count, mean and maximum are exact; of more than a million, the percentiles are
+    those of a random sample of about half a million or more.
+
+    Args:
+        most: how many values are kept.
+    """
+
+    def __init__(self, most: int = _POOLED) -> None:
+        self.count = 0
+        self.total = 0
+        self.largest = 0
+        self._most = most
+        self._kept: list[np.ndarray] = []
+        self._held = 0
+        self._share = 1.0
+        self._random = np.random.default_rng(0)
+
+    def add(self, values: np.ndarray) -> None:
+        if not len(values):
+            return
+        self.count += len(values)
+        self.total += int(values.sum())
+        self.largest = max(self.largest, int(values.max()))
+        if self._share < 1:
+            values = self._sample(values, self._share)
+        self._kept.append(values)
+        self._held += len(values)
+        while self._held > self._most:
+            self._share /= 2
+            self._kept = [self._sample(np.concatenate(self._kept), 0.5)]
+            self._held = len(self._kept[0])
+
+    def percentiles(self, *which: float) -> list[float]:
+        """Of the values; there is at least one."""
+        return np.percentile(np.concatenate(self._kept), which).tolist()
+
+    def _sample(self, values: np.ndarray, share: float) -> np.ndarray:
+        return values[self._random.random(len(values)) < share]
+
+    def times(self) -> Times | None:
+        if not self.count:
+            return None
+        p50, p99 = self.percentiles(50, 99)
+        mean_s = self.total / self.count / _S
+        return Times(count=self.count, mean_s=mean_s, median_s=p50 / _S, p99_s=p99 / _S)
+
+    def microseconds(self) -> Percentiles | None:
+        if not self.count:
+            return None
+        p50, p99 = self.percentiles(50, 99)
+        return Percentiles(count=self.count, p50=p50 / _US, p99=p99 / _US, max=self.largest / _US)
+
+
+class Tally:
+    """Adds parts up."""
+
+    def __init__(self) -> None:
+        self.iterations: defaultdict[int, int] = defaultdict(int)  # by rank
+        self.fillable = 0
+        self._times, self._on, self._off = Pool(), Pool(), Pool()
+        self._latencies, self._overruns = Pool(), Pool()
+        self._bubbles = dict.fromkeys(BubbleKind, 0)
+        self._evaluation = dict.fromkeys(BubbleKind, 0)
+        self._alone = self._share = 0.0
+        self._done: dict[str, Done] = {}
+        self._errors = self._predicted = 0
+
+    def add(self, part: Part) -> None:
+        self.iterations[part.info.rank] += len(part.number)
+        self.fillable += part.fillable
+        self._times.add(part.duration)
+        paired = part.block >= 0
+        self._on.add(part.duration[paired & part.filling])
+        self._off.add(part.duration[paired & ~part.filling])
+        self._latencies.add(part.latencies)
+        self._overruns.add(part.overruns)
+        for kind in BubbleKind:
+            self._bubbles[kind] += part.bubbles[kind]
+            self._evaluation[kind] += part.evaluation[kind]
+        self._alone += part.alone
+        self._share += part.share
+        for job, done in part.done.items():
+            self._done[job] = self._done.get(job, Done()) + done
+        self._errors += part.errors
+        self._predicted += part.predicted
+
+    def totals(self) -> Totals:
+        """All that was added, without the units of work."""
+        harvested = sum(done.harvested_ns for done in self._done.values())
+        paired = PairedTimes(on=self._on.times(), off=self._off.times())
+        return Totals(
+            iterations=max(self.iterations.values(), default=0),
+            iteration_s=self._times.total / _S,
+            iteration_time=self._times.times(),
+            bubble_s=_seconds(self._bubbles),
+            bubble_share=ratio(sum(self._bubbles.values()), self._times.total),
+            evaluation_bubble_s=_seconds(self._evaluation),
+            fillable_s=self.fillable / _S,
+            harvested_s=harvested / _S,
+            harvest_ratio=ratio(harvested, self.fillable),
+            fill_efficiency=ratio(self._alone, self._share),
+            steps=sum(done.steps for done in self._done.values()),
+            work=[
+                Work(
+                    job=job,
+                    work_done=done.work,
+                    unit="",
+                    steps=done.steps,
+                    harvested_s=done.harvested_ns / _S,
+                )
+                for job, done in self._done.items()
+            ],
+            open_to_step_us=self._latencies.microseconds(),
+            overrun_us=self._overruns.microseconds(),
+            paired=paired if paired.on or paired.off else None,
+            predicted_bubbles=self._predicted,
+            prediction_error_ms=self._errors / self._predicted / _MS if self._predicted else None,
+        )
+
+
+class MeanIterations:
+    """The main job's iterations in one segment: times are means over the ranks, whose clocks need not agree."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._sums = self._counts = np.zeros(0, dtype=np.int64)
+        self._block = np.zeros(0, dtype=np.int64)
+        self._filling = np.zeros(0, dtype=bool)
+        self._ranks = 0
+
+    def add(self, part: Part) -> None:
+        if not len(part.number):
+            return
+        self._ranks += 1
+        self._cover(int(part.number.min()), int(part.number.max()))
+        at = part.number - self._first
+        new = at[self._counts[at] == 0]
+        fresh = self._counts[at] == 0
+        self._block[new], self._filling[new] = part.block[fresh], part.filling[fresh]
+        self._sums[at] += part.duration
+        self._counts[at] += 1
+
+    def _cover(self, first: int, last: int) -> None:
+        """Make room for these numbers."""
+        if not len(self._counts):
+            self._first = first
+        before, after = max(0, self._first - first), max(0, last - self._first + 1 - len(self._counts))
+        if not before and not after:
+            return
+        self._first -= before
+        self._sums, self._counts, self._block, self._filling = (
+            np.pad(kept, (before, after)) for kept in (self._sums, self._counts, self._block, self._filling)
+        )
+
+    def iterations(self, blocks_before: int) -> list[Iteration]:
+        """Those in paired blocks that all ranks have, with their blocks counted from so many on."""
+        whole = np.flatnonzero((self._counts == self._ranks) & (self._counts > 0) & (self._block >= 0))
+        return [
+            Iteration(
+                int(self._first + at),
+                0,
+                round(self._sums[at] / self._counts[at]),
+                bool(self._filling[at]),
+                int(self._block[at]) + blocks_before,
+            )
+            for at in whole
+        ]
+
+
+def ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _seconds(by_kind: dict[BubbleKind, int]) -> dict[BubbleKind, float]:
+    return {kind: nanoseconds / _S for kind, nanoseconds in by_kind.items()}

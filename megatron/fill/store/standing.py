@@ -1,0 +1,76 @@
+"""What the store says of jobs whose end a run's records do not tell."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+from collections.abc import Collection
+from pathlib import Path
+
+from megatron.fill.errors import JobError, StoreError
+from megatron.fill.store import open_store
+from megatron.fill.store.port import Job
+from megatron.fill.types import JobRecord, JobState
+
+logger = logging.getLogger("pipefill")
+
+_DEVICE = re.compile(r"rank \d+ of (?P<run>.*) on \S+")  # as an agent names it
+
+
+def standing(where: str, run_dir: Path, going: bool, names: Collection[str]) -> dict[str, JobRecord]:
+    """The jobs of these names, as they stand; none of them where the store cannot be asked.
+
+    Args:
+        where: the store.
+        run_dir: of the run that wants to know.
+        going: whether that run goes on.
+    """
+    try:
+        store = open_store(where, create=False)
+    except StoreError as error:
+        logger.warning("of some jobs the report knows only what their agents wrote: %s", error)
+        return {}
+    try:
+        found = {}
+        now_s = store.now_s()
+        for name in names:
+            try:
+                found[name] = _record(store.find(name), run_dir, going, now_s)
+            except JobError:
+                reason = "it was not submitted; the agents' logs say why"
+                found[name] = JobRecord(name, "", JobState.QUEUED, reason, 0.0, "")
+        return found
+    except StoreError as error:
+        logger.warning("of some jobs the report knows only what their agents wrote: %s", error)
+        return {}
+    finally:
+        store.close()
+
+
+def _record(job: Job, run_dir: Path, going: bool, now_s: float) -> JobRecord:
+    command = job.spec["command"]
+    reason = job.reason
+    if job.state is JobState.RUNNING:
+        reason = _held_by(job, run_dir, going, now_s)
+    elif job.state is JobState.QUEUED:
+        reason = reason or "no rank has been free for it"
+    return JobRecord(
+        job.name,
+        shlex.join(command) if command else job.spec["task"],
+        job.state,
+        reason,
+        0.0,
+        job.progress.unit,
+        directory=job.directory,
+    )
+
+
+def _held_by(job: Job, run_dir: Path, going: bool, now_s: float) -> str:
+    """Why a job runs of which this run has no end."""
+    match = _DEVICE.fullmatch(job.device)
+    if match is not None and match["run"] != str(run_dir.resolve()):
+        return f"another run has it: {job.device}"
+    if job.lost(now_s):
+        return "its agent is gone; it goes on when a training serves its store again"
+    return "" if going else "its agent was killed; it goes back to the queue when the lease ends"

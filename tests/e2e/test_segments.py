@@ -1,0 +1,93 @@
+"""A training that is killed in the middle and started again in the same run folder: one report covers both segments."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.records import last_segment
+from megatron.fill.runtime.recorder import WRITE_EVERY
+from tests.e2e.training import Running, processes, train_until, write_jobs
+
+JOB = {"name": "spin", "task": "tasks:Spin", "args": {"milliseconds": 0.5}}
+FLAGS = "--fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5 --fill-lease-seconds 2"
+
+
+def pipefill(*arguments: str) -> str:
+    code = "from megatron.fill.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout
+
+
+def report(run: Path) -> dict[str, Any]:
+    return json.loads(pipefill("report", str(run), "--json"))
+
+
+def kill(running: Running) -> None:
+    """All that belongs to it at once, as with a node that is lost: nobody can save anything or say a word."""
+    specs = (running.folder / "run" / "agents").glob("spec*.json")
+    ranks = {json.loads(spec.read_text())["parent"] for spec in specs}
+    pids = {running.process.pid, *ranks, *processes(str(running.folder))}
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+    running.process.wait(60)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    until_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+
+
+def test_a_killed_training_and_its_restart_have_one_report(tmp_path):
+    flags, run = f"{write_jobs(tmp_path, JOB)} {FLAGS}", tmp_path / "run"
+    running = Running(tmp_path, flags)
+    try:
+        running.wait_for_jobs({"spin": lambda job: job.progress.checkpoint_s and job.progress.harvested_s > 0.1})
+        # The agents write down what runs every ten seconds.
+        running.wait(lambda: list(last_segment(run).folder.glob("agent*.running.jsonl")))
+        running.wait(lambda: len(list(last_segment(run).records())) == 2)
+        assert report(run)["segments"][0]["ending"] == "running"
+        kill(running)
+    finally:
+        running.process.kill()
+    [cut] = report(run)["segments"]
+    assert (cut["number"], cut["ending"], cut["recorded"], cut["ended_s"]) == (1, "cut off", 2, None)
+    assert cut["iterations"] >= WRITE_EVERY
+    assert (run / "timeline.png").stat().st_size > 10_000
+    wait_for(lambda: running.job("spin").lost(running.store.now_s()))
+    assert "LOST" in pipefill("list", "--store", str(run))
+
+    def goes_on(job: Any) -> bool:
+        return job.attempt >= 2 and job.progress.harvested_s > 0.1
+
+    trained = train_until(tmp_path, flags, {"spin": goes_on}, iterations=2 * WRITE_EVERY)
+    first, second = trained.report["segments"]
+    assert first == cut
+    assert (second["ending"], second["recorded"], second["first_iteration"]) == ("by itself", 2, 1)
+    assert "segment 1: iterations 1 to" in trained.output
+    assert "was cut off" in trained.output
+    assert trained.report["total"]["iterations"] == first["iterations"] + second["iterations"]
+    attempts = trained.jobs["spin"]["attempts"]
+    assert [attempt["segment"] for attempt in attempts] == sorted(attempt["segment"] for attempt in attempts)
+    assert {attempt["segment"] for attempt in attempts} == {1, 2}
+    assert attempts[0]["state"] == "RUNNING"
+    assert attempts[0]["steps"] > 0
+    assert trained.jobs["spin"]["state"] == "QUEUED"
+    assert trained.report["total"]["steps"] == sum(attempt["steps"] for attempt in attempts)
+    again = report(run)
+    assert again["total"] == trained.report["total"]
+    assert again["jobs"] == trained.report["jobs"]
+    assert not processes(str(tmp_path))

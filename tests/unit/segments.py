@@ -1,0 +1,38 @@
+"""Run folders as trainings leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.records import AgentFile, Ending, OpenSegment, begin_segment, rank_file, write_rank
+from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
+
+
+def write_segment(
+    run_dir: Path,
+    records: Sequence[RankRecord],
+    attempts: Iterable[tuple[JobRecord, WorkerRecord]] = (),
+    running: Mapping[int, list[tuple[JobRecord, WorkerRecord]]] | None = None,
+    ending: Ending | None = Ending.WELL,
+    **about: Any,
+) -> OpenSegment:
+    """A segment with the records of these ranks and of their agents.
+
+    Args:
+        running: by rank, the attempts that were not seen to end.
+        ending: None while it runs.
+        about: as ``begin_segment`` takes it.
+    """
+    opened = begin_segment(run_dir, **{"command": "train", "ranks": len(records)} | about)
+    folder = opened.segment.folder
+    for record in records:
+        write_rank(rank_file(folder, record.info.rank), record)
+    for job, worker in attempts:
+        AgentFile(folder, worker.rank).add(job, worker)
+    for rank, its in (running or {}).items():
+        AgentFile(folder, rank).show(its)
+    if ending is not None:
+        opened.end(ending)
+    return opened

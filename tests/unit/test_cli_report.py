@@ -1,0 +1,78 @@
+"""``pipefill report``, as a shell runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from megatron.fill.cli import main
+from megatron.fill.records import Ending
+from megatron.fill.store import NewJob, Progress, open_store
+from megatron.fill.types import JobState
+from tests.unit.segments import write_segment
+from tests.unit.synthetic import synthetic_run
+
+SPEC = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "search": []}
+
+
+@pytest.fixture
+def pipefill(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pipefill", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def test_the_report_of_a_run_that_was_cut_off(pipefill, tmp_path):
+    ranks, workers, jobs = synthetic_run()
+    store = open_store("run")
+    [job] = store.submit([NewJob("train", SPEC)])
+    claim = store.claim("agent", [job.id], 3600, f"rank 0 of {tmp_path}/run on host")
+    assert claim is not None
+    store.place(claim, "jobs/train-1")
+    store.heartbeat(claim, Progress(224, 1000, "images"), 0.001)
+    store.close()
+    time.sleep(0.01)
+    started = replace(jobs[0], state=JobState.RUNNING, reason="", directory="jobs/train-1", result={})
+    about = {"store": f"sqlite:///{tmp_path}/run/jobs.db", "jobs": ["train"]}
+    write_segment(tmp_path / "run", ranks, running={0: [(started, workers[0])]}, ending=Ending.CUT, **about)
+    status, out, err = pipefill("report", "run")
+    assert (status, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    text = " ".join(out.split())
+    assert "segment 1: iterations 1 to 10, was cut off" in text
+    assert "train RUNNING" in text
+    assert "its agent is gone" in text
+    assert text.endswith("report.json, trace.json and timeline.png in run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"report.json", "trace.json", "timeline.png"}
+    status, out, _ = pipefill("report", "run", "--json")
+    assert json.loads(out) == json.loads((tmp_path / "run" / "report.json").read_text())
+
+
+def test_without_the_store_it_is_what_the_records_say(pipefill, tmp_path):
+    ranks, _, _ = synthetic_run()
+    write_segment(tmp_path / "run", ranks, ending=Ending.CUT, store=f"sqlite:///{tmp_path}/gone.db", jobs=["train"])
+    status, out, _ = pipefill("report", "run")
+    assert status == 0
+    assert "train" in out
+    assert "no agent had it" in " ".join(out.split())
+    assert not (tmp_path / "gone.db").exists()
+
+
+@pytest.mark.parametrize("folder", ["nowhere", "."])
+def test_what_is_no_run_folder_is_one_line(pipefill, tmp_path, folder):
+    status, out, err = pipefill("report", folder)
+    assert (status, out) == (2, "")
+    assert err.startswith("pipefill: error: ")
+    assert "holds no records of a training; expected a run folder, as the training printed it\n" in err
+    assert list(tmp_path.iterdir()) == []
