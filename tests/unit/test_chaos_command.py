@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from megatron.fill.chaos import training
-from megatron.fill.chaos.run import ChaosOptions, run
+from megatron.fill.chaos.run import ChaosOptions, _keep, run
 from megatron.fill.errors import ConfigError
 from tests.e2e.training import ROOT
 
@@ -40,3 +41,16 @@ def test_the_script_is_found_beside_the_package_or_in_the_working_directory(tmp_
         training.find_script(None)
     (tmp_path / "pretrain_gpt.py").touch()
     assert training.find_script(None) == tmp_path / "pretrain_gpt.py"
+
+
+def test_what_attacks_left_in_the_run_folders_does_not_cost_the_result(tmp_path):
+    source, said = tmp_path / "disk", []
+    (source / "run").mkdir(parents=True)
+    os.mkfifo(source / "run" / "plan.json")
+    (source / "run" / "zero").symlink_to("/dev/zero")
+    (source / "run" / "log").write_text("kept")
+    _keep(source, tmp_path / "runs", said.append)
+    assert sorted(path.name for path in (tmp_path / "runs" / "run").iterdir()) == ["log", "zero"]
+    assert said == []
+    _keep(source, tmp_path / "runs", said.append)  # it is there already
+    assert said[0].startswith("not all of the run folders could be kept: ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -24,6 +25,7 @@ from megatron.fill.errors import ConfigError
 _ON_GPU = "it needs a main job that trains and fills on a GPU; this one trains on the CPU"
 _FEW = 100  # faults: from there on, trainings are long
 _SHORT, _LONG = 500, 1200  # iterations
+_MOST_SAID = 300  # letters
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,23 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> Result:
             signal.signal(signal.SIGTERM, before)
         result = compile_result(findings, able, options.faults, not_run)
         if options.keep is not None and not disk.why_not:  # the disk goes with this process
-            shutil.copytree(disk.folder, folder / "runs", symlinks=True)
+            _keep(disk.folder, folder / "runs", say)
         return result
+
+
+def _keep(source: Path, target: Path, say: Callable[[str], None]) -> None:
+    """Copy what attacks have left behind; what cannot be copied is not to cost the result."""
+
+    def special(folder: str, names: list[str]) -> list[str]:
+        modes = {name: os.lstat(os.path.join(folder, name)).st_mode for name in names}
+        return [
+            name for name, mode in modes.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode))
+        ]
+
+    try:
+        shutil.copytree(source, target, symlinks=True, ignore=special)
+    except (shutil.Error, OSError) as error:
+        say(f"not all of the run folders could be kept: {str(error)[:_MOST_SAID]}")
 
 
 @contextmanager
