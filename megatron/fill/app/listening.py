@@ -112,7 +112,7 @@ class RelayedListening:
         control_fd = None if control is None else control.reader_fd()
         spec = RelaySpec(
             info=info,
-            record=str(record.resolve()),
+            record=str(record),
             parent=os.getpid(),
             ring_fd=ring.fd,
             gate_fd=None if gate is None else gate.fd,

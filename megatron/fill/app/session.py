@@ -73,7 +73,7 @@ class Session:
         self.listening = self._listen()
 
     def _listen(self) -> Listening:
-        record = rank_file(self.segment, self.info.rank)
+        record = rank_file(self.segment.resolve(), self.info.rank)  # it is written while the script may go elsewhere
         shared = (self.settings, self.info, record, self.gate, self.board, self.control)
         if self.info.device == "cpu":
             return HostListening(*shared)
