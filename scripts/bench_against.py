@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import socket
 import statistics
 import subprocess
@@ -67,10 +68,7 @@ def train(tree: Path, folder: Path, iterations: int, block: int, warmup: int) ->
         raise RuntimeError(f"{tree} failed with status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
     report = json.loads((folder / "run" / "report.json").read_text(encoding="utf-8"))
     times = report["ranks"][0]["iteration_time"]
-    agents = [json.loads(path.read_text(encoding="utf-8")) for path in (folder / "run" / "agents").glob("agent*.json")]
-    starts = [
-        (job["ready_ns"] - job["started_ns"]) / 1e9 for agent in agents for job in agent["jobs"] if job["ready_ns"]
-    ]
+    starts = [(ready - started) / 1e9 for started, ready in _starts(folder / "run") if ready > started]
     return {
         "slowdown": report["summary"]["slowdown"]["mean"],
         "harvest_ratio": report["summary"]["harvest_ratio"],
@@ -78,6 +76,12 @@ def train(tree: Path, folder: Path, iterations: int, block: int, warmup: int) ->
         "p99_iteration_s": times["p99_s"],
         "start_s": statistics.median(starts),
     }
+
+
+def _starts(run: Path) -> list[tuple[int, int]]:
+    """When each worker was started, and when it called its task, however the commit lays its records out."""
+    text = "".join(path.read_text(encoding="utf-8") for path in run.rglob("agent*.json*"))
+    return [(int(one), int(two)) for one, two in re.findall(r'"started_ns": ?(\d+), ?"ready_ns": ?(\d+)', text)]
 
 
 def compared(name: str, here: list[dict[str, float]], there: list[dict[str, float]]) -> dict[str, Any]:

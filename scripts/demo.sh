@@ -49,5 +49,11 @@ for job in report["jobs"]:
         if attempt["reason"].startswith("it moves"):
             done = f"{attempt['work_done']:,.0f} {job['unit']}"
             print(f"{job['name']} moved from rank {attempt['rank']} to rank {job['rank']}, with {done} done.")
-print(f"The timeline of two iterations is {run / 'timeline.png'}; trace.json opens in Perfetto.")
+summary = report["summary"]
+print(
+    f"The stages waited {summary['bubble_share']:.0%} of the time; in the iterations that were filled, "
+    f"{summary['harvest_ratio']:.0%} of the waiting\nwent to the jobs. "
+    "The same figures of your own training: --fill-jobs and --fill-paired-blocks 5."
+)
+print(f"trace.json in {run} opens in Perfetto; two iterations as a picture:\n{run / 'timeline.png'}")
 PYTHON
