@@ -44,13 +44,16 @@ def test_the_script_is_found_beside_the_package_or_in_the_working_directory(tmp_
 
 
 def test_what_attacks_left_in_the_run_folders_does_not_cost_the_result(tmp_path):
-    source, said = tmp_path / "disk", []
+    source, target, said = tmp_path / "disk", tmp_path / "runs", []
     (source / "run").mkdir(parents=True)
     os.mkfifo(source / "run" / "plan.json")
     (source / "run" / "zero").symlink_to("/dev/zero")
-    (source / "run" / "log").write_text("kept")
-    _keep(source, tmp_path / "runs", said.append)
-    assert sorted(path.name for path in (tmp_path / "runs" / "run").iterdir()) == ["log", "zero"]
+    with (source / "run" / "checkpoint.pt").open("wb") as file:
+        file.truncate(1 << 30)
+    _keep(source, target, said.append)
     assert said == []
-    _keep(source, tmp_path / "runs", said.append)  # it is there already
+    assert (target / "run" / "zero").is_symlink()
+    assert (target / "run" / "plan.json").is_fifo()
+    assert (target / "run" / "checkpoint.pt").stat().st_blocks < 1000
+    _keep(tmp_path / "nowhere", target, said.append)
     assert said[0].startswith("not all of the run folders could be kept: ")
