@@ -101,7 +101,11 @@ def command_spec(folder: Path, script: str) -> Any:
         (False, JobState.FAILED, "the command was ended by SIGTERM; see output.log"),
     ],
 )
-def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(tmp_path, child, told, state, reason):
+def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(
+    tmp_path, child, monkeypatch, told, state, reason
+):
+    # At idle priority a busy machine may leave the command waiting for longer than a test does.
+    monkeypatch.setattr("megatron.fill.device.host.yield_to_main_job", lambda cpus: None)
     gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
     spec = command_spec(tmp_path, "touch running; while :; do :; done")
     out, told_fd = tmp_path / "outcome", os.memfd_create("told")

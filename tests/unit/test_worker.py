@@ -11,6 +11,7 @@ import pytest
 from megatron.fill.runtime.spec import Outcome
 from megatron.fill.runtime.steplog import StepLog, create_log
 from megatron.fill.runtime.worker import Worker
+from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.types import JobState
 
 
@@ -18,7 +19,7 @@ class Bench(Worker):
     """A worker whose task does nothing but what is said."""
 
     def __init__(self, directory: Path, measures: bool, work: float) -> None:
-        self.spec: Any = SimpleNamespace(name="job", device="cpu", limits=SimpleNamespace(memory_bytes=None))
+        self.spec: Any = SimpleNamespace(context=lambda: TaskContext("job", directory))
         self.directory = directory
         self.log = StepLog(create_log())
         self._crowded = self._measures = False
