@@ -51,12 +51,14 @@ def test_evaluation_and_checkpoints_are_filled_around_and_resume_gives_the_same_
     common = "--eval-interval 7 --eval-iters 1 --fill-warmup-iterations 2 --lr-warmup-iters 0"
     jobs = write_jobs(parts, SPIN)
     first = train_until(parts, f"{common} {jobs} --save {parts}/model --save-interval 6", {"spin": stepped})
-    before, spin = len(first.losses), first.jobs["spin"]  # the second run's files take their place
+    before, spin = len(first.losses), first.jobs["spin"]  # the second run's report takes its place, and covers both
     assert spin["result"]["done"] == spin["steps"] > 0
     assert spin["reason"] == "the main job ended first; goes on from its checkpoint"
     further = {"spin": lambda job: job.progress.steps > spin["steps"]}
     second = train_until(parts, f"{common} {jobs} --load {parts}/model", further)
-    assert second.jobs["spin"]["result"]["done"] == spin["steps"] + second.jobs["spin"]["steps"]
+    attempts = [attempt["steps"] for attempt in second.jobs["spin"]["attempts"]]
+    assert sum(attempts[:-1]) == spin["steps"] < second.jobs["spin"]["steps"] == sum(attempts)
+    assert second.jobs["spin"]["result"]["done"] == second.jobs["spin"]["steps"]
     last = len(second.losses)
     assert last > before
     reference = train(whole, f"{common} {write_jobs(whole, SPIN)} --exit-interval {last}", ENDLESS)
