@@ -4,4 +4,4 @@
 decide.  setup.py and scripts/setup.sh read this file too, so it imports nothing.
 """
 
-TESTED = ">=0.18,<0.20"
+TESTED = ">=0.19,<0.20"
