@@ -52,7 +52,8 @@ RULES: dict[str, set[str]] = {
     "chaos": {"types", "errors", "records", "store", "sidetask", "config", "report", "control", "runtime"},
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {
-        *("types", "errors", "config", "display", "hearsay", "records", "runtime", "sidetask", "store"),
+        *("types", "errors", "config", "device", "display", "given", "hearsay", "records", "runtime", "sidetask"),
+        "store",
     },
     "cli": {
         *("chaos", "control", "types", "errors", "profiles", "config", "store", "planner", "device", "runtime", "sim"),

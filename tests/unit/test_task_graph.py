@@ -106,6 +106,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
 
 
 def test_pagerank_equals_networkx(tmp_path):
+    pytest.importorskip("scipy", reason="networkx needs it, from the extra tasks")
     drive(PageRank, tmp_path, nodes=500, edges=3000, seed=3, chunk_edges=700, **EXACT)
     graph = power_law_graph(500, 3000, seed=3)
     reference = nx.DiGraph()
@@ -122,6 +123,7 @@ def test_pagerank_equals_networkx(tmp_path):
     damping=st.sampled_from([0.0, 0.3, 0.85]),
 )
 def test_pagerank_equals_networkx_on_any_graph(tmp_path, edges, chunk, damping):
+    pytest.importorskip("scipy", reason="networkx needs it, from the extra tasks")
     path = write(tmp_path / "edges.txt", "".join(f"{source} {target}\n" for source, target in edges))
     drive(PageRank, tmp_path, edges=path, chunk_edges=chunk, damping=damping, **EXACT)
     assert distance(nx.DiGraph(edges), ranks_of(tmp_path), damping) < 1e-9

@@ -35,7 +35,7 @@ from megatron.fill.runtime.submitted import forget_submitted, not_yet_submitted
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store import NewJob
 from megatron.fill.store.filesystem import network_file_system
-from megatron.fill.store.location import database_files, locate, shown
+from megatron.fill.store.location import database_file, locate, shown
 from megatron.fill.store.standing import standing
 from megatron.fill.store.submit import new_job, submitter
 from megatron.fill.types import RankInfo
@@ -55,6 +55,7 @@ class Launch:
         self._run_dir: Path | None = None
         self._segment: OpenSegment | None = None  # on rank 0
         self._jobs: list[NewJob] = []
+        self._new_jobs: list[NewJob] = []  # those that an earlier run in this folder has not submitted; of rank 0
         self.mps: MpsDaemon | None = None
         self.walls = KeptIn()
 
@@ -120,8 +121,9 @@ class Launch:
         elif os.environ.get(_STORE):
             origin = f"${_STORE}"
         store = self._store(run_dir)
-        shared = [kind for path in database_files(store)[:1] if (kind := network_file_system(path))]
-        warning = f"; it is on {shared[0]}: submit from this machine only, or use PostgreSQL" if shared else ""
+        file = database_file(store)
+        shared = network_file_system(file) if file is not None else ""
+        warning = f"; it is on {shared}: submit from this machine only, or use PostgreSQL" if shared else ""
         return f"PipeFill: serves the job store {shown(store)} ({origin}){warning}"
 
     def on_start(self, info: RankInfo, args: Namespace) -> None:
@@ -135,8 +137,7 @@ class Launch:
         if info.rank == 0 and settings.serves:
             warn_of_few_bubbles(info, args)
         store = self._store(self._run_dir)
-        jobs = not_yet_submitted(self._run_dir, store, self._jobs) if info.rank == 0 else []
-        self.session = Session(settings, info, self._run_dir, segment, store, jobs, self.mps, self.walls)
+        self.session = Session(settings, info, self._run_dir, segment, store, self._new_jobs, self.mps, self.walls)
         bus.listener = self.session.listening.listener
 
     def _prepare_run(self, settings: FillSettings, info: RankInfo) -> tuple[Path, Path] | None:
@@ -149,12 +150,13 @@ class Launch:
             try:
                 _make_run_folder(Path(name))
                 store = self._store(Path(name))
-                if settings.resubmit or not all(map(os.path.exists, database_files(store)[:1])):
+                file = database_file(store)
+                if settings.resubmit or not (file is None or file.exists()):
                     forget_submitted(Path(name))
-                new = not_yet_submitted(Path(name), store, self._jobs)
+                self._new_jobs = not_yet_submitted(Path(name), store, self._jobs)
                 self._segment = self._begin(settings, Path(name), info)
                 agreed = [name, str(self._segment.segment.folder)]
-                print(f"PipeFill: {_counted(len(self._jobs), len(new))}, run folder {name}", flush=True)
+                print(f"PipeFill: {_counted(len(self._jobs), len(self._new_jobs))}, run folder {name}", flush=True)
                 if settings.serves:
                     print(self._served(Path(name)), flush=True)
                 if settings.serves and not settings.jobs:

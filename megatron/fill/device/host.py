@@ -47,6 +47,14 @@ def ignore_notices() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def signal_name(number: int) -> str:
+    """What a signal is called; real-time ones have a number only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def use_every_core() -> None:
     """Undo a pinning that was inherited."""
     with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from megatron.fill.control import ControlReader
+from megatron.fill.device import host
 from megatron.fill.gate import GateReader, SharedGateReader
 from megatron.fill.runtime.confined import apply_environment, jail
 from megatron.fill.runtime.controlled import ControlWatcher
@@ -72,7 +73,7 @@ class CommandRun:
         program = (self.spec.command or [""])[0]
         if code == NOT_FOUND and shutil.which(program, path=self.spec.env.get("PATH")) is None:
             return Outcome(JobState.FAILED, f"command not found: {program}", unit="seconds")
-        ended = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
+        ended = f"was ended by {host.signal_name(-code)}" if code < 0 else f"exited with status {code}"
         return Outcome(JobState.FAILED, f"the command {ended}; see output.log", unit="seconds")
 
     def _was_told_to_end(self, code: int) -> bool:
@@ -134,10 +135,3 @@ class CommandRun:
 
     def _may_go_on(self, seq: int) -> bool:
         return self.gate.is_open(seq) and self.control.running and not self.stopping()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

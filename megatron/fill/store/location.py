@@ -40,12 +40,16 @@ def locate(where: str | Path) -> URL:
     return URL.create("sqlite", database=str(path.absolute()))
 
 
+def database_file(where: str) -> Path | None:
+    """The file of an SQLite store; None for another database."""
+    url = locate(where)
+    return Path(str(url.database)) if url.drivername == "sqlite" else None
+
+
 def database_files(where: str) -> tuple[str, ...]:
     """The files that an SQLite store consists of while it is in use; none for another database."""
-    url = locate(where)
-    if url.drivername != "sqlite":
-        return ()
-    return tuple(f"{url.database}{suffix}" for suffix in ("", "-wal", "-shm", "-journal"))
+    file = database_file(where)
+    return () if file is None else tuple(f"{file}{suffix}" for suffix in ("", "-wal", "-shm", "-journal"))
 
 
 def _parse(text: str) -> URL:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.config import JobSpec
+from megatron.fill.device import host
 from megatron.fill.errors import ConfigError
 from megatron.fill.hearsay import parse_json, plain
 from megatron.fill.runtime.guest import default_guest, environment
@@ -131,17 +131,10 @@ def _unanswered(job: JobSpec, begun: bool, ended: object) -> Examined:
     if not isinstance(ended, int):
         how = f"took more than {_MOST_S:g} s"
     elif ended < 0:
-        how = f"was ended by {_signal_name(-ended)}"
+        how = f"was ended by {host.signal_name(-ended)}"
     else:
         how = f"ended the process with status {ended}"
     return Examined(f"importing {job.what.partition(':')[0]} {how}", raised=True)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _with_notes(found: Examined, notes: Sequence[str]) -> Examined:

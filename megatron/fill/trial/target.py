@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from megatron.fill.config import JobSpec, load_jobs
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.plainyaml import PlainYamlError, parse_yaml
+from megatron.fill.given.problems import expectation, shown
 from megatron.fill.trial.check import distinct
 
 _SHOWN = 10  # names, in a message
@@ -71,16 +72,15 @@ def job_of(target: str, arguments: Sequence[str], memory: str | None) -> tuple[J
         field = str(problem["loc"][0]) if problem["loc"] else "it"
         if field == "task":
             raise ConfigError(f"{target!r}: expected a jobs file, module:Class or path.py:Class") from None
-        message = problem["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"--{field} is {problem['input']!r}: {message}") from None
+        raise ConfigError(f"--{field} is {shown(problem['input'])}: {expectation(problem)}") from None
     return job, folder
 
 
 def _argument(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise ConfigError(f"argument {text!r}: expected NAME=VALUE")
+        raise ConfigError(f"argument {shown(text)}: expected NAME=VALUE")
     try:
-        return name, yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"argument {text!r}: the value is not YAML: {' '.join(str(error).split())[:200]}") from None
+        return name, parse_yaml(value).value
+    except PlainYamlError as error:
+        raise ConfigError(f"argument {shown(text)}: the value {error}") from None
