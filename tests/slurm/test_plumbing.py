@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +77,17 @@ def test_jobs_of_an_array_on_one_node_meet_on_ports_of_their_own(slurm, submit, 
     assert len({its["MASTER_PORT"] for its in told(place)}) == 2
     for task in ("0", "1"):
         assert slurm.wait_for(f"{array}_{task}", "COMPLETED", "FAILED") == "COMPLETED"
+
+
+def test_a_port_where_somebody_listens_is_passed_over(slurm, submit, place):
+    job = submit("1", flags=("-c", "2", "--hold"))
+    usual = 10000 + int(job) % 20000
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", usual))
+        other.listen()
+        slurm.call("scontrol", "release", job)
+        assert slurm.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED", output(place, job)
+    assert told(place)[0]["MASTER_PORT"] == str(usual + 1)
 
 
 def test_too_few_cpus_are_refused_with_what_to_write(slurm, submit, place):
