@@ -93,7 +93,7 @@ def test_a_killed_worker_costs_no_more_than_the_interval(running):
     before = running.job("layers-0")
     for pid in processes("fill.runtime.worker", before.directory):
         os.kill(pid, signal.SIGKILL)
-    running.wait(lambda: running.job("layers-0").attempt == before.attempt + 1)
+    running.wait(lambda: running.job("layers-0").attempt > before.attempt)
     log = Path(before.directory) / "output.log"
     running.wait(lambda: log.exists() and "goes on from its checkpoint" in log.read_text())
     assert "measuring" not in log.read_text()  # the profile was kept

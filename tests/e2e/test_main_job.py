@@ -201,7 +201,7 @@ def test_two_runs_share_a_store(tmp_path):
         folder.mkdir()
         jobs = write_jobs(folder, SPIN | {"name": name, "args": {"steps": 5}, "count": 4})
         store = tmp_path / "shared.db"
-        flags = f"{jobs} --fill-store {store} --fill-warmup-iterations 2 --fill-lease-seconds 2"
+        flags = f"{jobs} --fill-store {store} --fill-warmup-iterations 2 --fill-lease-seconds 60"
         runs.append(Running(folder, flags, store))
     try:
         for run in runs:

@@ -56,6 +56,10 @@ def told(place: Path, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def started(place: Path) -> bool:
+    return all(told(place, rank) for rank in range(2))
+
+
 def test_ranks_are_told_who_they_are(slurm, submit, place):
     job = submit("1", flags=("-N", "2", "-c", "2"))
     assert slurm.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED", output(place, job)
@@ -131,7 +135,7 @@ def test_the_checkout_is_found_where_the_script_lies(slurm, tmp_path, place):
 def test_a_notice_before_the_time_limit_saves_and_queues_again(slurm, submit, place):
     job = submit("60")
     for restart in range(3):
-        until(lambda n=restart: len(told(place)) > n)
+        until(lambda n=restart: all(len(told(place, rank)) > n for rank in range(2)))
         time.sleep(0.5)
         slurm.call("scancel", "--signal=USR2", job)
         until(lambda n=restart: (place / "saved1").exists() and output(place, job).count("queued again") > n)
@@ -144,7 +148,7 @@ def test_a_notice_before_the_time_limit_saves_and_queues_again(slurm, submit, pl
 
 def test_a_notice_to_the_script_alone_reaches_the_ranks(slurm, submit, place):
     job = submit("20")
-    until(lambda: told(place, 1))
+    until(lambda: started(place))
     time.sleep(0.5)
     slurm.call("scancel", "--batch", "--signal=USR2", job)
     until(lambda: "queued again" in output(place, job))
@@ -154,7 +158,7 @@ def test_a_notice_to_the_script_alone_reaches_the_ranks(slurm, submit, place):
 
 def test_a_notice_before_the_ranks_listen_is_not_lost(slurm, submit, place):
     job = submit("20", "--deaf-seconds", "2")
-    until(lambda: told(place, 1))
+    until(lambda: started(place))
     slurm.call("scancel", "--signal=USR2", job)
     until(lambda: "queued again" in output(place, job))
     assert slurm.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED", output(place, job)
@@ -162,7 +166,7 @@ def test_a_notice_before_the_ranks_listen_is_not_lost(slurm, submit, place):
 
 def test_a_cancelled_job_stays_until_what_its_ranks_left_is_saved(slurm, submit, place):
     job = submit(LONG, "--slow-helper")
-    until(lambda: told(place, 1))
+    until(lambda: started(place))
     time.sleep(0.5)
     slurm.call("scancel", job)
     slurm.wait_for(job, "CANCELLED")
@@ -179,7 +183,7 @@ def test_a_rank_that_fails_ends_the_others(slurm, submit, place):
 
 def test_a_job_on_a_lost_node_runs_again(slurm, submit, place):
     job = submit("50", flags=("-c", "2", "-w", "n2"))
-    until(lambda: told(place, 1))
+    until(lambda: started(place))
     slurm.lose_node("n2")
     slurm.call("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
     slurm.start_node("n2")
