@@ -165,7 +165,7 @@ def main() -> None:
         "seconds": measured["seconds"],
         "cpu_seconds": measured["cpu_seconds"],
         "peak_mib": round(measured["peak_bytes"] / 2**20),
-        "load_before": round(os.getloadavg()[2], 1),
+        "load_15_minutes": round(os.getloadavg()[2], 1),
     }
     print(json.dumps(summary, indent=2))
     if options.json:

@@ -165,24 +165,25 @@ def test_torch_free_modules_import_without_torch(module):
 WORKER_SIDE = {
     *("worker", "loop", "planned", "profiler", "checkpoint", "saver", "command", "measure", "safefile"),
 }
-READERS = {"read_text", "read_bytes", "open", "fdopen", "load", "loads"}
+READERS = {"read_text", "read_bytes", "open", "fdopen", "load", "loads", "from_json"}
 # What agents, report and commands read that no job's folder holds: file -> calls.
 OTHER_READS = {
-    "app/checker.py": {"os.open"},  # /dev/null
+    "app/checker.py": {"CheckSpec.from_json", "os.open"},  # of who starts the process; /dev/null
     "app/session.py": {"(agents / f'agent{self.info.rank}.log').open"},
+    "app/standin.py": {"StandInSpec.from_json"},  # likewise
     "cli/options.py": {"path.open"},  # to write
     "cli/simulate.py": {"load"},
     "control.py": {"Path(f'/proc/{pid}/stat').read_text", "os.open"},
-    "records/files.py": {"json.loads", "os.open", "path.open"},
+    "records/files.py": {"from_json", "os.open", "path.open"},
     "records/rank.py": {"os.open", "temporary.open"},
     "records/segment.py": {"os.open"},
-    "runtime/agent.py": {"json.loads", "Path(spec_path).read_text"},
+    "runtime/agent.py": {"AgentSpec.from_json", "json.loads", "Path(spec_path).read_text"},
     "runtime/confined.py": {"json.loads"},  # of a worker's first process, which runs nothing of the job
     "runtime/enforcer.py": {"stat.read_text"},  # in /proc
     "runtime/folder.py": {"os.open"},  # folders themselves
     "runtime/output.py": {"os.fdopen"},  # to write
     "runtime/rank.py": {"self.gate.open"},
-    "runtime/relay.py": {"json.loads", "log.open"},
+    "runtime/relay.py": {"RelaySpec.from_json", "json.loads", "log.open"},
     "runtime/spec.py": {"json.loads"},  # in the worker
     "runtime/srun.py": {"Path(f'/proc/{pid}/status').read_text"},
     "runtime/submitted.py": {"json.loads", "path.read_text"},  # in the run folder

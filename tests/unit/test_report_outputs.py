@@ -22,7 +22,7 @@ from megatron.fill.report import (
     write_trace,
 )
 from megatron.fill.report.bars import join, subtract
-from megatron.fill.report.window import choose_window
+from megatron.fill.report.window import choose_window, near
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
 from tests.unit.segments import write_segment
 from tests.unit.synthetic import LAST, MS, START_NS, is_filling, report_of, synthetic_run
@@ -72,6 +72,18 @@ def test_clocks_of_nodes_are_aligned() -> None:
     assert window.place(1, start, start + MS) == (0, MS)
     assert window.place(0, START_NS, START_NS + MS) is None
     assert window.place(0, window.start_ns - MS, window.start_ns + MS) == (0, MS)
+
+
+def test_only_what_is_near_the_window_is_looked_at() -> None:
+    _, record = synthetic_run()[0]
+    unfilled = replace(record, iterations=[replace(item, filling=False) for item in record.iterations])
+    window = choose_window([unfilled], [], 1)
+    assert window is not None
+    assert (window.first, window.last) == (LAST, LAST)
+    kept = near(record.bubbles, window)
+    assert {bubble.iteration for bubble in kept} == {LAST - 1, LAST}  # an evaluation's have the number before
+    assert sum(bubble.forward_only for bubble in kept) == 2
+    assert near([], window) == ()
 
 
 # --- the trace

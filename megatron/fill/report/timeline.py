@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron.fill.records import replacing
 from megatron.fill.report.bars import Bar, join, subtract
 from megatron.fill.report.schema import Summary
-from megatron.fill.report.window import Window, choose_window
+from megatron.fill.report.window import Window, choose_window, near
 from megatron.fill.types import RankInfo, RankRecord, Span, WorkerRecord
 
 if TYPE_CHECKING:
@@ -100,12 +100,16 @@ def _lanes(record: RankRecord, workers: Iterable[WorkerRecord], window: Window) 
     inside = [item for item in record.iterations if window.first <= item.iteration <= window.last]
     whole = bars((item.start_ns, item.end_ns) for item in inside)
     forward, backward = (
-        [(bar, label) for label, span in _numbered(record, name) for bar in bars([(span.start_ns, span.end_ns)])]
+        [
+            (bar, label)
+            for label, span in _numbered(record, name, window)
+            for bar in bars([(span.start_ns, span.end_ns)])
+        ]
         for name in ("forward", "backward")
     )
     bubbles = [
         (bar, f"eval {bubble.kind}" if bubble.forward_only else str(bubble.kind))
-        for bubble in record.bubbles
+        for bubble in near(record.bubbles, window)
         for bar in bars([(bubble.start_ns, bubble.end_ns)])
     ]
     steps: dict[str, list[Bar]] = {}
@@ -122,11 +126,11 @@ def _lanes(record: RankRecord, workers: Iterable[WorkerRecord], window: Window) 
     )
 
 
-def _numbered(record: RankRecord, name: str) -> Iterator[tuple[str, Span]]:
+def _numbered(record: RankRecord, name: str, window: Window) -> Iterator[tuple[str, Span]]:
     """Its spans of that name, each with the number of its micro-batch; without, where a rank has several chunks."""
     chunks = 1 if record.schedule is None else record.schedule.chunks
     counts: defaultdict[int, int] = defaultdict(int)
-    for span in record.spans:
+    for span in near(record.spans, window):
         if span.name == name:
             counts[span.iteration] += 1
             yield str(counts[span.iteration]) if chunks == 1 else "", span

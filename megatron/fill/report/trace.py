@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.records import write_text
-from megatron.fill.report.window import Window, choose_window
+from megatron.fill.report.window import Window, choose_window, near
 from megatron.fill.types import Bubble, BubbleUse, RankRecord, WorkerRecord
 
 _MAIN, _BUBBLES, _SIDE = 1, 2, 3
@@ -61,13 +61,13 @@ def _main(record: RankRecord, window: Window) -> Iterator[dict[str, Any]]:
             continue
         args = {"filling": item.filling, "block": item.block}
         yield from _event(window, rank, _MAIN, f"iteration {item.iteration}", item.start_ns, item.end_ns, args)
-    for span in record.spans:
+    for span in near(record.spans, window):
         args = {"iteration": span.iteration}
         yield from _event(window, rank, _MAIN, span.name, span.start_ns, span.end_ns, args)
 
 
 def _bubbles(record: RankRecord, uses: dict[int, BubbleUse], window: Window) -> Iterator[dict[str, Any]]:
-    for bubble in record.bubbles:
+    for bubble in near(record.bubbles, window):
         args = _bubble_args(bubble, uses.get(bubble.seq))
         rank, name = record.info.rank, str(bubble.kind)
         yield from _event(window, rank, _BUBBLES, name, bubble.start_ns, bubble.end_ns, args)

@@ -9,6 +9,7 @@ from statistics import fmean, median
 
 import numpy as np
 
+from megatron.fill.records import column
 from megatron.fill.types import Iteration, RankRecord, WorkerRecord
 
 _LOOK_BACK = 1000  # iterations
@@ -43,6 +44,16 @@ class Window:
             return None
         start, end = max(start, 0), min(end, self.duration_ns)
         return start, end - start
+
+
+def near[T](values: Sequence[T], window: Window) -> Sequence[T]:
+    """The bubbles or spans of a rank that may lie in the window: a long record has many more."""
+    places = [
+        at
+        for at, iteration in enumerate(column(values, "iteration"))
+        if window.first - 1 <= iteration <= window.last  # an evaluation belongs to the iteration before it
+    ]
+    return values[places[0] : places[-1] + 1] if places else ()
 
 
 def choose_window(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], iterations: int) -> Window | None:
