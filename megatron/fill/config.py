@@ -13,6 +13,9 @@ A jobs file::
         priority: 0        # higher first
         user: ada          # whom fair sharing counts it for (default: who submits it)
         deadline: 2h       # from now, or a point in time such as 2030-01-31T18:00
+        timeout: 1d        # the longest that one attempt may run before it counts as failed (default: no limit)
+        retries: 2         # how often it is tried again once it has failed
+        after: [fetch]     # jobs that must have succeeded before
         count: 1           # how many instances
 """
 
@@ -23,6 +26,7 @@ import re
 import shlex
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,9 +45,11 @@ from pydantic import (
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_yaml
 from megatron.fill.given.problems import Place, expectation, explain, shown
-from megatron.fill.given.quantities import parse_bytes, parse_deadline
+from megatron.fill.given.quantities import parse_bytes, parse_deadline, parse_timeout
 
 _MOST_OF_ONE, _MOST_JOBS = 10_000, 100_000  # of one entry, and of a file
+_MOST_WAITS = 1_000_000  # of jobs of a file for others, each for each
+_MOST_RETRIES = 1000
 _MOST_NUMBER = 2**63 - 1  # a database's
 _MOST_AMOUNT = 10**9  # of a flag, in its unit: more is a slip
 _OURS = "PIPEFILL_"
@@ -64,6 +70,10 @@ def _split_command(value: object) -> object:
     return shlex.split(value) if isinstance(value, str) else value
 
 
+def _list(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
 def _not_ours(name: str) -> str:
     if name.startswith(_OURS):
         raise ValueError(f"expected another name: those with {_OURS} are set for each job")
@@ -71,6 +81,13 @@ def _not_ours(name: str) -> str:
 
 
 _Text = Annotated[str, _text(r"[^\0]*", "text without NUL characters")]
+_Name = Annotated[
+    str,
+    _text(
+        "[A-Za-z0-9][A-Za-z0-9._-]{0,79}",
+        "1 to 80 letters, digits, '.', '_' and '-', beginning with a letter or digit",
+    ),
+]
 _Variable = Annotated[
     str,
     _text("[A-Za-z_][A-Za-z0-9_]*", "letters, digits and '_', beginning with no digit"),
@@ -83,13 +100,7 @@ class JobSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Annotated[
-        str,
-        _text(
-            "[A-Za-z0-9][A-Za-z0-9._-]{0,79}",
-            "1 to 80 letters, digits, '.', '_' and '-', beginning with a letter or digit",
-        ),
-    ]
+    name: _Name
     task: Annotated[str, _text(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:Class")] | None = None
     command: Annotated[tuple[_Text, ...], BeforeValidator(_split_command)] | None = None
     args: dict[str, Any] = {}
@@ -98,6 +109,9 @@ class JobSpec(BaseModel):
     priority: int = Field(default=0, strict=True, ge=-_MOST_NUMBER, le=_MOST_NUMBER)
     user: _Text = ""
     deadline: Annotated[float, BeforeValidator(parse_deadline)] | None = None
+    timeout: Annotated[float, BeforeValidator(parse_timeout)] | None = None
+    retries: int = Field(default=0, strict=True, ge=0, le=_MOST_RETRIES)
+    after: Annotated[tuple[_Name, ...], BeforeValidator(_list)] = ()
     count: int = Field(default=1, strict=True, ge=1, le=_MOST_OF_ONE)
     _array: tuple[int, int] | None = PrivateAttr(default=None)  # no field of a file: ``expand`` sets it
 
@@ -156,6 +170,21 @@ class JobsFile(BaseModel):
                     raise ValueError(f"jobs {other} and {place} are both named {name!r}; expected different names")
         return jobs
 
+    @field_validator("jobs")
+    @classmethod
+    def _can_all_begin(cls, jobs: tuple[JobSpec, ...]) -> tuple[JobSpec, ...]:
+        counts = {job.name: job.count for job in jobs}
+        if (found := sum(job.count * counts.get(name, 1) for job in jobs for name in job.after)) > _MOST_WAITS:
+            raise ValueError(f"its jobs wait for others {found} times; expected at most {_MOST_WAITS} times")
+        entries = {name: job.name for job in jobs for name in (job.name, *_names(job))}
+        before = {job.name: {entries[name] for name in job.after if name in entries} for job in jobs}
+        try:
+            TopologicalSorter(before).prepare()
+        except CycleError as error:
+            ring = " after ".join(reversed(error.args[1]))
+            raise ValueError(f"none of these could ever begin: {ring}") from None
+        return jobs
+
 
 def _names(job: JobSpec) -> Iterator[str]:
     """Of each instance."""
@@ -163,10 +192,17 @@ def _names(job: JobSpec) -> Iterator[str]:
 
 
 def expand(jobs: Sequence[JobSpec]) -> list[JobSpec]:
-    """One spec per instance: a job with ``count: 3`` becomes name-0, name-1 and name-2."""
+    """One spec per instance: a job with ``count: 3`` becomes name-0, name-1 and name-2.
+
+    A job that is after such a one is after all its instances.
+    """
     found = []
+    instances = {job.name: tuple(_names(job)) for job in jobs}
     for job in jobs:
-        for index, name in enumerate(_names(job)):
+        if job.after:
+            after = dict.fromkeys(name for first in job.after for name in instances.get(first, (first,)))
+            job = job.model_copy(update={"after": tuple(after)})
+        for index, name in enumerate(instances[job.name]):
             one = job
             if job.count > 1:
                 one = job.model_copy(update={"name": name, "count": 1})

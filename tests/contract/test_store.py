@@ -107,6 +107,17 @@ class TestSubmit:
         [second] = store.submit([new(spec={"task": "tasks:Other"})])
         assert second.id != first.id
 
+    def test_a_job_may_be_after_another_of_the_same_call_or_an_earlier_one(self, store):
+        submitted(store, "early")
+        store.submit([new("late", spec=SPEC | {"after": ["early", "beside"]}), new("beside")])
+        assert [job.name for job in store.list()] == ["early", "late", "beside"]
+
+    def test_a_job_after_one_that_there_is_not_stops_them_all(self, store):
+        late = new("late", spec=SPEC | {"after": ["beside", "besode"]})
+        with pytest.raises(JobError, match=r"^job 'late' is after 'besode', but there is no job 'besode'; the "):
+            store.submit([late, new("beside")])
+        assert store.list() == []
+
     def test_a_name_in_use_by_another_job_stops_them_all(self, store):
         submitted(store, "pi")
         with pytest.raises(JobError, match=r"the name 'pi' is in use by the QUEUED job 1"):
@@ -186,6 +197,18 @@ class TestFind:
 
 
 class TestList:
+    def test_states_are_those_of_the_latest_of_a_name(self, store):
+        first, _ = submitted(store, "a", "b")
+        store.cancel(first.id)
+        assert store.states(["a", "b", "c"]) == {"a": JobState.CANCELLED, "b": JobState.QUEUED}
+        [again] = submitted(store, "a")
+        claimed(store, again)
+        assert store.states(["a"]) == {"a": JobState.RUNNING}
+        assert store.states([]) == {}
+        many = [f"many-{number}" for number in range(1200)]
+        submitted(store, *many)
+        assert store.states(many) == dict.fromkeys(many, JobState.QUEUED)
+
     def test_by_state_and_the_latest(self, store):
         jobs = submitted(store, "a", "b", "c", "d")
         claimed(store, jobs[1])
@@ -489,6 +512,12 @@ class TestRetry:
         assert store.get(job.id) == job
         assert not store.finish(claim, state, "why", Progress(), {})
         assert claimed(store, job).attempt == 2
+
+    def test_its_failures_are_forgotten(self, store):
+        claim = claimed(store, submitted(store, "pi")[0])
+        assert store.finish(claim, JobState.FAILED, "", Progress(work_done=2.0, failures=3), {})
+        assert store.get(claim.job.id).progress == Progress(work_done=2.0, failures=3)
+        assert store.retry(claim.job.id).progress == Progress(work_done=2.0)
 
     def test_not_one_that_waits_runs_or_has_succeeded(self, store):
         [job] = submitted(store, "pi")

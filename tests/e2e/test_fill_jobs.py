@@ -88,6 +88,25 @@ def test_a_job_submitted_later_is_run(running):
     assert running.job("later").progress.work_done == 5
 
 
+def test_failures_limits_and_order(running):
+    file = running.folder / "order.yaml"
+    twice = ["sh", "-c", "echo $PIPEFILL_ATTEMPT >> tries; test $(wc -l < tries) -ge 2"]
+    jobs = [
+        {"name": "last", "command": "true", "after": ["flaky"], "priority": 9},
+        {"name": "flaky", "command": twice, "retries": 3, "priority": 9},
+        {"name": "endless", "command": "sleep 100000", "timeout": "1s", "priority": 9},
+    ]
+    file.write_text(json.dumps({"jobs": jobs}))
+    running.pipefill("submit", str(file))
+    running.wait(lambda: all(running.job(job["name"]).state.finished for job in jobs))
+    last, flaky, endless = (running.job(job["name"]) for job in jobs)
+    assert (flaky.state, flaky.progress.failures) == (JobState.SUCCEEDED, 1)
+    assert last.state is JobState.SUCCEEDED
+    assert last.started_s >= flaky.finished_s
+    assert (endless.state, endless.reason) == (JobState.FAILED, "it ran for longer than its timeout of 1 s")
+    assert running.pipefill("show", "last").count("1 of 1 SUCCEEDED") == 1
+
+
 def test_a_killed_worker_costs_no_more_than_the_interval(running):
     running.wait(lambda: running.job("layers-0").progress.checkpoint_s)
     before = running.job("layers-0")

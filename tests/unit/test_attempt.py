@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from megatron.fill.runtime.agent import Agent
 from megatron.fill.runtime.attempt import Attempt
 from megatron.fill.runtime.spec import Outcome
 from megatron.fill.runtime.steplog import Saving, StepLog, create_log
+from megatron.fill.runtime.verdict import End, Judge, Verdict
 from megatron.fill.store.port import Progress, Standing
 from megatron.fill.types import BubbleUse, JobRecord, JobState, WorkerRecord
 
@@ -30,13 +32,14 @@ class Bench:
     """An attempt without a worker."""
 
     def __init__(self) -> None:
-        self.agent = SimpleNamespace(over=False, crashes={}, control=SimpleNamespace(state=RunState.RUNNING))
+        self.agent = SimpleNamespace(over=False, judge=Judge(), control=SimpleNamespace(state=RunState.RUNNING))
         self.attempt = Attempt.__new__(Attempt)
         self.attempt.agent = self.agent  # type: ignore[assignment]
-        self.attempt.job = SimpleNamespace(id=7, progress=Progress())  # type: ignore[assignment]
+        self.attempt.job = SimpleNamespace(id=7, progress=Progress(), spec={})  # type: ignore[assignment]
         self.attempt.held = SimpleNamespace(standing=Standing.HELD)  # type: ignore[assignment]
         self.attempt.log = StepLog(create_log())
-        self.attempt.started_s = time.time()
+        self.attempt.started_s, self.attempt.started_ns = time.time(), time.monotonic_ns()
+        self.attempt.timeout_s = math.inf
 
     def judge(
         self,
@@ -49,7 +52,8 @@ class Bench:
     ) -> tuple[JobState, str]:
         run: Any = SimpleNamespace(stopped=stopped, cut=cut, late=late)
         room: Any = SimpleNamespace(request=request)
-        return self.attempt._judge(run, room, outcome, crashed)
+        verdict = self.attempt._verdict(run, room, outcome, crashed)
+        return verdict.state, verdict.reason
 
 
 @pytest.fixture
@@ -101,8 +105,8 @@ def test_one_that_was_asked_to_stop_says_why(bench):
         "the main job grew; it begins again from its start",
     )
     bench.agent.over = True
-    assert bench.judge(GAVE_BACK)[1] == "the main job ended first; goes on from its checkpoint"
-    assert bench.agent.crashes == {}
+    for _ in range(5):
+        assert bench.judge(GAVE_BACK) == (JobState.QUEUED, "the main job ended first; goes on from its checkpoint")
 
 
 def test_one_that_was_cut_off_is_not_to_blame(bench):
@@ -121,6 +125,46 @@ def test_a_cancelled_job_is_cancelled_unless_it_was_done(bench):
     bench.attempt.held.standing = Standing.CANCELLED
     assert bench.judge(GAVE_BACK, stopped="it was cancelled") == (JobState.CANCELLED, "cancelled while it ran")
     assert bench.judge(Outcome(JobState.SUCCEEDED, ""))[0] is JobState.SUCCEEDED
+
+
+def test_one_that_failed_is_tried_again_as_often_as_it_asks_for(bench):
+    bench.attempt.job.spec = {"retries": 2}
+    wrong = Outcome(JobState.FAILED, "ValueError")
+    verdict = bench.agent.judge.verdict(bench.attempt.job, End(wrong))
+    assert verdict == Verdict(JobState.QUEUED, "ValueError; retry 1 of 2", failed=True)
+    bench.attempt.job.progress = Progress(failures=1)
+    assert bench.judge(wrong) == (JobState.QUEUED, "ValueError; retry 2 of 2")
+    bench.attempt.job.progress = Progress(failures=2)
+    assert bench.judge(wrong) == (JobState.FAILED, "ValueError")
+    assert bench.judge(Outcome(JobState.SUCCEEDED, "")) == (JobState.SUCCEEDED, "")
+
+
+def test_each_try_may_die_as_often_as_the_first(bench):
+    bench.attempt.job.spec = {"retries": 1}
+    reasons = [bench.judge(DIED, crashed=True)[1].rpartition("; ")[2] for _ in range(6)]
+    again = "it is tried again"
+    assert reasons == [again, again, "retry 1 of 1", again, again, "retry 1 of 1"]  # the store counts them
+
+
+def test_a_failure_is_counted_in_what_the_store_hears(bench):
+    bench.attempt.job.progress = Progress(work_done=3.0, failures=1)
+    bench.attempt.failed = False
+    assert bench.attempt._progress().failures == 1
+    bench.attempt.failed = True
+    assert (bench.attempt._progress().failures, bench.attempt._progress().work_done) == (2, 3.0)
+
+
+def test_a_job_that_runs_for_too_long_has_failed(bench):
+    attempt = bench.attempt
+    attempt.timeout_s = attempt.job.spec["timeout_s"] = 60
+    assert attempt._why_stop() == ""
+    attempt.started_ns -= 61 * 10**9
+    stopped = attempt._why_stop()
+    assert bench.judge(GAVE_BACK, stopped=stopped) == (JobState.FAILED, "it ran for longer than its timeout of 60 s")
+    assert bench.judge(DIED, crashed=True, stopped=stopped, late=True)[0] is JobState.FAILED
+    assert bench.judge(Outcome(JobState.SUCCEEDED, ""), stopped=stopped)[0] is JobState.SUCCEEDED
+    attempt.job.spec["retries"] = 1
+    assert bench.judge(GAVE_BACK, stopped=stopped)[0] is JobState.QUEUED
 
 
 _ASKED = """
@@ -161,7 +205,7 @@ def test_a_job_that_moves_goes_on_from_its_checkpoint(bench):
     assert stopped == "it moves to a rank that is idle"
     assert bench.judge(GAVE_BACK, stopped=stopped) == (JobState.QUEUED, f"{stopped}; goes on from its checkpoint")
     assert bench.judge(Outcome(JobState.SUCCEEDED, ""), stopped=stopped)[0] is JobState.SUCCEEDED
-    assert bench.agent.crashes == {}
+    assert [bench.judge(DIED, crashed=True)[0] for _ in range(2)] == [JobState.QUEUED] * 2  # no move counted
 
 
 def test_one_that_is_too_slow_to_stop_moves_all_the_same(bench):

@@ -19,7 +19,7 @@ from megatron.fill.runtime.choice import Choice, Resident
 from megatron.fill.runtime.planned import PLAN
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Device, Job, NewJob, Progress
-from megatron.fill.types import BubbleKind
+from megatron.fill.types import BubbleKind, JobState
 
 MS = 1_000_000
 MIB = 1 << 20
@@ -91,6 +91,26 @@ def test_shortest_job_first_uses_the_work_that_is_left():
     assert claim is not None
     assert bench.store.release(claim, "", Progress(work_done=95.0), {})
     assert bench.wanted() == ["long", "short"]
+
+
+def test_a_job_that_is_after_others_waits_until_they_have_succeeded():
+    bench = Bench()
+    for name in ("a", "b"):
+        bench.submit(name)
+    bench.store.submit([NewJob("last", spec() | {"after": ["a", "b"]})])
+    assert bench.wanted() == ["a", "b"]
+    for name, state in (("a", JobState.SUCCEEDED), ("b", JobState.FAILED)):
+        claim = bench.store.claim("x", [bench.store.find(name).id], 60)
+        assert claim is not None
+        assert bench.store.finish(claim, state, "", Progress(), {})
+    assert bench.wanted() == []
+    b = bench.store.retry(bench.store.find("b").id)
+    assert bench.wanted() == ["b"]
+    claim = bench.store.claim("x", [b.id], 60)
+    assert claim is not None
+    assert bench.wanted() == []
+    assert bench.store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+    assert bench.wanted() == ["last"]
 
 
 def test_users_share(tmp_path):

@@ -108,6 +108,9 @@ class TestSubmit:
             "env": {},
             "search": search,
             "array": [0, 2],
+            "timeout_s": None,
+            "retries": 0,
+            "after": [],
         }
         assert [job["spec"]["array"] for job in jobs] == [[0, 2], [1, 2], None]
         assert jobs[2]["spec"]["command"] == ["gzip", "--best", "corpus.txt"]
@@ -131,7 +134,12 @@ class TestSubmit:
         (tmp_path / "jobs.yaml").write_text("jobs: [{name: many, command: ls, count: 60}]")
         *rows, last = pipefill("submit", "jobs.yaml", "--no-check").out.splitlines()
         assert len(rows) == 1 + 50
-        assert last == "The first 50 of 60 jobs are shown; pipefill list shows all."
+        assert last == "The first 50 of 60 jobs are shown; pipefill list --all shows all."
+        *rows, last = pipefill("list").out.splitlines()
+        assert len(rows) == 1 + 50
+        assert last == "Shown: the first 50 of 60 QUEUED jobs. --all lists every job."
+        assert len(pipefill("list", "--all").out.splitlines()) == 1 + 60
+        assert len(pipefill("list", "--json").json) == 60
         assert (
             "60 of 60: many-0, many-1, many-2, many-3, many-4, ..." in pipefill("submit", "jobs.yaml", "--no-check").out
         )
@@ -204,7 +212,7 @@ class TestList:
         assert [line.split()[1] for line in ran.out.splitlines()[1:-1]] == [f"done-{n}" for n in range(2, 12)] + [
             "waits"
         ]
-        assert "--all lists every job" in ran.out
+        assert ran.out.splitlines()[-1] == "Shown: the last 10 of the finished jobs. --all lists every job."
         assert len(pipefill("list", "--all", "--json").json) == 13
         assert [job["name"] for job in pipefill("list", "--state", "queued", "--json").json] == ["waits"]
 
@@ -243,6 +251,18 @@ class TestShow:
             "in bubbles  3s, 7 steps",
         ):
             assert " ".join(text.split()) in " ".join(out.split())
+
+    def test_what_it_is_after_how_long_and_how_often_it_may_run(self, pipefill, store):
+        names = [f"first-{number}" for number in range(8)]
+        store.submit([NewJob(name, {"task": "tasks:Pi"}) for name in names])
+        claim = store.claim("agent", [store.find("first-0").id], 60)
+        store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        store.submit([NewJob("last", {"task": "tasks:Pi", "after": names, "retries": 2, "timeout_s": 5400.0})])
+        out = " ".join(pipefill("show", "last").out.split())
+        firsts = ", ".join(f"{name} QUEUED" for name in names[1:6])
+        assert f"after {firsts}, ..., 1 of 8 SUCCEEDED" in out
+        assert "retries 0 of 2 used" in out
+        assert "timeout 1h30m" in out
 
     def test_as_json_with_every_documented_field(self, pipefill, store):
         running(store, "digits", Progress(10, 40, "samples", 0.5))

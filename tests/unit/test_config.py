@@ -134,6 +134,28 @@ def test_instances_know_which_they_are(tmp_path):
     ]
 
 
+def test_a_job_is_after_all_instances(tmp_path):
+    text = """
+jobs:
+  - {name: best, command: ls, after: [seed, fetch-1, fetch-1, elsewhere], timeout: 2h, retries: 3}
+  - {name: seed, task: m:C, count: 3, after: fetch}
+  - {name: fetch, command: ls, count: 2}
+"""
+    best, *seeds = load_jobs(write(tmp_path, text))[:4]
+    assert best.after == ("seed-0", "seed-1", "seed-2", "fetch-1", "elsewhere")
+    assert (best.timeout, best.retries) == (7200, 3)
+    assert [seed.after for seed in seeds] == [("fetch-0", "fetch-1")] * 3
+
+
+def test_jobs_that_wait_for_each_other_are_refused(tmp_path):
+    ring = "jobs: [{name: a, command: ls, after: b}, {name: b, command: ls, after: c-1}, "
+    with pytest.raises(ConfigError, match=r"none of these could ever begin: . after . after . after ."):
+        load_jobs(write(tmp_path, ring + "{name: c, command: ls, count: 2, after: [a]}]"))
+    many = "jobs: [{name: a, command: ls, count: 2000}, {name: b, command: ls, count: 2000, after: a}]"
+    with pytest.raises(ConfigError, match="its jobs wait for others 4000000 times; expected at most 1000000 times"):
+        load_jobs(write(tmp_path, many))
+
+
 def test_of_a_file_full_of_mistakes_the_first_are_told(tmp_path):
     with pytest.raises(ConfigError) as error:
         load_jobs(write(tmp_path, "jobs:\n" + "  - {name: a, task: x}\n" * 100))

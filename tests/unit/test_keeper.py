@@ -216,6 +216,14 @@ def test_an_agent_that_follows_another_makes_no_store(tmp_path):
     assert following.ask(lambda store: store.list(), 5.0) == []
 
 
+def test_where_one_is_in_the_way_the_others_are_submitted_each_after_what_it_is_after(flaky):
+    flaky.store.submit([NewJob("a", SPEC | {"task": "other:C"})])
+    jobs = [NewJob("c", SPEC | {"after": ["b"]}), NewJob("a", SPEC), NewJob("b", SPEC)]
+    keeper = Keeper("memory", "agent", jobs, lambda: Device("rank 0", "run"), 1.0)
+    assert keeper.ask(lambda store: [job.name for job in store.list()]) == ["a", "b", "c"]
+    assert [name for name, _ in keeper.refused] == ["a"]
+
+
 def test_that_the_jobs_are_submitted_is_told(flaky):
     told = []
     keeper = Keeper(

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatron.fill.config import JobSpec
-from megatron.fill.runtime.attempt import OVER
+from megatron.fill.runtime.verdict import OVER
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Job, NewJob, Progress

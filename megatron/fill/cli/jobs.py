@@ -17,7 +17,7 @@ from megatron.fill.types import JobState
 if TYPE_CHECKING:
     from megatron.fill.config import JobSpec
 
-_FINISHED_SHOWN = 10
+_FINISHED_SHOWN, _QUEUED_SHOWN = 10, 50
 _SUBMITTED_SHOWN, _NAMED = 50, 5
 _UNFINISHED = [state for state in JobState if not state.finished]
 _FINISHED = [state for state in JobState if state.finished]
@@ -57,7 +57,7 @@ def submit(
         return
     views.print_table(found[:_SUBMITTED_SHOWN], now_s)
     if len(found) > _SUBMITTED_SHOWN:
-        print(f"The first {_SUBMITTED_SHOWN} of {len(found)} jobs are shown; pipefill list shows all.")
+        print(f"The first {_SUBMITTED_SHOWN} of {len(found)} jobs are shown; pipefill list --all shows all.")
     if there:
         names = ", ".join(job.name for job in there[:_NAMED]) + (", ..." if len(there) > _NAMED else "")
         print(f"Already there, and left as they are: {len(there)} of {len(found)}: {names}")
@@ -95,24 +95,31 @@ def list_jobs(
             case_sensitive=False,
         ),
     ] = None,
-    show_all: Annotated[bool, typer.Option("--all", "-a", help="Also all that finished.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", "-a", help="Every job.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the jobs in the order of their submission: all that have not finished, and the last ten that have.
+    """List the jobs in the order of their submission: what runs, the first 50 that wait, the last ten that finished.
 
-    --json prints a list of jobs as "show" does one.
+    --json prints a list of jobs as "show" does one, with all that wait.
     """
+    left_out = []
     with opened(store) as jobs:
         if state or show_all:
-            found, more = jobs.list(state or ()), False
+            found = jobs.list(state or ())
         else:
-            done = jobs.list(_FINISHED, limit=_FINISHED_SHOWN + 1)
-            more = len(done) > _FINISHED_SHOWN
-            found = sorted(jobs.list(_UNFINISHED) + done[-_FINISHED_SHOWN:], key=lambda job: job.id)
+            done, rest = jobs.list(_FINISHED, limit=_FINISHED_SHOWN + 1), jobs.list(_UNFINISHED)
+            if len(done) > _FINISHED_SHOWN:
+                left_out.append(f"the last {_FINISHED_SHOWN} of the finished jobs")
+            queued = [job.id for job in rest if job.state is JobState.QUEUED]
+            if len(queued) > _QUEUED_SHOWN and not as_json:
+                left_out.append(f"the first {_QUEUED_SHOWN} of {len(queued)} QUEUED jobs")
+                hidden = set(queued[_QUEUED_SHOWN:])
+                rest = [job for job in rest if job.id not in hidden]
+            found = sorted(rest + done[-_FINISHED_SHOWN:], key=lambda job: job.id)
         now_s = jobs.now_s()
     _print(found, now_s, as_json)
-    if more and not as_json:
-        print(f"The last {_FINISHED_SHOWN} of the finished jobs are shown; --all lists every job.")
+    if left_out and not as_json:
+        print(f"Shown: {', and '.join(left_out)}. --all lists every job.")
 
 
 def show(name: JobName, store: Store = None, as_json: Json = False) -> None:
@@ -122,14 +129,15 @@ def show(name: JobName, store: Store = None, as_json: Json = False) -> None:
     attempt, owner, device, directory, cancelling, asked_by (the device that it is to move to); the times submitted_s,
     started_s, finished_s, deadline_s, checkpoint_s, lease_until_s, lost_s, asked_s, ends_s (seconds since 1970);
     work_done, total_work, unit, percent, rate (per second), remaining_s, steps, harvested_s, resumable, startup_s;
-    result and spec. What is not known is null.
+    failures (those after which it was tried again), result and spec. What is not known is null.
     """
     with opened(store) as jobs:
         job, now_s = jobs.find(name), jobs.now_s()
+        firsts = jobs.states(job.spec.get("after", ()))
     if as_json:
         views.print_json(views.as_dict(job, now_s))
     else:
-        views.print_job(job, now_s)
+        views.print_job(job, now_s, firsts)
 
 
 def cancel(names: JobNames, store: Store = None, as_json: Json = False) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.fill.types import JobState
 _PIPE_WIDTH = 160  # columns, where the output goes to no terminal
 _MOST_S = 1e11  # three thousand years: longer than that is never
 _LOST = "LOST"
+_FIRSTS_SHOWN = 5
 
 
 def percent(job: Job) -> float | None:
@@ -105,8 +107,12 @@ def print_table(jobs: list[Job], now_s: float) -> None:
         print("LOST: its agent is not heard of any more; it goes on when a training serves this store again.")
 
 
-def print_job(job: Job, now_s: float) -> None:
-    """All about one job that is known, a line each."""
+def print_job(job: Job, now_s: float, firsts: Mapping[str, JobState]) -> None:
+    """All about one job that is known, a line each.
+
+    Args:
+        firsts: what it is after, with their states.
+    """
     from rich.table import Table
 
     progress, left_s = job.progress, remaining_s(job, now_s)
@@ -119,7 +125,10 @@ def print_job(job: Job, now_s: float) -> None:
         "args": json.dumps(job.spec["args"]) if job.spec.get("args") else "",
         "user": job.user,
         "priority": str(job.priority),
+        "after": _after(firsts),
         "attempt": str(job.attempt) if job.attempt else "",
+        "retries": f"{progress.failures} of {retries} used" if (retries := job.spec.get("retries", 0)) else "",
+        "timeout": _duration(job.spec.get("timeout_s")),
         "device": job.device,
         "folder": job.directory,
         "done": done,
@@ -205,6 +214,15 @@ def _number(value: float) -> str:
             scaled = value / unit
             return (f"{scaled:.3g}" if abs(scaled) < 999.5 else f"{scaled:.0f}") + suffix
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _after(firsts: Mapping[str, JobState]) -> str:
+    """What a job is after: those that have not succeeded by name, the others as a number."""
+    rest = [f"{name} {state}" for name, state in firsts.items() if state is not JobState.SUCCEEDED]
+    shown = [*rest[:_FIRSTS_SHOWN], *(["..."] if len(rest) > _FIRSTS_SHOWN else [])]
+    if len(rest) < len(firsts):
+        shown.append(f"{len(firsts) - len(rest)} of {len(firsts)} SUCCEEDED")
+    return ", ".join(shown)
 
 
 def _duration(seconds: float | None) -> str:

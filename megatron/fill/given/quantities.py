@@ -46,6 +46,18 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+def parse_timeout(value: object) -> float:
+    """As ``parse_duration`` does, but more than none.
+
+    Raises:
+        ValueError: it is no duration, or none.
+    """
+    seconds = 0.0 if isinstance(value, bool) else parse_duration(str(value))
+    if not 0 < seconds < _FAR_S:
+        raise ValueError(f"{DURATION}, and more than 0")
+    return seconds
+
+
 def parse_deadline(value: object) -> float:
     """``90s``, ``30m``, ``2h`` or ``1d`` from now, or a point in time (ISO 8601, local without a zone).
 

@@ -43,6 +43,7 @@ from megatron.fill.runtime.mover import Mover
 from megatron.fill.runtime.room import worker_cap
 from megatron.fill.runtime.seat import Seat
 from megatron.fill.runtime.submitted import not_yet_submitted, note_submitted
+from megatron.fill.runtime.verdict import Judge
 from megatron.fill.sandbox.cage import Bind
 from megatron.fill.store.port import Device, NewJob
 from megatron.fill.types import JobRecord, WorkerRecord
@@ -152,7 +153,7 @@ class Agent:
         self.baton_fd = Baton.create()
         self.baton = Baton(self.baton_fd)
         self.orphaned = False  # the rank died
-        self.crashes: dict[int, tuple[int, int]] = {}  # by job: how often its worker died here, in a row and in all
+        self.judge = Judge()
         owners = [f"{self.name}, pid {pid}" for pid in (os.getpid(), *dead)]
         # An agent that follows a dead one must not submit again what has finished meanwhile.
         submit = not_yet_submitted(self.run_dir, spec.store, spec.submit)

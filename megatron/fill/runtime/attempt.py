@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shlex
 import signal
@@ -32,9 +33,10 @@ from megatron.fill.runtime.profiler import PROFILE
 from megatron.fill.runtime.room import Room
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import Saving, StepLog, create_log
+from megatron.fill.runtime.verdict import MOVES, OVER, TIMEOUT, End, Verdict
 from megatron.fill.sandbox.cage import Bind, Cage
 from megatron.fill.store.location import database_files
-from megatron.fill.store.port import Claim, JobStore, Standing
+from megatron.fill.store.port import Claim, JobStore, Progress, Standing
 from megatron.fill.types import JobRecord, JobState, WorkerRecord
 
 if TYPE_CHECKING:
@@ -43,10 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pipefill.agent")
 
 SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
-_CRASHES = 3  # in a row and without a checkpoint in between: then an agent gives a job up
-_ALL_CRASHES = 12  # whatever it says that it saved
-OVER = "the main job ended first"
-_MOVES = "it moves to a rank that is idle"
 _KILLED = "ended by pipefill kill"
 _LOST = "the store was out of reach for longer than its lease: another agent may have it"
 _TELL_S = 5.0  # how often the end of the job is estimated anew
@@ -68,12 +66,14 @@ class Attempt:
         self.agent = seat.agent
         self.claim = claim
         self.job = claim.job
+        self.timeout_s = claim.job.spec.get("timeout_s") or math.inf
         self.limits = limits
         self.directory = directory
         self.log_fd = create_log()
-        self.log = log = StepLog(self.log_fd)
+        self.log = StepLog(self.log_fd)
         self.started_ns, self.started_s = time.monotonic_ns(), time.time()
-        self.held = Held(claim, lambda: progress_of(claim.job, log, self.started_ns / 1e9))
+        self.failed = False
+        self.held = Held(claim, self._progress)
         self.limiter = self.agent.device.limiter(limits, f"{os.getpid()}-{self.job.id}-{self.job.attempt}")
 
     def run(self) -> None:
@@ -101,7 +101,8 @@ class Attempt:
         finally:
             agent.keeper.let_go(self.held)
         outcome, crashed = run.outcome(self.log.unit)
-        state, reason = self._judge(run, room, outcome, crashed)
+        verdict = self._verdict(run, room, outcome, crashed)
+        self.failed, state, reason = verdict.failed, verdict.state, verdict.reason
         lost = self.held.standing is Standing.LOST
         if not lost and not agent.keeper.finish(self.held, state, reason, outcome.result, SAY_S):
             reason += " (the store did not hear of it)"
@@ -117,6 +118,10 @@ class Attempt:
             offences=run.enforcer.offences,
         )
         agent.keep_record(record, self.log.record(self.job.name, agent.spec.rank))
+
+    def _progress(self) -> Progress:
+        progress = progress_of(self.job, self.log, self.started_ns / 1e9)
+        return replace(progress, failures=progress.failures + self.failed)
 
     def so_far(self) -> tuple[JobRecord, WorkerRecord]:
         """The record of a job that runs."""
@@ -213,7 +218,9 @@ class Attempt:
             return OVER
         if self.held.standing is Standing.CANCELLED:
             return "it was cancelled"
-        return _MOVES if self._may_move() else ""
+        if time.monotonic_ns() - self.started_ns > self.timeout_s * 1e9:
+            return TIMEOUT
+        return MOVES if self._may_move() else ""
 
     def _may_move(self) -> bool:
         """Whether another rank has asked for the job, and it has been saved since: a move must not cost any work."""
@@ -246,35 +253,21 @@ class Attempt:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.confined.pid, number)
 
-    def _judge(self, run: JobRun, room: Room, outcome: Outcome, crashed: bool) -> tuple[JobState, str]:
-        """What the store should know: a job that was cut off goes back, one that only ever dies does not.
-
-        Args:
-            crashed: the worker died without a word.
-        """
-        if self.held.standing is Standing.CANCELLED and outcome.state is not JobState.SUCCEEDED:
-            return JobState.CANCELLED, "cancelled while it ran"
-        saved = (self.log.checkpoint_s or 0.0) > self.started_s  # so something was gained
-        # On a busy machine it may be slow to stop through no fault of its own, and nothing was asked of it but that.
-        too_slow = run.late and run.stopped in (_MOVES, OVER)
-        if run.cut or too_slow or (crashed and run.stopped):
-            kept = self.log.checkpoint_s or self.job.progress.checkpoint_s
-            again = "it goes on from its last checkpoint" if kept else "it begins again"
-            return JobState.QUEUED, f"{run.cut or run.stopped}; {again}"
-        gave_up = outcome.state is JobState.QUEUED and not outcome.unfit
-        if not crashed and not gave_up:
-            return outcome.state, outcome.reason
-        cause = run.stopped or (self.agent.over and OVER) or (outcome.crowded and room.request)
-        if gave_up and cause:
-            return outcome.state, f"{cause}; {outcome.reason}"
-        reason = "the worker gave up without being asked to" if gave_up else outcome.reason
-        in_a_row, in_all = self.agent.crashes.get(self.job.id, (0, 0))
-        self.agent.crashes[self.job.id] = in_a_row, in_all = (1 if saved else in_a_row + 1), in_all + 1
-        if in_a_row >= _CRASHES:
-            return JobState.FAILED, f"{reason}, {_CRASHES} times in a row without having saved anything"
-        if in_all >= _ALL_CRASHES:
-            return JobState.FAILED, f"{reason}; it died {_ALL_CRASHES} times here"
-        return JobState.QUEUED, f"{reason}; it is tried again"
+    def _verdict(self, run: JobRun, room: Room, outcome: Outcome, crashed: bool) -> Verdict:
+        saved_s = self.log.checkpoint_s or 0.0
+        end = End(
+            outcome,
+            crashed=crashed,
+            standing=self.held.standing,
+            stopped=run.stopped,
+            late=run.late,
+            cut=run.cut,
+            saved=saved_s > self.started_s,
+            kept=bool(saved_s or self.job.progress.checkpoint_s),
+            request=room.request,
+            over=self.agent.over,
+        )
+        return self.agent.judge.verdict(self.job, end)
 
     def _record(self, state: JobState, reason: str) -> JobRecord:
         job, log, now_ns = self.job, self.log, time.monotonic_ns()

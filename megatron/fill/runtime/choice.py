@@ -108,7 +108,7 @@ class Choice:
     def wanted(self, store: JobStore, beside: Resident | None) -> list[int]:
         """The jobs that wait, best first: for the resident seat, or for the tail seat ``beside`` a resident job."""
         tail = beside is not None
-        waiting = store.list({JobState.QUEUED})
+        waiting = _may_begin(store, store.list({JobState.QUEUED}))
         if tail:
             waiting = for_tails(waiting, store.devices())
         jobs = [job for job in waiting[: self.policy.most_jobs] if self._may_fit(job, tail)]
@@ -255,6 +255,15 @@ class Choice:
 def _for_job(cycle: BubbleCycle, job: Job) -> BubbleCycle:
     """The cycle with the memory of a worker of this job: no more than it asked for."""
     return held_cycle(cycle, room_bytes(cycle, 0), job.spec["memory_bytes"])
+
+
+def _may_begin(store: JobStore, waiting: Sequence[Job]) -> Sequence[Job]:
+    """Without the jobs that are after others, as long as not all of those have succeeded."""
+    firsts = {first for job in waiting for first in job.spec.get("after", ())}
+    if not firsts:
+        return waiting
+    done = {name for name, state in store.states(firsts).items() if state is JobState.SUCCEEDED}
+    return [job for job in waiting if done.issuperset(job.spec.get("after", ()))]
 
 
 def for_tails(waiting: Sequence[Job], devices: Sequence[Device]) -> list[Job]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from typing import Any
 
 from megatron.fill.errors import JobError, StoreError
@@ -174,7 +175,7 @@ class Keeper:
             self._submit = waiting
             raise
         except JobError:  # one of them is in the way: submit the others
-            for job in waiting:
+            for job in _firsts_first(waiting):
                 try:
                     store.submit([job])
                 except JobError as error:
@@ -231,6 +232,13 @@ class Keeper:
         self._device_s = 0.0
 
 
+def _firsts_first(jobs: Iterable[NewJob]) -> list[NewJob]:
+    """In an order in which none is before a job that it is after."""
+    by_name = {job.name: job for job in jobs}
+    before = {job.name: [first for first in job.spec.get("after", ()) if first in by_name] for job in by_name.values()}
+    return [by_name[name] for name in TopologicalSorter(before).static_order()]
+
+
 def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
     """How far a job is, from its worker's step log."""
     # Before the checkpoint is loaded, the log knows of no earlier work.
@@ -250,4 +258,5 @@ def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
         checkpoint_s=log.checkpoint_s or before.checkpoint_s,
         resumable=log.resumable,
         startup_s=startup_s if 0 <= startup_s <= elapsed_s else None,
+        failures=before.failures,
     )

@@ -102,6 +102,9 @@ class _Tables:
         found = [job for job in self._jobs.values() if job.name == name]
         return found[-1] if found else None
 
+    def states(self, names: Collection[str]) -> dict[str, JobState]:
+        return {job.name: job.state for job in self._jobs.values() if job.name in names}
+
     def first_queued(self, ids: Sequence[int]) -> Job | None:
         jobs = (self._jobs.get(job_id) for job_id in ids)
         return next((job for job in jobs if job is not None and job.state is JobState.QUEUED), None)

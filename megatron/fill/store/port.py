@@ -26,7 +26,8 @@ class NewJob:
         user: whom fair sharing counts it for.
         spec: what to run, as plain JSON data: ``task`` or ``command``, ``args``, ``memory_bytes``; and what does not
             make it another job: ``search`` (folders to import the task from) and ``array`` (which instance of a job
-            with a count it is, from 0, and of how many; None of a job without).
+            with a count it is, from 0, and of how many; None of a job without).  There may be ``after`` (the names
+            of jobs that must have succeeded before it begins), ``retries`` and ``timeout_s``.
         deadline_s: when it should be done; None for whenever.
     """
 
@@ -48,6 +49,7 @@ class Progress:
         checkpoint_s: when its state was last saved; None for never.
         resumable: it says that it can be saved and go on elsewhere.
         startup_s: how long its present worker took until it could serve bubbles; None until it does.
+        failures: how often it has failed and was put back into the queue.
     """
 
     work_done: float = 0.0
@@ -59,6 +61,7 @@ class Progress:
     checkpoint_s: float | None = None
     resumable: bool = False
     startup_s: float | None = None
+    failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,8 @@ class JobStore(Protocol):
         An unfinished job of the same name and spec is the same job, which goes on; its entry is returned as it is.
 
         Raises:
-            JobError: an unfinished job of the same name has another spec.
+            JobError: an unfinished job of the same name has another spec, or one is after a job that is neither
+                among them nor in the store.
         """
 
     def get(self, job_id: int) -> Job:
@@ -174,6 +178,9 @@ class JobStore(Protocol):
 
     def list(self, states: Collection[JobState] = (), limit: int | None = None) -> list[Job]:
         """The jobs in those states (none: all), in the order of their submission; the latest ``limit`` of them."""
+
+    def states(self, names: Collection[str]) -> dict[str, JobState]:
+        """The state of the latest job of each of these names; without those that there are not."""
 
     def claim(self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "") -> Claim | None:
         """Take the first job of ``wanted`` (numbers, best first) that is still QUEUED; None if none is.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,9 @@ class JobQueue(ABC):
         if limit is not None and limit < 0:
             raise JobError(f"the limit of a list of jobs is {limit}; expected 0 or more")
         return self._run(lambda transaction: transaction.jobs(states, limit), write=False)
+
+    def states(self, names: Collection[str]) -> dict[str, JobState]:
+        return self._run(lambda transaction: transaction.states(set(names)), write=False)
 
     def claim(self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "") -> Claim | None:
         checks.check_lease(lease_s)
@@ -185,7 +188,8 @@ class JobQueue(ABC):
             if lost:
                 job = _expired(replace(job, cancelling=False), transaction.now_s)
             else:
-                job = replace(job, state=JobState.QUEUED, reason="", finished_s=None)
+                progress = replace(job.progress, failures=0)
+                job = replace(job, state=JobState.QUEUED, reason="", finished_s=None, progress=progress)
             transaction.put(job)
             return job
 
@@ -240,8 +244,20 @@ def _submit(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
         first = fresh.setdefault(job.name, job) if namesake is None else job
         if first is not job and not checks.same(first.spec, job.spec):
             raise JobError(f"two different jobs are named {job.name!r}; expected different names")
+    _check_after(transaction, fresh)
     known |= {job.name: job for job in transaction.add(list(fresh.values()))}
     return [known[job.name] for job in new]
+
+
+def _check_after(transaction: Transaction, fresh: Mapping[str, NewJob]) -> None:
+    """Raises JobError where a new job is after one that there is not: it would wait for ever."""
+    firsts = {first for job in fresh.values() for first in job.spec.get("after", ())} - fresh.keys()
+    missing = firsts - transaction.states(firsts).keys()
+    for job in fresh.values():
+        for first in job.spec.get("after", ()):
+            if first in missing:
+                close = _closest(first, [*fresh, *transaction.names(_NAMES_COMPARED)])
+                raise JobError(f"job {job.name!r} is after {first!r}, but there is no job {first!r}{close}")
 
 
 def _find(transaction: Transaction, name: str) -> Job:
@@ -250,8 +266,12 @@ def _find(transaction: Transaction, name: str) -> Job:
         job = transaction.job(int(name))
     if job is not None:
         return job
-    close = difflib.get_close_matches(name, sorted(set(transaction.names(_NAMES_COMPARED))))
-    raise JobError(f"there is no job {name!r}" + (f"; the closest: {', '.join(close)}" if close else ""))
+    raise JobError(f"there is no job {name!r}{_closest(name, transaction.names(_NAMES_COMPARED))}")
+
+
+def _closest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(set(names)))
+    return f"; the closest: {', '.join(close)}" if close else ""
 
 
 def _existing(transaction: Transaction, job_id: int) -> Job:

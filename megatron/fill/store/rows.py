@@ -110,6 +110,14 @@ class SqlTransaction:
     def latest(self, name: str) -> Job | None:
         return self._first(select(jobs).where(jobs.c.name == name).order_by(jobs.c.id.desc()).limit(1))
 
+    def states(self, names: Collection[str]) -> dict[str, JobState]:
+        found: dict[str, JobState] = {}
+        for batch in batched(sorted(names), _NAMES_AT_A_TIME):
+            latest = select(func.max(jobs.c.id)).where(jobs.c.name.in_(batch)).group_by(jobs.c.name)
+            rows = self._connection.execute(select(jobs.c.name, jobs.c.state).where(jobs.c.id.in_(latest)))
+            found |= {name: JobState(state) for name, state in rows}
+        return found
+
     def first_queued(self, ids: Sequence[int]) -> Job | None:
         for batch in batched(ids, _IDS_AT_A_TIME):
             rank = case({job_id: place for place, job_id in enumerate(batch)}, value=jobs.c.id)

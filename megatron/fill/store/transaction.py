@@ -34,6 +34,9 @@ class Transaction(Protocol):
     def latest(self, name: str) -> Job | None:
         """The last one submitted of that name."""
 
+    def states(self, names: Collection[str]) -> dict[str, JobState]:
+        """As ``JobStore.states``."""
+
     def first_queued(self, ids: Sequence[int]) -> Job | None:
         """The first of ``ids`` that is QUEUED and that no other transaction holds."""
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron.fill import hearsay
 from megatron.fill.config import FillSettings, JobSpec
-from megatron.fill.runtime.attempt import OVER
 from megatron.fill.runtime.folder import OUTPUT
 from megatron.fill.runtime.jobrun import STOP_S
+from megatron.fill.runtime.verdict import OVER
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial.hints import hints
 from megatron.fill.trial.result import Checkpoint, Ended, Options, RoundTrip, Steps, Trial, Use

@@ -52,7 +52,8 @@ def try_job(
     where = str(folder / "jobs.db")
     store = open_store(where)
     try:
-        [submitted] = store.submit([new_job(job, list(search), "")])
+        alone = job.model_copy(update={"after": (), "retries": 0})
+        [submitted] = store.submit([new_job(alone, list(search), "")])
         runs: list[Training] = []
         size_bytes = 0
         for name in ("first", "second") if options.round_trip and found.resumable else ("only",):
