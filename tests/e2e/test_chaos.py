@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.training import ROOT, processes
+from tests.e2e.training import ROOT, SCRIPT, processes
 
 FAULTS = 11
 TRAINED = 180  # iterations
@@ -20,6 +20,10 @@ CHOSEN = [
     *("checkpoint-newest", "gate-write", "disk-full"),
     *("prlimit-rank", "env-pythonpath", "word-nested", "operator"),
 ]
+
+
+if SCRIPT != "pretrain_gpt.py":
+    pytest.skip("pretrain_gpt.py, which chaos trains with, needs megatron-core 0.19", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

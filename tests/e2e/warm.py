@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ HEAVY = (
     *("torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo", "networkx", "omegaconf", "wandb"),
     *("transformers", "tensorboard", "numpy", "scipy", "pydantic", "sqlalchemy", "rich", "yaml"),
 )
+ORPHAN_S = 30.0
 
 
 def serve(path: str) -> None:
@@ -62,6 +64,12 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def report(connection: socket.socket, pid: int) -> None:
+    """Tell the launcher how the rank ended.  One whose launcher is gone and that does not end then is ended."""
+    ended = os.pidfd_open(pid)
+    select.select([connection, ended], [], [])
+    if not select.select([ended], [], [], ORPHAN_S)[0]:
+        os.kill(pid, signal.SIGKILL)
+    os.close(ended)
     _, status = os.waitpid(pid, 0)
     with contextlib.suppress(OSError):
         connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
