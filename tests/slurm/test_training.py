@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,16 @@ def test_a_training_that_is_interrupted_three_times_is_as_one_that_was_not(slurm
     assert done == sorted(done)
     assert kept["long"].progress.work_done >= done[-1] > 0
     assert json.loads((folder / "runs" / run / "report.json").read_text())["jobs"]
+
+
+def test_the_time_limit_itself_gives_the_notice(slurm, tmp_path):
+    """As SLURM does it, minutes before the limit and by its own clock; with something that counts for a training."""
+    shutil.copy(Path(__file__).with_name("standin.py"), tmp_path / "pretrain_gpt.py")
+    options = ("-c", "2", "--time=1", "--signal=USR2@30")
+    job = slurm.submit(*options, SCRIPT, "900", cwd=tmp_path, PYTHON=sys.executable, PYTHONPATH=str(ROOT))
+    assert slurm.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", seconds=600) == "COMPLETED", output(tmp_path, job)
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in range(2)] == ["900", "900"]
+    assert output(tmp_path, job).count("SIGUSR2 ended the training before its last iteration; it is queued again") >= 1
 
 
 def test_jobs_of_a_cancelled_training_are_saved_and_wait(slurm, tmp_path):
