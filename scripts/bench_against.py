@@ -38,8 +38,11 @@ JOBS = [
 FIGURES = ("slowdown", "harvest_ratio", "median_iteration_s", "p99_iteration_s", "start_s")
 
 
-def train(tree: Path, folder: Path, iterations: int, block: int, warmup: int) -> dict[str, float]:
-    """One training of a tree; its figures.
+_TOOK = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
+
+
+def train(tree: Path, folder: Path, iterations: int, block: int, warmup: int) -> dict[str, Any]:
+    """One training of a tree; its figures, and how long each iteration took.
 
     Raises:
         RuntimeError: it failed; the message has the end of its output.
@@ -75,6 +78,7 @@ def train(tree: Path, folder: Path, iterations: int, block: int, warmup: int) ->
         "median_iteration_s": times["median_s"],
         "p99_iteration_s": times["p99_s"],
         "start_s": statistics.median(starts),
+        "iteration_ms": [float(took) for took in _TOOK.findall(done.stdout)],
     }
 
 
@@ -84,7 +88,7 @@ def _starts(run: Path) -> list[tuple[int, int]]:
     return [(int(one), int(two)) for one, two in re.findall(r'"started_ns": ?(\d+), ?"ready_ns": ?(\d+)', text)]
 
 
-def compared(name: str, here: list[dict[str, float]], there: list[dict[str, float]]) -> dict[str, Any]:
+def compared(name: str, here: list[dict[str, Any]], there: list[dict[str, Any]]) -> dict[str, Any]:
     """The medians of a figure, and the mean difference of the pairs with a 95% bootstrap interval."""
     differences = np.array([one[name] - other[name] for one, other in zip(here, there, strict=True)])
     rng = np.random.default_rng(0)
@@ -106,7 +110,7 @@ def main() -> None:
     options = parser.parse_args()
     block, warmup = 5, 15
     iterations = warmup + 2 * block * options.blocks
-    figures: dict[str, list[dict[str, float]]] = {"here": [], "there": []}
+    figures: dict[str, list[dict[str, Any]]] = {"here": [], "there": []}
     with tempfile.TemporaryDirectory(prefix="pipefill-against-", dir="/var/tmp") as scratch:
         folder = Path(scratch)
         folder.chmod(0o755)
@@ -119,7 +123,8 @@ def main() -> None:
                 order = [("here", ROOT), ("there", other)]
                 for name, tree in order if number % 2 else reversed(order):
                     figures[name].append(train(tree, folder / f"{name}-{number}", iterations, block, warmup))
-                    print(f"{number} {name}: {figures[name][-1]}", file=sys.stderr, flush=True)
+                    said = {figure: figures[name][-1][figure] for figure in FIGURES}
+                    print(f"{number} {name}: {said}", file=sys.stderr, flush=True)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(other)], cwd=ROOT, check=True)
     result = {
