@@ -36,8 +36,6 @@ JOBS = [
     {"name": "factors", "task": "megatron.fill.sidetask.graph:MatrixFactorization", "args": {"epochs": 0}},
 ]  # fmt: skip
 FIGURES = ("slowdown", "harvest_ratio", "median_iteration_s", "p99_iteration_s", "start_s")
-
-
 _TOOK = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
 
 

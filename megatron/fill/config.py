@@ -128,6 +128,12 @@ class JobSpec(BaseModel):
             raise ValueError("args belong to a task; write a command's arguments into command")
         return self
 
+    @model_validator(mode="after")
+    def _is_not_after_itself(self) -> JobSpec:  # the file's check of rings does not see a job that a program submits
+        if self.name in self.after:
+            raise ValueError(f"none of these could ever begin: {self.name} after {self.name}")
+        return self
+
     @field_validator("command")
     @classmethod
     def _names_a_program(cls, command: tuple[str, ...] | None) -> tuple[str, ...] | None:

@@ -74,6 +74,7 @@ def test_jobs_are_waited_for(jobs, tmp_path):
         ({"name": "pi", "task": "m:Pi", "memory": "much"}, "job 'pi': memory is 'much': expected a size above 0"),
         ({"task": "m:Pi"}, "job None: name is missing"),
         ({"name": "pi", "task": "m:Pi", "size": 3}, "job 'pi': unknown field size; expected one of name, task"),
+        ({"name": "pi", "task": "m:Pi", "after": "pi"}, "none of these could ever begin: pi after pi"),
         ({"name": "pi", "task": "m:Pi", "count": 3}, "expected a call of submit for each job"),
     ],
 )
