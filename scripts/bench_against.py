@@ -35,7 +35,10 @@ JOBS = [
     {"name": "pagerank", "task": "megatron.fill.sidetask.graph:PageRank", "args": {"repeat": 0}},
     {"name": "factors", "task": "megatron.fill.sidetask.graph:MatrixFactorization", "args": {"epochs": 0}},
 ]  # fmt: skip
-FIGURES = ("slowdown", "harvest_ratio", "median_iteration_s", "p99_iteration_s", "start_s")
+FIGURES = (
+    *("slowdown", "harvest_ratio", "median_iteration_s", "p99_iteration_s", "first_iteration_s", "later_p99_s"),
+    "start_s",
+)
 _TOOK = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
 
 
@@ -70,13 +73,16 @@ def train(tree: Path, folder: Path, iterations: int, block: int, warmup: int) ->
     report = json.loads((folder / "run" / "report.json").read_text(encoding="utf-8"))
     times = report["ranks"][0]["iteration_time"]
     starts = [(ready - started) / 1e9 for started, ready in _starts(folder / "run") if ready > started]
+    iteration_ms = [float(took) for took in _TOOK.findall(done.stdout)]
     return {
         "slowdown": report["summary"]["slowdown"]["mean"],
         "harvest_ratio": report["summary"]["harvest_ratio"],
         "median_iteration_s": times["median_s"],
         "p99_iteration_s": times["p99_s"],
+        "first_iteration_s": iteration_ms[0] / 1e3,
+        "later_p99_s": float(np.percentile(iteration_ms[warmup:], 99)) / 1e3,
         "start_s": statistics.median(starts),
-        "iteration_ms": [float(took) for took in _TOOK.findall(done.stdout)],
+        "iteration_ms": iteration_ms,
     }
 
 

@@ -185,12 +185,13 @@ def write_jobs(folder: Path, *jobs: dict[str, Any]) -> str:
 
 
 def processes(*markers: str) -> dict[int, str]:
-    """The running processes, by pid, whose command lines have all the ``markers`` in them."""
+    """The running processes, by pid, whose command lines and working folders have all the ``markers`` in them."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line += f" in {os.readlink(entry / 'cwd')}"
             except OSError:
                 continue
             if all(marker in line for marker in markers):

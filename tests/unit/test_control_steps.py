@@ -78,9 +78,7 @@ def test_no_step_starts_after_a_pause_and_the_next_bubble_after_resume_goes_on(c
 
 
 def command_spec(folder: Path, script: str) -> Any:
-    """Of a command in a cage without namespaces, so that its number is the same everywhere; it may begin at once."""
-    agent, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    agent.send(b"x")
+    """Of a command in a cage without namespaces, so that its number is the same everywhere."""
     return SimpleNamespace(
         command=["sh", "-c", script],
         directory=str(folder),
@@ -89,9 +87,14 @@ def command_spec(folder: Path, script: str) -> Any:
         device="cpu",
         limits=Limits(),
         cage=Cage(directory=str(folder)),
-        channel_fd=channel.detach(),
-        agent=agent,
     )
+
+
+def may_begin() -> tuple[socket.socket, socket.socket]:
+    """A channel on which the agent has said so: its end, and the worker's."""
+    agent, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent.send(b"x")
+    return agent, channel
 
 
 @pytest.mark.parametrize(
@@ -108,13 +111,14 @@ def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(
     monkeypatch.setattr("megatron.fill.device.host.yield_to_main_job", lambda cpus: None)
     gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
     spec = command_spec(tmp_path, "touch running; while :; do :; done")
+    _agent, channel = may_begin()
     out, told_fd = tmp_path / "outcome", os.memfd_create("told")
 
     def work(_: int) -> None:
         host.adopt_orphans()
         reader, control = SharedGateReader(gate.reader_fd()), ControlReader(page.reader_fd())
         heard = lambda: os.fstat(told_fd).st_size > 0  # noqa: E731
-        found = CommandRun(spec, reader, reader, StepLog(log_fd), heard, lambda seq: None, control).run()
+        found = CommandRun(spec, channel, reader, reader, StepLog(log_fd), heard, lambda seq: None, control).run()
         (tmp_path / "scratch").write_text(f"{found.state}: {found.reason}")
         os.replace(tmp_path / "scratch", out)
 
@@ -136,13 +140,14 @@ def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, mo
     # At idle priority a busy machine may leave the command waiting for longer than a test does.
     monkeypatch.setattr("megatron.fill.device.host.yield_to_main_job", lambda cpus: None)
     gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
+    _agent, channel = may_begin()
     spec = command_spec(tmp_path, "echo $$ > scratch; mv scratch pid; while :; do echo >> ticks; done")
 
     def work(out: int) -> None:
         host.adopt_orphans()
         reader = SharedGateReader(gate.reader_fd())
         control = ControlReader(page.reader_fd())
-        CommandRun(spec, reader, reader, StepLog(log_fd), lambda: False, lambda seq: None, control).run()
+        CommandRun(spec, channel, reader, reader, StepLog(log_fd), lambda: False, lambda seq: None, control).run()
 
     child(work)
     gate.open(FAR_NS, 0)

@@ -73,7 +73,7 @@ def test_a_job_is_told_who_it_is():
 
 def test_a_task_finds_its_number_in_its_context(tmp_path):
     for array, found in (([3, 8], (3, 8)), (None, (0, 1))):
-        spec = WorkerSpec("sweep-3", str(tmp_path), *[-1] * 7, Cage(), task="m:C", array=array)
+        spec = WorkerSpec("sweep-3", str(tmp_path), *[-1] * 4, Cage(), task="m:C", array=array)
         context = WorkerSpec.from_json(spec.to_json()).context()
         assert (context.index, context.count) == found
         assert (context.name, context.directory) == ("sweep-3", tmp_path)

@@ -52,7 +52,7 @@ class Bench:
         self.expected: list[JobProfile] = []
         self.stop = False
         given = [one.to_dict() for one in profiles]
-        spec = WorkerSpec("job", str(folder), *[-1] * 7, Cage(), task="m:C", profiles=given)
+        spec = WorkerSpec("job", str(folder), *[-1] * 4, Cage(), task="m:C", profiles=given)
         reader = CycleBoardReader(self.board.reader_fd())
         log = StepLog(create_log())
         self.run = NodeRun(spec, self.task, self.loop, FakeGate(), reader, log, lambda: self.stop)  # type: ignore[arg-type]

@@ -78,7 +78,7 @@ class Device:
 )
 def test_a_worker_plans_with_what_it_is_held_to(tmp_path, limit_mib, margin_mib, expected):
     spec = WorkerSpec(
-        *("job", str(tmp_path), *[-1] * 7, Cage()),
+        *("job", str(tmp_path), *[-1] * 4, Cage()),
         margin_bytes=margin_mib * MIB,
         device="cuda:0",  # where nothing is added for what this process holds
         limits=Limits(None if limit_mib is None else limit_mib * MIB),

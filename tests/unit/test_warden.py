@@ -22,7 +22,7 @@ folder = Path(spec).parent
 orphan = subprocess.Popen(["sh", "-c", "sleep 7531 & echo $!"], stdout=subprocess.PIPE, start_new_session=True)
 pid = int(orphan.stdout.readline())
 with (folder / "agents").open("a") as file:
-    print(os.getpid(), warden, dead or "-", pid, file=file)
+    print(os.getpid(), warden, dead or "-", pid, os.nice(0), file=file)
 while not (folder / "over").exists():
     time.sleep(0.01)
 """
@@ -68,7 +68,7 @@ class Guarded:
 
     def agent(self, number: int) -> tuple[int, int, str, int]:
         wait_for(lambda: len(self.agents()) > number)
-        pid, warden, dead, orphan = self.agents()[number]
+        pid, warden, dead, orphan, _ = self.agents()[number]
         return int(pid), int(warden), dead, int(orphan)
 
 
@@ -90,6 +90,11 @@ def test_it_ends_with_its_agent(guarded):
     assert guarded.warden.wait(15) == 0
     assert not alive(pid)
     assert not alive(orphan)
+
+
+def test_not_even_an_agents_imports_compete_with_the_main_job(guarded):
+    guarded.agent(0)
+    assert guarded.agents()[0][-1] == "19"
 
 
 def test_an_agent_that_dies_is_followed_by_another_which_knows(guarded):

@@ -10,15 +10,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_AGENT = "megatron.fill.runtime.agent"
+_AGENT, _WORKER = "megatron.fill.runtime.agent", "megatron.fill.runtime.worker"
 
 
 def running(variable: str, folder: Path) -> list[int]:
-    """The processes of a chaos run: with this ``NAME=VALUE`` in their environment, or at work in this folder.
+    """The processes of a chaos run: with this ``NAME=VALUE`` in their environment, or at work in or for this folder.
 
     The latter because a worker's environment is made from nothing.
     """
-    return sorted({*_found("environ", variable), *_within(folder)} - {os.getpid()})
+    return sorted({*_found("environ", variable), *_within(folder), *_standing_by(folder)} - {os.getpid()})
 
 
 def _within(folder: Path) -> Iterator[int]:
@@ -28,6 +28,17 @@ def _within(folder: Path) -> Iterator[int]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 if os.readlink(entry / "cwd").startswith(inside):
+                    yield int(entry.name)
+
+
+def _standing_by(folder: Path) -> Iterator[int]:
+    """The workers that wait for a job of a run in this folder."""
+    inside = str(folder) + os.sep
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                line = os.fsdecode((entry / "cmdline").read_bytes())
+                if _WORKER in line and f"\0{inside}" in line:
                     yield int(entry.name)
 
 

@@ -13,13 +13,11 @@ import json
 import logging
 import math
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ from megatron.fill.runtime.baton import Baton
 from megatron.fill.runtime.choice import Choice
 from megatron.fill.runtime.controlled import ControlWatcher
 from megatron.fill.runtime.guest import Guest, environment
+from megatron.fill.runtime.holder import Holder
 from megatron.fill.runtime.keeper import Keeper
 from megatron.fill.runtime.mover import Mover
 from megatron.fill.runtime.room import worker_cap
@@ -45,7 +44,7 @@ from megatron.fill.runtime.seat import Seat
 from megatron.fill.runtime.submitted import not_yet_submitted, note_submitted
 from megatron.fill.runtime.verdict import Judge
 from megatron.fill.sandbox.cage import Bind
-from megatron.fill.store.port import Device, NewJob
+from megatron.fill.store.port import Device, Job, NewJob
 from megatron.fill.types import JobRecord, WorkerRecord
 
 logger = logging.getLogger("pipefill.agent")
@@ -53,15 +52,7 @@ logger = logging.getLogger("pipefill.agent")
 _KILL_S = 1.5  # how long a kill may take
 _RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # how often an empty seat looks for a job
 _SHOW_S = 10.0  # how often what runs is written down
-
-
-# Even a worker's start-up is not to compete with the main job.
-_AT_IDLE_PRIORITY = [chrt, "--idle", "0"] if (chrt := shutil.which("chrt")) else []
-# It finds its modules where this process does, whatever folder or variable it is started in.
-START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from megatron.fill.runtime.worker import main; main(sys.argv[1])"
-)
+AHEAD = ("numpy",)  # what most tasks import, and what costs little memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +165,8 @@ class Agent:
         self.mover = Mover(self.name, spec.run_dir, self.choice, self.seats[0].may_run)
         self._record = AgentFile(Path(spec.records), spec.rank, len(dead))
         self._ended: list[tuple[JobRecord, WorkerRecord]] = []  # attempts that are not in it yet
-        self._processes: set[int] = set()
+        self._processes: set[int] = set()  # those that have a job
+        self._standby: Holder | None = None
         self._lock = threading.Lock()
 
     @property
@@ -212,14 +204,18 @@ class Agent:
         threads = [threading.Thread(target=self._serve, args=(seat,), name=str(seat)) for seat in self.seats]
         for thread in threads:
             thread.start()
+        self.stand_by()
         for thread in threads:
             thread.join()
+        self._stand_down()
         self.keeper.stop()
         self._write()
 
     def _control_changed(self, state: RunState) -> None:
         """Say so, and of a kill not before it is done: the seats end their workers at their next look."""
         logger.info("%s", state.name)
+        if state is RunState.KILLED:
+            self._stand_down()
         end_s = time.monotonic() + _KILL_S
         while state is RunState.KILLED and self._processes:
             if time.monotonic() > end_s:
@@ -265,39 +261,50 @@ class Agent:
                 self._ended.pop(0)
             self._record.show([attempt.so_far() for attempt in attempts if attempt is not None])
 
-    def start_worker(
-        self, spec_path: Path, fds: Sequence[int], extra: Mapping[str, str], idle: bool
-    ) -> subprocess.Popen[bytes]:
-        """Start a worker's first process.
-
-        Nothing of the job has a say in how: neither its variables nor a folder that it may write to.
-
-        Args:
-            fds: of its own, besides those that all workers get.
-            extra: for its environment.
-            idle: at idle priority from its first instruction on; who watches a command needs more than that.
-        """
-        spec = self.spec
+    def start_worker(self, job: Job) -> Holder:
+        """A worker's first process, for this job: the one that stands by, if it will do."""
+        task, plain = job.spec["command"] is None, not job.spec.get("env")
         with self._lock:
-            command = [sys.executable, "-I", "-c", START, str(spec_path), json.dumps(sys.path)]
-            worker = subprocess.Popen(
-                [*_AT_IDLE_PRIORITY, *command] if idle else command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd="/",
-                pass_fds=(spec.gate_fd, spec.board_fd, self.control_reader_fd, self.baton_fd, *fds),
-                process_group=0,  # not a new session: that would be a new autogroup
-                env=environment(os.environ, extra, self.guest, spec_path.parent),
-            )
-            self._processes.add(worker.pid)
-            return worker
+            # What stands by has imported libraries already, which may read variables then; and it runs at idle
+            # priority, where nobody can watch a command.
+            holder = self._standby if task and plain else None
+            if holder is not None:
+                self._standby = None
+                if not holder.alive:
+                    holder.end()
+                    holder = None
+            if holder is None:
+                holder = self._new_holder(idle=task)
+            self._processes.add(holder.pid)
+            return holder
+
+    def stand_by(self) -> None:
+        """Have the next worker's first process ready."""
+        with self._lock:
+            if self._standby is None and not self.over and self.control.state is not RunState.KILLED:
+                try:
+                    self._standby = self._new_holder(idle=True, ahead=AHEAD)
+                except OSError as error:  # the next job may be luckier
+                    logger.warning("no worker stands by: %s", error)
+
+    def _new_holder(self, *, idle: bool, ahead: Sequence[str] = ()) -> Holder:
+        spec = self.spec
+        fds = (spec.gate_fd, spec.board_fd, self.control_reader_fd, self.baton_fd)
+        started_with = environment(os.environ, {}, self.guest, Path("/"))
+        return Holder(fds, started_with, spec.run_dir, idle=idle, ahead=ahead)
+
+    def _stand_down(self) -> None:
+        with self._lock:
+            if self._standby is not None:
+                self._standby.end()
+                self._standby = None
 
     def forget_worker(self, pid: int) -> None:
         """End what a worker left that slipped out of its process group and came to us."""
         with self._lock:
             self._processes.discard(pid)
-            reap.end_descendants(spare=self._processes)
+            standby = set() if self._standby is None else {self._standby.pid}
+            reap.end_descendants(spare=self._processes | standby)
 
 
 def main() -> None:
@@ -314,7 +321,6 @@ def main() -> None:
     host.ignore_notices()  # workers inherit this: until they listen to USR1, it is not to end them
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main job; its end ends us
     host.use_every_core()  # only the workers belong on the rank's own
-    os.nice(19)  # nothing here is in a hurry, and the main job is
     host.adopt_orphans()
     host.die_with_parent(int(warden), signal.SIGTERM)
     agent.run()

@@ -8,7 +8,6 @@ import math
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -25,7 +24,8 @@ from megatron.fill.runtime import safefile
 from megatron.fill.runtime.choice import Resident
 from megatron.fill.runtime.confined import Confined
 from megatron.fill.runtime.enforcer import Enforcer
-from megatron.fill.runtime.guest import told
+from megatron.fill.runtime.guest import environment, told
+from megatron.fill.runtime.holder import Holder
 from megatron.fill.runtime.jobrun import JobRun
 from megatron.fill.runtime.keeper import Held, progress_of
 from megatron.fill.runtime.overtime import Overtime
@@ -135,30 +135,27 @@ class Attempt:
         Raises:
             OSError: it could not be started, or not be kept in; nothing of it is left.
         """
-        agent, idle = self.agent, self.job.spec["command"] is None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours:
-            with theirs:
-                path = self._worker_spec(theirs.fileno())
-                worker = agent.start_worker(path, (self.log_fd, theirs.fileno()), self.limiter.environment, idle)
-            self.worker = worker
-            try:
-                self.confined = confined = self._confined(ours)
-                self.limiter.adopt(confined.init, worker.pid)
-                ours.send(b"x")
-            except BaseException:
-                self._abandon(worker)
-                raise
+        agent, path = self.agent, self._worker_spec()
+        holder = agent.start_worker(self.job)
+        self.worker = holder.process
+        try:
+            holder.give(path, self.log_fd)
+            self.confined = confined = self._confined(holder)
+            self.limiter.adopt(confined.init, holder.pid)
+            holder.let_go()
+        except BaseException:
+            self._abandon(holder)
+            raise
+        agent.stand_by()
         for lacking in confined.lacking:
             logger.info("job %s: %s", self.job.name, lacking)
-        return worker
+        return holder.process
 
-    def _confined(self, channel: socket.socket) -> Confined:
+    def _confined(self, holder: Holder) -> Confined:
         end_s = time.monotonic() + _CONFINED_S
-        channel.settimeout(_LOOK_S)
         while time.monotonic() < end_s and not self._why_end():
             with contextlib.suppress(TimeoutError):
-                found = Confined.receive(channel)
+                found = holder.confined(_LOOK_S)
                 if found is None:
                     raise OSError("its worker ended before the job could begin")
                 if found.error:
@@ -166,13 +163,11 @@ class Attempt:
                 return found
         raise OSError(self._why_end() or f"its worker was not ready within {_CONFINED_S:g} s")
 
-    def _abandon(self, worker: subprocess.Popen[bytes]) -> None:
+    def _abandon(self, holder: Holder) -> None:
         """End a worker whose job has not begun: it takes all with it."""
-        worker.kill()
-        said = worker.communicate()[0].decode(errors="replace").strip()
-        if said:
+        if said := holder.end():
             logger.warning("job %s: its worker said: %s", self.job.name, said[-_MOST_SAID:])
-        self.agent.forget_worker(worker.pid)
+        self.agent.forget_worker(holder.pid)
 
     def _watch(self, worker: subprocess.Popen[bytes]) -> tuple[JobRun, Room]:
         """Stay with the worker until it has ended."""
@@ -289,19 +284,17 @@ class Attempt:
             peak_bytes=self.limiter.peak_bytes,
         )
 
-    def _worker_spec(self, channel_fd: int) -> Path:
+    def _worker_spec(self) -> Path:
         agent, job = self.agent, self.job
         fixed = self.limiter.environment  # what the device needs is not the job's to change
         spec = WorkerSpec(
             name=job.name,
             directory=str(self.directory),
             gate_fd=agent.spec.gate_fd,
-            log_fd=self.log_fd,
             board_fd=agent.spec.board_fd,
             control_fd=agent.control_reader_fd,
             baton_fd=agent.baton_fd,
-            channel_fd=channel_fd,
-            parent=os.getpid(),
+            environment=environment(os.environ, fixed, agent.guest, self.directory),
             cage=self._cage(),
             tail=self.seat.tail,
             cycle=self._cycle(),

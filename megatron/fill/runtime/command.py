@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ class CommandRun:
     """Runs one command to its end, or until the main job is over.
 
     Args:
+        channel: to the agent, until the command may begin.
         view: the gate as this job sees it; bubbles are waited for here.
         gate: the gate itself, for the end of a bubble.
         left: called with the number of every bubble that the command is done with.
@@ -36,6 +38,7 @@ class CommandRun:
     def __init__(
         self,
         spec: WorkerSpec,
+        channel: socket.socket,
         view: GateReader,
         gate: SharedGateReader,
         log: StepLog,
@@ -44,6 +47,7 @@ class CommandRun:
         control: ControlReader,
     ) -> None:
         self.spec = spec
+        self.channel = channel
         self.view = view
         self.gate = gate
         self.log = log
@@ -56,7 +60,7 @@ class CommandRun:
     def run(self) -> Outcome:
         # This process only watches the clock, and must get the core back when the bubble ends: it runs at normal
         # priority, and the command itself yields to the main job.
-        command = StoppedCommand(jail(self.spec, self._become))
+        command = StoppedCommand(jail(self.spec, self.channel, self._become))
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the command's end interrupts the wait
         # Within a bubble this thread sleeps on the gate, and so another one sleeps on the control page.  It is started
         # here and not before the fork above, which takes no threads along.

@@ -46,14 +46,16 @@ class Confined:
         return cls(**json.loads(data)) if data else None
 
 
-def jail(spec: WorkerSpec, body: Callable[[], None]) -> Jail:
+def jail(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> Jail:
     """Put ``body`` into the spec's cage, where it waits until the agent says so.
+
+    Args:
+        channel: to the agent; closed when this returns.
 
     Raises:
         SystemExit: it cannot be kept in as it should be, which the agent was told; or the agent has gone, or does not
             want it any more.
     """
-    channel = socket.socket(fileno=spec.channel_fd)
     limits, user = spec.limits, spec.cage.user if spec.cage.user is not None else os.getuid()
     # The kernel counts all tasks of the user, those of other jobs too, and they may become more; the watch over this
     # worker's own tasks is the exact limit, this one only keeps it from being outrun.

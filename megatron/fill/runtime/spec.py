@@ -22,6 +22,7 @@ class WorkerSpec:
     """One worker's job.  Exactly one of ``task`` and ``command`` is set.
 
     Attributes:
+        environment: of the worker itself: what its libraries and its device need.
         board_fd: where the rank shows its bubble cycle.
         control_fd: whether filling is on at all.
         baton_fd: what the resident job and the tail job share.
@@ -29,7 +30,6 @@ class WorkerSpec:
         cycle: the bubbles to plan for, as JSON, instead of those on the board; given to a tail job.
         profiles: the job's profiles as JSON, one per configuration; None if it has to be measured.
         checkpoint_s: how often a resumable task is saved, in seconds.
-        channel_fd: a socket to the agent: the worker says what it is kept in, and begins when it is told to.
         env: the job's own variables; they count once nothing of it can do harm.
         array: which instance of a job with a count it is, and of how many.
         margin_bytes: device memory that is to stay free; what a plan keeps to where ``limits`` has no cap.
@@ -38,13 +38,11 @@ class WorkerSpec:
     name: str
     directory: str
     gate_fd: int
-    log_fd: int
     board_fd: int
     control_fd: int
     baton_fd: int
-    channel_fd: int
-    parent: int
     cage: Cage
+    environment: dict[str, str] = field(default_factory=dict)
     tail: bool = False
     cycle: dict[str, Any] | None = None
     profiles: list[dict[str, Any]] | None = None

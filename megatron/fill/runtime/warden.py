@@ -114,6 +114,7 @@ class Warden:
 
 
 def main() -> None:
+    os.nice(19)  # nothing from here on is in a hurry, and the main job is: not even what its agent imports
     warden = Warden(Path(sys.argv[1]))
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {warden.rank} %(message)s")
     signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it reaches the wake-up descriptor

@@ -1,17 +1,19 @@
 """The process of one side task (started by the agent only, by ``main``), and the process that holds it.
 
-The first process reads the spec, maps the pages that it shares with the rank, and puts the job behind the walls of its
-cage; it stays outside itself.  A task runs inside, with the pages as it found them: it has no descriptor of those that
-it may only read, so it cannot open them anew.
+The first process waits for its job, reads the spec, maps the pages that it shares with the rank, and puts the job
+behind the walls of its cage; it stays outside itself.  A task runs inside, with the pages as it found them: it has no
+descriptor of those that it may only read, so it cannot open them anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -42,20 +44,23 @@ from megatron.fill.types import JobState
 
 logger = logging.getLogger("pipefill.worker")
 
+_MOST_PATH_BYTES = 1 << 14
+
 
 class Worker:
     """Runs one job to its end, or until the main job is over."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, log_fd: int, channel: socket.socket) -> None:
         self.spec = spec
+        self.channel = channel
         self.directory = Path(spec.directory)
         self.gate = SharedGateReader(spec.gate_fd)
         self.board = CycleBoardReader(spec.board_fd)
         self.control = ControlReader(spec.control_fd)
         self.baton = Baton(spec.baton_fd)
         self.view: GateReader = TailGate(self.gate, self.baton) if spec.tail else self.gate
-        self.log = StepLog(spec.log_fd)
-        for fd in (spec.gate_fd, spec.board_fd, spec.control_fd, spec.baton_fd, spec.log_fd):
+        self.log = StepLog(log_fd)
+        for fd in (spec.gate_fd, spec.board_fd, spec.control_fd, spec.baton_fd, log_fd):
             os.close(fd)  # they stay mapped
         self._stop = False
         self._crowded = False  # the main job needs the memory
@@ -67,7 +72,7 @@ class Worker:
         if self.spec.command is not None:
             self._run_command().leave(self.log)
             return 0
-        held = jail(self.spec, self._inside)
+        held = jail(self.spec, self.channel, self._inside)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that is for the task
         return held.wait()
 
@@ -91,7 +96,9 @@ class Worker:
             self.baton.hold()
         self.log.unit = "seconds"
         left = (lambda seq: None) if self.spec.tail else self.baton.pass_on
-        return CommandRun(self.spec, self.view, self.gate, self.log, self.stopping, left, self.control).run()
+        return CommandRun(
+            self.spec, self.channel, self.view, self.gate, self.log, self.stopping, left, self.control
+        ).run()
 
     def _run_task(self) -> Outcome:
         machine: TaskMachine | None = None
@@ -216,14 +223,23 @@ def _reason(error: BaseException, callback: str, limits: Limits) -> str:
     return f"{message}{where}"
 
 
-def main(spec_path: str) -> None:
-    """The first process, from its first instruction to its last."""
-    spec = WorkerSpec.from_json(Path(spec_path).read_text(encoding="utf-8"))
-    host.die_with_parent(spec.parent)
+def main(parent: str, channel_fd: str, ahead: str, _run_dir: str) -> None:
+    """The first process, from its first instruction to its last; its arguments are those that ``Holder`` gives."""
+    host.die_with_parent(int(parent))
     host.adopt_orphans()
     # So that the agent's call to look at the shared pages interrupts a sleep.
     signal.signal(signal.SIGUSR1, lambda *_: None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    code = Worker(spec).hold()
+    for name in filter(None, ahead.split(",")):
+        with contextlib.suppress(Exception):  # the job that needs it will say so
+            importlib.import_module(name)
+    channel = socket.socket(fileno=int(channel_fd))
+    path, fds, _, _ = socket.recv_fds(channel, _MOST_PATH_BYTES, 1)
+    if not fds:  # there was no job for it, and the agent has let it go
+        return
+    spec = WorkerSpec.from_json(Path(os.fsdecode(path)).read_text(encoding="utf-8"))
+    os.environ.clear()
+    os.environ.update(spec.environment)
+    code = Worker(spec, fds[0], channel).hold()
     end_descendants()  # without a process namespace, what the job started may have come here
     end_as(code)

@@ -1,0 +1,212 @@
+"""A worker's first process, and the one that an agent has standing by."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.fill.board import CycleBoard
+from megatron.fill.control import ControlPage, RunState
+from megatron.fill.gate import SharedGate
+from megatron.fill.runtime import agent as agent_module
+from megatron.fill.runtime.agent import Agent
+from megatron.fill.runtime.baton import Baton
+from megatron.fill.runtime.guest import environment
+from megatron.fill.runtime.holder import Holder
+from megatron.fill.runtime.spec import Outcome, WorkerSpec
+from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.sandbox.cage import Cage
+from megatron.fill.types import JobState
+from tests.unit.children import until
+
+WITHIN_S = 60.0  # on a machine that is busy
+TASK = """
+import os
+import sys
+
+at_import = "numpy" in sys.modules
+
+from megatron.fill import SideTask
+
+
+class Look(SideTask):
+    def create(self):
+        home, word = os.environ["HOME"], os.environ["WORD"]
+        self.context.result.update(numpy=at_import, home=home, word=word, cwd=os.getcwd())
+
+    def init(self):
+        pass
+
+    def run_next_step(self):
+        raise StopIteration
+"""
+
+
+class Pages:
+    """What a worker shares with its agent."""
+
+    def __init__(self) -> None:
+        self.gate, self.board, self.control = SharedGate(), CycleBoard(), ControlPage.create(0)
+        self.log_fd, self.baton_fd = create_log(), Baton.create()
+        self.log = StepLog(self.log_fd)
+        self.fds = [self.gate.reader_fd(), self.board.reader_fd(), self.control.reader_fd(), self.baton_fd]
+
+    def holder(self, folder: Path, ahead: tuple[str, ...] = ()) -> Holder:
+        return Holder(self.fds, environment(os.environ, {}, None, Path("/")), str(folder), idle=True, ahead=ahead)
+
+    def spec(self, folder: Path, **more: Any) -> Path:
+        gate, board, control, baton = self.fds
+        cage = Cage((), str(folder))
+        path = folder / "spec.json"
+        path.write_text(WorkerSpec("look", str(folder), gate, board, control, baton, cage, **more).to_json())
+        return path
+
+
+@pytest.mark.parametrize("ahead", [(), ("numpy", "no.such.module")])
+def test_a_first_process_waits_for_its_job_and_runs_it(tmp_path, ahead):
+    pages = Pages()
+    holder = pages.holder(tmp_path, ahead)
+    (tmp_path / "looks.py").write_text(TASK)
+    given = environment(os.environ, {"WORD": "of the device"}, None, tmp_path) | {"HOME": "/of/its/own"}
+    holder.give(pages.spec(tmp_path, task="looks:Look", search=[str(tmp_path)], environment=given), pages.log_fd)
+    confined = holder.confined(WITHIN_S)
+    assert confined is not None
+    assert not confined.error
+    assert holder.alive
+    holder.let_go()
+    pages.gate.open(1 << 62, 0)
+    said, _ = holder.process.communicate(timeout=WITHIN_S)
+    outcome = Outcome.left(pages.log)
+    assert outcome is not None, said
+    expected = {"numpy": bool(ahead), "home": "/of/its/own", "word": "of the device", "cwd": str(tmp_path)}
+    assert (outcome.state, outcome.result) == (JobState.SUCCEEDED, expected), outcome.reason
+    assert not holder.alive
+
+
+def test_without_a_job_it_ends_when_it_is_told_or_its_agent_has_gone(tmp_path):
+    holder = Pages().holder(tmp_path)
+    assert holder.alive
+    assert holder.end() == ""
+    assert holder.process.returncode == -signal.SIGKILL
+    with pytest.raises(OSError):  # noqa: PT011
+        holder.give(tmp_path, 0)
+    code = (
+        "import sys, time; from pathlib import Path; from tests.unit.test_holder import Pages; "
+        "print(Pages().holder(Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        left = Path(f"/proc/{int(agent.stdout.readline())}")
+        agent.kill()
+        until(lambda: not left.exists())
+
+
+class FakeHolder:
+    """Counts, and starts nothing."""
+
+    made: list[FakeHolder]
+
+    def __init__(self, fds: Any, started_with: Any, run_dir: str, *, idle: bool, ahead: tuple[str, ...] = ()) -> None:
+        self.made.append(self)
+        self.pid = len(self.made)
+        self.idle, self.ahead = idle, ahead
+        self.alive, self.ended = True, False
+
+    def end(self) -> str:
+        self.ended = True
+        return ""
+
+
+@pytest.fixture
+def agent(monkeypatch) -> Agent:
+    monkeypatch.setattr(FakeHolder, "made", [], raising=False)
+    monkeypatch.setattr(agent_module, "Holder", FakeHolder)
+    found = Agent.__new__(Agent)
+    found._lock, found._processes, found._standby = threading.Lock(), set(), None
+    found.orphaned, found.guest = False, None
+    found.gate = SimpleNamespace(ended=False)  # type: ignore[assignment]
+    found.control = SimpleNamespace(state=RunState.RUNNING)  # type: ignore[assignment]
+    found.control_reader_fd = found.baton_fd = -1
+    found.spec = SimpleNamespace(gate_fd=-1, board_fd=-1, run_dir="/run")  # type: ignore[assignment]
+    return found
+
+
+def job(**spec: Any) -> Any:
+    return SimpleNamespace(spec={"command": None} | spec)
+
+
+def test_a_task_gets_the_process_that_stands_by(agent):
+    agent.stand_by()
+    agent.stand_by()  # one is enough
+    [ready] = FakeHolder.made
+    assert ready.idle
+    assert ready.ahead
+    assert agent.start_worker(job()) is ready
+    anew = agent.start_worker(job())
+    assert anew is FakeHolder.made[1]
+    assert anew.idle
+    assert not anew.ahead
+
+
+@pytest.mark.parametrize(
+    ("spec", "idle"), [({"env": {"OMP_NUM_THREADS": "4"}}, True), ({"command": ["true"], "env": None}, False)]
+)
+def test_a_command_and_a_job_with_variables_of_its_own_get_one_that_has_imported_nothing(agent, spec, idle):
+    agent.stand_by()
+    [ready] = FakeHolder.made
+    found = agent.start_worker(job(**spec))
+    assert found is not ready
+    assert (found.idle, found.ahead) == (idle, ())
+    assert agent.start_worker(job()) is ready
+
+
+def test_one_that_has_died_meanwhile_is_not_given_a_job(agent):
+    agent.stand_by()
+    [dead] = FakeHolder.made
+    dead.alive = False
+    assert agent.start_worker(job()) is not dead
+    assert dead.ended
+
+
+def test_who_stands_by_is_no_orphan_and_goes_with_a_kill_or_the_end(agent, monkeypatch):
+    spared: list[set[int]] = []
+    monkeypatch.setattr(agent_module.reap, "end_descendants", lambda spare: spared.append(spare))
+    agent.stand_by()
+    worker = agent.start_worker(job())
+    agent.stand_by()
+    agent.forget_worker(worker.pid)
+    standby = FakeHolder.made[-1]
+    assert spared == [{standby.pid}]
+    agent.control.state = RunState.KILLED
+    agent._control_changed(RunState.KILLED)
+    assert standby.ended
+    agent.stand_by()
+    agent.control.state, agent.orphaned = RunState.RUNNING, True
+    agent.stand_by()
+    assert FakeHolder.made[-1] is standby
+
+
+def test_that_none_can_be_started_beforehand_is_no_trouble(agent, monkeypatch):
+    def fail(*args: Any, **more: Any) -> None:
+        raise OSError(11, "no more processes")
+
+    monkeypatch.setattr(agent_module, "Holder", fail)
+    agent.stand_by()
+    assert agent._standby is None
+
+
+def test_its_command_line_says_whose_it_is(tmp_path):
+    holder = Pages().holder(tmp_path)
+    try:
+        line = Path(f"/proc/{holder.pid}/cmdline")
+        until(lambda: line.read_text().endswith(f"\0{tmp_path}\0"))
+    finally:
+        holder.end()
