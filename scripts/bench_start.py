@@ -77,7 +77,7 @@ def start(folder: Path, cage: Cage, search: Path, standby: bool) -> Start:
     path.write_text(spec.to_json(), encoding="utf-8")
     before = _children_cpu_s()
     began_ns = time.monotonic_ns()
-    holder = Holder(fds, started_with, str(folder), idle=True, ahead=AHEAD if standby else ())
+    holder = Holder("bench", fds, started_with, str(folder), idle=True, ahead=AHEAD if standby else ())
     if standby:
         _await_sleep(holder.pid)
         began_ns = time.monotonic_ns()

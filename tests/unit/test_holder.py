@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from megatron.fill.board import CycleBoard
 from megatron.fill.control import ControlPage, RunState
+from megatron.fill.device.tree import marked
 from megatron.fill.gate import SharedGate
 from megatron.fill.runtime import agent as agent_module
 from megatron.fill.runtime.agent import Agent
@@ -60,7 +62,9 @@ class Pages:
         self.fds = [self.gate.reader_fd(), self.board.reader_fd(), self.control.reader_fd(), self.baton_fd]
 
     def holder(self, folder: Path, ahead: tuple[str, ...] = ()) -> Holder:
-        return Holder(self.fds, environment(os.environ, {}, None, Path("/")), str(folder), idle=True, ahead=ahead)
+        return Holder(
+            "12-3", self.fds, environment(os.environ, {}, None, Path("/")), str(folder), idle=True, ahead=ahead
+        )
 
     def spec(self, folder: Path, **more: Any) -> Path:
         gate, board, control, baton = self.fds
@@ -114,8 +118,11 @@ class FakeHolder:
 
     made: list[FakeHolder]
 
-    def __init__(self, fds: Any, started_with: Any, run_dir: str, *, idle: bool, ahead: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, name: str, fds: Any, started_with: Any, run_dir: str, *, idle: bool, ahead: tuple[str, ...] = ()
+    ) -> None:
         self.made.append(self)
+        self.name = name
         self.pid = len(self.made)
         self.idle, self.ahead = idle, ahead
         self.alive, self.ended = True, False
@@ -131,6 +138,7 @@ def agent(monkeypatch) -> Agent:
     monkeypatch.setattr(agent_module, "Holder", FakeHolder)
     found = Agent.__new__(Agent)
     found._lock, found._processes, found._standby = threading.Lock(), set(), None
+    found._numbers = itertools.count()
     found.orphaned, found.guest = False, None
     found.gate = SimpleNamespace(ended=False)  # type: ignore[assignment]
     found.control = SimpleNamespace(state=RunState.RUNNING)  # type: ignore[assignment]
@@ -153,6 +161,7 @@ def test_a_task_gets_the_process_that_stands_by(agent):
     anew = agent.start_worker(job())
     assert anew is FakeHolder.made[1]
     assert anew.idle
+    assert anew.name != ready.name
     assert not anew.ahead
 
 
@@ -203,10 +212,11 @@ def test_that_none_can_be_started_beforehand_is_no_trouble(agent, monkeypatch):
     assert agent._standby is None
 
 
-def test_its_command_line_says_whose_it_is(tmp_path):
+def test_its_command_line_says_whose_it_is_and_its_environment_who(tmp_path):
     holder = Pages().holder(tmp_path)
     try:
         line = Path(f"/proc/{holder.pid}/cmdline")
         until(lambda: line.read_text().endswith(f"\0{tmp_path}\0"))
+        assert marked(holder.pid, holder.name)
     finally:
         holder.end()

@@ -9,6 +9,7 @@ It has two *seats*: the resident job gets every bubble first, the tail job what 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -167,6 +168,7 @@ class Agent:
         self._ended: list[tuple[JobRecord, WorkerRecord]] = []  # attempts that are not in it yet
         self._processes: set[int] = set()  # those that have a job
         self._standby: Holder | None = None
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     @property
@@ -291,7 +293,8 @@ class Agent:
         spec = self.spec
         fds = (spec.gate_fd, spec.board_fd, self.control_reader_fd, self.baton_fd)
         started_with = environment(os.environ, {}, self.guest, Path("/"))
-        return Holder(fds, started_with, spec.run_dir, idle=idle, ahead=ahead)
+        name = f"{os.getpid()}-{next(self._numbers)}"
+        return Holder(name, fds, started_with, spec.run_dir, idle=idle, ahead=ahead)
 
     def _stand_down(self) -> None:
         with self._lock:

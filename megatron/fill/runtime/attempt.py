@@ -8,7 +8,6 @@ import math
 import os
 import shlex
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +24,6 @@ from megatron.fill.runtime.choice import Resident
 from megatron.fill.runtime.confined import Confined
 from megatron.fill.runtime.enforcer import Enforcer
 from megatron.fill.runtime.guest import environment, told
-from megatron.fill.runtime.holder import Holder
 from megatron.fill.runtime.jobrun import JobRun
 from megatron.fill.runtime.keeper import Held, progress_of
 from megatron.fill.runtime.overtime import Overtime
@@ -59,6 +57,9 @@ class Attempt:
 
     Args:
         directory: the job's folder, ready.
+
+    Raises:
+        OSError: no worker can be started; nothing of it is left.
     """
 
     def __init__(self, seat: Seat, claim: Claim, limits: Limits, directory: Path) -> None:
@@ -69,12 +70,18 @@ class Attempt:
         self.timeout_s = claim.job.spec.get("timeout_s") or math.inf
         self.limits = limits
         self.directory = directory
-        self.log_fd = create_log()
-        self.log = StepLog(self.log_fd)
         self.started_ns, self.started_s = time.monotonic_ns(), time.time()
         self.failed = False
         self.held = Held(claim, self._progress)
-        self.limiter = self.agent.device.limiter(limits, f"{os.getpid()}-{self.job.id}-{self.job.attempt}")
+        self.holder = self.agent.start_worker(self.job)
+        self.worker = self.holder.process
+        try:
+            self.limiter = self.agent.device.limiter(limits, self.holder.name)
+            self.log_fd = create_log()
+            self.log = StepLog(self.log_fd)
+        except BaseException:
+            self._abandon()
+            raise
 
     def run(self) -> None:
         """Run the job and tell the store how it ended.
@@ -86,16 +93,16 @@ class Attempt:
         agent.keeper.hold(self.held)  # on a busy machine a start may take longer than a lease
         try:
             try:
-                worker = self._start()
+                self._start()
             except BaseException:
                 self.limiter.close()
                 raise
             finally:
                 os.close(self.log_fd)
             try:
-                run, room = self._watch(worker)
+                run, room = self._watch()
             finally:
-                agent.forget_worker(worker.pid)
+                agent.forget_worker(self.holder.pid)
                 if not self.seat.tail:
                     agent.baton.drop()
         finally:
@@ -129,33 +136,30 @@ class Attempt:
         record = replace(self._record(JobState.RUNNING, ""), unit=unit, total_work=self.log.total_work)
         return record, self.log.record(self.job.name, self.agent.spec.rank, _SHOWN)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        """Start the worker, and let the job begin once it is kept in.
+    def _start(self) -> None:
+        """Let the job begin once it is kept in.
 
         Raises:
             OSError: it could not be started, or not be kept in; nothing of it is left.
         """
-        agent, path = self.agent, self._worker_spec()
-        holder = agent.start_worker(self.job)
-        self.worker = holder.process
+        holder = self.holder
         try:
-            holder.give(path, self.log_fd)
-            self.confined = confined = self._confined(holder)
+            holder.give(self._worker_spec(), self.log_fd)
+            self.confined = confined = self._confined()
             self.limiter.adopt(confined.init, holder.pid)
             holder.let_go()
         except BaseException:
-            self._abandon(holder)
+            self._abandon()
             raise
-        agent.stand_by()
+        self.agent.stand_by()
         for lacking in confined.lacking:
             logger.info("job %s: %s", self.job.name, lacking)
-        return holder.process
 
-    def _confined(self, holder: Holder) -> Confined:
+    def _confined(self) -> Confined:
         end_s = time.monotonic() + _CONFINED_S
         while time.monotonic() < end_s and not self._why_end():
             with contextlib.suppress(TimeoutError):
-                found = holder.confined(_LOOK_S)
+                found = self.holder.confined(_LOOK_S)
                 if found is None:
                     raise OSError("its worker ended before the job could begin")
                 if found.error:
@@ -163,13 +167,13 @@ class Attempt:
                 return found
         raise OSError(self._why_end() or f"its worker was not ready within {_CONFINED_S:g} s")
 
-    def _abandon(self, holder: Holder) -> None:
+    def _abandon(self) -> None:
         """End a worker whose job has not begun: it takes all with it."""
-        if said := holder.end():
+        if said := self.holder.end():
             logger.warning("job %s: its worker said: %s", self.job.name, said[-_MOST_SAID:])
-        self.agent.forget_worker(holder.pid)
+        self.agent.forget_worker(self.holder.pid)
 
-    def _watch(self, worker: subprocess.Popen[bytes]) -> tuple[JobRun, Room]:
+    def _watch(self) -> tuple[JobRun, Room]:
         """Stay with the worker until it has ended."""
         seat, spec = self.seat, self.agent.spec
         seat.resident = Resident(self.job, self.directory)
@@ -193,7 +197,7 @@ class Attempt:
         )
         keep_profile = self._profile_keeper()
         run = JobRun(
-            worker,
+            self.worker,
             self.log,
             self.directory,
             enforcer,

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron.fill.device.tree import MARK
 from megatron.fill.runtime.confined import Confined
 
 # Even a worker's start-up is not to compete with the main job.
@@ -32,6 +33,7 @@ class Holder:
     Nothing of a job has a say in how it is started: neither its variables nor a folder that it may write to.
 
     Args:
+        name: the worker's, by which its limiter knows what it started: unique among those of this machine.
         fds: what every worker of this agent maps.
         environment: what it and its libraries are started with.
         run_dir: whose it is, for who looks at the machine's processes.
@@ -43,8 +45,16 @@ class Holder:
     """
 
     def __init__(
-        self, fds: Sequence[int], environment: Mapping[str, str], run_dir: str, *, idle: bool, ahead: Sequence[str] = ()
+        self,
+        name: str,
+        fds: Sequence[int],
+        environment: Mapping[str, str],
+        run_dir: str,
+        *,
+        idle: bool,
+        ahead: Sequence[str] = (),
     ) -> None:
+        self.name = name
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-I", "-c", _START, json.dumps(sys.path)]
         command += [str(os.getpid()), str(theirs.fileno()), ",".join(ahead), run_dir]
@@ -58,7 +68,7 @@ class Holder:
                     cwd="/",
                     pass_fds=(*fds, theirs.fileno()),
                     process_group=0,  # not a new session: that would be a new autogroup
-                    env=environment,
+                    env={**environment, MARK: name},  # as the kernel shows it, which later changes are not
                 )
         except BaseException:
             self._channel.close()
