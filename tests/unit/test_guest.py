@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.runtime.confined import apply_environment
 from megatron.fill.runtime.guest import Guest, check_reach, default_guest, environment, find_guest, refusal, told
 from megatron.fill.runtime.spec import WorkerSpec
 from megatron.fill.sandbox import Cage
@@ -69,6 +70,15 @@ def test_a_job_is_told_who_it_is():
         job.spec = spec
         alone = told(job, "/runs/first", Path("/runs/first/jobs/sweep-3-17"))
         assert (alone["PIPEFILL_INDEX"], alone["PIPEFILL_COUNT"]) == ("0", "1")
+
+
+def test_a_name_that_no_variable_can_hold_does_not_keep_a_job_from_starting():
+    job: Any = SimpleNamespace(name="a\0\r\n\x1b[2J", id=17, attempt=2, spec={})
+    alone = told(job, "/runs/first", Path("/runs/first/jobs/17"))
+    apply_environment(alone)
+    assert os.environ["PIPEFILL_JOB"] == "a\r\n\x1b[2J"
+    for name in alone:
+        del os.environ[name]
 
 
 def test_a_task_finds_its_number_in_its_context(tmp_path):

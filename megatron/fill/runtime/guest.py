@@ -126,7 +126,7 @@ def environment(
 
 
 def told(job: Job, run: str, directory: Path) -> dict[str, str]:
-    """What a job is told of itself, as variables.
+    """What a job is told of itself, as variables, which hold no zero bytes.
 
     Args:
         run: the run folder.
@@ -142,7 +142,7 @@ def told(job: Job, run: str, directory: Path) -> dict[str, str]:
         "RUN": run,
         "DIRECTORY": directory,
     }
-    return {f"PIPEFILL_{name}": str(value) for name, value in values.items()}
+    return {f"PIPEFILL_{name}": str(value).replace("\0", "") for name, value in values.items()}
 
 
 def refusal(spec: Mapping[str, Any], allowed: Sequence[str]) -> str:
