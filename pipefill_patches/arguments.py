@@ -81,7 +81,7 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         type=int,
         default=0,
         metavar="N",
-        help="alternate N iterations with filling and N without, to measure the slowdown within one run (0: off)",
+        help="N iterations with filling and N without, each first in turn, to measure the slowdown (0: off)",
     )
     group.add_argument(
         "--fill-warmup-iterations",
@@ -102,6 +102,12 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         action="store_true",
         help="on the CPU, fill a bubble as long as it is open, and not only to its predicted end: more work is done, "
         "and the training may become slower; when the brake finds that, it ends",
+    )
+    group.add_argument(
+        "--fill-emulate",
+        choices=["completion", "slices"],
+        help="on the CPU, for benchmarks: a side task's step cannot be interrupted, as what runs on a GPU cannot; it "
+        "runs to completion, or takes turns of 2 ms with the training (it takes the right to real-time priorities)",
     )
     group.add_argument(
         "--fill-min-bubble-us",

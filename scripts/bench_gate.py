@@ -1,8 +1,13 @@
-"""How fast does the gate hand a bubble over, and how much of it is used?
+"""How fast does the gate hand a bubble over, how much of it is used, and how much later does the main job go on?
 
 Injects bubbles of known length into a gate, with a real worker loop and a CPU step of fixed length behind it, and
 reports per bubble length: the harvest (time inside steps / bubble time), the latency from opening the gate to the
-first step, and the overrun of the last step.  Both sides read CLOCK_MONOTONIC.
+first step, the overrun of the last step, and by how much later the main job, which sleeps on the same core, gets it
+back.  Both sides read CLOCK_MONOTONIC.
+
+Measured in turn on the CPU as it is, where the kernel takes the core back from a step at any instant, and on an
+emulated device that does not preempt (``megatron.fill.device.emulated``; it takes the right to real-time priorities):
+with the end of the bubble known to the worker, and with steps until the bubble closes.
 
     python scripts/bench_gate.py --json docs/benchmarks/gate.json
 """
@@ -14,17 +19,21 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron.fill.device import host
+from megatron.fill.device.emulated import Emulation, Executor, LaunchPage, why_not
 from megatron.fill.gate import SharedGate, SharedGateReader
 from megatron.fill.runtime.loop import StepLoop
 from megatron.fill.runtime.steplog import StepLog, create_log
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
+
+_FAR_NS = 10**12
 
 
 class CpuStep(SideTask):
@@ -39,51 +48,92 @@ class CpuStep(SideTask):
             pass
 
 
-def work(gate_fd: int, log_fd: int, core: int, step_ms: float) -> None:
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A device, and whether the worker knows when a bubble will end."""
+
+    name: str
+    emulation: Emulation | None
+    predicted: bool
+
+
+WAYS = (
+    Way("CPU as it is", None, True),
+    Way("to completion", Emulation.COMPLETION, True),
+    Way("to completion, until closed", Emulation.COMPLETION, False),
+    Way("slices", Emulation.SLICES, True),
+    Way("slices, until closed", Emulation.SLICES, False),
+)
+
+
+def work(gate_fd: int, log_fd: int, core: int, step_ms: float, page: LaunchPage | None) -> None:
     """The worker: the runtime's own loop, on the rank's core, at idle priority."""
     host.yield_to_main_job([core])
     machine = TaskMachine(CpuStep(), TaskContext("bench", Path("/")))
     machine.create({"step_ms": step_ms})
     machine.init()
-    StepLoop(machine, SharedGateReader(gate_fd), StepLog(log_fd), lambda: False).run()
+    loop = StepLoop(machine, SharedGateReader(gate_fd), StepLog(log_fd), lambda: False, preempted=page is None)
+    if page is not None:
+        loop.launch, loop.settle = page.launch, page.settle
+    loop.run()
 
 
-def inject(bubble_ms: float, count: int, gap_ms: float, step_ms: float, core: int) -> dict[str, Any]:
+def start(gate_fd: int, log_fd: int, core: int, step_ms: float, how: Emulation | None) -> list[int]:
+    """A worker, and what makes the core a device that does not preempt; their processes."""
+    page = None if how is None else LaunchPage()
+    worker = os.fork()
+    if worker == 0:
+        work(gate_fd, log_fd, core, step_ms, page)
+        os._exit(0)
+    if page is None or how is None:
+        return [worker]
+    executor = os.fork()
+    if executor == 0:
+        gate = SharedGateReader(gate_fd)
+        Executor(page, worker, [core], how).serve(lambda: gate.ended)
+        os._exit(0)
+    return [worker, executor]
+
+
+def inject(way: Way, bubble_ms: float, count: int, gap_ms: float, step_ms: float, core: int) -> dict[str, Any]:
     """Inject ``count`` bubbles into a fresh gate and worker; the first ten only teach the worker its step time."""
     gate, log_fd = SharedGate(), create_log()
-    gate_fd = gate.reader_fd()
-    child = os.fork()
-    if child == 0:
-        work(gate_fd, log_fd, core, step_ms)
-        os._exit(0)
+    children = start(gate.reader_fd(), log_fd, core, step_ms, way.emulation)
     time.sleep(0.5)
     bubble_ns = int(bubble_ms * 1e6)
     warmup = 10
     seqs: dict[int, int] = {}
+    late_ns = []
     for number in range(warmup + count):
-        start_ns = time.monotonic_ns()
-        seq = gate.open(start_ns + bubble_ns, 0)
-        time.sleep(max(0, start_ns + bubble_ns - time.monotonic_ns()) / 1e9)
-        end_ns = time.monotonic_ns()
-        gate.close(end_ns)
+        end_ns = time.monotonic_ns() + bubble_ns
+        seq = gate.open(end_ns if way.predicted else end_ns + _FAR_NS, 0)
+        time.sleep(max(0, end_ns - time.monotonic_ns()) / 1e9)
+        now_ns = time.monotonic_ns()
+        gate.close(now_ns)
         if number >= warmup:
-            seqs[seq] = end_ns - start_ns
+            seqs[seq] = now_ns - end_ns + bubble_ns
+            late_ns.append(now_ns - end_ns)
         busy_until = time.monotonic() + gap_ms / 1e3
         while time.monotonic() < busy_until:  # the main job computes between its bubbles
             pass
     gate.end()
-    os.waitpid(child, 0)
+    for child in children:
+        os.waitpid(child, 0)
     record = StepLog(log_fd).record("bench", 0)
     uses = [use for use in record.uses if use.seq in seqs]
     latency = [use.latency_ns / 1e3 for use in uses if use.latency_ns >= 0]
     overrun = [use.overrun_ns / 1e3 for use in uses if use.steps]
     return {
+        "way": way.name,
         "bubble_ms": bubble_ms,
         "bubbles": count,
         "used": len([use for use in uses if use.steps]),
         "harvest": sum(use.harvested_ns for use in uses) / sum(seqs.values()),
+        "device_harvest": sum(use.steps for use in uses) * step_ms * 1e6 / sum(seqs.values()),
         "latency_us": _percentiles(latency),
         "overrun_us": _percentiles(overrun),
+        "late_us": _percentiles([value / 1e3 for value in late_ns]),
+        "slowdown": sum(late_ns) / (count * (bubble_ns + gap_ms * 1e6)),
     }
 
 
@@ -102,26 +152,51 @@ def main() -> None:
     parser.add_argument("--gap-ms", type=float, default=100.0, help="between bubbles (default: 100)")
     parser.add_argument("--step-ms", type=float, default=2.4, help="CPU time of a step (default: 2.4)")
     options = parser.parse_args()
+    why = why_not()
+    if why:
+        print(f"only the CPU as it is: {why}", file=sys.stderr)
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
-    rows = [inject(length, options.bubbles, options.gap_ms, options.step_ms, core) for length in options.lengths_ms]
-    print(f"{'bubble ms':>10} {'used':>9} {'harvest':>8} {'latency us p50 / p99':>22} {'overrun us p50 / p99':>22}")
+    rows = [
+        inject(way, length, options.bubbles, options.gap_ms, options.step_ms, core)
+        for length in options.lengths_ms
+        for way in WAYS
+        if not (why and way.emulation)
+    ]
+    titles = ("latency us", "late us")
+    print(
+        f"{'':<28}{'bubble ms':>10}{'used':>9}{'harvest':>9}{'device':>8}" + "".join(f"{title:>14}" for title in titles)
+    )
     for row in rows:
-        latency, overrun = row["latency_us"], row["overrun_us"]
+        spans = [f"{span.get('p50', 0):.0f} / {span.get('p99', 0):.0f}" for span in (row["latency_us"], row["late_us"])]
+        used = f"{row['used']}/{row['bubbles']}"
         print(
-            f"{row['bubble_ms']:>10g} {row['used']:>4}/{row['bubbles']} {row['harvest']:>8.3f} "
-            f"{latency.get('p50', 0):>13.1f} / {latency.get('p99', 0):<6.1f} "
-            f"{overrun.get('p50', 0):>13.1f} / {overrun.get('p99', 0):<6.1f}"
+            f"{row['way']:<28}{row['bubble_ms']:>10g}{used:>9}{row['harvest']:>9.3f}{row['device_harvest']:>8.3f}"
+            + "".join(f"{span:>14}" for span in spans)
         )
+    print("harvest: share of the bubbles inside steps; device: CPU time of the steps over that of the bubbles;")
+    print("latency (opening to first step) and late (the main job goes on): median / 99th percentile")
     if options.json:
-        summary = {f"harvest_{row['bubble_ms']:g}ms": row["harvest"] for row in rows}
-        summary |= {f"latency_p50_us_{row['bubble_ms']:g}ms": row["latency_us"].get("p50") for row in rows}
-        summary |= {f"latency_p99_us_{row['bubble_ms']:g}ms": row["latency_us"].get("p99") for row in rows}
-        summary |= {f"overrun_p50_us_{row['bubble_ms']:g}ms": row["overrun_us"].get("p50") for row in rows}
         command = "python scripts/bench_gate.py " + " ".join(sys.argv[1:])
         Path(options.json).write_text(
-            json.dumps({"command": command, "summary": summary, "lengths": rows}, indent=2) + "\n", encoding="utf-8"
+            json.dumps({"command": command, "summary": summary(rows), "lengths": rows}, indent=2) + "\n",
+            encoding="utf-8",
         )
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures that count, by device and length of the bubbles."""
+    found: dict[str, Any] = {}
+    for row in rows:
+        found.setdefault(row["way"], {})[f"{row['bubble_ms']:g} ms"] = {
+            "harvest": round(row["harvest"], 4),
+            "device_harvest": round(row["device_harvest"], 4),
+            "slowdown": round(row["slowdown"], 5),
+            "latency_p50_us": row["latency_us"].get("p50"),
+            "late_p50_us": row["late_us"].get("p50"),
+            "late_p99_us": row["late_us"].get("p99"),
+        }
+    return found
 
 
 if __name__ == "__main__":

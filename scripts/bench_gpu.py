@@ -35,7 +35,7 @@ from megatron.fill.records import last_segment
 from megatron.fill.report import paired_slowdown
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.loader import load_task
-from megatron.fill.types import Iteration
+from megatron.fill.types import Iteration, fills_block
 from scripts.one_gpu import end, mps, training
 
 MODELS = {  # layers, hidden, heads, sequence, micro-batch
@@ -110,7 +110,7 @@ def colocated(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 seen = re.search(r"iteration +(\d+)/", line)
                 if seen:
                     block = _block(int(seen[1]) + 1, options)
-                    switch.write_bytes(bytes([RUNNING if block % 2 == 0 else STOPPED]))
+                    switch.write_bytes(bytes([RUNNING if fills_block(block) else STOPPED]))
                     if int(seen[1]) == iterations:
                         break
     finally:
@@ -122,7 +122,7 @@ def colocated(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     measured = next(last_segment(run_dir).records()).iterations
     blocks = [(one, _block(one.iteration, options)) for one in measured]
     slowdown = paired_slowdown(
-        [Iteration(one.iteration, one.start_ns, one.end_ns, block % 2 == 0, block) for one, block in blocks]
+        [Iteration(one.iteration, one.start_ns, one.end_ns, fills_block(block), block) for one, block in blocks]
     )
     assert slowdown is not None
     return {"slowdown": {"mean": slowdown.mean, "ci95": list(slowdown.ci95), "pairs": slowdown.pairs}}

@@ -266,6 +266,7 @@ class FillSettings(BaseModel):
     warmup_iterations: int = Field(default=5, ge=1, le=_MOST_AMOUNT)
     guard_us: _Amount = 0.0
     reach: bool = False
+    emulate: Literal["completion", "slices"] | None = None
     min_bubble_us: _Amount = 1000.0
     grace_ms: _Above0 = 500.0
     max_overruns: int = Field(default=3, ge=1, le=_MOST_AMOUNT)

@@ -11,6 +11,11 @@ from enum import StrEnum
 from typing import Any
 
 
+def fills_block(block: int) -> bool:
+    """Whether a block of a paired comparison is with filling: on, off, off, on, so that a drift favours neither."""
+    return block % 4 in (0, 3)
+
+
 class BubbleKind(StrEnum):
     """Where in an iteration a rank waits for other stages (PipeFill, section 2)."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fill.device.emulated import why_not
 from tests.e2e.training import ENDLESS, OURS, PATCHED, UPSTREAM, Trained, stepped, train, train_until, write_jobs
 
 JOBS = ({"name": "a", "task": "tasks:Spin"}, {"name": "b", "task": "tasks:Spin", "args": {"milliseconds": 0.5}})
@@ -19,6 +20,8 @@ SCHEDULES = {
     "interleaved": (INTERLEAVED, INTERLEAVED),
     "interleaved-blocking": (BLOCKING, BLOCKING),
 }
+if not why_not():
+    SCHEDULES["on a device that does not preempt"] = ("--fill-emulate completion", "")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.fill.runtime.brake import Brake
 from megatron.fill.runtime.pairs import Evidence, midmean
+from megatron.fill.types import fills_block
 
 SECOND = 1_000_000_000
 MS = 1_000_000
@@ -212,14 +213,15 @@ def test_ranks_that_brake_at_different_pairs_of_one_period_fill_again_on_the_com
 @pytest.mark.parametrize("blocks", [1, 4, 10])
 def test_paired_blocks_are_the_pairs_and_there_are_no_other_probes(blocks):
     quiet = Training(paired_blocks=blocks).run(normal(2000, sigma=0.02))
-    assert quiet.filled == [number // blocks % 2 == 0 for number in range(2000)]
+    assert quiet.filled == [fills_block(number // blocks) for number in range(2000)]
     assert quiet.brake.events == []
     slow = Training(0.2, paired_blocks=blocks).run(normal(2000, sigma=0.02))
     event = slow.brake.events[0]
     assert event.iteration - slow.first < max(30, 6 * blocks)
     assert (event.until - slow.first) % (2 * blocks) == 0
     resumes = event.until - slow.first
-    assert slow.filled[resumes : resumes + 2 * blocks] == [True] * blocks + [False] * blocks
+    both = range(resumes, resumes + 2 * blocks)
+    assert slow.filled[resumes : resumes + 2 * blocks] == [fills_block(number // blocks) for number in both]
 
 
 class TestEvidence:

@@ -31,7 +31,7 @@ RULES: dict[str, set[str]] = {
     "profiles": {"types"},
     "board": {"types", "profiles", "shared"},
     "sidetask": {"types", "errors", "hearsay", "profiles"},
-    "device": {"types", "errors"},
+    "device": {"types", "errors", "futex", "shared"},
     # The package itself, for where it lies.
     "sandbox": {"types", "errors"},
     "planner": {"types", "errors", "given", "profiles"},

@@ -83,14 +83,23 @@ def test_where_steps_may_be_caught_bubbles_are_filled_beyond_what_is_predicted_u
     assert gate.lasts[-1] == 20
 
 
-def test_paired_blocks_alternate():
+def test_of_paired_blocks_each_kind_comes_first_in_turn():
     listener = make(FakeGate(), paired_blocks=2)
     drive = Drive(listener)
     for _ in range(10):
         drive.iteration(20)
     iterations = listener.recorder.iterations
     assert [iteration.block for iteration in iterations] == [-1, -1, 0, 0, 1, 1, 2, 2, 3, 3]
-    assert [iteration.filling for iteration in iterations if iteration.block >= 0] == [True, True, False, False] * 2
+    assert [iteration.filling for iteration in iterations if iteration.block >= 0] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert [iteration.iteration for iteration in iterations] == list(range(1, 11))
 
 

@@ -157,6 +157,7 @@ FLAGS = """
 --fill-paired-blocks 99999999999999999999 => --fill-paired-blocks is 99999999999999999999: expected less than
 --fill-warmup-iterations 0 => --fill-warmup-iterations is 0: expected greater than or equal to 1
 --fill-warmup-iterations five => argument --fill-warmup-iterations: invalid int value: 'five'
+--fill-emulate nothing => argument --fill-emulate: invalid choice: 'nothing'
 --fill-guard-us inf => --fill-guard-us is inf: expected a finite number
 --fill-guard-us nan => --fill-guard-us is nan: expected a finite number
 --fill-guard-us -1 => --fill-guard-us is -1.0: expected greater than or equal to 0

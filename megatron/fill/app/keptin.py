@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.config import FillSettings
+from megatron.fill.device.emulated import why_not
 from megatron.fill.errors import ConfigError
 from megatron.fill.runtime.guest import Guest, check_reach, default_guest, find_guest
 from megatron.fill.sandbox import Bind, Layer, Walls, look, parse_bind
@@ -43,6 +44,17 @@ def check_flags(settings: FillSettings) -> None:
         find_guest(settings.user)
     for text in settings.bind:
         parse_bind(text)
+
+
+def check_emulation(how: str, on_cpu: bool) -> None:
+    """Whether a device that does not preempt can be emulated here.
+
+    Raises:
+        ConfigError: it cannot; the message says why.
+    """
+    why = why_not() if on_cpu else "the training is on a GPU, which does not preempt anyway"
+    if why:
+        raise ConfigError(f"--fill-emulate {how}: {why}")
 
 
 def keep_in(settings: FillSettings, mps: bool, modules: Sequence[str] = ()) -> KeptIn:

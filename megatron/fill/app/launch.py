@@ -21,7 +21,7 @@ from rich.console import Console
 
 import pipefill_patches
 from megatron.fill.app.expected import warn_of_few_bubbles
-from megatron.fill.app.keptin import KeptIn, check_flags, keep_in
+from megatron.fill.app.keptin import KeptIn, check_emulation, check_flags, keep_in
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share
 from megatron.fill.config import FillSettings
@@ -76,6 +76,8 @@ class Launch:
             if settings.store is None and os.environ.get(_STORE):
                 _check_owner(where, run_dir)
             check_flags(settings)
+            if settings.emulate is not None:
+                check_emulation(settings.emulate, pipefill_patches.PATCHES["cpu_backend"].applied)
             self.mps = share(settings, pipefill_patches.PATCHES["cpu_backend"].applied)
         search = [] if args.fill_jobs is None else [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
         if settings.serves:

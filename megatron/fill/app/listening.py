@@ -44,6 +44,14 @@ class Listening(Protocol):
         """The training failed."""
 
 
+def _predictor(settings: FillSettings) -> BubblePredictor:
+    warmup, reaching = settings.warmup_iterations, settings.reach
+    if settings.emulate is not None:
+        return BubblePredictor(warmup, reaching=reaching)
+    # The rank takes its core back from a step in flight at once, so less caution is needed than on a GPU.
+    return BubblePredictor(warmup, margin=0.0, reaching=reaching)
+
+
 class HostListening:
     """On the CPU, where the host waits when the device does.
 
@@ -71,8 +79,7 @@ class HostListening:
         self.listener = RankListener(
             gate,
             self._recorder,
-            # The rank takes its core back from a step in flight at once, so less caution is needed than on a GPU.
-            BubblePredictor(warmup=settings.warmup_iterations, margin=0.0, reaching=settings.reach),
+            _predictor(settings),
             self.free_bytes,
             settings.paired_blocks,
             guard_ns,

@@ -17,6 +17,7 @@ from megatron.fill.board import CycleBoard
 from megatron.fill.config import FillSettings
 from megatron.fill.control import ControlPage
 from megatron.fill.device import MpsDaemon, Sharing
+from megatron.fill.device.emulated import Emulation
 from megatron.fill.device.tree import descendants
 from megatron.fill.gate import SharedGate
 from megatron.fill.hooks import bus
@@ -123,6 +124,7 @@ class Session:
             control_fd=control_fd,
             device=self.info.device,
             device_uuid=_uuid(self.info.device),
+            emulate=None if settings.emulate is None else Emulation(settings.emulate),
             cpus=sorted(os.sched_getaffinity(0)) if self.info.device == "cpu" else [],
             store=store,
             submit=jobs,

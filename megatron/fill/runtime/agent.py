@@ -26,6 +26,7 @@ from typing import Any
 from megatron.fill.board import CycleBoardReader
 from megatron.fill.control import ControlPage, RunState
 from megatron.fill.device import MpsDaemon, Sharing, host, open_device
+from megatron.fill.device.emulated import Emulation
 from megatron.fill.device.meter import fingerprint
 from megatron.fill.device.pressure import NoRoom
 from megatron.fill.gate import SharedGateReader
@@ -73,6 +74,7 @@ class AgentSpec:
         allow: the jobs that may run, as ``guest.refusal`` reads it.
         device_uuid: of the GPU; None on the CPU.
         margin_bytes: device memory that the jobs leave free beyond the main job's peak.
+        emulate: how the CPU is to behave as a device that does not preempt; None for as it is.
         policy: which job is next, as ``parse_policy`` reads it.
         lease_s: how long the store keeps a job for an agent that is silent.
         checkpoint_s: how often resumable jobs are saved.
@@ -88,6 +90,7 @@ class AgentSpec:
     device: str
     device_uuid: str | None
     cpus: list[int]
+    emulate: Emulation | None
     store: str
     submit: list[NewJob]
     policy: str
@@ -117,6 +120,7 @@ class AgentSpec:
         typed = {
             "submit": [NewJob(**job) for job in data["submit"]],
             "sharing": Sharing(data["sharing"]),
+            "emulate": None if data["emulate"] is None else Emulation(data["emulate"]),
             "guest": None if data["guest"] is None else Guest(**data["guest"]),
             "namespaces": tuple(data["namespaces"]),
             "binds": tuple(Bind(**bind) for bind in data["binds"]),

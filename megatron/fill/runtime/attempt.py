@@ -307,6 +307,7 @@ class Attempt:
             margin_bytes=agent.spec.margin_bytes + agent.device.overhead_bytes,
             device=agent.device.worker_name,
             cpus=agent.spec.cpus,
+            emulate=agent.spec.emulate,
             task=job.spec["task"],
             command=job.spec["command"],
             args=job.spec["args"],

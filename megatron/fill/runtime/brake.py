@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from megatron.fill.runtime.pairs import Evidence, Measured, Noise
-from megatron.fill.types import BrakeEvent
+from megatron.fill.types import BrakeEvent, fills_block
 
 _PROBE = 4  # iterations without filling in a row; as many before and after them are compared with them
 _PERIODS = (16, 32, 64, 128)  # iterations from one probe to the next: each a multiple of the one before
@@ -107,7 +107,7 @@ class Brake:
 
     def _plan(self, iteration: int, number: int) -> bool:
         if self.paired_blocks:
-            return number // self.paired_blocks % 2 == 0
+            return fills_block(number // self.paired_blocks)
         period = _PERIODS[self._level]
         return not period - 2 * _PROBE <= iteration % period < period - _PROBE
 

@@ -26,6 +26,7 @@ class StepLoop:
         between: called after every bubble, outside of it: checkpoints are due there.
         baton: passed on in each bubble when the next step does not fit any more; None if nobody waits for it.
         control: asked immediately before every step; None where nobody can pause.
+        launch: called before every step; what it says is undone by ``settle``.
         settle: returns when all that a step has begun on the device has ended; only then has the step.
         preempted: the main job takes the device back with the end of a bubble, so a step or a pause that is caught by
             it says nothing of how long it takes.
@@ -41,6 +42,7 @@ class StepLoop:
         between: Callable[[], None] | None = None,
         baton: Baton | None = None,
         control: RunSwitch | None = None,
+        launch: Callable[[], None] = lambda: None,
         settle: Callable[[], None] = lambda: None,
         preempted: bool = False,
     ) -> None:
@@ -52,6 +54,7 @@ class StepLoop:
         self.between = between
         self.baton = baton
         self.control = control or AlwaysRunning()
+        self.launch = launch
         self.settle = settle
         self.preempted = preempted
         self.attend: Callable[[], None] | None = None  # called between bubbles, and when a signal asks to look around
@@ -139,11 +142,13 @@ class StepLoop:
         start_ns = clock()
         while control.running:
             node = machine.task.next_node
+            self.launch()
             try:
                 work = machine.run_next_step()
-                self.settle()
             except StopIteration:
                 return True, first_ns, end_ns, spent_ns, steps
+            finally:
+                self.settle()
             end_ns = clock()
             is_open = self.gate.is_open(bubble.seq)
             if is_open or not self.preempted:

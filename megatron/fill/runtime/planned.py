@@ -164,16 +164,17 @@ class NodeRun:
             return MeasuringMachine(task, context, meters)
 
         def run(machine: MeasuringMachine) -> bool:
-            baton, control, settle = self.loop.baton, self.loop.control, self.loop.settle
+            loop = self.loop
             return StepLoop(
                 machine,
                 self.view,
                 self.log,
                 self.stopping,
-                baton=baton,
-                control=control,
-                settle=settle,
-                preempted=self.loop.preempted,
+                baton=loop.baton,
+                control=loop.control,
+                launch=loop.launch,
+                settle=loop.settle,
+                preempted=loop.preempted,
             ).run()
 
         profiler = Profiler(make, run, self.spec.context(), self.spec.args)

@@ -16,7 +16,7 @@ from megatron.fill.predictor import ENOUGH_TO_PLAN, BubblePredictor
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.runtime.brake import Brake
 from megatron.fill.runtime.recorder import Recorder
-from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration
+from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration, fills_block
 
 _SHOW_EVERY = 20  # iterations between two looks at the cycle for the board
 
@@ -97,7 +97,7 @@ class RankListener:
             if self.brake.events:
                 self.predictor.reaching = False
             return on
-        return not self.paired_blocks or self._block % 2 == 0
+        return not self.paired_blocks or fills_block(self._block)
 
     def iteration_ended(self, now_ns: int) -> None:
         start_ns, paused = self._iteration_start_ns, self._paused

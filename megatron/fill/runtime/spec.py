@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.device.emulated import Emulation
 from megatron.fill.device.port import Limits, Sharing
 from megatron.fill.hearsay import parse_json, plain, to_json
 from megatron.fill.profiles import is_amount
@@ -31,6 +32,7 @@ class WorkerSpec:
         profiles: the job's profiles as JSON, one per configuration; None if it has to be measured.
         checkpoint_s: how often a resumable task is saved, in seconds.
         env: the job's own variables; they count once nothing of it can do harm.
+        emulate: how the CPU is to behave as a device that does not preempt; None for as it is.
         array: which instance of a job with a count it is, and of how many.
         margin_bytes: device memory that is to stay free; what a plan keeps to where ``limits`` has no cap.
     """
@@ -50,6 +52,7 @@ class WorkerSpec:
     margin_bytes: int = 0
     device: str = "cpu"
     cpus: list[int] = field(default_factory=list)
+    emulate: Emulation | None = None
     task: str | None = None
     command: list[str] | None = None
     args: dict[str, Any] = field(default_factory=dict)
@@ -74,7 +77,13 @@ class WorkerSpec:
         cage = data["cage"]
         cage |= {name: tuple(cage[name]) for name in ("namespaces", "masked", "devices")}
         cage["binds"] = tuple(Bind(**bind) for bind in cage["binds"])
-        typed = {"limits": Limits(**data["limits"]), "sharing": Sharing(data["sharing"]), "cage": Cage(**cage)}
+        emulate = None if data["emulate"] is None else Emulation(data["emulate"])
+        typed = {
+            "limits": Limits(**data["limits"]),
+            "sharing": Sharing(data["sharing"]),
+            "cage": Cage(**cage),
+            "emulate": emulate,
+        }
         return cls(**data | typed)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from megatron.fill.board import CycleBoardReader
 from megatron.fill.control import ControlReader
 from megatron.fill.device import host
+from megatron.fill.device.emulated import Executor, LaunchPage
 from megatron.fill.device.port import Limits, mib
 from megatron.fill.errors import FillError, PlanError, StaleProfile
 from megatron.fill.gate import GateReader, SharedGateReader
@@ -62,6 +63,7 @@ class Worker:
         self.log = StepLog(log_fd)
         for fd in (spec.gate_fd, spec.board_fd, spec.control_fd, spec.baton_fd, log_fd):
             os.close(fd)  # they stay mapped
+        self._launches: LaunchPage | None = None
         self._stop = False
         self._crowded = False  # the main job needs the memory
         self._measures = False  # the job had no profile
@@ -72,8 +74,13 @@ class Worker:
         if self.spec.command is not None:
             self._run_command().leave(self.log)
             return 0
+        if self.spec.emulate is not None:
+            self._launches = LaunchPage()
         held = jail(self.spec, self.channel, self._inside)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that is for the task
+        if self._launches is not None and self.spec.emulate is not None:
+            executor = Executor(self._launches, held.pid, self.spec.cpus, self.spec.emulate)
+            executor.serve(lambda: held.poll() is not None)
         return held.wait()
 
     def _inside(self) -> None:
@@ -148,8 +155,10 @@ class Worker:
             self.stopping,
             baton=None if spec.tail else self.baton,
             control=self.control,
-            preempted=spec.device == "cpu",
+            preempted=spec.device == "cpu" and self._launches is None,
         )
+        if self._launches is not None:
+            loop.launch, loop.settle = self._launches.launch, self._launches.settle
         # What only some jobs need is imported for those only: every worker's start-up takes the main job's core.
         if spec.device.startswith("cuda"):
             from megatron.fill.device import cuda
