@@ -21,7 +21,7 @@ SCHEDULES = {
     "interleaved-blocking": (BLOCKING, BLOCKING),
 }
 if not why_not():
-    SCHEDULES["on a device that does not preempt"] = ("--fill-emulate completion", "")
+    SCHEDULES["not-preempting"] = ("--fill-emulate completion", "")
 
 
 @pytest.fixture(scope="module")

@@ -85,12 +85,17 @@ def test_the_limits_are_those_that_are_said(parse):
     assert parse(f"[{2**64 - 1}, {-(2**64) + 1}]").value == [2**64 - 1, -(2**64) + 1]
 
 
+def no_number(text: str) -> bool:
+    """PyYAML writes ``1e3`` without quotes, for YAML 1.1 knows no number without a point; we read one there."""
+    return not plainyaml._EXPONENT.fullmatch(text)
+
+
 data = st.recursive(
     st.none()
     | st.booleans()
     | st.integers(-(2**63), 2**63)
     | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(exclude_categories=["Cs", "Cc"])),
+    | st.text(st.characters(exclude_categories=["Cs", "Cc"])).filter(no_number),
     lambda inner: st.lists(inner) | st.dictionaries(st.text("abc<é 1~", max_size=3), inner),
     max_leaves=20,
 )

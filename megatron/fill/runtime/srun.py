@@ -69,14 +69,18 @@ class Task:
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         self.received: signal.Signals | None = None
+        self._started = threading.Event()
         host.adopt_orphans()
-        host.ignore_notices()
         ours = os.getpid()
-        self._rank = subprocess.Popen(
-            command, env=dict(environment), preexec_fn=lambda: host.die_with_parent(ours, signal.SIGTERM)
-        )
-        for number in _NOTICES:
+
+        def begin() -> None:
+            host.ignore_notices()
+            host.die_with_parent(ours, signal.SIGTERM)
+
+        for number in _NOTICES:  # before there is a rank: none of them is to be lost
             signal.signal(number, self._hand_on_later)
+        self._rank = subprocess.Popen(command, env=dict(environment), preexec_fn=begin)
+        self._started.set()
         for number in _ENDS:
             signal.signal(number, self._hand_on)
 
@@ -90,6 +94,7 @@ class Task:
         threading.Thread(target=self._hand_on_when_awaited, args=(number,), daemon=True).start()
 
     def _hand_on_when_awaited(self, number: int) -> None:
+        self._started.wait()
         with contextlib.suppress(OSError):  # the rank has ended
             while not _awaits(self._rank.pid, number):
                 time.sleep(_NOTICE_S)
