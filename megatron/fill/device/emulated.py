@@ -102,10 +102,9 @@ class Executor:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(_EXECUTOR_PRIORITY))
         count = 0
         while not over():
-            if (now := self._page.wait(count, _LOOK_NS)) != count:
-                count = now
-                if count % 2:
-                    count = self._run_step(count)
+            count = self._page.wait(count, _LOOK_NS)
+            while count % 2 and not over():  # the next step may have begun already
+                count = self._run_step(count)
 
     def _run_step(self, launched: int) -> int:
         """From a launch to its end; the count then."""
