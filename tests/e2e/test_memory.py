@@ -7,12 +7,15 @@ import mmap
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
 from tests.e2e.training import Running, stepped, write_jobs
 
 MIB = 1 << 20
 _SPARE_MIB = 4 * 1024  # free beyond the margin before anything is started
+_TRIES = 4
 _JOBS = (
     {"name": "giving", "task": "tasks:Hoard", "args": {"mib": 400}, "memory": "1GiB"},
     {"name": "keeping", "task": "tasks:Miser", "args": {"mib": 400}, "memory": "1GiB"},
@@ -55,10 +58,15 @@ def test_a_task_that_can_shrinks_and_one_that_cannot_is_saved_and_stopped(tmp_pa
     try:
         running.wait_for_jobs(dict.fromkeys(["giving", "keeping"], stepped))
         given = Path(running.job("giving").directory) / "result.json"
-        growth.until(running, given.exists)
-        steps = running.job("giving").progress.steps
-        running.wait(lambda: running.job("giving").progress.steps > steps)
-        assert running.job("giving").attempt == 1
+        for _ in range(_TRIES):
+            before = running.job("giving")
+            growth.until(running, given.exists)
+            running.wait(lambda before=before: running.job("giving").progress.steps > before.progress.steps)
+            if running.job("giving").attempt == before.attempt:
+                break
+            given.unlink()  # it was stopped instead: on a busy machine it may not get to it within the second it has
+        else:
+            pytest.fail(f"asked {_TRIES} times, it never gave memory back in time")
         assert json.loads(given.read_text())["left_mib"] < 400
         growth.until(running, lambda: running.job("keeping").attempt > 1 or stopped(running.job("keeping")))
         running.wait(lambda: running.job("keeping").attempt > 1 and running.job("keeping").state is JobState.RUNNING)
