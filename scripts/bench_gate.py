@@ -9,7 +9,7 @@ Measured in turn on the CPU as it is, where the kernel takes the core back from 
 emulated device that does not preempt (``megatron.fill.device.emulated``; it takes the right to real-time priorities):
 with the end of the bubble known to the worker, and with steps until the bubble closes.
 
-    python scripts/bench_gate.py --json docs/benchmarks/gate.json
+    python scripts/bench_gate.py --bubbles 100 --json docs/benchmarks/gate-emulated.json
 """
 
 from __future__ import annotations
@@ -163,17 +163,13 @@ def main() -> None:
         for way in WAYS
         if not (why and way.emulation)
     ]
-    titles = ("latency us", "late us")
-    print(
-        f"{'':<28}{'bubble ms':>10}{'used':>9}{'harvest':>9}{'device':>8}" + "".join(f"{title:>14}" for title in titles)
-    )
+    line = "{:<27}{:>5}{:>9}{:>8}{:>7}{:>12}{:>12}"
+    print(line.format("", "ms", "used", "harvest", "device", "latency us", "late us"))
     for row in rows:
-        spans = [f"{span.get('p50', 0):.0f} / {span.get('p99', 0):.0f}" for span in (row["latency_us"], row["late_us"])]
-        used = f"{row['used']}/{row['bubbles']}"
-        print(
-            f"{row['way']:<28}{row['bubble_ms']:>10g}{used:>9}{row['harvest']:>9.3f}{row['device_harvest']:>8.3f}"
-            + "".join(f"{span:>14}" for span in spans)
-        )
+        found = (row["latency_us"], row["late_us"])
+        spans = [f"{span['p50']:.0f} / {span['p99']:.0f}" if span else "-" for span in found]
+        shares = [f"{row[name]:.3f}" for name in ("harvest", "device_harvest")]
+        print(line.format(row["way"], f"{row['bubble_ms']:g}", f"{row['used']}/{row['bubbles']}", *shares, *spans))
     print("harvest: share of the bubbles inside steps; device: CPU time of the steps over that of the bubbles;")
     print("latency (opening to first step) and late (the main job goes on): median / 99th percentile")
     if options.json:

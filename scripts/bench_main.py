@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -197,14 +197,13 @@ def beside(folder: Path, name: str, mode: str, blocks: int, pairs: int, warmup: 
         for line in run.stdout:
             seen = re.search(r"iteration +(\d+)/", line)
             if seen:
-                block = _block(int(seen[1]) + 1, blocks, warmup)
-                switch.write_bytes(bytes([block >= 0 and fills_block(block)]))
+                switch.write_bytes(bytes([fills_block(_block(int(seen[1]) + 1, blocks, warmup))]))
     records = list(last_segment(run_dir).records())
     iterations_by_rank = [marked(record, blocks, warmup) for record in records]
     inside_ns = bubbles_ns = 0
     for record, timed in zip(records, iterations_by_rank, strict=True):
         steps = np.fromfile(f"{switch}-{record.info.rank}", dtype=np.int64).reshape(-1, 2)
-        on = {one.iteration for one in timed if one.filling and one.block >= 0}
+        on = {one.iteration for one in timed if one.filling}
         for bubble in record.bubbles:
             if bubble.iteration in on:
                 start_ns, end_ns = bubble.start_ns, bubble.end_ns
@@ -218,8 +217,8 @@ def beside(folder: Path, name: str, mode: str, blocks: int, pairs: int, warmup: 
     }
 
 
-def p99_slowdown(iterations: list[Iteration]) -> float:
-    """How much longer the 99th percentile of the iterations is in the blocks with filling."""
+def p99_slowdown(iterations: Sequence[Iteration]) -> float:
+    """How much longer the 99th percentile of a rank's iterations is in the blocks with filling."""
     times = {
         on: [one.end_ns - one.start_ns for one in iterations if one.block >= 0 and one.filling is on]
         for on in (True, False)
@@ -242,15 +241,7 @@ def rank_with_task(mode: str, switch: Path, script: list[str]) -> None:
 
 def run_beside(name: str, core: int, mode: str, switch: Path, log: Path) -> NoReturn:
     """Run a task's steps while the switch is on, and write down when each began and ended."""
-    os.sched_setaffinity(0, {core})
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    path, args = TASKS[name]
-    task: SideTask = load_task(path)
-    with tempfile.TemporaryDirectory() as directory, switch.open("rb") as word, log.open("ab", buffering=0) as steps:
-        task.context = TaskContext(name, Path(directory))
-        task.create(**args)
-        task.init()
-        task.start()
+    with started(name, core, idle=True) as task, switch.open("rb") as word, log.open("ab", buffering=0) as steps:
         while True:
             if os.pread(word.fileno(), 1, 0) != b"\1":
                 time.sleep(0.001)
@@ -269,8 +260,9 @@ def _block(iteration: int, blocks: int, warmup: int) -> int:
     return (iteration - 1 - warmup) // blocks if iteration > warmup else -1
 
 
-def drive(name: str, core: int, idle: bool) -> None:
-    """Run a side task for ever, with nothing between it and the core."""
+@contextmanager
+def started(name: str, core: int, idle: bool) -> Iterator[SideTask]:
+    """A side task in this process, with nothing between it and the core."""
     os.sched_setaffinity(0, {core})
     if idle:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -281,6 +273,12 @@ def drive(name: str, core: int, idle: bool) -> None:
         task.create(**args)
         task.init()
         task.start()
+        yield task
+
+
+def drive(name: str, core: int, idle: bool) -> None:
+    """Run a side task's steps for ever."""
+    with started(name, core, idle) as task:
         while True:
             task.run_next_step()
 
@@ -303,6 +301,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.drive:
         drive(options.drive, options.core, options.idle)
+    for flag in ("block", "pairs", "baseline_pairs", "warmup"):
+        if getattr(options, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} is {getattr(options, flag)}: expected at least 1")
     if "emulated" in options.parts and (why := why_not()):
         parser.error(f"--parts emulated: {why}")
     with tempfile.TemporaryDirectory() as scratch:
@@ -346,10 +347,10 @@ def emulated(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         # No brake: it would stop the worse ones before they are measured.
         flags = ("--fill-emulate", "completion", "--fill-max-slowdown", "0", *extra)
         report = filled(folder, name, block, pairs, warmup, *flags)
-        paired = report["ranks"][0]["paired"]
+        first = next(last_segment(folder / f"{name}-run").records())
         return {
             "slowdown": report["summary"]["slowdown"],
-            "p99_slowdown": paired["on"]["p99_s"] / paired["off"]["p99_s"] - 1,
+            "p99_slowdown": p99_slowdown(first.iterations),
             "harvest_ratio": report["summary"]["harvest_ratio"],
         }
 

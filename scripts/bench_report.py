@@ -71,7 +71,7 @@ def of_stage(stage: int, played: list[Timeline]) -> tuple[RankRecord, JobRecord,
     seq, harvested_ns, begin = 0, 0, 10**15
     for number, timeline in enumerate(played, 1):
         block = (number - 1 - WARMUP) // BLOCK if number > WARMUP else -1
-        filling = block >= 0 and fills_block(block)
+        filling = fills_block(block)
         for index, (kind, start, end) in enumerate(timeline.waits[stage]):
             used = filling and end - start >= MS
             seq += used

@@ -110,7 +110,8 @@ def _await_sleep(pid: int) -> None:
 @contextlib.contextmanager
 def load(share: float) -> Iterator[None]:
     """Keep every core busy for this share of each tenth of a second, at normal priority and in this session."""
-    children = [multiprocessing.Process(target=_spin, args=(core, share), daemon=True) for core in _cores()]
+    cores = os.sched_getaffinity(0)
+    children = [multiprocessing.Process(target=_spin, args=(core, share), daemon=True) for core in cores]
     for child in children:
         child.start()
     try:
@@ -119,10 +120,6 @@ def load(share: float) -> Iterator[None]:
         for child in children:
             child.kill()
             child.join()
-
-
-def _cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0))
 
 
 def _spin(core: int, share: float) -> None:

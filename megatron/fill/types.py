@@ -12,8 +12,11 @@ from typing import Any
 
 
 def fills_block(block: int) -> bool:
-    """Whether a block of a paired comparison is with filling: on, off, off, on, so that a drift favours neither."""
-    return block % 4 in (0, 3)
+    """Whether a block of a paired comparison is with filling: on, off, off, on, so that a drift favours neither.
+
+    The warm-up, which is block -1, is without.
+    """
+    return block >= 0 and block % 4 in (0, 3)
 
 
 class BubbleKind(StrEnum):

@@ -10,7 +10,7 @@ from megatron.fill.profiles import BubbleSlot
 from megatron.fill.runtime.brake import Brake
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
-from megatron.fill.types import BrakeEvent, BubbleKind, CycleKey, RankInfo
+from megatron.fill.types import BrakeEvent, BubbleKind, CycleKey, RankInfo, fills_block
 from tests.fakes import FakeGate
 
 MS = 1_000_000
@@ -90,17 +90,13 @@ def test_of_paired_blocks_each_kind_comes_first_in_turn():
         drive.iteration(20)
     iterations = listener.recorder.iterations
     assert [iteration.block for iteration in iterations] == [-1, -1, 0, 0, 1, 1, 2, 2, 3, 3]
-    assert [iteration.filling for iteration in iterations if iteration.block >= 0] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
+    filled = [iteration.filling for iteration in iterations if iteration.block >= 0]
+    assert filled == [True] * 2 + [False] * 4 + [True] * 2
     assert [iteration.iteration for iteration in iterations] == list(range(1, 11))
+
+
+def test_a_drift_favours_neither_kind_of_block_and_the_warm_up_is_without():
+    assert [block for block in range(-1, 12) if fills_block(block)] == [0, 3, 4, 7, 8, 11]
 
 
 def test_without_a_gate_it_only_measures():

@@ -45,11 +45,11 @@ class Listening(Protocol):
 
 
 def _predictor(settings: FillSettings) -> BubblePredictor:
-    warmup, reaching = settings.warmup_iterations, settings.reach
-    if settings.emulate is not None:
-        return BubblePredictor(warmup, reaching=reaching)
-    # The rank takes its core back from a step in flight at once, so less caution is needed than on a GPU.
-    return BubblePredictor(warmup, margin=0.0, reaching=reaching)
+    predictor = BubblePredictor(settings.warmup_iterations, reaching=settings.reach)
+    if settings.emulate is None:
+        # The rank takes its core back from a step in flight at once, so less caution is needed than on a GPU.
+        predictor.margin = 0.0
+    return predictor
 
 
 class HostListening:

@@ -21,36 +21,38 @@ def running(variable: str, folder: Path) -> list[int]:
     return sorted({*_found("environ", variable), *_within(folder), *_standing_by(folder)} - {os.getpid()})
 
 
+def _all() -> Iterator[int]:
+    """Every process of the machine."""
+    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
 def _within(folder: Path) -> Iterator[int]:
     """The processes whose working folder is in this one."""
     inside = str(folder) + os.sep
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if os.readlink(entry / "cwd").startswith(inside):
-                    yield int(entry.name)
+    for pid in _all():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/cwd").startswith(inside):
+                yield pid
 
 
 def _standing_by(folder: Path) -> Iterator[int]:
     """The workers that wait for a job of a run in this folder."""
     inside = str(folder) + os.sep
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                line = os.fsdecode((entry / "cmdline").read_bytes())
-                if _WORKER in line and f"\0{inside}" in line:
-                    yield int(entry.name)
+    for pid in _all():
+        with contextlib.suppress(OSError):
+            line = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes())
+            if _WORKER in line and f"\0{inside}" in line:
+                yield pid
 
 
 def _found(file: str, *entries: str) -> list[int]:
     """The processes in whose ``/proc/PID/FILE`` all of these entries stand."""
     wanted = {entry.encode() for entry in entries}
     found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                if wanted <= set((folder / file).read_bytes().split(b"\0")):
-                    found.append(int(folder.name))
+    for pid in _all():
+        with contextlib.suppress(OSError):
+            if wanted <= set(Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")):
+                found.append(pid)
     return found
 
 
@@ -82,9 +84,8 @@ def parent(pid: int) -> int:
 def below(tops: Iterable[int]) -> list[int]:
     """All processes that descend from these."""
     children: defaultdict[int, list[int]] = defaultdict(list)
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            children[parent(int(folder.name))].append(int(folder.name))
+    for pid in _all():
+        children[parent(pid)].append(pid)
     found, left = [], list(tops)
     while left:
         found += (below_one := children.pop(left.pop(), []))

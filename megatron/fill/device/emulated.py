@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from megatron.fill import futex, shared
 
-SLICE_NS = 2_000_000  # how long a turn is: what an NVIDIA GPU gives each process by default
+SLICE_NS = 2_000_000  # how long a turn is
 _PAGE_BYTES = 4096
 _STEP_PRIORITY, _EXECUTOR_PRIORITY = 1, 2
 _LOOK_NS = 100_000_000

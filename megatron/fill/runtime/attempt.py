@@ -74,7 +74,6 @@ class Attempt:
         self.failed = False
         self.held = Held(claim, self._progress)
         self.holder = self.agent.start_worker(self.job)
-        self.worker = self.holder.process
         try:
             self.limiter = self.agent.device.limiter(limits, self.holder.name)
             self.log_fd = create_log()
@@ -197,7 +196,7 @@ class Attempt:
         )
         keep_profile = self._profile_keeper()
         run = JobRun(
-            self.worker,
+            self.holder.process,
             self.log,
             self.directory,
             enforcer,
@@ -240,7 +239,7 @@ class Attempt:
         if self.job.spec["command"] is None:
             self._signal(signal.SIGTERM)
         else:
-            self.worker.terminate()
+            self.holder.process.terminate()
 
     def _ask_to_shrink(self, to_bytes: int) -> None:
         """Have the task give memory back at its next look around, which a signal brings about; a command cannot."""
