@@ -98,10 +98,12 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help="keep the last microseconds of every predicted bubble free (default: 0)",
     )
     group.add_argument(
-        "--fill-reach",
-        action="store_true",
-        help="on the CPU, fill a bubble as long as it is open, and not only to its predicted end: more work is done, "
-        "and the training may become slower; when the brake finds that, it ends",
+        "--fill-overrun",
+        type=float,
+        default=0.5,
+        metavar="PERCENT",
+        help="by how much side tasks may make the training slower, in expectation, with steps that run on after their "
+        "bubble: the more, the further bubbles are filled whose end is not certain (default: 0.5; 0: none is)",
     )
     group.add_argument(
         "--fill-emulate",

@@ -74,7 +74,7 @@ def work(gate_fd: int, log_fd: int, core: int, step_ms: float, page: LaunchPage 
     machine.init()
     loop = StepLoop(machine, SharedGateReader(gate_fd), StepLog(log_fd), lambda: False, preempted=page is None)
     if page is not None:
-        loop.launch, loop.settle = page.launch, page.settle
+        loop.launch, loop.land = page.launch, page.land
     loop.run()
 
 

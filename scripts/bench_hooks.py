@@ -25,6 +25,7 @@ import pipefill_patches
 from megatron.fill.device.host import FreeHostMemory
 from megatron.fill.hooks import bus
 from megatron.fill.predictor import BubblePredictor
+from megatron.fill.rule import FillRule
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
 from megatron.fill.types import RankInfo
@@ -103,7 +104,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         recorders = {"measuring": Recorder(info, 3), "recording": Recorder(info, 3, Path(scratch) / "rank0.jsonl")}
         listeners = {
-            name: RankListener(None, recorder, BubblePredictor(), FreeHostMemory())
+            name: RankListener(None, recorder, BubblePredictor(FillRule()), FreeHostMemory())
             for name, recorder in recorders.items()
         }
         for _ in range(options.rounds):

@@ -13,8 +13,8 @@ A CPU takes a core back from an idle-class process at any instant, so that these
 not.  Therefore also, on two cores:
 
 * ``emulated``: the same on a device that does not preempt (``--fill-emulate completion``, which takes the right to
-  real-time priorities): with everything; with a gate but no prediction (``--fill-reach``); without a gate; and, on the
-  CPU as it is, the idle class in the rank's own session without a gate.
+  real-time priorities): with everything; with a gate but no prediction (``--fill-overrun 100``); without a gate; and,
+  on the CPU as it is, the idle class in the rank's own session without a gate.
 
     python scripts/bench_main.py --json docs/benchmarks/main.json
 """
@@ -359,7 +359,7 @@ def emulated(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "baselines": {
             "no_gate": beside(folder, "no-gate", "emulated", block, baseline, warmup),
             "idle_in_session": beside(folder, "idle-in-session", "idle", block, baseline, warmup),
-            "gate_without_prediction": gated("no-prediction", baseline, "--fill-reach"),
+            "gate_without_prediction": gated("no-prediction", baseline, "--fill-overrun", "100"),
         }
     }
 

@@ -37,9 +37,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
         parts["zero_bubble"] = sim_zero_bubble.study()
         sim_zero_bubble.print_study(parts["zero_bubble"])
     if "paper" in options.parts:
-        measured = parts.get("harvest", {"harvest": options.harvest, "harvest_reach": None})
-        found = {name: measured[name] for name in ("harvest", "harvest_reach")}
-        parts["paper"] = {**found, "rows": sim_paper.study(options.efficiency, **found)}
+        harvest = parts.get("harvest", {"harvest": options.harvest})["harvest"]
+        parts["paper"] = {"harvest": harvest, "rows": sim_paper.study(options.efficiency, harvest)}
         sim_paper.print_study(parts["paper"]["rows"])
     if "freeride" in options.parts:
         parts["freeride"] = sim_freeride.study(options)
@@ -68,19 +67,15 @@ def _truth(options: argparse.Namespace) -> Any:
 
 
 def _harvest(options: argparse.Namespace) -> dict[str, Any]:
-    """All its trainings; what counts is the least that one made, without --fill-reach and with it."""
+    """All its trainings; what counts is the least that one made on a device that does not preempt."""
     runs = options.harvest_from
     if not runs:
         with tempfile.TemporaryDirectory() as scratch:
-            folders = {reach: Path(scratch, "reach" if reach else "plain") for reach in (False, True)}
-            for folder in folders.values():
-                folder.mkdir()
-            runs = [sim_harvest.study(folder, 24, 10, reach) for reach, folder in folders.items()]
-    plain = [run["harvest"] for run in runs if not run["reach"]]
-    reached = [run["harvest"] for run in runs if run["reach"]]
-    if not plain:
-        raise SystemExit("--harvest-from: all of these trainings had --fill-reach; expected at least one without")
-    return {"harvest": min(1.0, *plain), "harvest_reach": min(1.0, *reached) if reached else None, "runs": runs}
+            runs = [sim_harvest.study(Path(scratch), 24, 10)]
+    found = [run["harvest"] for run in runs if not run["preempting"]]
+    if not found:
+        raise SystemExit("--harvest-from: all of these trainings had --preempting; expected at least one without")
+    return {"harvest": min(1.0, *found), "runs": runs}
 
 
 def _summary(parts: dict[str, Any]) -> dict[str, Any]:
@@ -90,14 +85,12 @@ def _summary(parts: dict[str, Any]) -> dict[str, Any]:
         for way, values in ways.items():
             summary |= {f"truth_{way}_{name}": value for name, value in values.items()}
     if "harvest" in parts:
-        summary |= {name: parts["harvest"][name] for name in ("harvest", "harvest_reach")}
+        summary["harvest"] = parts["harvest"]["harvest"]
     if "paper" in parts:
         row = next(row for row in parts["paper"]["rows"] if row["gpus"] == 8192)
         summary |= {"days_8k": row["days"], "bubble_share_of_pipeline_8k": row["bubble_share"]}
         summary |= {"bubble_share_of_iteration_8k": row["bubble_share_of_iteration"], "gain_8k": row["gain"]}
-        summary["gpus_worth_8k"] = row["gpus_worth_filled"]  # without --fill-reach, which no GPU has
-        if "gpus_worth_filled_reach" in row:
-            summary["gpus_worth_8k_reach"] = row["gpus_worth_filled_reach"]
+        summary["gpus_worth_8k"] = row["gpus_worth_filled"]
     if "speed" in parts:
         row = next(row for row in parts["speed"] if row["jobs"] == 50_000)
         summary |= {"week_8192_s": row["wall_s"], "week_8192_peak_bytes": row["peak_bytes"]}

@@ -8,6 +8,9 @@ trains BERT-base and the other embeds texts with all-MiniLM-L6-v2 (bench_fill.py
 * harvest: measured / planned. It has everything in it that a plan does not know: bubbles that end early, prediction
   with a margin, steps that vary, waking up, checkpoints, and the memory bandwidth that the other rank takes.
 
+The steps cannot be interrupted, as on a GPU (--fill-emulate completion, which takes the right to real-time priorities);
+--preempting takes the CPU as it is, which takes its core back at any instant.
+
     python scripts/sim_harvest.py --json FILE
 """
 
@@ -23,6 +26,7 @@ from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron.fill.device.emulated import why_not
 from megatron.fill.planner.search import best_plan
 from megatron.fill.planner.tail import packed_ns
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
@@ -39,13 +43,13 @@ SHAPE = (
 _ROOMY = 2**40  # bytes: memory is not what limits the plan here
 
 
-def run(folder: Path, iterations: int, warmup: int, reach: bool) -> dict[str, list[JobProfile]]:
+def run(folder: Path, iterations: int, warmup: int, preempting: bool) -> dict[str, list[JobProfile]]:
     """Make the training; its records lie in ``folder / "run"``. Returns the jobs' profiles."""
     jobs = write_jobs(folder)
     found = profiled(folder, jobs)
     flags = ["--fill-jobs", str(jobs), "--fill-report", str(folder / "run"), "--fill-store", str(folder / "jobs.db")]
     flags += ["--fill-warmup-iterations", str(warmup), "--fill-baseline-seconds", "20", "--fill-max-slowdown", "0"]
-    flags += ["--fill-reach"] * reach
+    flags += [] if preempting else ["--fill-emulate", "completion"]
     arguments = command(warmup + iterations, folder / "log", ["pretrain_gpt.py"], *SHAPE.split(), *flags)
     with training(arguments, folder / "train.log"):
         pass
@@ -95,9 +99,9 @@ def harvest_of(record: RankRecord, worker: WorkerRecord, profiles: list[JobProfi
     }
 
 
-def study(folder: Path, iterations: int, warmup: int, reach: bool = True) -> dict[str, Any]:
+def study(folder: Path, iterations: int, warmup: int, preempting: bool = False) -> dict[str, Any]:
     """Per rank, and over both, weighted by the bubble time of each."""
-    profiles = run(folder, iterations, warmup, reach)
+    profiles = run(folder, iterations, warmup, preempting)
     rows = []
     for files in last_segment(folder / "run").files().values():
         record = files.record()
@@ -109,7 +113,7 @@ def study(folder: Path, iterations: int, warmup: int, reach: bool = True) -> dic
         name: sum(row[name] * row["fillable_s"] for row in rows) / weight
         for name in ("in_steps", "planned", "measured", "harvest")
     }
-    return {"iterations": iterations, "reach": reach, "ranks": rows, **means}
+    return {"iterations": iterations, "preempting": preempting, "ranks": rows, **means}
 
 
 def main() -> None:
@@ -118,12 +122,14 @@ def main() -> None:
     parser.add_argument("--keep", metavar="DIR", help="keep the training's records here")
     parser.add_argument("--iterations", type=int, default=24, help="with filling (default: 24)")
     parser.add_argument("--warmup", type=int, default=10, help="iterations before (default: 10)")
-    parser.add_argument("--no-reach", action="store_true", help="without --fill-reach")
+    parser.add_argument("--preempting", action="store_true", help="on the CPU as it is")
     options = parser.parse_args()
+    if not options.preempting and (why := why_not()):
+        parser.error(f"{why}; --preempting does without")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.keep or scratch).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        found = study(folder, options.iterations, options.warmup, not options.no_reach)
+        found = study(folder, options.iterations, options.warmup, options.preempting)
     print(json.dumps(found, indent=2))
     if options.json:
         content = {"command": "python scripts/sim_harvest.py " + " ".join(sys.argv[1:]), **found}

@@ -16,8 +16,7 @@ Assumed here, because the paper's set-up is not public in this detail:
 * the main job is not slowed by them.
 
 Fill work counts as GPUs' worth: what it would have taken on V100s with nothing else to do. --harvest is what the
-runtime makes of a plan, a figure that scripts/sim_harvest.py measures on this machine's CPUs; --harvest-reach is the
-same with --fill-reach, which there is on a CPU only.
+runtime makes of a plan, a figure that scripts/sim_harvest.py measures on cores that do not preempt.
 
     python scripts/sim_paper.py --harvest 0.9
 """
@@ -57,14 +56,12 @@ class Scale:
 
     Attributes:
         harvest: the share of a plan's work that is really done.
-        harvest_reach: the same with ``--fill-reach``; None leaves that figure out.
     """
 
     gpus: int
     gpu: GpuKind
     efficiency: float
     harvest: float
-    harvest_reach: float | None = None
 
 
 def main_job(dp: int, efficiency: float, gpu: GpuKind = GPU) -> MainJob:
@@ -108,8 +105,6 @@ def one_scale(scale: Scale) -> dict[str, Any]:
         "resident": RuntimeModel(harvest=scale.harvest, tail=False),
         "filled": RuntimeModel(harvest=scale.harvest),
     }
-    if scale.harvest_reach is not None:
-        runtimes["filled_reach"] = RuntimeModel(harvest=scale.harvest_reach)
     uses = {name: filled(job, kinds, runtime) for name, runtime in runtimes.items()}
     use = uses["filled"]
     return {
@@ -128,9 +123,9 @@ def one_scale(scale: Scale) -> dict[str, Any]:
     }
 
 
-def study(efficiency: float, harvest: float, harvest_reach: float | None = None) -> list[dict[str, Any]]:
+def study(efficiency: float, harvest: float) -> list[dict[str, Any]]:
     """A row per scale, and one more for the largest with the smaller GPU."""
-    scales = [Scale(gpus, GPU, efficiency, harvest, harvest_reach) for gpus in SCALES]
+    scales = [Scale(gpus, GPU, efficiency, harvest) for gpus in SCALES]
     scales.append(Scale(max(SCALES), SMALL_GPU, efficiency, harvest))
     rows: list[dict[str, Any]] = run_all(one_scale, scales)
     for row in rows:
@@ -143,16 +138,16 @@ def study(efficiency: float, harvest: float, harvest_reach: float | None = None)
 
 
 def print_study(rows: Sequence[dict[str, Any]]) -> None:
-    print("                       days      bubbles             free         GPUs' worth of fill work         gain")
-    print(" GPUs        each paper  ours  ours ideal   main      GiB   plan +tail measured reach paper   ours paper")
+    print("                       days      bubbles             free         GPUs' worth of fill work    gain")
+    print(" GPUs        each paper  ours  ours ideal   main      GiB   plan +tail measured paper   ours paper")
     for row in rows:
         free = f"{min(row['free_gib']):.1f}-{max(row['free_gib']):.1f}"
-        reach, gain = row.get("gpus_worth_filled_reach"), row["paper_gain"]
+        gain = row["paper_gain"]
         print(
             f"{row['gpus']:5} {row['gpu']:>11} {row['paper_days'] or '':5} {row['days']:5.1f}"
             f" {row['bubble_share']:5.1%} {row['ideal_bubble_share']:5.1%} {row['main_utilisation']:6.1%} {free:>9}"
             f" {row['gpus_worth_planned_resident']:5.0f} {row['gpus_worth_planned']:5.0f}"
-            f" {row['gpus_worth_filled']:8.0f} {'' if reach is None else round(reach):>5}"
+            f" {row['gpus_worth_filled']:8.0f}"
             f" {row['paper_gpus_worth'] or '':5} {row['gain']:+6.0%} {'' if gain is None else f'{gain:+.0%}':>5}"
         )
 
@@ -164,11 +159,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--harvest", type=float, default=1.0, help="share of a plan's work that is done (default: 1)")
-    parser.add_argument("--harvest-reach", type=float, help="the same with --fill-reach (default: left out)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
     add_options(parser)
     options = parser.parse_args()
-    rows = study(options.efficiency, options.harvest, options.harvest_reach)
+    rows = study(options.efficiency, options.harvest)
     print_study(rows)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

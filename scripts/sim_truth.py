@@ -24,6 +24,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.app.listening import fill_rule
+from megatron.fill.config import FillSettings
 from megatron.fill.sim.truth.compare import RUN, Figure, compare, load
 from megatron.fill.sim.truth.table import summary, table
 
@@ -53,7 +55,7 @@ MIXES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-def train(folder: Path, schedule: str, mix: str, iterations: int, blocks: int, reach: bool) -> None:
+def train(folder: Path, schedule: str, mix: str, iterations: int, blocks: int) -> None:
     """Make one training; its records lie in ``folder``.
 
     Raises:
@@ -72,24 +74,22 @@ def train(folder: Path, schedule: str, mix: str, iterations: int, blocks: int, r
     fill = f"--fill-paired-blocks {blocks} --fill-warmup-iterations {WARMUP} --fill-trace-iterations {iterations}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(STAGES), "--master-port"]
     command = [*launcher, str(port), "pretrain_gpt.py", *flags.split(), *fill.split(), "--fill-max-slowdown", "0"]
-    command += ["--fill-jobs", str(jobs), "--fill-report", str(folder), *["--fill-reach"] * reach]
+    command += ["--fill-jobs", str(jobs), "--fill-report", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)
     (folder / "train.log").write_text(done.stdout + done.stderr, encoding="utf-8")
     if done.returncode:
         raise RuntimeError(f"{schedule}, {mix}: status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    what = {"warmup": WARMUP, "reaching": reach, "command": command}
+    rule = fill_rule(FillSettings(warmup_iterations=WARMUP), STAGES)
+    what = {"rule": asdict(rule), "command": command}
     (folder / RUN).write_text(json.dumps(what) + "\n", encoding="utf-8")
 
 
-def truth(
-    folder: Path, iterations: int | None, blocks: int, only: Sequence[str] = (), reach: bool = False
-) -> dict[str, list[Figure]]:
+def truth(folder: Path, iterations: int | None, blocks: int, only: Sequence[str] = ()) -> dict[str, list[Figure]]:
     """Make the trainings (``iterations`` None: take those in ``folder``) and compare.
 
     Args:
         only: names such as ``1f1b, digits+pagerank``; empty for all.
-        reach: make them with ``--fill-reach``.
     """
     results = {}
     for schedule in SCHEDULES:
@@ -99,17 +99,15 @@ def truth(
                 continue
             run = _of(folder, name)
             if iterations is not None:
-                train(run, schedule, mix, iterations, blocks, reach)
+                train(run, schedule, mix, iterations, blocks)
             if run.exists():
                 results[name] = compare(load(run))
     return results
 
 
-def study(
-    folder: Path, iterations: int | None, blocks: int, only: Sequence[str] = (), reach: bool = False
-) -> dict[str, Any]:
+def study(folder: Path, iterations: int | None, blocks: int, only: Sequence[str] = ()) -> dict[str, Any]:
     """``truth``, printed, and as JSON data."""
-    results = truth(folder, iterations, blocks, only, reach)
+    results = truth(folder, iterations, blocks, only)
     print(table(results))
     trainings = {}
     for name in results:
@@ -132,12 +130,11 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=300, help="of each training (default: 300)")
     parser.add_argument("--block", type=int, default=1, help="iterations per block (default: 1)")
     parser.add_argument("--only", action="append", default=[], metavar="RUN", help='such as "1f1b, factors+images"')
-    parser.add_argument("--reach", action="store_true", help="train with --fill-reach")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.given or options.keep or scratch).resolve()
         iterations = None if options.given else options.iterations
-        found = study(folder, iterations, options.block, options.only, options.reach)
+        found = study(folder, iterations, options.block, options.only)
     print(json.dumps(found["summary"], indent=2))
     if options.json:
         content = {"command": "python scripts/sim_truth.py " + " ".join(sys.argv[1:]), **found}

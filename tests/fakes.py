@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 from megatron.fill.gate import OpenBubble
 
@@ -19,10 +20,12 @@ class FakeGate:
         self._ended = False
         self.braked = False
 
-    def open(self, deadline_ns: int, free_bytes: int) -> int:
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
         with self._changed:
             self._seq += 1
-            self._bubble = OpenBubble(self._seq, time.monotonic_ns(), deadline_ns, free_bytes)
+            self._bubble = OpenBubble(
+                self._seq, time.monotonic_ns(), deadline_ns, free_bytes, False, tuple(ends_ns), overrun_ns
+            )
             self._changed.notify_all()
             return self._seq
 
@@ -53,6 +56,10 @@ class FakeGate:
 
     def is_open(self, seq: int) -> bool:
         return self._bubble is not None and self._bubble.seq == seq
+
+    def wait_change(self, seq: int, timeout_ns: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self.is_open(seq), timeout_ns / 1e9)
 
     def closed_ns(self, seq: int) -> int | None:
         return self._closed.get(seq)

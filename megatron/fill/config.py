@@ -265,7 +265,7 @@ class FillSettings(BaseModel):
     paired_blocks: int = Field(default=0, ge=0, le=_MOST_AMOUNT)
     warmup_iterations: int = Field(default=5, ge=1, le=_MOST_AMOUNT)
     guard_us: _Amount = 0.0
-    reach: bool = False
+    overrun: float = Field(default=0.5, ge=0, le=100)
     emulate: Literal["completion", "slices"] | None = None
     min_bubble_us: _Amount = 1000.0
     grace_ms: _Above0 = 500.0

@@ -12,23 +12,27 @@ Layout, in 64-bit words of the machine's byte order::
     3  when it opened            4  when it is expected to end       5  free bytes
     6  phase (Phase)            7  1 while the brake is on
     8  how long all bubbles before this one were open, together
+    9  by how much steps may run on after it, in expectation
+    10  how many ends are told                   80..  those (``OpenBubble.ends_ns``)
     16..79  when bubble n ended, at 16 + n % 64 (0 while it is open)
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Protocol
 
 from megatron.fill import futex, shared
 from megatron.fill.errors import GateError
 
 PAGE_BYTES = 4096
-_MAGIC = 0x50495045_00000001
-_FUTEX, _VERSION, _SEQ, _OPENED, _DEADLINE, _FREE, _PHASE, _BRAKED, _OPEN_NS = range(9)
-_CLOSED, _CLOSED_SLOTS = 16, 64
+_MAGIC = 0x50495045_00000002
+_FUTEX, _VERSION, _SEQ, _OPENED, _DEADLINE, _FREE, _PHASE, _BRAKED, _OPEN_NS, _OVERRUN, _TOLD = range(11)
+_CLOSED, _CLOSED_SLOTS, _ENDS = 16, 64, 80
 
 
 class Phase(IntEnum):
@@ -41,20 +45,51 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class OpenBubble:
-    """What a worker knows of a bubble while it is open."""
+    """What a worker knows of a bubble while it is open.
+
+    Attributes:
+        deadline_ns: before that it hardly ever ends.
+        ends_ns: by when it has ended in 1, 2 ... n of n cases; empty if nothing is known beyond the deadline.
+        overrun_ns: by how much steps may run on after its end, in expectation.
+    """
 
     seq: int
     opened_ns: int
     deadline_ns: int
     free_bytes: int
     alone: bool = False
+    ends_ns: tuple[int, ...] = ()
+    overrun_ns: int = 0
+
+    def window(self, step_ns: int) -> tuple[int, int]:
+        """From when on a step of this length may begin, and when it must have ended.
+
+        Beyond the deadline an end catches one step, which runs on for half its length on average.  So the share of
+        cases that may be caught is ``overrun_ns`` over half of ``step_ns``: short steps go on for as long as bubbles
+        last, long ones end before even short bubbles do.  Where already the first step might be caught, it waits until
+        those bubbles have ended that end soon: in many places nearly all waits are short, and a few are long.
+        """
+        ends = self.ends_ns
+        caught = 2 * self.overrun_ns * len(ends) // step_ns if step_ns else 0
+        if not caught:
+            return self.opened_ns, self.deadline_ns
+        first, begin_ns = 0, self.opened_ns
+        if self.deadline_ns < begin_ns + step_ns:
+            for end_ns, next_ns in pairwise(ends):
+                first += 1
+                if next_ns >= end_ns + step_ns:
+                    begin_ns = max(begin_ns, end_ns)
+                    break
+            else:
+                return begin_ns, self.deadline_ns
+        return begin_ns, max(self.deadline_ns, ends[min(len(ends), first + caught) - 1])
 
 
 class GateWriter(Protocol):
     """The rank's end."""
 
-    def open(self, deadline_ns: int, free_bytes: int) -> int:
-        """Open a bubble that is expected to end at ``deadline_ns``; return its number."""
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
+        """Open a bubble, of which this is known (``OpenBubble``); return its number."""
 
     def close(self, now_ns: int) -> None:
         """The bubble is over."""
@@ -75,6 +110,9 @@ class GateReader(Protocol):
 
     def is_open(self, seq: int) -> bool:
         """Whether bubble ``seq`` is still open."""
+
+    def wait_change(self, seq: int, timeout_ns: int) -> None:
+        """Sleep until bubble ``seq`` is over, at most ``timeout_ns``."""
 
     def closed_ns(self, seq: int) -> int | None:
         """When bubble ``seq`` ended; None while it is open."""
@@ -106,11 +144,16 @@ class SharedGate:
         elif self._words[_VERSION] != _MAGIC:
             raise GateError(f"descriptor {fd} is no gate: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
 
-    def open(self, deadline_ns: int, free_bytes: int) -> int:
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
+        words = self._words
+        words[_TOLD], words[_OVERRUN] = len(ends_ns), overrun_ns
+        for place, end_ns in enumerate(ends_ns, _ENDS):
+            words[place] = end_ns
         return self._open(deadline_ns, free_bytes, Phase.TRAINING)
 
     def open_alone(self, deadline_ns: int) -> int:
         """Open a bubble in which the main job stands still, to measure the tasks by themselves."""
+        self._words[_TOLD] = 0
         return self._open(deadline_ns, 0, Phase.ALONE)
 
     def _open(self, deadline_ns: int, free_bytes: int, phase: Phase) -> int:
@@ -188,7 +231,15 @@ class SharedGateReader:
         seq = words[_SEQ]
         if self._word[0] != (2 * seq + 1) & 0xFFFFFFFF or seq <= after_seq:
             return None
-        bubble = OpenBubble(seq, words[_OPENED], words[_DEADLINE], words[_FREE], words[_PHASE] == Phase.ALONE)
+        bubble = OpenBubble(
+            seq,
+            words[_OPENED],
+            words[_DEADLINE],
+            words[_FREE],
+            words[_PHASE] == Phase.ALONE,
+            tuple(words[_ENDS : _ENDS + words[_TOLD]]),
+            words[_OVERRUN],
+        )
         # The fields belong together only if the word did not move while they were read.
         return bubble if self.is_open(seq) else None
 

@@ -1,7 +1,9 @@
 """When will this bubble end?  Answered from the bubbles at the same place of earlier iterations.
 
-A pipeline's schedule is static, so its bubbles repeat; what varies is noise.  The prediction leans to the early side:
-a step caught in flight by the bubble's end delays the main job, an unused tail only wastes a tail.
+A pipeline's schedule is static, so its bubbles repeat; what varies is noise.  Two answers are given: how long a bubble
+lasts at least, which leans to the early side, and when it ends in one case of eight, in two, and so on.  A step caught
+in flight by the bubble's end delays the main job by half of it on average, an unused tail only wastes a tail.  So how
+late a step may begin depends on how long it is and on what overruns may cost (``OpenBubble.window``).
 
 A bubble begins when this rank is done and ends when another one is, so both add to the noise of its length.  Where
 the other rank is the steadier one, the end is told better from the end of the bubble before, when the two last met.
@@ -12,43 +14,42 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from typing import NamedTuple
 
+from megatron.fill.rule import FillRule
 from megatron.fill.types import BubbleKind, CycleKey
 
 ENOUGH_TO_PLAN = 5  # observations of each bubble
+CASES = 8  # into how many equal parts the recent durations are divided
+
+
+class Forecast(NamedTuple):
+    """What is known of a bubble that opens now, in ns from now.
+
+    Attributes:
+        shortest_ns: how long it will last at least, with some confidence; 0 if unknown.
+        ends_ns: by when it has ended in 1, 2 ... ``CASES`` of as many cases; empty if that is not to be relied on.
+        overrun_ns: by how much steps may run on after its end, in expectation.
+        fills: whether it is worth filling.
+    """
+
+    shortest_ns: int = 0
+    ends_ns: tuple[int, ...] = ()
+    overrun_ns: int = 0
+    fills: bool = False
+
+
+_UNKNOWN = Forecast()
 
 
 class BubblePredictor:
-    """Predicts when one rank's bubbles end, per cycle and position in it.
+    """Predicts when one rank's bubbles end, per cycle and position in it."""
 
-    Args:
-        warmup: observations of a bubble before anything is predicted for it.
-        quantile: which quantile of the recent durations is the base of the prediction, 0 (the shortest) to 1.
-        margin: how much earlier than that is predicted, in spreads (median less the quantile).
-        window: how many recent durations count.
-        tolerance: by which factor a duration must miss the prediction to be taken for a change of the cycle and not
-            for noise.
-        reaching: fill beyond what is predicted, up to the longest recent duration: where a step that is caught by the
-            bubble's end holds nobody up.
-    """
-
-    def __init__(
-        self,
-        warmup: int = 5,
-        quantile: float = 0.1,
-        margin: float = 0.5,
-        window: int = 48,
-        tolerance: float = 1.3,
-        reaching: bool = False,
-    ) -> None:
-        self.warmup = warmup
-        self.quantile = quantile
-        self.margin = margin
-        self.window = window
-        self.tolerance = tolerance
-        self.reaching = reaching
-        self._histories: dict[CycleKey, list[_History]] = {}
-        self._current: list[_History] = []
+    def __init__(self, rule: FillRule) -> None:
+        self.rule = rule
+        self.overrun = rule.overrun  # may be taken back while it runs
+        self._cycles: dict[CycleKey, _Cycle] = {}
+        self._cycle = _Cycle()
         self._learning = False
         self._met_ns = 0
 
@@ -58,24 +59,28 @@ class BubblePredictor:
         A ``disturbed`` cycle (after an evaluation or a checkpoint) is neither predicted nor learnt from: its first
         bubbles wait for something else than the other stages.
         """
-        self._current = self._histories.setdefault(key, [])
+        before, cycle = self._cycle, self._cycles.setdefault(key, _Cycle())
+        cycle.started(now_ns, follows=before is cycle and self._learning)
+        self._cycle = cycle
         self._learning = not disturbed
         self._met_ns = now_ns
 
-    def predict(self, kind: BubbleKind, index: int, now_ns: int) -> int:
-        """How long, in ns, the bubble that opens now will last at least, with some confidence; 0 if unknown."""
-        if not self._learning or index >= len(self._current):
-            return 0
-        history = self._current[index]
-        if history.kind is not kind or history.seen < self.warmup:
-            return 0
-        return max(0, history.predict(now_ns - self._met_ns, self))
-
-    def fill_for(self, index: int, predicted_ns: int) -> int:
-        """How long, in ns, the bubble that was just predicted may be filled, if it stays open for so long."""
-        if not (self.reaching and predicted_ns):
-            return predicted_ns
-        return max(predicted_ns, self._current[index].from_opening.ordered[-1])
+    def forecast(self, kind: BubbleKind, index: int, now_ns: int) -> Forecast:
+        """What is known of the bubble that opens now."""
+        cycle, rule = self._cycle, self.rule
+        if not self._learning or index >= len(cycle.histories):
+            return _UNKNOWN
+        history = cycle.histories[index]
+        if history.kind is not kind or history.seen < rule.warmup:
+            return _UNKNOWN
+        shortest_ns, ends_ns = history.predict(now_ns - self._met_ns, rule)
+        shortest_ns = max(0, shortest_ns)
+        overrun_ns = int(self.overrun * cycle.period_ns / max(1, cycle.filled_before)) if ends_ns else 0
+        fills = shortest_ns >= rule.min_bubble_ns or (
+            overrun_ns > 0 and sum(ends_ns) >= rule.min_bubble_ns * CASES  # on average
+        )
+        cycle.filled += fills
+        return Forecast(shortest_ns, ends_ns, overrun_ns, fills)
 
     def expected(self) -> list[tuple[BubbleKind, int]]:
         """The bubbles of the present cycle with the durations that can be counted on, in ns; empty if it is too new.
@@ -83,24 +88,52 @@ class BubblePredictor:
         A few observations do for a plan; to fill by, ``warmup`` many are asked for.  Bubbles that come in fewer than
         half of the iterations are left out.
         """
-        cycles = max((history.seen for history in self._current), default=0)
-        if cycles < min(ENOUGH_TO_PLAN, self.warmup):
+        histories = self._cycle.histories
+        cycles = max((history.seen for history in histories), default=0)
+        if cycles < min(ENOUGH_TO_PLAN, self.rule.warmup):
             return []
-        usual = [history for history in self._current if 2 * history.seen >= cycles]
-        return [(history.kind, max(0, history.from_opening.low(self)[0])) for history in usual]
+        usual = [history for history in histories if 2 * history.seen >= cycles]
+        return [(history.kind, max(0, history.from_opening.low(self.rule)[0])) for history in usual]
 
     def observe(self, kind: BubbleKind, index: int, start_ns: int, end_ns: int) -> None:
         """Learn when the bubble began and ended."""
         met_ns, self._met_ns = self._met_ns, end_ns
-        if not self._learning or index > len(self._current):
+        histories = self._cycle.histories
+        if not self._learning or index > len(histories):
             return
-        if index == len(self._current):
-            self._current.append(_History(kind))
-        history = self._current[index]
+        if index == len(histories):
+            histories.append(_History(kind))
+        history = histories[index]
         if history.kind is not kind:  # the order of the bubbles changed: what was learnt belongs to another cycle
-            del self._current[index + 1 :]
-            history = self._current[index] = _History(kind)
-        history.add(end_ns - start_ns, end_ns - met_ns, self)
+            del histories[index + 1 :]
+            history = histories[index] = _History(kind)
+        history.add(end_ns - start_ns, end_ns - met_ns, self.rule)
+
+
+class _Cycle:
+    """What is known of one cycle of bubbles.
+
+    Attributes:
+        period_ns: how long it took of late at least, from start to start; 0 if unknown.
+        filled: its bubbles that were worth filling, so far.
+        filled_before: as many in the cycle before.
+    """
+
+    __slots__ = ("_periods", "_start_ns", "filled", "filled_before", "histories", "period_ns")
+
+    def __init__(self) -> None:
+        self.histories: list[_History] = []
+        self.period_ns = 0
+        self.filled = self.filled_before = 0
+        self._periods: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)
+        self._start_ns = 0
+
+    def started(self, now_ns: int, follows: bool) -> None:
+        if follows:
+            self._periods.append(now_ns - self._start_ns)
+            self.period_ns = min(self._periods)
+        self._start_ns = now_ns
+        self.filled_before, self.filled = self.filled or len(self.histories), 0
 
 
 class _Window:
@@ -118,12 +151,17 @@ class _Window:
         while len(self.recent) > most:
             del self.ordered[bisect_left(self.ordered, self.recent.popleft())]
 
-    def low(self, rule: BubblePredictor) -> tuple[int, int]:
+    def low(self, rule: FillRule) -> tuple[int, int]:
         """The value that is rarely undercut, and the spread of the values."""
         ordered = self.ordered
         base = ordered[int(rule.quantile * (len(ordered) - 1))]
         spread = ordered[len(ordered) // 2] - base
         return base - int(rule.margin * spread), spread
+
+    def cases(self, less_ns: int) -> tuple[int, ...]:
+        """The values that are the highest in 1, 2 ... ``CASES`` of as many equal parts, each less so much."""
+        last = len(self.ordered) - 1
+        return tuple([self.ordered[last * part // CASES] - less_ns for part in range(1, CASES + 1)])
 
 
 class _History:
@@ -140,15 +178,20 @@ class _History:
         self.from_opening = _Window()  # from its own opening to its end
         self.from_meeting = _Window()  # from the end of the bubble before (or the start of the cycle) to its end
 
-    def predict(self, since_meeting_ns: int, rule: BubblePredictor) -> int:
-        duration_ns, spread = self.from_opening.low(rule)
+    def predict(self, since_meeting_ns: int, rule: FillRule) -> tuple[int, tuple[int, ...]]:
+        """How long the bubble lasts at least, and by when it has ended in how many cases."""
+        recent, since_ns = self.from_opening, 0
+        duration_ns, spread = recent.low(rule)
         other_ns, other_spread = self.from_meeting.low(rule)
         if other_spread < 0.9 * spread:
-            duration_ns = other_ns - since_meeting_ns
+            recent, since_ns = self.from_meeting, since_meeting_ns
+            duration_ns = other_ns - since_ns
         self.usual_ns = duration_ns
-        return duration_ns if self.cap_ns is None else min(duration_ns, self.cap_ns)
+        if self.cap_ns is not None:
+            return min(duration_ns, self.cap_ns), ()
+        return duration_ns, recent.cases(since_ns)
 
-    def add(self, duration_ns: int, since_meeting_ns: int, rule: BubblePredictor) -> None:
+    def add(self, duration_ns: int, since_meeting_ns: int, rule: FillRule) -> None:
         self.seen += 1
         # Suddenly shorter: believe it at once, for overrunning is what harms.
         self.cap_ns = duration_ns if duration_ns * rule.tolerance < self.usual_ns else None

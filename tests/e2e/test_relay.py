@@ -19,6 +19,7 @@ sys.path.insert(0, {str(ROOT)!r})
 import pipefill_patches
 from megatron.fill.hooks import bus
 from megatron.fill.predictor import BubblePredictor
+from megatron.fill.rule import FillRule
 from megatron.fill.records import write_rank
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
@@ -40,11 +41,11 @@ class Both:
 def on_start(info, args):
     global recorder, relay, relayed
     recorder, ring = Recorder(info, 3), Ring()
-    spec = RelaySpec(info, str(FOLDER / f"relay{{info.rank}}.json"), os.getpid(), ring.fd)
+    spec = RelaySpec(info, str(FOLDER / f"relay{{info.rank}}.json"), os.getpid(), ring.fd, FillRule())
     relay = RelayProcess(spec, ring, None, FOLDER / f"relay{{info.rank}}.log")
     assert relay.wait_ready()
     relayed = StreamListener(ring, HostStream(ring.semaphore), lambda: 7, relay.alive, relay.shut)
-    bus.listener = Both(relayed, RankListener(None, recorder, BubblePredictor(), lambda: 7))
+    bus.listener = Both(relayed, RankListener(None, recorder, BubblePredictor(FillRule()), lambda: 7))
 
 
 bus.on_parse, bus.on_start = lambda args: None, on_start

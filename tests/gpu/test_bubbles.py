@@ -12,6 +12,7 @@ import torch
 from megatron.fill.errors import FillError
 from megatron.fill.hooks import BubbleBus
 from megatron.fill.predictor import BubblePredictor
+from megatron.fill.rule import FillRule
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
 from megatron.fill.runtime.relay import Relay, ReportedBytes
@@ -44,7 +45,7 @@ class Timed:
         ring = Ring()
         self.recorder = Recorder(RankInfo(0, 2, 0, 2, 0, 1, 0, 2, device="cuda:0"), 3)
         free_bytes = ReportedBytes()
-        listener = RankListener(None, self.recorder, BubblePredictor(), free_bytes)
+        listener = RankListener(None, self.recorder, BubblePredictor(FillRule()), free_bytes)
         self.relay = Relay(RingReader(ring.fd), listener, free_bytes)
         self.listener = StreamListener(ring, CudaSignals("cuda:0", ring.semaphore), lambda: 7)
         self.bus = BubbleBus()

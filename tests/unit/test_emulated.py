@@ -14,6 +14,7 @@ import pytest
 from megatron.fill.app.keptin import check_emulation
 from megatron.fill.device.emulated import Emulation, Executor, LaunchPage, why_not
 from megatron.fill.errors import ConfigError
+from megatron.fill.gate import OpenBubble
 from megatron.fill.runtime.loop import StepLoop
 from megatron.fill.runtime.steplog import StepLog, create_log
 from tests.unit.children import until
@@ -52,7 +53,7 @@ def test_a_step_cannot_be_interrupted_from_its_launch_to_its_end(how):
             if how is Emulation.SLICES:  # the main job's turn comes, and goes
                 until(lambda: state(worker) == "T")
                 until(lambda: state(worker) == "S")
-            page.settle()
+            page.land()
             until(lambda: os.sched_getscheduler(worker) == os.SCHED_IDLE)
             assert page.count % 2 == 0
             until(lambda: state(worker) == "S")
@@ -65,18 +66,18 @@ def test_a_step_cannot_be_interrupted_from_its_launch_to_its_end(how):
 
 def test_what_is_said_twice_counts_once():
     page = LaunchPage()
-    page.settle()
+    page.land()
     assert page.count == 0
     page.launch()
     page.launch()
     assert page.count == 1
-    page.settle()
-    page.settle()
+    page.land()
+    page.land()
     assert page.count == 2
 
 
 @pytest.mark.parametrize("error", [None, StopIteration, ValueError])
-def test_every_step_is_launched_and_settled_however_it_ends(error):
+def test_every_step_is_launched_and_lands_however_it_ends(error):
     said: list[str] = []
 
     def step() -> float:
@@ -88,16 +89,16 @@ def test_every_step_is_launched_and_settled_however_it_ends(error):
     machine: Any = SimpleNamespace(
         task=SimpleNamespace(next_node=0), run_next_step=step, start=lambda: None, pause=lambda: None
     )
-    gate: Any = SimpleNamespace(is_open=lambda seq: False, closed_ns=lambda seq: None)
+    gate: Any = SimpleNamespace(is_open=lambda seq: not said, closed_ns=lambda seq: None)
     loop = StepLoop(machine, gate, StepLog(create_log()), lambda: False)
-    loop.launch, loop.settle = lambda: said.append("launch"), lambda: said.append("settle")
-    bubble: Any = SimpleNamespace(seq=1, opened_ns=0, deadline_ns=1 << 62, free_bytes=1 << 40, alone=False)
+    loop.launch, loop.land = lambda: said.append("launch"), lambda: said.append("land")
+    bubble = OpenBubble(1, 0, 1 << 62, 1 << 40)
     if error is ValueError:
         with pytest.raises(ValueError):  # noqa: PT011
             loop.fill(bubble)
     else:
         assert loop.fill(bubble) is (error is StopIteration)
-    assert said == ["launch", "step", "settle"]
+    assert said == ["launch", "step", "land"]
 
 
 def test_it_is_refused_where_it_cannot_be(monkeypatch):

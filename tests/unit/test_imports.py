@@ -27,7 +27,8 @@ RULES: dict[str, set[str]] = {
     "gate": {"types", "errors", "futex", "shared"},
     "control": {"types", "errors", "futex", "hearsay", "shared"},
     "stream": {"types", "errors", "futex", "hooks", "shared"},
-    "predictor": {"types", "errors"},
+    "predictor": {"types", "errors", "rule"},
+    "rule": set(),
     "profiles": {"types"},
     "board": {"types", "profiles", "shared"},
     "sidetask": {"types", "errors", "hearsay", "profiles"},
@@ -40,14 +41,14 @@ RULES: dict[str, set[str]] = {
     # Of the runtime, the simulator takes what a worker decides by: the step loop and its estimator.
     "sim": {
         *("types", "errors", "given", "profiles", "config", "records", "gate", "predictor", "pipeline", "planner"),
-        *("scheduler", "store", "report", "device", "runtime"),
+        *("rule", "scheduler", "store", "report", "device", "runtime"),
     },
     "store": {"types", "errors", "config"},
     "client": {"types", "errors", "config", "given", "store"},
     "report": {"types", "errors", "records", "display"},
     "runtime": {
         *("types", "errors", "profiles", "records", "gate", "board", "futex", "sidetask", "device", "predictor"),
-        *("control", "hearsay", "hooks", "planner", "scheduler", "shared", "store", "stream", "sandbox"),
+        *("control", "hearsay", "hooks", "planner", "rule", "scheduler", "shared", "store", "stream", "sandbox"),
     },
     "chaos": {"types", "errors", "records", "store", "sidetask", "config", "report", "control", "runtime"},
     # Nothing of a job is imported in it; it starts processes that do.

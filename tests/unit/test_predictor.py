@@ -5,7 +5,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.predictor import BubblePredictor
+from megatron.fill.predictor import BubblePredictor, Forecast
+from megatron.fill.rule import FillRule
 from megatron.fill.types import BubbleKind, CycleKey
 
 TRAINING = CycleKey("1f1b", 4)
@@ -26,29 +27,29 @@ def cycle(
     predictions = []
     for index, duration in enumerate(durations):
         now_ns += before
-        predictions.append(predictor.predict(BubbleKind.INTERIOR, index, now_ns))
+        predictions.append(predictor.forecast(BubbleKind.INTERIOR, index, now_ns).shortest_ns)
         predictor.observe(BubbleKind.INTERIOR, index, now_ns, now_ns + duration)
         now_ns += duration
     return predictions
 
 
 def test_nothing_is_predicted_before_the_warmup():
-    predictor = BubblePredictor(warmup=3)
+    predictor = BubblePredictor(FillRule(warmup=3))
     assert [cycle(predictor, [10 * MS, 5 * MS]) for _ in range(4)] == [[0, 0], [0, 0], [0, 0], [10 * MS, 5 * MS]]
 
 
 def test_a_kind_that_does_not_match_is_not_predicted_and_starts_over():
-    predictor = BubblePredictor(warmup=1)
+    predictor = BubblePredictor(FillRule(warmup=1))
     cycle(predictor, [10 * MS])
     predictor.cycle_started(TRAINING, 0)
-    assert predictor.predict(BubbleKind.FILL, 0, 0) == 0
+    assert predictor.forecast(BubbleKind.FILL, 0, 0).shortest_ns == 0
     predictor.observe(BubbleKind.FILL, 0, 0, 3 * MS)
     predictor.cycle_started(TRAINING, 0)
-    assert predictor.predict(BubbleKind.FILL, 0, 0) == 3 * MS
+    assert predictor.forecast(BubbleKind.FILL, 0, 0).shortest_ns == 3 * MS
 
 
 def test_evaluation_does_not_teach_training():
-    predictor = BubblePredictor(warmup=2)
+    predictor = BubblePredictor(FillRule(warmup=2))
     for _ in range(3):
         cycle(predictor, [10 * MS])
     for _ in range(5):
@@ -57,7 +58,7 @@ def test_evaluation_does_not_teach_training():
 
 
 def test_a_disturbed_cycle_is_neither_predicted_nor_learnt():
-    predictor = BubblePredictor(warmup=2)
+    predictor = BubblePredictor(FillRule(warmup=2))
     for _ in range(3):
         cycle(predictor, [10 * MS])
     assert cycle(predictor, [500 * MS], disturbed=True) == [0]
@@ -65,7 +66,7 @@ def test_a_disturbed_cycle_is_neither_predicted_nor_learnt():
 
 
 def test_a_bubble_that_becomes_shorter_fools_it_once():
-    predictor = BubblePredictor(warmup=2)
+    predictor = BubblePredictor(FillRule(warmup=2))
     for _ in range(20):
         cycle(predictor, [100 * MS])
     assert cycle(predictor, [40 * MS]) == [100 * MS]
@@ -74,7 +75,7 @@ def test_a_bubble_that_becomes_shorter_fools_it_once():
 
 
 def test_a_bubble_that_becomes_longer_is_followed_after_three():
-    predictor = BubblePredictor(warmup=2)
+    predictor = BubblePredictor(FillRule(warmup=2))
     for _ in range(20):
         cycle(predictor, [40 * MS])
     for _ in range(3):
@@ -83,7 +84,7 @@ def test_a_bubble_that_becomes_longer_is_followed_after_three():
 
 
 def test_one_long_outlier_changes_nothing():
-    predictor = BubblePredictor(warmup=2)
+    predictor = BubblePredictor(FillRule(warmup=2))
     for _ in range(20):
         cycle(predictor, [40 * MS])
     cycle(predictor, [400 * MS])
@@ -91,7 +92,7 @@ def test_one_long_outlier_changes_nothing():
 
 
 def test_a_ramped_batch_size_has_a_cycle_of_its_own():
-    predictor = BubblePredictor(warmup=2)
+    predictor = BubblePredictor(FillRule(warmup=2))
     for _ in range(5):
         cycle(predictor, [40 * MS])
     assert cycle(predictor, [90 * MS, 20 * MS], CycleKey("1f1b", 8)) == [0, 0]
@@ -100,7 +101,7 @@ def test_a_ramped_batch_size_has_a_cycle_of_its_own():
 
 def test_an_end_that_is_steady_from_the_last_meeting_is_told_from_there():
     """This rank's compute varies by 20 ms, the other rank's by nothing: the bubble ends 100 ms after the last one."""
-    predictor = BubblePredictor()
+    predictor = BubblePredictor(FillRule())
     noise = random.Random(0)
     for _ in range(30):
         before = noise.randint(20 * MS, 40 * MS)
@@ -110,7 +111,7 @@ def test_an_end_that_is_steady_from_the_last_meeting_is_told_from_there():
 
 
 def test_a_length_that_is_steady_from_its_own_opening_is_told_from_there():
-    predictor = BubblePredictor()
+    predictor = BubblePredictor(FillRule())
     noise = random.Random(0)
     for _ in range(30):
         cycle(predictor, [70 * MS], before=noise.randint(20 * MS, 40 * MS))
@@ -119,18 +120,18 @@ def test_a_length_that_is_steady_from_its_own_opening_is_told_from_there():
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=80))
 def test_a_prediction_is_never_longer_than_the_recent_bubbles(durations):
-    predictor = BubblePredictor(warmup=5)
+    predictor = BubblePredictor(FillRule(warmup=5))
     for duration in durations:
         cycle(predictor, [duration])
     prediction = cycle(predictor, [1])[0]
-    assert 0 <= prediction <= max(durations[-predictor.window :])
+    assert 0 <= prediction <= max(durations[-predictor.rule.window :])
 
 
 @given(st.integers(0, 2**32))
 def test_steady_noise_is_rarely_overpredicted(seed):
     """Of bubbles of 170 +- 6 ms, one in twelve at most ends before it was predicted to."""
     noise = random.Random(seed)
-    predictor = BubblePredictor()
+    predictor = BubblePredictor(FillRule())
     caught = 0
     for number in range(300):
         duration = round(noise.gauss(170, 6) * MS)
@@ -140,7 +141,7 @@ def test_steady_noise_is_rarely_overpredicted(seed):
 
 
 def test_the_expected_cycle_leaves_rare_bubbles_out():
-    predictor = BubblePredictor(warmup=4)
+    predictor = BubblePredictor(FillRule(warmup=4))
     for iteration in range(6):
         predictor.cycle_started(CycleKey("1f1b", 4), 0)
         assert (predictor.expected() == []) == (iteration < 4)
@@ -151,14 +152,53 @@ def test_the_expected_cycle_leaves_rare_bubbles_out():
     assert predictor.expected() == [(BubbleKind.FILL, 100), (BubbleKind.DRAIN, 50)]
 
 
-def test_reaching_fills_as_long_as_the_longest_recent_bubble():
-    cautious, reaching = BubblePredictor(warmup=2), BubblePredictor(warmup=2, reaching=True)
-    for predictor in (cautious, reaching):
-        for duration in (10 * MS, 14 * MS, 10 * MS, 10 * MS):
-            cycle(predictor, [duration])
-        predictor.cycle_started(TRAINING, 0)
-        assert predictor.predict(BubbleKind.INTERIOR, 0, 10 * MS) == 10 * MS
-    assert cautious.fill_for(0, 10 * MS) == 10 * MS
-    assert reaching.fill_for(0, 10 * MS) == 14 * MS
-    assert reaching.fill_for(0, 20 * MS) == 20 * MS
-    assert reaching.fill_for(0, 0) == 0  # what is not predicted is not filled
+def test_the_ends_are_those_of_the_recent_bubbles_in_eight_equal_parts():
+    predictor = BubblePredictor(FillRule(warmup=2))
+    assert predictor.forecast(BubbleKind.INTERIOR, 0, 0) == Forecast()
+    for duration in (5, 1, 9, 3, 7, 2, 8, 4, 6):
+        cycle(predictor, [duration * MS])
+    predictor.cycle_started(TRAINING, 0)
+    assert predictor.forecast(BubbleKind.INTERIOR, 0, 10 * MS).ends_ns == tuple(n * MS for n in range(2, 10))
+
+
+def test_after_a_sudden_short_bubble_nothing_is_said_beyond_it():
+    predictor = BubblePredictor(FillRule(warmup=2))
+    for duration in (50, 50, 50, 50, 20):
+        cycle(predictor, [duration * MS])
+    predictor.cycle_started(TRAINING, 0)
+    forecast = predictor.forecast(BubbleKind.INTERIOR, 0, 10 * MS)
+    assert (forecast.shortest_ns, forecast.ends_ns) == (5 * MS, ())  # the shortest, less half a spread
+
+
+def turns(predictor: BubblePredictor, *durations_ms: float, count: int, period_ms: int = 1000) -> list[Forecast]:
+    """Run cycles that begin one period after the other; what is said in the last one, which is left open."""
+    for number in range(count):
+        now_ns = number * period_ms * MS
+        predictor.cycle_started(TRAINING, now_ns)
+        said = []
+        for index, duration in enumerate(durations_ms):
+            said.append(predictor.forecast(BubbleKind.INTERIOR, index, now_ns))
+            end_ns = now_ns + int(duration * MS)
+            predictor.observe(BubbleKind.INTERIOR, index, now_ns, end_ns)
+            now_ns = end_ns
+    return said
+
+
+def test_what_overruns_may_cost_is_a_share_of_the_cycle_and_shared_out_among_its_bubbles_worth_filling():
+    predictor = BubblePredictor(FillRule(warmup=2, overrun=0.01))
+    said = turns(predictor, 100, 20, 0.1, count=6)
+    assert [one.fills for one in said] == [True, True, False]
+    assert [one.overrun_ns for one in said[:2]] == [5 * MS, 5 * MS]  # of 1000 ms in two bubbles
+    predictor.overrun = 0.0
+    assert {one.overrun_ns for one in turns(predictor, 100, 20, 0.1, count=6)} == {0}
+
+
+def test_a_bubble_that_is_mostly_short_and_sometimes_long_is_worth_filling_if_an_overrun_may_cost_something():
+    for overrun, fills in ((0.01, True), (0.0, False)):
+        predictor = BubblePredictor(FillRule(warmup=2, overrun=overrun))
+        for number in range(16):
+            predictor.cycle_started(TRAINING, number * 1000 * MS)
+            said = predictor.forecast(BubbleKind.INTERIOR, 0, number * 1000 * MS)
+            predictor.observe(BubbleKind.INTERIOR, 0, 0, 100 * MS if number % 4 == 0 else MS // 10)
+        assert said.shortest_ns < MS
+        assert said.fills is fills

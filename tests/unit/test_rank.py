@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.fill.board import CycleBoard, CycleBoardReader
 from megatron.fill.predictor import BubblePredictor
 from megatron.fill.profiles import BubbleSlot
+from megatron.fill.rule import FillRule
 from megatron.fill.runtime.brake import Brake
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
@@ -18,8 +20,9 @@ KEY = CycleKey("1f1b", 4)
 INFO = RankInfo(0, 2, 0, 2, 0, 1, 0, 2)
 
 
-def make(gate: FakeGate | None, **settings: Any) -> RankListener:
-    return RankListener(gate, Recorder(INFO, 3), BubblePredictor(warmup=2), lambda: 7, **settings)
+def make(gate: FakeGate | None, guard_ns: int = 0, **settings: Any) -> RankListener:
+    predictor = BubblePredictor(FillRule(warmup=2, guard_ns=guard_ns))
+    return RankListener(gate, Recorder(INFO, 3), predictor, lambda: 7, **settings)
 
 
 class Drive:
@@ -61,25 +64,26 @@ class Deadlines(FakeGate):
         super().__init__()
         self.drive = drive
         self.lasts: list[float] = []
+        self.overruns_ns: list[int] = []
 
-    def open(self, deadline_ns: int, free_bytes: int) -> int:
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
         self.lasts.append((deadline_ns - self.drive[0].now_ns) / MS)
-        return super().open(deadline_ns, free_bytes)
+        self.overruns_ns.append(overrun_ns)
+        return super().open(deadline_ns, free_bytes, ends_ns, overrun_ns)
 
 
-def test_where_steps_may_be_caught_bubbles_are_filled_beyond_what_is_predicted_until_the_brake():
+def test_after_a_brake_overruns_may_cost_nothing():
     drives: list[Drive] = []
     gate = Deadlines(drives)
     brake = Brake(0.01, 0, say=lambda text: None)
-    predictor = BubblePredictor(warmup=2, margin=0.0, reaching=True)
-    listener = RankListener(gate, Recorder(INFO, 3), predictor, lambda: 7, brake=brake)
+    listener = RankListener(gate, Recorder(INFO, 3), BubblePredictor(FillRule(warmup=2)), lambda: 7, brake=brake)
     drives.append(Drive(listener))
-    for duration in (20, 30, 20, 20, 20):
-        drives[0].iteration(duration)
-    assert gate.lasts[-1] == 30
-    assert listener.recorder.bubbles[-1].predicted_ns == 20 * MS
+    for _ in range(5):
+        drives[0].iteration(20)
+    assert gate.overruns_ns[-1] > 0
     brake.events.append(BrakeEvent(5, 0.1, 5, 6, 0))
     drives[0].iteration(20)
+    assert gate.overruns_ns[-1] == 0
     assert gate.lasts[-1] == 20
 
 
@@ -235,7 +239,7 @@ def test_shut_ends_the_gate():
 def test_the_cycle_is_shown_before_filling_starts_and_again_later():
     board = CycleBoard()
     reader = CycleBoardReader(board.reader_fd())
-    listener = RankListener(None, Recorder(INFO, 3), BubblePredictor(warmup=50), lambda: 7, board=board)
+    listener = RankListener(None, Recorder(INFO, 3), BubblePredictor(FillRule(warmup=50)), lambda: 7, board=board)
     drive = Drive(listener)
     for _ in range(4):
         drive.iteration(20, 0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import accumulate
 from statistics import fmean
 
@@ -10,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.fill.gate import OpenBubble
 from megatron.fill.pipeline.timeline import Wait
 from megatron.fill.predictor import BubblePredictor
+from megatron.fill.rule import FillRule
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
-from megatron.fill.sim.truth.replay import FillRule, Opened, PlayedIteration, open_bubbles, replay
+from megatron.fill.sim.truth.replay import Opened, PlayedIteration, open_bubbles, replay
 from megatron.fill.sim.truth.steps import StepTimes, step_times
 from megatron.fill.sim.truth.virtual import Core
 from megatron.fill.types import Bubble, BubbleKind, BubbleUse, CycleKey, RankInfo, WorkerRecord
@@ -32,7 +35,14 @@ def bubble(seq: int, start_ms: float, end_ms: float, predicted_ms: float | None 
 
 def opened(bubbles: list[Bubble], guard_ns: int = 0) -> Opened:
     """Gates that say what was predicted."""
-    return Opened(bubbles, {its.seq: its.start_ns + its.predicted_ns - guard_ns for its in bubbles if its.seq})
+    return Opened(
+        bubbles,
+        {
+            its.seq: OpenBubble(its.seq, its.start_ns, its.start_ns + its.predicted_ns - guard_ns, 0)
+            for its in bubbles
+            if its.seq
+        },
+    )
 
 
 def even_bubbles(count: int, duration_ns: int) -> list[Bubble]:
@@ -101,11 +111,11 @@ def test_times_that_cannot_be_are_refused(values: dict[str, tuple[int, ...]], ex
 class _Gate:
     def __init__(self) -> None:
         self.seq = 0
-        self.deadlines_ns: dict[int, int] = {}
+        self.told: dict[int, tuple[int, tuple[int, ...], int]] = {}
 
-    def open(self, deadline_ns: int, free_bytes: int) -> int:
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
         self.seq += 1
-        self.deadlines_ns[self.seq] = deadline_ns
+        self.told[self.seq] = (deadline_ns, tuple(ends_ns), overrun_ns)
         return self.seq
 
     def close(self, now_ns: int) -> None:
@@ -120,13 +130,14 @@ class _Gate:
     durations=st.lists(st.tuples(*[st.integers(0, 30 * MS)] * 3), min_size=1, max_size=40),
     warmup=st.integers(1, 6),
     block=st.integers(0, 4),
-    reaching=st.booleans(),
+    overrun=st.sampled_from([0.0, 0.01]),
 )
 def test_bubbles_open_as_the_rank_opens_them(
-    durations: list[tuple[int, ...]], warmup: int, block: int, reaching: bool
+    durations: list[tuple[int, ...]], warmup: int, block: int, overrun: float
 ) -> None:
     recorder = Recorder(INFO, 3)
-    gate, predictor = _Gate(), BubblePredictor(warmup=warmup, margin=0.0, reaching=reaching)
+    rule = FillRule(warmup=warmup, overrun=overrun)
+    gate, predictor = _Gate(), BubblePredictor(rule)
     listener = RankListener(gate, recorder, predictor, lambda: 0, block)
     kinds = (BubbleKind.FWD_BWD, BubbleKind.INTERIOR, BubbleKind.DRAIN)
     played = []
@@ -141,9 +152,10 @@ def test_bubbles_open_as_the_rank_opens_them(
             listener.bubble_closed(begin + wait.end_ns)
         listener.iteration_ended(begin + 190 * MS)
         played.append(PlayedIteration(at + 1, begin, waits, recorder.iterations[-1].filling))
-    found = open_bubbles(played, KEY, FillRule(warmup=warmup, reaching=reaching))
+    found = open_bubbles(played, KEY, rule)
     assert found.bubbles == recorder.bubbles
-    assert found.deadlines_ns == gate.deadlines_ns
+    told = {seq: (one.deadline_ns, one.ends_ns, one.overrun_ns) for seq, one in found.told.items()}
+    assert told == gate.told
 
 
 def test_step_times_are_those_on_the_core() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,9 @@ from megatron.fill.errors import FillError
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline, Wait
+from megatron.fill.rule import FillRule
 from megatron.fill.sim.truth.compare import Run, compare, load, select
-from megatron.fill.sim.truth.replay import FillRule, PlayedIteration, open_bubbles, replay
+from megatron.fill.sim.truth.replay import PlayedIteration, open_bubbles, replay
 from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.sim.truth.table import WAYS, summary, table
 from megatron.fill.types import CycleKey, Iteration, JobRecord, JobState, RankRecord, WorkerRecord
@@ -21,7 +22,7 @@ from tests.unit.recorded_runs import MS, noisy, records
 from tests.unit.segments import write_segment
 
 SCHEDULE = make_schedule("1f1b", 2, 4)
-RULE = FillRule(warmup=5, reaching=True)
+RULE = FillRule()
 STEP_NS, WAKE_NS = 2 * MS, MS // 8
 
 
@@ -117,7 +118,7 @@ def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     write_segment(tmp_path, ranks, attempts)
     with pytest.raises(FillError, match=r"run\.json"):
         load(tmp_path)
-    what = {"warmup": RULE.warmup, "reaching": True}
+    what = {"rule": asdict(RULE)}
     (tmp_path / "run.json").write_text(json.dumps(what), encoding="utf-8")
     run = load(tmp_path)
     assert (run.schedule, run.rule, run.ranks) == (SCHEDULE, RULE, ranks)

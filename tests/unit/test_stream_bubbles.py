@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 
 from megatron.fill.hooks import bus
 from megatron.fill.predictor import BubblePredictor
+from megatron.fill.rule import FillRule
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
 from megatron.fill.runtime.relay import Relay, ReportedBytes
@@ -32,9 +33,9 @@ class SeenGate(FakeGate):
         super().__init__()
         self.deadlines: list[int] = []
 
-    def open(self, deadline_ns: int, free_bytes: int) -> int:
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
         self.deadlines.append(deadline_ns)
-        return super().open(deadline_ns, free_bytes)
+        return super().open(deadline_ns, free_bytes, ends_ns, overrun_ns)
 
 
 class Rank:
@@ -45,7 +46,7 @@ class Rank:
         self.gate = SeenGate()
         self.recorder = Recorder(RankInfo(0, 2, 0, 2, 0, 1, 0, 2), 3)
         free_bytes = ReportedBytes()
-        predictor = BubblePredictor(warmup=WARMUP, margin=0.0)
+        predictor = BubblePredictor(FillRule(warmup=WARMUP, margin=0.0))
         listener = RankListener(self.gate, self.recorder, predictor, free_bytes)
         ring = Ring()
         self.relay = Relay(RingReader(ring.fd), listener, free_bytes, self.gate)

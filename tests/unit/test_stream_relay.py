@@ -17,6 +17,7 @@ from megatron.fill.control import ControlPage, RunState
 from megatron.fill.gate import OpenBubble, SharedGate, SharedGateReader
 from megatron.fill.hooks import BubbleBus
 from megatron.fill.records import read_rank
+from megatron.fill.rule import FillRule
 from megatron.fill.runtime.relay import RelayProcess, RelaySpec
 from megatron.fill.stream.listener import StreamListener
 from megatron.fill.stream.ring import Ring
@@ -40,11 +41,10 @@ class Rank:
             str(self.record),
             os.getpid(),
             ring.fd,
+            FillRule(warmup=3, margin=0.0),
             self.gate.fd,
             self.board.fd,
             self.control.reader_fd(),
-            warmup=3,
-            margin=0.0,
             max_slowdown=0.9,
         )
         self.relay = RelayProcess(spec, ring, self.gate, self.log)
@@ -179,7 +179,7 @@ def test_the_end_waits_until_the_relay_has_caught_up(rank):
 
 def test_a_relay_that_cannot_start_is_noticed(tmp_path):
     gate, ring = SharedGate(), Ring()
-    spec = RelaySpec(INFO, str(tmp_path / "rank0.json"), os.getpid(), gate.fd, gate.fd)
+    spec = RelaySpec(INFO, str(tmp_path / "rank0.json"), os.getpid(), gate.fd, FillRule(), gate.fd)
     relay = RelayProcess(spec, ring, gate, tmp_path / "relay.log")
     assert not relay.wait_ready()
     assert not relay.finish()

@@ -15,6 +15,7 @@ from megatron.fill.device.host import FreeHostMemory
 from megatron.fill.gate import SharedGate
 from megatron.fill.hooks import Listener
 from megatron.fill.predictor import BubblePredictor
+from megatron.fill.rule import FillRule
 from megatron.fill.runtime.brake import Brake
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
@@ -44,12 +45,14 @@ class Listening(Protocol):
         """The training failed."""
 
 
-def _predictor(settings: FillSettings) -> BubblePredictor:
-    predictor = BubblePredictor(settings.warmup_iterations, reaching=settings.reach)
-    if settings.emulate is None:
-        # The rank takes its core back from a step in flight at once, so less caution is needed than on a GPU.
-        predictor.margin = 0.0
-    return predictor
+def fill_rule(settings: FillSettings, stages: int) -> FillRule:
+    """When a rank of so many stages fills: what overruns may cost is shared out, for the stages' delays add up."""
+    return FillRule(
+        warmup=settings.warmup_iterations,
+        overrun=settings.overrun / 100 / stages,
+        min_bubble_ns=int(settings.min_bubble_us * 1000),
+        guard_ns=int(settings.guard_us * 1000),
+    )
 
 
 class HostListening:
@@ -75,17 +78,15 @@ class HostListening:
         self._record = record
         self._recorder = Recorder(info, settings.trace_iterations, record)
         self.free_bytes = FreeHostMemory()
-        guard_ns, limit = int(settings.guard_us * 1000), settings.max_slowdown / 100
+        rule, limit = fill_rule(settings, info.stages), settings.max_slowdown / 100
         self.listener = RankListener(
             gate,
             self._recorder,
-            _predictor(settings),
+            BubblePredictor(rule),
             self.free_bytes,
             settings.paired_blocks,
-            guard_ns,
-            int(settings.min_bubble_us * 1000),
             board,
-            Brake(limit, info.rank, guard_ns, settings.paired_blocks) if gate is not None and limit else None,
+            Brake(limit, info.rank, rule.guard_ns, settings.paired_blocks) if gate is not None and limit else None,
             control,
         )
 
@@ -126,10 +127,8 @@ class RelayedListening:
             board_fd=None if board is None else board.fd,
             control_fd=control_fd,
             trace_iterations=settings.trace_iterations,
-            warmup=settings.warmup_iterations,
+            rule=fill_rule(settings, info.stages),
             paired_blocks=settings.paired_blocks,
-            guard_ns=int(settings.guard_us * 1000),
-            min_bubble_ns=int(settings.min_bubble_us * 1000),
             max_slowdown=settings.max_slowdown / 100,
         )
         self._relay = RelayProcess(spec, ring, gate, log)

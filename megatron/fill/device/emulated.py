@@ -56,7 +56,7 @@ class LaunchPage:
         """The worker begins a step; it goes on as what cannot be interrupted."""
         self._tell(1)
 
-    def settle(self) -> None:
+    def land(self) -> None:
         """The worker's step has ended, or there was none."""
         self._tell(0)
 

@@ -79,6 +79,9 @@ class TailGate:
     def is_open(self, seq: int) -> bool:
         return self._gate.is_open(seq)
 
+    def wait_change(self, seq: int, timeout_ns: int) -> None:
+        self._gate.wait_change(seq, timeout_ns)
+
     def closed_ns(self, seq: int) -> int | None:
         return self._gate.closed_ns(seq)
 

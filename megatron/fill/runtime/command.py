@@ -19,7 +19,7 @@ from megatron.fill.runtime.steplog import StepLog, WorkerPhase
 from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command
 from megatron.fill.types import BubbleUse, JobState
 
-_GUARD_NS = 500_000  # a command is stopped this long before the predicted end of the bubble
+_GUARD_NS = 500_000  # a command is stopped this long before what is taken for the end of the bubble
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # itself, or what its shell had started
 _HEARD_S = 0.5  # a batch system signals one process after the other: how long we may hear of it later than the command
 
@@ -112,7 +112,9 @@ class CommandRun:
                 continue
             seq = bubble.seq
             start_ns = time.monotonic_ns()
-            remaining_ns = bubble.deadline_ns - _GUARD_NS - start_ns
+            # What a stopped command has launched on a GPU runs on for as long as nobody knows.
+            end_ns = bubble.window(_GUARD_NS)[1] if self.spec.device == "cpu" else bubble.deadline_ns
+            remaining_ns = end_ns - _GUARD_NS - start_ns
             if remaining_ns <= 0 or not self.control.running:
                 self.left(seq)
                 continue

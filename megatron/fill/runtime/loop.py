@@ -26,8 +26,9 @@ class StepLoop:
         between: called after every bubble, outside of it: checkpoints are due there.
         baton: passed on in each bubble when the next step does not fit any more; None if nobody waits for it.
         control: asked immediately before every step; None where nobody can pause.
-        launch: called before every step; what it says is undone by ``settle``.
+        launch: called before every step; what it says is undone by ``land``.
         settle: returns when all that a step has begun on the device has ended; only then has the step.
+        land: called after every step, once the time of its end is known.
         preempted: the main job takes the device back with the end of a bubble, so a step or a pause that is caught by
             it says nothing of how long it takes.
     """
@@ -44,6 +45,7 @@ class StepLoop:
         control: RunSwitch | None = None,
         launch: Callable[[], None] = lambda: None,
         settle: Callable[[], None] = lambda: None,
+        land: Callable[[], None] = lambda: None,
         preempted: bool = False,
     ) -> None:
         self.machine = machine
@@ -56,6 +58,7 @@ class StepLoop:
         self.control = control or AlwaysRunning()
         self.launch = launch
         self.settle = settle
+        self.land = land
         self.preempted = preempted
         self.attend: Callable[[], None] | None = None  # called between bubbles, and when a signal asks to look around
         self.hold_at_start = False  # begin no new iteration: the configuration is about to change
@@ -107,6 +110,8 @@ class StepLoop:
         """Use one open bubble; whether the task finished in it."""
         if not (self.control.running and self._may_run(bubble)):
             return False
+        if not self._await_start(bubble):
+            return False
         if not self._fits(bubble, self.clock()):
             self._skipped += 1
             if self._skipped < _PROBE_AFTER:
@@ -149,7 +154,9 @@ class StepLoop:
                 return True, first_ns, end_ns, spent_ns, steps
             finally:
                 self.settle()
-            end_ns = clock()
+                ended_ns = clock()
+                self.land()
+            end_ns = ended_ns
             is_open = self.gate.is_open(bubble.seq)
             if is_open or not self.preempted:
                 self.estimators.observe(node, end_ns - start_ns)
@@ -174,9 +181,18 @@ class StepLoop:
         begun = self.log.partial_work if node else 0.0  # whatever was counted of an earlier iteration is void
         return 0.0, begun + self._shares[node]
 
+    def _await_start(self, bubble: OpenBubble) -> bool:
+        """Sleep until the first step may begin; whether the bubble is still open."""
+        begin_ns, _ = bubble.window(self.estimators.estimate_ns(self.machine.task.next_node))
+        left_ns = begin_ns - self.clock()
+        if left_ns > 0:
+            self.gate.wait_change(bubble.seq, left_ns)
+        return self.gate.is_open(bubble.seq)
+
     def _fits(self, bubble: OpenBubble, now_ns: int) -> bool:
         estimate_ns = self.estimators.estimate_ns(self.machine.task.next_node)
-        return now_ns + estimate_ns + self._pause_ns <= bubble.deadline_ns
+        begin_ns, end_ns = bubble.window(estimate_ns)
+        return begin_ns <= now_ns and now_ns + estimate_ns + self._pause_ns <= end_ns
 
     def _may_run(self, bubble: OpenBubble) -> bool:
         node = self.machine.task.next_node

@@ -174,6 +174,7 @@ class NodeRun:
                 control=loop.control,
                 launch=loop.launch,
                 settle=loop.settle,
+                land=loop.land,
                 preempted=loop.preempted,
             ).run()
 

@@ -28,8 +28,6 @@ class RankListener:
         gate: the rank's gate; None to measure only.
         free_bytes: the device memory that the main job leaves free, now.
         paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
-        guard_ns: kept free at the end of every predicted bubble; with a brake, that one's guard is.
-        min_bubble_ns: bubbles predicted to be shorter are left alone.
         board: where the cycle is shown to the planners, after a few iterations and then every 20; None for nowhere.
         brake: stops the filling while it slows the training down; None for never.
         control: no bubble is opened, or counts as fillable, that begins while it is not running.
@@ -42,8 +40,6 @@ class RankListener:
         predictor: BubblePredictor,
         free_bytes: Callable[[], int],
         paired_blocks: int = 0,
-        guard_ns: int = 0,
-        min_bubble_ns: int = 1_000_000,
         board: CycleBoard | None = None,
         brake: Brake | None = None,
         control: RunSwitch | None = None,
@@ -53,8 +49,7 @@ class RankListener:
         self.predictor = predictor
         self.free_bytes = free_bytes
         self.paired_blocks = paired_blocks
-        self.guard_ns = guard_ns
-        self.min_bubble_ns = min_bubble_ns
+        self.guard_ns = predictor.rule.guard_ns  # with a brake, that one's guard is
         self.board = board
         self.brake = brake
         self.control = control or AlwaysRunning()
@@ -63,7 +58,7 @@ class RankListener:
             recorder.brakes = brake.events
         self._recent_ns: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)  # how long the latest iterations took
         self._free_bytes: dict[int, int] = {}  # the least seen free in each bubble of the cycle
-        self._show_at = min(ENOUGH_TO_PLAN, predictor.warmup)
+        self._show_at = min(ENOUGH_TO_PLAN, predictor.rule.warmup)
         self._iteration = 0
         self._iteration_start_ns = 0
         self._iterations_seen = 0
@@ -78,7 +73,7 @@ class RankListener:
     def iteration_started(self, iteration: int, now_ns: int) -> None:
         self._iteration = iteration
         self._iteration_start_ns = now_ns
-        past_warmup = self._iterations_seen - self.predictor.warmup
+        past_warmup = self._iterations_seen - self.predictor.rule.warmup
         self._iterations_seen += 1
         if past_warmup >= 0 and self.paired_blocks:
             self._block = past_warmup // self.paired_blocks
@@ -95,7 +90,7 @@ class RankListener:
             if self.gate is not None:
                 self.gate.brake(self.brake.on)
             if self.brake.events:
-                self.predictor.reaching = False
+                self.predictor.overrun = 0.0
             return on
         return not self.paired_blocks or fills_block(self._block)
 
@@ -116,9 +111,10 @@ class RankListener:
         if not expected:  # not warm: look again after the next iteration
             return
         self._show_at = self._iterations_seen + _SHOW_EVERY
+        least_ns = self.predictor.rule.min_bubble_ns
         slots = [
             # A bubble that is left alone holds its place with no time in it.
-            BubbleSlot(kind, duration_ns if duration_ns >= self.min_bubble_ns else 0, self._free_bytes.get(index, 0))
+            BubbleSlot(kind, duration_ns if duration_ns >= least_ns else 0, self._free_bytes.get(index, 0))
             for index, (kind, duration_ns) in enumerate(expected)
         ]
         board.show(BubbleCycle(int(median(self._recent_ns)), tuple(slots)))
@@ -136,15 +132,16 @@ class RankListener:
         """Nothing to do: positions start again with the next cycle."""
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int) -> None:
-        predicted_ns = self.predictor.predict(kind, index, now_ns)
+        forecast = self.predictor.forecast(kind, index, now_ns)
         seq = 0
         filling = self.filling and self.control.running
-        if filling and predicted_ns >= self.min_bubble_ns and self.gate is not None:
-            for_ns = self.predictor.fill_for(index, predicted_ns)
-            seq = self.gate.open(now_ns + for_ns - self.guard_ns, self.free_bytes())
+        if filling and forecast.fills and self.gate is not None:
+            from_ns = now_ns - self.guard_ns
+            ends_ns = [from_ns + end_ns for end_ns in forecast.ends_ns]
+            seq = self.gate.open(from_ns + forecast.shortest_ns, self.free_bytes(), ends_ns, forecast.overrun_ns)
         elif self.filling and not filling:
             self._paused = True
-        self._bubble = (kind, index, now_ns, predicted_ns, seq, filling)
+        self._bubble = (kind, index, now_ns, forecast.shortest_ns, seq, filling)
 
     def bubble_closed(self, now_ns: int) -> None:
         if self._bubble is None:

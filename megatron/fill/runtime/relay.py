@@ -25,6 +25,7 @@ from megatron.fill.device import host
 from megatron.fill.gate import GateWriter, SharedGate
 from megatron.fill.hooks import Listener
 from megatron.fill.predictor import BubblePredictor
+from megatron.fill.rule import FillRule
 from megatron.fill.runtime.brake import Brake
 from megatron.fill.runtime.rank import RankListener
 from megatron.fill.runtime.recorder import Recorder
@@ -38,7 +39,7 @@ _START_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class RelaySpec:
-    """What a rank tells its relay; the settings are those of RankListener, Recorder, BubblePredictor and Brake.
+    """What a rank tells its relay; the settings are those of RankListener, Recorder and Brake.
 
     Attributes:
         record: the file for the rank's record.
@@ -51,15 +52,12 @@ class RelaySpec:
     record: str
     parent: int
     ring_fd: int
+    rule: FillRule
     gate_fd: int | None = None
     board_fd: int | None = None
     control_fd: int | None = None
     trace_iterations: int = 3
-    warmup: int = 5
-    margin: float = 0.5
     paired_blocks: int = 0
-    guard_ns: int = 0
-    min_bubble_ns: int = 1_000_000
     max_slowdown: float = 0.0
 
     @property
@@ -73,7 +71,7 @@ class RelaySpec:
     @classmethod
     def from_json(cls, text: str) -> RelaySpec:
         data = json.loads(text)
-        return cls(**data | {"info": RankInfo(**data["info"])})
+        return cls(**data | {"info": RankInfo(**data["info"]), "rule": FillRule(**data["rule"])})
 
 
 class RelayProcess:
@@ -241,13 +239,11 @@ def serve(spec: RelaySpec) -> None:
     listener = RankListener(
         gate,
         recorder,
-        BubblePredictor(warmup=spec.warmup, margin=spec.margin),
+        BubblePredictor(spec.rule),
         free_bytes,
         spec.paired_blocks,
-        spec.guard_ns,
-        spec.min_bubble_ns,
         board,
-        Brake(spec.max_slowdown, spec.info.rank, spec.guard_ns, spec.paired_blocks) if brakes else None,
+        Brake(spec.max_slowdown, spec.info.rank, spec.rule.guard_ns, spec.paired_blocks) if brakes else None,
         None if spec.control_fd is None else ControlReader(spec.control_fd),
     )
     relay = Relay(ring, listener, free_bytes, gate)

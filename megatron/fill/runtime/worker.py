@@ -158,7 +158,7 @@ class Worker:
             preempted=spec.device == "cpu" and self._launches is None,
         )
         if self._launches is not None:
-            loop.launch, loop.settle = self._launches.launch, self._launches.settle
+            loop.launch, loop.land = self._launches.launch, self._launches.land
         # What only some jobs need is imported for those only: every worker's start-up takes the main job's core.
         if spec.device.startswith("cuda"):
             from megatron.fill.device import cuda

@@ -25,9 +25,10 @@ import numpy as np
 from megatron.fill.errors import FillError
 from megatron.fill.pipeline.schedule import Schedule
 from megatron.fill.records import last_segment
+from megatron.fill.rule import FillRule
 from megatron.fill.sim.mainjob.recorded import read_pipeline
 from megatron.fill.sim.truth.recorded import RecordedMainJob
-from megatron.fill.sim.truth.replay import FillRule, Opened, PlayedIteration, open_bubbles, replay
+from megatron.fill.sim.truth.replay import Opened, PlayedIteration, open_bubbles, replay
 from megatron.fill.sim.truth.steps import StepTimes, step_times
 from megatron.fill.types import BubbleKind, CycleKey, RankRecord, WorkerRecord
 
@@ -82,15 +83,14 @@ class Run:
 
 
 def load(folder: Path) -> Run:
-    """Read what a run left in its folder: the records, and in ``run.json`` its ``warmup`` iterations, and if it was
-    ``reaching``.
+    """Read what a run left in its folder: the records, and in ``run.json`` the ``rule`` by which it was filled.
 
     Raises:
         FillError: something is missing, a rank had no job or several, or too few blocks are left after they had begun.
     """
     try:
         said = json.loads((folder / RUN).read_text(encoding="utf-8"))
-        rule = FillRule(warmup=said["warmup"], reaching=said["reaching"])
+        rule = FillRule(**said["rule"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FillError(f"{folder / RUN}: does not say how it was filled: {type(error).__name__}: {error}") from error
     ranks, schedule = read_pipeline(folder)

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, cast
 
+from megatron.fill.gate import OpenBubble
 from megatron.fill.pipeline.timeline import Wait
 from megatron.fill.predictor import BubblePredictor
+from megatron.fill.rule import FillRule
 from megatron.fill.runtime.loop import StepLoop
 from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.sim.truth.virtual import Core, Replayed, VirtualGate, VirtualLog, VirtualMachine
@@ -37,52 +39,36 @@ class PlayedIteration:
 
 
 @dataclass(frozen=True, slots=True)
-class FillRule:
-    """When the rank opens its gate; the defaults are those of the ``--fill-*`` flags.
-
-    Attributes:
-        warmup: iterations before anything is predicted.
-        margin: how much earlier than its low quantile a bubble is predicted to end, in spreads; 0 on the CPU.
-        min_bubble_ns: bubbles predicted to be shorter are left alone.
-        guard_ns: kept free at the end of every predicted bubble.
-        reaching: bubbles are filled beyond what is predicted (``--fill-reach``).
-    """
-
-    warmup: int = 5
-    margin: float = 0.0
-    min_bubble_ns: int = 1_000_000
-    guard_ns: int = 0
-    reaching: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Opened:
-    """The bubbles of one rank, in order, and when its gate said that they would end.
+    """The bubbles of one rank, in order, and what its gate said of them.
 
     Attributes:
         bubbles: those without a ``seq`` are waits in which only a step in flight goes on.
-        deadlines_ns: by ``seq``.
+        told: by ``seq``.
     """
 
     bubbles: Sequence[Bubble]
-    deadlines_ns: Mapping[int, int]
+    told: Mapping[int, OpenBubble]
 
 
 def open_bubbles(iterations: Iterable[PlayedIteration], key: CycleKey, rule: FillRule) -> Opened:
     """The bubbles as the rank would record them: predicted, and with a ``seq`` where its gate opens."""
-    predictor = BubblePredictor(warmup=rule.warmup, margin=rule.margin, reaching=rule.reaching)
+    predictor = BubblePredictor(rule)
     bubbles = []
-    deadlines_ns = {}
+    told = {}
     seq = 0
     for played in iterations:
         predictor.cycle_started(key, played.start_ns)
         for index, (kind, start_ns, end_ns) in enumerate(played.waits):
             start_ns, end_ns = played.start_ns + start_ns, played.start_ns + end_ns
-            predicted_ns = predictor.predict(kind, index, start_ns)
-            opens = played.filling and predicted_ns >= rule.min_bubble_ns
+            forecast = predictor.forecast(kind, index, start_ns)
+            opens = played.filling and forecast.fills
             seq += opens
             if opens:
-                deadlines_ns[seq] = start_ns + predictor.fill_for(index, predicted_ns) - rule.guard_ns
+                from_ns = start_ns - rule.guard_ns
+                ends_ns = tuple(from_ns + end_ns for end_ns in forecast.ends_ns)
+                deadline_ns = from_ns + forecast.shortest_ns
+                told[seq] = OpenBubble(seq, start_ns, deadline_ns, 0, False, ends_ns, forecast.overrun_ns)
             bubbles.append(
                 Bubble(
                     played.iteration,
@@ -90,13 +76,13 @@ def open_bubbles(iterations: Iterable[PlayedIteration], key: CycleKey, rule: Fil
                     kind,
                     start_ns,
                     end_ns,
-                    predicted_ns,
+                    forecast.shortest_ns,
                     seq if opens else 0,
                     filling=played.filling,
                 )
             )
             predictor.observe(kind, index, start_ns, end_ns)
-    return Opened(bubbles, deadlines_ns)
+    return Opened(bubbles, told)
 
 
 def replay(opened: Opened, times: StepTimes, preempted: bool = True) -> Replayed:
@@ -108,7 +94,7 @@ def replay(opened: Opened, times: StepTimes, preempted: bool = True) -> Replayed
     done = Replayed()
     core = Core(opened.bubbles, preempted)
     log = VirtualLog(core, times.gap_ns, done)
-    gate = VirtualGate(core, opened.deadlines_ns, cycle(times.wakes_ns))
+    gate = VirtualGate(core, opened.told, cycle(times.wakes_ns))
     machine = VirtualMachine(core, times)
     # The loop asks of its task, gate and log what these answer; it never gets to know what they are.
     loop = StepLoop(

@@ -75,12 +75,12 @@ class Core:
 class VirtualGate:
     """The worker's end of a gate (GateReader) whose bubbles are all known."""
 
-    def __init__(self, core: Core, deadlines_ns: Mapping[int, int], wakes_ns: Iterator[int]) -> None:
+    def __init__(self, core: Core, told: Mapping[int, OpenBubble], wakes_ns: Iterator[int]) -> None:
         self._core = core
         self._opened = [bubble for bubble in core.bubbles if bubble.seq]
         self._by_seq = {bubble.seq: bubble for bubble in self._opened}
         self._ends = [bubble.end_ns for bubble in self._opened]
-        self._deadlines_ns = deadlines_ns
+        self._told = told
         self._wakes_ns = wakes_ns
 
     def wait(self, after_seq: int) -> OpenBubble | None:
@@ -96,10 +96,14 @@ class VirtualGate:
             core.now_ns = bubble.start_ns + next(self._wakes_ns)
             if core.now_ns >= bubble.end_ns:  # too late: the loop looks again
                 return None
-        return OpenBubble(bubble.seq, bubble.start_ns, self._deadlines_ns[bubble.seq], bubble.free_bytes)
+        return self._told[bubble.seq]
 
     def is_open(self, seq: int) -> bool:
         return self._core.now_ns < self._by_seq[seq].end_ns
+
+    def wait_change(self, seq: int, timeout_ns: int) -> None:
+        core = self._core
+        core.now_ns = max(core.now_ns, min(core.now_ns + timeout_ns, self._by_seq[seq].end_ns))
 
     def closed_ns(self, seq: int) -> int | None:
         return None if self.is_open(seq) else self._by_seq[seq].end_ns
