@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from math import sqrt
 from typing import NamedTuple
 
 from megatron.fill.rule import FillRule
@@ -75,11 +76,11 @@ class BubblePredictor:
             return _UNKNOWN
         shortest_ns, ends_ns = history.predict(now_ns - self._met_ns, rule)
         shortest_ns = max(0, shortest_ns)
-        overrun_ns = int(self.overrun * cycle.period_ns / max(1, cycle.filled_before)) if ends_ns else 0
-        fills = shortest_ns >= rule.min_bubble_ns or (
-            overrun_ns > 0 and sum(ends_ns) >= rule.min_bubble_ns * CASES  # on average
-        )
-        cycle.filled += fills
+        usual_ns = max(0, sum(ends_ns)) // CASES
+        overrun_ns = int(self.overrun * cycle.period_ns * cycle.share(usual_ns))
+        if usual_ns >= rule.min_bubble_ns:
+            cycle.weight += sqrt(usual_ns)
+        fills = (usual_ns if overrun_ns else shortest_ns) >= rule.min_bubble_ns
         return Forecast(shortest_ns, ends_ns, overrun_ns, fills)
 
     def expected(self) -> list[tuple[BubbleKind, int]]:
@@ -115,16 +116,15 @@ class _Cycle:
 
     Attributes:
         period_ns: how long it took of late at least, from start to start; 0 if unknown.
-        filled: its bubbles that were worth filling, so far.
-        filled_before: as many in the cycle before.
+        weight: of its bubbles that were worth filling, so far: the roots of how long they usually are.
     """
 
-    __slots__ = ("_periods", "_start_ns", "filled", "filled_before", "histories", "period_ns")
+    __slots__ = ("_periods", "_start_ns", "_whole", "histories", "period_ns", "weight")
 
     def __init__(self) -> None:
         self.histories: list[_History] = []
         self.period_ns = 0
-        self.filled = self.filled_before = 0
+        self.weight = self._whole = 0.0
         self._periods: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)
         self._start_ns = 0
 
@@ -133,7 +133,15 @@ class _Cycle:
             self._periods.append(now_ns - self._start_ns)
             self.period_ns = min(self._periods)
         self._start_ns = now_ns
-        self.filled_before, self.filled = self.filled or len(self.histories), 0
+        self._whole, self.weight = self.weight, 0.0
+
+    def share(self, usual_ns: int) -> float:
+        """Of what overruns may cost in a cycle, what a bubble gets that is usually so long.
+
+        A long bubble has more to gain from its share, but a short one needs no less to gain anything; in between lies
+        the root.  Until the weight of a whole cycle is known, there is nothing to share out.
+        """
+        return sqrt(usual_ns) / max(sqrt(usual_ns), self._whole) if self._whole else 0.0
 
 
 class _Window:

@@ -148,6 +148,7 @@ class StepLoop:
         while control.running:
             node = machine.task.next_node
             self.launch()
+            start_ns = clock()
             try:
                 work = machine.run_next_step()
             except StopIteration:
