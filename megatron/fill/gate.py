@@ -33,6 +33,7 @@ PAGE_BYTES = 4096
 _MAGIC = 0x50495045_00000002
 _FUTEX, _VERSION, _SEQ, _OPENED, _DEADLINE, _FREE, _PHASE, _BRAKED, _OPEN_NS, _OVERRUN, _TOLD = range(11)
 _CLOSED, _CLOSED_SLOTS, _ENDS = 16, 64, 80
+_NEVER_NS = 1 << 62
 
 
 class Phase(IntEnum):
@@ -65,8 +66,8 @@ class OpenBubble:
         """From when on a step of this length may begin, and when it must have ended.
 
         Beyond the deadline an end catches one step, which runs on for half its length on average.  So the share of
-        cases that may be caught is ``overrun_ns`` over half of ``step_ns``: short steps go on for as long as bubbles
-        last, long ones end before even short bubbles do.  Where already the first step might be caught, it waits until
+        cases that may be caught is ``overrun_ns`` over half of ``step_ns``: short steps go on until the bubble is over,
+        however long it is, long ones end before even short bubbles do.  Where already the first step might be caught, it waits until
         those bubbles have ended that end soon: in many places nearly all waits are short, and a few are long.
         """
         ends = self.ends_ns
@@ -82,7 +83,8 @@ class OpenBubble:
                     break
             else:
                 return begin_ns, self.deadline_ns
-        return begin_ns, max(self.deadline_ns, ends[min(len(ends), first + caught) - 1])
+        last = first + caught
+        return begin_ns, max(self.deadline_ns, ends[last - 1]) if last < len(ends) else _NEVER_NS
 
 
 class GateWriter(Protocol):

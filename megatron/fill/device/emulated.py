@@ -22,7 +22,7 @@ from megatron.fill import futex, shared
 
 SLICE_NS = 2_000_000  # how long a turn is
 _PAGE_BYTES = 4096
-_STEP_PRIORITY, _EXECUTOR_PRIORITY = 1, 2
+_STEP, _EXECUTOR, _IDLE = os.sched_param(1), os.sched_param(2), os.sched_param(0)
 _LOOK_NS = 100_000_000
 
 
@@ -99,7 +99,7 @@ class Executor:
         """
         if self._cpus:
             os.sched_setaffinity(0, self._cpus)
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(_EXECUTOR_PRIORITY))
+        os.sched_setscheduler(0, os.SCHED_FIFO, _EXECUTOR)
         count = 0
         while not over():
             count = self._page.wait(count, _LOOK_NS)
@@ -109,24 +109,23 @@ class Executor:
     def _run_step(self, launched: int) -> int:
         """From a launch to its end; the count then."""
         count = launched
-        self._schedule(os.SCHED_FIFO, _STEP_PRIORITY)
+        self._schedule(os.SCHED_FIFO, _STEP)
         try:
-            while count == launched and os.path.exists(f"/proc/{self._pid}"):
-                if self._how is Emulation.COMPLETION:
-                    count = self._page.wait(launched, _LOOK_NS)
-                    continue
-                count = self._page.wait(launched, SLICE_NS)
-                if count == launched:
+            turn_ns = _LOOK_NS if self._how is Emulation.COMPLETION else SLICE_NS
+            while (count := self._page.wait(launched, turn_ns)) == launched:
+                if not os.path.exists(f"/proc/{self._pid}"):
+                    break
+                if self._how is Emulation.SLICES:
                     self._signal(signal.SIGSTOP)
                     time.sleep(SLICE_NS / 1e9)
                     self._signal(signal.SIGCONT)
         finally:
-            self._schedule(os.SCHED_IDLE, 0)
+            self._schedule(os.SCHED_IDLE, _IDLE)
         return count
 
-    def _schedule(self, policy: int, priority: int) -> None:
+    def _schedule(self, policy: int, param: os.sched_param) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.sched_setscheduler(self._pid, policy, os.sched_param(priority))
+            os.sched_setscheduler(self._pid, policy, param)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -138,7 +137,7 @@ def why_not() -> str:
     child = os.fork()
     if child == 0:
         try:
-            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(_EXECUTOR_PRIORITY))
+            os.sched_setscheduler(0, os.SCHED_FIFO, _EXECUTOR)
         except OSError:
             os._exit(1)
         os._exit(0)
