@@ -1,10 +1,9 @@
-"""FreeRide's study in the simulator: time increase and cost savings of its side tasks, beside its artifact's figures.
+"""FreeRide's study in the simulator: time increase and cost savings of its side tasks, by our rule and by its own.
 
 GPT-like models of 1.2, 3.6 and 6 billion parameters in four 1F1B stages on four RTX 6000 Ada, with 4, 6 and 8
-micro-batches. From FreeRide's artifact (github.com/jiashu-z/freeride): the models and their micro-batches, the time of
-an iteration, what each stage leaves of its memory, each side task's step time, memory and throughput on an RTX 3080,
-the prices, and the results to compare with (its evaluation guide's expected output). The bubbles are the simulator's;
-they are filled by PipeFill's own predictor and step loop in virtual time.
+micro-batches.  What FreeRide's artifact says, and in which file, is in ``megatron/fill/sim/freeride/artifact.py``.  The
+bubbles are the simulator's.  They are filled in virtual time by PipeFill's own predictor and step loop, and by
+FreeRide's reservations and polling (``reserving.py``).  Tasks are placed by FreeRide's Algorithm 1 in both cases.
 
 Its formulas (ae/collect_experiment_data/analyze_cost.ipynb), with T the training's time, W the side work, Th its
 throughput on the cheaper GPU, and P the prices:
@@ -12,209 +11,52 @@ throughput on the cheaper GPU, and P the prices:
     time increase I = (T_with - T_without) / T_without
     saving        S = (sum W / Th * P_3080 - (T_with - T_without) * P_ada) / (T_without * P_ada)
 
-For single tasks the artifact prints the saving without subtracting the overhead; both are shown.
+For single tasks the artifact prints the saving without subtracting the overhead, for the mixed workload with it; the
+tables do the same.
 
-Assumed, because the artifact does not say it: how much passes and steps vary (--noise, --step-noise), and for 6B the
-efficiency of 3.6B.
+Assumed, because the artifact does not say it: how much passes and steps vary (--noise, --step-noise); for 6B the
+efficiency of 3.6B; and that an image is worth as much in every batch size, for Th is known of batches of 64 only.
 
-    python scripts/sim_freeride.py
+    python scripts/sim_freeride.py --json docs/benchmarks/freeride-studies.json --png docs/images
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
+from megatron.fill.sim.freeride import study as studies
+from megatron.fill.sim.freeride.draw import draw_study
+from megatron.fill.sim.freeride.study import saving
+from megatron.fill.sim.freeride.training import Rule, Varying
 
-from megatron.fill.pipeline.timeline import Compiled
-from megatron.fill.sim.filljobs.freeride import SIDE_TASKS
-from megatron.fill.sim.mainjob.hardware import GPUS, NETWORKS
-from megatron.fill.sim.mainjob.job import MainJob
-from megatron.fill.sim.mainjob.model import MODELS
-from megatron.fill.sim.mainjob.parallel import Parallel, Precision, Recompute
-from megatron.fill.sim.truth.replay import FillRule, PlayedIteration, open_bubbles, replay
-from megatron.fill.sim.truth.steps import StepTimes
-from megatron.fill.sim.values import FillKind
-from megatron.fill.types import CycleKey
-
-STAGES = 4
-PRICE_ADA_H, PRICE_3080_H = 3.96, 0.18  # of the server with four GPUs, and of the one with one
-ITERATION_S = {4: 4.122, 5: 4.714, 6: 5.359, 7: 6.051, 8: 6.609}  # of 3.6B, by micro-batches (train_simplegpt2.py)
-ITERATION_1_2B_S = 6.56  # with four micro-batches, beside ResNet18 (expected output: 833.28 s for 127 iterations)
-GB = 10**9
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A side task as the artifact measured it.
-
-    Attributes:
-        throughput_3080: work per second on an RTX 3080.
-        increase, saving: its results beside 3.6B with four micro-batches, in percent.
-    """
-
-    kind: FillKind
-    throughput_3080: float
-    increase: float
-    saving: float
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A model, its micro-batch, and the memory that each stage leaves to side tasks, in GB."""
-
-    model: str
-    microbatch: int
-    free_gb: tuple[int, ...]
-
-
-TASKS = {
-    name: Task(SIDE_TASKS[f"freeride-{kind}"], *figures)
-    for name, kind, figures in (
-        ("ResNet18", "resnet18", (998.7, 0.03, 8.07)),
-        ("ResNet50", "resnet50", (393.4, 1.36, 5.92)),
-        ("VGG19", "vgg19", (161.8, 2.1, 5.34)),
-        ("Graph SGD", "graph-sgd", (1.5, 1.16, 19.87)),
-        ("PageRank", "pagerank", (126.3, 0.05, 3.06)),
-        ("Image", "image", (7.8, 0.74, 4.85)),
-    )
-}
-MIX = ("PageRank", "ResNet18", "Image", "VGG19")  # by stage
-MIX_INCREASE, MIX_SAVING = 1.57, 6.15
-SIZES = {
-    "1.2B": Size("freeride-1.2b", 12, (5, 12, 21, 32)),
-    "3.6B": Size("freeride-3.6b", 3, (3, 9, 16, 24)),
-    "6B": Size("freeride-6b", 1, (1, 6, 10, 14)),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """What side tasks did beside one training, per second of the training alone."""
-
-    increase: float
-    value_3080: float
-    value_ada: float
-
-    @property
-    def saving(self) -> float:
-        return self.value_3080 - self.increase
-
-    @property
-    def saving_same_gpu(self) -> float:
-        """With the side work priced on the GPU that it ran on."""
-        return self.value_ada - self.increase
-
-
-def main_job(size: Size, microbatches: int, efficiency: float) -> MainJob:
-    parallel = Parallel(
-        pp=STAGES,
-        microbatch=size.microbatch,
-        global_batch=size.microbatch * microbatches,
-        precision=Precision.FP32,
-        recompute=Recompute.SELECTIVE,  # its attention keeps no scores: else no stage would fit
-    )
-    gpu, network = GPUS["rtx-6000-ada"], NETWORKS["pcie4"]
-    return MainJob("main", MODELS[size.model], gpu, network, parallel, efficiency, memory_reserve_bytes=0)
-
-
-def fitted_efficiency(size: Size, iteration_s: float) -> float:
-    """Of the GPU's peak, so that an iteration with four micro-batches takes this long."""
-    low, high = 1e-3, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if main_job(size, 4, middle).iteration_s > iteration_s else (low, middle)
-    return high
-
-
-def played(job: MainJob, iterations: int, noise: float, seed: int) -> list[list[PlayedIteration]]:
-    """Per stage, iterations whose passes vary by ``noise`` (standard deviation over mean)."""
-    random = np.random.default_rng(seed)
-    compiled, costs = Compiled(job.schedule, job.rendezvous), job.costs()
-    mean = compiled.durations(costs)
-    rows: list[list[PlayedIteration]] = [[] for _ in mean]
-    start_ns = 0
-    for number in range(iterations):
-        durations = [[round(ns * random.normal(1.0, noise)) for ns in row] for row in mean]
-        timeline = compiled.run(costs, durations, empty=True)
-        for row, waits in zip(rows, timeline.waits, strict=True):
-            row.append(PlayedIteration(number + 1, start_ns, waits))
-        start_ns += timeline.period_ns
-    return rows
-
-
-def fill(job: MainJob, size: Size, by_stage: Sequence[str | None], options: argparse.Namespace) -> Filled:
-    """Run a side task in the bubbles of each stage that has room for it."""
-    random = np.random.default_rng(1)
-    rule = FillRule(margin=0.5)  # as on a GPU
-    key = CycleKey(job.schedule.name, job.schedule.microbatches)
-    late_ns, value_3080, value_ada = [0.0], 0.0, 0.0
-    rows = played(job, options.iterations, options.noise, seed=0)
-    whole_s = rows[0][-1].start_ns / 1e9 + job.iteration_s
-    for stage, (name, row) in enumerate(zip(by_stage, rows, strict=True)):
-        task = TASKS[name] if name else None
-        if task is None:
-            continue
-        (profile,) = task.kind.profiles
-        if profile.memory_bytes > size.free_gb[stage] * GB:
-            continue
-        steps = random.lognormal(0.0, options.step_noise, 997) * profile.duration_ns
-        times = StepTimes(tuple(int(ns) for ns in steps), (options.wake_us * 1000,), work=profile.work)
-        done = replay(open_bubbles(row, key, rule), times, preempted=False)
-        late_ns.append(sum(use.overrun_ns for use in done.uses))
-        value_3080 += done.work_done / task.throughput_3080 * PRICE_3080_H
-        value_ada += done.work_done / task.kind.alone_rate * PRICE_ADA_H / STAGES
-    # Every overrun is taken to hold the whole pipeline up, on the stage with the most of it.
-    return Filled(
-        max(late_ns) / 1e9 / whole_s, value_3080 / (whole_s * PRICE_ADA_H), value_ada / (whole_s * PRICE_ADA_H)
-    )
+_BY = (*(rule.value for rule in Rule), "artifact")
 
 
 def study(options: argparse.Namespace) -> dict[str, Any]:
-    """All tables."""
-    efficiency = {
-        "1.2B": fitted_efficiency(SIZES["1.2B"], ITERATION_1_2B_S),
-        "3.6B": fitted_efficiency(SIZES["3.6B"], ITERATION_S[4]),
-    }
-    efficiency["6B"] = efficiency["3.6B"]
-    iterations = [
-        {
-            "microbatches": m,
-            "artifact_s": seconds,
-            "simulated_s": main_job(SIZES["3.6B"], m, efficiency["3.6B"]).iteration_s,
-        }
-        for m, seconds in ITERATION_S.items()
-    ]
-    tasks = []
-    for size_name, size in SIZES.items():
-        for microbatches in (4, 6, 8):
-            job = main_job(size, microbatches, efficiency[size_name])
-            cases: dict[str, Sequence[str | None]] = {name: [name] * STAGES for name in TASKS} | {"mix": MIX}
-            for name, by_stage in cases.items():
-                found = fill(job, size, by_stage, options)
-                compared = size_name == "3.6B" and microbatches == 4
-                printed = (MIX_INCREASE, MIX_SAVING) if name == "mix" else (TASKS[name].increase, TASKS[name].saving)
-                tasks.append(
-                    {
-                        "size": size_name,
-                        "microbatches": microbatches,
-                        "task": name,
-                        "bubble_share": job.bubble_share,
-                        "increase": found.increase,
-                        "saving": found.saving,
-                        "saving_without_overhead": found.value_3080,
-                        "saving_same_gpu": found.saving_same_gpu,
-                        "artifact_increase": printed[0] / 100 if compared else None,
-                        "artifact_saving": printed[1] / 100 if compared else None,
-                    }
-                )
-    return {"efficiency": efficiency, "iterations": iterations, "tasks": tasks}
+    """All tables, and their summary."""
+    varying = Varying(options.noise, options.step_noise, options.wake_us * 1000)
+    found = studies.study(options.iterations, varying)
+    return {"summary": summary(found), **found}
+
+
+def summary(found: dict[str, Any]) -> dict[str, float]:
+    """What can be compared with the artifact, flat."""
+    compared = [row for row in found["tasks"] if row["artifact"]]
+    figures = {}
+    for by in _BY:
+        alone = [saving(row, by) for row in compared if row["task"] != "mix"]
+        figures[f"mean_saving_{by}"] = fmean(alone)
+        for row in compared:
+            name = row["task"].lower().replace(" ", "_")
+            figures |= {f"{name}_saving_{by}": saving(row, by), f"{name}_increase_{by}": row[by]["increase"]}
+    return figures
 
 
 def print_study(found: dict[str, Any]) -> None:
@@ -222,38 +64,104 @@ def print_study(found: dict[str, Any]) -> None:
     for row in found["iterations"]:
         error = row["simulated_s"] / row["artifact_s"] - 1
         print(f"  {row['microbatches']}  {row['artifact_s']:.3f}  {row['simulated_s']:.3f}  {error:+.1%}")
-    print("size   m task       bubbles      I      S  S, I=0 S, same GPU  artifact I, S")
+    _print_placement(found["tasks"])
+    print("\nTime increase I and saving S      our rule       FreeRide's rule   artifact")
+    print("size  m task        bubbles      I       S        I       S        I       S")
     for row in found["tasks"]:
-        theirs = (
-            "" if row["artifact_saving"] is None else f"{row['artifact_increase']:.2%} {row['artifact_saving']:.2%}"
-        )
+        print(f"{row['size']:5} {row['microbatches']} {row['task']:10} {row['bubble_share']:8.1%} {_figures(row)}")
+    _print_bubble_time(found["tasks"])
+    _print_mix(found["tasks"])
+    print("\n3.6B, 4 micro-batches, by batch size; stages that are not named have too little")
+    print("memory                                    our rule       FreeRide's rule")
+    print("task      batch step ms  GiB  stages     I       S        I       S")
+    for row in found["batches"]:
+        stages = ",".join(str(stage) for stage, name in enumerate(row["runs"]) if name) or "none"
         print(
-            f"{row['size']:5} {row['microbatches']:2} {row['task']:10} {row['bubble_share']:7.1%} "
-            f"{row['increase']:6.2%} {row['saving']:6.2%} {row['saving_without_overhead']:7.2%} "
-            f"{row['saving_same_gpu']:11.2%}  {theirs}"
+            f"{row['task']:9} {row['batch']:5} {row['step_s'] * 1e3:7.1f} {row['memory_bytes'] / 2**30:4.1f}"
+            f"  {stages:6} {_figures(row)}"
         )
+    for name in _BY:
+        print(f"mean saving of the six, {name}: {found['summary'][f'mean_saving_{name}']:.2%}")
+
+
+def _figures(row: dict[str, Any]) -> str:
+    """I and S by each rule, and of the artifact where it has them."""
+    return "  ".join(f"{row[by]['increase']:7.2%} {saving(row, by):7.2%}" for by in _BY if row.get(by))
+
+
+def _print_placement(tasks: list[dict[str, Any]]) -> None:
+    print("\nThe mixed workload, placed by Algorithm 1: stage")
+    for size in dict.fromkeys(row["size"] for row in tasks):
+        row = next(row for row in tasks if row["size"] == size and row["task"] == "mix")
+        places = []
+        for placed in row["placed"]:
+            name, stage = placed["task"], placed["stage"]
+            waits = "" if stage is None or row["runs"][stage] == name else " (waits)"
+            places.append(f"{name} {'nowhere' if stage is None else stage}{waits}")
+        print(f"  {size:5} {', '.join(places)}")
+
+
+def _print_bubble_time(tasks: list[dict[str, Any]]) -> None:
+    print("\nWhere the bubble time goes, 3.6B, 4 micro-batches (our rule / FreeRide's)")
+    print("task            in steps         runtime         too little time  of memory")
+    for row in tasks:
+        if row["artifact"]:
+            ours, theirs = (row[rule]["bubble_time"] for rule in Rule)
+            parts = (f"{ours[part]:6.1%} / {theirs[part]:6.1%}" for part in ours)
+            print(f"{row['task']:10} {'  '.join(parts)}")
+
+
+def _print_mix(tasks: list[dict[str, Any]]) -> None:
+    row = next(row for row in tasks if row["artifact"] and row["task"] == "mix")
+    print("\nWork of the mixed workload per iteration of 3.6B: our rule, FreeRide's, artifact")
+    for stage, name in enumerate(row["runs"]):
+        print(f"  stage {stage} {name:10}" + "".join(f" {row[by]['work_per_iteration'][stage]:8.1f}" for by in _BY))
+
+
+def _between(low: float, high: float, kind: type[float] | type[int] = float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = nan
+        if not low <= value <= high:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} was given; expected {what} from {low} to {high}")
+        return value
+
+    return read
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--noise", type=float, default=0.01, help="of the passes: deviation over mean (default: 0.01)")
-    parser.add_argument("--step-noise", type=float, default=0.02, help="of the steps (default: 0.02)")
+    share = _between(0, 0.2)
+    parser.add_argument("--noise", type=share, default=0.01, help="of the passes: deviation over mean (default: 0.01)")
+    parser.add_argument("--step-noise", type=share, default=0.02, help="of the steps (default: 0.02)")
     parser.add_argument(
-        "--wake-us", type=int, default=130, help="from a gate's opening to the first step (default: 130)"
+        "--wake-us",
+        type=_between(0, 10**6, int),
+        default=130,
+        help="from a gate's opening to the first step, by our rule (default: 130)",
     )
-    parser.add_argument("--iterations", type=int, default=150, help="of each training (default: 150)")
+    parser.add_argument(
+        "--iterations", type=_between(1, 10**4, int), default=150, help="of each training that count (default: 150)"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
+    parser.add_argument("--png", metavar="DIR", type=Path, help="draw pictures into this folder")
     add_options(parser)
     options = parser.parse_args()
-    found = study(options)
+    for flag, folder in (("--json", options.json and options.json.parent), ("--png", options.png)):
+        if folder and not folder.is_dir():
+            parser.error(f"argument {flag}: {folder}: no such folder; expected one that is there")
+    found = {"command": " ".join(["python scripts/sim_freeride.py", *sys.argv[1:]]), **study(options)}
     print_study(found)
-    means = [row for row in found["tasks"] if row["artifact_saving"] is not None]
-    print(f"mean saving: {fmean(row['saving_without_overhead'] for row in means):.2%}")
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if options.png:
+        draw_study(options.png, found)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ TORCH_FREE = [
     "sim.run",
     "sim.truth.replay",
     "sim.truth.recorded",
+    "sim.freeride.study",
+    "sim.freeride.draw",
     "store.sql",
     "cli.app",
     "runtime.agent",

@@ -1,0 +1,157 @@
+"""A training whose passes vary, and what a side task does in the bubbles of each of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from megatron.fill.pipeline.timeline import Compiled
+from megatron.fill.sim.filljobs.freeride import MeasuredStep
+from megatron.fill.sim.freeride.reserving import COMPILED, PYTHON, fill_reserved, reserved_ns
+from megatron.fill.sim.mainjob.job import MainJob
+from megatron.fill.sim.truth.replay import FillRule, PlayedIteration, open_bubbles, replay
+from megatron.fill.sim.truth.steps import StepTimes
+from megatron.fill.types import BubbleUse, CycleKey
+
+_DRAWS = 997  # of what varies from step to step
+
+
+class Rule(StrEnum):
+    """How bubbles are filled."""
+
+    OURS = "ours"  # this runtime's predictor and step loop
+    FREERIDE = "freeride_rule"  # reservation and polling
+
+
+@dataclass(frozen=True, slots=True)
+class Varying:
+    """What is assumed, for the artifact does not say it.
+
+    Attributes:
+        passes: standard deviation of a pass over its mean.
+        steps: of the logarithm of a side task's step.
+        wake_ns: from our gate's opening to the first step.
+    """
+
+    passes: float = 0.01
+    steps: float = 0.02
+    wake_ns: int = 130_000
+
+
+@dataclass(frozen=True, slots=True)
+class BubbleTime:
+    """Where bubble time goes, in ns (the split of FreeRide's figure).
+
+    Attributes:
+        steps: side tasks ran.
+        runtime: from a bubble's begin to the first step, and between steps.
+        short: no step began, because what was left was too short, or was taken to be.
+        memory: the stage has too little memory for a side task.
+    """
+
+    steps: int = 0
+    runtime: int = 0
+    short: int = 0
+    memory: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.steps + self.runtime + self.short + self.memory
+
+    def __add__(self, other: BubbleTime) -> BubbleTime:
+        return BubbleTime(
+            self.steps + other.steps, self.runtime + other.runtime, self.short + other.short, self.memory + other.memory
+        )
+
+
+def split(bubbles_ns: int, uses: Iterable[BubbleUse], gap_ns: int) -> BubbleTime:
+    """Where the bubble time of a stage with a side task went.
+
+    Args:
+        bubbles_ns: of all its bubbles.
+        gap_ns: between two steps.  After the last one of a bubble it counts as too short a rest.
+    """
+    uses = list(uses)
+    steps = sum(use.harvested_ns for use in uses)
+    runtime = sum(max(0, use.latency_ns) + gap_ns * (use.steps - 1) for use in uses if use.steps)
+    return BubbleTime(steps, runtime, bubbles_ns - steps - runtime)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a side task did on one stage.
+
+    Attributes:
+        work: in its unit.
+        overrun_ns: of its steps, beyond the ends of bubbles.
+    """
+
+    work: float
+    overrun_ns: int
+    time: BubbleTime
+
+
+class Training:
+    """Iterations of a main job.
+
+    Args:
+        iterations: that count; those that the predictor takes to warm up come before them.
+
+    Attributes:
+        counted_ns: how long the iterations that count take.
+    """
+
+    def __init__(self, job: MainJob, iterations: int, varying: Varying) -> None:
+        self.job = job
+        self.iterations = iterations
+        self.varying = varying
+        self._rule = FillRule(margin=0.5)  # as on a GPU
+        self._rows, end_ns = _played(job, self._rule.warmup + iterations, varying.passes)
+        self.counted_ns = end_ns - self._rows[0][self._rule.warmup].start_ns
+
+    def bubbles_ns(self, stage: int) -> int:
+        """The time in this stage's bubbles."""
+        counted = self._rows[stage][self._rule.warmup :]
+        return sum(end_ns - start_ns for played in counted for _, start_ns, end_ns in played.waits)
+
+    def idle(self, stage: int) -> Done:
+        """Nothing fits this stage's memory."""
+        return Done(0.0, 0, BubbleTime(memory=self.bubbles_ns(stage)))
+
+    def fill(self, stage: int, step: MeasuredStep, compiled: bool, rule: Rule) -> Done:
+        """Run a side task in this stage's bubbles."""
+        random = np.random.default_rng([1, stage])
+        varied = random.lognormal(0.0, self.varying.steps, _DRAWS) * step.mean_ns
+        steps_ns = tuple(int(ns) for ns in varied)
+        row = self._rows[stage]
+        if rule is Rule.FREERIDE:
+            loop = COMPILED if compiled else PYTHON
+            times = StepTimes(steps_ns, loop.wakes_ns(random, _DRAWS), loop.sleep_ns, work=step.batch)
+            # The profile is of an iteration that is not filled.
+            profiled = [end_ns - start_ns for _, start_ns, end_ns in row[0].waits]
+            done = fill_reserved(row[self._rule.warmup :], profiled, times, reserved_ns(step.median_ns))
+        else:
+            times = StepTimes(steps_ns, (self.varying.wake_ns,), work=step.batch)
+            key = CycleKey(self.job.schedule.name, self.job.schedule.microbatches)
+            done = replay(open_bubbles(row, key, self._rule), times, preempted=False)
+        overrun_ns = sum(use.overrun_ns for use in done.uses)
+        return Done(done.work_done, overrun_ns, split(self.bubbles_ns(stage), done.uses, times.gap_ns))
+
+
+def _played(job: MainJob, iterations: int, noise: float) -> tuple[list[list[PlayedIteration]], int]:
+    """Per stage, iterations whose passes vary; and when the last one ends."""
+    random = np.random.default_rng(0)
+    compiled, costs = Compiled(job.schedule, job.rendezvous), job.costs()
+    mean = compiled.durations(costs)
+    rows: list[list[PlayedIteration]] = [[] for _ in mean]
+    start_ns = 0
+    for number in range(iterations):
+        durations = [[round(ns * random.normal(1.0, noise)) for ns in row] for row in mean]
+        timeline = compiled.run(costs, durations, empty=True)
+        for row, waits in zip(rows, timeline.waits, strict=True):
+            row.append(PlayedIteration(number + 1, start_ns, waits))
+        start_ns += timeline.period_ns
+    return rows, start_ns
