@@ -221,6 +221,12 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help="after the last iteration, run the jobs alone for S seconds to measure the fill efficiency (default: 0)",
     )
     group.add_argument(
+        "--fill-price",
+        metavar="main=M,side=S",
+        help="what an hour costs, in any currency, for the saving in the report: of all that the training runs on, and "
+        "of one of the cheaper devices that the jobs would otherwise run on",
+    )
+    group.add_argument(
         "--fill-trace-iterations",
         type=int,
         default=3,

@@ -123,7 +123,7 @@ def by_bubble(run_dir: Path) -> list[dict[str, Any]]:
             "duration_ms": fmean(bubble.duration_ns for bubble, _ in pairs) / 1e6,
             "predicted_ms": fmean(bubble.predicted_ns for bubble, _ in pairs) / 1e6,
             "opened": sum(bubble.seq > 0 for bubble, _ in pairs),
-            "used": sum(use is not None for _, use in pairs),
+            "used": sum(use is not None and not use.idle for _, use in pairs),
             "harvested_ms": sum(use.harvested_ns for _, use in pairs if use) / len(pairs) / 1e6,
             "longest_overrun_ms": max((use.overrun_ns for _, use in pairs if use), default=0) / 1e6,
         }

@@ -17,6 +17,7 @@ A jobs file::
         retries: 2         # how often it is tried again once it has failed
         after: [fetch]     # jobs that must have succeeded before
         count: 1           # how many instances
+        side_throughput: 40  # its work per second on a cheaper device, for what filling saves (--fill-price)
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ from pydantic import (
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_yaml
 from megatron.fill.given.problems import Place, expectation, explain, shown
-from megatron.fill.given.quantities import parse_bytes, parse_deadline, parse_timeout
+from megatron.fill.given.quantities import parse_bytes, parse_deadline, parse_prices, parse_timeout
+from megatron.fill.types import Prices
 
 _MOST_OF_ONE, _MOST_JOBS = 10_000, 100_000  # of one entry, and of a file
 _MOST_WAITS = 1_000_000  # of jobs of a file for others, each for each
 _MOST_RETRIES = 1000
+_MOST_RATE = 1e18  # of work, per second
 _MOST_NUMBER = 2**63 - 1  # a database's
 _MOST_AMOUNT = 10**9  # of a flag, in its unit: more is a slip
 _OURS = "PIPEFILL_"
@@ -113,6 +116,7 @@ class JobSpec(BaseModel):
     retries: int = Field(default=0, strict=True, ge=0, le=_MOST_RETRIES)
     after: Annotated[tuple[_Name, ...], BeforeValidator(_list)] = ()
     count: int = Field(default=1, strict=True, ge=1, le=_MOST_OF_ONE)
+    side_throughput: float | None = Field(default=None, strict=True, gt=0, le=_MOST_RATE, allow_inf_nan=False)
     _array: tuple[int, int] | None = PrivateAttr(default=None)  # no field of a file: ``expand`` sets it
 
     @property
@@ -287,6 +291,7 @@ class FillSettings(BaseModel):
     max_processes: int = Field(default=256, ge=8, le=_MOST_AMOUNT)
     max_files: int = Field(default=1024, ge=64, le=_MOST_AMOUNT)
     baseline_seconds: _Amount = 0.0
+    price: Annotated[Prices, BeforeValidator(parse_prices)] | None = None
     trace_iterations: int = Field(default=3, ge=1, le=_MOST_AMOUNT)
 
     @property

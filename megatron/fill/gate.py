@@ -67,8 +67,9 @@ class OpenBubble:
 
         Beyond the deadline an end catches one step, which runs on for half its length on average.  So the share of
         cases that may be caught is ``overrun_ns`` over half of ``step_ns``: short steps go on until the bubble is over,
-        however long it is, long ones end before even short bubbles do.  Where already the first step might be caught, it waits until
-        those bubbles have ended that end soon: in many places nearly all waits are short, and a few are long.
+        however long it is, long ones end before even short bubbles do.  Where already the first step might be caught,
+        it waits until those bubbles have ended that end soon: in many places nearly all waits are short, and a few are
+        long.
         """
         ends = self.ends_ns
         caught = 2 * self.overrun_ns * len(ends) // step_ns if step_ns else 0

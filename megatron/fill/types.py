@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any
 
 
@@ -161,9 +161,17 @@ class RankRecord:
     schedule: CycleKey | None = None
 
 
+class Lack(IntEnum):
+    """What a bubble lacked for a further step, or for any."""
+
+    TIME = 0
+    MEMORY = 1
+    JOB = 2  # the job had ended, was to stop or to pause, or waited for a new plan
+
+
 @dataclass(frozen=True, slots=True)
 class BubbleUse:
-    """What a worker did in one bubble.
+    """What a worker did in one bubble, or that it did nothing in it.
 
     Attributes:
         seq: the gate's number of the bubble.
@@ -171,6 +179,8 @@ class BubbleUse:
         harvested_ns: time inside steps and inside the bubble.
         overrun_ns: how long the last step ran on after the bubble's end; 0 for none.
         steps: the steps begun in it; one that began in an earlier bubble counts in ``harvested_ns`` only.
+        left_ns: when the worker was done with it, the pause after the last step included.
+        lack: why it did no more in it (a ``Lack``).
     """
 
     seq: int
@@ -178,6 +188,13 @@ class BubbleUse:
     harvested_ns: int
     overrun_ns: int
     steps: int
+    left_ns: int = 0
+    lack: int = Lack.TIME
+
+    @property
+    def idle(self) -> bool:
+        """Whether no step ran in it."""
+        return not (self.steps or self.harvested_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +204,7 @@ class WorkerRecord:
     Attributes:
         alone_ns, alone_work: step time and work measured while the main job stood still after its last iteration.
         uses: the most recent bubbles it was given.
+        older_uses: how many it was given before those.
         steps: ``(start_ns, end_ns)`` of the most recent steps.
         callbacks: the longest that each callback took but ``run_next_step()``, ns; only those that returned.
         partial_work: the part of ``work_done`` that no checkpoint has: that of an iteration that had not ended.
@@ -203,6 +221,20 @@ class WorkerRecord:
     steps: Sequence[tuple[int, int]] = ()
     callbacks: dict[str, int] = field(default_factory=dict)
     partial_work: float = 0.0
+    older_uses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What an hour costs, in any currency.
+
+    Attributes:
+        main: of all that the training runs on, together.
+        side: of one of the cheaper devices that the side work would otherwise run on.
+    """
+
+    main: float
+    side: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +253,7 @@ class JobRecord:
             the task's ``create`` (0 for never), and when the worker had ended.
         peak_bytes: the most device memory that it was seen to hold; 0 where nobody looked in time.
         offences: how often something of it ran on after its bubble for longer than the grace.
+        side_throughput: its work per second on a cheaper device (``Prices.side``), where the user stated it.
     """
 
     name: str
@@ -242,3 +275,4 @@ class JobRecord:
     ended_ns: int = 0
     peak_bytes: int = 0
     offences: int = 0
+    side_throughput: float | None = None

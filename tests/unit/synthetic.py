@@ -26,6 +26,7 @@ from megatron.fill.types import (
     Iteration,
     JobRecord,
     JobState,
+    Prices,
     RankInfo,
     RankRecord,
     Span,
@@ -59,7 +60,7 @@ class _Worker:
         self.steps += [(begin + at * STEP_NS, begin + (at + 1) * STEP_NS) for at in range(steps)]
         end = begin + steps * STEP_NS
         harvested = min(end, bubble.end_ns) - begin
-        self.uses.append(BubbleUse(bubble.seq, LATENCY_NS, harvested, max(end - bubble.end_ns, 0), steps))
+        self.uses.append(BubbleUse(bubble.seq, LATENCY_NS, harvested, max(end - bubble.end_ns, 0), steps, end))
 
     def record(self, job: str, rank: int, alone_ns: int = 0, alone_work: float = 0.0) -> WorkerRecord:
         return WorkerRecord(
@@ -96,13 +97,19 @@ def synthetic_run() -> tuple[list[RankRecord], list[WorkerRecord], list[JobRecor
     return ranks, workers, _jobs(workers)
 
 
-def report_of(ranks: list[RankRecord], workers: list[WorkerRecord], jobs: list[JobRecord], command: str = "") -> Report:
+def report_of(
+    ranks: list[RankRecord],
+    workers: list[WorkerRecord],
+    jobs: list[JobRecord],
+    command: str = "",
+    prices: Prices | None = None,
+) -> Report:
     """The report of a run of one segment that ended by itself."""
     builder = ReportBuilder()
     for record in sorted(ranks, key=lambda record: record.info.rank):
         builder.add([(1, record, [worker for worker in workers if worker.rank == record.info.rank])])
     segment = Segment(Path("records/1"), 1, command, 0.0, len(ranks), ending=Ending.WELL)
-    return builder.report([segment], job_reports([segment], [(1, job) for job in jobs], lambda names: {}))
+    return builder.report([segment], job_reports([segment], [(1, job) for job in jobs], lambda names: {}), prices)
 
 
 def _stage(stage: int) -> tuple[RankRecord, list[_Worker]]:

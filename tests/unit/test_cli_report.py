@@ -12,7 +12,7 @@ import pytest
 from megatron.fill.cli import main
 from megatron.fill.records import Ending
 from megatron.fill.store import NewJob, Progress, open_store
-from megatron.fill.types import JobState
+from megatron.fill.types import JobState, Prices
 from tests.unit.segments import write_segment
 from tests.unit.synthetic import synthetic_run
 
@@ -67,6 +67,23 @@ def test_without_the_store_it_is_what_the_records_say(pipefill, tmp_path):
     assert "train" in out
     assert "no agent had it" in " ".join(out.split())
     assert not (tmp_path / "gone.db").exists()
+
+
+def test_prices_are_those_of_the_run_unless_others_are_given(pipefill, tmp_path):
+    ranks, workers, jobs = synthetic_run()
+    attempts = [(replace(job, side_throughput=100.0), its) for job, its in zip(jobs, workers, strict=False)]
+    write_segment(tmp_path / "run", ranks, attempts, prices=Prices(4.0, 0.5))
+    status, out, _ = pipefill("report", "run")
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 80
+    text = " ".join(out.split())
+    assert "cost saving: +139.00% (95% interval +139.00% to +139.00%), at 4 an hour for the training and 0.5" in text
+    assert "side work: 4.48 s of a side device; of jobs: 3 by the throughput in the jobs file" in text
+    assert "time of the training with filling: 0.40 s; the same without: 0.40 s" in text
+    _, out, _ = pipefill("report", "run", "--json", "--price", "side=1,main=4")
+    cost = json.loads(out)["cost"]
+    assert cost["prices"] == {"main": 4.0, "side": 1.0}
+    assert cost["saving"] == pytest.approx(4.48 / (0.4 * 4) - 0.01)
 
 
 @pytest.mark.parametrize("folder", ["nowhere", "."])

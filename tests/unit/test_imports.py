@@ -20,7 +20,7 @@ RULES: dict[str, set[str]] = {
     "shared": set(),
     "display": {"types"},
     "hearsay": set(),
-    "given": {"errors", "hearsay"},
+    "given": {"types", "errors", "hearsay"},
     "records": {"types", "errors"},
     "config": {"types", "errors", "given"},
     "hooks": {"types", "errors"},

@@ -13,6 +13,7 @@ from megatron.fill.runtime.loop import StepLoop
 from megatron.fill.runtime.steplog import StepLog, WorkerPhase, create_log
 from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
 from megatron.fill.sidetask.machine import TaskMachine
+from megatron.fill.types import BubbleUse, Lack
 
 MS = 1_000_000
 
@@ -147,7 +148,8 @@ def test_a_bubble_too_short_is_left_alone():
     bench.task.calls.clear()
     bench.bubble(1.5)
     assert bench.task.calls == []
-    assert len(bench.uses) == 1
+    assert [use.idle for use in bench.uses] == [False, True]
+    assert bench.uses[1] == BubbleUse(2, -1, 0, 0, 0, 9 * MS, Lack.TIME)
 
 
 def test_a_task_whose_steps_seem_too_long_gets_a_try_now_and_then():
@@ -189,9 +191,24 @@ def test_time_is_left_for_a_pause_that_fits():
     assert bench.task.calls.count("step") == 3 + 2 + 2
 
 
+def test_a_use_says_when_the_worker_was_done_and_what_was_lacking():
+    bench = Bench(*[2.0] * 20)
+    bench.loop.preempted = True
+    bench.task.pauses_ms = [0.5]
+    bench.bubble(9)
+    assert (bench.uses[0].left_ns, bench.uses[0].lack) == (8.5 * MS, Lack.TIME)
+    bench.stop = True
+    bench.bubble(9)
+    assert (bench.uses[1].left_ns, bench.uses[1].lack) == (9 * MS + 2 * MS, Lack.JOB)
+    bench.stop, bench.switch.running = False, False
+    bench.bubble(9)
+    assert (bench.uses[2].idle, bench.uses[2].left_ns, bench.uses[2].lack) == (True, 18 * MS, Lack.JOB)
+
+
 def test_it_finishes_when_the_task_does():
     bench = Bench(1.0, 1.0)
     assert bench.bubble(100)
+    assert bench.uses[0].lack == Lack.JOB
     assert bench.task.calls == ["start", "step", "step", "pause"]
     assert bench.log.record("t", 0).work_done == 4.0
     assert bench.loop.machine.state is TaskState.PAUSED

@@ -332,7 +332,7 @@ def test_of_many_ranks_one_replica_is_drawn_and_stages_are_listed(tmp_path: Path
     assert pixels(tmp_path / "timeline.png").shape[0] < 600
     text = printed(report)
     assert "20 ranks by stage" in text
-    rows = text.split("Jobs")[0].splitlines()
+    rows = text.split("Where the")[0].splitlines()
     assert [row.split()[0] for row in rows if row.split() and row.split()[0].isdigit()] == ["0", "1"]
     assert max(map(len, text.splitlines())) <= 80
 

@@ -24,7 +24,7 @@ from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog, WorkerPhase,
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import NewJob
-from megatron.fill.types import BubbleUse, JobState
+from megatron.fill.types import BubbleUse, JobState, Lack
 
 WORD_AT = 8 * (64 + 65_536 * 5 + 8_192 * 2)
 JOB = MemoryStore().submit([NewJob("job", {})])[0]
@@ -129,7 +129,7 @@ noise = st.one_of(
 
 
 @settings(deadline=None, max_examples=150)
-@given(noise, st.integers(0, 1100), noise, st.sampled_from([0, 8 * 64 + 65_536 * 40, WORD_AT]), st.integers(0, 3))
+@given(noise, st.integers(0, 1100), noise, st.sampled_from([0, 8 * 64 + 65_536 * 56, WORD_AT]), st.integers(0, 3))
 def test_whatever_is_written_over_a_log_it_can_be_read(some, at, more, where, rows):
     fd = create_log()
     log = StepLog(fd)
@@ -152,6 +152,7 @@ def test_whatever_is_written_over_a_log_it_can_be_read(some, at, more, where, ro
         now_ns = time.monotonic_ns()
         assert all(0 <= start <= end <= now_ns for start, end in record.steps)
         assert all(min(use.harvested_ns, use.overrun_ns, use.steps, use.latency_ns + 1) >= 0 for use in record.uses)
+        assert all(0 <= use.lack < len(Lack) and 0 <= use.left_ns < 1 << 62 for use in record.uses)
         assert log.phase.callback
         assert all(0 < duration_ns < 1 << 62 for duration_ns in record.callbacks.values())
         for value in (record, progress, *([outcome] if outcome else [])):

@@ -84,6 +84,14 @@ plan jobs.yaml --bubbles b.json --profiles p.json --memory-margin-mib -1 => '--m
 plan jobs.yaml --bubbles b.json --profiles p.json --memory-margin-mib 1e300 => '--memory-margin-mib': expected less
 plan jobs.yaml --bubbles b.json --profiles p.json --png folder => --png folder: cannot be written: Is a directory
 plan jobs.yaml --bubbles b.json --profiles p.json --png /proc/p.png => --png /proc/p.png: cannot be written
+report => Missing argument 'RUN'
+report folder --price => Option '--price' requires an argument
+report folder --price 4 => --price is '4': expected what an hour costs, each above 0, such as main=3.96,side=0.18
+report folder --price main=4 => --price is 'main=4': expected what an hour costs
+report folder --price main=4,side=0 => --price is 'main=4,side=0': expected what an hour costs, each above 0
+report folder --price main=4,side=1,main=3 => --price is 'main=4,side=1,main=3': expected what an hour costs
+report folder --price main=4,side=1,tax=1 => --price is 'main=4,side=1,tax=1': expected what an hour costs
+report folder --price main=nan,side=1 => --price is 'main=nan,side=1': expected what an hour costs
 simulate => expected a CONFIG file, or --from with a report.json
 simulate none.yaml => none.yaml: cannot be read
 simulate jobs.yaml --from b.json => expected a CONFIG file, or --from
@@ -199,6 +207,14 @@ FLAGS = """
 --fill-max-files many => argument --fill-max-files: invalid int value: 'many'
 --fill-baseline-seconds inf => --fill-baseline-seconds is inf: expected a finite number
 --fill-baseline-seconds -1 => --fill-baseline-seconds is -1.0: expected greater than or equal to 0
+--fill-price => argument --fill-price: expected one argument
+--fill-price '' => --fill-price is '': expected what an hour costs, each above 0, such as main=3.96,side=0.18
+--fill-price 3.96 => --fill-price is '3.96': expected what an hour costs
+--fill-price main=3.96 => --fill-price is 'main=3.96': expected what an hour costs
+--fill-price main=3.96,side= => --fill-price is 'main=3.96,side=': expected what an hour costs
+--fill-price main=3.96,side=-1 => --fill-price is 'main=3.96,side=-1': expected what an hour costs, each above 0
+--fill-price main=inf,side=1 => --fill-price is 'main=inf,side=1': expected what an hour costs, each above 0
+--fill-price main=$4,side=$1 => --fill-price is 'main=$4,side=$1': expected what an hour costs
 --fill-trace-iterations 0 => --fill-trace-iterations is 0: expected greater than or equal to 1
 --fill-offload-optimizer => expected --bf16 or --fp16
 --fill-gpu-backend => unrecognized arguments: --fill-gpu-backend; did you mean --fill-cpu-backend?

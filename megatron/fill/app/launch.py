@@ -177,6 +177,7 @@ class Launch:
             store=shown(locate(self._store(run_dir))) if settings.serves else "",
             walls={layer.name: layer.lacks for layer in self.walls.layers},
             trace_iterations=settings.trace_iterations,
+            prices=settings.price,
         )
 
     def finish(self) -> None:

@@ -9,6 +9,10 @@ from typing import Annotated
 import typer
 
 from megatron.fill.cli.options import Json
+from megatron.fill.errors import ConfigError
+from megatron.fill.given.problems import shown
+from megatron.fill.given.quantities import parse_prices
+from megatron.fill.types import Prices
 
 
 def report(
@@ -16,6 +20,15 @@ def report(
     store: Annotated[
         str | None,
         typer.Option("--store", "-s", metavar="URL|FILE|FOLDER", help="The job store.  [default: the run's own]"),
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            "--price",
+            metavar="main=M,side=S",
+            help="What an hour costs, in any currency: of all that the training runs on, and of one cheaper device "
+            "for the jobs.  [default: as --fill-price said]",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -30,12 +43,20 @@ def report(
     from megatron.fill.report import compose, print_report
     from megatron.fill.store.standing import standing
 
+    prices = None if price is None else _prices(price)
     last = last_segment(run)
     where = store or last.store
     going = last.ending is Ending.RUNNING
-    made = compose(run, partial(standing, where, run, going)) if where else compose(run)
+    made = compose(run, partial(standing, where, run, going), prices) if where else compose(run, prices=prices)
     if as_json:
         print(made.model_dump_json(indent=2))
         return
     print_report(made, Console())
     print(f"report.json, trace.json and timeline.png in {run}")
+
+
+def _prices(text: str) -> Prices:
+    try:
+        return parse_prices(text)
+    except ValueError as error:
+        raise ConfigError(f"--price is {shown(text)}: {error}") from None

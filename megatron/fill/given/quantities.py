@@ -1,4 +1,4 @@
-"""Sizes and times as users write them."""
+"""Sizes, times and prices as users write them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import time
 from datetime import datetime
 from math import isfinite
 
+from megatron.fill.types import Prices
+
 DURATION = "expected seconds, or such as 90s, 30m, 2h or 1d"
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _MOST_BYTES = 1 << 60  # an exbibyte
 _FAR_S = 1e12  # after the year 9999
+_DEAR = 1e9  # for an hour
 
 
 def parse_bytes(value: object) -> int:
@@ -76,6 +79,22 @@ def parse_deadline(value: object) -> float:
     if moment_s >= _FAR_S:
         raise ValueError("expected such as 90s, 30m, 2h, 1d, or 2030-01-31T18:00")
     return moment_s
+
+
+def parse_prices(text: str) -> Prices:
+    """``main=3.96,side=0.18``, in any order.
+
+    Raises:
+        ValueError: it is not that, or a price is not above 0, or beyond all reason.
+    """
+    given = [part.partition("=") for part in text.split(",")]
+    try:
+        prices = {name.strip(): float(price) for name, _, price in given}
+    except ValueError:
+        prices = {}
+    if len(given) != 2 or set(prices) != {"main", "side"} or not all(0 < price <= _DEAR for price in prices.values()):
+        raise ValueError("expected what an hour costs, each above 0, such as main=3.96,side=0.18")
+    return Prices(**prices)
 
 
 def _span_s(text: str) -> float | None:

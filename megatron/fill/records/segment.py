@@ -16,7 +16,7 @@ from megatron.fill.errors import FillError
 from megatron.fill.records.agent import Attempts, read_agent
 from megatron.fill.records.files import NothingRecorded, head, read_lines, replacing
 from megatron.fill.records.rank import read_rank
-from megatron.fill.types import RankRecord
+from megatron.fill.types import Prices, RankRecord
 
 RECORDS = "records"  # in a run folder
 _SEGMENT = "segment.json"
@@ -46,6 +46,7 @@ class Segment:
         store: the job store that it served, without passwords; empty for none.
         walls: the walls around jobs by name, and why one did not stand.
         trace_iterations: how many the trace should hold.
+        prices: what it was told that an hour costs.
     """
 
     folder: Path
@@ -57,6 +58,7 @@ class Segment:
     store: str = ""
     walls: Mapping[str, str] = field(default_factory=dict)
     trace_iterations: int = 3
+    prices: Prices | None = None
     ended_s: float | None = None
     ending: Ending = Ending.CUT
 
@@ -167,6 +169,7 @@ def begin_segment(
     store: str = "",
     walls: Mapping[str, str] | None = None,
     trace_iterations: int = 3,
+    prices: Prices | None = None,
 ) -> OpenSegment:
     """Make the folder of a new segment, after those that are there; the arguments are those of ``Segment``.
 
@@ -184,9 +187,8 @@ def begin_segment(
             number += 1
         else:
             break
-    return OpenSegment(
-        Segment(folder, number, command, time.time(), ranks, tuple(jobs), store, walls or {}, trace_iterations)
-    )
+    segment = Segment(folder, number, command, time.time(), ranks, tuple(jobs), store, walls or {}, trace_iterations)
+    return OpenSegment(replace(segment, prices=prices))
 
 
 def read_segments(run_dir: Path) -> list[Segment]:
@@ -224,11 +226,11 @@ def _segment(folder: Path, number: int) -> Segment | None:
             return None
         content = next(read_lines(path, "segment"))
         del content["version"], content["kind"]
+        prices = content["prices"]
         ended = content["ended_s"] is not None
         ending = Ending(content["ending"]) if ended else Ending.RUNNING if _locked(path) else Ending.CUT
-        return Segment(
-            **content | {"folder": folder, "number": number, "ending": ending, "jobs": tuple(content["jobs"])}
-        )
+        content |= {"folder": folder, "number": number, "ending": ending, "jobs": tuple(content["jobs"])}
+        return Segment(**content | {"prices": None if prices is None else Prices(**prices)})
     except NothingRecorded:
         return None
     except (KeyError, TypeError, ValueError) as error:

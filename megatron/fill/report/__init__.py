@@ -17,7 +17,7 @@ from megatron.fill.report.slowdown import paired_slowdown
 from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
 from megatron.fill.report.trace import write_trace
-from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
+from megatron.fill.types import JobRecord, Prices, RankRecord, WorkerRecord
 
 __all__ = [
     "Ask",
@@ -44,7 +44,7 @@ def _nobody(names: Collection[str]) -> Mapping[str, JobRecord]:
     return {}
 
 
-def compose(run_dir: Path, ask: Ask = _nobody) -> Report:
+def compose(run_dir: Path, ask: Ask = _nobody, prices: Prices | None = None) -> Report:
     """Build the report of a run folder and write ``report.json``, ``trace.json`` and ``timeline.png`` into it.
 
     It reads what the ranks and agents of all segments have written so far, one rank after the other, so it may be
@@ -52,6 +52,7 @@ def compose(run_dir: Path, ask: Ask = _nobody) -> Report:
 
     Args:
         ask: what the job store says of the jobs whose end the records do not tell.
+        prices: in place of those that the run was started with.
 
     Raises:
         FillError: if no rank left a record, or a record cannot be read.
@@ -64,7 +65,7 @@ def compose(run_dir: Path, ask: Ask = _nobody) -> Report:
         builder.add(_parts({number: its[rank] for number, its in files.items() if rank in its}, jobs))
     if builder.empty:
         raise FillError(f"{run_dir}: no rank has left a record yet, so there is nothing to report")
-    report = builder.report(segments, job_reports(segments, jobs, ask))
+    report = builder.report(segments, job_reports(segments, jobs, ask), prices)
     write_text(run_dir / REPORT, report.model_dump_json(indent=2) + "\n")
     _draw(run_dir, report, segments, files, choose_drawn(builder.segments))
     return report

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from megatron.fill.records import Segment
+from megatron.fill.report.cost import cost_of
 from megatron.fill.report.cycle import bubble_cycle
 from megatron.fill.report.part import Part, part_of
 from megatron.fill.report.schema import (
@@ -28,9 +30,9 @@ from megatron.fill.report.schema import (
 from megatron.fill.report.seen import Seen, seen
 from megatron.fill.report.slowdown import paired_slowdown
 from megatron.fill.report.tally import MeanIterations, Tally
-from megatron.fill.types import BrakeEvent, Iteration, RankInfo, RankRecord, WorkerRecord
+from megatron.fill.types import BrakeEvent, Iteration, Prices, RankInfo, RankRecord, WorkerRecord
 
-_MS = 1e6  # nanoseconds
+_S, _MS = 1e9, 1e6  # nanoseconds
 
 
 @dataclass(slots=True)
@@ -39,12 +41,13 @@ class SegmentSums:
 
     Attributes:
         infos: of the ranks that left a record.
-        harvested: nanoseconds, by rank.
+        harvested, filled: nanoseconds, by rank.
         iterations: by rank.
     """
 
     infos: list[RankInfo] = field(default_factory=list)
     harvested: dict[int, int] = field(default_factory=dict)
+    filled: dict[int, int] = field(default_factory=dict)
     iterations: dict[int, int] = field(default_factory=dict)
     numbers: list[int] = field(default_factory=list)  # of the first and the last iteration of each rank
     means: MeanIterations = field(default_factory=MeanIterations)
@@ -83,6 +86,7 @@ class ReportBuilder:
         sums = self.segments[part.segment]
         sums.infos.append(part.info)
         sums.harvested[part.info.rank] = part.harvested
+        sums.filled[part.info.rank] = part.filled
         sums.iterations[part.info.rank] = len(part.number)
         sums.means.add(part)
         if len(part.number):
@@ -94,21 +98,23 @@ class ReportBuilder:
         """Whether no rank left a record."""
         return not self._ranks
 
-    def report(self, segments: Sequence[Segment], jobs: Sequence[JobReport]) -> Report:
+    def report(self, segments: Sequence[Segment], jobs: Sequence[JobReport], prices: Prices | None = None) -> Report:
         """The report of all that was added.
 
         Args:
             segments: of the run.
             jobs: how each ended.
+            prices: in place of those that the run was started with.
         """
         units = {job.name: job.unit for job in jobs}
         total = _with_units(self._total.totals(), units)
+        slowdown = paired_slowdown(self._paired())
         summary = Summary(
             iterations=total.iterations,
             bubble_share=total.bubble_share,
             harvest_ratio=total.harvest_ratio,
             fill_efficiency=total.fill_efficiency,
-            slowdown=paired_slowdown(self._paired()),
+            slowdown=slowdown,
             brakes=max((len(rank.brakes) for rank in self._ranks), default=0),
             open_to_step_us=total.open_to_step_us,
             overrun_us=total.overrun_us,
@@ -125,10 +131,16 @@ class ReportBuilder:
                 for stage, (tally, ranks) in sorted(self._stages.items())
             ],
             total=total,
+            cost=cost_of(self._with_s(), slowdown, self._total.done, jobs, prices or (last.prices if last else None)),
             jobs=list(jobs),
             cycle=self._cycles,
             walls=[Wall(name=name, lacks=why) for name, why in (last.walls if last else {}).items()],
         )
+
+    def _with_s(self) -> float:
+        """How long the training was in iterations with filling: the mean over the ranks."""
+        filled = [fmean(sums.filled.values()) for sums in self.segments.values() if sums.filled]
+        return sum(filled) / _S
 
     def _paired(self) -> list[Iteration]:
         """The iterations of all segments in paired blocks; a pair lies within one segment."""

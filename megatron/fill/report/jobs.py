@@ -88,6 +88,7 @@ def _job(job: JobRecord, attempts: list[AttemptReport]) -> JobReport:
         harvested_s=job.harvested_s,
         rate=ratio(finite(job.work_done), job.harvested_s),
         total_work=job.total_work if job.total_work is None or math.isfinite(job.total_work) else None,
+        side_throughput=job.side_throughput,
         result=job.result,
         directory=job.directory,
         attempts=attempts,

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 import numpy as np
 
 from megatron.fill.records import column
-from megatron.fill.report.seen import KINDS, Seen
+from megatron.fill.report.seen import KINDS, Iterations, Seen
+from megatron.fill.report.timeuse import TimeUse, time_use
 from megatron.fill.types import BubbleKind, RankInfo, WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What one job did; times in nanoseconds."""
+    """What one job did in bubbles, and while the main job stood still (``alone``); times in nanoseconds."""
 
     work: float = 0.0
     steps: int = 0
     harvested_ns: int = 0
+    alone_work: float = 0.0
+    alone_ns: int = 0
 
     def __add__(self, other: Done) -> Done:
-        return Done(self.work + other.work, self.steps + other.steps, self.harvested_ns + other.harvested_ns)
+        return Done(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,9 @@ class Part:
 
     Attributes:
         number, duration, filling, block: of its training iterations.
+        filled: how long the training was in iterations with filling on, and in what followed each (an evaluation, say).
         bubbles, evaluation: by kind, in training iterations that ended and in evaluations.
+        time_use: of the fillable nanoseconds.
         alone, share: what ``fill_efficiency`` is made of.
         latencies, overruns: of the recent bubbles of its workers.
         errors: of predicted durations, in all; of so many.
@@ -43,9 +49,11 @@ class Part:
     duration: np.ndarray
     filling: np.ndarray
     block: np.ndarray
+    filled: int
     bubbles: dict[BubbleKind, int]
     evaluation: dict[BubbleKind, int]
     fillable: int
+    time_use: dict[TimeUse, int]
     alone: float
     share: float
     done: dict[str, Done]
@@ -70,7 +78,8 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord]) -> Part:
     alone, share = _efficiency(fillable, workers)
     done: dict[str, Done] = {}
     for worker in workers:
-        more = Done(finite(worker.work_done), worker.steps_done, worker.harvested_ns)
+        its_alone = (finite(worker.alone_work), worker.alone_ns)
+        more = Done(finite(worker.work_done), worker.steps_done, worker.harvested_ns, *its_alone)
         done[worker.job] = done.get(worker.job, Done()) + more
     return Part(
         info=seen.info,
@@ -79,9 +88,11 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord]) -> Part:
         duration=its.duration,
         filling=its.filling,
         block=its.block,
+        filled=_filled(its),
         bubbles=_by_kind(seen, ended & ~bubbles.forward_only),
         evaluation=_by_kind(seen, bubbles.forward_only),
         fillable=fillable,
+        time_use=time_use(bubbles, workers),
         alone=alone,
         share=share,
         done=done,
@@ -95,6 +106,15 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord]) -> Part:
 def finite(work: float) -> float:
     """A task counts its own work and may count NaN; such a count is worth nothing."""
     return work if math.isfinite(work) else 0.0
+
+
+def _filled(its: Iterations) -> int:
+    """From the start of each iteration with filling to that of the next one, or to its end where none follows."""
+    if not len(its.number):
+        return 0
+    follows = np.append(np.diff(its.number) == 1, False)
+    until_next = np.append(np.diff(its.start), 0)
+    return int(np.where(follows, until_next, its.duration)[its.filling].sum())
 
 
 def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord]) -> tuple[float, float]:

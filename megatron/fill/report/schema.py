@@ -1,6 +1,7 @@
 """The models of ``report.json`` and of the bubble-cycle file.  ``docs/report.md`` explains them to a reader.
 
-A name ends in its unit (``_s``, ``_ms``, ``_us``, ``_bytes``); a value that cannot be known is null, never NaN.
+A name ends in its unit (``_s``, ``_ms``, ``_us``, ``_ns``, ``_bytes``); a value that cannot be known is null, never
+NaN.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron.fill.records import Ending
+from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import BubbleKind, JobState
 
 SCHEMA_VERSION = 2
@@ -75,6 +77,7 @@ class Totals(_Model):
     harvested_s: float = Field(description="seconds inside side-task steps and inside bubbles")
     harvest_ratio: float | None = Field(description="harvested_s / fillable_s")
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
+    time_use_ns: dict[TimeUse, int] = Field(description="the nanoseconds of fillable_s, by what became of them")
     steps: int = Field(description="side-task steps done in bubbles")
     work: list[Work] = Field(description="what each job did here")
     open_to_step_us: Percentiles | None = Field(description="from a gate's opening to the start of the first step")
@@ -178,9 +181,42 @@ class JobReport(JobSummary):
     harvested_s: float = Field(description="seconds inside its steps and inside bubbles")
     rate: float | None = Field(description="work_done / harvested_s")
     total_work: float | None = Field(description="how much there was to do; null if the task did not say")
+    side_throughput: float | None = Field(description="its work per second on a side device, if the user stated it")
     result: dict[str, Any] = Field(description="what the task reported")
     directory: str = Field(description="its folder: output.log and the task's own files")
     attempts: list[AttemptReport] = Field(default=[], description="each attempt at it in this run, in their order")
+
+
+class HourPrices(_Model):
+    """What an hour costs, in any currency."""
+
+    main: float = Field(description="of all that the training runs on, together")
+    side: float = Field(description="of one side device: a cheaper one, on which the side work would otherwise run")
+
+
+class SideWork(_Model):
+    """What a job's work in bubbles comes to on a side device."""
+
+    job: str = Field(description="the job's name")
+    throughput: float | None = Field(description="work per second on a side device; null if not known")
+    measured: bool = Field(
+        description="it is not stated by the user but the job's rate alone, on the main job's device"
+    )
+    side_s: float | None = Field(description="seconds of a side device that the work would take; null if not known")
+
+
+class Cost(_Model):
+    """What filling cost the training, and what it saved (FreeRide, arXiv 2409.06941)."""
+
+    with_s: float | None = Field(description="T_with: time of the training in iterations with filling; null for none")
+    without_s: float | None = Field(description="T_without: with_s / (1 + time_increase)")
+    time_increase: float | None = Field(description="I: the mean slowdown; null without --fill-paired-blocks")
+    time_increase_ci95: tuple[float, float] | None = Field(description="its 95% interval")
+    saving: float | None = Field(description="S: of what the training costs without filling; null if not known")
+    saving_ci95: tuple[float, float] | None = Field(description="S over the interval of time_increase")
+    prices: HourPrices | None = Field(description="as given; null for none")
+    work: list[SideWork] = Field(description="of each job that did some, what its work comes to")
+    lacking: list[str] = Field(description="what is missing to know the saving; empty if it is known")
 
 
 class Summary(_Model):
@@ -230,6 +266,7 @@ class Report(_Model):
     ranks: list[RankReport] = Field(description="the figures of each rank")
     stages: list[StageReport] = Field(description="the figures of each pipeline stage")
     total: Totals = Field(description="the figures of all ranks together")
+    cost: Cost = Field(description="what filling cost the training, and what it saved")
     jobs: list[JobReport] = Field(description="how each fill job ended")
     cycle: list[RankCycle] = Field(description="the bubble cycle of each rank")
     walls: list[Wall] = Field(description="the walls around jobs on rank 0's node; empty without jobs")

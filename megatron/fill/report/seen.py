@@ -36,6 +36,7 @@ class Bubbles:
     start: np.ndarray
     duration: np.ndarray
     predicted: np.ndarray
+    seq: np.ndarray
     free_bytes: np.ndarray
     filling: np.ndarray
     forward_only: np.ndarray
@@ -70,6 +71,7 @@ def seen(record: RankRecord) -> Seen:
             start=opened,
             duration=_numbers(bubbles, "end_ns") - opened,
             predicted=_numbers(bubbles, "predicted_ns"),
+            seq=_numbers(bubbles, "seq"),
             free_bytes=_numbers(bubbles, "free_bytes"),
             filling=_flags(bubbles, "filling"),
             forward_only=_flags(bubbles, "forward_only"),

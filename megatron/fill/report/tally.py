@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron.fill.report.part import Done, Part
 from megatron.fill.report.schema import PairedTimes, Percentiles, Times, Totals, Work
+from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import BubbleKind, Iteration
 
 _S, _MS, _US = 1e9, 1e6, 1e3  # nanoseconds
@@ -79,7 +80,8 @@ class Tally:
         self._bubbles = dict.fromkeys(BubbleKind, 0)
         self._evaluation = dict.fromkeys(BubbleKind, 0)
         self._alone = self._share = 0.0
-        self._done: dict[str, Done] = {}
+        self.done: dict[str, Done] = {}  # by job
+        self._time_use = dict.fromkeys(TimeUse, 0)
         self._errors = self._predicted = 0
 
     def add(self, part: Part) -> None:
@@ -97,13 +99,15 @@ class Tally:
         self._alone += part.alone
         self._share += part.share
         for job, done in part.done.items():
-            self._done[job] = self._done.get(job, Done()) + done
+            self.done[job] = self.done.get(job, Done()) + done
+        for use, nanoseconds in part.time_use.items():
+            self._time_use[use] += nanoseconds
         self._errors += part.errors
         self._predicted += part.predicted
 
     def totals(self) -> Totals:
         """All that was added, without the units of work."""
-        harvested = sum(done.harvested_ns for done in self._done.values())
+        harvested = sum(done.harvested_ns for done in self.done.values())
         paired = PairedTimes(on=self._on.times(), off=self._off.times())
         return Totals(
             iterations=max(self.iterations.values(), default=0),
@@ -116,7 +120,8 @@ class Tally:
             harvested_s=harvested / _S,
             harvest_ratio=ratio(harvested, self.fillable),
             fill_efficiency=ratio(self._alone, self._share),
-            steps=sum(done.steps for done in self._done.values()),
+            time_use_ns=self._time_use,
+            steps=sum(done.steps for done in self.done.values()),
             work=[
                 Work(
                     job=job,
@@ -125,7 +130,7 @@ class Tally:
                     steps=done.steps,
                     harvested_s=done.harvested_ns / _S,
                 )
-                for job, done in self._done.items()
+                for job, done in self.done.items()
             ],
             open_to_step_us=self._latencies.microseconds(),
             overrun_us=self._overruns.microseconds(),

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,6 +14,7 @@ from megatron.fill.display import one_line, state_colour
 from megatron.fill.records import Ending
 from megatron.fill.report.advice import advice
 from megatron.fill.report.drawn import MANY
+from megatron.fill.report.rows import add_rows, named_rows, new_table
 from megatron.fill.report.schema import (
     CycleBubble,
     JobReport,
@@ -26,6 +26,7 @@ from megatron.fill.report.schema import (
     Summary,
     Totals,
 )
+from megatron.fill.report.spent import cost_lines, use_table
 from megatron.fill.types import BubbleKind, JobState
 
 _GIB = 2**30
@@ -37,6 +38,8 @@ _RESULTS, _RESULT = 6, 40  # of one job: values, and letters of each
 def print_report(report: Report, console: Console) -> None:
     """Print the bubbles of each rank (of each stage, if there are many ranks), the jobs, and how well filling went."""
     console.print(_rank_table(report), "")
+    if report.total.fillable_s:
+        console.print(use_table(report), "")
     if report.jobs:
         shown = sorted(report.jobs, key=lambda job: job.state is not JobState.FAILED)[:_JOBS]
         shown = shown if len(report.jobs) > _JOBS else report.jobs
@@ -46,6 +49,7 @@ def print_report(report: Report, console: Console) -> None:
     lines = [
         *_segment_lines(report.segments),
         *_lines(report.summary, jobs=bool(report.jobs)),
+        *(cost_lines(report.cost) if report.jobs else []),
         *_brake_lines(report.ranks),
         *_wall_lines(report),
         *([said] if (said := advice(report)) else []),
@@ -69,27 +73,15 @@ def print_cycle(cycles: Sequence[RankCycle], console: Console) -> None:
 
 def _rank_table(report: Report) -> Table:
     title = "Bubbles of the main job, in seconds by kind, and what side tasks used"
-    rows: list[tuple[str, Totals]]
     if len(report.ranks) > MANY:
-        first = "stage"
         title = f"Bubbles of the main job, {len(report.ranks):,} ranks by stage, in seconds by kind"
-        rows = [(str(stage.stage), stage) for stage in report.stages]
-    elif all(rank.rank == rank.stage for rank in report.ranks):
-        first = "rank"
-        rows = [(str(rank.rank), rank) for rank in report.ranks]
-    else:
-        first = "rank/\nstage"
-        rows = [(f"{rank.rank}/{rank.stage}", rank) for rank in report.ranks]
-    table = _table(title)
+    first, rows = named_rows(report)
+    table = new_table(title)
     table.add_column(first, justify="right", no_wrap=True)
     headings = ["iters", "median\nms", "bubble\nshare", "fill", "fwd-bwd", "interior", "drain", "used"]
     for heading in [*headings, "harvest\nratio"]:
         table.add_column(heading, justify="right", no_wrap=True)
-    for name, totals in rows:
-        table.add_row(name, *_rank_cells(totals))
-    if len(report.ranks) > 1:
-        table.add_section()
-        table.add_row("all", *_rank_cells(report.total), style="bold")
+    add_rows(table, rows, _rank_cells)
     return table
 
 
@@ -106,7 +98,7 @@ def _rank_cells(totals: Totals) -> list[str]:
 
 
 def _job_table(jobs: Sequence[JobReport]) -> Table:
-    table = _table("Jobs")
+    table = new_table("Jobs")
     table.add_column("job", overflow="fold", max_width=18)
     table.add_column("state", no_wrap=True)
     table.add_column("rank", justify="right", no_wrap=True)
@@ -217,7 +209,7 @@ def _times(count: int) -> str:
 
 
 def _cycle_table(title: str, bubbles: Sequence[CycleBubble]) -> Table:
-    table = _table(title)
+    table = new_table(title)
     table.add_column("index", justify="right", no_wrap=True)
     table.add_column("kind", no_wrap=True)
     headings = ["mean\nms", "p10\nms", "p90\nms", "starts at\nms", "share of\niteration", "free\nGiB", "seen"]
@@ -236,10 +228,6 @@ def _cycle_table(title: str, bubbles: Sequence[CycleBubble]) -> Table:
             str(bubble.count),
         )
     return table
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
 
 
 def _percent(share: float | None) -> str:

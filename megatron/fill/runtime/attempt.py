@@ -285,6 +285,7 @@ class Attempt:
             started_ns=self.started_ns,
             ready_ns=log.ready_ns if self.started_ns <= log.ready_ns <= now_ns else 0,
             peak_bytes=self.limiter.peak_bytes,
+            side_throughput=job.spec.get("side_throughput"),
         )
 
     def _worker_spec(self) -> Path:

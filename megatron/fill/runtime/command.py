@@ -17,7 +17,7 @@ from megatron.fill.runtime.controlled import ControlWatcher
 from megatron.fill.runtime.spec import Outcome, WorkerSpec
 from megatron.fill.runtime.steplog import StepLog, WorkerPhase
 from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command
-from megatron.fill.types import BubbleUse, JobState
+from megatron.fill.types import BubbleUse, JobState, Lack
 
 _GUARD_NS = 500_000  # a command is stopped this long before what is taken for the end of the bubble
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # itself, or what its shell had started
@@ -116,6 +116,7 @@ class CommandRun:
             end_ns = bubble.window(_GUARD_NS)[1] if self.spec.device == "cpu" else bubble.deadline_ns
             remaining_ns = end_ns - _GUARD_NS - start_ns
             if remaining_ns <= 0 or not self.control.running:
+                self.log.skip_bubble(seq, start_ns, self._lack(command), bubble.alone)
                 self.left(seq)
                 continue
             self.log.enter_bubble(seq)
@@ -131,13 +132,18 @@ class CommandRun:
             ran_ns = end_ns - start_ns
             self.log.step_ended(start_ns, end_ns, ran_ns / 1e9, bubble.alone)
             overrun_ns = max(0, end_ns - (self.gate.closed_ns(seq) or end_ns))
-            use = BubbleUse(seq, start_ns - bubble.opened_ns, ran_ns - overrun_ns, overrun_ns, 1)
+            lack = self._lack(command)
+            use = BubbleUse(seq, start_ns - bubble.opened_ns, ran_ns - overrun_ns, overrun_ns, 1, end_ns, lack)
             self.log.leave_bubble(use, bubble.alone)
             self.log.phase = WorkerPhase.ASLEEP
             self.left(seq)
             if command.exit_code is not None:
                 return command.exit_code
         return None
+
+    def _lack(self, command: StoppedCommand) -> Lack:
+        ends = command.exit_code is not None or self.stopping() or not self.control.running
+        return Lack.JOB if ends else Lack.TIME
 
     def _may_go_on(self, seq: int) -> bool:
         return self.gate.is_open(seq) and self.control.running and not self.stopping()

@@ -12,7 +12,7 @@ from megatron.fill.runtime.baton import Baton
 from megatron.fill.runtime.estimate import NodeEstimators
 from megatron.fill.runtime.steplog import StepLog, WorkerPhase
 from megatron.fill.sidetask.machine import TaskMachine
-from megatron.fill.types import BubbleUse
+from megatron.fill.types import BubbleUse, Lack
 
 _PROBE_AFTER = 32  # bubbles without a step before one is tried all the same
 
@@ -108,13 +108,17 @@ class StepLoop:
 
     def fill(self, bubble: OpenBubble) -> bool:
         """Use one open bubble; whether the task finished in it."""
+        now_ns = self.clock()
         if not (self.control.running and self._may_run(bubble)):
+            self._skip(bubble, now_ns)
             return False
         if not self._await_start(bubble):
+            self._skip(bubble, now_ns)
             return False
         if not self._fits(bubble, self.clock()):
             self._skipped += 1
             if self._skipped < _PROBE_AFTER:
+                self._skip(bubble, now_ns)
                 return False
             # The estimate may stem from a few slow steps only; without a try it could never be corrected.
         self._skipped = 0
@@ -135,10 +139,21 @@ class StepLoop:
         overrun_ns = max(0, last_ns - closed_ns) if closed_ns is not None and steps else 0
         latency_ns = first_ns - bubble.opened_ns if steps and not carried_ns else -1
         harvested_ns = carried_ns + max(0, spent_ns - overrun_ns)
-        log.leave_bubble(BubbleUse(bubble.seq, latency_ns, harvested_ns, overrun_ns, steps), bubble.alone)
+        lack = self._lack(bubble, finished)
+        use = BubbleUse(bubble.seq, latency_ns, harvested_ns, overrun_ns, steps, now_ns, lack)
+        log.leave_bubble(use, bubble.alone)
         self._last_end_ns = max(self._last_end_ns, last_ns)
         log.phase = WorkerPhase.ASLEEP
         return finished
+
+    def _skip(self, bubble: OpenBubble, now_ns: int) -> None:
+        self.log.skip_bubble(bubble.seq, now_ns, self._lack(bubble), bubble.alone)
+
+    def _lack(self, bubble: OpenBubble, finished: bool = False) -> Lack:
+        """Why no further step is begun in it."""
+        if finished or not self.control.running or self._held_back or self.stopping():
+            return Lack.JOB
+        return Lack.TIME if self._has_room(bubble) else Lack.MEMORY
 
     def _steps(self, bubble: OpenBubble) -> tuple[bool, int, int, int, int]:
         log, clock, machine, control = self.log, self.clock, self.machine, self.control
@@ -196,7 +211,12 @@ class StepLoop:
         return begin_ns <= now_ns and now_ns + estimate_ns + self._pause_ns <= end_ns
 
     def _may_run(self, bubble: OpenBubble) -> bool:
+        return not self._held_back and self._has_room(bubble)
+
+    @property
+    def _held_back(self) -> bool:
+        return self.hold_at_start and self.machine.task.next_node == 0
+
+    def _has_room(self, bubble: OpenBubble) -> bool:
         node = self.machine.task.next_node
-        if self.hold_at_start and node == 0:
-            return False
         return bubble.alone or node >= len(self._extra_bytes) or self._extra_bytes[node] <= bubble.free_bytes

@@ -16,9 +16,9 @@ from enum import IntEnum
 from megatron.fill import shared
 from megatron.fill.hearsay import plain
 from megatron.fill.profiles import is_amount
-from megatron.fill.types import BubbleUse, WorkerRecord
+from megatron.fill.types import BubbleUse, Lack, WorkerRecord
 
-_USES, _USE_FIELDS = 65_536, 5
+_USES, _USE_FIELDS = 65_536, 7
 _STEPS = 8_192
 _HEADER = 64
 _WORD_AT = 8 * (_HEADER + _USES * _USE_FIELDS + _STEPS * 2)
@@ -276,14 +276,24 @@ class StepLog:
         if alone:
             return
         words[_HARVESTED] += use.harvested_ns
-        count = words[_USE_COUNT]
+        self._note(use)
+
+    def skip_bubble(self, seq: int, now_ns: int, lack: Lack, alone: bool) -> None:
+        """Note that nothing is done in a bubble that is open."""
+        if not alone:
+            self._note(BubbleUse(seq, -1, 0, 0, 0, now_ns, lack))
+
+    def _note(self, use: BubbleUse) -> None:
+        count = self._words[_USE_COUNT]
         slot = count % _USES * _USE_FIELDS
         self._uses[slot] = use.seq
         self._uses[slot + 1] = use.latency_ns
         self._uses[slot + 2] = use.harvested_ns
         self._uses[slot + 3] = use.overrun_ns
         self._uses[slot + 4] = use.steps
-        words[_USE_COUNT] = count + 1
+        self._uses[slot + 5] = use.left_ns
+        self._uses[slot + 6] = use.lack
+        self._words[_USE_COUNT] = count + 1
 
     def record(self, job: str, rank: int, most: int = _USES) -> WorkerRecord:
         """Everything that makes sense, as the report wants it.
@@ -292,7 +302,8 @@ class StepLog:
             most: of the most recent bubbles and steps.
         """
         now_ns = time.monotonic_ns()
-        uses = (BubbleUse(*row) for row in _recent(self._uses, _USE_FIELDS, self._count(_USE_COUNT), most))
+        given = self._count(_USE_COUNT)
+        uses = (BubbleUse(*row) for row in _recent(self._uses, _USE_FIELDS, given, most))
         steps = _recent(self._steps, 2, self.step_count, most)
         alone_work = self._amount(_ALONE_WORK)
         return WorkerRecord(
@@ -307,12 +318,15 @@ class StepLog:
             steps=[(start, end) for start, end in steps if start <= end <= now_ns and end - start <= _LONGEST_NS],
             callbacks=self.longest_ns,
             partial_work=self.partial_work,
+            older_uses=max(0, given - min(_USES, most)),
         )
 
 
 def _sensible(use: BubbleUse) -> bool:
     times = (use.harvested_ns, use.overrun_ns, use.latency_ns + 1)
-    return 0 <= use.seq < _MOST and 0 <= use.steps < _MOST and all(0 <= its <= _LONGEST_NS for its in times)
+    counts = (use.seq, use.steps, use.left_ns)
+    whole = all(0 <= its < _MOST for its in counts) and 0 <= use.lack < len(Lack)
+    return whole and all(0 <= its <= _LONGEST_NS for its in times)
 
 
 def _recent(ring: memoryview, width: int, count: int, most: int) -> Iterator[tuple[int, ...]]:

@@ -29,8 +29,9 @@ def checked(job: NewJob) -> NewJob:
 def identity(spec: dict[str, Any]) -> str:
     """What makes a job the job that it is, besides its name."""
     # As text: NaN is not equal to itself.  Where a task is imported from depends on where one stands; which instance it
-    # is (of how many by now) its name says.
-    return json.dumps({**spec, "search": None, "array": None}, sort_keys=True)
+    # is (of how many by now) its name says; and what its work would take elsewhere is only for the report.
+    kept = {name: value for name, value in spec.items() if name != "side_throughput"}
+    return json.dumps({**kept, "search": None, "array": None}, sort_keys=True)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

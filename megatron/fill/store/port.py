@@ -27,7 +27,8 @@ class NewJob:
         spec: what to run, as plain JSON data: ``task`` or ``command``, ``args``, ``memory_bytes``; and what does not
             make it another job: ``search`` (folders to import the task from) and ``array`` (which instance of a job
             with a count it is, from 0, and of how many; None of a job without).  There may be ``after`` (the names
-            of jobs that must have succeeded before it begins), ``retries`` and ``timeout_s``.
+            of jobs that must have succeeded before it begins), ``retries`` and ``timeout_s``; and, for the report
+            only, ``side_throughput`` (work per second on a cheaper device).
         deadline_s: when it should be done; None for whenever.
     """
 

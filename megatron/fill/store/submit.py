@@ -37,6 +37,7 @@ def new_job(spec: JobSpec, search: list[str], user: str) -> NewJob:
             "timeout_s": spec.timeout,
             "retries": spec.retries,
             "after": list(spec.after),
+            "side_throughput": spec.side_throughput,
         },
         user=spec.user or user,
         priority=spec.priority,

@@ -134,9 +134,9 @@ def _steps(worker: WorkerRecord) -> Steps | None:
 
 
 def _use(rank: RankRecord, worker: WorkerRecord, record: JobRecord) -> Use | None:
-    if not worker.uses:
+    first = next((use.seq for use in worker.uses if not use.idle), None)
+    if first is None:
         return None
-    first = worker.uses[0].seq
     open_ns = [one.duration_ns for one in rank.bubbles if one.seq >= first and one.end_ns <= record.ended_ns]
     latencies = sorted(use.latency_ns for use in worker.uses if use.latency_ns >= 0)
     overruns = [use.overrun_ns for use in worker.uses if use.overrun_ns]

@@ -12,7 +12,7 @@ from megatron.fill.pipeline.timeline import Compiled
 from megatron.fill.sim.filljobs.freeride import MeasuredStep
 from megatron.fill.sim.freeride.reserving import COMPILED, PYTHON, fill_reserved, reserved_ns
 from megatron.fill.sim.mainjob.job import MainJob
-from megatron.fill.sim.truth.replay import FillRule, PlayedIteration, open_bubbles, replay
+from megatron.fill.sim.truth.replay import PlayedIteration, open_bubbles, replay
 from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.types import BubbleUse, CycleKey
 
@@ -108,7 +108,7 @@ class Training:
         self.job = job
         self.iterations = iterations
         self.varying = varying
-        self._rule = FillRule(margin=0.5)  # as on a GPU
+        self._rule = FillRule(overrun=FillRule().overrun * 2 / STAGES)  # of two stages, the default is
         self._rows, end_ns = _played(job, self._rule.warmup + iterations, varying.passes)
         self.counted_ns = end_ns - self._rows[0][self._rule.warmup].start_ns
 

@@ -96,8 +96,8 @@ def load(folder: Path) -> Run:
     ranks, schedule = read_pipeline(folder)
     files = last_segment(folder).files()
     agents = [[worker for _, worker in files[record.info.rank].attempts()] for record in ranks]
-    if any(len(workers) != 1 or not workers[0].uses for workers in agents):
-        counts = [sum(bool(worker.uses) for worker in workers) for workers in agents]
+    if any(len(workers) != 1 or not workers[0].steps_done for workers in agents):
+        counts = [sum(worker.steps_done > 0 for worker in workers) for workers in agents]
         raise FillError(f"{folder}: {counts} jobs ran on the ranks; expected one on each")
     return select(schedule, rule, ranks, [workers[0] for workers in agents])
 
@@ -111,7 +111,7 @@ def select(schedule: Schedule, rule: FillRule, ranks: list[RankRecord], workers:
     """
     begun = []
     for record, worker in zip(ranks, workers, strict=True):
-        first = min(use.seq for use in worker.uses)
+        first = min(use.seq for use in worker.uses if not use.idle)
         known_ns = worker.steps[0][0] if worker.steps else 0
         begun.append(
             next(bubble.iteration for bubble in record.bubbles if bubble.seq >= first and bubble.end_ns > known_ns)

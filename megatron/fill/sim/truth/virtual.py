@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from megatron.fill.gate import OpenBubble
 from megatron.fill.sim.truth.steps import StepTimes
-from megatron.fill.types import Bubble, BubbleUse
+from megatron.fill.types import Bubble, BubbleUse, Lack
 
 _NEAR = 32  # steps: as many as the runtime's estimate of a step is from
 
@@ -163,3 +163,6 @@ class VirtualLog:
 
     def leave_bubble(self, use: BubbleUse, alone: bool) -> None:
         self._done.uses.append(use)
+
+    def skip_bubble(self, seq: int, now_ns: int, lack: Lack, alone: bool) -> None:
+        pass

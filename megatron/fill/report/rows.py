@@ -1,0 +1,41 @@
+"""Tables of a report on a terminal: how they look, and their rows of ranks or stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from rich import box
+from rich.table import Table
+
+from megatron.fill.report.drawn import MANY
+from megatron.fill.report.schema import Report, Totals
+
+ALL = "all"
+
+
+def new_table(title: str) -> Table:
+    """An empty one."""
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+
+
+def named_rows(report: Report) -> tuple[str, list[tuple[str, Totals]]]:
+    """The figures of each rank (of each stage, if there are many ranks), then of all, and what their names are."""
+    rows: list[tuple[str, Totals]]
+    if len(report.ranks) > MANY:
+        first = "stage"
+        rows = [(str(stage.stage), stage) for stage in report.stages]
+    elif all(rank.rank == rank.stage for rank in report.ranks):
+        first = "rank"
+        rows = [(str(rank.rank), rank) for rank in report.ranks]
+    else:
+        first = "rank/\nstage"
+        rows = [(f"{rank.rank}/{rank.stage}", rank) for rank in report.ranks]
+    return first, [*rows, (ALL, report.total)] if len(report.ranks) > 1 else rows
+
+
+def add_rows(table: Table, rows: Iterable[tuple[str, Totals]], cells: Callable[[Totals], Sequence[str]]) -> None:
+    """Add a row for each, the one of all apart."""
+    for name, totals in rows:
+        if name == ALL:
+            table.add_section()
+        table.add_row(name, *cells(totals), style="bold" if name == ALL else "")

@@ -1,0 +1,112 @@
+"""Where the bubble time of one rank went while filling was on (as FreeRide breaks it down, arXiv 2409.06941).
+
+Each nanosecond counts once.  What a worker left no word of is judged by whether it was there: its first and its last
+word tell from when to when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import numpy as np
+
+from megatron.fill.records import column
+from megatron.fill.report.seen import Bubbles
+from megatron.fill.types import Lack, WorkerRecord
+
+
+class TimeUse(StrEnum):
+    """What a stretch of a bubble was used for, or why it was not."""
+
+    STEPS = "steps"  # inside side-task steps
+    RUNTIME = "runtime"  # to the first step, between steps, in the pause; bubbles that a worker missed
+    LITTLE_TIME = "little_time"  # before the predicted end, and the next step did not fit
+    PAST_PREDICTION = "past_prediction"  # the same, after the predicted end
+    LITTLE_MEMORY = "little_memory"  # the next step needs more than the bubble has
+    NO_JOB = "no_job"  # nobody had a step to run
+    TOO_SHORT = "too_short"  # predicted to be, so the gate stayed shut
+    NOT_PREDICTED = "not_predicted"  # so the gate stayed shut
+    NOT_KNOWN = "not_known"  # of old bubbles the records have only sums
+
+
+def time_use(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> dict[TimeUse, int]:
+    """The nanoseconds of all bubbles with filling on, by what became of them."""
+    use = dict.fromkeys(TimeUse, 0)
+    single = bubbles.filling & (bubbles.index >= 0)
+    shut = single & (bubbles.seq == 0)
+    use[TimeUse.NOT_KNOWN] = _sum(bubbles.duration[bubbles.filling & ~single])
+    use[TimeUse.NOT_PREDICTED] = _sum(bubbles.duration[shut & (bubbles.predicted == 0)])
+    use[TimeUse.TOO_SHORT] = _sum(bubbles.duration[shut & (bubbles.predicted > 0)])
+    opened = np.flatnonzero(single & (bubbles.seq > 0))
+    opened = opened[np.argsort(bubbles.seq[opened], kind="stable")]
+    _add_opened(use, bubbles, opened, _Words(bubbles.seq[opened], bubbles.duration[opened], workers))
+    # Of old bubbles it is still known how much was harvested.
+    forgotten = sum(worker.harvested_ns - sum(column(worker.uses, "harvested_ns")) for worker in workers)
+    _move(use, TimeUse.NOT_KNOWN, TimeUse.STEPS, max(0, forgotten))
+    return use
+
+
+class _Words:
+    """What the workers said of bubbles, an entry for each of ``seq`` (ascending).
+
+    Attributes:
+        any: whether one said anything.
+        harvested: by all of them; of each no more than the bubble's ``duration``.
+        left, lack: of the one who was done with it last.
+        missed: whether one was there and said nothing.
+        forgotten: whether what one said may have been forgotten.
+    """
+
+    def __init__(self, seq: np.ndarray, duration: np.ndarray, workers: Sequence[WorkerRecord]) -> None:
+        said = [worker for worker in workers if len(worker.uses)]
+        words = {
+            name: np.array([value for worker in said for value in column(worker.uses, name)], dtype=np.int64)
+            for name in ("seq", "harvested_ns", "left_ns", "lack")
+        }
+        at = np.searchsorted(seq, words["seq"])
+        known = np.flatnonzero(np.append(seq, -1)[at] == words["seq"])
+        known = known[np.argsort(words["left_ns"][known], kind="stable")]
+        at = at[known]
+        self.any = np.zeros(len(seq), dtype=bool)
+        self.harvested, self.left, self.lack = (np.zeros(len(seq), dtype=np.int64) for _ in range(3))
+        self.any[at] = True
+        np.add.at(self.harvested, at, np.minimum(words["harvested_ns"][known], duration[at]))
+        self.left[at], self.lack[at] = words["left_ns"][known], words["lack"][known]  # the last one of each stays
+        there = np.zeros(len(seq) + 1, dtype=np.int64)
+        forgotten = 0
+        for worker in said:
+            its = column(worker.uses, "seq")
+            there[np.searchsorted(seq, min(its))] += 1
+            there[np.searchsorted(seq, max(its), side="right")] -= 1
+            forgotten = max(forgotten, min(its) if worker.older_uses else 0)
+        self.missed = (np.cumsum(there[:-1]) > 0) & ~self.any
+        self.forgotten = (seq < forgotten) & ~self.any & ~self.missed
+
+
+def _add_opened(use: dict[TimeUse, int], bubbles: Bubbles, opened: np.ndarray, words: _Words) -> None:
+    """Add the bubbles in which the gate was open."""
+    duration = bubbles.duration[opened]
+    harvested = np.minimum(words.harvested, duration)
+    taken = np.clip(words.left - bubbles.start[opened], harvested, duration)
+    rest = np.where(words.any, duration - taken, 0)
+    foreseen = np.clip(bubbles.predicted[opened] - taken, 0, rest)
+    short = words.lack == Lack.TIME
+    use[TimeUse.STEPS] += _sum(harvested)
+    use[TimeUse.RUNTIME] += _sum((taken - harvested)[words.any]) + _sum(duration[words.missed])
+    use[TimeUse.LITTLE_TIME] += _sum(foreseen[short])
+    use[TimeUse.PAST_PREDICTION] += _sum((rest - foreseen)[short])
+    use[TimeUse.LITTLE_MEMORY] += _sum(rest[words.lack == Lack.MEMORY])
+    use[TimeUse.NO_JOB] += _sum(rest[words.lack == Lack.JOB])
+    use[TimeUse.NOT_KNOWN] += _sum(duration[words.forgotten])
+    use[TimeUse.NO_JOB] += _sum(duration[~(words.any | words.missed | words.forgotten)])
+
+
+def _move(use: dict[TimeUse, int], source: TimeUse, target: TimeUse, most_ns: int) -> None:
+    moved_ns = min(use[source], most_ns)
+    use[source] -= moved_ns
+    use[target] += moved_ns
+
+
+def _sum(durations: np.ndarray) -> int:
+    return int(durations.sum())
