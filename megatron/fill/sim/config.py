@@ -174,6 +174,7 @@ class RuntimeConfig(_Strict):
     reserve_us: float = Field(default=_RUNTIME.reserve_ns / 1000, ge=0, allow_inf_nan=False)
     margin: Annotated[int, BeforeValidator(parse_bytes)] = Field(default=_RUNTIME.margin_bytes, ge=0)
     harvest: float = Field(default=_RUNTIME.harvest, gt=0, le=1)
+    step_efficiency: float = Field(default=_RUNTIME.step_efficiency, gt=0, le=1)
     start: Seconds = _RUNTIME.start_s
     checkpoint: Seconds = Field(default=_RUNTIME.checkpoint_s, gt=0)
     tail: bool = _RUNTIME.tail
@@ -181,7 +182,13 @@ class RuntimeConfig(_Strict):
     def model(self) -> RuntimeModel:
         """As the simulation takes it."""
         return RuntimeModel(
-            round(self.reserve_us * 1000), self.margin, self.harvest, self.start, self.checkpoint, self.tail
+            round(self.reserve_us * 1000),
+            self.margin,
+            self.harvest,
+            self.step_efficiency,
+            self.start,
+            self.checkpoint,
+            self.tail,
         )
 
 

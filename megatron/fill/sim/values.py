@@ -111,6 +111,8 @@ class RuntimeModel:
         reserve_ns: of each bubble, for waking up and pausing.
         margin_bytes: of what the main job leaves free at its peak, for it to grow into.
         harvest: the share of a plan's work that is really done: bubbles end early, estimates are cautious.
+        step_efficiency: the speed of a step in a bubble over its speed alone: cold caches, kernels that ramp up.  Plans
+            are made with steps as long as that makes them.
         start_s: from a claim to the first step.
         checkpoint_s: how often a job is saved; a job that loses its device goes on from its last checkpoint.
         tail: whether a second job may use what the resident one leaves.
@@ -119,16 +121,18 @@ class RuntimeModel:
     reserve_ns: int = RESERVE_NS
     margin_bytes: int = MARGIN_BYTES
     harvest: float = 1.0
+    step_efficiency: float = 1.0
     start_s: float = 0.5
     checkpoint_s: float = 300.0
     tail: bool = True
 
     def __post_init__(self) -> None:
         least = min(self.reserve_ns, self.margin_bytes, self.start_s)
-        if not (least >= 0 and 0 < self.harvest <= 1 and self.start_s < inf and self.checkpoint_s > 0):
+        shares = 0 < self.harvest <= 1 and 0 < self.step_efficiency <= 1
+        if not (least >= 0 and shares and self.start_s < inf and self.checkpoint_s > 0):
             raise ValueError(
-                "expected reserve_ns, margin_bytes and start_s of at least 0, a harvest above 0 and up to 1,"
-                f" checkpoint_s above 0; got {self}"
+                "expected reserve_ns, margin_bytes and start_s of at least 0, harvest and step_efficiency above 0 and"
+                f" up to 1, checkpoint_s above 0; got {self}"
             )
 
 

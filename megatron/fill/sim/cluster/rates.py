@@ -52,7 +52,7 @@ class Rates:
 
     def __init__(self, cycle: BubbleCycle, kinds: Sequence[FillKind], runtime: RuntimeModel) -> None:
         self.cycle = held_cycle(cycle, room_bytes(cycle, runtime.margin_bytes))
-        self._kinds = kinds
+        self._kinds = [_slowed(kind, runtime.step_efficiency) for kind in kinds]
         self._runtime = runtime
         self._residents: dict[int, Offer] = {}  # by the memory of the tail job
         self._tails: dict[Fit, Offer] = {}
@@ -114,6 +114,17 @@ class Rates:
 
     def _work_per_s(self, plan: ExecutionPlan, cycle: BubbleCycle) -> float:
         return plan.work_per_cycle / cycle.period_ns * 1e9 * self._runtime.harvest
+
+
+def _slowed(kind: FillKind, step_efficiency: float) -> FillKind:
+    """With the steps that it has in bubbles; alone it is as fast as before."""
+    if step_efficiency == 1:
+        return kind
+    profiles = []
+    for profile in kind.profiles:
+        nodes = tuple(replace(node, duration_ns=round(node.duration_ns / step_efficiency)) for node in profile.nodes)
+        profiles.append(replace(profile, nodes=nodes))
+    return replace(kind, profiles=tuple(profiles))
 
 
 def _less_memory(cycle: BubbleCycle, taken_bytes: int) -> BubbleCycle:

@@ -100,5 +100,6 @@ def replay(opened: Opened, times: StepTimes, preempted: bool = True) -> Replayed
     loop = StepLoop(
         cast(Any, machine), gate, cast(Any, log), lambda: core.over, lambda: core.now_ns, preempted=preempted
     )
+    loop.estimators.expect(times.profile_ns)
     loop.run()
     return done

@@ -29,6 +29,8 @@ class StepTimes:
         gap_ns: between two steps.
         resume_ns: of every wait in which a step in flight goes on, the time in which it gets nowhere.
         work: of a step, on average, in the job's unit.
+        profile_ns: of a job with nodes, what its profile says of each: its steps are played as these nodes, one after
+            the other.  Empty for a job whose steps are all alike.
     """
 
     steps_ns: tuple[int, ...]
@@ -37,12 +39,18 @@ class StepTimes:
     resume_ns: int = 0
     work: float = 1.0
     iterations: tuple[int, ...] = ()
+    profile_ns: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.iterations and len(self.iterations) != len(self.steps_ns):
             raise ValueError(f"{len(self.iterations)} iterations for {len(self.steps_ns)} steps; expected one for each")
         if not self.steps_ns or min(self.steps_ns) <= 0:
             raise ValueError("expected steps, each longer than 0 ns")
+        if self.profile_ns and (self.iterations or len(self.steps_ns) % len(self.profile_ns)):
+            raise ValueError(
+                f"{len(self.steps_ns)} steps of a job with {len(self.profile_ns)} nodes; expected whole iterations of"
+                " the job, and none of the main job's"
+            )
         times = (self.gap_ns, self.resume_ns, *self.wakes_ns)
         if not self.wakes_ns or min(times) < 0:
             raise ValueError(f"expected times to wake up, to resume and between steps, none negative; got {times[:7]}")

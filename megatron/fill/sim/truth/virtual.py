@@ -116,13 +116,15 @@ class VirtualGate:
 class VirtualMachine:
     """A task whose steps last as long as its script says (TaskMachine)."""
 
-    next_node = 0
-
     def __init__(self, core: Core, times: StepTimes) -> None:
         self.task = self
         self._core = core
         self._times = times
         self._played = 0
+
+    @property
+    def next_node(self) -> int:
+        return self._played % max(1, len(self._times.profile_ns))
 
     def start(self) -> None:
         pass
