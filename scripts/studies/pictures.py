@@ -74,6 +74,9 @@ def _kinds(figure: Figure, rows: Rows) -> None:
         labels,
         [[values[(*place, name)] for name in names] for place in places],
     )
+    for place, name in enumerate(names):
+        if not all(values[(*one, name)] for one in places):
+            axes.text(place, 0.02, "does not fit", rotation=90, ha="center", fontsize=7)
     axes.tick_params(axis="x", labelsize=7)
     axes.set(ylabel="a second of bubble, in seconds alone", ylim=(0, 1.18))
     figure.suptitle("40B: each kind of fill job in bubbles against alone", x=0.01, ha="left", fontsize=11)

@@ -129,7 +129,7 @@ def by_the_hour(jobs: Sequence[SimJob]) -> tuple[SimJob, ...]:
 
 
 def completions(jobs: Sequence[SimJob], outcome: Outcome) -> dict[str, Any]:
-    """Seconds from arrival to the end, and from the first arrival to the last end; None where there is nothing to count."""
+    """Seconds from arrival to the end, and from the first arrival to the last end; None where none ended."""
     ended = [(job, its.ended_s) for job, its in zip(jobs, outcome.jobs, strict=True) if its.ended_s is not None]
     times = [end_s - job.arrival_s for job, end_s in ended]
     due = sum(job.deadline_s is not None for job in jobs)
