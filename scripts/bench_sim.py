@@ -9,7 +9,8 @@
 
     python scripts/bench_sim.py --json docs/benchmarks/sim.json
 
-Each part can be left out or taken from files that its own script wrote.
+Each part can be left out or taken from files that its own script wrote. The other studies of PipeFill's paper are
+sim_pipefill.py's, in a file of their own.
 """
 
 from __future__ import annotations

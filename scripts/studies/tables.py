@@ -22,11 +22,11 @@ def _share(rows: Rows) -> Iterator[str]:
 
 def _kinds(rows: Rows) -> Iterator[str]:
     yield "40B: a second of bubble in seconds alone, and the configuration of most devices"
-    yield " GPUs       each kind                      share configuration"
+    yield "GPUs      each kind                      share configuration"
     for row in rows:
-        alone = "" if row["configuration"] == row["configuration_alone"] else " *"
+        alone = "" if row["configuration"] == row["configuration_alone"] else "*"
         yield (
-            f"{row['gpus']:5} {row['gpu']:>10} {row['kind']:25} {row['relative']:5.3f}"
+            f"{row['gpus']:4} {row['gpu']:>9} {row['kind']:25} {row['relative']:5.3f}"
             f" {row['configuration'] or 'fits no bubble'}{alone}"
         )
     yield "* alone another one"
@@ -73,12 +73,12 @@ def _sensitivity(rows: Rows) -> Iterator[str]:
     yield "40B on 8K GPUs: a second of bubble in seconds alone, and how many kinds fit"
     sizes = list(dict.fromkeys(row["free_gib"] for row in rows))
     fit = {row["free_gib"]: row["kinds_that_fit"] for row in rows if row["length"] == 1}
-    yield "length  mean bubble" + "".join(f"{size:>4} GiB" for size in sizes)
+    yield "length  mean bubble" + "".join(f"{size:>3} GiB" for size in sizes)
     for length in dict.fromkeys(row["length"] for row in rows):
         its = [row for row in rows if row["length"] == length]
-        values = "".join(f"{row['per_bubble_second']:8.3f}" for row in its)
+        values = "".join(f"{row['per_bubble_second']:7.3f}" for row in its)
         yield f"{length:5g}x {its[0]['mean_bubble_s'] * 1e3:9.0f} ms{values}"
-    yield "kinds that fit     " + "".join(f"{fit[size]:8}" for size in sizes)
+    yield "kinds that fit     " + "".join(f"{fit[size]:7}" for size in sizes)
 
 
 def _loss(found: dict[str, Any]) -> Iterator[str]:

@@ -293,7 +293,14 @@ def test_a_wrong_value_is_refused():
         scenario(main_jobs=(MainJobRun("a", (group,)), MainJobRun("b", (group,))))
     with pytest.raises(ValueError, match="duration_s is inf"):
         scenario(duration_s=inf)
-    for wrong in ({"harvest": 0.0}, {"start_s": -1.0}, {"checkpoint_s": 0.0}, {"reserve_ns": -1}, {"margin_bytes": -1}):
+    for wrong in (
+        {"harvest": 0.0},
+        {"start_s": -1.0},
+        {"checkpoint_s": 0.0},
+        {"step_efficiency": 0.0},
+        {"reserve_ns": -1},
+        {"margin_bytes": -1},
+    ):
         with pytest.raises(ValueError, match="expected reserve_ns"):
             RuntimeModel(**wrong)
     with pytest.raises(ValueError, match="mtbf_s above 0"):

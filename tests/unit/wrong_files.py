@@ -115,6 +115,7 @@ fill.trace: none.csv => expected exactly one of trace, jobs, store, generate, sa
 policies: [] => policies is []
 policies: fifo => policies is 'fifo': expected a list
 runtime.harvest: 0 => runtime.harvest is 0: expected greater than 0
+runtime.step_efficiency: 1.5 => runtime.step_efficiency is 1.5: expected less than or equal to 1
 runtime.margin: lots => runtime.margin is 'lots': expected a size above 0
 runtime.checkpoint: 0 => runtime.checkpoint is 0: expected greater than 0
 failures.mtbf: never => failures.mtbf is 'never': expected seconds, or such as
