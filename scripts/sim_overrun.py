@@ -47,7 +47,7 @@ def iterations_of(record: RankRecord) -> list[PlayedIteration]:
 
 def fill(record: RankRecord, step_ms: float, overrun: float, stages: int, noise: float) -> tuple[float, float, float]:
     """Fill one rank's bubbles; seconds of fillable bubbles, in steps, and overrun."""
-    rule = FillRule(overrun=overrun / 100 / stages)
+    rule = FillRule(overrun=overrun / 100, stages=stages)
     opened = open_bubbles(iterations_of(record), _KEY, rule)
     lengths = np.random.default_rng(0).lognormal(0.0, noise, 997) * step_ms * 1e6
     times = StepTimes(tuple(int(ns) for ns in lengths), wakes_ns=(150_000,), gap_ns=10_000)

@@ -48,7 +48,7 @@ class BubblePredictor:
 
     def __init__(self, rule: FillRule) -> None:
         self.rule = rule
-        self.overrun = rule.overrun  # may be taken back while it runs
+        self.overrun = rule.overrun / rule.stages  # may be taken back while it runs
         self._cycles: dict[CycleKey, _Cycle] = {}
         self._cycle = _Cycle()
         self._learning = False

@@ -16,8 +16,9 @@ class FillRule:
         window: how many recent durations count.
         tolerance: by which factor a duration must miss the prediction to be taken for a change of the cycle and not
             for noise.
-        overrun: by how much steps that are caught by the ends of bubbles may make an iteration of this rank longer in
-            expectation, as a share of it; 0 ends every step before even a short bubble does.
+        overrun: by how much steps that are caught by the ends of bubbles may make an iteration longer in expectation,
+            as a share of it; 0 ends every step before even a short bubble does.
+        stages: among as many that is divided, for their delays add up.
         min_bubble_ns: bubbles that are expected to be shorter are left alone.
         guard_ns: kept free at the end of every predicted bubble.
     """
@@ -27,6 +28,7 @@ class FillRule:
     margin: float = 0.5
     window: int = 48
     tolerance: float = 1.3
-    overrun: float = 0.0025
+    overrun: float = 0.005
+    stages: int = 1
     min_bubble_ns: int = 1_000_000
     guard_ns: int = 0

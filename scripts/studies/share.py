@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from megatron.fill.gate import OpenBubble
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.timeline import Compiled, Timeline
 from megatron.fill.profiles import JobProfile
+from megatron.fill.rule import FillRule
 from megatron.fill.sim.cluster.rates import Rates
 from megatron.fill.sim.filljobs.catalog import CATALOG, catalog_kinds
 from megatron.fill.sim.mainjob.job import MainJob
 from megatron.fill.sim.sweep import run_all
-from megatron.fill.sim.truth.replay import FillRule, Opened, PlayedIteration, open_bubbles, replay
+from megatron.fill.sim.truth.replay import Opened, PlayedIteration, open_bubbles, replay
 from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.sim.values import FillKind, RuntimeModel
 from megatron.fill.types import Bubble, CycleKey
@@ -33,7 +35,6 @@ NOISES = (0.01, 0.03, 0.1)
 ITERATIONS = 40
 STEP_NOISE = 0.02
 WAKE_NS = 130_000
-RULE = FillRule(margin=0.5)  # as on a GPU
 _LEAST_STEPS = 1000
 
 type Delays = list[list[list[int]]]  # by iteration, stage and wait, in ns
@@ -110,20 +111,20 @@ class Iterations:
         return found
 
 
-def open_shares(rows: Sequence[PlayedIteration], share: float, least_ns: int = RULE.min_bubble_ns) -> Opened:
+def open_shares(rows: Sequence[PlayedIteration], share: float, least_ns: int = FillRule().min_bubble_ns) -> Opened:
     """Every bubble open for a share of what it takes on average; those where that is too short stay shut."""
     means_ns = [fmean(wait.duration_ns for wait in its) for its in zip(*(row.waits for row in rows), strict=True)]
     bubbles: list[Bubble] = []
-    deadlines_ns: dict[int, int] = {}
+    told: dict[int, OpenBubble] = {}
     for row in rows:
         for index, wait in enumerate(row.waits):
             length_ns = round(share * means_ns[index])
             start_ns, end_ns = row.start_ns + wait.start_ns, row.start_ns + wait.end_ns
-            seq = len(deadlines_ns) + 1 if length_ns >= least_ns else 0
+            seq = len(told) + 1 if length_ns >= least_ns else 0
             if seq:
-                deadlines_ns[seq] = start_ns + length_ns
+                told[seq] = OpenBubble(seq, start_ns, start_ns + length_ns, 0)
             bubbles.append(Bubble(row.iteration, index, wait.kind, start_ns, end_ns, length_ns, seq, filling=True))
-    return Opened(bubbles, deadlines_ns)
+    return Opened(bubbles, told)
 
 
 def steps_of(profile: JobProfile, noise: float, seed: int) -> StepTimes:
@@ -141,20 +142,20 @@ def steps_of(profile: JobProfile, noise: float, seed: int) -> StepTimes:
 
 
 def fill(job: MainJob, runs: Iterations, jobs: Sequence[StageJob], share: float | None) -> dict[str, Any]:
-    """Fill the bubbles of every stage up to a share, or with None as far as the runtime predicts them."""
-    delays = runs.no_delays()
+    """Fill the bubbles of every stage up to a share, or with None by the runtime's own rule."""
+    delays, rule = runs.no_delays(), FillRule(stages=job.parallel.pp)
     bubble_ns = harvested_ns = opens = overruns = 0
     alone_s = flops = 0.0
     for stage, its in enumerate(jobs):
         rows = runs.stage(stage)
-        opened = open_bubbles(rows, runs.key, RULE) if share is None else open_shares(rows, share)
+        opened = open_bubbles(rows, runs.key, rule) if share is None else open_shares(rows, share)
         done = replay(opened, steps_of(its.profile, STEP_NOISE, stage), preempted=False)
         by_seq = {bubble.seq: bubble for bubble in opened.bubbles}
         for use in done.uses:
             bubble = by_seq[use.seq]
             delays[bubble.iteration - 1][stage][bubble.index] = use.overrun_ns
             overruns += use.overrun_ns > 0
-        opens += len(opened.deadlines_ns)
+        opens += len(opened.told)
         bubble_ns += sum(bubble.end_ns - bubble.start_ns for bubble in opened.bubbles)
         harvested_ns += sum(use.harvested_ns for use in done.uses)
         alone_s += done.work_done / its.kind.alone_rate
@@ -174,7 +175,7 @@ def fill(job: MainJob, runs: Iterations, jobs: Sequence[StageJob], share: float 
 
 
 def filled_shares(runtime: RuntimeModel) -> list[dict[str, Any]]:
-    """A row per noise and share, and for each noise one as the runtime itself predicts."""
+    """A row per noise and share, and for each noise one by the runtime's own rule."""
     cases = [(noise, share, runtime) for noise in NOISES for share in (*SHARES, None)]
     return run_all(_case, cases)
 

@@ -107,10 +107,10 @@ def test_bubbles_open_for_a_share_of_their_mean_length_or_not_at_all(varying):
     first = [one for one in found.bubbles if one.index == 0]
     mean_ns = sum(one.duration_ns for one in first) / len(first)
     for one in first:
-        assert found.deadlines_ns[one.seq] - one.start_ns == pytest.approx(mean_ns / 2, abs=1)
-    assert not share.open_shares(rows, 0.0).deadlines_ns
+        assert found.told[one.seq].deadline_ns - one.start_ns == pytest.approx(mean_ns / 2, abs=1)
+    assert not share.open_shares(rows, 0.0).told
     with_short = share.open_shares([PlayedIteration(1, 0, rows[0].waits)], 1.0, least_ns=10**12)
-    assert not with_short.deadlines_ns
+    assert not with_short.told
     assert len(with_short.bubbles) == len(rows[0].waits)
 
 

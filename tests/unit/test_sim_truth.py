@@ -42,8 +42,12 @@ def filled(made: list[RankRecord]) -> tuple[list[RankRecord], list[WorkerRecord]
         played = [
             PlayedIteration(
                 one.iteration,
-                0,
-                [Wait(b.kind, b.start_ns, b.end_ns) for b in record.bubbles if b.iteration == one.iteration],
+                one.start_ns,
+                [
+                    Wait(b.kind, b.start_ns - one.start_ns, b.end_ns - one.start_ns)
+                    for b in record.bubbles
+                    if b.iteration == one.iteration
+                ],
                 one.filling,
             )
             for one in iterations

@@ -46,10 +46,11 @@ class Listening(Protocol):
 
 
 def fill_rule(settings: FillSettings, stages: int) -> FillRule:
-    """When a rank of so many stages fills: what overruns may cost is shared out, for the stages' delays add up."""
+    """When a rank of a training with so many stages fills."""
     return FillRule(
         warmup=settings.warmup_iterations,
-        overrun=settings.overrun / 100 / stages,
+        overrun=settings.overrun / 100,
+        stages=stages,
         min_bubble_ns=int(settings.min_bubble_us * 1000),
         guard_ns=int(settings.guard_us * 1000),
     )

@@ -9,6 +9,7 @@ from enum import StrEnum
 import numpy as np
 
 from megatron.fill.pipeline.timeline import Compiled
+from megatron.fill.rule import FillRule
 from megatron.fill.sim.filljobs.freeride import MeasuredStep
 from megatron.fill.sim.freeride.reserving import COMPILED, PYTHON, fill_reserved, reserved_ns
 from megatron.fill.sim.mainjob.job import MainJob
@@ -108,7 +109,7 @@ class Training:
         self.job = job
         self.iterations = iterations
         self.varying = varying
-        self._rule = FillRule(overrun=FillRule().overrun * 2 / STAGES)  # of two stages, the default is
+        self._rule = FillRule(stages=job.parallel.pp)
         self._rows, end_ns = _played(job, self._rule.warmup + iterations, varying.passes)
         self.counted_ns = end_ns - self._rows[0][self._rule.warmup].start_ns
 
