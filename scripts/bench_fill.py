@@ -2,21 +2,27 @@
 
 Trains the GPT of bench_main.py on two cores. In the bubbles, one rank trains BERT-base on random text, the other embeds
 texts with all-MiniLM-L6-v2; whole, one step of either takes longer than any bubble. Measured in pairs of blocks within
-one run:
+one run, on the CPU as it is (``cpu``) and on an emulated device that does not preempt (``emulated``, which takes the
+right to real-time priorities; bench_main.py):
 
-* ``slowdown``: of the main job;
+* ``slowdown``, ``p99_slowdown``: of the main job's iterations, and of their 99th percentile;
 * ``harvest_ratio``: bubble time spent in steps;
 * ``fill_efficiency``: the jobs' work per second of bubble, idle ends of bubbles included, against their work per second
   alone on the same core (the main job stands still for a while at the end);
 * ``step_efficiency``: the same per second spent in steps: what the interruptions cost.
 
-    python scripts/bench_fill.py --json docs/benchmarks/fill.json
+``identity`` makes two trainings of two pairs at most: whether the losses are bit-identical to those without jobs, and
+``startup_s``, how much longer the warm-up takes the main job with jobs, which start and are split in it.  What the file
+of --json has of other parts is kept.
+
+    python scripts/bench_fill.py --parts cpu --json docs/benchmarks/fill.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -27,10 +33,14 @@ from statistics import fmean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron.fill.device.emulated import why_not
 from megatron.fill.records import last_segment
 from megatron.fill.types import Bubble, BubbleUse
-from scripts.bench_main import command, losses, plain, training
+from scripts.results import Results
+from scripts.trainings import Blocks, filled, identical, iterations_of, jobs_file, p99_slowdown
 
+PARTS = ("cpu", "emulated", "identity")
+IDENTITY_PAIRS = 2
 TEXTS = 2000  # of about 1,000 characters: more than a run can embed
 PIPEFILL = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 
@@ -69,9 +79,7 @@ def write_jobs(folder: Path) -> Path:
             },
         },
     ]
-    path = folder / "jobs.yaml"
-    path.write_text(json.dumps({"jobs": jobs}), encoding="utf-8")  # JSON is YAML
-    return path
+    return jobs_file(folder / "jobs.yaml", jobs)
 
 
 def profiled(folder: Path, jobs: Path) -> dict[str, Any]:
@@ -79,16 +87,6 @@ def profiled(folder: Path, jobs: Path) -> dict[str, Any]:
     arguments = ["profile", str(jobs), "--device", "cpu", "--store", str(folder / "jobs.db"), "--json"]
     done = subprocess.run([*PIPEFILL, *arguments], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)
-
-
-def filled(folder: Path, jobs: Path, options: argparse.Namespace) -> dict[str, Any]:
-    flags = ["--fill-jobs", str(jobs), "--fill-report", str(folder / "run"), "--fill-store", str(folder / "jobs.db")]
-    flags += ["--fill-paired-blocks", str(options.block), "--fill-warmup-iterations", str(options.warmup)]
-    flags += ["--fill-baseline-seconds", str(options.baseline_seconds)]
-    iterations = options.warmup + 2 * options.block * options.pairs
-    with training(command(iterations, folder / "filled", ["pretrain_gpt.py"], *flags), folder / "filled.log"):
-        pass
-    return json.loads((folder / "run" / "report.json").read_text(encoding="utf-8"))
 
 
 def step_efficiency(run_dir: Path) -> float | None:
@@ -131,59 +129,73 @@ def by_bubble(run_dir: Path) -> list[dict[str, Any]]:
     ]
 
 
-def bench(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    jobs = write_jobs(folder)
-    profiles = profiled(folder, jobs)
-    report = filled(folder, jobs, options)
-    run = report["summary"]
-    plans = {path.parent.name: path.read_text(encoding="utf-8") for path in (folder / "run").glob("jobs/*/plan.txt")}
-    longest_ms = max(bubble["p90_ms"] for rank in report["cycle"] for bubble in rank["training"])
-    slowdown = run["slowdown"]
-    summary = {
-        "harvest_ratio": run["harvest_ratio"],
-        "fill_efficiency": run["fill_efficiency"],
-        "step_efficiency": step_efficiency(folder / "run"),
-        "slowdown": slowdown["mean"],
-        "slowdown_low": slowdown["ci95"][0],
-        "slowdown_high": slowdown["ci95"][1],
-        "pairs": slowdown["pairs"],
-        "longest_bubble_ms": longest_ms,
+def measure(folder: Path, part: str, jobs: Path, options: argparse.Namespace, *flags: str) -> dict[str, Any]:
+    """One training in pairs of blocks: its figures, and their details."""
+    blocks = Blocks(options.block, options.pairs, options.warmup)
+    report = filled(folder, part, jobs, blocks, "--fill-baseline-seconds", str(options.baseline_seconds), *flags)
+    run = folder / f"{part}-run"
+    summary = {name: report["summary"][name] for name in ("slowdown", "harvest_ratio", "fill_efficiency")}
+    summary |= {
+        "p99_slowdown": p99_slowdown(iterations_of(run)),
+        "step_efficiency": step_efficiency(run),
+        "longest_bubble_ms": max(bubble["p90_ms"] for rank in report["cycle"] for bubble in rank["training"]),
     }
-    for name, found in profiles.items():
-        shortest = min(sum(node["duration_ns"] for node in one["nodes"]) for one in found)
-        summary[f"{name}_shortest_step_ms"] = shortest / 1e6
-    if not options.skip_identity:
-        iterations = options.warmup + 2 * options.block * options.pairs
-        without = plain(folder, "no-jobs", iterations, ["pretrain_gpt.py"])
-        summary["losses_identical_to_no_jobs"] = losses(folder / "filled") == without
-    return {
-        "command": "python scripts/bench_fill.py " + " ".join(sys.argv[1:]),
-        "summary": summary,
+    details = {
         "jobs": [{name: value for name, value in job.items() if name != "directory"} for job in report["jobs"]],
         "ranks": report["ranks"],
         "total": report["total"],
-        "bubbles": by_bubble(folder / "run"),
-        "plans": plans,
+        "bubbles": by_bubble(run),
+        "plans": {path.parent.name: path.read_text(encoding="utf-8") for path in run.glob("jobs/*/plan.txt")},
     }
+    return {"summary": summary, "details": details}
+
+
+def bench(folder: Path, options: argparse.Namespace, results: Results) -> None:
+    """Measure the parts; each is written down as soon as it is known."""
+    jobs = write_jobs(folder)
+    shortest = {
+        f"{name}_shortest_step_ms": min(sum(node["duration_ns"] for node in one["nodes"]) for one in found) / 1e6
+        for name, found in profiled(folder, jobs).items()
+    }
+    for part in options.parts:
+        store = ("--fill-store", str(folder / f"{part}.db"))
+        shutil.copy(folder / "jobs.db", store[1])  # with the profiles, and without the other parts' jobs
+        if part == "identity":
+            blocks = Blocks(options.block, min(options.pairs, IDENTITY_PAIRS), options.warmup)
+            results.add(part, identical(folder, jobs, blocks, *store), part)
+            continue
+        # No brake there: it would stop the filling before it is measured.
+        flags = ("--fill-emulate", "completion", "--fill-max-slowdown", "0") if part == "emulated" else ()
+        found = measure(folder, part, jobs, options, *store, *flags)
+        results.add(part, found["summary"] | shortest, part, **found["details"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: all)")
     parser.add_argument("--block", type=int, default=5, help="iterations per block (default: 5)")
-    parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks, on and off (default: 12)")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of blocks, on and off (default: 10)")
     parser.add_argument("--warmup", type=int, default=60, help="iterations before the first block (default: 60)")
     parser.add_argument("--baseline-seconds", type=float, default=20.0, help="the jobs alone, at the end (default: 20)")
-    parser.add_argument("--skip-identity", action="store_true", help="do not repeat the run to compare losses")
     parser.add_argument("--keep", metavar="DIR", help="keep logs and reports here")
     options = parser.parse_args()
+    for flag in ("block", "pairs", "warmup"):
+        if getattr(options, flag) < 1:
+            parser.error(f"--{flag} is {getattr(options, flag)}: expected at least 1")
+    if not 0 <= options.baseline_seconds <= 600:
+        parser.error(f"--baseline-seconds is {options.baseline_seconds:g}: expected 0 to 600")
+    if "emulated" in options.parts and (why := why_not()):
+        parser.error(f"--parts emulated: {why}")
+    try:
+        results = Results(options.json)
+    except (OSError, ValueError) as error:
+        parser.error(f"--json {options.json}: {error}; expected a new file, or one that was written by --json")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.keep or scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        result = bench(folder.resolve(), options)
-    print(json.dumps(result["summary"], indent=2))
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        bench(folder.resolve(), options, results)
+    print(json.dumps(results.summary, indent=2))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ back.  Both sides read CLOCK_MONOTONIC.
 
 Measured in turn on the CPU as it is, where the kernel takes the core back from a step at any instant, and on an
 emulated device that does not preempt (``megatron.fill.device.emulated``; it takes the right to real-time priorities):
-with the end of the bubble known to the worker, and with steps until the bubble closes.
+with the end of the bubble known to the worker, and with steps until the bubble closes.  ``--step-ms`` says how long a
+step is, which is what cannot be interrupted there.
 
     python scripts/bench_gate.py --bubbles 100 --json docs/benchmarks/gate-emulated.json
 """
@@ -25,27 +26,18 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.fill.device import host
 from megatron.fill.device.emulated import Emulation, Executor, LaunchPage, why_not
 from megatron.fill.gate import SharedGate, SharedGateReader
 from megatron.fill.runtime.loop import StepLoop
 from megatron.fill.runtime.steplog import StepLog, create_log
-from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
+from scripts.sidetasks import CpuStep
 
 _FAR_NS = 10**12
-
-
-class CpuStep(SideTask):
-    """A step that uses the CPU for ``step_ms`` of thread time."""
-
-    def create(self, step_ms: float = 2.4) -> None:
-        self._step_ns = int(step_ms * 1e6)
-
-    def run_next_step(self) -> None:
-        end_ns = time.thread_time_ns() + self._step_ns
-        while time.thread_time_ns() < end_ns:
-            pass
+_MOST_MS = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +118,7 @@ def inject(way: Way, bubble_ms: float, count: int, gap_ms: float, step_ms: float
     return {
         "way": way.name,
         "bubble_ms": bubble_ms,
+        "step_ms": step_ms,
         "bubbles": count,
         "used": len([use for use in uses if use.steps]),
         "harvest": sum(use.harvested_ns for use in uses) / sum(seqs.values()),
@@ -150,28 +143,37 @@ def main() -> None:
     parser.add_argument("--bubbles", type=int, default=200, help="bubbles of each length (default: 200)")
     parser.add_argument("--lengths-ms", type=float, nargs="+", default=[100.0, 20.0, 5.0])
     parser.add_argument("--gap-ms", type=float, default=100.0, help="between bubbles (default: 100)")
-    parser.add_argument("--step-ms", type=float, default=2.4, help="CPU time of a step (default: 2.4)")
+    parser.add_argument("--step-ms", type=float, nargs="+", default=[2.4], help="CPU time of a step (default: 2.4)")
     options = parser.parse_args()
+    if options.bubbles < 1:
+        parser.error(f"--bubbles is {options.bubbles}: expected at least 1")
+    for flag in ("lengths_ms", "gap_ms", "step_ms"):
+        given = getattr(options, flag)
+        for value in given if isinstance(given, list) else [given]:
+            if not 0 < value <= _MOST_MS:
+                parser.error(f"--{flag.replace('_', '-')} is {value:g}: expected above 0, and {_MOST_MS:g} at most")
     why = why_not()
     if why:
         print(f"only the CPU as it is: {why}", file=sys.stderr)
     core = max(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
     rows = [
-        inject(way, length, options.bubbles, options.gap_ms, options.step_ms, core)
+        inject(way, length, options.bubbles, options.gap_ms, step_ms, core)
+        for step_ms in options.step_ms
         for length in options.lengths_ms
         for way in WAYS
         if not (why and way.emulation)
     ]
-    line = "{:<27}{:>5}{:>9}{:>8}{:>7}{:>12}{:>12}"
-    print(line.format("", "ms", "used", "harvest", "device", "latency us", "late us"))
+    line = "{:<27}{:>5}{:>5}{:>8}{:>8}{:>7}{:>9}{:>11}"
+    print(line.format("", "ms", "step", "used", "harvest", "device", "lat. us", "late us"))
     for row in rows:
         found = (row["latency_us"], row["late_us"])
         spans = [f"{span['p50']:.0f} / {span['p99']:.0f}" if span else "-" for span in found]
         shares = [f"{row[name]:.3f}" for name in ("harvest", "device_harvest")]
-        print(line.format(row["way"], f"{row['bubble_ms']:g}", f"{row['used']}/{row['bubbles']}", *shares, *spans))
+        lengths = [f"{row[name]:g}" for name in ("bubble_ms", "step_ms")]
+        print(line.format(row["way"], *lengths, f"{row['used']}/{row['bubbles']}", *shares, *spans))
     print("harvest: share of the bubbles inside steps; device: CPU time of the steps over that of the bubbles;")
-    print("latency (opening to first step) and late (the main job goes on): median / 99th percentile")
+    print("lat. (opening to first step) and late (the main job goes on): median / 99th percentile")
     if options.json:
         command = "python scripts/bench_gate.py " + " ".join(sys.argv[1:])
         Path(options.json).write_text(
@@ -181,10 +183,10 @@ def main() -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that count, by device and length of the bubbles."""
+    """The figures that count, by device and length of the bubbles and steps."""
     found: dict[str, Any] = {}
     for row in rows:
-        found.setdefault(row["way"], {})[f"{row['bubble_ms']:g} ms"] = {
+        found.setdefault(row["way"], {})[f"{row['bubble_ms']:g} ms, steps of {row['step_ms']:g}"] = {
             "harvest": round(row["harvest"], 4),
             "device_harvest": round(row["device_harvest"], 4),
             "slowdown": round(row["slowdown"], 5),

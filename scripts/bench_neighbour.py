@@ -34,9 +34,9 @@ from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.types import Iteration
-from scripts.bench_main import TASKS as SIDE_TASKS
+from scripts.sidetasks import TASKS as SIDE_TASKS
 
-TASKS: dict[str, tuple[str, dict[str, Any]]] = {"registers": ("scripts.bench_gate:CpuStep", {}), **SIDE_TASKS}
+TASKS: dict[str, tuple[str, dict[str, Any]]] = {"registers": ("scripts.sidetasks:CpuStep", {}), **SIDE_TASKS}
 DAY_NS = 86_400 * 10**9
 WARM = 100  # steps before the first block
 

@@ -34,7 +34,7 @@ from megatron.fill.records import last_segment
 from megatron.fill.sim.values import RuntimeModel
 from megatron.fill.types import Bubble, RankRecord, WorkerRecord
 from scripts.bench_fill import profiled, write_jobs
-from scripts.bench_main import command, training
+from scripts.trainings import command, training
 
 SHAPE = (
     "--hidden-size 1024 --num-attention-heads 16 --seq-length 256 --max-position-embeddings 256 "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import json
 import operator
 import shlex
@@ -33,6 +34,9 @@ def pairs(table: str) -> list[tuple[str, str]]:
 
 
 CALLS, FLAGS, JOBS, FIELDS = map(pairs, (wrong_calls.CALLS, wrong_calls.FLAGS, wrong_files.JOBS, wrong_files.FIELDS))
+
+
+SCRIPTS = pairs(wrong_calls.SCRIPTS)
 
 
 def test_there_are_enough():
@@ -143,6 +147,24 @@ def test_a_wrong_flag(told, capsys, flags, expected):
         assert ended.value.code == 2
     assert out == ""
     assert expected in one_line(err)
+
+
+@pytest.mark.parametrize(("call", "expected"), SCRIPTS, ids=[call for call, _ in SCRIPTS])
+def test_a_wrong_call_of_a_script(tmp_path, monkeypatch, capsys, call, expected):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "r.json").write_text("{}", encoding="utf-8")
+    before = sorted(tmp_path.iterdir())
+    script, *arguments = shlex.split(call)
+    module = importlib.import_module(f"scripts.{script.removesuffix('.py')}")
+    monkeypatch.setattr(module, "why_not", lambda: "real-time priorities are refused here")
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert expected in " ".join(err.splitlines()[-1:])
+    assert sorted(tmp_path.iterdir()) == before, "something was made"
 
 
 def test_other_ranks_leave_it_to_the_first_to_say(told, monkeypatch, capsys):

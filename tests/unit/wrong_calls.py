@@ -219,3 +219,25 @@ FLAGS = """
 --fill-offload-optimizer => expected --bf16 or --fp16
 --fill-gpu-backend => unrecognized arguments: --fill-gpu-backend; did you mean --fill-cpu-backend?
 """
+
+# Calls of scripts; r.json holds something else than their figures, and real-time priorities are refused.
+SCRIPTS = """
+bench_main.py --parts odd => argument --parts: invalid choice: 'odd'
+bench_main.py --parts filled --pairs 0 => --pairs is 0: expected at least 1
+bench_main.py --parts filled --block -1 => --block is -1: expected at least 1
+bench_main.py --parts filled --warmup few => argument --warmup: invalid int value: 'few'
+bench_main.py --parts filled --step-ms 10 => expected none of --parts filled with it
+bench_main.py --parts emulated --step-ms 0 => --step-ms is 0: expected above 0, and 1000 at most
+bench_main.py --parts emulated --step-ms nan => --step-ms is nan: expected above 0, and 1000 at most
+bench_main.py --parts emulated-freeride => --parts emulated-freeride: real-time priorities are refused here
+bench_main.py --parts filled --json r.json => it holds something else than the figures of such a call
+bench_main.py --parts filled --json folder => Is a directory
+bench_fill.py --parts odd => argument --parts: invalid choice: 'odd'
+bench_fill.py --parts cpu --pairs 0 => --pairs is 0: expected at least 1
+bench_fill.py --parts cpu --baseline-seconds nan => --baseline-seconds is nan: expected 0 to 600
+bench_fill.py --parts emulated => --parts emulated: real-time priorities are refused here
+bench_fill.py --parts cpu --json none/r.json => No such file or directory
+bench_gate.py --bubbles 0 => --bubbles is 0: expected at least 1
+bench_gate.py --step-ms 2 0 => --step-ms is 0: expected above 0, and 10000 at most
+bench_gate.py --lengths-ms inf => --lengths-ms is inf: expected above 0, and 10000 at most
+"""
