@@ -218,7 +218,8 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         type=float,
         default=0.0,
         metavar="S",
-        help="after the last iteration, run the jobs alone for S seconds to measure the fill efficiency (default: 0)",
+        help="after the last iteration, run each rank's jobs alone for S seconds to measure the fill efficiency; on "
+        "the CPU the ranks of a node take turns (default: 0)",
     )
     group.add_argument(
         "--fill-price",

@@ -6,6 +6,7 @@ is started, which gives this rank its gate, its agent and its listener, and whic
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -13,13 +14,14 @@ import shutil
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 import pipefill_patches
+from megatron.fill.app.alone import measure_alone, turns
 from megatron.fill.app.expected import warn_of_few_bubbles
 from megatron.fill.app.keptin import KeptIn, check_emulation, check_flags, keep_in
 from megatron.fill.app.session import Session
@@ -56,6 +58,7 @@ class Launch:
         self._segment: OpenSegment | None = None  # on rank 0
         self._jobs: list[NewJob] = []
         self._new_jobs: list[NewJob] = []  # those that an earlier run in this folder has not submitted; of rank 0
+        self._turns = 0  # in which jobs are measured alone
         self.mps: MpsDaemon | None = None
         self.walls = KeptIn()
 
@@ -146,7 +149,7 @@ class Launch:
         """Agree on the run folder and the segment's: rank 0 makes them, the others wait; None if that failed."""
         import torch.distributed as dist
 
-        agreed: list[str] = ["", ""]
+        agreed: list[Any] = ["", "", turns(settings, info)]
         if info.rank == 0:
             name = settings.report or _new_run_folder()
             try:
@@ -157,7 +160,7 @@ class Launch:
                     forget_submitted(Path(name))
                 self._new_jobs = not_yet_submitted(Path(name), store, self._jobs)
                 self._segment = self._begin(settings, Path(name), info)
-                agreed = [name, str(self._segment.segment.folder)]
+                agreed[:2] = [name, str(self._segment.segment.folder)]
                 print(f"PipeFill: {_counted(len(self._jobs), len(self._new_jobs))}, run folder {name}", flush=True)
                 if settings.serves:
                     print(self._served(Path(name)), flush=True)
@@ -166,6 +169,7 @@ class Launch:
             except (OSError, FillError) as error:
                 logger.warning("the run folder %s cannot be used, so nothing is filled: %s", name, error)
         dist.broadcast_object_list(agreed, src=0)
+        self._turns = agreed[2]
         return (Path(agreed[0]), Path(agreed[1])) if agreed[0] else None
 
     def _begin(self, settings: FillSettings, run_dir: Path, info: RankInfo) -> OpenSegment:
@@ -186,18 +190,20 @@ class Launch:
             return
         import torch.distributed as dist
 
-        try:
+        with _kept("the records of this rank are lost"):
             if self.session is not None:
                 self.session.finish()
-        except Exception:
-            logger.exception("the records of this rank are lost; the training itself is done")
+        try:
+            measure_alone(self.session, self._turns, self.settings.baseline_seconds)
+        finally:
+            with _kept("the fill agent of this rank may not have ended"):
+                if self.session is not None:
+                    self.session.close()
         dist.barrier()  # every rank comes here, also one whose session failed
         if dist.get_rank() == 0:
             self._end(Ending.WELL)
-            try:
+            with _kept("the report could not be made"):
                 self._report(self.settings, self._run_dir)
-            except Exception:
-                logger.exception("the report could not be made; the training itself is done")
 
     def _report(self, settings: FillSettings, run_dir: Path) -> None:
         from megatron.fill import report
@@ -225,6 +231,15 @@ class Launch:
                 self._segment.end(ending)
             except OSError as error:
                 logger.warning("how the training ended cannot be written down: %s", error)
+
+
+@contextlib.contextmanager
+def _kept(lost: str) -> Iterator[None]:
+    """Whatever fails at the end of a training, the training itself is done; what is lost is said."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s; the training itself is done", lost)
 
 
 def _check_store(where: str) -> None:

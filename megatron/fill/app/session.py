@@ -81,33 +81,32 @@ class Session:
         return RelayedListening(*shared, self.run_dir / "agents" / f"relay{self.info.rank}.log")
 
     def finish(self) -> None:
-        """The main job is done: measure the jobs alone if asked to, stop them, write this rank's records."""
+        """The main job is done: write this rank's records.  The jobs may be measured alone then; ``close`` ends it."""
         bus.listener = None
-        try:
-            self.listening.finish()
-            if self.gate is not None and not self.gate.ended and self.control is not None and self.control.running:
-                self._measure_alone(self.gate, self.settings.baseline_seconds)
-        finally:
-            self._close()
+        self.listening.finish()
+
+    def measure_alone(self, seconds: float) -> None:
+        """Run the jobs for so long, now that the main job stands still."""
+        gate = self.gate if self.control is not None and self.control.running else None
+        if gate is not None and not gate.ended:
+            gate.open_alone(time.monotonic_ns() + int(seconds * 1e9))
+        time.sleep(seconds)
+        if gate is not None:
+            gate.close(time.monotonic_ns())
 
     def abort(self) -> None:
         """The main job failed: let nothing of ours live on."""
         bus.listener = None
         self.listening.abort()
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Stop the jobs."""
         if self.gate is not None:
             self.gate.end()
         if self._announced is not None:
             self._announced.unlink(missing_ok=True)
         self._wait_for_warden()
-
-    def _measure_alone(self, gate: SharedGate, seconds: float) -> None:
-        if seconds:
-            gate.open_alone(time.monotonic_ns() + int(seconds * 1e9))
-            time.sleep(seconds)
-            gate.close(time.monotonic_ns())
 
     def _start_warden(
         self, gate: SharedGate, board: CycleBoard, control: ControlPage, store: str, jobs: list[NewJob]

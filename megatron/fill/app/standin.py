@@ -69,7 +69,10 @@ def _serve(spec: StandInSpec) -> None:
         session.abort()
         segment.end(Ending.FAILED)
         raise
-    session.finish()
+    try:
+        session.finish()
+    finally:
+        session.close()
     segment.end(Ending.WELL)
 
 
