@@ -2,7 +2,8 @@
 
 ``beside``: a task in each rank's own session, on the rank's core, in one of these ways:
 
-* no gate: step after step, whenever a block is one with filling;
+* no gate: step after step, whenever a block is one with filling; between its steps the task is at idle priority, so
+  on the emulated device this costs less than on a GPU, whose host would launch the next step at once;
 * as FreeRide drives them (arXiv 2409.06941, and its artifact, github.com/jiashu-z/freeride): the rank announces a
   bubble when it begins, with an end that was profiled before; a manager looks for new bubbles every 10 ms and tells the
   task, which looks for that every 5 ms; a step begins only if its profiled time, rounded up to 10 ms and times 1.2, is
