@@ -164,16 +164,16 @@ def main() -> None:
         for way in WAYS
         if not (why and way.emulation)
     ]
-    line = "{:<27}{:>5}{:>5}{:>8}{:>8}{:>7}{:>9}{:>11}"
-    print(line.format("", "ms", "step", "used", "harvest", "device", "lat. us", "late us"))
+    line = "{:<27}{:>5}{:>5}{:>8}{:>8}{:>7}{:>10}{:>10}"
+    print(line.format("", "ms", "step", "used", "harvest", "device", "first ms", "late ms"))
     for row in rows:
         found = (row["latency_us"], row["late_us"])
-        spans = [f"{span['p50']:.0f} / {span['p99']:.0f}" if span else "-" for span in found]
+        spans = [f"{span['p50'] / 1e3:.2g}/{span['p99'] / 1e3:.2g}" if span else "-" for span in found]
         shares = [f"{row[name]:.3f}" for name in ("harvest", "device_harvest")]
         lengths = [f"{row[name]:g}" for name in ("bubble_ms", "step_ms")]
         print(line.format(row["way"], *lengths, f"{row['used']}/{row['bubbles']}", *shares, *spans))
     print("harvest: share of the bubbles inside steps; device: CPU time of the steps over that of the bubbles;")
-    print("lat. (opening to first step) and late (the main job goes on): median / 99th percentile")
+    print("first (opening to first step) and late (the main job goes on): median/99th percentile")
     if options.json:
         command = "python scripts/bench_gate.py " + " ".join(sys.argv[1:])
         Path(options.json).write_text(
