@@ -52,7 +52,9 @@ JOBS = [{"name": name, "task": task, "args": args} for name, (task, args) in TAS
 
 def on_cpu(folder: Path, blocks: Blocks, step_ms: float | None) -> dict[str, Any]:
     report = filled(folder, "filled", jobs_file(folder / "jobs.yaml", JOBS), blocks, "--fill-baseline-seconds", "3")
-    return report["summary"] | {"p99_slowdown": p99_slowdown(iterations_of(folder / "filled-run"))}
+    details = {name: report[name] for name in ("ranks", "total")}
+    p99 = p99_slowdown(iterations_of(folder / "filled-run"))
+    return report["summary"] | {"p99_slowdown": p99, "details": details}
 
 
 def identity(folder: Path, blocks: Blocks, step_ms: float | None) -> dict[str, Any]:
@@ -89,7 +91,7 @@ def without(folder: Path, blocks: Blocks, step_ms: float | None, *, way: Way, na
 
 
 def ungated(folder: Path, blocks: Blocks, step_ms: float | None, *, idle: bool) -> dict[str, Any]:
-    return colocated(folder, "colocated", idle, blocks)
+    return colocated(folder, "colocated-idle" if idle else "colocated", idle, blocks)
 
 
 type Part = tuple[tuple[str, ...], Callable[[Path, Blocks, float | None], dict[str, Any]]]
@@ -163,10 +165,10 @@ def bench(folder: Path, options: argparse.Namespace, results: Results) -> None:
     for name in options.parts:
         where, measure = PARTS[name]
         figures = measure(folder, blocks, options.step_ms)
-        if options.step_ms is None:
-            results.add(name, figures, *where)
-        else:
-            results.add(f"{name} --step-ms {options.step_ms:g}", figures, f"steps_of_{options.step_ms:g}_ms", *where)
+        details = figures.pop("details", {})
+        if options.step_ms is not None:
+            name, where = f"{name} --step-ms {options.step_ms:g}", (f"steps_of_{options.step_ms:g}_ms", *where)
+        results.add(name, figures, *where, **details)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ def run_task(
 ) -> None:
     """Run a task's steps for ever, and write down when each began and ended, and its CPU time."""
     path, args = tasks_of(way.step_ms)[rank]
-    with started(path, args, core, idle=True) as task, log.open("ab", buffering=0) as steps:
+    with started(path, args, core, idle=True) as task, log.open("wb", buffering=0) as steps:
 
         def step() -> None:
             start_ns, used_ns = time.monotonic_ns(), time.process_time_ns()
