@@ -15,7 +15,10 @@ right to real-time priorities; bench_main.py):
 ``startup_s``, how much longer the warm-up takes the main job with jobs, which start and are split in it.  What the file
 of --json has of other parts is kept.
 
-    python scripts/bench_fill.py --parts cpu --json docs/benchmarks/fill.json
+The jobs are measured alone first (``profile``), which takes minutes; a folder of --keep that has that is used as it is.
+
+    python scripts/bench_fill.py --parts profile --keep runs/fill --json docs/benchmarks/fill.json
+    python scripts/bench_fill.py --parts cpu --keep runs/fill --json docs/benchmarks/fill.json
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from megatron.fill.types import Bubble, BubbleUse
 from scripts.results import Results
 from scripts.trainings import Blocks, filled, identical, iterations_of, jobs_file, p99_slowdown
 
-PARTS = ("cpu", "emulated", "identity")
+PARTS = ("profile", "cpu", "emulated", "identity")
 IDENTITY_PAIRS = 2
 TEXTS = 2000  # of about 1,000 characters: more than a run can embed
 PIPEFILL = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
@@ -47,7 +50,7 @@ PIPEFILL = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 
 def write_texts(folder: Path) -> None:
     """Cut the sources of Python's standard library, which every machine has, into text files."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     whole = "".join(path.read_text(encoding="utf-8", errors="replace") for path in sources)
     for number in range(TEXTS):
@@ -83,9 +86,13 @@ def write_jobs(folder: Path) -> Path:
 
 
 def profiled(folder: Path, jobs: Path) -> dict[str, Any]:
-    """Measure the jobs alone, into the store that the training will serve."""
+    """Measure the jobs alone, into the store that the training will serve, unless that was done in this folder."""
+    path = folder / "profiles.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
     arguments = ["profile", str(jobs), "--device", "cpu", "--store", str(folder / "jobs.db"), "--json"]
     done = subprocess.run([*PIPEFILL, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    path.write_text(done.stdout, encoding="utf-8")
     return json.loads(done.stdout)
 
 
@@ -153,11 +160,16 @@ def measure(folder: Path, part: str, jobs: Path, options: argparse.Namespace, *f
 def bench(folder: Path, options: argparse.Namespace, results: Results) -> None:
     """Measure the parts; each is written down as soon as it is known."""
     jobs = write_jobs(folder)
-    shortest = {
-        f"{name}_shortest_step_ms": min(sum(node["duration_ns"] for node in one["nodes"]) for one in found) / 1e6
-        for name, found in profiled(folder, jobs).items()
-    }
+    profiles = profiled(folder, jobs)
     for part in options.parts:
+        if part == "profile":
+            shortest = {
+                f"{name}_shortest_step_ms": min(sum(node["duration_ns"] for node in one["nodes"]) for one in found)
+                / 1e6
+                for name, found in profiles.items()
+            }
+            results.add(part, shortest, part)
+            continue
         store = ("--fill-store", str(folder / f"{part}.db"))
         shutil.copy(folder / "jobs.db", store[1])  # with the profiles, and without the other parts' jobs
         if part == "identity":
@@ -167,7 +179,7 @@ def bench(folder: Path, options: argparse.Namespace, results: Results) -> None:
         # No brake there: it would stop the filling before it is measured.
         flags = ("--fill-emulate", "completion", "--fill-max-slowdown", "0") if part == "emulated" else ()
         found = measure(folder, part, jobs, options, *store, *flags)
-        results.add(part, found["summary"] | shortest, part, **found["details"])
+        results.add(part, found["summary"], part, **found["details"])
 
 
 def main() -> None:

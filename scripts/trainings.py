@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -104,7 +105,9 @@ def training(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[str]]
 
 
 def train(folder: Path, name: str, blocks: Blocks, script: list[str], *extra: str) -> None:
-    """Train to the end; losses are in ``folder / name``, the output is in ``NAME.log`` beside it."""
+    """Train to the end, anew; losses are in ``folder / name``, the output is in ``NAME.log`` beside it."""
+    for old in (folder / name, folder / f"{name}-run"):
+        shutil.rmtree(old, ignore_errors=True)
     with training(command(blocks.iterations, folder / name, script, *extra), folder / f"{name}.log"):
         pass
 
