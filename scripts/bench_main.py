@@ -9,14 +9,14 @@ pairs of blocks within one run each, on the CPU as it is:
   than without, since they start in it (three trainings, of four pairs at most);
 * ``colocated``, ``colocated-idle``: the slowdown of running the tasks beside the training instead, as they are and at
   the lowest priority of the operating system, both in a session of their own;
-* ``idle-in-session``: the same at that priority in the rank's own session.
+* ``idle-in-session``: the same at that priority in the rank's own session: what the kernel does by itself.
 
 A CPU takes a core back from an idle-class process at any instant, so that these figures say little of a GPU, which does
 not.  Therefore also on an emulated device that does not preempt (``--fill-emulate``, which takes the right to real-time
 priorities), where steps run to completion (``emulated``) or take turns with the main job (``slices``):
 
 * ``emulated``, ``slices``: with everything;
-* ``emulated-reach``, ``slices-reach``: with a gate but no prediction (``--fill-reach``);
+* ``emulated-gate``, ``slices-gate``: with a gate but no prediction: steps until the bubble is over (beside.py);
 * ``emulated-no-gate``, ``slices-no-gate``: without a gate;
 * ``emulated-freeride``, ``slices-freeride``: driven as FreeRide drives side tasks (beside.py).
 
@@ -41,7 +41,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.fill.device.emulated import why_not
-from scripts.beside import Way, beside, colocated
+from scripts.beside import Way, When, beside, colocated
 from scripts.results import Results
 from scripts.sidetasks import TASKS, tasks_of
 from scripts.trainings import Blocks, filled, identical, iterations_of, jobs_file, losses, p99_slowdown, train
@@ -66,9 +66,7 @@ def identity(folder: Path, blocks: Blocks, step_ms: float | None) -> dict[str, A
     return found | {"losses_identical_to_no_patches": losses(folder / "jobs") == losses(folder / "no-patches")}
 
 
-def emulated(
-    folder: Path, blocks: Blocks, step_ms: float | None, *, how: str, name: str, flags: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def emulated(folder: Path, blocks: Blocks, step_ms: float | None, *, how: str, name: str) -> dict[str, Any]:
     """With PipeFill on a device that does not preempt."""
     jobs = [
         {"name": f"job{number}", "task": "scripts.sidetasks:Metered", "args": {"task": task, "args": args}}
@@ -76,7 +74,7 @@ def emulated(
     ]
     path = jobs_file(folder / f"{name}.yaml", jobs)
     # No brake: it would stop the worse ones before they are measured.
-    report = filled(folder, name, path, blocks, "--fill-emulate", how, "--fill-max-slowdown", "0", *flags)
+    report = filled(folder, name, path, blocks, "--fill-emulate", how, "--fill-max-slowdown", "0")
     return {
         "slowdown": report["summary"]["slowdown"],
         "p99_slowdown": p99_slowdown(iterations_of(folder / f"{name}-run")),
@@ -104,20 +102,20 @@ def parts() -> dict[str, Part]:
         "identity": ((), identity),
         "colocated": (("colocated",), partial(ungated, idle=False)),
         "colocated-idle": (("colocated_idle_priority",), partial(ungated, idle=True)),
-        "idle-in-session": (("idle_in_session",), partial(without, way=Way(None, False), name="idle-in-session")),
+        "idle-in-session": (
+            ("emulated", "baselines", "idle_in_session"),
+            partial(without, way=Way(None, When.ALWAYS), name="idle-in-session"),
+        ),
     }
     for name, key, how in (("emulated", "emulated", "completion"), ("slices", "emulated_slices", "slices")):
-        reach, no_gate, freeride = f"{name}-reach", f"{name}-no-gate", f"{name}-freeride"
-        below = (key, "baselines")
-        found |= {
-            name: ((key,), partial(emulated, how=how, name=name)),
-            reach: (
-                (*below, "gate_without_prediction"),
-                partial(emulated, how=how, name=reach, flags=("--fill-reach",)),
-            ),
-            no_gate: ((*below, "no_gate"), partial(without, way=Way(how, False), name=no_gate)),
-            freeride: ((*below, "freeride"), partial(without, way=Way(how, True), name=freeride)),
-        }
+        found[name] = ((key,), partial(emulated, how=how, name=name))
+        for suffix, baseline, when in (
+            ("gate", "gate_without_prediction", When.BUBBLES),
+            ("no-gate", "no_gate", When.ALWAYS),
+            ("freeride", "freeride", When.FREERIDE),
+        ):
+            part = f"{name}-{suffix}"
+            found[part] = ((key, "baselines", baseline), partial(without, way=Way(how, when), name=part))
     return found
 
 

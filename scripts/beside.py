@@ -4,6 +4,7 @@
 
 * no gate: step after step, whenever a block is one with filling; between its steps the task is at idle priority, so
   on the emulated device this costs less than on a GPU, whose host would launch the next step at once;
+* a gate alone: step after step from a bubble's start to its end, without any prediction;
 * as FreeRide drives them (arXiv 2409.06941, and its artifact, github.com/jiashu-z/freeride): the rank announces a
   bubble when it begins, with an end that was profiled before; a manager looks for new bubbles every 10 ms and tells the
   task, which looks for that every 5 ms; a step begins only if its profiled time, rounded up to 10 ms and times 1.2, is
@@ -31,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,18 +55,25 @@ PROFILED_ITERATIONS, PROFILED_STEPS = 5, 50
 FAR_NS = 10**15
 
 
+class When(StrEnum):
+    """When the task beside a rank runs steps, in the blocks with filling."""
+
+    ALWAYS = "always"
+    BUBBLES = "bubbles"
+    FREERIDE = "freeride"
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """How the task beside a rank runs.
 
     Attributes:
         emulation: None for the idle class on the CPU as it is.
-        freeride: in bubbles, as FreeRide does it; else whenever a block is one with filling.
         step_ms: see ``tasks_of``.
     """
 
     emulation: str | None
-    freeride: bool
+    when: When
     step_ms: float | None = None
 
 
@@ -110,7 +119,8 @@ class Telling(RankListener):
     """A rank's listener that tells the task beside the rank of bubbles or of blocks.
 
     Args:
-        told: open while a block is one with filling, or, for FreeRide, from a bubble's start on, with its profiled end.
+        told: open while a block is one with filling, in bubbles only, or, for FreeRide, from a bubble's start on, with
+            its profiled end.
     """
 
     def __init__(self, told: SharedGate, way: Way, blocks: Blocks, *others: Any) -> None:
@@ -124,7 +134,7 @@ class Telling(RankListener):
     def iteration_started(self, iteration: int, now_ns: int) -> None:
         super().iteration_started(iteration, now_ns)
         self._training_iteration = iteration
-        if not self._way.freeride:
+        if self._way.when is When.ALWAYS:
             if self._blocks.fills(iteration) and not self._blocks.fills(iteration - 1):
                 self._told.open(now_ns + FAR_NS, 0)
             elif not self._blocks.fills(iteration):
@@ -133,11 +143,15 @@ class Telling(RankListener):
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int) -> None:
         super().bubble_opened(kind, index, now_ns)
         self._place, self._opened_ns = (kind, index), now_ns
-        expected_ns = self._shortest_ns.get(self._place, 0)
-        if expected_ns and self._way.freeride and self._blocks.fills(self._training_iteration):
+        if self._way.when is When.ALWAYS or not self._blocks.fills(self._training_iteration):
+            return
+        expected_ns = FAR_NS if self._way.when is When.BUBBLES else self._shortest_ns.get(self._place, 0)
+        if expected_ns:
             self._told.open(now_ns + expected_ns, 0)
 
     def bubble_closed(self, now_ns: int) -> None:
+        if self._way.when is When.BUBBLES:
+            self._told.close(now_ns)
         super().bubble_closed(now_ns)
         if self._place is not None and 0 <= self._blocks.warmup - self._training_iteration < PROFILED_ITERATIONS:
             shortest_ns = self._shortest_ns.get(self._place, FAR_NS)
@@ -146,17 +160,18 @@ class Telling(RankListener):
 
 def rank_with_task(asked: dict[str, Any], script: Sequence[str]) -> None:
     """One rank of a training, with a task in a process beside it, in its session."""
-    way, blocks, rank = Way(**asked["way"]), Blocks(**asked["blocks"]), int(os.environ["LOCAL_RANK"])
+    way = Way(**asked["way"] | {"when": When(asked["way"]["when"])})
+    blocks, rank = Blocks(**asked["blocks"]), int(os.environ["LOCAL_RANK"])
     core = sorted(os.sched_getaffinity(0))[rank]
     told, running = SharedGate(), SharedGate()
-    gate = SharedGateReader((running if way.freeride else told).reader_fd())
+    gate = SharedGateReader((running if way.when is When.FREERIDE else told).reader_fd())
     page = None if way.emulation is None else LaunchPage()
     read_fd, ready_fd = os.pipe()
     task = child(partial(run_task, rank, core, way, gate, page, Path(f"{asked['log']}{rank}"), ready_fd))
     os.close(ready_fd)
     if not os.read(read_fd, 1):
         raise RuntimeError(f"the task beside rank {rank} ended before the training began")
-    if way.freeride:
+    if way.when is When.FREERIDE:
         child(partial(manage, SharedGateReader(told.reader_fd()), running, core))
     if page is not None and way.emulation is not None:
         executor = Executor(page, task, [core], Emulation(way.emulation))
@@ -205,17 +220,18 @@ def run_task(
     with started(path, args, core, idle=True) as task, log.open("wb", buffering=0) as steps:
 
         def step() -> None:
-            start_ns, used_ns = time.monotonic_ns(), time.process_time_ns()
             if page is not None:
                 page.launch()
+            start_ns, used_ns = time.monotonic_ns(), time.process_time_ns()
             task.run_next_step()
+            times = struct.pack("qqq", start_ns, time.monotonic_ns(), time.process_time_ns() - used_ns)
             if page is not None:
-                page.settle()
-            steps.write(struct.pack("qqq", start_ns, time.monotonic_ns(), time.process_time_ns() - used_ns))
+                page.land()
+            steps.write(times)
 
         reserve_ns = reserved_ns(profiled_ns(task.run_next_step))
         os.write(ready_fd, b"1")
-        if way.freeride:
+        if way.when is When.FREERIDE:
             step_as_freeride(step, gate, reserve_ns)
         seq = 0
         while True:

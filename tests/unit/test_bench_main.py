@@ -113,7 +113,7 @@ def test_bubbles_are_announced_with_their_shortest_length_of_the_last_iterations
         monkeypatch.setattr(beside.RankListener, name, lambda *_: None)
     told = SharedGate()
     gate = SharedGateReader(told.reader_fd())
-    rank = beside.Telling(told, beside.Way("completion", True), Blocks(1, 1, 7))
+    rank = beside.Telling(told, beside.Way("completion", beside.When.FREERIDE), Blocks(1, 1, 7))
     for iteration, length in enumerate([1, 1, 90, 80, 70, 85, 99], start=1):
         rank.iteration_started(iteration, 0)
         rank.bubble_opened(BubbleKind.FILL, 0, 1000)
