@@ -24,10 +24,10 @@ def _kinds(rows: Rows) -> Iterator[str]:
     yield "40B: a second of bubble in seconds alone, and the configuration of most devices"
     yield "GPUs      each kind                      share configuration"
     for row in rows:
-        alone = "" if row["configuration"] == row["configuration_alone"] else "*"
+        other = " " if row["configuration"] == row["configuration_alone"] else "*"
         yield (
-            f"{row['gpus']:4} {row['gpu']:>9} {row['kind']:25} {row['relative']:5.3f}"
-            f" {row['configuration'] or 'fits no bubble'}{alone}"
+            f"{row['gpus']:4} {row['gpu']:>9} {row['kind']:25} {row['relative']:5.3f}{other}"
+            f"{row['configuration'] or 'fits no bubble'}"
         )
     yield "* alone another one"
 
