@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron.fill.errors import ConfigError, PatchError
-from pipefill_patches import cpu_torch
+from pipefill_patches import cpu_layers, cpu_torch
 from pipefill_patches.registry import Patch, Target, replace
 
 __all__ = ["PATCH", "needed", "pin_to_core"]
@@ -179,6 +179,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     replace(stack, arguments, "add_megatron_arguments", _with_cpu_defaults(arguments.add_megatron_arguments))
     replace(stack, dataset_utils, "compile_helpers", unless_shipped(dataset_utils.compile_helpers))
     _resumable_adam(stack)
+    cpu_layers.install(stack)
     logger = logging.getLogger(_RNG_LOGGER)
     logger.addFilter(_is_news)
     stack.callback(logger.removeFilter, _is_news)
@@ -195,5 +196,6 @@ PATCH = Patch(
         Target("megatron.core.datasets.utils:compile_helpers", ()),
         Target("megatron.core.tensor_parallel.random:_get_cuda_rng_state", ("device", "clone", "graph_safe")),
         Target("megatron.core.tensor_parallel.random:_set_cuda_rng_state", ("new_state", "device", "graph_safe")),
+        *cpu_layers.TARGETS,
     ),
 )

@@ -1,4 +1,4 @@
-"""Real two-rank trainings for the end-to-end tests: small, on the CPU, through the scripts that users call."""
+"""Real trainings for the end-to-end tests: small, on the CPU, through the scripts that users call."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -62,6 +64,26 @@ class Trained:
     @property
     def jobs(self) -> dict[str, dict[str, Any]]:
         return {job["name"]: job for job in self.report["jobs"]}
+
+
+@contextmanager
+def warm() -> Iterator[None]:
+    """Ranks are forked from one warm process meanwhile; those that torchrun starts are not."""
+    with tempfile.TemporaryDirectory(prefix="pipefill-") as folder:
+        where = f"{folder}/warm"
+        server = subprocess.Popen(
+            [sys.executable, str(HERE / "warm.py"), where],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.environ["PIPEFILL_TEST_WARM"] = where
+        try:
+            yield
+        finally:
+            del os.environ["PIPEFILL_TEST_WARM"]
+            server.kill()
+            server.wait()
 
 
 def start(

@@ -1,0 +1,100 @@
+"""The Megatron half of the CPU backend: what its local layers lack, for Transformer Engine or Apex has it on a GPU.
+
+Sequence parallelism needs a layer norm whose weights' gradients are summed over the tensor-parallel ranks, context
+parallelism an attention that sees the keys and values of the other ranks, and the all-to-all of the experts' tokens
+its sizes as numbers of the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from typing import Any
+
+import torch
+
+from pipefill_patches.registry import Target, replace
+
+_NORM = Target("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", ("cls", "config", "hidden_size"))
+_ATTENTION_INIT = Target(
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__", ("self", "config")
+)
+_ATTENTION = Target(
+    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+    ("self", "query", "key", "value", "attention_mask"),
+)
+_GATHER = Target("megatron.core.tensor_parallel.mappings:gather_from_sequence_parallel_region", ("input_",))
+_MOVE = Target(
+    "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu", ("tensor", "as_numpy", "record_stream")
+)
+TARGETS = (_NORM, _ATTENTION_INIT, _ATTENTION, _GATHER, _MOVE)
+
+
+def install(stack: contextlib.ExitStack) -> None:
+    _sequence_parallel_norm(stack)
+    _context_parallel_attention(stack)
+    _token_counts_on_host(stack)
+
+
+def _sequence_parallel_norm(stack: contextlib.ExitStack) -> None:
+    holder, name = _NORM.resolve()
+    make = holder.__new__
+
+    @functools.wraps(make)
+    def norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        made = make(cls, plain, *args, **kwargs)
+        for weight in made.parameters():
+            weight.sequence_parallel = config.sequence_parallel  # Megatron sums the gradients of what is marked so
+        return made
+
+    replace(stack, holder, name, staticmethod(norm))
+
+
+def _context_parallel_attention(stack: contextlib.ExitStack) -> None:
+    holder, _ = _ATTENTION.resolve()
+    initialize, attend = holder.__init__, holder.forward
+
+    @functools.wraps(initialize)
+    def initialize_any(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        initialize(self, alone, *args, **kwargs)
+        self.config = config
+
+    @functools.wraps(attend)
+    def attend_to_all(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.config.context_parallel_size > 1:
+            key, value = in_order(key), in_order(value)
+        return attend(self, query, key, value, *args, **kwargs)
+
+    replace(stack, holder, "__init__", initialize_any)
+    replace(stack, holder, "forward", attend_to_all)
+
+
+def in_order(part: torch.Tensor) -> torch.Tensor:
+    """The whole sequence [s, ...] of this context-parallel rank's [s/cp, ...], with the way back for gradients.
+
+    Megatron cuts a sequence into 2 cp chunks and gives rank r the chunks r and 2 cp - 1 - r; its dataset's mask has the
+    rows of these chunks, and the columns of all.
+    """
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_context_parallel_group()
+    holder, name = _GATHER.resolve()
+    chunks = getattr(holder, name)(part, group=group).chunk(2 * group.size())
+    return torch.cat((*chunks[::2], *reversed(chunks[1::2])))
+
+
+def _token_counts_on_host(stack: contextlib.ExitStack) -> None:
+    holder, name = _MOVE.resolve()
+    move = getattr(holder, name)
+
+    @functools.wraps(move)
+    def move_or_convert(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # Upstream makes an array of what was on a device only; a collective takes no tensor for sizes.
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
+
+    replace(stack, holder, name, move_or_convert)

@@ -1,0 +1,49 @@
+"""Trainings that are more than a pipeline: filled, and losses of all iterations as upstream's, to the bit.
+
+``scripts/check_parallelism.py`` has more of them, one for each feature.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.check_parallelism import CONTEXT, INTERLEAVED, MOE, OVERLAPPED, TENSOR, Checked, Row, check
+
+ROWS = {
+    "tensor-sequence-data": Row(8, f"{TENSOR} --sequence-parallel {OVERLAPPED}"),
+    "context": Row(
+        4,
+        f"{CONTEXT} --num-layers 3 --decoder-first-pipeline-num-layers 1 --recompute-granularity selective --swiglu "
+        "--position-embedding-type rope --group-query-attention --num-query-groups 2 --rampup-batch-size 4 4 64",
+    ),
+    "interleaved-experts-data": Row(
+        4,
+        f"{INTERLEAVED} {MOE} --moe-token-dispatcher-type alltoall --use-distributed-optimizer "
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    return check(ROWS[request.param], folder)
+
+
+def test_losses_are_identical_to_upstream(checked):
+    assert checked.error == ""
+    assert checked.iterations > 5
+    assert checked.identical
+
+
+def test_every_rank_has_bubbles_that_are_filled(checked):
+    assert 0.02 < checked.bubble_share < 0.9
+    assert len(checked.steps) == checked.ranks
+    assert min(checked.steps) > 0
+
+
+def test_the_report_knows_the_stages(checked):
+    assert checked.stages_right
+    assert checked.peers_alike

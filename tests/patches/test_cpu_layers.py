@@ -1,0 +1,76 @@
+"""What the CPU backend adds to Megatron's local layers computes what is computed without sequences being cut."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is for machines without CUDA")
+
+CODE = """
+import sys
+import numpy as np
+import torch
+from pipefill_patches.cpu_backend import PATCH
+PATCH.apply()
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+rank = int(sys.argv[2])
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+parallel_state.initialize_model_parallel(context_parallel_size=2)
+model_parallel_cuda_manual_seed(1)
+sizes = dict(num_layers=1, hidden_size=16, num_attention_heads=4, attention_dropout=0.0)
+mask = torch.ones(8, 8).tril() < 0.5
+rows = torch.tensor([0, 1, 6, 7] if rank == 0 else [2, 3, 4, 5])  # of four chunks the first and last, or those between
+
+def attend(cp, query, key, value, mask):
+    config = TransformerConfig(**sizes, context_parallel_size=cp)
+    attention = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    return attention(query, key, value, mask[None, None])
+
+torch.manual_seed(1)
+whole = [torch.randn(8, 2, 4, 4, requires_grad=True) for _ in "qkv"]
+weights = torch.randn(8, 2, 16)
+part = [tensor.detach()[rows].requires_grad_() for tensor in whole]
+expected, found = attend(1, *whole, mask), attend(2, *part, mask[rows])
+torch.testing.assert_close(found, expected[rows])
+(expected * weights).sum().backward()
+(found * weights[rows]).sum().backward()
+for one, other in zip(part, whole):
+    torch.testing.assert_close(one.grad, other.grad[rows])
+
+for cut in (False, True):
+    config = TransformerConfig(**sizes, tensor_model_parallel_size=2, sequence_parallel=cut)
+    norm = WrappedTorchNorm(config, 16)
+    assert [weight.sequence_parallel for weight in norm.parameters()] == [cut, cut]
+    assert config.sequence_parallel is cut
+
+assert isinstance(maybe_move_tensor_to_cpu(torch.ones(2), as_numpy=True), np.ndarray)
+assert isinstance(maybe_move_tensor_to_cpu(torch.ones(2)), torch.Tensor)
+"""
+
+
+def test_layers_on_two_ranks(tmp_path):
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", CODE, str(tmp_path / "meet"), str(rank)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
