@@ -24,6 +24,10 @@ _PLAIN = Target(f"{_MODULE}:forward_backward_pipelining_without_interleaving", _
 _INTERLEAVED = Target(f"{_MODULE}:forward_backward_pipelining_with_interleaving", _KEYWORDS)
 _FORWARD = Target(f"{_MODULE}:forward_step", ("forward_step_func", "data_iterator", "model", "num_microbatches"))
 _BACKWARD = Target(f"{_MODULE}:backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
+_COMBINED = Target(
+    f"{_MODULE}:combined_1f1b_schedule_for_interleaved_pipelining",
+    ("config", "forward_step_func", "data_iterator", "model", "num_microbatches"),
+)
 _DEPTH = Target(_PLAIN.path, _PLAIN.parameters, uses=("P2PCommunicator", "total_stages"))
 _COMMUNICATOR = Target(f"{_MODULE}:P2PCommunicator.__init__", ("self", "pp_group", "config"))
 
@@ -53,6 +57,22 @@ def _spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Cal
     return run
 
 
+def _combined(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward and a backward in one, of ``--overlap-moe-expert-parallel-comm``; some calls have one of them only."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        start_ns = time.monotonic_ns()
+        result = original(*args, **kwargs)
+        if kwargs.get("f_virtual_microbatch_id") is not None:
+            bus.forward(start_ns)
+        if kwargs.get("b_virtual_microbatch_id") is not None:
+            bus.backward(start_ns)
+        return result
+
+    return run
+
+
 def _install(stack: contextlib.ExitStack) -> None:
     for target, schedule in ((_PLAIN, "1f1b"), (_INTERLEAVED, "interleaved")):
         holder, name = target.resolve()
@@ -60,13 +80,15 @@ def _install(stack: contextlib.ExitStack) -> None:
     for target, report in ((_FORWARD, bus.forward), (_BACKWARD, bus.backward)):
         holder, name = target.resolve()
         replace(stack, holder, name, _spanned(getattr(holder, name), report))
+    holder, name = _COMBINED.resolve()
+    replace(stack, holder, name, _combined(getattr(holder, name)))
 
 
 PATCH = Patch(
     "schedules",
     "the schedules call each other and the passes as globals of one module",
     _install,
-    (_PLAIN, _INTERLEAVED, _FORWARD, _BACKWARD),
+    (_PLAIN, _INTERLEAVED, _FORWARD, _BACKWARD, _COMBINED),
 )
 
 

@@ -227,13 +227,20 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and reports in this new folder")
     options = parser.parse_args()
     results: dict[str, Any] = {}
-    if options.json is not None and options.json.exists():
-        results = json.loads(options.json.read_text(encoding="utf-8"))["rows"]
+    if options.json is not None:
+        try:
+            results = earlier(options.json)
+        except (OSError, ValueError) as error:
+            parser.error(f"--json {options.json}: {error}")
+    if options.keep is not None:
+        try:
+            options.keep.mkdir(parents=True)
+        except OSError as error:
+            parser.error(f"--keep {options.keep}: {error.strerror}; expected a new folder that can be made")
     failed = False
     print(f"{'':<33}{'ranks':>3}{'iter.':>5}{'bubbles':>9}{'steps':>7}{'s':>7}  losses", flush=True)
     with tempfile.TemporaryDirectory(prefix="pipefill-", dir="/var/tmp") as scratch, warm():
         base = options.keep or Path(scratch)
-        base.mkdir(exist_ok=True)
         base.chmod(0o755)  # the jobs run as a user without rights
         for name in options.rows:
             folder = base / name
@@ -250,6 +257,22 @@ def main() -> None:
             if options.json is not None:
                 write(options.json, {name: results[name] for name in ROWS if name in results})
     sys.exit(failed)
+
+
+def earlier(path: Path) -> dict[str, Any]:
+    """The rows that are in the file; none if it is new.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: something else is in it.
+    """
+    with path.open("a+", encoding="utf-8") as file:
+        file.seek(0)
+        text = file.read()
+    try:
+        return json.loads(text)["rows"] if text else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError("is not of this script; expected a file that it wrote, or a new one") from error
 
 
 def write(path: Path, rows: dict[str, Any]) -> None:
