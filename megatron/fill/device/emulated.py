@@ -92,7 +92,7 @@ class Executor:
         self._how = how
 
     def serve(self, over: Callable[[], bool]) -> None:
-        """Serve until it is over.
+        """Serve until it is over, which is asked only when nothing has happened for a while.
 
         Raises:
             PermissionError: this process may not have a real-time priority.
@@ -101,20 +101,25 @@ class Executor:
             os.sched_setaffinity(0, self._cpus)
         os.sched_setscheduler(0, os.SCHED_FIFO, _EXECUTOR)
         count = 0
-        while not over():
-            count = self._page.wait(count, _LOOK_NS)
-            while count % 2 and not over():  # the next step may have begun already
-                count = self._run_step(count)
+        while True:
+            seen = self._page.wait(count, _LOOK_NS)
+            if seen == count and over():
+                return
+            count = seen
+            while count % 2:  # the next step may have begun already
+                ended = self._run_step(count, over)
+                if ended == count:
+                    return
+                count = ended
 
-    def _run_step(self, launched: int) -> int:
-        """From a launch to its end; the count then."""
-        count = launched
+    def _run_step(self, launched: int, over: Callable[[], bool]) -> int:
+        """From a launch to its end; the count then, which is the same if it is over instead."""
         self._schedule(os.SCHED_FIFO, _STEP)
         try:
             turn_ns = _LOOK_NS if self._how is Emulation.COMPLETION else SLICE_NS
             while (count := self._page.wait(launched, turn_ns)) == launched:
-                if not os.path.exists(f"/proc/{self._pid}"):
-                    break
+                if over():
+                    return launched
                 if self._how is Emulation.SLICES:
                     self._signal(signal.SIGSTOP)
                     time.sleep(SLICE_NS / 1e9)
