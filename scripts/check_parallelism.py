@@ -27,9 +27,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.e2e.training import ENDLESS, UPSTREAM, Running, Trained, start, stepped, warm, write_jobs  # noqa: E402
+from tests.e2e.training import ENDLESS, UPSTREAM, Trained, start, stepped, train_until, warm, write_jobs  # noqa: E402
 
 MODEL = "--num-layers 2 --hidden-size 32 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
+ITERATIONS = 10  # at least
 MOE = (
     "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --swiglu --disable-bias-linear "
     "--expert-model-parallel-size 2"
@@ -98,7 +99,9 @@ ROWS: dict[str, Row] = {
     "optimizer-instances": Row(
         8, f"{SHARDED} --num-distributed-optimizer-instances 2 --overlap-grad-reduce --calculate-per-token-loss"
     ),
-    "gather-with-step": Row(4, f"{INTERLEAVED} {OVERLAPPED} --overlap-param-gather-with-optimizer-step"),
+    "gather-with-step": Row(
+        4, f"{INTERLEAVED} {OVERLAPPED} --overlap-param-gather-with-optimizer-step --ckpt-format torch"
+    ),
 }
 
 
@@ -147,7 +150,7 @@ def check(row: Row, folder: Path) -> Checked:
     try:
         filled = fill(row, folder)
     except AssertionError:
-        error = train_upstream(row, folder / "upstream", 5)
+        error = train_upstream(row, folder / "upstream", ITERATIONS)
         if error:
             return Checked(row.ranks, row.flags, error=error)
         raise
@@ -181,17 +184,13 @@ def kinds(cycle: Mapping[str, Any]) -> Iterator[str]:
 
 
 def fill(row: Row, folder: Path) -> Trained:
-    """Train until a job on each rank has stepped."""
+    """Train until a job on each rank has stepped, and for some iterations."""
     names = [f"spin-{number}" for number in range(row.ranks)]
     jobs = [{"name": name, "task": "tasks:Spin", "args": {"milliseconds": 0.2}} for name in names]
     # No brake: what it leaves unfilled to compare with is a good part of so short a run.
     settings = "--fill-warmup-iterations 3 --fill-max-slowdown 0 --fill-min-bubble-us 300"
-    running = Running(folder, f"{MODEL} {row.flags} {write_jobs(folder, *jobs)} {settings}", ranks=row.ranks)
-    try:
-        running.wait_for_jobs(dict.fromkeys(names, stepped))
-        return running.end()
-    finally:
-        running.process.kill()
+    flags = f"{MODEL} {row.flags} {write_jobs(folder, *jobs)} {settings}"
+    return train_until(folder, flags, dict.fromkeys(names, stepped), ITERATIONS, ranks=row.ranks)
 
 
 def train_upstream(row: Row, folder: Path, iterations: int) -> str:
