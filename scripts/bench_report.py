@@ -83,7 +83,7 @@ def of_stage(stage: int, played: list[Timeline]) -> tuple[RankRecord, JobRecord,
                 ]
                 steps += its
                 harvested_ns += len(its) * STEP_NS
-                uses.append(BubbleUse(seq, LATENCY_NS, len(its) * STEP_NS, 0, len(its)))
+                uses.append(BubbleUse(seq, LATENCY_NS, len(its) * STEP_NS, 0, len(its), its[-1][1] if its else 0))
         for op, start, end in timeline.spans[stage]:
             name = "forward" if op.kind is Pass.FORWARD else "backward"
             spans.append(Span(name, number, begin + start, begin + end))

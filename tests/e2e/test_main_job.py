@@ -96,6 +96,7 @@ def test_paired_blocks_and_baseline(tmp_path):
     flags = f"{write_jobs(tmp_path, SPIN | {'count': 2})} --fill-warmup-iterations 5"
     # Without the brake: it would end blocks early on a machine that is busy with something else.
     measured = f"{flags} --fill-paired-blocks 4 --fill-baseline-seconds 0.5 --fill-max-slowdown 0"
+    measured += " --fill-price main=3.96,side=0.18"
     trained = train_until(tmp_path, measured, dict.fromkeys(["spin-0", "spin-1"], stepped), 5 + 2 * 8)
     summary = trained.report["summary"]
     pairs, rest = divmod(len(trained.losses) - 5, 2 * 4)
@@ -104,7 +105,14 @@ def test_paired_blocks_and_baseline(tmp_path):
     low, high = summary["slowdown"]["ci95"]
     assert low <= summary["slowdown"]["mean"] <= high
     assert 0 < summary["fill_efficiency"] <= 1.2
-    paired = trained.report["total"]["paired"]
+    total, cost = trained.report["total"], trained.report["cost"]
+    assert sum(total["time_use_ns"].values()) == round(total["fillable_s"] * 1e9)
+    assert total["time_use_ns"]["steps"] > 0
+    assert (cost["lacking"], cost["prices"]) == ([], {"main": 3.96, "side": 0.18})
+    low, high = cost["saving_ci95"]
+    assert low <= cost["saving"] <= high
+    assert all(one["measured"] for one in cost["work"])
+    paired = total["paired"]
     first, second = ("on", "off") if fills_block(2 * pairs) else ("off", "on")
     assert paired[first]["count"] == 2 * (4 * pairs + min(rest, 4))  # on two ranks
     assert paired[second]["count"] == 2 * (4 * pairs + max(rest - 4, 0))

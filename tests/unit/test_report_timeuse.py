@@ -79,7 +79,7 @@ def test_of_two_jobs_the_one_that_was_done_last_says_what_was_lacking():
 
 def test_a_gate_that_stayed_shut():
     shut = [bubble(1, 10), bubble(2, 20, predicted=5), bubble(3, 40, filling=False)]
-    assert split(shut) == {"not_predicted": 10, "too_short": 20}
+    assert split(shut) == {"not_predicted": 10, "too_short": 5, "past_prediction": 15}
 
 
 def test_bubbles_before_between_and_after_the_words_of_a_worker():

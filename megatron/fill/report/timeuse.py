@@ -22,10 +22,10 @@ class TimeUse(StrEnum):
     STEPS = "steps"  # inside side-task steps
     RUNTIME = "runtime"  # to the first step, between steps, in the pause; bubbles that a worker missed
     LITTLE_TIME = "little_time"  # before the predicted end, and the next step did not fit
-    PAST_PREDICTION = "past_prediction"  # the same, after the predicted end
+    PAST_PREDICTION = "past_prediction"  # after the predicted end, which is why no step was begun
     LITTLE_MEMORY = "little_memory"  # the next step needs more than the bubble has
     NO_JOB = "no_job"  # nobody had a step to run
-    TOO_SHORT = "too_short"  # predicted to be, so the gate stayed shut
+    TOO_SHORT = "too_short"  # before the predicted end, and the gate stayed shut since that was near
     NOT_PREDICTED = "not_predicted"  # so the gate stayed shut
     NOT_KNOWN = "not_known"  # of old bubbles the records have only sums
 
@@ -37,7 +37,10 @@ def time_use(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> dict[TimeUse,
     shut = single & (bubbles.seq == 0)
     use[TimeUse.NOT_KNOWN] = _sum(bubbles.duration[bubbles.filling & ~single])
     use[TimeUse.NOT_PREDICTED] = _sum(bubbles.duration[shut & (bubbles.predicted == 0)])
-    use[TimeUse.TOO_SHORT] = _sum(bubbles.duration[shut & (bubbles.predicted > 0)])
+    short = shut & (bubbles.predicted > 0)
+    foreseen = np.minimum(bubbles.predicted, bubbles.duration)[short]
+    use[TimeUse.TOO_SHORT] = _sum(foreseen)
+    use[TimeUse.PAST_PREDICTION] = _sum(bubbles.duration[short] - foreseen)
     opened = np.flatnonzero(single & (bubbles.seq > 0))
     opened = opened[np.argsort(bubbles.seq[opened], kind="stable")]
     _add_opened(use, bubbles, opened, _Words(bubbles.seq[opened], bubbles.duration[opened], workers))
