@@ -21,6 +21,9 @@ from enum import StrEnum
 from megatron.fill import futex, shared
 
 SLICE_NS = 2_000_000  # how long a turn is
+# The main job waits on the core that is the device here: several of its threads need it, one after the other, until the
+# gate is shut.  On a GPU they have cores of their own.
+BREATHER_NS = 200_000
 _PAGE_BYTES = 4096
 _STEP, _EXECUTOR, _IDLE = os.sched_param(1), os.sched_param(2), os.sched_param(0)
 _LOOK_NS = 100_000_000

@@ -29,6 +29,8 @@ class StepLoop:
         launch: called before every step; what it says is undone by ``land``.
         settle: returns when all that a step has begun on the device has ended; only then has the step.
         land: called after every step, once the time of its end is known.
+        breather_ns: beyond a bubble's deadline the next step waits for so long: where the main job needs the device
+            itself, and that in several short turns, to find that its wait is over.
         preempted: the main job takes the device back with the end of a bubble, so a step or a pause that is caught by
             it says nothing of how long it takes.
     """
@@ -46,6 +48,7 @@ class StepLoop:
         launch: Callable[[], None] = lambda: None,
         settle: Callable[[], None] = lambda: None,
         land: Callable[[], None] = lambda: None,
+        breather_ns: int = 0,
         preempted: bool = False,
     ) -> None:
         self.machine = machine
@@ -59,6 +62,7 @@ class StepLoop:
         self.launch = launch
         self.settle = settle
         self.land = land
+        self.breather_ns = breather_ns
         self.preempted = preempted
         self.attend: Callable[[], None] | None = None  # called between bubbles, and when a signal asks to look around
         self.hold_at_start = False  # begin no new iteration: the configuration is about to change
@@ -182,6 +186,9 @@ class StepLoop:
             spent_ns += end_ns - start_ns
             steps += 1
             start_ns = clock()
+            if self.breather_ns and is_open and start_ns > bubble.deadline_ns:
+                self.gate.wait_change(bubble.seq, self.breather_ns)
+                is_open, start_ns = self.gate.is_open(bubble.seq), clock()
             if not (is_open and self._fits(bubble, start_ns) and self._may_run(bubble)) or self.stopping():
                 break
         return False, first_ns, end_ns, spent_ns, steps

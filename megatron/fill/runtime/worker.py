@@ -23,7 +23,7 @@ from pathlib import Path
 from megatron.fill.board import CycleBoardReader
 from megatron.fill.control import ControlReader
 from megatron.fill.device import host
-from megatron.fill.device.emulated import Executor, LaunchPage
+from megatron.fill.device.emulated import BREATHER_NS, Executor, LaunchPage
 from megatron.fill.device.port import Limits, mib
 from megatron.fill.errors import FillError, PlanError, StaleProfile
 from megatron.fill.gate import GateReader, SharedGateReader
@@ -159,6 +159,7 @@ class Worker:
         )
         if self._launches is not None:
             loop.launch, loop.land = self._launches.launch, self._launches.land
+            loop.breather_ns = BREATHER_NS
         # What only some jobs need is imported for those only: every worker's start-up takes the main job's core.
         if spec.device.startswith("cuda"):
             from megatron.fill.device import cuda
