@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from megatron.fill.errors import FillError
 from megatron.fill.records import last_segment
 from megatron.fill.types import BubbleKind, RankRecord
 from scripts.trainings import Blocks
@@ -88,8 +89,8 @@ def main() -> None:
     for run in options.runs:
         try:
             records = list(last_segment(run).records())
-        except (OSError, ValueError, StopIteration) as error:
-            parser.error(f"{run}: cannot be read: {error}")
+        except FillError as error:
+            parser.error(str(error))
         if len(records) != 2 or not all(record.spans for record in records):
             parser.error(f"{run}: records of {len(records)} ranks; expected a run of two stages with their passes")
         counted = len(records[0].iterations) - options.warmup
