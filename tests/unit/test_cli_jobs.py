@@ -111,6 +111,7 @@ class TestSubmit:
             "timeout_s": None,
             "retries": 0,
             "after": [],
+            "side_throughput": None,
         }
         assert [job["spec"]["array"] for job in jobs] == [[0, 2], [1, 2], None]
         assert jobs[2]["spec"]["command"] == ["gzip", "--best", "corpus.txt"]

@@ -10,7 +10,6 @@ import typer
 
 from megatron.fill.cli.options import Json
 from megatron.fill.errors import ConfigError
-from megatron.fill.given.problems import shown
 from megatron.fill.given.quantities import parse_prices
 from megatron.fill.types import Prices
 
@@ -56,6 +55,8 @@ def report(
 
 
 def _prices(text: str) -> Prices:
+    from megatron.fill.given.problems import shown
+
     try:
         return parse_prices(text)
     except ValueError as error:

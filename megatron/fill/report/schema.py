@@ -181,7 +181,9 @@ class JobReport(JobSummary):
     harvested_s: float = Field(description="seconds inside its steps and inside bubbles")
     rate: float | None = Field(description="work_done / harvested_s")
     total_work: float | None = Field(description="how much there was to do; null if the task did not say")
-    side_throughput: float | None = Field(description="its work per second on a side device, if the user stated it")
+    side_throughput: float | None = Field(
+        default=None, description="its work per second on a side device, if the user stated it"
+    )
     result: dict[str, Any] = Field(description="what the task reported")
     directory: str = Field(description="its folder: output.log and the task's own files")
     attempts: list[AttemptReport] = Field(default=[], description="each attempt at it in this run, in their order")
