@@ -86,8 +86,9 @@ class BubblePredictor:
     def expected(self) -> list[tuple[BubbleKind, int]]:
         """The bubbles of the present cycle with the durations that can be counted on, in ns; empty if it is too new.
 
-        A few observations do for a plan; to fill by, ``warmup`` many are asked for.  Bubbles that come in fewer than
-        half of the iterations are left out.
+        A few observations do for a plan, and no margin: a plan that is wrong delays nobody, for the worker asks before
+        each step.  To fill by, ``warmup`` many are asked for.  Bubbles that come in fewer than half of the iterations
+        are left out.
         """
         histories = self._cycle.histories
         cycles = max((history.seen for history in histories), default=0)
@@ -160,11 +161,11 @@ class _Window:
             del self.ordered[bisect_left(self.ordered, self.recent.popleft())]
 
     def low(self, rule: FillRule) -> tuple[int, int]:
-        """The value that is rarely undercut, and the spread of the values."""
+        """The value that few are below, and the spread of the values."""
         ordered = self.ordered
         base = ordered[int(rule.quantile * (len(ordered) - 1))]
         spread = ordered[len(ordered) // 2] - base
-        return base - int(rule.margin * spread), spread
+        return base, spread
 
     def cases(self, less_ns: int) -> tuple[int, ...]:
         """The values that are the highest in 1, 2 ... ``CASES`` of as many equal parts, each less so much."""
@@ -193,7 +194,8 @@ class _History:
         other_ns, other_spread = self.from_meeting.low(rule)
         if other_spread < 0.9 * spread:
             recent, since_ns = self.from_meeting, since_meeting_ns
-            duration_ns = other_ns - since_ns
+            duration_ns, spread = other_ns - since_ns, other_spread
+        duration_ns -= int(rule.margin * spread)
         self.usual_ns = duration_ns
         if self.cap_ns is not None:
             return min(duration_ns, self.cap_ns), ()
