@@ -20,7 +20,6 @@ iterations of the warm-up; the artifact has the shortest of each kind in one ite
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import runpy
@@ -46,11 +45,12 @@ from megatron.fill.device.emulated import Emulation, Executor, LaunchPage
 from megatron.fill.gate import SharedGate, SharedGateReader
 from megatron.fill.records import last_segment
 from megatron.fill.runtime.rank import RankListener
+from megatron.fill.sim.freeride.reserving import MANAGER_NS, PYTHON, reserved_ns
 from megatron.fill.types import BubbleKind
 from scripts.sidetasks import TASKS, started, tasks_of
 from scripts.trainings import ROOT, Blocks, command, iterations_of, p99_slowdown, slowdown_of, train, training
 
-MANAGER_POLL_S, TASK_POLL_S = 0.010, 0.005  # FreeRide's
+MANAGER_POLL_S, TASK_POLL_S = MANAGER_NS / 1e9, PYTHON.sleep_ns / 1e9
 PROFILED_ITERATIONS, PROFILED_STEPS = 5, 50
 FAR_NS = 10**15
 
@@ -207,11 +207,6 @@ def manage(told: SharedGateReader, running: SharedGate, core: int) -> None:
         time.sleep(MANAGER_POLL_S)
 
 
-def reserved_ns(step_ns: float) -> int:
-    """What FreeRide keeps for a step: its profiled time rounded up to 10 ms, times 1.2."""
-    return math.ceil(step_ns / 1e7) * 12_000_000
-
-
 def run_task(
     rank: int, core: int, way: Way, gate: SharedGateReader, page: LaunchPage | None, log: Path, ready_fd: int
 ) -> None:
@@ -229,7 +224,7 @@ def run_task(
                 page.land()
             steps.write(times)
 
-        reserve_ns = reserved_ns(profiled_ns(task.run_next_step))
+        reserve_ns = reserved_ns(round(profiled_ns(task.run_next_step)))
         os.write(ready_fd, b"1")
         if way.when is When.FREERIDE:
             step_as_freeride(step, gate, reserve_ns)

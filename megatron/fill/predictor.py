@@ -39,6 +39,10 @@ class Forecast(NamedTuple):
     overrun_ns: int = 0
     fills: bool = False
 
+    def told(self, from_ns: int) -> tuple[int, tuple[int, ...]]:
+        """The deadline and the ends that the gate tells, for a bubble that opens at ``from_ns``."""
+        return from_ns + self.shortest_ns, tuple([from_ns + end_ns for end_ns in self.ends_ns])
+
 
 _UNKNOWN = Forecast()
 

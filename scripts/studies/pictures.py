@@ -48,7 +48,7 @@ def _share(figure: Figure, rows: Rows) -> None:
         right.plot(shares, [_total(row) for row in its], "o-", color=colour)
         right.axhline(_total(predicted), color=colour, linestyle=":", linewidth=1)
     left.axhline(2, color=_COLOURS[6], linestyle="--", linewidth=1, label="2%: PipeFill's claim is below")
-    left.plot([], [], color=_COLOURS[6], linestyle=":", linewidth=1, label="filled as predicted, at any share")
+    left.plot([], [], color=_COLOURS[6], linestyle=":", linewidth=1, label="by the runtime's own rule, at any share")
     left.set(xlabel="share of each bubble's mean length that is filled, %", ylabel="slowdown of the main job, %")
     left.legend(fontsize=8, frameon=False)
     right.set(

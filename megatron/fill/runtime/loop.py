@@ -163,7 +163,6 @@ class StepLoop:
         log, clock, machine, control = self.log, self.clock, self.machine, self.control
         log.phase = WorkerPhase.STEP
         first_ns = end_ns = spent_ns = steps = 0
-        start_ns = clock()
         while control.running:
             node = machine.task.next_node
             self.launch()
@@ -185,11 +184,11 @@ class StepLoop:
             first_ns = first_ns or start_ns
             spent_ns += end_ns - start_ns
             steps += 1
-            start_ns = clock()
-            if self.breather_ns and is_open and start_ns > bubble.deadline_ns:
+            now_ns = clock()
+            if self.breather_ns and is_open and now_ns > bubble.deadline_ns:
                 self.gate.wait_change(bubble.seq, self.breather_ns)
-                is_open, start_ns = self.gate.is_open(bubble.seq), clock()
-            if not (is_open and self._fits(bubble, start_ns) and self._may_run(bubble)) or self.stopping():
+                is_open, now_ns = self.gate.is_open(bubble.seq), clock()
+            if not (is_open and self._fits(bubble, now_ns) and self._may_run(bubble)) or self.stopping():
                 break
         return False, first_ns, end_ns, spent_ns, steps
 

@@ -175,6 +175,7 @@ class NodeRun:
                 launch=loop.launch,
                 settle=loop.settle,
                 land=loop.land,
+                breather_ns=loop.breather_ns,
                 preempted=loop.preempted,
             ).run()
 

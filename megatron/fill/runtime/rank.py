@@ -136,9 +136,8 @@ class RankListener:
         seq = 0
         filling = self.filling and self.control.running
         if filling and forecast.fills and self.gate is not None:
-            from_ns = now_ns - self.guard_ns
-            ends_ns = [from_ns + end_ns for end_ns in forecast.ends_ns]
-            seq = self.gate.open(from_ns + forecast.shortest_ns, self.free_bytes(), ends_ns, forecast.overrun_ns)
+            deadline_ns, ends_ns = forecast.told(now_ns - self.guard_ns)
+            seq = self.gate.open(deadline_ns, self.free_bytes(), ends_ns, forecast.overrun_ns)
         elif self.filling and not filling:
             self._paused = True
         self._bubble = (kind, index, now_ns, forecast.shortest_ns, seq, filling)

@@ -22,7 +22,7 @@ from megatron.fill.sim.truth.virtual import Replayed
 from megatron.fill.types import BubbleUse
 
 _MS = 1_000_000
-_MANAGER_NS = 10 * _MS
+MANAGER_NS = 10 * _MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class TaskLoop:
 
     def wakes_ns(self, random: np.random.Generator, count: int) -> tuple[int, ...]:
         """From a bubble's begin to the first step: whoever polls notices at any time within its period."""
-        noticed = random.uniform(0, _MANAGER_NS, count) + random.uniform(0, self.sleep_ns, count)
+        noticed = random.uniform(0, MANAGER_NS, count) + random.uniform(0, self.sleep_ns, count)
         return tuple(int(ns) + self.sleeps_first * self.sleep_ns for ns in noticed)
 
 

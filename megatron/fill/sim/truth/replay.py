@@ -65,9 +65,7 @@ def open_bubbles(iterations: Iterable[PlayedIteration], key: CycleKey, rule: Fil
             opens = played.filling and forecast.fills
             seq += opens
             if opens:
-                from_ns = start_ns - rule.guard_ns
-                ends_ns = tuple(from_ns + end_ns for end_ns in forecast.ends_ns)
-                deadline_ns = from_ns + forecast.shortest_ns
+                deadline_ns, ends_ns = forecast.told(start_ns - rule.guard_ns)
                 told[seq] = OpenBubble(seq, start_ns, deadline_ns, 0, False, ends_ns, forecast.overrun_ns)
             bubbles.append(
                 Bubble(
