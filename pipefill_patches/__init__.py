@@ -14,6 +14,8 @@ from megatron.fill.errors import PatchError
 from pipefill_patches import (
     arguments,
     cpu_backend,
+    ghost_flags,
+    ghost_stages,
     host_p2p,
     offload,
     p2p_communicator,
@@ -24,12 +26,13 @@ from pipefill_patches import (
 from pipefill_patches.registry import Patch
 
 # In the order in which they are applied; the CPU backend must come before anything looks for a device, and what stages
-# the pipeline's transfers before what watches them.
+# the pipeline's transfers, or plays the other stages, before what watches them.
 PATCHES: dict[str, Patch] = {
     patch.name: patch
     for patch in (
         cpu_backend.PATCH,
         wheel.PATCH,
+        ghost_stages.PATCH,
         arguments.PATCH,
         training_loop.PATCH,
         schedules.PATCH,
@@ -45,12 +48,15 @@ def defaults(argv: Sequence[str]) -> tuple[str, ...]:
     """The patches that a run with this command line needs.
 
     The CPU backend is among them when asked for (``--fill-cpu-backend`` or ``PIPEFILL_CPU_BACKEND=1``) or when there
-    is no CUDA device.  Pipeline transfers go through the host on ``PIPEFILL_HOST_P2P=1``.
+    is no CUDA device.  Pipeline transfers go through the host on ``PIPEFILL_HOST_P2P=1``;
+    ``--fill-real-stage`` makes all stages but one ghosts.
     """
     on_cpu = "--fill-cpu-backend" in argv or os.environ.get("PIPEFILL_CPU_BACKEND") == "1" or cpu_backend.needed()
     names: tuple[str, ...] = ("arguments", "training_loop", "schedules", "p2p_communicator")
     if os.environ.get("PIPEFILL_HOST_P2P") == "1":
         names = ("host_p2p", *names)
+    if ghost_flags.asked_for(argv):
+        names = ("ghost_stages", *names)
     return ("cpu_backend" if on_cpu else "wheel", *names)
 
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from megatron.fill.errors import ConfigError, PatchError
-from pipefill_patches import cpu_layers, cpu_torch
+from megatron.fill.errors import ConfigError
+from pipefill_patches import cpu_layers, cpu_torch, wheel
 from pipefill_patches.registry import Patch, Target, replace
 
 __all__ = ["PATCH", "needed", "pin_to_core"]
@@ -102,66 +100,11 @@ def _with_cpu_defaults(
 ) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
     @functools.wraps(add_arguments)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = add_arguments(parser)
-        actions = {action.dest: action for action in parser._actions}
-        defaults = _defaults()
-        missing = sorted(defaults.keys() - actions.keys())
-        if missing:
-            raise PatchError(f"patch 'cpu_backend': Megatron's parser has no {', '.join(missing)}")
-        parser.set_defaults(**defaults)
+        actions = wheel.set_defaults(add_arguments(parser), _defaults(), PATCH)
         actions["distributed_backend"].type = _backend
         return parser
 
     return add_megatron_arguments
-
-
-def unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """``compile_helpers`` for an installed wheel, which ships the compiled helper but not its Makefile."""
-
-    @functools.wraps(compile_helpers)
-    def wrapper() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            compile_helpers()
-
-    return wrapper
-
-
-def _resumable_adam(stack: contextlib.ExitStack) -> None:
-    """Let the distributed optimizer be loaded where it wraps torch's own Adam, as it does without Apex and TE.
-
-    Upstream then asks a fresh Adam for its step, copies into parameters that require gradients, takes a parameter's
-    step from a checkpoint that has one for all, and gives all parameters the same step tensor, which Adam advances
-    once for each of them.
-    """
-    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
-
-    if HAVE_APEX_OR_TE:
-        return
-    sharded_state_dict, load_state_dict = Optimizer.sharded_state_dict, Optimizer.load_state_dict
-    set_states = Optimizer._set_main_param_and_optimizer_states
-
-    @functools.wraps(sharded_state_dict)
-    def with_states(self: Any, model: Any = MappingProxyType({}), is_loading: bool = False, **kwargs: Any) -> Any:
-        if is_loading and not self.optimizer.state:
-            self._init_optimizer_states_with_dummy_values()
-        return sharded_state_dict(self, model, is_loading, **kwargs)
-
-    @functools.wraps(load_state_dict)
-    def with_own_steps(self: Any, state_dict: Any) -> None:
-        load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()
-
-    @functools.wraps(set_states)
-    def without_grad(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        with torch.no_grad():
-            set_states(self, model_param, {**tensors, "step": None})
-
-    replace(stack, Optimizer, "sharded_state_dict", with_states)
-    replace(stack, Optimizer, "load_state_dict", with_own_steps)
-    replace(stack, Optimizer, "_set_main_param_and_optimizer_states", without_grad)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -177,8 +120,8 @@ def _install(stack: contextlib.ExitStack) -> None:
     _pin_until_closed(stack, int(os.environ.get("LOCAL_RANK", "0")))
     cpu_torch.install(stack)
     replace(stack, arguments, "add_megatron_arguments", _with_cpu_defaults(arguments.add_megatron_arguments))
-    replace(stack, dataset_utils, "compile_helpers", unless_shipped(dataset_utils.compile_helpers))
-    _resumable_adam(stack)
+    replace(stack, dataset_utils, "compile_helpers", wheel.unless_shipped(dataset_utils.compile_helpers))
+    wheel.resumable_adam(stack)
     cpu_layers.install(stack)
     logger = logging.getLogger(_RNG_LOGGER)
     logger.addFilter(_is_news)

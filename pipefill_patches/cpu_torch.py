@@ -105,8 +105,8 @@ class Stream:
     def priority_range() -> tuple[int, int]:
         return 0, 0
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        event = event or HostEvent()
         event.record(self)
         return event
 
@@ -129,7 +129,7 @@ class Stream:
         pass
 
 
-class Event:
+class HostEvent:
     """An event that has happened as soon as it is recorded; it keeps the host's time."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
@@ -138,7 +138,7 @@ class Event:
     def record(self, stream: Any = None) -> None:
         self._recorded_s = time.perf_counter()
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: HostEvent) -> float:
         """Milliseconds between two recorded events."""
         return (end._recorded_s - self._recorded_s) * 1e3
 
@@ -219,7 +219,7 @@ def _cuda_stand_ins() -> dict[str, Any]:
         "mem_get_info": lambda *_args: (max(0, _total_memory_bytes() - _resident_bytes()), _total_memory_bytes()),
         "memory_stats": _memory_stats,
         "Stream": Stream,
-        "Event": Event,
+        "Event": HostEvent,
         "stream": lambda _stream: contextlib.nullcontext(),
         "current_stream": _stream,
         "default_stream": _stream,

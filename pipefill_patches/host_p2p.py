@@ -1,19 +1,24 @@
 """Pipeline transfers through the host's memory, for several ranks on one GPU.
 
-NCCL refuses two ranks on one GPU, and gloo sends no CUDA tensors.  So tensors are copied into pinned memory before
-gloo sends them, and out of it when the receive is waited for.  Both functions that post transfers are wrapped, inside
-of the watching ones of ``p2p_communicator``: the copy back belongs to the wait, and so to the bubble.  For measuring on
-one GPU; it is applied only on ``PIPEFILL_HOST_P2P=1``, with ``--distributed-backend gloo``.
+NCCL refuses two ranks on one GPU before 2.30, and gloo sends no CUDA tensors.  So tensors are copied into pinned memory
+before gloo sends them, and out of it when the receive is waited for.  Both functions that post transfers are wrapped,
+inside of the watching ones of ``p2p_communicator``: the copy back belongs to the wait, and so to the bubble.
+
+Gloo also lacks the coalesced all-reduce of CUDA tensors that Megatron reduces its gradients with, whatever the size of
+the group.  So they are reduced one by one, and not at all where the group has one rank.
+
+For trying things out on one GPU; it is applied only on ``PIPEFILL_HOST_P2P=1``, with ``--distributed-backend gloo``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron.fill.errors import PatchError
+from megatron.fill.errors import ConfigError, PatchError
 from pipefill_patches import p2p_communicator
 from pipefill_patches.registry import Patch, Target, replace
 
@@ -22,6 +27,12 @@ _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 _TRANSFERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
 _POST = Target(f"{_MODULE}:_p2p_ops", _TRANSFERS)
 _POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _TRANSFERS)
+_REDUCE = Target(
+    "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+    ("self",),
+    uses=("_coalescing_manager",),
+)
+_ALL_REDUCE = Target("torch.distributed:all_reduce", ("tensor", "op", "group", "async_op"))
 
 
 def _staged(tensor: Any) -> bool:
@@ -85,17 +96,44 @@ def _stage(tensor: Any, received: bool) -> tuple[Any, Any]:
     return copy, None
 
 
+@contextlib.contextmanager
+def _one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[None]:
+    """Instead of torch's coalescing: each collective inside runs by itself."""
+    if async_ops:
+        raise ConfigError(
+            "PIPEFILL_HOST_P2P=1 reduces gradients one after the other: expected no --overlap-grad-reduce"
+        )
+    yield
+
+
+def _unless_alone(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """A blocking all-reduce that leaves a tensor alone where it is the only one: gloo takes it through the host."""
+
+    @functools.wraps(all_reduce)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group") or (args[2] if len(args) > 2 else None)
+        waits = not (kwargs.get("async_op") or (len(args) > 3 and args[3]))
+        if group is not None and waits and group.size() == 1:
+            return None
+        return all_reduce(*args, **kwargs)
+
+    return run
+
+
 def _install(stack: contextlib.ExitStack) -> None:
     if p2p_communicator.PATCH.applied:
         raise PatchError("patch 'host_p2p' must be applied before 'p2p_communicator', which watches its waits")
     for target in (_POST, _POST_BATCHED):
         holder, name = target.resolve()
         replace(stack, holder, name, _through_host(getattr(holder, name)))
+    replace(stack, importlib.import_module(_REDUCE.path.partition(":")[0]), "_coalescing_manager", _one_by_one)
+    holder, name = _ALL_REDUCE.resolve()
+    replace(stack, holder, name, _unless_alone(getattr(holder, name)))
 
 
 PATCH = Patch(
     "host_p2p",
     "all pipeline transfers are posted by one of two functions, which hand out the requests to wait for",
     _install,
-    (_POST, _POST_BATCHED),
+    (_POST, _POST_BATCHED, _REDUCE, _ALL_REDUCE),
 )

@@ -3,7 +3,7 @@
 Megatron's own ``offload_to_cpu`` and ``restore_from_cpu`` do the moving (PipeFill, section 4.1); they copy, so every
 bit stays.  They run in a thread and on a stream of their own: away behind the next iteration's compute, back behind
 the drain bubble.
-After a few iterations the bus is asked whether that pays; if not, the state stays on the device from then on.
+After a few iterations it is asked whether that pays; if not, the state stays on the device from then on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from megatron.fill.hooks import bus
+from megatron.fill.hooks import attached, bus
 from pipefill_patches.registry import Patch, Target, replace
 
 _SETUP = Target("megatron.training.training:setup_model_and_optimizer", ())  # its arguments are only passed on
@@ -136,7 +136,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     def setup_with_offload(*args: Any, **kwargs: Any) -> Any:
         result = setup(*args, **kwargs)
         if result[1] is not None:
-            bus.on_last_backward = OffloadedOptimizer(result[1], bus.offload_pays).prefetch
+            bus.on_last_backward = OffloadedOptimizer(result[1], attached.offload_pays).prefetch
         return result
 
     replace(stack, holder, name, setup_with_offload)

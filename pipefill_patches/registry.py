@@ -13,6 +13,7 @@ import importlib
 import inspect
 import logging
 import os
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,12 +47,10 @@ class Target:
         Raises:
             PatchError: the module or the attribute is not there.
         """
-        module_name, _, dotted = self.path.partition(":")
-        *owners, name = dotted.split(".")
+        module, _, dotted = self.path.partition(":")
+        owners, _, name = dotted.rpartition(".")
         try:
-            holder: Any = importlib.import_module(module_name)
-            for owner in owners:
-                holder = getattr(holder, owner)
+            holder = pkgutil.resolve_name(f"{module}:{owners}")
             getattr(holder, name)
         except (ImportError, AttributeError) as error:
             raise PatchError(f"{self.path} cannot be found: {error}") from error

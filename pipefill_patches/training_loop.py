@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron.fill.hooks import bus
+from megatron.fill.hooks import attached, bus
 from megatron.fill.types import RankInfo
 from pipefill_patches import cpu_backend
 from pipefill_patches.registry import Patch, Target, replace
@@ -28,7 +28,7 @@ _TRAIN_STEP = Target(
 _EVALUATE = Target(f"{_TRAINING}:evaluate", ("forward_step_func", "data_iterator", "model"))
 _SAVE = Target(f"{_TRAINING}:save_checkpoint_and_time", ("iteration", "model", "optimizer"))
 _INITIALIZE = Target(f"{_TRAINING}:initialize_megatron", ())
-_COLLECTIVES = (
+COLLECTIVES = (
     Target("torch.distributed:all_reduce", ("tensor", "op", "group", "async_op")),
     Target("torch.distributed:broadcast", ("tensor", "src", "group", "async_op")),
 )
@@ -39,6 +39,8 @@ def _rank_info() -> RankInfo:
     from megatron.core import parallel_state
 
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if torch.distributed.get_backend() == "fake":  # this process is all there is
+        rank, world_size = 0, 1
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or world_size)
     local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank % local_world_size)
     return RankInfo(
@@ -71,12 +73,17 @@ def _spans_stages(group: Any) -> bool:
     return len(set(ranks) & set(torch.distributed.get_process_group_ranks(pipeline))) > 1
 
 
+def waits_in_drain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a collective, called now with these arguments, blocks in the drain and spans stages."""
+    group = kwargs.get("group") or (args[2] if len(args) > 2 else None)
+    waits = not (kwargs.get("async_op") or (len(args) > 3 and args[3]))
+    return bus.in_drain and waits and _spans_stages(group)
+
+
 def _watched(collective: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collective)
     def run(*args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group") or (args[2] if len(args) > 2 else None)
-        waits = not (kwargs.get("async_op") or (len(args) > 3 and args[3]))
-        if not (bus.in_drain and waits and _spans_stages(group)):
+        if not waits_in_drain(args, kwargs):
             return collective(*args, **kwargs)
         bus.open()
         try:
@@ -113,12 +120,12 @@ def _install(stack: contextlib.ExitStack) -> None:
         result = initialize(*args, **kwargs)
         from megatron.training import get_args
 
-        bus.started(_rank_info(), get_args())
+        attached.started(_rank_info(), get_args())
         return result
 
     replace(stack, holder, name, initialize_then_start)
 
-    for target in _COLLECTIVES:
+    for target in COLLECTIVES:
         holder, name = target.resolve()
         replace(stack, holder, name, _watched(getattr(holder, name)))
     stack.callback(_spans_stages.cache_clear)
@@ -139,5 +146,5 @@ PATCH = Patch(
     "training_loop",
     "iterations begin and end in train_step; the drain hides in the collectives inside it",
     _install,
-    (_TRAIN_STEP, _EVALUATE, _SAVE, _INITIALIZE, *_COLLECTIVES),
+    (_TRAIN_STEP, _EVALUATE, _SAVE, _INITIALIZE, *COLLECTIVES),
 )

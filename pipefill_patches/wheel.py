@@ -1,23 +1,140 @@
-"""Megatron on CUDA from pip's wheel: it ships the compiled dataset helper, but not the Makefile that it runs at start.
+"""Megatron on CUDA from pip's wheel, with or without Transformer Engine and Apex.
+
+The wheel ships the compiled dataset helper, but not the Makefile that Megatron runs at its start.  And the parser's
+defaults take Transformer Engine and Apex for granted: without them no model can be built until several flags are given.
 
 The CPU backend does the same for itself.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
 
-from pipefill_patches.cpu_backend import unless_shipped
+import torch
+
+from megatron.fill.errors import PatchError
 from pipefill_patches.registry import Patch, Target, replace
 
+# What a parser's default needs, the default without it by dest, and the flag that says the same.
+_NEEDS: tuple[tuple[str, str, Any, str], ...] = (
+    ("transformer_engine.pytorch", "transformer_impl", "local", "--transformer-impl local"),
+    ("transformer_engine.pytorch", "apply_rope_fusion", False, "--no-rope-fusion"),
+    ("apex", "no_persist_layer_norm", True, "--no-persist-layer-norm"),
+    ("fused_weight_gradient_mlp_cuda", "gradient_accumulation_fusion", False, "--no-gradient-accumulation-fusion"),
+    ("scaled_masked_softmax_cuda", "masked_softmax_fusion", False, "--no-masked-softmax-fusion"),
+)
 _COMPILE = Target("megatron.core.datasets.utils:compile_helpers", ())
+_ADD_ARGUMENTS = Target("megatron.training.arguments:add_megatron_arguments", ("parser",))
+
+
+def set_defaults(parser: argparse.ArgumentParser, defaults: dict[str, Any], patch: Patch) -> dict[str, argparse.Action]:
+    """Change defaults of Megatron's parser; its actions by dest.
+
+    Raises:
+        PatchError: it has no such dest.
+    """
+    actions = {action.dest: action for action in parser._actions}
+    missing = sorted(defaults.keys() - actions.keys())
+    if missing:
+        raise PatchError(f"patch {patch.name!r}: Megatron's parser has no {', '.join(missing)}")
+    parser.set_defaults(**defaults)
+    return actions
+
+
+def _can_import(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def _with_what_there_is(
+    add_arguments: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
+) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
+    """The defaults that need what cannot be imported are changed; flags on the command line win."""
+
+    @functools.wraps(add_arguments)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add_arguments(parser)
+        lacks = {name for name in dict.fromkeys(need for need, *_ in _NEEDS) if not _can_import(name)}
+        chosen = [(dest, value, flag) for need, dest, value, flag in _NEEDS if need in lacks]
+        set_defaults(parser, {dest: value for dest, value, _ in chosen}, PATCH)
+        if chosen and os.environ.get("RANK", "0") == "0":
+            flags = " ".join(flag for *_, flag in chosen)
+            print(f"PipeFill: no {', '.join(sorted(lacks))} here, so Megatron's defaults are {flags}", flush=True)
+        return parser
+
+    return add_megatron_arguments
+
+
+def unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
+    """``compile_helpers`` for an installed wheel, which ships the compiled helper but not its Makefile."""
+
+    @functools.wraps(compile_helpers)
+    def wrapper() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            compile_helpers()
+
+    return wrapper
+
+
+def resumable_adam(stack: contextlib.ExitStack) -> None:
+    """Let the distributed optimizer be loaded where it wraps torch's own Adam, as it does without Apex and TE.
+
+    Upstream then asks a fresh Adam for its step, copies into parameters that require gradients, takes a parameter's
+    step from a checkpoint that has one for all, and gives all parameters the same step tensor, which Adam advances
+    once for each of them.
+    """
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
+
+    if HAVE_APEX_OR_TE:
+        return
+    sharded_state_dict, load_state_dict = Optimizer.sharded_state_dict, Optimizer.load_state_dict
+    set_states = Optimizer._set_main_param_and_optimizer_states
+
+    @functools.wraps(sharded_state_dict)
+    def with_states(self: Any, model: Any = MappingProxyType({}), is_loading: bool = False, **kwargs: Any) -> Any:
+        if is_loading and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return sharded_state_dict(self, model, is_loading, **kwargs)
+
+    @functools.wraps(load_state_dict)
+    def with_own_steps(self: Any, state_dict: Any) -> None:
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
+
+    @functools.wraps(set_states)
+    def without_grad(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        with torch.no_grad():
+            set_states(self, model_param, {**tensors, "step": None})
+
+    replace(stack, Optimizer, "sharded_state_dict", with_states)
+    replace(stack, Optimizer, "load_state_dict", with_own_steps)
+    replace(stack, Optimizer, "_set_main_param_and_optimizer_states", without_grad)
 
 
 def _install(stack: contextlib.ExitStack) -> None:
-    holder, name = _COMPILE.resolve()
-    replace(stack, holder, name, unless_shipped(getattr(holder, name)))
+    for target, wrapper in ((_COMPILE, unless_shipped), (_ADD_ARGUMENTS, _with_what_there_is)):
+        holder, name = target.resolve()
+        replace(stack, holder, name, wrapper(getattr(holder, name)))
+    resumable_adam(stack)
 
 
 PATCH = Patch(
-    "wheel", "Megatron compiles its dataset helper with make, and ends where that fails", _install, (_COMPILE,)
+    "wheel",
+    "Megatron compiles its dataset helper with make, and its parser's defaults need Transformer Engine and Apex",
+    _install,
+    (_COMPILE, _ADD_ARGUMENTS),
 )

@@ -9,6 +9,8 @@ run=$(mkdir -p "${1:-$root/runs/demo}" && cd "${1:-$root/runs/demo}" && pwd)
 cd "$root"
 scripts/setup.sh
 export OMP_NUM_THREADS=1
+# The same everywhere: a machine with one GPU could not give two stages one each.  0 trains on two GPUs.
+export PIPEFILL_CPU_BACKEND=${PIPEFILL_CPU_BACKEND:-1}
 
 corpus=$run/data/stdlib
 if [ ! -e "${corpus}_text_document.idx" ]; then
@@ -32,7 +34,7 @@ flags=(
 RANKS=2 scripts/train_local.sh "${flags[@]}" 2>&1 | tee "$run/training.log" |
     sed -un -e 's/.*\(iteration  *[0-9]*\/ *[0-9]*\) .*\(lm loss: [0-9.E+-]*\).*/\1 | \2/p' \
         -e 's/.*\(validation loss at iteration [0-9]* .*lm loss value: [0-9.E+-]*\).*/\1/p' \
-        -e '/^PipeFill: no CUDA/p' -e '/^Bubbles of the main job/,$p' -e '/[Ee]rror:/p'
+        -e '/^PipeFill: .* Megatron runs on the CPU/p' -e '/^Bubbles of the main job/,$p' -e '/[Ee]rror:/p'
 status=${PIPESTATUS[0]}
 [ "$status" = 0 ] || { tail -n 30 "$run/training.log" >&2; exit "$status"; }
 

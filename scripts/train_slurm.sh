@@ -66,7 +66,7 @@ done
 export MASTER_ADDR MASTER_PORT=$port
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 read -ra more <<<"${SRUN_FLAGS:-}"
-launch=("$python" -m megatron.fill.runtime.srun)
+launch=("$python" -m megatron.fill.rank.srun)
 if [ -n "${SCRIPT:-}" ]; then
     launch+=(-m pipefill_patches "$SCRIPT")
 else

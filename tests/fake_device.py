@@ -100,6 +100,7 @@ class FakeDevice:
     def __init__(self, machine: FakeMachine | None = None, name: str = "cpu", overhead_bytes: int = 0) -> None:
         self.name = self.worker_name = name
         self.overhead_bytes = overhead_bytes
+        self.nodes: tuple[str, ...] = ()
         self.machine = machine or FakeMachine()
 
     def free_bytes(self) -> int:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from megatron.fill.stream import semaphore
+from megatron.fill.linux import semaphore
 
 MS = 1_000_000
 

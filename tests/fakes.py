@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from megatron.fill.gate import OpenBubble
+from megatron.fill.pages.baton import Baton
+from megatron.fill.pages.board import CycleBoard, CycleBoardReader
+from megatron.fill.pages.gate import GateReader, OpenBubble
+from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.sandbox.cage import Cage
+from megatron.fill.work import Work
+from megatron.fill.worker.spec import WorkerSpec
+from megatron.fill.worker.taskrun import Shared
 
 
 class FakeGate:
@@ -67,3 +77,17 @@ class FakeGate:
     @property
     def ended(self) -> bool:
         return self._ended
+
+
+def shared_pages(gate: GateReader, *, tail: bool = False) -> Shared:
+    """A worker's shared memory: real pages around a gate, with a board that shows nothing yet."""
+    board = CycleBoard()
+    reader = board.reader_fd()
+    shared = Shared(gate, StepLog(create_log()), CycleBoardReader(reader), None if tail else Baton(Baton.create()))
+    os.close(reader)
+    return shared
+
+
+def worker_spec(directory: Path | str, work: Work, name: str = "job", **values: Any) -> WorkerSpec:
+    """A worker's specification without pages."""
+    return WorkerSpec(name, str(directory), -1, -1, -1, -1, Cage(), work, **values)

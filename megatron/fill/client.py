@@ -1,11 +1,13 @@
 """A job store for programs: what ``pipefill submit``, ``list``, ``show``, ``cancel`` and ``retry`` do for people.
 
-from megatron.fill.client import Jobs
+For example:
 
-with Jobs("runs/first") as jobs:
-    seeds = [jobs.submit(name=f"lstm-{seed}", task="tasks:Lstm", args={"seed": seed}) for seed in range(8)]
-    for job in jobs.wait(*(seed.name for seed in seeds)):
-        print(job.name, job.state, job.result)
+    from megatron.fill.client import Jobs
+
+    with Jobs("runs/first") as jobs:
+        seeds = [jobs.submit(name=f"lstm-{seed}", task="tasks:Lstm", args={"seed": seed}) for seed in range(8)]
+        for job in jobs.wait(*(seed.name for seed in seeds)):
+            print(job.name, job.state, job.result)
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.fill.config import JobSpec, load_jobs
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.jobs import JobSpec, load_jobs
 from megatron.fill.given.problems import explain
 from megatron.fill.store import Job, open_store
 from megatron.fill.store.submit import new_job, submitter

@@ -1,298 +1,206 @@
-"""``jobs.yaml`` and the ``--fill-*`` settings: checked before training starts, with errors that say where.
-
-A jobs file::
-
-    version: 1             # of this format; may be left out
-    jobs:
-      - name: digits
-        task: megatron.fill.sidetask.digits:DigitsTraining   # module:Class, or instead of it:
-        # command: gzip -k --best corpus.txt                 # any command line (a string or a list)
-        args: {batch_size: 64}
-        memory: 2GiB
-        env: {MODE: fast}  # for its environment, of which it gets little else
-        priority: 0        # higher first
-        user: ada          # whom fair sharing counts it for (default: who submits it)
-        deadline: 2h       # from now, or a point in time such as 2030-01-31T18:00
-        timeout: 1d        # the longest that one attempt may run before it counts as failed (default: no limit)
-        retries: 2         # how often it is tried again once it has failed
-        after: [fetch]     # jobs that must have succeeded before
-        count: 1           # how many instances
-        side_throughput: 40  # its work per second on a cheaper device, for what filling saves (--fill-price)
-"""
+"""The ``--fill-*`` settings: checked before training starts, with errors that say where."""
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     ValidationError,
-    field_validator,
-    model_validator,
 )
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.given.files import read_yaml
-from megatron.fill.given.problems import Place, expectation, explain, shown
-from megatron.fill.given.quantities import parse_bytes, parse_deadline, parse_prices, parse_timeout
+from megatron.fill.given.jobs import JobSpec, load_jobs, matching
+from megatron.fill.given.problems import expectation, shown
+from megatron.fill.given.quantities import parse_prices
 from megatron.fill.types import Prices
 
-_MOST_OF_ONE, _MOST_JOBS = 10_000, 100_000  # of one entry, and of a file
-_MOST_WAITS = 1_000_000  # of jobs of a file for others, each for each
-_MOST_RETRIES = 1000
-_MOST_RATE = 1e18  # of work, per second
-_MOST_NUMBER = 2**63 - 1  # a database's
 _MOST_AMOUNT = 10**9  # of a flag, in its unit: more is a slip
-_OURS = "PIPEFILL_"
-
-
-def _text(pattern: str, expected: str) -> AfterValidator:
-    """A text that matches a pattern as a whole."""
-
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text, re.DOTALL):
-            raise ValueError(f"expected {expected}")
-        return text
-
-    return AfterValidator(check)
-
-
-def _split_command(value: object) -> object:
-    return shlex.split(value) if isinstance(value, str) else value
-
-
-def _list(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-def _not_ours(name: str) -> str:
-    if name.startswith(_OURS):
-        raise ValueError(f"expected another name: those with {_OURS} are set for each job")
-    return name
-
-
-_Text = Annotated[str, _text(r"[^\0]*", "text without NUL characters")]
-_Name = Annotated[
-    str,
-    _text(
-        "[A-Za-z0-9][A-Za-z0-9._-]{0,79}",
-        "1 to 80 letters, digits, '.', '_' and '-', beginning with a letter or digit",
-    ),
-]
-_Variable = Annotated[
-    str,
-    _text("[A-Za-z_][A-Za-z0-9_]*", "letters, digits and '_', beginning with no digit"),
-    AfterValidator(_not_ours),
-]
-
-
-class JobSpec(BaseModel):
-    """One job of a jobs file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: _Name
-    task: Annotated[str, _text(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "module:Class")] | None = None
-    command: Annotated[tuple[_Text, ...], BeforeValidator(_split_command)] | None = None
-    args: dict[str, Any] = {}
-    memory: Annotated[int, BeforeValidator(parse_bytes)] | None = None
-    env: dict[_Variable, _Text] = {}
-    priority: int = Field(default=0, strict=True, ge=-_MOST_NUMBER, le=_MOST_NUMBER)
-    user: _Text = ""
-    deadline: Annotated[float, BeforeValidator(parse_deadline)] | None = None
-    timeout: Annotated[float, BeforeValidator(parse_timeout)] | None = None
-    retries: int = Field(default=0, strict=True, ge=0, le=_MOST_RETRIES)
-    after: Annotated[tuple[_Name, ...], BeforeValidator(_list)] = ()
-    count: int = Field(default=1, strict=True, ge=1, le=_MOST_OF_ONE)
-    side_throughput: float | None = Field(default=None, strict=True, gt=0, le=_MOST_RATE, allow_inf_nan=False)
-    _array: tuple[int, int] | None = PrivateAttr(default=None)  # no field of a file: ``expand`` sets it
-
-    @property
-    def array(self) -> tuple[int, int] | None:
-        """Which instance it is of a job with a count, from 0, and of how many; None of a job without."""
-        return self._array
-
-    @model_validator(mode="after")
-    def _one_kind_of_work(self) -> JobSpec:
-        if (self.task is None) == (self.command is None):
-            raise ValueError("expected exactly one of task and command")
-        if self.command is not None and self.args:
-            raise ValueError("args belong to a task; write a command's arguments into command")
-        return self
-
-    @model_validator(mode="after")
-    def _is_not_after_itself(self) -> JobSpec:  # the file's check of rings does not see a job that a program submits
-        if self.name in self.after:
-            raise ValueError(f"none of these could ever begin: {self.name} after {self.name}")
-        return self
-
-    @field_validator("command")
-    @classmethod
-    def _names_a_program(cls, command: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if command is not None and not (command and command[0]):
-            raise ValueError("expected a program, and perhaps its arguments")
-        return command
-
-    @field_validator("args")
-    @classmethod
-    def _args_are_plain(cls, args: dict[str, Any]) -> dict[str, Any]:
-        try:
-            json.dumps(args, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"expected numbers, strings, booleans, null, lists and mappings: {error}") from None
-        return args
-
-    @property
-    def what(self) -> str:
-        """``module:Class`` or the command line."""
-        return self.task or shlex.join(self.command or ())
-
-
-class JobsFile(BaseModel):
-    """A whole jobs file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    jobs: tuple[JobSpec, ...]
-    version: Literal[1] = 1
-
-    @field_validator("jobs")
-    @classmethod
-    def _can_be_told_apart(cls, jobs: tuple[JobSpec, ...]) -> tuple[JobSpec, ...]:
-        if (found := sum(job.count for job in jobs)) > _MOST_JOBS:
-            raise ValueError(f"there are {found} jobs, all instances counted; expected at most {_MOST_JOBS} in a file")
-        places: dict[str, int] = {}
-        for place, job in enumerate(jobs, 1):
-            for name in _names(job):
-                if (other := places.setdefault(name, place)) != place:
-                    raise ValueError(f"jobs {other} and {place} are both named {name!r}; expected different names")
-        return jobs
-
-    @field_validator("jobs")
-    @classmethod
-    def _can_all_begin(cls, jobs: tuple[JobSpec, ...]) -> tuple[JobSpec, ...]:
-        counts = {job.name: job.count for job in jobs}
-        if (found := sum(job.count * counts.get(name, 1) for job in jobs for name in job.after)) > _MOST_WAITS:
-            raise ValueError(f"its jobs wait for others {found} times; expected at most {_MOST_WAITS} times")
-        entries = {name: job.name for job in jobs for name in (job.name, *_names(job))}
-        before = {job.name: {entries[name] for name in job.after if name in entries} for job in jobs}
-        try:
-            TopologicalSorter(before).prepare()
-        except CycleError as error:
-            ring = " after ".join(reversed(error.args[1]))
-            raise ValueError(f"none of these could ever begin: {ring}") from None
-        return jobs
-
-
-def _names(job: JobSpec) -> Iterator[str]:
-    """Of each instance."""
-    return iter([job.name]) if job.count == 1 else (f"{job.name}-{i}" for i in range(job.count))
-
-
-def expand(jobs: Sequence[JobSpec]) -> list[JobSpec]:
-    """One spec per instance: a job with ``count: 3`` becomes name-0, name-1 and name-2.
-
-    A job that is after such a one is after all its instances.
-    """
-    found = []
-    instances = {job.name: tuple(_names(job)) for job in jobs}
-    for job in jobs:
-        if job.after:
-            after = dict.fromkeys(name for first in job.after for name in instances.get(first, (first,)))
-            job = job.model_copy(update={"after": tuple(after)})
-        for index, name in enumerate(instances[job.name]):
-            one = job
-            if job.count > 1:
-                one = job.model_copy(update={"name": name, "count": 1})
-                one._array = index, job.count
-            found.append(one)
-    return found
-
-
-def load_jobs(path: str | Path) -> list[JobSpec]:
-    """Read a jobs file; jobs with a count are expanded.
-
-    Raises:
-        ConfigError: naming the file, the line, the job, the field, the value, and what was expected.
-    """
-    read = read_yaml(path, "a YAML file with a list of jobs")
-    data = read.value
-    if not isinstance(data, dict) or not isinstance(data.get("jobs"), list):
-        raise ConfigError(f"{path}: found {shown(data)}; expected a mapping with a list under 'jobs'")
-    if not data["jobs"]:
-        raise ConfigError(f"{path}: jobs is []; expected at least one job")
-
-    def where(place: Place) -> tuple[str, Place]:
-        line = read.line_of(place)
-        begin = str(path) if line is None else f"{path}, line {line}"
-        if len(place) < 2 or not isinstance(place[1], int):
-            return begin, place
-        entry = data["jobs"][place[1]]
-        name = entry.get("name") if isinstance(entry, dict) else None
-        return f"{begin}: job {shown(name) if isinstance(name, str) else place[1] + 1}", place[2:]
-
-    try:
-        return expand(JobsFile.model_validate(data).jobs)
-    except ValidationError as error:
-        raise ConfigError(explain(error, JobsFile, where)) from error
-
 
 _Amount = Annotated[float, Field(ge=0, le=_MOST_AMOUNT, allow_inf_nan=False)]
 _Above0 = Annotated[float, Field(gt=0, le=_MOST_AMOUNT, allow_inf_nan=False)]
-_Folder = Annotated[str, _text(r".*\S.*", "a folder")]
+_Count = Annotated[int, Field(ge=1, le=_MOST_AMOUNT)]
+_Folder = Annotated[str, matching(r".*\S.*", "a folder")]
+
+
+def _flag(default: Any, text: str, metavar: str | None = None, **limits: Any) -> Any:
+    """A flag's field.
+
+    Args:
+        text: its help, as argparse reads it: ``%(default)g`` is the default.
+        metavar: what its value is called there; None for a switch or a choice.
+    """
+    return Field(default, description=text, json_schema_extra={"metavar": metavar}, **limits)
 
 
 class FillSettings(BaseModel):
-    """The ``--fill-*`` flags of a run, in the units of the flags."""
+    """The ``--fill-*`` flags of a run, in the units of the flags and in the order of ``--help``, which is made of them.
+
+    Of ``jobs`` the flag gives the file.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    jobs: tuple[JobSpec, ...] = ()
-    store: Annotated[str, _text(r".*\S.*", "a database URL, a database file or a run folder")] | None = None
-    policy: str = "priority"
-    report: _Folder | None = None
-    resubmit: bool = False
-    profile_only: bool = False
-    pipeline_schedule: Literal["megatron", "gpipe"] = "megatron"
-    paired_blocks: int = Field(default=0, ge=0, le=_MOST_AMOUNT)
-    warmup_iterations: int = Field(default=5, ge=1, le=_MOST_AMOUNT)
-    guard_us: _Amount = 0.0
-    overrun: float = Field(default=0.5, ge=0, le=100)
-    emulate: Literal["completion", "slices"] | None = None
-    min_bubble_us: _Amount = 1000.0
-    grace_ms: _Above0 = 500.0
-    max_overruns: int = Field(default=3, ge=1, le=_MOST_AMOUNT)
-    max_output_mib: _Above0 = 64.0
-    checkpoint_seconds: _Above0 = 300.0
-    lease_seconds: float = Field(default=30.0, ge=1, le=_MOST_AMOUNT, allow_inf_nan=False)
-    offload_optimizer: bool = False
-    max_slowdown: _Amount = 1.0
-    memory_margin_mib: _Amount = 1024.0
-    sharing: Literal["auto", "mps", "timeslice"] = "auto"
-    mps_pipe: _Folder | None = None
-    sm_percentage: int = Field(default=100, ge=1, le=100)
-    user: Annotated[str, _text(r".*\S.*", "the name of a user")] | None = None
-    allow: tuple[Annotated[str, _text(r".*\S.*", "a pattern such as 'package.*'")], ...] = ()
-    bind: tuple[str, ...] = ()
-    network: bool = False
-    strict: bool = False
-    max_processes: int = Field(default=256, ge=8, le=_MOST_AMOUNT)
-    max_files: int = Field(default=1024, ge=64, le=_MOST_AMOUNT)
-    baseline_seconds: _Amount = 0.0
-    price: Annotated[Prices, BeforeValidator(parse_prices)] | None = None
-    trace_iterations: int = Field(default=3, ge=1, le=_MOST_AMOUNT)
+    jobs: tuple[JobSpec, ...] = _flag((), "jobs file (YAML): what to run in the bubbles", "FILE")
+    store: Annotated[str, matching(r".*\S.*", "a database URL, a database file or a run folder")] | None = _flag(
+        None,
+        "job store to take jobs from, and to put those of --fill-jobs into: an SQLite file, a run folder, or "
+        "postgresql+psycopg://USER@HOST/DATABASE, which several nodes can share (default: $PIPEFILL_STORE, else "
+        "jobs.db in the run folder)",
+        "URL",
+    )
+    policy: str = _flag(
+        "priority",
+        "which job is next: fifo, sjf, makespan, deadline, priority, fair, a weighted sum such as "
+        "0.7*sjf+0.3*deadline, or module:function (default: %(default)s)",
+        "POLICY",
+    )
+    checkpoint_seconds: _Above0 = _flag(
+        300.0, "how often resumable jobs are saved, so what a crash costs them at most (default: %(default)g)", "S"
+    )
+    lease_seconds: float = _flag(
+        30.0,
+        "how long the store keeps a job for an agent that is silent (default: %(default)g)",
+        "S",
+        ge=1,
+        le=_MOST_AMOUNT,
+        allow_inf_nan=False,
+    )
+    offload_optimizer: bool = _flag(
+        False, "keep the main job's optimizer state in host memory between optimizer steps, where that pays"
+    )
+    report: _Folder | None = _flag(
+        None,
+        "run folder: report.json, trace.json, timeline.png and the jobs' output (default: runs/pipefill-TIME, "
+        "under SLURM runs/pipefill-JOB); unfinished jobs of an earlier run in the same folder go on",
+        "DIR",
+    )
+    resubmit: bool = _flag(
+        False,
+        "submit the jobs of --fill-jobs anew; without it, those that an earlier run in the same folder has "
+        "submitted are not, whatever became of them",
+    )
+    profile_only: bool = _flag(
+        False, "run no jobs; write every rank's bubble cycle to bubbles.json in the run folder and print it"
+    )
+    pipeline_schedule: Literal["megatron", "gpipe"] = _flag(
+        "megatron", "gpipe: all forwards, then all backwards (default: Megatron's own choice, 1F1B or interleaved)"
+    )
+    paired_blocks: int = _flag(
+        0,
+        "N iterations with filling and N without, each first in turn, to measure the slowdown (0: off)",
+        "N",
+        ge=0,
+        le=_MOST_AMOUNT,
+    )
+    warmup_iterations: _Count = _flag(
+        5, "how often a bubble is observed before it is predicted and filled (default: %(default)g)", "N"
+    )
+    guard_us: _Amount | None = _flag(
+        None,
+        "keep the last microseconds of every predicted bubble free (default: 2000 on a time-sliced GPU, else 0)",
+        "US",
+    )
+    overrun: float = _flag(
+        0.5,
+        "by how much side tasks may make the training slower, in expectation, with steps that run on after their "
+        "bubble: the more, the further bubbles are filled whose end is not certain (default: %(default)g; "
+        "0: none is)",
+        "PERCENT",
+        ge=0,
+        le=100,
+    )
+    emulate: Literal["completion", "slices"] | None = _flag(
+        None,
+        "on the CPU, for benchmarks: a side task's step cannot be interrupted, as what runs on a GPU cannot; it "
+        "runs to completion, or takes turns of 2 ms with the training (it takes the right to real-time priorities)",
+    )
+    min_bubble_us: _Amount | None = _flag(
+        None,
+        "leave bubbles alone that are predicted to be shorter (default: 5000 on a time-sliced GPU, else 1000)",
+        "US",
+    )
+    grace_ms: _Above0 = _flag(
+        500.0, "how long a step may run on after its bubble before its process is paused (default: %(default)g)", "MS"
+    )
+    max_overruns: _Count = _flag(
+        3, "how often that may happen before the job is stopped as FAILED (default: %(default)g)", "N"
+    )
+    max_output_mib: _Above0 = _flag(
+        64.0,
+        "a job that prints more than this is stopped as FAILED; the first and last 512 KiB are kept "
+        "(default: %(default)g)",
+        "MIB",
+    )
+    max_slowdown: _Amount = _flag(
+        1.0,
+        "stop filling for a while when it slows the training by more than this (default: %(default)g; 0: never stop)",
+        "PERCENT",
+    )
+    memory_margin_mib: _Amount = _flag(
+        1024.0, "device memory that the jobs leave free beyond the main job's peak (default: %(default)g)", "MIB"
+    )
+    sharing: Literal["auto", "mps", "timeslice"] = _flag(
+        "auto",
+        "how main job and jobs share a GPU: mps is faster, but a job's illegal access can end the training "
+        "(default: auto, the mode that contains faults: timeslice)",
+    )
+    mps_pipe: _Folder | None = _flag(
+        None, "with --fill-sharing mps: use the MPS daemon of this pipe directory instead of starting one", "DIR"
+    )
+    sm_percentage: int = _flag(
+        100,
+        "the share of a GPU's multiprocessors that a job may use at most (default: %(default)g)",
+        "PERCENT",
+        ge=1,
+        le=100,
+    )
+    user: Annotated[str, matching(r".*\S.*", "the name of a user")] | None = _flag(
+        None, "run the jobs as this user (needs root; default: nobody where the training is root's)", "USER"
+    )
+    bind: tuple[str, ...] = _flag(
+        (),
+        "places that jobs may use besides their own folders: they see most files anyway but can write none, and "
+        "see nothing of /tmp and /run or of folders that are closed to their user; with :rw they may write there",
+        "PATH[:rw]",
+    )
+    network: bool = _flag(
+        False, "let jobs use the machine's network (default: they have none but a localhost of their own)"
+    )
+    strict: bool = _flag(
+        False, "do not train at all where one of the walls around jobs cannot be built (default: say which, and go on)"
+    )
+    allow: tuple[Annotated[str, matching(r".*\S.*", "a pattern such as 'package.*'")], ...] = _flag(
+        (),
+        "run only tasks whose module:Class matches one of these, such as 'megatron.fill.sidetask.*'; the word "
+        "command stands for commands, env:NAME for a variable that tasks may set (default: everything)",
+        "PATTERN",
+    )
+    max_processes: int = _flag(
+        256,
+        "a job with more processes and threads than this is stopped as FAILED (default: %(default)g)",
+        "N",
+        ge=8,
+        le=_MOST_AMOUNT,
+    )
+    max_files: int = _flag(1024, "open files per process of a job (default: %(default)g)", "N", ge=64, le=_MOST_AMOUNT)
+    baseline_seconds: _Amount = _flag(
+        0.0,
+        "after the last iteration, run each rank's jobs alone for S seconds to measure the fill efficiency; on the "
+        "CPU the ranks of a node take turns (default: %(default)g)",
+        "S",
+    )
+    price: Annotated[Prices, BeforeValidator(parse_prices)] | None = _flag(
+        None,
+        "what an hour costs, in any currency, for the saving in the report: of all that the training runs on, and "
+        "of one of the cheaper devices that the jobs would otherwise run on",
+        "main=M,side=S",
+    )
+    trace_iterations: _Count = _flag(3, "how many of the last iterations trace.json holds (default: %(default)g)", "N")
 
     @property
     def active(self) -> bool:

@@ -2,7 +2,10 @@
 
 The patches report plain facts (a schedule began, a forward ran, the rank is about to wait); the bus turns them into
 bubbles with a kind and a position in the cycle, and passes these to one listener.  A listener that raises is taken
-off and the training goes on: nothing behind the bus may harm the main job.
+off and the training goes on: nothing behind the bus may harm the main job.  Who writes a schedule can mark bubbles by
+hand (``bubble``).
+
+What else the patches tell and ask, at the start and of the optimizer's state, is answered by who is ``attached``.
 """
 
 from __future__ import annotations
@@ -10,12 +13,18 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.fill.types import BubbleKind, CycleKey, RankInfo
 
 logger = logging.getLogger(__name__)
+
+_OFF = "PipeFill failed and is switched off for the rest of the run; the training goes on"
+_MARKED = CycleKey("marked by hand", 1)  # the cycle of a schedule that the patches do not know
+_NOT_KNOWN = 1 << 62  # passes
 
 
 class Listener(Protocol):
@@ -33,8 +42,12 @@ class Listener(Protocol):
     def cycle_ended(self) -> None:
         """The bubbles of that schedule are all known."""
 
-    def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int) -> None:
-        """The rank is about to wait."""
+    def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
+        """The rank is about to wait.
+
+        Args:
+            free_bytes: the device memory that is promised to be free meanwhile; None for what is found to be free.
+        """
 
     def bubble_closed(self, now_ns: int) -> None:
         """The wait is over."""
@@ -45,16 +58,67 @@ class Listener(Protocol):
     def disturbed(self, reason: str) -> None:
         """Something outside the cycle ran (evaluation, a checkpoint): the next cycle may differ from the others."""
 
+    def shut(self) -> None:
+        """It is taken off after a failure: no bubble may open any more."""
+
+
+class Lifecycle(Protocol):
+    """What begins with the training."""
+
+    def on_parse(self, args: Namespace) -> None:
+        """The command line is parsed.
+
+        Raises:
+            ConfigError: a ``--fill-*`` flag has a wrong value; the run must not start.
+        """
+
+    def on_start(self, info: RankInfo, args: Namespace) -> None:
+        """Megatron is initialised: its arguments are parsed and its process groups exist."""
+
+
+class OffloadAdvice(Protocol):
+    """Who decides where the optimizer's state is between steps."""
+
+    def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
+        """Whether to go on moving it to the host, given what that gains and costs an iteration."""
+
+
+@dataclass(slots=True)
+class Attached:
+    """Who hears of the training beside the bubbles' listener; None for nobody."""
+
+    lifecycle: Lifecycle | None = None
+    offload: OffloadAdvice | None = None
+
+    def parsed(self, args: Namespace) -> None:
+        """As ``Lifecycle.on_parse``."""
+        if self.lifecycle is not None:
+            self.lifecycle.on_parse(args)
+
+    def started(self, info: RankInfo, args: Namespace) -> None:
+        """As ``Lifecycle.on_start``; what fails there does not harm the training."""
+        if self.lifecycle is not None:
+            try:
+                self.lifecycle.on_start(info, args)
+            except Exception:
+                logger.exception(_OFF)
+
+    def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
+        """As ``OffloadAdvice.offload_pays``."""
+        return self.offload is not None and self.offload.offload_pays(gained_bytes, lost_ns, iteration_ns)
+
 
 class BubbleBus:
-    """Follows one rank through its schedule."""
+    """Follows one rank through its schedule.
+
+    Attributes:
+        on_iteration, on_last_backward: patches that have to do something at that moment; not guarded.
+    """
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
-        self.on_parse: Callable[[Namespace], None] | None = None
-        self.on_start: Callable[[RankInfo, Namespace], None] | None = None
+        self.on_iteration: Callable[[], None] | None = None
         self.on_last_backward: Callable[[], None] | None = None
-        self.weigh_offload: Callable[[int, int, int], bool] | None = None
         self.clock: Callable[[], int] = time.monotonic_ns
         self._training = False
         self._in_cycle = False
@@ -64,24 +128,13 @@ class BubbleBus:
         self._backwards = 0
         self._passes = 0
         self._open = False
-
-    def parsed(self, args: Namespace) -> None:
-        """The command line is parsed.
-
-        Raises:
-            ConfigError: a ``--fill-*`` flag has a wrong value; the run must not start.
-        """
-        if self.on_parse is not None:
-            self.on_parse(args)
-
-    def started(self, info: RankInfo, args: Namespace) -> None:
-        """Megatron is initialised: its arguments are parsed and its process groups exist."""
-        if self.on_start is not None:
-            self._guarded(self.on_start, info, args)
+        self._marked = False  # the open one, by hand
 
     # The patches call what follows in the order in which it happens.
 
     def begin_iteration(self, iteration: int) -> None:
+        if self.on_iteration is not None:
+            self.on_iteration()
         self._training = True
         if self.listener is not None:
             self._guarded(self.listener.iteration_started, iteration, self.clock())
@@ -112,12 +165,38 @@ class BubbleBus:
 
         A second call before ``close`` goes on with the same bubble.
         """
-        if self._in_cycle and not self._open and self.listener is not None:
-            self._open = True
-            self._guarded(self.listener.bubble_opened, self._kind(for_backward), self._index, self.clock())
+        if self._in_cycle:
+            self._begin(self._kind(for_backward), None)
 
     def close(self) -> None:
-        """The wait is over."""
+        """The wait is over; a bubble that is marked goes on."""
+        if not self._marked:
+            self._end()
+
+    @contextmanager
+    def mark(self, kind: BubbleKind, free_bytes: int | None) -> Iterator[None]:
+        """A bubble for as long as the block takes; inside another bubble, that one goes on."""
+        if self._training and not self._in_cycle:
+            self.begin_schedule(_MARKED)
+            self._passes = _NOT_KNOWN  # so the author marks the drain, too
+        begun = self._in_cycle and self._begin(kind, free_bytes)
+        self._marked |= begun
+        try:
+            yield
+        finally:
+            if begun:
+                self._marked = False
+                self._end()
+
+    def _begin(self, kind: BubbleKind, free_bytes: int | None) -> bool:
+        """Open a bubble; False if one is open, or nobody listens."""
+        if self._open or self.listener is None:
+            return False
+        self._open = True
+        self._guarded(self.listener.bubble_opened, kind, self._index, self.clock(), free_bytes)
+        return True
+
+    def _end(self) -> None:
         now_ns = self.clock()
         if self._open:
             self._open = False
@@ -138,10 +217,6 @@ class BubbleBus:
             self.on_last_backward()
         if self._in_cycle and self.listener is not None:
             self._guarded(self.listener.computed, "backward", start_ns, self.clock())
-
-    def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
-        """Whether to go on moving the optimizer's state to the host, given what that gains and costs an iteration."""
-        return self.weigh_offload is not None and self.weigh_offload(gained_bytes, lost_ns, iteration_ns)
 
     def disturb(self, reason: str) -> None:
         if self.listener is not None:
@@ -171,15 +246,41 @@ class BubbleBus:
         try:
             call(*arguments)
         except Exception:
-            logger.exception("PipeFill failed and is switched off for the rest of the run; the training goes on")
+            logger.exception(_OFF)
             listener, self.listener = self.listener, None
-            self.on_start = None
-            shut = getattr(listener, "shut", None)
-            if shut is not None:
-                try:
-                    shut()
-                except Exception:
-                    logger.exception("the gate could not be shut")
+            try:
+                if listener is not None:
+                    listener.shut()
+            except Exception:
+                logger.exception("the gate could not be shut")
 
 
 bus = BubbleBus()
+attached = Attached()
+
+
+@contextmanager
+def bubble(kind: BubbleKind | str, *, free_bytes: int | None = None) -> Iterator[None]:
+    """Mark a bubble by hand, in a schedule of one's own: PipeFill's bubble instruction (arXiv 2410.07192).
+
+    The device must be idle for as long as the block takes.  It should last about as long in every iteration, and come
+    at the same place among the iteration's bubbles: so it is predicted.  Outside of training iterations, and where
+    nobody listens, nothing happens.
+
+        with megatron.fill.bubble("interior", free_bytes=4 << 30):
+            request.wait()
+
+    Args:
+        kind: a ``BubbleKind``, or its name.
+        free_bytes: how much device memory is free meanwhile, which is what jobs may then count on: the promise is not
+            checked; None for what is found to be free.
+
+    Raises:
+        ValueError: there is no such kind, or ``free_bytes`` is negative.
+    """
+    if kind not in [*BubbleKind]:
+        raise ValueError(f"there is no bubble of kind {kind!r}; expected one of {', '.join(BubbleKind)}")
+    if free_bytes is not None and free_bytes < 0:
+        raise ValueError(f"free_bytes is {free_bytes}: expected 0 or more bytes")
+    with bus.mark(BubbleKind(kind), free_bytes):
+        yield

@@ -5,8 +5,6 @@ Frozen and torch-free values with a JSON form.  Times are nanoseconds (``_ns``),
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -209,17 +207,6 @@ class MeasuredJob:
         return cls(tuple(map(JobProfile.from_dict, entries)), total or None, split, device)
 
 
-def profile_key(spec: dict[str, Any], device: str) -> str:
-    """What the profiles of a job are kept under: the same work with the same cap on the same kind of device.
-
-    Args:
-        spec: of the job, with ``task``, ``args`` and ``memory_bytes``.
-        device: the device's fingerprint, versions included: a profile that is stale or foreign is just not found.
-    """
-    what = json.dumps([spec["task"], spec["args"], spec["memory_bytes"], device], sort_keys=True)
-    return hashlib.sha256(what.encode()).hexdigest()
-
-
 @dataclass(frozen=True, slots=True)
 class BubbleSlot:
     """One place of a bubble cycle.
@@ -249,3 +236,24 @@ class BubbleCycle:
     def bubble_ns(self) -> int:
         """All of a cycle's bubble time."""
         return sum(slot.duration_ns for slot in self.slots)
+
+
+def cycle_to_dict(cycle: BubbleCycle) -> dict[str, Any]:
+    """As JSON data."""
+    return asdict(cycle)
+
+
+def cycle_from_dict(data: dict[str, Any]) -> BubbleCycle:
+    """Read what ``cycle_to_dict`` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        slots = (
+            BubbleSlot(BubbleKind(slot["kind"]), int(slot["duration_ns"]), int(slot["free_bytes"]))
+            for slot in data["slots"]
+        )
+        return BubbleCycle(int(data["period_ns"]), tuple(slots))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a bubble cycle: {type(error).__name__}: {error}") from error

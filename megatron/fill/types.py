@@ -202,7 +202,8 @@ class WorkerRecord:
     """What one worker did over a run: exact totals, and the most recent bubbles and steps.
 
     Attributes:
-        alone_ns, alone_work: step time and work measured while the main job stood still after its last iteration.
+        alone_ns: step time measured while the main job stood still after its last iteration.
+        alone_work: the work of those steps.
         uses: the most recent bubbles it was given.
         older_uses: how many it was given before those.
         steps: ``(start_ns, end_ns)`` of the most recent steps.
@@ -249,8 +250,9 @@ class JobRecord:
         directory: its folder: output.log and the task's own files.
         ended_s: when this was noted, in seconds since the epoch; a job that was tried again has several records.
         attempt: which of them it is, as the store counts the job's claims.
-        started_ns, ready_ns, ended_ns: CLOCK_MONOTONIC of its machine: when its worker was started, when that called
-            the task's ``create`` (0 for never), and when the worker had ended.
+        started_ns: when its worker was started, by CLOCK_MONOTONIC of its machine.
+        ready_ns: when the worker called the task's ``create``; 0 for never.
+        ended_ns: when the worker had ended.
         peak_bytes: the most device memory that it was seen to hold; 0 where nobody looked in time.
         offences: how often something of it ran on after its bubble for longer than the grace.
         side_throughput: its work per second on a cheaper device (``Prices.side``), where the user stated it.

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from megatron.fill.device.cgroup import CgroupHome, find_home
 from megatron.fill.device.cpu import CpuDevice
 from megatron.fill.device.port import Limiter, Limits, WorkerDevice
-from megatron.fill.device.tree import MARK
+from megatron.fill.linux.cgroup import CgroupHome, find_home
+from megatron.fill.linux.tree import MARK
 from tests.fake_device import FakeDevice, FakeMachine
 
 MIB = 2**20

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megatron.fill.errors import GateError
-from megatron.fill.gate import GateReader, GateWriter, OpenBubble, SharedGate, SharedGateReader
+from megatron.fill.pages.gate import GateReader, GateWriter, OpenBubble, SharedGate, SharedGateReader
 from tests.fakes import FakeGate
 
 
@@ -143,10 +143,14 @@ class TestSharedGate:
         gate = SharedGate()
         reader = SharedGateReader(gate.reader_fd())
         gate.open_alone(10**18)
-        assert reader.wait(0).alone
+        bubble = reader.wait(0)
+        assert bubble is not None
+        assert bubble.alone
         gate.close(1)
         gate.open(10**18, 0)
-        assert not reader.wait(0).alone
+        bubble = reader.wait(0)
+        assert bubble is not None
+        assert not bubble.alone
 
     def test_a_sleeping_worker_uses_no_cpu(self):
         gate = SharedGate()
@@ -161,6 +165,14 @@ class TestSharedGate:
         time.sleep(1.0)
         gate.end()
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def test_a_waiter_looks_around_by_itself(self):
+        """The signal that was to make it do so may have come just before its sleep."""
+        gate = SharedGate()
+        thread, found = wait_in_thread(SharedGateReader(gate.reader_fd()))
+        thread.join(30)
+        assert found == [None]
+        assert not gate.ended
 
     def test_wait_change_returns_at_the_deadline_and_at_the_close(self):
         gate = SharedGate()

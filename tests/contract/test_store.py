@@ -5,34 +5,29 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from megatron.fill.errors import JobError
-from megatron.fill.store import Claim, Device, Job, JobStore, NewJob, Progress, Standing
+from megatron.fill.store import Claim, DeviceEntry, Job, JobStore, NewJob, Progress, Standing
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.queue import ASK_AGAIN_S, ASK_S
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.types import JobState
+from megatron.fill.work import Work
+from tests.clock import Clock
 
-SPEC = {"task": "tasks:Pi", "command": None, "args": {"points": 10}, "memory_bytes": None, "search": ["/jobs"]}
+WORK = Work("tasks:Pi", args={"points": 10}, search=("/jobs",))
 FINISHED = [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED]
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @dataclass
 class Backend:
     """One store, opened as often as a test likes."""
 
-    clock: FakeClock
+    clock: Clock[float]
     open_again: Callable[[], JobStore]
     opened: list[JobStore] = field(default_factory=list)
 
@@ -43,7 +38,7 @@ class Backend:
 
 @pytest.fixture(params=["memory", "sqlite", "postgresql"])
 def backend(request: pytest.FixtureRequest, tmp_path) -> Iterator[Backend]:
-    clock = FakeClock()
+    clock = Clock(1_000_000.0)
     if request.param == "memory":
         twin = MemoryStore(clock)
         made = Backend(clock, lambda: twin)
@@ -62,7 +57,8 @@ def store(backend) -> JobStore:
 
 
 def new(name: str = "pi", **values) -> NewJob:
-    return NewJob(**{"name": name, "spec": SPEC, "user": "ada"} | values)
+    usual: dict[str, Any] = {"name": name, "work": WORK, "user": "ada"}
+    return NewJob(**usual | values)
 
 
 def submitted(store: JobStore, *names: str) -> list[Job]:
@@ -78,9 +74,9 @@ def claimed(store: JobStore, job: Job, owner: str = "agent", lease_s: float = 10
 class TestSubmit:
     def test_a_new_job_is_queued_as_it_was_given(self, store, backend):
         [job] = store.submit([new(priority=-3, deadline_s=2_000_000.5)])
-        assert (job.name, job.spec, job.user, job.priority, job.deadline_s) == ("pi", SPEC, "ada", -3, 2_000_000.5)
+        assert (job.name, job.work, job.user, job.priority, job.deadline_s) == ("pi", WORK, "ada", -3, 2_000_000.5)
         assert (job.state, job.reason, job.attempt, job.owner) == (JobState.QUEUED, "", 0, None)
-        assert (job.submitted_s, job.started_s, job.finished_s) == (backend.clock.now_s, None, None)
+        assert (job.submitted_s, job.started_s, job.finished_s) == (backend.clock.now, None, None)
         assert (job.progress, job.result, job.cancelling) == (Progress(), {}, False)
         assert store.get(job.id) == job
 
@@ -104,16 +100,16 @@ class TestSubmit:
     def test_a_finished_jobs_name_is_free(self, store):
         [first] = submitted(store, "pi")
         store.cancel(first.id)
-        [second] = store.submit([new(spec={"task": "tasks:Other"})])
+        [second] = store.submit([new(work=Work("tasks:Other"))])
         assert second.id != first.id
 
     def test_a_job_may_be_after_another_of_the_same_call_or_an_earlier_one(self, store):
         submitted(store, "early")
-        store.submit([new("late", spec=SPEC | {"after": ["early", "beside"]}), new("beside")])
+        store.submit([new("late", work=replace(WORK, after=("early", "beside"))), new("beside")])
         assert [job.name for job in store.list()] == ["early", "late", "beside"]
 
     def test_a_job_after_one_that_there_is_not_stops_them_all(self, store):
-        late = new("late", spec=SPEC | {"after": ["beside", "besode"]})
+        late = new("late", work=replace(WORK, after=("beside", "besode")))
         with pytest.raises(JobError, match=r"^job 'late' is after 'besode', but there is no job 'besode'; the "):
             store.submit([late, new("beside")])
         assert store.list() == []
@@ -121,14 +117,14 @@ class TestSubmit:
     def test_a_name_in_use_by_another_job_stops_them_all(self, store):
         submitted(store, "pi")
         with pytest.raises(JobError, match=r"the name 'pi' is in use by the QUEUED job 1"):
-            store.submit([new("before"), new(spec={"task": "tasks:Other"}), new("after")])
+            store.submit([new("before"), new(work=Work("tasks:Other")), new("after")])
         assert [job.name for job in store.list()] == ["pi"]
 
     def test_one_name_twice_in_one_call(self, store):
         first, second = submitted(store, "pi", "pi")
         assert first == second
         with pytest.raises(JobError, match="two different jobs are named 'e'"):
-            store.submit([new("e"), new("e", spec={})])
+            store.submit([new("e"), new("e", work=Work())])
 
     def test_thousands_at_once(self, store):
         names = [f"job-{number}" for number in range(2500)]
@@ -145,7 +141,7 @@ class TestSubmit:
             ({"name": ""}, "name of a job is ''"),
             ({"name": "a\0b"}, "expected printable text"),
             ({"user": "\udcff"}, "expected printable text"),
-            ({"spec": {"task": {1, 2}}}, "spec is .* no JSON data"),
+            ({"work": Work(args={"points": {1, 2}})}, "work is .* no JSON data"),
             ({"priority": 2**70}, "priority is .* expected a number of 64 bits"),
         ],
     )
@@ -154,13 +150,13 @@ class TestSubmit:
             store.submit([new(**values)])
 
     def test_any_text_and_any_size_come_back(self, store):
-        spec = {
-            "args": {"text": "naïve 数据 🚀 \0 \udcff '; DROP TABLE jobs; --", "nan": math.nan, "big": "x" * 3_000_000}
-        }
-        [job] = store.submit([new("ünï-数", spec=spec, user="Ada Lovelace 🚀")])
-        assert repr(store.find("ünï-数").spec) == repr(spec)  # NaN is not equal to itself
+        work = Work(
+            args={"text": "naïve 数据 🚀 \0 \udcff '; DROP TABLE jobs; --", "nan": math.nan, "big": "x" * 3_000_000}
+        )
+        [job] = store.submit([new("ünï-数", work=work, user="Ada Lovelace 🚀")])
+        assert repr(store.find("ünï-数").work) == repr(work)  # NaN is not equal to itself
         assert store.get(job.id).user == "Ada Lovelace 🚀"
-        [again] = store.submit([new("ünï-数", spec=spec)])
+        [again] = store.submit([new("ünï-数", work=work)])
         assert again.id == job.id
 
 
@@ -209,6 +205,18 @@ class TestList:
         submitted(store, *many)
         assert store.states(many) == dict.fromkeys(many, JobState.QUEUED)
 
+    def test_the_stamp_changes_with_what_waits_and_with_what_has_succeeded(self, store):
+        stamps = [store.stamp()]
+        first, _ = submitted(store, "a", "b")
+        stamps.append(store.stamp())
+        claim = claimed(store, first)
+        stamps.append(store.stamp())
+        store.heartbeat(claim, Progress(1.0), 60)
+        assert store.stamp() == stamps[-1]
+        assert store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        stamps.append(store.stamp())
+        assert stamps == [(0, 0, 0), (2, 3, 0), (1, 2, 0), (1, 2, 1)]
+
     def test_by_state_and_the_latest(self, store):
         jobs = submitted(store, "a", "b", "c", "d")
         claimed(store, jobs[1])
@@ -232,7 +240,7 @@ class TestClaim:
         job = store.get(c.id)
         assert job == claim.job
         assert (job.state, job.owner, job.attempt) == (JobState.RUNNING, "agent-2", 1)
-        assert (job.started_s, job.lease_until_s) == (backend.clock.now_s, backend.clock.now_s + 5)
+        assert (job.started_s, job.lease_until_s) == (backend.clock.now, backend.clock.now + 5)
         assert job.device == "rank 1 of runs/first"
 
     def test_it_looks_through_a_long_list(self, store):
@@ -289,13 +297,11 @@ class TestClaim:
         assert len(found) == 4
         assert len({tuple(ids) for ids in found}) == 1
 
-    @pytest.mark.parametrize("other", [{"search": ["/there"]}, {"array": [0, 3]}])
+    @pytest.mark.parametrize("other", [{"search": ("/there",)}, {"array": (0, 3)}])
     def test_where_it_is_imported_from_and_which_instance_it_is_make_no_other_job(self, store, other):
-        [first] = store.submit([new("pi", spec=SPEC | {"search": ["/here"], "array": [0, 2]})])
-        [again] = store.submit([new("pi", spec=SPEC | {"search": ["/here"], "array": [0, 2]} | other)])
+        [first] = store.submit([new("pi", work=replace(WORK, search=("/here",), array=(0, 2)))])
+        [again] = store.submit([new("pi", work=replace(WORK, **{"search": ("/here",), "array": (0, 2)} | other))])
         assert again == first
-        [older] = store.submit([new("before", spec=SPEC)])  # by a version that did not number instances
-        assert store.submit([new("before", spec=SPEC | {"array": None})]) == [older]
 
 
 class TestClaimOrder:
@@ -326,50 +332,50 @@ class TestNote:
 
 class TestHeartbeat:
     def test_it_renews_the_lease_and_says_how_far(self, store, backend):
-        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        claim = claimed(store, submitted(store, "pi")[0], lease_s=10)
         progress = Progress(3.5, 10.0, "points", 0.25, 7, 1.5, 999_999.0)
         for _ in range(3):
-            backend.clock.now_s += 8
+            backend.clock.now += 8
             assert store.heartbeat(claim, progress, 10) is Standing.HELD
             assert store.recover() == 0
         job = store.get(claim.job.id)
-        assert (job.progress, job.lease_until_s) == (progress, backend.clock.now_s + 10)
+        assert (job.progress, job.lease_until_s) == (progress, backend.clock.now + 10)
 
     def test_it_tells_of_a_cancellation(self, store):
-        claim = claimed(store, *submitted(store, "pi"))
+        claim = claimed(store, submitted(store, "pi")[0])
         assert store.cancel(claim.job.id).cancelling
         assert store.heartbeat(claim, Progress(), 10) is Standing.CANCELLED
         assert store.get(claim.job.id).state is JobState.RUNNING
 
     def test_one_that_comes_late_but_first_keeps_the_job(self, store, backend):
-        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
-        backend.clock.now_s += 50
+        claim = claimed(store, submitted(store, "pi")[0], lease_s=10)
+        backend.clock.now += 50
         assert store.heartbeat(claim, Progress(), 10) is Standing.HELD
         assert store.recover() == 0
 
 
 class TestLeases:
     def test_a_job_whose_lease_ran_out_comes_back(self, store, backend):
-        claim = claimed(store, *submitted(store, "pi"), owner="agent-1", lease_s=10)
-        backend.clock.now_s += 9.9
+        claim = claimed(store, submitted(store, "pi")[0], owner="agent-1", lease_s=10)
+        backend.clock.now += 9.9
         assert store.recover() == 0
-        backend.clock.now_s += 0.1
+        backend.clock.now += 0.1
         assert store.recover() == 1
         job = store.get(claim.job.id)
         assert (job.state, job.owner, job.lease_until_s, job.attempt) == (JobState.QUEUED, None, None, 1)
         assert job.reason == "agent-1 was not heard of in time"
 
     def test_it_keeps_its_progress_and_folder(self, store, backend):
-        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        claim = claimed(store, submitted(store, "pi")[0], lease_s=10)
         assert store.place(claim, "/runs/first/jobs/pi")
         store.heartbeat(claim, Progress(5.0), 10)
-        backend.clock.now_s += 10
+        backend.clock.now += 10
         again = store.claim("agent-2", [claim.job.id], 10)
         assert (again.attempt, again.job.progress, again.job.directory) == (2, Progress(5.0), "/runs/first/jobs/pi")
 
     def test_a_former_owner_changes_nothing(self, store, backend):
-        old = claimed(store, *submitted(store, "pi"), owner="agent", lease_s=10)
-        backend.clock.now_s += 10
+        old = claimed(store, submitted(store, "pi")[0], owner="agent", lease_s=10)
+        backend.clock.now += 10
         claimed(store, old.job, owner="agent")  # of the same name: the attempt tells them apart
         before = store.get(old.job.id)
         assert store.heartbeat(old, Progress(99.0), 10) is Standing.LOST
@@ -379,14 +385,14 @@ class TestLeases:
         assert store.get(old.job.id) == before
 
     def test_another_one_cannot_use_a_claim(self, store):
-        claim = claimed(store, *submitted(store, "pi"))
+        claim = claimed(store, submitted(store, "pi")[0])
         forged = Claim(claim.job, "someone else")
         assert store.heartbeat(forged, Progress(), 10) is Standing.LOST
         assert not store.finish(forged, JobState.FAILED, "", Progress(), {})
 
     def test_after_recovery_nobody_has_it(self, store, backend):
-        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
-        backend.clock.now_s += 10
+        claim = claimed(store, submitted(store, "pi")[0], lease_s=10)
+        backend.clock.now += 10
         store.recover()
         assert store.heartbeat(claim, Progress(), 10) is Standing.LOST
         assert not store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
@@ -394,7 +400,7 @@ class TestLeases:
 
     def test_a_dead_owners_jobs_go_back_at_once_and_nobody_elses(self, store):
         dead = [claimed(store, job, owner="dead") for job in submitted(store, "a", "b")]
-        other = claimed(store, *submitted(store, "c"), owner="alive")
+        other = claimed(store, submitted(store, "c")[0], owner="alive")
         store.cancel(dead[1].job.id)
         assert store.disown("dead", "its agent died") == 2
         states = [(job.state, job.reason, job.owner) for job in store.list()]
@@ -410,17 +416,17 @@ class TestLeases:
 class TestFinish:
     @pytest.mark.parametrize("state", FINISHED)
     def test_the_job_is_done(self, store, backend, state):
-        claim = claimed(store, *submitted(store, "pi"))
-        backend.clock.now_s += 3
+        claim = claimed(store, submitted(store, "pi")[0])
+        backend.clock.now += 3
         assert store.finish(claim, state, "why\0 \udcff", Progress(10.0, 10.0), {"accuracy": 0.5, "text": "数"})
         job = store.get(claim.job.id)
-        assert (job.state, job.reason, job.finished_s) == (state, "why? ?", backend.clock.now_s)
+        assert (job.state, job.reason, job.finished_s) == (state, "why? ?", backend.clock.now)
         assert (job.owner, job.lease_until_s) == (None, None)
         assert (job.progress, job.result) == (Progress(10.0, 10.0), {"accuracy": 0.5, "text": "数"})
         assert store.claim("agent", [job.id], 10) is None
 
     def test_the_same_call_again_agrees_and_changes_nothing(self, store):
-        claim = claimed(store, *submitted(store, "pi"))
+        claim = claimed(store, submitted(store, "pi")[0])
         assert store.finish(claim, JobState.SUCCEEDED, "", Progress(1.0), {"a": 1})
         before = store.get(claim.job.id)
         assert store.finish(claim, JobState.SUCCEEDED, "", Progress(2.0), {"a": 2})
@@ -428,7 +434,7 @@ class TestFinish:
         assert store.get(claim.job.id) == before
 
     def test_a_cancelled_job_may_finish_first(self, store):
-        claim = claimed(store, *submitted(store, "pi"))
+        claim = claimed(store, submitted(store, "pi")[0])
         store.cancel(claim.job.id)
         assert store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
         job = store.get(claim.job.id)
@@ -436,19 +442,19 @@ class TestFinish:
 
     @pytest.mark.parametrize("state", [JobState.QUEUED, JobState.RUNNING])
     def test_with_an_end_only(self, store, state):
-        claim = claimed(store, *submitted(store, "pi"))
+        claim = claimed(store, submitted(store, "pi")[0])
         with pytest.raises(JobError, match=f"cannot finish as {state}"):
             store.finish(claim, state, "", Progress(), {})
 
     def test_with_plain_results_only(self, store):
-        claim = claimed(store, *submitted(store, "pi"))
+        claim = claimed(store, submitted(store, "pi")[0])
         with pytest.raises(JobError, match="result"):
             store.finish(claim, JobState.SUCCEEDED, "", Progress(), {"a": object()})
 
 
 class TestRelease:
     def test_the_job_is_queued_again(self, store):
-        claim = claimed(store, *submitted(store, "pi"))
+        claim = claimed(store, submitted(store, "pi")[0])
         progress = Progress(5.0, 10.0, checkpoint_s=1.0)
         assert store.release(claim, "the main job ended", progress, {"epoch": 3})
         job = store.get(claim.job.id)
@@ -461,12 +467,12 @@ class TestCancel:
     def test_a_queued_job_at_once(self, store, backend):
         [job] = submitted(store, "pi")
         cancelled = store.cancel(job.id)
-        assert (cancelled.state, cancelled.finished_s) == (JobState.CANCELLED, backend.clock.now_s)
+        assert (cancelled.state, cancelled.finished_s) == (JobState.CANCELLED, backend.clock.now)
         assert store.get(job.id) == cancelled
         assert store.claim("agent", [job.id], 10) is None
 
     def test_a_running_job_when_it_is_given_back(self, store):
-        claim = claimed(store, *submitted(store, "pi"))
+        claim = claimed(store, submitted(store, "pi")[0])
         store.cancel(claim.job.id)
         assert store.cancel(claim.job.id).cancelling  # twice is no harm
         assert store.release(claim, "the main job ended", Progress(2.0), {})
@@ -475,16 +481,16 @@ class TestCancel:
         assert job.progress == Progress(2.0)
 
     def test_a_running_job_when_its_agent_is_gone(self, store, backend):
-        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        claim = claimed(store, submitted(store, "pi")[0], lease_s=10)
         store.cancel(claim.job.id)
-        backend.clock.now_s += 10
+        backend.clock.now += 10
         assert store.recover() == 1
         assert store.get(claim.job.id).state is JobState.CANCELLED
 
     def test_at_once_where_the_agent_is_gone_already(self, store, backend):
-        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        claim = claimed(store, submitted(store, "pi")[0], lease_s=10)
         assert not store.get(claim.job.id).lost(store.now_s())
-        backend.clock.now_s += 10
+        backend.clock.now += 10
         assert store.get(claim.job.id).lost(store.now_s())
         job = store.cancel(claim.job.id)
         assert (job.state, job.reason, job.owner, job.cancelling) == (JobState.CANCELLED, "cancelled", None, False)
@@ -494,7 +500,7 @@ class TestCancel:
 
     @pytest.mark.parametrize("state", FINISHED)
     def test_not_a_finished_one(self, store, state):
-        claim = claimed(store, *submitted(store, "pi"))
+        claim = claimed(store, submitted(store, "pi")[0])
         store.finish(claim, state, "", Progress(), {})
         with pytest.raises(JobError, match=rf"job pi \(1\) is {state}"):
             store.cancel(claim.job.id)
@@ -503,7 +509,7 @@ class TestCancel:
 class TestRetry:
     @pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
     def test_the_job_is_queued_again_with_its_checkpoint(self, store, state):
-        claim = claimed(store, *submitted(store, "pi"))
+        claim = claimed(store, submitted(store, "pi")[0])
         store.place(claim, "/runs/first/jobs/pi")
         store.finish(claim, state, "why", Progress(5.0, checkpoint_s=1.0), {})
         job = store.retry(claim.job.id)
@@ -532,11 +538,11 @@ class TestRetry:
 
     @pytest.mark.parametrize("cancelling", [False, True])
     def test_a_job_whose_agent_is_gone(self, store, backend, cancelling):
-        claim = claimed(store, *submitted(store, "pi"), lease_s=10)
+        claim = claimed(store, submitted(store, "pi")[0], lease_s=10)
         store.heartbeat(claim, Progress(5.0, checkpoint_s=1.0), 10)
         if cancelling:
             store.cancel(claim.job.id)
-        backend.clock.now_s += 10
+        backend.clock.now += 10
         job = store.retry(claim.job.id)
         assert (job.state, job.reason) == (JobState.QUEUED, "agent was not heard of in time")
         assert (job.owner, job.lease_until_s, job.cancelling) == (None, None, False)
@@ -556,24 +562,24 @@ class TestRetry:
 class TestDevices:
     def test_they_are_there_until_their_lease_ends(self, store, backend):
         cycle = {"period_ns": 10**12, "slots": [{"kind": "fill", "duration_ns": 5, "free_bytes": 2**40}]}
-        one = Device("run/rank 0", "run", busy_until_s=2e6, job="pi", cycle=cycle, refuses=(3, 12))
-        two = Device("RUN/rank 1", "run", busy_until_s=math.inf)
+        one = DeviceEntry("run/rank 0", "run", busy_until_s=2e6, job="pi", cycle=cycle, refuses=(3, 12))
+        two = DeviceEntry("RUN/rank 1", "run", busy_until_s=math.inf)
         store.report_device(one, 10)
         store.report_device(two, 20)
         assert store.devices() == [two, one]
-        backend.clock.now_s += 10
+        backend.clock.now += 10
         assert store.devices() == [two]
         store.report_device(one, 10)
         assert backend.open().devices() == [two, one]
 
     def test_the_last_report_counts(self, store):
-        store.report_device(Device("a", "run", busy_until_s=1.0, job="pi"), 10)
-        store.report_device(Device("a", "run"), 10)
-        assert store.devices() == [Device("a", "run")]
+        store.report_device(DeviceEntry("a", "run", busy_until_s=1.0, job="pi"), 10)
+        store.report_device(DeviceEntry("a", "run"), 10)
+        assert store.devices() == [DeviceEntry("a", "run")]
 
     def test_they_can_be_forgotten(self, store):
         for name in ("a", "of a folder \udcff"):
-            store.report_device(Device(name, "run"), 10)
+            store.report_device(DeviceEntry(name, "run"), 10)
             assert len(store.devices()) == 1
             store.forget_device(name)
         store.forget_device("never there")
@@ -586,8 +592,8 @@ class TestMoves:
     @pytest.fixture
     def claim(self, store) -> Claim:
         """Of a job that runs on rank 1 while rank 0 is idle."""
-        store.report_device(Device("rank 0", "run"), 1000)
-        store.report_device(Device("rank 1", "run", math.inf, "other"), 1000)
+        store.report_device(DeviceEntry("rank 0", "run"), 1000)
+        store.report_device(DeviceEntry("rank 1", "run", math.inf, "other"), 1000)
         [job] = submitted(store, "pi")
         claim = store.claim("agent-1", [job.id], 1000, "rank 1")
         assert claim is not None
@@ -617,15 +623,15 @@ class TestMoves:
         assert taken.job.id == other.id
 
     def test_it_is_not_asked_for_again_for_a_while(self, store, backend, claim):
-        store.report_device(Device("rank 2", "run"), 1000)
+        store.report_device(DeviceEntry("rank 2", "run"), 1000)
         assert self.ask(store, claim)
         assert not self.ask(store, claim, "rank 2")
         assert store.release(claim, "moves", Progress(), {})
         again = store.claim("agent-0", [claim.job.id], 1000, "rank 0")
         assert again is not None
-        backend.clock.now_s += ASK_AGAIN_S - 0.1
+        backend.clock.now += ASK_AGAIN_S - 0.1
         assert not self.ask(store, again, "rank 2")
-        backend.clock.now_s += 0.1
+        backend.clock.now += 0.1
         assert self.ask(store, again, "rank 2")
         assert store.heartbeat(again, Progress(), 1000) is Standing.MOVE
 
@@ -635,11 +641,11 @@ class TestMoves:
         assert not store.ask_for(claim.job.id, claim.attempt - 1, "rank 0")
         assert not store.ask_for(77, 1, "rank 0")
         assert not self.ask(store, claim, "rank 7")  # nobody knows it
-        store.report_device(Device("rank 0", "run", math.inf, "busy"), 1000)
+        store.report_device(DeviceEntry("rank 0", "run", math.inf, "busy"), 1000)
         assert not self.ask(store, claim)
-        store.report_device(Device("rank 1", "run"), 1000)
+        store.report_device(DeviceEntry("rank 1", "run"), 1000)
         assert not self.ask(store, claim, "rank 1")  # it is there
-        store.report_device(Device("rank 0", "run"), 1000)
+        store.report_device(DeviceEntry("rank 0", "run"), 1000)
         store.cancel(claim.job.id)
         assert not self.ask(store, claim)
         assert store.heartbeat(claim, Progress(), 10) is Standing.CANCELLED
@@ -661,7 +667,7 @@ class TestMoves:
 
     def test_when_the_asker_has_another_job_the_job_stays_or_anybody_has_it(self, store, claim):
         assert self.ask(store, claim)
-        store.report_device(Device("rank 0", "run", math.inf, "another"), 1000)
+        store.report_device(DeviceEntry("rank 0", "run", math.inf, "another"), 1000)
         assert store.heartbeat(claim, Progress(), 1000) is Standing.HELD
         assert store.release(claim, "moves", Progress(), {})
         assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is not None
@@ -669,21 +675,21 @@ class TestMoves:
     def test_an_asker_that_does_not_come_is_not_waited_for(self, store, backend, claim):
         assert self.ask(store, claim)
         assert store.release(claim, "moves", Progress(), {})
-        backend.clock.now_s += ASK_S - 0.1
+        backend.clock.now += ASK_S - 0.1
         assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is None
-        backend.clock.now_s += 0.1
+        backend.clock.now += 0.1
         assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is not None
 
     def test_a_holder_that_does_not_hear_of_it_in_time_keeps_the_job(self, store, backend, claim):
         assert self.ask(store, claim)
-        backend.clock.now_s += ASK_S
+        backend.clock.now += ASK_S
         assert store.heartbeat(claim, Progress(), 1000) is Standing.HELD
 
     def test_when_the_holder_dies_the_asker_gets_it_after_the_lease(self, store, backend, claim):
         assert store.heartbeat(claim, Progress(5.0), 10) is Standing.HELD
         assert self.ask(store, claim)
         assert store.claim("agent-0", [claim.job.id], 10, "rank 0") is None
-        backend.clock.now_s += 10
+        backend.clock.now += 10
         again = store.claim("agent-0", [claim.job.id], 10, "rank 0")
         assert again is not None
         assert (again.attempt, again.job.progress) == (2, Progress(5.0))
@@ -697,7 +703,7 @@ class TestMoves:
 
     def test_many_askers_and_a_cancellation_at_once(self, backend, store, claim):
         for rank in range(2, 6):
-            store.report_device(Device(f"rank {rank}", "run"), 1000)
+            store.report_device(DeviceEntry(f"rank {rank}", "run"), 1000)
         asked: list[bool] = []
 
         def asker(rank: int) -> None:

@@ -9,6 +9,7 @@ a rank fails the others are ended, and its exit code is returned.
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import os
 import select
@@ -32,15 +33,17 @@ class Cold:
 
 
 class Warm:
-    """A rank that another process forks."""
+    """A Python that another process forks; its output goes to two descriptors."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], where: str) -> None:
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], where: str, output: tuple[int, int] = (1, 2)
+    ) -> None:
         while not Path(where).exists():
             time.sleep(0.05)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(where)
         request = json.dumps({"argv": arguments, "env": environment, "cwd": os.getcwd()}).encode() + b"\n"
-        descriptors = array.array("i", [1, 2]).tobytes()
+        descriptors = array.array("i", output).tobytes()
         sent = self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
         self._socket.sendall(request[sent:])
         self._answers = self._socket.makefile()
@@ -48,7 +51,10 @@ class Warm:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        if self._code is None and select.select([self._socket], [], [], 0)[0]:
+        return self.wait() if self._code is not None or select.select([self._socket], [], [], 0)[0] else None
+
+    def wait(self) -> int:
+        if self._code is None:
             self._code = int(self._answers.readline() or 1)
         return self._code
 
@@ -72,7 +78,8 @@ def main() -> int:
                 running.remove(process)
                 if code:
                     for other in running:
-                        os.kill(other.pid, signal.SIGTERM)
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(other.pid, signal.SIGTERM)
                     return code
                 break
         time.sleep(0.05)

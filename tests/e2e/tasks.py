@@ -172,8 +172,8 @@ class Faulty(SideTask):
 class Hoard(Spin):
     """Holds memory, and gives back what it is asked for."""
 
-    def create(self, mib: int, **args: Any) -> None:
-        super().create(**args)
+    def create(self, milliseconds: float = 1.0, steps: int = 0, mib: int = 0) -> None:
+        super().create(milliseconds, steps)
         self.hoard = [bytearray(b"x" * (1 << 20)) for _ in range(mib)]
 
     def shrink(self, memory_bytes: int) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.training import Trained, finished, processes, train_until, write_jobs
+from tests.waiting import until
 
 
 def fault(name: str, where: str, what: str) -> dict:
@@ -68,8 +68,5 @@ def test_output_is_kept_and_bounded(run):
 
 
 def test_nothing_is_left_running(run):
-    deadline = time.monotonic() + 5
-    while processes("sleep 86399") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes("sleep 86399")
+    until(lambda: not processes("sleep 86399"), 10)
     assert not processes(str(run.folder))

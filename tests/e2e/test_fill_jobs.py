@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.fill.sandbox.landlock import landlock_abi
 from megatron.fill.types import JobState
-from tests.e2e.training import Running, processes, write_jobs
+from tests.e2e.training import WORKER, Running, processes, write_jobs
 
 CLI = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 LAYERS = {"name": "layers", "task": "tasks:Layers", "args": {"milliseconds": [1, 2, 0.5, 1]}, "count": 2}
@@ -91,7 +92,7 @@ def test_a_job_submitted_later_is_run(running):
 def test_failures_limits_and_order(running):
     file = running.folder / "order.yaml"
     twice = ["sh", "-c", "echo $PIPEFILL_ATTEMPT >> tries; test $(wc -l < tries) -ge 2"]
-    jobs = [
+    jobs: list[dict[str, Any]] = [
         {"name": "last", "command": "true", "after": ["flaky"]},
         {"name": "flaky", "command": twice, "retries": 3},
         {"name": "endless", "command": "sleep 100000", "timeout": "1s"},
@@ -111,7 +112,9 @@ def test_failures_limits_and_order(running):
 def test_a_killed_worker_costs_no_more_than_the_interval(running):
     running.wait(lambda: running.job("layers-0").progress.checkpoint_s)
     before = running.job("layers-0")
-    for pid in processes("fill.runtime.worker", before.directory):
+    workers = processes(WORKER, before.directory)
+    assert workers
+    for pid in workers:
         os.kill(pid, signal.SIGKILL)
     running.wait(lambda: running.job("layers-0").attempt > before.attempt)
     log = Path(before.directory) / "output.log"
@@ -128,7 +131,7 @@ def test_a_killed_agents_job_comes_back(running):
     agent = int(before.owner.rpartition("pid ")[2])
     os.kill(agent, signal.SIGKILL)
     running.wait(lambda: running.job("layers-1").owner != before.owner)
-    assert not processes("fill.runtime.worker", before.directory, str(agent))
+    assert not processes(WORKER, before.directory, str(agent))
 
 
 def test_a_job_sees_and_reaches_nothing_of_the_training(running):
@@ -166,11 +169,12 @@ def test_kill_puts_jobs_back_and_resume_takes_them_again(running):
     run = str(running.folder / "run")
     running.wait(lambda: running.job("layers-0").state is JobState.RUNNING)
     running.pipefill("kill", run)
-    assert not processes("fill.runtime.worker", run)
+    assert not processes(WORKER, run)
     running.wait(lambda: running.job("layers-0").state is JobState.QUEUED)
     assert running.job("layers-0").reason.startswith("ended by pipefill kill; it ")
-    running.pipefill("resume", run)
     result = Path(running.job("layers-0").directory) / "result.json"
+    result.unlink(missing_ok=True)  # that of the attempt that was killed
+    running.pipefill("resume", run)
     running.wait(lambda: running.job("layers-0").state is JobState.RUNNING and result.exists())
 
 

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -17,15 +15,16 @@ from tests.e2e.training import (
     ENDLESS,
     HERE,
     ROOT,
+    WORKER,
     Running,
     finished,
     processes,
-    start,
     stepped,
     train,
     train_until,
     write_jobs,
 )
+from tests.waiting import until
 
 SPIN = {"name": "spin", "task": "tasks:Spin"}
 
@@ -155,50 +154,29 @@ def test_wrong_input_stops_before_training(tmp_path):
         assert said[2 * number + 1] == "2"
 
 
-def wait_for(condition, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
-
-
 def in_shared_memory() -> set[str]:
     """What lies in ``/dev/shm``, but for what a database of other tests has there."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("PostgreSQL.")}
 
 
-@pytest.mark.parametrize("victim", ["--rank-1", "launcher"])
+@pytest.mark.parametrize("victim", ["rank 1", "launcher"])
 def test_a_crash_leaves_nothing_behind(tmp_path, victim):
     shared_memory = in_shared_memory()
     hang = {"name": "hang", "task": "tasks:Faulty", "args": {"where": "run_next_step", "what": "hang"}}
-    process = start(tmp_path, f"{write_jobs(tmp_path, SPIN, hang)} --fill-warmup-iterations 2", 100_000, torchrun=True)
+    jobs = write_jobs(tmp_path, SPIN, hang)
+    running = Running(tmp_path, f"{jobs} --fill-warmup-iterations 2", torchrun=victim == "launcher")
     try:
-        log = tmp_path / "tensorboard"
-        assert wait_for(lambda: len(processes("fill.runtime.worker")) >= 2 and log.exists(), 90)
-        time.sleep(3)
+        running.wait_for_jobs({"spin": stepped})
+        running.wait(lambda: len(processes(WORKER, str(tmp_path))) >= 2)
         if victim == "launcher":
-            process.terminate()
+            running.process.terminate()
         else:
-            pid = next(pid for pid in children(process.pid) if environ(pid, "RANK") == "1")
-            os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=60)
+            os.kill(running.ranks()[1], signal.SIGKILL)
+        running.process.wait(60)
     finally:
-        process.kill()
-    assert wait_for(lambda: not processes(str(tmp_path)), 20), processes(str(tmp_path))
+        running.process.kill()
+    until(lambda: not processes(str(tmp_path)), 60)
     assert in_shared_memory() <= shared_memory
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def environ(pid: int, name: str) -> str | None:
-    for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-        if item.startswith(name.encode() + b"="):
-            return item.split(b"=", 1)[1].decode()
-    return None
 
 
 def test_two_runs_share_a_store(tmp_path):

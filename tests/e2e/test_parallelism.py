@@ -1,6 +1,6 @@
 """Trainings that are more than a pipeline: filled, and losses of all iterations as upstream's, to the bit.
 
-``scripts/check_parallelism.py`` has more of them, one for each feature.
+``scripts/benchmarks/check_parallelism.py`` has more of them, one for each feature.
 """
 
 from __future__ import annotations
@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from scripts.check_parallelism import CONTEXT, INTERLEAVED, ITERATIONS, MOE, OVERLAPPED, TENSOR, Checked, Row, check
+from scripts.benchmarks.check_parallelism import (
+    CONTEXT,
+    INTERLEAVED,
+    ITERATIONS,
+    MOE,
+    OVERLAPPED,
+    TENSOR,
+    Checked,
+    Row,
+    check,
+)
+from tests.e2e.training import REST_MS
 
 ROWS = {
     "tensor-sequence-data": Row(8, f"{TENSOR} --sequence-parallel {OVERLAPPED}"),
@@ -29,7 +40,7 @@ ROWS = {
 @pytest.fixture(scope="module", params=ROWS)
 def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checked:
     folder: Path = tmp_path_factory.mktemp(request.param)
-    return check(ROWS[request.param], folder)
+    return check(ROWS[request.param], folder, REST_MS)
 
 
 def test_losses_are_identical_to_upstream(checked):

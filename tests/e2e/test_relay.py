@@ -15,17 +15,19 @@ from tests.e2e.training import ROOT, SCRIPT, train
 RELAYED = f"""
 import os, runpy, sys
 from pathlib import Path
+from types import SimpleNamespace
 sys.path.insert(0, {str(ROOT)!r})
 import pipefill_patches
-from megatron.fill.hooks import bus
-from megatron.fill.predictor import BubblePredictor
-from megatron.fill.rule import FillRule
+from megatron.fill.hooks import attached, bus
+from megatron.fill.rank.predictor import BubblePredictor
+from megatron.fill.rank.rule import FillRule
+from megatron.fill.rank.spec import RankSpec
 from megatron.fill.records import write_rank
-from megatron.fill.runtime.rank import RankListener
-from megatron.fill.runtime.recorder import Recorder
-from megatron.fill.runtime.relay import RelayProcess, RelaySpec
-from megatron.fill.stream.listener import StreamListener
-from megatron.fill.stream.ring import Ring
+from megatron.fill.rank.listener import RankListener
+from megatron.fill.rank.recorder import Recorder
+from megatron.fill.rank.relay import RelayProcess, RelaySpec
+from megatron.fill.rank.stream import StreamListener
+from megatron.fill.pages.ring import Ring
 from tests.fake_stream import HostStream
 
 FOLDER = Path(__file__).parent
@@ -41,14 +43,14 @@ class Both:
 def on_start(info, args):
     global recorder, relay, relayed
     recorder, ring = Recorder(info, 3), Ring()
-    spec = RelaySpec(info, str(FOLDER / f"relay{{info.rank}}.json"), os.getpid(), ring.fd, FillRule())
+    spec = RelaySpec(RankSpec(info, str(FOLDER / f"relay{{info.rank}}.json"), FillRule()), os.getpid(), ring.fd)
     relay = RelayProcess(spec, ring, None, FOLDER / f"relay{{info.rank}}.log")
     assert relay.wait_ready()
     relayed = StreamListener(ring, HostStream(ring.semaphore), lambda: 7, relay.alive, relay.shut)
     bus.listener = Both(relayed, RankListener(None, recorder, BubblePredictor(FillRule()), lambda: 7))
 
 
-bus.on_parse, bus.on_start = lambda args: None, on_start
+attached.lifecycle = SimpleNamespace(on_parse=lambda args: None, on_start=on_start)
 pipefill_patches.apply(pipefill_patches.defaults(sys.argv))
 runpy.run_path({str(ROOT / SCRIPT)!r}, run_name="__main__")
 assert bus.listener is not None

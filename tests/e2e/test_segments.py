@@ -8,14 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.rank.recorder import WRITE_EVERY
 from megatron.fill.records import last_segment
-from megatron.fill.runtime.recorder import WRITE_EVERY
 from tests.e2e.training import Running, processes, train_until, write_jobs
+from tests.waiting import until
 
 JOB = {"name": "spin", "task": "tasks:Spin", "args": {"milliseconds": 0.5}}
 FLAGS = "--fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5 --fill-lease-seconds 2"
@@ -34,21 +33,12 @@ def report(run: Path) -> dict[str, Any]:
 
 def kill(running: Running) -> None:
     """All that belongs to it at once, as with a node that is lost: nobody can save anything or say a word."""
-    specs = (running.folder / "run" / "agents").glob("spec*.json")
-    ranks = {json.loads(spec.read_text())["parent"] for spec in specs}
-    pids = {running.process.pid, *ranks, *processes(str(running.folder))}
+    pids = {running.process.pid, *running.ranks(), *processes(str(running.folder))}
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
     running.process.wait(60)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    until_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
 
 
 def test_a_killed_training_and_its_restart_have_one_report(tmp_path):
@@ -67,7 +57,7 @@ def test_a_killed_training_and_its_restart_have_one_report(tmp_path):
     assert (cut["number"], cut["ending"], cut["recorded"], cut["ended_s"]) == (1, "cut off", 2, None)
     assert cut["iterations"] >= WRITE_EVERY
     assert (run / "timeline.png").stat().st_size > 10_000
-    wait_for(lambda: running.job("spin").lost(running.store.now_s()))
+    until(lambda: running.job("spin").lost(running.store.now_s()))
     assert "LOST" in pipefill("list", "--store", str(run))
 
     def goes_on(job: Any) -> bool:

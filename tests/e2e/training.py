@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,6 +20,7 @@ from typing import Any
 from packaging.version import Version
 
 from megatron.fill.store import Job, JobStore, open_store
+from tests.e2e.warm import REST
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -31,6 +32,8 @@ MODEL = (
     "--log-interval 1 --tensorboard-log-interval 1"
 )
 ENDLESS = 100_000  # iterations
+# Agents and workers have low priorities: in these rests they start at once, in bubbles alone it takes them long.
+REST_MS = 100
 SCRIPT = "pretrain_gpt.py" if Version(version("megatron-core")) >= Version("0.19") else "tests/e2e/older_gpt.py"
 UPSTREAM = ("-m", "pipefill_patches", "--only", "cpu_backend", SCRIPT)
 PATCHED = ("-m", "pipefill_patches", SCRIPT)
@@ -69,6 +72,9 @@ class Trained:
 @contextmanager
 def warm() -> Iterator[None]:
     """Ranks are forked from one warm process meanwhile; those that torchrun starts are not."""
+    if "PIPEFILL_TEST_WARM" in os.environ:
+        yield
+        return
     with tempfile.TemporaryDirectory(prefix="pipefill-") as folder:
         where = f"{folder}/warm"
         server = subprocess.Popen(
@@ -93,13 +99,16 @@ def start(
     script: tuple[str, ...] = OURS,
     ranks: int = 2,
     torchrun: bool = False,
+    rest_ms: float = 0,
 ) -> subprocess.Popen[str]:
-    """Start a training; ``{folder}`` in the flags stands for the folder."""
+    """Start a training; ``{folder}`` in the flags stands for the folder.  Its warm ranks rest after each iteration."""
     launcher = [str(HERE / "launch.py"), str(ranks)]
     if torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     logs = ["--tensorboard-dir", str(folder / "tensorboard"), "--train-iters", str(iterations)]
     environment = {name: value for name, value in os.environ.items() if name != "PIPEFILL_STORE"}
+    if rest_ms:
+        environment[REST] = str(rest_ms)
     return subprocess.Popen(
         [sys.executable, *launcher, *script, *MODEL.split(), *logs, *flags.format(folder=folder).split()],
         cwd=ROOT,
@@ -124,9 +133,11 @@ class Running:
     Its jobs' store is that of the run, or ``store``.
     """
 
-    def __init__(self, folder: Path, flags: str, store: Path | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, folder: Path, flags: str, store: Path | None = None, rest_ms: float = REST_MS, **kwargs: Any
+    ) -> None:
         self.folder = folder
-        self.process = start(folder, f"{flags} --exit-signal-handler", ENDLESS, **kwargs)
+        self.process = start(folder, f"{flags} --exit-signal-handler", ENDLESS, rest_ms=rest_ms, **kwargs)
         self.output: list[str] = []
         assert self.process.stdout is not None
         self._reader = threading.Thread(target=self.output.extend, args=(self.process.stdout,), daemon=True)
@@ -143,7 +154,7 @@ class Running:
             assert not late, [(job.name, job.state, job.reason) for job in (self._store.list() if self._store else ())]
             time.sleep(0.1)
 
-    def wait_for_jobs(self, expected: dict[str, Callable[[Job], object]], seconds: float = 120) -> None:
+    def wait_for_jobs(self, expected: Mapping[str, Callable[[Job], object]], seconds: float = 120) -> None:
         """Wait until there are jobs with these names of which this holds."""
 
         def met() -> bool:
@@ -162,17 +173,22 @@ class Running:
     def job(self, name: str) -> Job:
         return self.store.find(name)
 
+    def ranks(self) -> list[int]:
+        """The ranks' processes, in their order."""
+        specs = sorted((self.folder / "run" / "agents").glob("spec*.json"))
+        return [json.loads(spec.read_text())["parent"] for spec in specs]
+
     def end(self) -> Trained:
         """Ask the training to end, as SLURM does, and wait for it."""
-        for spec in (self.folder / "run" / "agents").glob("spec*.json"):
-            os.kill(json.loads(spec.read_text())["parent"], signal.SIGTERM)
+        for pid in self.ranks():
+            os.kill(pid, signal.SIGTERM)
         assert self.process.wait(60) == 0, "".join(self.output[-40:])
         self._reader.join()
         return Trained("".join(self.output), self.folder)
 
 
 def train_until(
-    folder: Path, flags: str, expected: dict[str, Callable[[Job], object]], iterations: int = 0, **kwargs: Any
+    folder: Path, flags: str, expected: Mapping[str, Callable[[Job], object]], iterations: int = 0, **kwargs: Any
 ) -> Trained:
     """Train until there are jobs with these names of which this holds, and for this many iterations or more."""
     running = Running(folder, flags, **kwargs)
@@ -204,6 +220,9 @@ def write_jobs(folder: Path, *jobs: dict[str, Any]) -> str:
                 link.symlink_to(source)
     path.write_text(json.dumps({"jobs": list(jobs)}), encoding="utf-8")  # JSON is YAML
     return f"--fill-jobs {path} --fill-report {folder / 'run'}"
+
+
+WORKER = "fill.worker.worker"  # in the command line of every worker
 
 
 def processes(*markers: str) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""A process that has imported what every rank imports, and forks ranks: they start in a second instead of eight.
+"""A process that has imported what every rank imports, and forks Pythons: they start in a second instead of eight.
 
     python warm.py SOCKET
 
@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -22,14 +23,19 @@ import signal
 import socket
 import sys
 import threading
+import time
+import types
+import warnings
 from typing import NoReturn
 
 HEAVY = (
     *("torch", "torch.distributed", "torch.utils.tensorboard", "torch.distributed.checkpoint", "torch._dynamo"),
     *("torch._inductor.compile_fx", "torch._dynamo.repro.after_dynamo", "networkx", "omegaconf", "wandb"),
-    *("transformers", "tensorboard", "numpy", "scipy", "pydantic", "sqlalchemy", "rich", "yaml"),
+    *("transformers.models.auto.tokenization_auto", "tensorboard", "numpy", "scipy", "pydantic", "sqlalchemy"),
+    *("rich", "yaml", "matplotlib.figure", "matplotlib.backends.backend_agg", "torch.optim.optimizer"),
 )
 ORPHAN_S = 30.0
+REST = "PIPEFILL_TEST_REST_MS"  # in the environment of a rank: what it sleeps after each optimizer step
 
 
 def serve(path: str) -> None:
@@ -66,7 +72,7 @@ def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 def report(connection: socket.socket, pid: int) -> None:
     """Tell the launcher how the rank ended.  One whose launcher is gone and that does not end then is ended."""
     ended = os.pidfd_open(pid)
-    select.select([connection, ended], [], [])
+    select.select([connection.fileno(), ended], [], [])
     if not select.select([ended], [], [], ORPHAN_S)[0]:
         os.kill(pid, signal.SIGKILL)
     os.close(ended)
@@ -87,11 +93,23 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
+    if REST in os.environ:
+        rest(float(os.environ[REST]) / 1e3)
     argv = request["argv"]
     code = 0
+    if argv[0] == "-W":
+        warnings.simplefilter(argv[1])
+        argv = argv[2:]
     try:
-        if argv[0] == "-m":
+        if argv[0] == "-c":
+            sys.path[0] = ""
+            sys.argv = ["-c", *argv[2:]]
+            main = types.ModuleType("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(argv[1], "<string>", "exec"), vars(main))
+        elif argv[0] == "-m":
             sys.path[0] = os.getcwd()
             sys.argv = argv[1:]
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -101,15 +119,24 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
             runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
     end(code)
 
 
+def rest(seconds: float) -> None:
+    """Sleep after each optimizer step: in this time others can start that else have the bubbles only."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    register_optimizer_step_post_hook(lambda *_: time.sleep(seconds))
+
+
 def end(code: int) -> NoReturn:
     """End as Python does, but for taking all modules apart: in a forked process that takes seconds."""
-    threading._shutdown()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,14 +11,14 @@ import torch
 
 from megatron.fill.errors import FillError
 from megatron.fill.hooks import BubbleBus
-from megatron.fill.predictor import BubblePredictor
-from megatron.fill.rule import FillRule
-from megatron.fill.runtime.rank import RankListener
-from megatron.fill.runtime.recorder import Recorder
-from megatron.fill.runtime.relay import Relay, ReportedBytes
-from megatron.fill.stream.listener import StreamListener
-from megatron.fill.stream.ring import Ring, RingReader
-from megatron.fill.stream.signals import CudaSignals
+from megatron.fill.pages.ring import Ring, RingReader
+from megatron.fill.rank.listener import RankListener
+from megatron.fill.rank.predictor import BubblePredictor
+from megatron.fill.rank.recorder import Recorder
+from megatron.fill.rank.relay import Relay, ReportedBytes
+from megatron.fill.rank.rule import FillRule
+from megatron.fill.rank.signals import CudaSignals
+from megatron.fill.rank.stream import StreamListener
 from megatron.fill.types import CycleKey, RankInfo
 
 pytestmark = [
@@ -27,6 +27,15 @@ pytestmark = [
 ]
 MS = 1_000_000
 SPIN = 50_000_000  # cycles: tens of milliseconds on any GPU
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm_clocks() -> None:
+    """A spin is of so many cycles, and an idle GPU's clock is a fraction of a busy one's."""
+    until_s = time.monotonic() + 1
+    while time.monotonic() < until_s:
+        torch.cuda._sleep(SPIN)
+        torch.cuda.synchronize()
 
 
 def spin_ns() -> int:
@@ -46,7 +55,7 @@ class Timed:
         self.recorder = Recorder(RankInfo(0, 2, 0, 2, 0, 1, 0, 2, device="cuda:0"), 3)
         free_bytes = ReportedBytes()
         listener = RankListener(None, self.recorder, BubblePredictor(FillRule()), free_bytes)
-        self.relay = Relay(RingReader(ring.fd), listener, free_bytes)
+        self.relay = Relay(RingReader(ring.fd), listener, free_bytes, None)
         self.listener = StreamListener(ring, CudaSignals("cuda:0", ring.semaphore), lambda: 7)
         self.bus = BubbleBus()
         self.bus.listener = self.listener

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
 import pytest
 import torch
+
+from tests.patches.fresh import python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is for machines without CUDA")
 
@@ -17,13 +17,7 @@ LINE = "PipeFill: no CUDA device: Megatron runs on the CPU over gloo, one core p
 
 
 def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        env=os.environ | environ,
-        check=False,
-    )
+    result = python("-c", code, **environ)
     assert result.returncode == 0, result.stderr
     return result
 

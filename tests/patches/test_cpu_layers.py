@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+
+from tests.patches.fresh import python
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is for machines without CUDA")
 
@@ -61,16 +62,9 @@ assert isinstance(maybe_move_tensor_to_cpu(torch.ones(2)), torch.Tensor)
 
 
 def test_layers_on_two_ranks(tmp_path):
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", CODE, str(tmp_path / "meet"), str(rank)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
+    def run(rank: str) -> subprocess.CompletedProcess[str]:
+        return python("-c", CODE, str(tmp_path / "meet"), rank, RANK=rank, LOCAL_RANK=rank, GLOO_SOCKET_IFNAME="lo")
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in pool.map(run, ["0", "1"]):
+            assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,8 @@ class Optimizer:
     """What the patch needs of a MegatronOptimizer; knows where its state is, and who moved it."""
 
     def __init__(self) -> None:
-        self.optimizer, self.on_device, self.movers = Inner(), True, set()
+        self.optimizer, self.on_device = Inner(), True
+        self.movers: set[str] = set()
 
     def step(self) -> str:
         assert self.on_device
@@ -45,10 +47,17 @@ class Optimizer:
 
 
 def test_state_is_away_between_steps_and_back_when_needed():
-    optimizer, told = Optimizer(), []
-    offloaded = OffloadedOptimizer(optimizer, lambda *weighed: told.append(weighed) or True)
+    optimizer = Optimizer()
+    told: list[tuple[Any, ...]] = []
+
+    def pays(*weighed: Any) -> bool:
+        told.append(weighed)
+        return True
+
+    offloaded = OffloadedOptimizer(optimizer, pays)
     for _ in range(30):
         assert optimizer.step() == "stepped"
+        assert offloaded._moving is not None
         offloaded._moving.result()
         assert not optimizer.on_device
         offloaded.prefetch()
@@ -58,20 +67,20 @@ def test_state_is_away_between_steps_and_back_when_needed():
     assert [weighed[0] for weighed in told] == [2 << 20]  # asked once, with what is in the device's memory
 
 
-def test_state_stays_once_it_does_not_pay():
+def test_state_stays_once_it_does_not_pay(monkeypatch):
     optimizer = Optimizer()
     OffloadedOptimizer(optimizer, lambda *weighed: False)
     for _ in range(10):
         optimizer.step()
     assert optimizer.on_device
-    optimizer.offload_to_cpu = pytest.fail
+    monkeypatch.setattr(optimizer, "offload_to_cpu", pytest.fail)
     optimizer.step()
 
 
-def test_a_failed_copy_is_not_swallowed():
+def test_a_failed_copy_is_not_swallowed(monkeypatch):
     optimizer = Optimizer()
     OffloadedOptimizer(optimizer, lambda *weighed: True)
-    optimizer.restore_from_cpu = lambda: 1 / 0
+    monkeypatch.setattr(optimizer, "restore_from_cpu", lambda: 1 / 0)
     optimizer.step()
     with pytest.raises(ZeroDivisionError):
         optimizer.step()

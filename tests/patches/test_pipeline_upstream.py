@@ -56,7 +56,7 @@ class Listener:
         self.waits: list[tuple[BubbleKind, int, int]] = []
         self._open: tuple[BubbleKind, int] = (BubbleKind.FILL, 0)
 
-    def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int) -> None:
+    def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
         self._open = kind, now_ns
 
     def bubble_closed(self, now_ns: int) -> None:
@@ -75,7 +75,7 @@ class Rank:
         self.now_ns = costs.optimizer_ns[rank]
         self.spans: list[tuple[Op, int, int]] = []
         self.listener, self.bus = Listener(), BubbleBus()
-        self.bus.listener, self.bus.clock = self.listener, lambda: self.now_ns  # type: ignore[assignment]
+        self.bus.listener, self.bus.clock = self.listener, lambda: self.now_ns
         self.bus.begin_iteration(1)
         self.bus.begin_schedule(CycleKey(schedule.name, schedule.microbatches, schedule.chunks))
 

@@ -16,6 +16,7 @@ import pytest
 import pipefill_patches
 from pipefill_patches.registry import Target
 from pipefill_patches.versions import TESTED
+from tests.patches.fresh import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,7 +52,7 @@ STATE = """
 def run(code: str) -> str:
     """Run the code in a fresh interpreter; its output."""
     source = textwrap.dedent(STATE) + textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", source], capture_output=True, text=True, check=False)
+    done = python("-c", source)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -171,12 +172,7 @@ def test_a_copy_in_front_of_pips_is_the_one_that_is_judged(tmp_path):
 
 
 def test_every_patch_fits_what_is_installed():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "pipefill_patches", "--check"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-m", "pipefill_patches", "--check")
     assert done.returncode == 0, done.stdout
     assert [line.split()[0] for line in done.stdout.splitlines() if line.endswith(": fits")] == [
         f"{name}:" for name in pipefill_patches.PATCHES
@@ -268,7 +264,6 @@ def test_upstream_has_the_signatures_that_the_patches_rely_on(name):
     ],
 )
 def test_the_runner_says_what_is_wrong(arguments, code, expected):
-    command = [sys.executable, "-m", "pipefill_patches", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python("-m", "pipefill_patches", *arguments)
     assert done.returncode == code
     assert expected in done.stdout + done.stderr

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megatron.fill.mainjob.memory import activation_bytes, stage_memory
+from megatron.fill.mainjob.model import ModelSpec
+from megatron.fill.mainjob.parallel import Parallel, Recompute
 from megatron.fill.pipeline.bubbles import peak_activation_bytes
 from megatron.fill.pipeline.schedules import make_schedule
-from megatron.fill.sim.mainjob.memory import activation_bytes, stage_memory
-from megatron.fill.sim.mainjob.model import ModelSpec
-from megatron.fill.sim.mainjob.parallel import Parallel, Recompute
+from tests.patches.fresh import python
 
 GPT = ModelSpec(layers=48, hidden=2048, heads=16, sequence=1024, vocabulary=51200)
 LLAMA = replace(GPT, ffn_hidden=5632, query_groups=4, swiglu=True, tied_embeddings=False)
-SP = {"sequence_parallel": True, "recompute": Recompute.SELECTIVE}
+SP: dict[str, Any] = {"sequence_parallel": True, "recompute": Recompute.SELECTIVE}
 CASES = {
     "alone": (GPT, Parallel(pp=1, global_batch=4, **SP)),
     "pipeline": (GPT, Parallel(pp=4, global_batch=16, **SP)),
@@ -35,7 +34,7 @@ from argparse import Namespace
 from megatron.training.theoretical_memory_usage import (
     compute_activation_memory, compute_activation_memory_without_sp, compute_weight_and_optimizer_memory)
 found = []
-for case in json.load(sys.stdin):
+for case in json.loads(sys.argv[1]):
     args = Namespace(**case["args"])
     activations = compute_activation_memory if args.sequence_parallel else compute_activation_memory_without_sp
     found.append([compute_weight_and_optimizer_memory(args), activations(args, case["microbatches"])])
@@ -80,13 +79,7 @@ def arguments(model: ModelSpec, parallel: Parallel) -> dict[str, Any]:
 def upstream() -> dict[str, tuple[float, float]]:
     """Weights with optimizer, and activations, of the fullest rank, in bytes; in one process, as the import is slow."""
     asked = [{"args": arguments(*case), "microbatches": case[1].microbatches} for case in CASES.values()]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", UPSTREAM],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", UPSTREAM, json.dumps(asked))
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
     return dict(zip(CASES, map(tuple, json.loads(line.removeprefix("FOUND "))), strict=True))

@@ -224,7 +224,7 @@ def _program(name: str) -> str | None:
 
 
 def _below(pid: int) -> list[int]:
-    from megatron.fill.device.tree import descendants
+    from megatron.fill.linux.tree import descendants
 
     return list(descendants(pid))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ def running_slurm(**options: Any) -> Iterator[PrivateSlurm]:
         yield slurm
     finally:
         slurm.__exit__(None, None, None)
-
-
-def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    end_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.1)
 
 
 def output(place: Path, job: str) -> str:

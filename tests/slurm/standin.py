@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
 
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--deaf-seconds", type=float, default=0.0)
     args = parser.parse_args()
     rank = int(os.environ["RANK"])
-    told = {name: os.environ[name] for name in _NAMES} | {"MASTER_PORT": os.environ["MASTER_PORT"]}
+    told: dict[str, Any] = {name: os.environ[name] for name in _NAMES} | {"MASTER_PORT": os.environ["MASTER_PORT"]}
     told |= {"cpus": sorted(os.sched_getaffinity(0)), "restarts": os.environ.get("SLURM_RESTART_COUNT", "0")}
     told |= {"job": os.environ["SLURM_JOB_ID"]}
     with Path(f"rank{rank}.jsonl").open("a") as log:

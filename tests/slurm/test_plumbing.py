@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tests.slurm.cluster import PrivateSlurm
-from tests.slurm.conftest import output, running_slurm, until
+from tests.slurm.conftest import output, running_slurm
+from tests.waiting import until
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -135,10 +136,11 @@ def test_the_checkout_is_found_where_the_script_lies(slurm, tmp_path, place):
 def test_a_notice_before_the_time_limit_saves_and_queues_again(slurm, submit, place):
     job = submit("60")
     for restart in range(3):
-        until(lambda n=restart: all(len(told(place, rank)) > n for rank in range(2)))
+        until(lambda: all(len(told(place, rank)) > restart for rank in range(2)))  # noqa: B023
         time.sleep(0.5)
         slurm.call("scancel", "--signal=USR2", job)
-        until(lambda n=restart: (place / "saved1").exists() and output(place, job).count("queued again") > n)
+        until(lambda: (place / "saved1").exists())
+        until(lambda: output(place, job).count("queued again") > restart)  # noqa: B023
     assert slurm.wait_for(job, "COMPLETED", "FAILED") == "COMPLETED", output(place, job)
     assert [its["restarts"] for its in told(place)] == ["0", "1", "2", "3"]
     assert [(place / f"saved{rank}").read_text() for rank in range(2)] == ["60", "60"]

@@ -15,7 +15,8 @@ from megatron.fill.types import JobState
 from tests.e2e.training import MODEL, ROOT, UPSTREAM, Trained, train, write_jobs
 from tests.postgres import NoPostgres, PrivatePostgres
 from tests.slurm.cluster import PrivateSlurm
-from tests.slurm.conftest import output, running_slurm, until
+from tests.slurm.conftest import output, running_slurm
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 SCRIPT = str(ROOT / "scripts" / "train_slurm.sh")
@@ -77,7 +78,7 @@ def test_a_training_that_is_interrupted_three_times_is_as_one_that_was_not(slurm
     done: list[float] = []
     for time_around in range(3):
         already = iterations(folder, job)
-        until(lambda n=already: iterations(folder, job) > n + 15, 200)
+        until(lambda: iterations(folder, job) > already + 15, 200)  # noqa: B023
         if time_around == 0:
             until(lambda: jobs(folder, run).get("short") and jobs(folder, run)["short"].state.finished, 100)
             until(lambda: jobs(folder, run)["long"].progress.steps, 100)
@@ -88,7 +89,7 @@ def test_a_training_that_is_interrupted_three_times_is_as_one_that_was_not(slurm
             )
             assert [line.split()[3] for line in shown.splitlines()[1:]] == ["RUNNING", "RUNNING"]
         slurm.call("scancel", "--signal=USR2", job)
-        until(lambda n=time_around: output(folder, job).count("it is queued again") > n, 100)
+        until(lambda: output(folder, job).count("it is queued again") > time_around, 100)  # noqa: B023
         kept = jobs(folder, run)
         assert {name: its.state for name, its in kept.items()} == {
             "short": JobState.SUCCEEDED,

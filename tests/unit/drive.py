@@ -38,5 +38,9 @@ def drive[T: SideTask](task_class: type[T], directory: Path, **args: Any) -> T:
     """Run a task from create to stop."""
     machine = begin(task_class, directory, **args)
     finish(machine)
+    return task_of(machine, task_class)
+
+
+def task_of[T: SideTask](machine: TaskMachine, task_class: type[T]) -> T:
     assert isinstance(machine.task, task_class)
     return machine.task

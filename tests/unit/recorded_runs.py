@@ -21,29 +21,32 @@ def records(schedule: Schedule, timelines: list[Timeline], tails_ns: list[int]) 
     ``tails_ns``, and another one.
     """
     made = []
+    bubbles: list[list[Bubble]] = [[] for _ in range(schedule.stages)]
+    spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
+    iterations: list[list[Iteration]] = [[] for _ in range(schedule.stages)]
     for rank in range(schedule.stages):
         info = RankInfo(rank, schedule.stages, rank, schedule.stages, 0, 1, rank, schedule.stages)
         key = CycleKey(schedule.name, schedule.microbatches, schedule.chunks)
-        made.append(RankRecord(info, [], [], [], schedule=key))
+        made.append(RankRecord(info, iterations[rank], bubbles[rank], spans[rank], schedule=key))
     begin = 5_000 * MS
     for number, timeline in enumerate(timelines, 1):
         met = begin + timeline.period_ns + SYNC_NS
         end = met + max(tails_ns) + SYNC_NS
-        for rank, record in enumerate(made):
+        for rank in range(schedule.stages):
             waits = [(kind, begin + start, begin + stop) for kind, start, stop in timeline.waits[rank]]
             if waits and waits[-1][0] is BubbleKind.DRAIN and waits[-1][2] == begin + timeline.period_ns:
                 waits[-1] = (BubbleKind.DRAIN, waits[-1][1], met)
             else:
                 waits.append((BubbleKind.DRAIN, begin + timeline.period_ns, met))
             waits.append((BubbleKind.DRAIN, met + tails_ns[rank], end))
-            record.bubbles.extend(
+            bubbles[rank].extend(
                 Bubble(number, index, kind, start, stop) for index, (kind, start, stop) in enumerate(waits)
             )
-            record.spans.extend(
+            spans[rank].extend(
                 Span("forward" if op.kind is Pass.FORWARD else "backward", number, begin + start, begin + stop)
                 for op, start, stop in timeline.spans[rank]
             )
-            record.iterations.append(Iteration(number, begin + OUTSIDE_NS, end, number % 2 == 0, (number - 1) // 2))
+            iterations[rank].append(Iteration(number, begin + OUTSIDE_NS, end, number % 2 == 0, (number - 1) // 2))
         begin = end
     return made
 

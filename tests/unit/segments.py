@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.records import AgentFile, Ending, OpenSegment, begin_segment, rank_file, write_rank
+from megatron.fill.records import AgentFile, OpenSegment, SegmentEnding, begin_segment, rank_file, write_rank
 from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
 
 
@@ -15,7 +15,7 @@ def write_segment(
     records: Sequence[RankRecord],
     attempts: Iterable[tuple[JobRecord, WorkerRecord]] = (),
     running: Mapping[int, list[tuple[JobRecord, WorkerRecord]]] | None = None,
-    ending: Ending | None = Ending.WELL,
+    ending: SegmentEnding | None = SegmentEnding.WELL,
     **about: Any,
 ) -> OpenSegment:
     """A segment with the records of these ranks and of their agents.
@@ -25,7 +25,7 @@ def write_segment(
         ending: None while it runs.
         about: as ``begin_segment`` takes it.
     """
-    opened = begin_segment(run_dir, **{"command": "train", "ranks": len(records)} | about)
+    opened = begin_segment(run_dir, **{"command": "train", "ranks": len(records), **about})
     folder = opened.segment.folder
     for record in records:
         write_rank(rank_file(folder, record.info.rank), record)

@@ -6,14 +6,20 @@ import os
 import re
 import sys
 from argparse import Namespace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 
 from megatron.fill.app import keptin
 from megatron.fill.app.expected import warn_of_few_bubbles
-from megatron.fill.app.launch import Launch, _check_store, _counted, _new_run_folder
+from megatron.fill.app.launch import Launch, _counted
+from megatron.fill.app.runfolder import check_store, new_run_folder, served, store_of
+from megatron.fill.app.session import Session
 from megatron.fill.config import FillSettings
+from megatron.fill.device import DeviceError, meter
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.sandbox import Layer, Walls
 from megatron.fill.types import RankInfo
@@ -27,13 +33,13 @@ def flags(**changed: object) -> Namespace:
 
 @pytest.mark.parametrize("variable", ["GROUP_WORLD_SIZE", "SLURM_NNODES"])
 def test_several_nodes_cannot_share_a_file(monkeypatch, variable):
-    _check_store("runs/first")
+    check_store("runs/first")
     monkeypatch.setenv(variable, "2")
     with pytest.raises(
         ConfigError, match="2 nodes cannot share the job store runs/first; expected --fill-store postgres"
     ):
-        _check_store("runs/first")
-    _check_store("postgresql+psycopg://ada@db/pipefill")
+        check_store("runs/first")
+    check_store("postgresql+psycopg://ada@db/pipefill")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +65,16 @@ def test_wrong_flags_are_refused(changed, message):
         Launch().on_parse(flags(**changed))
 
 
+def test_a_checkout_that_is_not_installed_is_refused_where_jobs_would_run(monkeypatch):
+    def not_installed(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(meter, "version", not_installed)
+    with pytest.raises(DeviceError, match=r"PipeFill is not installed for .*; expected an install of this checkout"):
+        Launch().on_parse(flags(store="jobs.db"))
+    Launch().on_parse(flags(profile_only=True))  # no agent, so nothing needs it
+
+
 def lacking(*names: str) -> Walls:
     return Walls(
         ("pid",), tuple(Layer(name, "keeps", "not here" if name in names else "") for name in ("files", "ipc"))
@@ -69,7 +85,7 @@ def test_a_wall_that_is_missing_is_said_or_with_strict_refused(monkeypatch, caps
     monkeypatch.setattr(keptin, "look", lambda *asked: lacking("ipc"))
     found = keptin.keep_in(FillSettings(store="x"), mps=True)
     assert "jobs are kept in less well here (pipefill doctor says more): ipc: not here" in capsys.readouterr().out
-    assert (found.namespaces, found.guest) == (("pid",), None)
+    assert (found.namespaces, found.user) == (("pid",), None)
     with pytest.raises(ConfigError, match=r"--fill-strict: this machine cannot keep jobs in .*: ipc: not here"):
         keptin.keep_in(FillSettings(store="x", strict=True), mps=True)
     monkeypatch.setattr(keptin, "look", lambda *asked: lacking())
@@ -89,13 +105,12 @@ def test_a_folder_of_modules_that_jobs_may_not_enter_is_said(monkeypatch, capsys
 
 def test_the_store_is_the_flag_the_environment_or_the_run_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("PIPEFILL_STORE", raising=False)
-    run = Launch()
-    run.settings = FillSettings()
-    assert run._store(tmp_path) == str(tmp_path)
+    settings = FillSettings()
+    assert store_of(settings, tmp_path) == str(tmp_path)
     monkeypatch.setenv("PIPEFILL_STORE", "shared.db")
-    assert run._store(tmp_path) == "shared.db"
-    run.settings = FillSettings(store="flag.db")
-    assert run._store(tmp_path) == "flag.db"
+    assert store_of(settings, tmp_path) == "shared.db"
+    settings = FillSettings(store="flag.db")
+    assert store_of(settings, tmp_path) == "flag.db"
 
 
 def run_folder(path: Path) -> Path:
@@ -131,15 +146,14 @@ def test_a_forgotten_variable_does_not_make_a_training_serve_another_run(monkeyp
 
 def test_the_store_that_is_served_is_said_with_its_origin(monkeypatch, tmp_path):
     monkeypatch.delenv("PIPEFILL_STORE", raising=False)
-    run = Launch()
-    run.settings = FillSettings()
-    assert run._served(tmp_path) == f"PipeFill: serves the job store {tmp_path} (the run folder's own)"
+    settings = FillSettings()
+    assert served(settings, tmp_path) == f"PipeFill: serves the job store {tmp_path} (the run folder's own)"
     monkeypatch.setenv("PIPEFILL_STORE", "postgresql+psycopg://ada:secret@db/x")
-    assert run._served(tmp_path) == (
+    assert served(settings, tmp_path) == (
         "PipeFill: serves the job store postgresql+psycopg://ada:***@db/x ($PIPEFILL_STORE)"
     )
-    run.settings = FillSettings(store="flag.db")
-    assert run._served(tmp_path) == "PipeFill: serves the job store flag.db (--fill-store)"
+    settings = FillSettings(store="flag.db")
+    assert served(settings, tmp_path) == "PipeFill: serves the job store flag.db (--fill-store)"
 
 
 @pytest.mark.parametrize(
@@ -174,12 +188,31 @@ def test_a_training_with_few_bubbles_is_told_so_at_its_start(caplog, stages, mic
 def test_a_slurm_job_comes_back_to_its_run_folder(monkeypatch, variables, name):
     for variable in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
         monkeypatch.delenv(variable, raising=False)
-    assert _new_run_folder().endswith(f"-{os.getpid()}")
+    assert new_run_folder().endswith(f"-{os.getpid()}")
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    assert _new_run_folder() == name
+    assert new_run_folder() == name
 
 
 def test_jobs_that_are_not_submitted_again_are_counted():
     assert _counted(3, 3) == "3 jobs"
     assert _counted(3, 1) == "3 jobs (2 submitted here before: --fill-resubmit runs them anew)"
+
+
+def test_a_session_whose_listening_fails_leaves_no_agent_behind(tmp_path, monkeypatch):
+    ended: list[bool] = []
+
+    class Failing(Session):
+        def _start_warden(self, *args: object) -> Any:
+            assert self.gate is not None
+            gate = self.gate
+            return SimpleNamespace(send_signal=lambda number: None, wait=lambda seconds: ended.append(gate.ended))
+
+        def _listen(self) -> NoReturn:
+            raise DeviceError("the driver refuses")
+
+    (tmp_path / "agents").mkdir()
+    info = RankInfo(0, 2, 0, 2, 0, 1, 0, 2, device="cuda:0")
+    with pytest.raises(DeviceError, match="the driver refuses"):
+        Failing(FillSettings(store="x"), info, tmp_path, tmp_path, "x", [], None, keptin.KeptIn())
+    assert ended == [True]

@@ -2,63 +2,70 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.fill.control import RunState
+from megatron.fill.agent.attempt import Attempt, _Begun
+from megatron.fill.agent.ending import Ending, How
+from megatron.fill.agent.ledger import AttemptLedger
+from megatron.fill.agent.orders import Orders
+from megatron.fill.agent.output import BoundedOutput
+from megatron.fill.agent.verdict import End, Judge, Verdict
+from megatron.fill.device.port import Limits
+from megatron.fill.pages.control import RunState
+from megatron.fill.pages.steplog import Saving, StepLog, create_log
 from megatron.fill.records import AgentFile, read_agent
-from megatron.fill.runtime.agent import Agent
-from megatron.fill.runtime.attempt import Attempt
-from megatron.fill.runtime.spec import Outcome
-from megatron.fill.runtime.steplog import Saving, StepLog, create_log
-from megatron.fill.runtime.verdict import End, Judge, Verdict
-from megatron.fill.store.port import Progress, Standing
+from megatron.fill.store.port import Claim, Progress, Standing
 from megatron.fill.types import BubbleUse, JobRecord, JobState, WorkerRecord
+from megatron.fill.work import Work
+from megatron.fill.worker.confined import Confined
+from megatron.fill.worker.spec import Outcome
+from tests.unit.stations import Post, post
 
 DIED = Outcome(JobState.FAILED, "the worker was killed by SIGSEGV in run_next_step()")
 GAVE_BACK = Outcome(JobState.QUEUED, "goes on from its checkpoint")
 
 
+def stop(why: str) -> Ending:
+    return Ending(How.STOP, why)
+
+
 class Bench:
-    """An attempt without a worker."""
+    """A judge and a job."""
 
-    def __init__(self) -> None:
-        self.agent = SimpleNamespace(over=False, judge=Judge(), control=SimpleNamespace(state=RunState.RUNNING))
-        self.attempt = Attempt.__new__(Attempt)
-        self.attempt.agent = self.agent  # type: ignore[assignment]
-        self.attempt.job = SimpleNamespace(id=7, progress=Progress(), spec={})  # type: ignore[assignment]
-        self.attempt.held = SimpleNamespace(standing=Standing.HELD)  # type: ignore[assignment]
-        self.attempt.log = StepLog(create_log())
-        self.attempt.started_s, self.attempt.started_ns = time.time(), time.monotonic_ns()
-        self.attempt.timeout_s = math.inf
+    def __init__(self, post: Post) -> None:
+        self.post, self.judge_ = post, Judge()
+        self.job = post.submit()
 
-    def judge(
-        self,
-        outcome: Outcome,
-        crashed: bool = False,
-        stopped: str = "",
-        cut: str = "",
-        request: str = "",
-        late: bool = False,
-    ) -> tuple[JobState, str]:
-        run: Any = SimpleNamespace(stopped=stopped, cut=cut, late=late)
-        room: Any = SimpleNamespace(request=request)
-        verdict = self.attempt._verdict(run, room, outcome, crashed)
+    def judge(self, outcome: Outcome, **more: Any) -> tuple[JobState, str]:
+        verdict = self.judge_.verdict(self.job, End(outcome, **more))
         return verdict.state, verdict.reason
+
+    def attempt(self, pid: int = 0, **spec: Any) -> Attempt:
+        """One whose worker is the process ``pid``; the test speaks for it."""
+        claim = self.post.claim("running", **spec)
+        attempt = Attempt(self.post.station, self.post.crew, claim, Limits(), self.post.folder, None)
+        log = StepLog(create_log())
+        orders = Orders(self.post.station, attempt.held, log, attempt.started_ns)
+        limiter = self.post.station.device.limiter(Limits(), f"test-{claim.job.id}")
+        output = BoundedOutput(self.post.folder / "output.log")
+        holder: Any = None
+        attempt._begun = _Begun(holder, Confined(pid, pid), limiter, log, output, orders)
+        return attempt
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench(monkeypatch, tmp_path) -> Iterator[Bench]:
+    with post(monkeypatch, tmp_path) as made:
+        yield Bench(made)
 
 
 def test_what_a_worker_says_of_itself_is_taken(bench):
@@ -77,13 +84,11 @@ def test_a_job_that_dies_is_tried_again_twice(bench):
 
 def test_one_that_saves_between_its_deaths_goes_on(bench):
     for _ in range(5):
-        bench.attempt.log.checkpoint_s = time.time() + 1
-        assert bench.judge(DIED, crashed=True)[0] is JobState.QUEUED
+        assert bench.judge(DIED, crashed=True, saved=True)[0] is JobState.QUEUED
 
 
 def test_what_it_claims_to_have_saved_does_not_keep_it_going_for_ever(bench):
-    bench.attempt.log.checkpoint_s = time.time() + 3600
-    states = [bench.judge(DIED, crashed=True)[0] for _ in range(12)]
+    states = [bench.judge(DIED, crashed=True, saved=True)[0] for _ in range(12)]
     assert states == [JobState.QUEUED] * 11 + [JobState.FAILED]
 
 
@@ -92,11 +97,12 @@ def test_a_worker_that_gives_up_unasked_has_died(bench):
         assert bench.judge(GAVE_BACK)[1] == "the worker gave up without being asked to; it is tried again"
     assert bench.judge(GAVE_BACK)[0] is JobState.FAILED
     # What it scribbles into the log about memory is not a request.
-    assert Bench().judge(Outcome(JobState.QUEUED, "x", crowded=True))[1].startswith("the worker gave up")
+    other = Bench(bench.post)
+    assert other.judge(Outcome(JobState.QUEUED, "x", crowded=True))[1].startswith("the worker gave up")
 
 
 def test_one_that_was_asked_to_stop_says_why(bench):
-    assert bench.judge(GAVE_BACK, stopped="the main job needs the memory")[1] == (
+    assert bench.judge(GAVE_BACK, ending=stop("the main job needs the memory"))[1] == (
         "the main job needs the memory; goes on from its checkpoint"
     )
     crowded = Outcome(JobState.QUEUED, "it begins again from its start", crowded=True)
@@ -104,67 +110,72 @@ def test_one_that_was_asked_to_stop_says_why(bench):
         JobState.QUEUED,
         "the main job grew; it begins again from its start",
     )
-    bench.agent.over = True
     for _ in range(5):
-        assert bench.judge(GAVE_BACK) == (JobState.QUEUED, "the main job ended first; goes on from its checkpoint")
+        assert bench.judge(GAVE_BACK, over=True) == (
+            JobState.QUEUED,
+            "the main job ended first; goes on from its checkpoint",
+        )
 
 
 def test_one_that_was_cut_off_is_not_to_blame(bench):
-    bench.attempt.log.checkpoint_s = time.time() + 1
-    assert bench.judge(DIED, crashed=True, cut="ended by pipefill kill") == (
+    killed = Outcome(JobState.FAILED, "ended by pipefill kill")
+    assert bench.judge(killed, ending=Ending(How.CUT, killed.reason), kept=True) == (
         JobState.QUEUED,
         "ended by pipefill kill; it goes on from its last checkpoint",
     )
-    assert Bench().judge(DIED, crashed=True, stopped="the main job ended first") == (
+    assert bench.judge(DIED, crashed=True, ending=stop("the main job ended first")) == (
         JobState.QUEUED,
         "the main job ended first; it begins again",
     )
 
 
+def test_one_that_was_ended_for_what_it_did_has_failed(bench):
+    beyond = Outcome(JobState.FAILED, "over its cap of 1 MiB")
+    assert bench.judge(beyond, ending=Ending(How.FAIL, beyond.reason)) == (JobState.FAILED, beyond.reason)
+    after = Ending(How.FAIL, beyond.reason, "the main job ended first")
+    assert bench.judge(beyond, ending=after) == (JobState.FAILED, beyond.reason)
+
+
 def test_a_cancelled_job_is_cancelled_unless_it_was_done(bench):
-    bench.attempt.held.standing = Standing.CANCELLED
-    assert bench.judge(GAVE_BACK, stopped="it was cancelled") == (JobState.CANCELLED, "cancelled while it ran")
-    assert bench.judge(Outcome(JobState.SUCCEEDED, ""))[0] is JobState.SUCCEEDED
+    cancelled = {"standing": Standing.CANCELLED, "ending": stop("it was cancelled")}
+    assert bench.judge(GAVE_BACK, **cancelled) == (JobState.CANCELLED, "cancelled while it ran")
+    assert bench.judge(Outcome(JobState.SUCCEEDED, ""), **cancelled)[0] is JobState.SUCCEEDED
 
 
 def test_one_that_failed_is_tried_again_as_often_as_it_asks_for(bench):
-    bench.attempt.job.spec = {"retries": 2}
+    bench.job = replace(bench.job, work=Work(retries=2))
     wrong = Outcome(JobState.FAILED, "ValueError")
-    verdict = bench.agent.judge.verdict(bench.attempt.job, End(wrong))
+    verdict = bench.judge_.verdict(bench.job, End(wrong))
     assert verdict == Verdict(JobState.QUEUED, "ValueError; retry 1 of 2", failed=True)
-    bench.attempt.job.progress = Progress(failures=1)
+    bench.job = replace(bench.job, progress=Progress(failures=1))
     assert bench.judge(wrong) == (JobState.QUEUED, "ValueError; retry 2 of 2")
-    bench.attempt.job.progress = Progress(failures=2)
+    bench.job = replace(bench.job, progress=Progress(failures=2))
     assert bench.judge(wrong) == (JobState.FAILED, "ValueError")
     assert bench.judge(Outcome(JobState.SUCCEEDED, "")) == (JobState.SUCCEEDED, "")
 
 
 def test_each_try_may_die_as_often_as_the_first(bench):
-    bench.attempt.job.spec = {"retries": 1}
+    bench.job = replace(bench.job, work=Work(retries=1))
     reasons = [bench.judge(DIED, crashed=True)[1].rpartition("; ")[2] for _ in range(6)]
     again = "it is tried again"
     assert reasons == [again, again, "retry 1 of 1", again, again, "retry 1 of 1"]  # the store counts them
 
 
-def test_a_failure_is_counted_in_what_the_store_hears(bench):
-    bench.attempt.job.progress = Progress(work_done=3.0, failures=1)
-    bench.attempt.failed = False
-    assert bench.attempt._progress().failures == 1
-    bench.attempt.failed = True
-    assert (bench.attempt._progress().failures, bench.attempt._progress().work_done) == (2, 3.0)
-
-
 def test_a_job_that_runs_for_too_long_has_failed(bench):
-    attempt = bench.attempt
-    attempt.timeout_s = attempt.job.spec["timeout_s"] = 60
-    assert attempt._why_stop() == ""
-    attempt.started_ns -= 61 * 10**9
-    stopped = attempt._why_stop()
-    assert bench.judge(GAVE_BACK, stopped=stopped) == (JobState.FAILED, "it ran for longer than its timeout of 60 s")
-    assert bench.judge(DIED, crashed=True, stopped=stopped, late=True)[0] is JobState.FAILED
-    assert bench.judge(Outcome(JobState.SUCCEEDED, ""), stopped=stopped)[0] is JobState.SUCCEEDED
-    attempt.job.spec["retries"] = 1
-    assert bench.judge(GAVE_BACK, stopped=stopped)[0] is JobState.QUEUED
+    attempt = bench.attempt(timeout_s=60)
+    orders = attempt._begun.orders
+    assert orders.look() is None
+    bench.job = attempt.job
+    ending = Orders(bench.post.station, attempt.held, attempt._begun.log, time.monotonic_ns() - 61 * 10**9).look()
+    assert ending == stop("it ran for longer than its timeout")
+    failed = (JobState.FAILED, "it ran for longer than its timeout of 60 s")
+    assert bench.judge(GAVE_BACK, ending=ending) == failed
+    assert bench.judge(DIED, crashed=True, ending=ending) == failed
+    for how in (How.LATE, How.FAIL, How.CUT):  # whatever came after that
+        assert bench.judge(DIED, ending=Ending(how, "another reason", ending.why)) == failed
+    assert bench.judge(Outcome(JobState.SUCCEEDED, ""), ending=ending)[0] is JobState.SUCCEEDED
+    bench.job = replace(bench.job, work=replace(bench.job.work, retries=1))
+    assert bench.judge(GAVE_BACK, ending=ending)[0] is JobState.QUEUED
 
 
 _ASKED = """
@@ -180,112 +191,113 @@ def test_a_task_is_asked_to_shrink_and_nobody_else(bench):
     task = subprocess.Popen([sys.executable, "-c", _ASKED], stdout=subprocess.PIPE, text=True)
     assert task.stdout is not None
     assert task.stdout.readline() == "up\n"
-    bench.attempt.confined = SimpleNamespace(pid=task.pid)
-    bench.attempt.job.spec = {"command": None}
-    bench.attempt._ask_to_shrink(0)  # all of it: that is a wish, too
-    assert bench.attempt.log.wanted_bytes == 0
+    attempt = bench.attempt(task.pid)
+    attempt._ask_to_shrink(0)  # all of it: that is a wish, too
+    assert attempt._begun.log.wanted_bytes == 0
     assert task.stdout.readline() == "asked\n"
     assert task.wait() == 0
-    bench.attempt._ask_to_shrink(1 << 32)  # it has ended just now
-    assert bench.attempt.log.wanted_bytes == 1 << 32
+    attempt._ask_to_shrink(1 << 32)  # it has ended just now
+    assert attempt._begun.log.wanted_bytes == 1 << 32
 
 
 def test_a_command_cannot_shrink_and_is_not_signalled(bench, monkeypatch):
     sent: list[signal.Signals] = []
-    monkeypatch.setattr(bench.attempt, "_signal", sent.append, raising=False)
-    bench.attempt.job.spec = {"command": ["sleep", "1"]}
-    bench.attempt._ask_to_shrink(1)
-    assert (sent, bench.attempt.log.wanted_bytes) == ([], None)
+    attempt = bench.attempt(task=None, command=("sleep", "1"))
+    monkeypatch.setattr(attempt, "_signal", sent.append)
+    attempt._ask_to_shrink(1)
+    assert (sent, attempt._begun.log.wanted_bytes) == ([], None)
 
 
 def test_a_job_that_moves_goes_on_from_its_checkpoint(bench):
-    bench.attempt.held.standing = Standing.MOVE
-    bench.attempt.log.saving = Saving.SAVED
-    stopped = bench.attempt._why_stop()
-    assert stopped == "it moves to a rank that is idle"
-    assert bench.judge(GAVE_BACK, stopped=stopped) == (JobState.QUEUED, f"{stopped}; goes on from its checkpoint")
-    assert bench.judge(Outcome(JobState.SUCCEEDED, ""), stopped=stopped)[0] is JobState.SUCCEEDED
+    moves = stop("it moves to a rank that is idle")
+    assert bench.judge(GAVE_BACK, ending=moves) == (JobState.QUEUED, f"{moves.why}; goes on from its checkpoint")
+    assert bench.judge(Outcome(JobState.SUCCEEDED, ""), ending=moves)[0] is JobState.SUCCEEDED
     assert [bench.judge(DIED, crashed=True)[0] for _ in range(2)] == [JobState.QUEUED] * 2  # no move counted
 
 
 def test_one_that_is_too_slow_to_stop_moves_all_the_same(bench):
     """It was saved before, and it is not to blame for a machine that is busy."""
     slow = Outcome(JobState.FAILED, "stop() did not return within 10 s of the stop: ...")
-    bench.attempt.log.checkpoint_s = time.time()
+
+    def late(why: str) -> Ending:
+        return Ending(How.LATE, slow.reason, why)
+
     moves = "it moves to a rank that is idle"
     queued = (JobState.QUEUED, f"{moves}; it goes on from its last checkpoint")
-    assert bench.judge(slow, stopped=moves, late=True) == queued
-    assert bench.judge(slow, stopped=moves)[0] is JobState.FAILED  # ended for another reason
-    assert bench.judge(slow, stopped="the main job ended first", late=True)[0] is JobState.QUEUED
-    assert bench.judge(slow, stopped="the main job needs the memory", late=True)[0] is JobState.FAILED
+    assert bench.judge(slow, ending=late(moves), kept=True) == queued
+    assert bench.judge(slow, ending=Ending(How.FAIL, "x", moves))[0] is JobState.FAILED  # ended for another reason
+    assert bench.judge(slow, ending=late("the main job ended first"))[0] is JobState.QUEUED
+    assert bench.judge(slow, ending=late("the main job needs the memory"))[0] is JobState.FAILED
 
 
 def test_a_job_moves_only_after_it_was_saved_anew(bench):
-    attempt, log = bench.attempt, bench.attempt.log
+    attempt = bench.attempt()
+    log, look = attempt._begun.log, attempt._begun.orders.look
     log.saving = Saving.SAVED  # for an earlier request, say
-    assert (attempt._why_stop(), log.saving) == ("", Saving.NONE)
+    assert (look(), log.saving) == (None, Saving.NONE)
     attempt.held.standing = Standing.MOVE
-    assert (attempt._why_stop(), log.saving) == ("", Saving.WANTED)
-    assert attempt._why_stop() == ""
+    assert (look(), log.saving) == (None, Saving.WANTED)
+    assert look() is None
+    log.saving = Saving.SAVED
+    assert look() == stop("it moves to a rank that is idle")
     log.saving = Saving.FAILED
-    assert (attempt._why_stop(), log.saving) == ("", Saving.FAILED)
+    assert (look(), log.saving) == (None, Saving.FAILED)
     attempt.held.standing = Standing.HELD  # nobody waits for it any more
-    assert (attempt._why_stop(), log.saving) == ("", Saving.NONE)
+    assert (look(), log.saving) == (None, Saving.NONE)
 
 
 def test_why_a_worker_must_go(bench):
-    attempt = bench.attempt
-    assert (attempt._why_stop(), attempt._why_end()) == ("", "")
+    attempt = bench.attempt()
+    look = attempt._begun.orders.look
+    assert look() is None
     attempt.held.standing = Standing.CANCELLED
-    assert attempt._why_stop() == "it was cancelled"
-    bench.agent.control.state = RunState.KILLED
-    assert attempt._why_end() == "ended by pipefill kill"
+    assert look() == stop("it was cancelled")
+    bench.post.gate.end()
+    assert look() == stop("the main job ended first")
+    bench.post.control.change(RunState.KILLED)
+    assert look() == Ending(How.CUT, "ended by pipefill kill")
     attempt.held.standing = Standing.LOST
-    assert "another agent may have it" in attempt._why_end()
-    bench.agent.over = True
-    assert attempt._why_stop() == "the main job ended first"
+    assert "another agent may have it" in look().why
 
 
-def test_what_runs_is_written_down_with_what_it_did_so_far(tmp_path):
-    bench = Bench()
-    attempt = bench.attempt
-    bench.agent.spec = SimpleNamespace(rank=3)
-    attempt.job = SimpleNamespace(  # type: ignore[assignment]
-        id=7, name="pi", attempt=2, spec={"task": "m:C", "command": None}, progress=Progress(unit="points")
-    )
-    attempt.directory, attempt.started_ns = tmp_path, 5
-    attempt.limiter = SimpleNamespace(peak_bytes=9)  # type: ignore[assignment]
+def test_what_runs_is_written_down_with_what_it_did_so_far(bench):
+    attempt = bench.attempt()
+    log = attempt._begun.log
     for number in range(3000):
-        attempt.log.step_ended(number, number + 1, 2.0, alone=False)
-    attempt.log.leave_bubble(BubbleUse(1, 5, 3000, 0, 3000), alone=False)
+        log.step_ended(number, number + 1, 2.0, alone=False)
+    log.leave_bubble(BubbleUse(1, 5, 3000, 0, 3000), alone=False)
+    log.unit = "points"
     job, worker = attempt.so_far()
-    assert (job.name, job.state, job.reason, job.rank, job.attempt) == ("pi", JobState.RUNNING, "", 3, 2)
-    assert (job.work_done, job.unit, job.steps, job.directory) == (6000.0, "points", 3000, str(tmp_path))
-    assert job.peak_bytes == 9
+    assert (job.name, job.state, job.reason, job.rank, job.attempt) == ("running", JobState.RUNNING, "", 3, 1)
+    assert (job.work_done, job.unit, job.steps, job.directory) == (6000.0, "points", 3000, str(bench.post.folder))
     assert (worker.steps_done, worker.work_done, worker.harvested_ns, len(worker.uses)) == (3000, 6000.0, 3000, 1)
     assert len(worker.steps) == 2000  # the most recent ones
     assert worker.steps[-1] == (2999, 3000)
 
 
+def test_one_that_has_not_begun_has_no_record_and_is_as_far_as_before(bench):
+    claim = bench.post.claim("waits")
+    claim = Claim(replace(claim.job, progress=Progress(work_done=3.0, failures=1)), "agent")
+    attempt = Attempt(bench.post.station, bench.post.crew, claim, Limits(), Path("/nowhere"), None)
+    assert attempt.so_far() is None
+    assert attempt.progress() == claim.job.progress
+
+
 def test_an_agent_keeps_what_it_cannot_write_now(tmp_path):
-    agent = Agent.__new__(Agent)
-    agent._lock = threading.Lock()
-    agent._ended = []
-    agent._record = AgentFile(tmp_path / "1", 0)
-    running = JobRecord("runs", "m:C", JobState.RUNNING, "", 1.0, "steps", 0, directory="jobs/runs-2")
+    ledger = AttemptLedger(AgentFile(tmp_path / "1", 0))
+    runs = JobRecord("runs", "m:C", JobState.RUNNING, "", 1.0, "steps", 0, directory="jobs/runs-2")
     worker = WorkerRecord("pi", 0, 1, 1.0, 1, 0, 0.0)
-    agent.seats = [
-        SimpleNamespace(attempt=SimpleNamespace(so_far=lambda: (running, worker))),
-        SimpleNamespace(attempt=None),
-    ]  # type: ignore[list-item]
-    ended = [replace(running, name=name, state=JobState.QUEUED, directory=f"jobs/{name}-1") for name in ("a", "b")]
+    ended = [replace(runs, name=name, state=JobState.QUEUED, directory=f"jobs/{name}-1") for name in ("a", "b")]
     (tmp_path / "1").touch()
-    for job in ended:
-        agent.keep_record(job, worker)
-        with pytest.raises(OSError, match="1"):
-            agent._write()
-    (tmp_path / "1").unlink()
-    agent._write()
-    agent._write()
-    assert [job for job, _ in read_agent(tmp_path / "1" / "agent0.jsonl")] == ended
-    assert [job for job, _ in read_agent(tmp_path / "1" / "agent0.running.jsonl")] == [running]
+    with ledger.running(lambda: (runs, worker)), ledger.running(lambda: None):
+        for job in ended:
+            ledger.keep(job, worker)
+            with pytest.raises(OSError, match="1"):
+                ledger.write()
+        (tmp_path / "1").unlink()
+        ledger.write()
+        ledger.write()
+        assert [job for job, _ in read_agent(tmp_path / "1" / "agent0.jsonl")] == ended
+        assert [job for job, _ in read_agent(tmp_path / "1" / "agent0.running.jsonl")] == [runs]
+    ledger.write()
+    assert not (tmp_path / "1" / "agent0.running.jsonl").exists()

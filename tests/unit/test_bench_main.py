@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron.fill.gate import OpenBubble, SharedGate, SharedGateReader
+from megatron.fill.pages.gate import OpenBubble, SharedGate, SharedGateReader
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.types import BubbleKind, Iteration
-from scripts import beside
-from scripts.bench_main import PARTS
-from scripts.results import Results
-from scripts.sidetasks import Metered, tasks_of
-from scripts.trainings import Blocks, p99_slowdown, startup_s
+from scripts.benchmarks import beside
+from scripts.benchmarks.bench_main import PARTS
+from scripts.benchmarks.results import Results
+from scripts.benchmarks.sidetasks import Metered, tasks_of
+from scripts.benchmarks.trainings import Blocks, p99_slowdown, startup_s
 
 BLOCKS = Blocks(length=2, pairs=2, warmup=3)
 MS = 1_000_000
@@ -93,7 +93,7 @@ def test_freerides_manager_starts_the_task_with_the_bubbles_end_and_pauses_it_th
     def sleep(seconds: float) -> None:
         nonlocal now_ns
         bubble = seen.current()
-        states.append(bubble and bubble.deadline_ns // MS)
+        states.append(None if bubble is None else bubble.deadline_ns // MS)
         now_ns += round(seconds * 1e9)
         if next(ticks) == 0:
             told.open(125 * MS, 0)
@@ -152,7 +152,7 @@ def test_results_of_several_calls_are_in_one_file(tmp_path, monkeypatch):
     Results(path).add("a", {"slowdown": 0.3}, "emulated")
     found = json.loads(path.read_text(encoding="utf-8"))
     assert found["summary"] == {"emulated": {"slowdown": 0.3, "baselines": {"no_gate": {"slowdown": 0.2}}}}
-    assert found["commands"]["b"] == "python scripts/bench_main.py --parts a"
+    assert found["commands"]["b"] == "python scripts/benchmarks/bench_main.py --parts a"
     assert found["details"] == {"a": {"total": {"steps": 1}}}
     path.write_text('{"summary": {}}', encoding="utf-8")
     with pytest.raises(ValueError, match="something else"):

@@ -1,8 +1,8 @@
-"""scripts/bench_recipes.py: bubbles of published configurations by the closed form."""
+"""scripts/benchmarks/bench_recipes.py: bubbles of published configurations by the closed form."""
 
 import pytest
 
-from scripts.bench_recipes import Row, rows, study
+from scripts.benchmarks.bench_recipes import Row, rows, study
 
 TABLES = """# Summary
 

@@ -1,4 +1,4 @@
-"""scripts/bench_sim.py: which of the measured figures become the headline."""
+"""scripts/benchmarks/bench_sim.py: which of the measured figures become the headline."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import bench_sim
+from scripts.benchmarks import bench_sim
 
 RECORDED = Path(__file__).parents[2] / "docs" / "benchmarks" / "sim.json"
 

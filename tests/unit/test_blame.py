@@ -32,6 +32,7 @@ def test_a_traceback_begins_with_the_tasks_own_code():
     with pytest.raises(ValueError, match="3 epochs") as caught:
         machine.create({"epochs": 3})
     error = caught.value
+    assert error.__traceback__ is not None
     error.__traceback__ = error.__traceback__.tb_next  # without the test itself
     text = task_traceback(error)
     assert "KeyError: 'inner'" in text

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.board import CycleBoard, CycleBoardReader
-from megatron.fill.gate import SharedGate, SharedGateReader
+from megatron.fill.pages.baton import Baton, TailGate
+from megatron.fill.pages.board import CycleBoard, CycleBoardReader
+from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
-from megatron.fill.runtime.baton import Baton, TailGate
 from megatron.fill.types import BubbleKind
 
 slots = st.builds(BubbleSlot, st.sampled_from(BubbleKind), st.integers(0, 10**12), st.integers(0, 2**45))

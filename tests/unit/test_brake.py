@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.runtime.brake import Brake
-from megatron.fill.runtime.pairs import Evidence, midmean
+from megatron.fill.rank.brake import Brake
+from megatron.fill.rank.evidence import Evidence, midmean
 from megatron.fill.types import fills_block
 
 SECOND = 1_000_000_000
@@ -100,8 +100,8 @@ def test_noise_alone_brakes_less_than_once_in_ten_thousand_iterations(noise):
 )
 def test_a_slowdown_is_found_the_sooner_the_larger_it_is(slowdown, sigma, median):
     found = [Training(slowdown).run(normal(6000, seed, sigma)).braked_after() for seed in range(15)]
+    assert np.median([after for after in found if after is not None]) <= median
     assert None not in found
-    assert np.median(found) <= median
 
 
 @given(st.floats(0.1, 2.0), st.integers(0, 2000), st.integers(1_000_000, 100 * SECOND))
@@ -142,7 +142,9 @@ def test_iterations_after_evaluations_and_checkpoints_are_left_out():
     late[::10] = 1.0
     assert Training().run(normal(4000) + late, lambda number: number % 10 == 0).brake.events == []
     slow = Training(0.3).run(normal(400) + late[:400], lambda number: number % 10 == 0)
-    assert slow.braked_after() <= 96
+    after = slow.braked_after()
+    assert after is not None
+    assert after <= 96
 
 
 @given(st.lists(st.booleans(), min_size=200, max_size=600))

@@ -16,12 +16,13 @@ from megatron.fill.chaos.attacks import brought, calls, command, kernel
 from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, in_child, try_all
 from megatron.fill.chaos.attacks.table import ATTACKS
 from megatron.fill.chaos.attacks.task import Attacker
-from megatron.fill.chaos.holder import Holder, Shrinking
+from megatron.fill.chaos.holder import MemoryHolder, Shrinking
 from megatron.fill.chaos.kind import attack, fatal
-from megatron.fill.chaos.marks import Event, prepare, read
+from megatron.fill.chaos.marks import Note, prepare, read
 from megatron.fill.chaos.meminfo import FreeMemory
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.store import NewJob, open_store
+from megatron.fill.work import Work
 
 HERE = os.stat("/proc/self/ns/net").st_ino
 
@@ -109,7 +110,7 @@ def test_a_process_without_powers_has_nothing_wrong():
 
 @pytest.mark.parametrize(
     ("commit", "event", "detail"),
-    [(lambda ground: refuse(), Event.HELD, "no"), (lambda ground: "all of it", Event.THROUGH, "all of it")],
+    [(lambda ground: refuse(), Note.HELD, "no"), (lambda ground: "all of it", Note.THROUGH, "all of it")],
 )
 def test_an_attacker_notes_what_came_of_it_and_does_its_work_once(tmp_path, monkeypatch, commit, event, detail):
     monkeypatch.setitem(ATTACKS, "made-up", Attack(attack("made-up", ""), commit, lasts_s=0.01))
@@ -122,7 +123,7 @@ def test_an_attacker_notes_what_came_of_it_and_does_its_work_once(tmp_path, monk
         task.run_next_step()
     with pytest.raises(StopIteration):
         task.run_next_step()
-    assert len(read(marks, Event.FAULT)) == 1
+    assert len(read(marks, Note.FAULT)) == 1
     (noted,) = read(marks, event)
     assert detail in noted.detail
 
@@ -133,15 +134,15 @@ def test_what_a_job_brings_notes_the_powers_that_it_ran_with(tmp_path):
     kinds = {kind.name: kind for kind in brought.KINDS}
     brings = brought.bring(kinds["env-pythonpath"], tmp_path / "brought", marks)
     subprocess.run([sys.executable, "-c", ""], env=brings["env"], check=True)
-    assert len(read(marks, Event.FAULT)) == 1
-    (seen,) = [*read(marks, Event.THROUGH), *read(marks, Event.HELD)]
+    assert len(read(marks, Note.FAULT)) == 1
+    (seen,) = [*read(marks, Note.THROUGH), *read(marks, Note.HELD)]
     assert "CapEff" in seen.detail
 
 
 def test_a_damaged_copy_leaves_the_store_as_it_is(tmp_path):
     database = tmp_path / "jobs.db"
     store = open_store(database)
-    store.submit([NewJob("kept", {})])
+    store.submit([NewJob("kept", Work())])
     for how in ("truncated", "empty", "noise", "future", "read-only"):
         command.damage(database, tmp_path / how, how)
     assert store.find("kept").name == "kept"
@@ -167,7 +168,7 @@ def test_what_stands_in_for_the_free_memory_is_changed_in_place_and_restored(tmp
 
 def test_a_task_that_holds_memory_gives_it_back_if_it_can(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.fill.chaos.holder._HELD_BYTES", 1 << 10)
-    for task, kept in ((Shrinking(), 0), (Holder(), 1 << 10)):
+    for task, kept in ((Shrinking(), 0), (MemoryHolder(), 1 << 10)):
         marks = tmp_path / type(task).__name__
         prepare(marks)
         task.context = TaskContext("job", tmp_path)
@@ -175,7 +176,7 @@ def test_a_task_that_holds_memory_gives_it_back_if_it_can(tmp_path, monkeypatch)
         task.init()
         assert task.shrink(0) is (kept == 0)
         assert len(task.memory) == kept
-        assert len(read(marks, Event.HELD)) == (kept == 0)
+        assert len(read(marks, Note.HELD)) == (kept == 0)
 
 
 def test_an_attack_that_a_job_should_be_ended_for_says_so_when_nothing_does(tmp_path, monkeypatch):

@@ -44,7 +44,8 @@ def test_the_script_is_found_beside_the_package_or_in_the_working_directory(tmp_
 
 
 def test_what_attacks_left_in_the_run_folders_does_not_cost_the_result(tmp_path):
-    source, target, said = tmp_path / "disk", tmp_path / "runs", []
+    source, target = tmp_path / "disk", tmp_path / "runs"
+    said: list[str] = []
     (source / "run").mkdir(parents=True)
     os.mkfifo(source / "run" / "plan.json")
     (source / "run" / "zero").symlink_to("/dev/zero")

@@ -17,8 +17,9 @@ from megatron.fill.chaos.clock import JumpingClock
 from megatron.fill.chaos.disk import SmallDisk
 from megatron.fill.chaos.injector import Injector
 from megatron.fill.errors import StoreError
-from megatron.fill.gate import SharedGate
+from megatron.fill.pages.gate import SharedGate
 from megatron.fill.store import NewJob, open_store
+from megatron.fill.work import Work
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def here() -> list[int]:
 @pytest.mark.parametrize("kind", ["store-locked", "store-away"])
 def test_a_store_out_of_reach_comes_back_with_its_jobs(injector, tmp_path, kind):
     store = open_store(tmp_path / "jobs.db")
-    store.submit([NewJob("kept", {})])
+    store.submit([NewJob("kept", Work())])
     deed = injector.commit(kind, tmp_path)
     assert deed is not None
     assert deed.end_ns - deed.start_ns >= 0.3e9
@@ -63,8 +64,8 @@ def test_nobody_can_write_to_a_locked_store(injector, tmp_path):
     with injector._locked_store() as locked:
         assert locked
         with pytest.raises(StoreError, match="locked"):
-            store.submit([NewJob("late", {})])
-    store.submit([NewJob("late", {})])
+            store.submit([NewJob("late", Work())])
+    store.submit([NewJob("late", Work())])
     store.close()
 
 
@@ -100,7 +101,7 @@ def test_clocks_jump_in_workers_and_nowhere_else(tmp_path):
     clock = JumpingClock(tmp_path / "clock")
     clock.jump(3600.0)
     code = "import time; print(time.time())"
-    for argument, ahead_s in (("megatron.fill.runtime.worker", 3600), ("another.module", 0)):
+    for argument, ahead_s in (("megatron.fill.worker.worker", 3600), ("another.module", 0)):
         printed = subprocess.run(
             [sys.executable, "-c", code, argument],
             env=os.environ | {"PYTHONPATH": clock.python_path},
@@ -127,12 +128,12 @@ def test_everything_of_a_run_is_ended_and_nothing_else(tmp_path, sleeper):
 
 def test_marks_are_read_back_by_event(tmp_path):
     path = tmp_path / "marks.jsonl"
-    assert marks.read(path, marks.Event.FAULT) == []
+    assert marks.read(path, marks.Note.FAULT) == []
     marks.prepare(path)
-    marks.mark(path, marks.Event.READY)
-    marks.mark(path, marks.Event.FAULT)
-    (fault,) = marks.read(path, marks.Event.FAULT)
-    assert (fault.event, fault.pid) == (marks.Event.FAULT, os.getpid())
+    marks.mark(path, marks.Note.READY)
+    marks.mark(path, marks.Note.FAULT)
+    (fault,) = marks.read(path, marks.Note.FAULT)
+    assert (fault.event, fault.pid) == (marks.Note.FAULT, os.getpid())
 
 
 def test_attacks_see_through_the_gate_where_it_may_be_written():
@@ -150,10 +151,10 @@ def test_attacks_see_through_the_gate_where_it_may_be_written():
 def test_a_mark_that_makes_no_sense_is_left_out(tmp_path):
     path = tmp_path / "marks.jsonl"
     marks.prepare(path)
-    marks.mark(path, marks.Event.FAULT, "x" * 1000)
+    marks.mark(path, marks.Note.FAULT, "x" * 1000)
     with path.open("ab") as file:
         file.write(b"[" * 100_000 + b'\n{"event": "fault"}\n\xff\n{"event": "gremlin", "at_ns": 1, "pid": 1}\n')
-    (fault,) = marks.read(path, marks.Event.FAULT)
+    (fault,) = marks.read(path, marks.Note.FAULT)
     assert fault.detail == "x" * 500
     assert fault.folder == os.stat(".").st_ino
     assert path.stat().st_mode & 0o777 == 0o666

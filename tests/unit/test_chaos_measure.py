@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from megatron.fill.chaos import harm, measure
-from megatron.fill.chaos.campaign import Findings, Window
+from megatron.fill.chaos.campaign import Findings, Stretch
 from megatron.fill.chaos.deed import Deed
 from megatron.fill.chaos.kinds import HONEST, KINDS
-from megatron.fill.chaos.mainjob import Segment
-from megatron.fill.chaos.marks import Event, mark, prepare
+from megatron.fill.chaos.mainjob import TrainingRun
+from megatron.fill.chaos.marks import Note, mark, prepare
 from megatron.fill.chaos.printed import print_result
 from megatron.fill.chaos.results import compile_result
 from megatron.fill.chaos.verdict import Lost, Submitted
@@ -22,16 +22,17 @@ from tests.unit.segments import write_segment
 
 SECOND = 1_000_000_000
 WINDOWS = [
-    Window(0, 10 * SECOND, faults=True),
-    Window(10 * SECOND, 20 * SECOND, faults=False),
-    Window(20 * SECOND, 30 * SECOND, faults=True),
-    Window(30 * SECOND, 35 * SECOND, faults=False),
+    Stretch(0, 10 * SECOND, faults=True),
+    Stretch(10 * SECOND, 20 * SECOND, faults=False),
+    Stretch(20 * SECOND, 30 * SECOND, faults=True),
+    Stretch(30 * SECOND, 35 * SECOND, faults=False),
 ]
 
 
 def iterations(quiet_ns: int = SECOND // 10, fault_ns: int = SECOND // 10) -> list[Iteration]:
     """One after the other for 35 s, as long as the window they are in says."""
-    found, now_ns = [], 0
+    found: list[Iteration] = []
+    now_ns = 0
     while now_ns < 35 * SECOND:
         window = next(one for one in WINDOWS if one.start_ns <= now_ns < one.end_ns)
         end_ns = now_ns + (fault_ns if window.faults else quiet_ns)
@@ -65,7 +66,7 @@ def findings(run_dir: Path = Path("none"), failure: str = "", differing: tuple[i
         Deed("agent-kill", 2 * SECOND, 3 * SECOND, rank=1),
         Deed("store-away", 25 * SECOND, 28 * SECOND),
     ]
-    segment = Segment(run_dir, 0, 35 * SECOND, failure, differing)
+    segment = TrainingRun(run_dir, 0, 35 * SECOND, failure, differing)
     return Findings({}, jobs, deeds, [], WINDOWS, [segment], [])
 
 
@@ -94,7 +95,7 @@ def test_recovery_is_from_an_end_or_a_blow_to_the_next_start_at_that_rank_in_the
         record("honest-2", 21, 22),
         record("honest-2", 3.5, 5, rank=1),
     ]
-    attempts = [(one, WorkerRecord(one.name, one.rank, 0, 0.0, 0, 0, 0.0)) for one in records]
+    attempts = [(one, WorkerRecord(one.name, one.rank or 0, 0, 0.0, 0, 0, 0.0)) for one in records]
     write_segment(tmp_path, [], attempts)
     found = {one.kind: one for one in measure.recoveries(findings(tmp_path))}
     assert set(found) == {"hang", "agent-kill"}
@@ -167,8 +168,8 @@ def test_what_was_observed_names_the_worst_first(tmp_path):
     (row,) = compile_result(seen, [kind], 1, {}).kinds
     assert (row.injected, row.marks, row.observed) == (0, 0, "was not seen")
     for _ in range(3):
-        mark(job.notes, Event.FAULT)
-    mark(job.notes, Event.HELD, "EPERM")
+        mark(job.notes, Note.FAULT)
+    mark(job.notes, Note.HELD, "EPERM")
     (row,) = compile_result(seen, [kind], 1, {}).kinds
     assert (row.injected, row.marks, row.observed) == (1, 3, "as expected; refused: EPERM")
     assert row.expected == "refused; SUCCEEDED, work done once"

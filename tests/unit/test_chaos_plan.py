@@ -66,7 +66,7 @@ def test_every_kind_of_job_has_a_task_that_takes_its_arguments(kind):
     task = getattr(tasks, name)
     inspect.signature(task.create).bind(None, marks="marks", **args)
     if name == "Raising":
-        assert callable(getattr(task, args["where"]))
+        assert callable(getattr(task, str(args["where"])))
     if name == "Fault":
         assert callable(getattr(task, "_" + kind.name.replace("-", "_")))
 
@@ -89,7 +89,7 @@ def test_the_documentation_names_every_kind_with_what_is_expected():
 
 
 def test_the_tasks_that_hold_memory_take_an_honest_jobs_arguments():
-    for task in (holder.Holder, holder.Shrinking):
+    for task in (holder.MemoryHolder, holder.Shrinking):
         inspect.signature(task.create).bind(None, marks="marks", steps=1)
 
 

@@ -9,18 +9,19 @@ import pytest
 
 from megatron.fill.chaos.campaign import Findings
 from megatron.fill.chaos.deed import Deed
-from megatron.fill.chaos.kind import Kind
+from megatron.fill.chaos.kind import FaultKind
 from megatron.fill.chaos.kinds import HONEST, KINDS
-from megatron.fill.chaos.marks import Event, mark, prepare
+from megatron.fill.chaos.marks import Note, mark, prepare
 from megatron.fill.chaos.verdict import Lost, Submitted, judge
 from megatron.fill.store import open_store
 from megatron.fill.store.port import Job, NewJob, Progress
 from megatron.fill.types import JobState
+from megatron.fill.work import Work
 
 
 def ended(folder: Path, state: JobState, reason: str = "", work: float = 0.0) -> Job:
     store = open_store(folder / "jobs.db")
-    job = store.submit([NewJob("job", {})])[0]
+    job = store.submit([NewJob("job", Work())])[0]
     if state is not JobState.QUEUED:
         claim = store.claim("agent", [job.id], 10.0)
         assert claim is not None
@@ -30,11 +31,11 @@ def ended(folder: Path, state: JobState, reason: str = "", work: float = 0.0) ->
     return found
 
 
-def submitted(folder: Path, kind: Kind, faults: int = 0) -> Submitted:
+def submitted(folder: Path, kind: FaultKind, faults: int = 0) -> Submitted:
     notes = folder / f"{kind.name}.jsonl"
     prepare(notes)
     for _ in range(faults):
-        mark(notes, Event.FAULT)
+        mark(notes, Note.FAULT)
     return Submitted(1, "job", kind, 60, notes)
 
 
@@ -73,9 +74,9 @@ def test_what_must_be_refused_and_was_not_is_lost_however_its_job_ended(tmp_path
     job = submitted(tmp_path, KINDS["mount"], 1)
     fine = ended(tmp_path, JobState.SUCCEEDED, "", 60)
     assert judge(job, fine) is None
-    mark(job.notes, Event.HELD, "mount: Operation not permitted")
+    mark(job.notes, Note.HELD, "mount: Operation not permitted")
     assert judge(job, fine) is None
-    mark(job.notes, Event.THROUGH, "pivot_root")
+    mark(job.notes, Note.THROUGH, "pivot_root")
     lost = judge(job, fine)
     assert lost is not None
     assert lost.why == "got through: pivot_root"
@@ -83,7 +84,7 @@ def test_what_must_be_refused_and_was_not_is_lost_however_its_job_ended(tmp_path
 
 def test_what_may_get_through_is_judged_by_the_end_of_its_job(tmp_path):
     job = submitted(tmp_path, KINDS["rank-ports"], 1)
-    mark(job.notes, Event.THROUGH, "port 1234")
+    mark(job.notes, Note.THROUGH, "port 1234")
     assert judge(job, ended(tmp_path, JobState.SUCCEEDED, "", 60)) is None
 
 

@@ -1,4 +1,4 @@
-"""``scripts/check_parallelism.py``: its table, and wrong calls of it."""
+"""``scripts/benchmarks/check_parallelism.py``: its table, and wrong calls of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.check_parallelism import ROWS, Checked, Row, earlier, line, stages, write
+from scripts.benchmarks.check_parallelism import ROWS, Checked, Row, earlier, line, stages, write
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "check_parallelism.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks" / "check_parallelism.py"
 WELL = Checked(4, "--flag", 8, 0.25, (3, 5, 9, 9), identical=True, stages_right=True, peers_alike=True)
 
 

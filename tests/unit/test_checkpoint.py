@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ import pytest
 import torch
 
 from megatron.fill.errors import TaskError
-from megatron.fill.runtime import checkpoint
-from megatron.fill.runtime.saver import Saver
-from megatron.fill.runtime.steplog import Saving, StepLog, WorkerPhase, create_log
+from megatron.fill.pages.steplog import Saving, StepLog, WorkerPhase, create_log
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
+from megatron.fill.worker import checkpoint
+from megatron.fill.worker.saver import Saver
 
 
 class Rude:
@@ -50,7 +52,7 @@ def test_every_kind_of_state_comes_back_as_it_was(tmp_path, state):
 
 
 def test_a_plain_state_needs_no_torch(tmp_path):
-    code = "import sys; from pathlib import Path; from megatron.fill.runtime import checkpoint; d = Path(sys.argv[1])"
+    code = "import sys; from pathlib import Path; from megatron.fill.worker import checkpoint; d = Path(sys.argv[1])"
     code += "; checkpoint.save(d, {'a': 1}); assert checkpoint.load(d) == {'a': 1}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
 
@@ -92,7 +94,7 @@ def test_checkpoints_hold_data_and_nothing_else(tmp_path):
 FULL = """
 import resource, signal, sys, torch
 from pathlib import Path
-from megatron.fill.runtime import checkpoint
+from megatron.fill.worker import checkpoint
 folder = Path(sys.argv[1])
 checkpoint.save(folder, {"at": 1})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -212,9 +214,13 @@ def test_a_task_goes_on_where_it_was_saved(tmp_path):
 def test_saving_and_loading_are_named_while_they_last(tmp_path, monkeypatch):
     task, log, saver = counter(tmp_path, 60)
     seen = []
+
+    def noted(call: Callable[..., Any], *given: Any) -> Any:
+        seen.append(log.phase.callback)
+        return call(*given)
+
     for name in ("state_dict", "load_state_dict"):
-        call = getattr(task, name)
-        monkeypatch.setattr(task, name, lambda *given, call=call: (seen.append(log.phase.callback), call(*given))[1])
+        monkeypatch.setattr(task, name, partial(noted, getattr(task, name)))
     log.phase = WorkerPhase.ASLEEP
     saver.save()
     assert log.phase is WorkerPhase.ASLEEP

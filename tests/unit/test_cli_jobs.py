@@ -17,6 +17,7 @@ from megatron.fill.cli import main, views
 from megatron.fill.store import JobStore, NewJob, Progress, open_store
 from megatron.fill.trial import check
 from megatron.fill.types import JobState
+from megatron.fill.work import Work
 
 JOBS = """
 jobs:
@@ -63,7 +64,7 @@ def pipefill(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             main()
         out, err = capsys.readouterr()
-        return Ran(ended.value.code or 0, out, err)
+        return Ran(int(ended.value.code or 0), out, err)
 
     return run
 
@@ -77,14 +78,14 @@ def store(tmp_path, pipefill):
 
 
 def running(store: JobStore, name: str, progress: Progress, **values) -> None:
-    [job] = store.submit([NewJob(name, {"task": "tasks:Pi"}, **values)])
+    [job] = store.submit([NewJob(name, Work("tasks:Pi"), **values)])
     claim = store.claim("agent", [job.id], 3600, device="rank 1 of runs/first on host")
     assert claim is not None
     store.heartbeat(claim, progress, 3600)
 
 
 def finished(store: JobStore, name: str, state: JobState = JobState.FAILED, reason: str = "why") -> None:
-    [job] = store.submit([NewJob(name, {"task": "tasks:Pi"})])
+    [job] = store.submit([NewJob(name, Work("tasks:Pi"))])
     claim = store.claim("agent", [job.id], 3600)
     assert claim is not None
     store.finish(claim, state, reason, Progress(5.0, 5.0), {"loss": float("nan")})
@@ -100,7 +101,7 @@ class TestSubmit:
             ("compress", "ada", 0),
         ]
         search = [str(tmp_path / "sub"), str(tmp_path)]
-        assert jobs[0]["spec"] == {
+        assert jobs[0]["work"] == {
             "task": "tasks:Digits",
             "command": None,
             "args": {"epochs": 20},
@@ -113,9 +114,9 @@ class TestSubmit:
             "after": [],
             "side_throughput": None,
         }
-        assert [job["spec"]["array"] for job in jobs] == [[0, 2], [1, 2], None]
-        assert jobs[2]["spec"]["command"] == ["gzip", "--best", "corpus.txt"]
-        assert jobs[2]["spec"]["memory_bytes"] == 2**31
+        assert [job["work"]["array"] for job in jobs] == [[0, 2], [1, 2], None]
+        assert jobs[2]["work"]["command"] == ["gzip", "--best", "corpus.txt"]
+        assert jobs[2]["work"]["memory_bytes"] == 2**31
         assert (tmp_path / "run" / "jobs.db").exists()
 
     def test_again_it_is_the_same_jobs(self, pipefill, tmp_path):
@@ -208,7 +209,7 @@ class TestList:
     def test_the_last_ten_that_finished(self, pipefill, store):
         for number in range(12):
             finished(store, f"done-{number}", JobState.SUCCEEDED)
-        store.submit([NewJob("waits", {})])
+        store.submit([NewJob("waits", Work())])
         ran = pipefill("list")
         assert [line.split()[1] for line in ran.out.splitlines()[1:-1]] == [f"done-{n}" for n in range(2, 12)] + [
             "waits"
@@ -255,10 +256,10 @@ class TestShow:
 
     def test_what_it_is_after_how_long_and_how_often_it_may_run(self, pipefill, store):
         names = [f"first-{number}" for number in range(8)]
-        store.submit([NewJob(name, {"task": "tasks:Pi"}) for name in names])
+        store.submit([NewJob(name, Work("tasks:Pi")) for name in names])
         claim = store.claim("agent", [store.find("first-0").id], 60)
         store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
-        store.submit([NewJob("last", {"task": "tasks:Pi", "after": names, "retries": 2, "timeout_s": 5400.0})])
+        store.submit([NewJob("last", Work("tasks:Pi", after=tuple(names), retries=2, timeout_s=5400.0))])
         out = " ".join(pipefill("show", "last").out.split())
         firsts = ", ".join(f"{name} QUEUED" for name in names[1:6])
         assert f"after {firsts}, ..., 1 of 8 SUCCEEDED" in out
@@ -287,7 +288,7 @@ class TestShow:
 
 def lost(store: JobStore, *names: str) -> None:
     """Jobs whose agent went without a word."""
-    jobs = store.submit([NewJob(name, {"task": "tasks:Pi"}) for name in names])
+    jobs = store.submit([NewJob(name, Work("tasks:Pi")) for name in names])
     claims = [store.claim("agent", [job.id], 3600, device="rank 1 of runs/first on host") for job in jobs]
     for claim in claims:
         assert claim is not None
@@ -328,7 +329,7 @@ class TestLost:
 
 class TestCancelAndRetry:
     def test_each_of_several(self, pipefill, store):
-        store.submit([NewJob("waits", {})])
+        store.submit([NewJob("waits", Work())])
         running(store, "runs", Progress())
         finished(store, "done", JobState.SUCCEEDED)
         ran = pipefill("cancel", "waits", "2", "done", "nope", "--json")
@@ -381,7 +382,7 @@ class TestCommand:
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
     def test_the_shell_completes_jobs(self, store, tmp_path):
-        store.submit([NewJob("digits", {}), NewJob("pagerank", {})])
+        store.submit([NewJob("digits", Work()), NewJob("pagerank", Work())])
         done = subprocess.run(
             [Path(sys.executable).with_name("pipefill")],
             env=os.environ
@@ -426,7 +427,7 @@ def test_durations_are_short(seconds, text):
 
 def test_a_finished_job_is_shown_as_done(pipefill, store):
     for name, state, done in (("done", JobState.SUCCEEDED, 374.9999999999962), ("half", JobState.FAILED, 374.9)):
-        [job] = store.submit([NewJob(name, {"task": "tasks:Pi"})])
+        [job] = store.submit([NewJob(name, Work("tasks:Pi"))])
         claim = store.claim("agent", [job.id], 3600)
         assert claim is not None
         store.finish(claim, state, "", Progress(done, 375.0, "s"), {})

@@ -13,12 +13,13 @@ import pytest
 
 from megatron.fill.store import Claim, JobStore, NewJob, Progress, open_store
 from megatron.fill.types import JobState
+from megatron.fill.work import Work
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[JobStore]:
     opened = open_store(tmp_path)
-    opened.submit([NewJob("digits", {})])
+    opened.submit([NewJob("digits", Work())])
     yield opened
     opened.close()
 

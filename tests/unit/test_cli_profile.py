@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from megatron.fill.cli import main, profile
-from megatron.fill.trial.result import Ended, Options, Steps, Trial
+from megatron.fill.trial.result import Ended, Options, Trial, Use
 
 CLI = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 TASK = """
 import time
 from megatron.fill.profiles import Configuration
-from megatron.fill.sidetask import SideTask
+from megatron.fill.sidetask import ImperativeTask, SideTask
 from megatron.fill.sidetask.nodes import NodeTask
 
 class Two(NodeTask):
@@ -51,6 +51,20 @@ class Two(NodeTask):
         return float(self.batch * node)
 
 class Plain(SideTask):
+    def create(self, fail="", works=True):
+        if fail:
+            raise ValueError(fail)
+        self.done, self.works = 0, works
+
+    def run_next_step(self):
+        if self.done == 10 or not self.works and self.done:
+            raise StopIteration
+        time.sleep(0.002 * (1 + self.next_node))
+        self.done += 1
+        self.next_node = self.done % 2
+        return self.works
+
+class Long(ImperativeTask):
     pass
 """
 BUBBLES = {
@@ -69,8 +83,14 @@ def folder(tmp_path: Path) -> Path:
     plain = [
         {"name": "plain", "task": "two:Plain", "count": 2},
         {"name": "fails", "task": "two:Plain", "args": {"fail": "now"}},
-        {"name": "busy", "command": "sh -c 'while true; do :; done'"},
+        {"name": "idle", "task": "two:Plain", "args": {"works": False}},
     ]
+    runs = [
+        {"name": "busy", "command": "sh -c 'while true; do :; done'", "count": 2},
+        {"name": "gone", "command": "nowhere"},
+        {"name": "long", "task": "two:Long"},
+    ]
+    (tmp_path / "runs.yaml").write_text(json.dumps({"jobs": runs}))
     (tmp_path / "plain.yaml").write_text(json.dumps({"jobs": plain}))
     return tmp_path
 
@@ -108,7 +128,30 @@ def test_a_job_that_cannot_be_measured_says_why(folder):
     assert "broken: not measured: ValueError: no such data" in done.stderr
 
 
-def test_jobs_without_nodes_are_measured_by_running_them(folder, monkeypatch, capsys):
+def test_the_steps_of_a_plain_task_are_measured_by_kind(folder):
+    done = pipefill(
+        folder, "profile", "plain.yaml", "--device", "cpu", "-o", "profiles.json", "--store", "jobs.db", code=1
+    )
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("plain")]
+    assert [row[:3] for row in rows] == [[f"plain-{at}", kind, count] for at in (0, 1) for kind, count in ("05", "15")]
+    assert "fails: not measured: ValueError: now" in done.stderr
+    assert "idle: not measured: it did no work in 1 steps" in done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    profiles = json.loads((folder / "profiles.json").read_text())
+    [one] = profiles["plain-0"]
+    assert profiles == {"plain-0": [one], "plain-1": [one]}
+    short, long = one["nodes"]
+    assert [node["name"] for node in one["nodes"]] == ["step of kind 0", "step of kind 1"]
+    assert 1e6 < short["duration_ns"] < long["duration_ns"]
+    assert short["memory_bytes"] > 1 << 20
+    assert one["work"] > 0
+    (folder / "one.yaml").write_text(json.dumps({"jobs": [{"name": "one", "task": "two:Plain"}]}))
+    planned = pipefill(folder, "plan", "one.yaml", "--bubbles", "bubbles.json", "--store", "jobs.db", "--json")
+    plan = json.loads(planned.stdout)
+    assert plan["plans"][0]["work_per_cycle"] > 0
+
+
+def test_a_long_run_is_measured_by_running_it(folder, monkeypatch, capsys):
     """Run by what ``pipefill try`` runs them with, which has tests of its own."""
     ran: list[str] = []
 
@@ -116,30 +159,31 @@ def test_jobs_without_nodes_are_measured_by_running_them(folder, monkeypatch, ca
         assert not options.round_trip
         for job in jobs:
             ran.append(job.name)
-            failed = "fail" in job.args
+            failed = job.name == "gone"
             yield Trial(
-                *(job.name, job.what, "cpu", Ended.FAILED if failed else Ended.OK, "ValueError: now" * failed),
-                work_done=40.0,
+                *(job.name, job.what, "cpu", Ended.FAILED if failed else Ended.OK, "command not found" * failed),
+                work_done=1.5,
+                bubble_ms=50.0,
                 peak_bytes=5 << 20,
-                steps=Steps(10, 2.0, 3.5, 4.0) if job.task else None,
+                callbacks_ms={"pause()": 2.0},
+                use=Use(60, 0.5, 10.0, 0, 0.0, 0),
             )
 
     monkeypatch.setattr(profile, "trials_of", trials_of)
-    monkeypatch.setattr(sys, "argv", ["pipefill", "profile", "plain.yaml", "--device", "cpu", "-o", "profiles.json"])
+    monkeypatch.setattr(sys, "argv", ["pipefill", "profile", "runs.yaml", "--device", "cpu", "-o", "profiles.json"])
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capsys.readouterr()
     assert ended.value.code == 1
-    assert ran == ["plain-0", "fails", "busy"]
-    rows = [line.split() for line in out.splitlines() if line.startswith(("plain", "busy", "fails"))]
-    steps = ["10", "2.00", "3.50", "4.00", "5"]
-    assert rows == [["plain-0", *steps], ["plain-1", *steps], ["busy", *"----", "5"]]
-    assert "fails: not measured: ValueError: now" in err
+    assert ran == ["busy-0", "gone", "long"]
+    rows = [line.split() for line in out.splitlines() if line.startswith(("busy", "gone", "long"))]
+    assert rows == [["busy-0", "2.00", "5"], ["busy-1", "2.00", "5"], ["long", "2.00", "5"]]
+    assert "gone: not measured: command not found" in err
     profiles = json.loads((folder / "profiles.json").read_text())
-    step = {"name": "step", "duration_ns": 2_000_000, "memory_bytes": 5 << 20}
-    one = [{"configuration": "b1", "work": 4.0, "nodes": [step]}]
-    assert profiles == {"plain-0": one, "plain-1": one}
+    node = {"name": "pause", "duration_ns": 2_000_000, "memory_bytes": 5 << 20}
+    one = [{"configuration": "b1", "work": 0.002, "nodes": [node]}]  # as fast as the clock
+    assert profiles == {"busy-0": one, "busy-1": one, "long": one}
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,19 @@ import json
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from megatron.fill.cli import main
-from megatron.fill.records import Ending
+from megatron.fill.records import SegmentEnding
 from megatron.fill.store import NewJob, Progress, open_store
 from megatron.fill.types import JobState, Prices
+from megatron.fill.work import Work
 from tests.unit.segments import write_segment
 from tests.unit.synthetic import synthetic_run
 
-SPEC = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "search": []}
+WORK = Work("m:C")
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def pipefill(tmp_path, monkeypatch, capsys):
 def test_the_report_of_a_run_that_was_cut_off(pipefill, tmp_path):
     ranks, workers, jobs = synthetic_run()
     store = open_store("run")
-    [job] = store.submit([NewJob("train", SPEC)])
+    [job] = store.submit([NewJob("train", WORK)])
     claim = store.claim("agent", [job.id], 3600, f"rank 0 of {tmp_path}/run on host")
     assert claim is not None
     store.place(claim, "jobs/train-1")
@@ -44,8 +46,8 @@ def test_the_report_of_a_run_that_was_cut_off(pipefill, tmp_path):
     store.close()
     time.sleep(0.01)
     started = replace(jobs[0], state=JobState.RUNNING, reason="", directory="jobs/train-1", result={})
-    about = {"store": f"sqlite:///{tmp_path}/run/jobs.db", "jobs": ["train"]}
-    write_segment(tmp_path / "run", ranks, running={0: [(started, workers[0])]}, ending=Ending.CUT, **about)
+    about: dict[str, Any] = {"store": f"sqlite:///{tmp_path}/run/jobs.db", "jobs": ["train"]}
+    write_segment(tmp_path / "run", ranks, running={0: [(started, workers[0])]}, ending=SegmentEnding.CUT, **about)
     status, out, err = pipefill("report", "run")
     assert (status, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
@@ -61,7 +63,9 @@ def test_the_report_of_a_run_that_was_cut_off(pipefill, tmp_path):
 
 def test_without_the_store_it_is_what_the_records_say(pipefill, tmp_path):
     ranks, _, _ = synthetic_run()
-    write_segment(tmp_path / "run", ranks, ending=Ending.CUT, store=f"sqlite:///{tmp_path}/gone.db", jobs=["train"])
+    write_segment(
+        tmp_path / "run", ranks, ending=SegmentEnding.CUT, store=f"sqlite:///{tmp_path}/gone.db", jobs=["train"]
+    )
     status, out, _ = pipefill("report", "run")
     assert status == 0
     assert "train" in out

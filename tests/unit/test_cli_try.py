@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.cli import main
-from megatron.fill.config import JobSpec
+from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial import check, run
 from megatron.fill.trial.result import Ended, Options, Steps, Trial

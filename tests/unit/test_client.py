@@ -23,13 +23,14 @@ def jobs(tmp_path, monkeypatch):
 def finish(path, name):
     store = open_store(path)
     claim = store.claim("agent", [store.find(name).id], 30.0)
+    assert claim is not None
     store.finish(claim, JobState.SUCCEEDED, "", Progress(), {"loss": 0.5})
     store.close()
 
 
 def test_a_job_is_submitted_found_cancelled_and_tried_again(jobs, tmp_path, monkeypatch):
     made = jobs.submit(name="pi", task="m:Pi", args={"points": 5}, memory="2GiB")
-    assert (made.state, made.spec["args"], made.spec["memory_bytes"]) == (JobState.QUEUED, {"points": 5}, 2 << 30)
+    assert (made.state, made.work.args, made.work.memory_bytes) == (JobState.QUEUED, {"points": 5}, 2 << 30)
     assert jobs.submit(name="pi", task="m:Pi", args={"points": 5}, memory="2GiB").id == made.id
     assert jobs.cancel("pi").state is JobState.CANCELLED
     assert [job.name for job in jobs.list(JobState.CANCELLED)] == ["pi"]
@@ -41,9 +42,9 @@ def test_a_job_is_submitted_found_cancelled_and_tried_again(jobs, tmp_path, monk
 def test_tasks_are_imported_from_where_one_stands_or_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Jobs("jobs.db") as here:
-        assert here.submit(name="a", task="m:A").spec["search"] == [str(tmp_path)]
+        assert here.submit(name="a", task="m:A").work.search == (str(tmp_path),)
     with Jobs("jobs.db", search=["lib", "/opt/tasks"]) as there:
-        assert there.submit(name="b", task="m:B").spec["search"] == [str(tmp_path / "lib"), "/opt/tasks"]
+        assert there.submit(name="b", task="m:B").work.search == (str(tmp_path / "lib"), "/opt/tasks")
 
 
 def test_a_whole_file_is_submitted(jobs, tmp_path):

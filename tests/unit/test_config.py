@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.config import FillSettings, load_jobs
+from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.jobs import load_jobs
 from megatron.fill.given.quantities import parse_bytes
 
 

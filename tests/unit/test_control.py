@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fill.cli import main
-from megatron.fill.control import ControlPage, ControlReader, RunState, damaged_notes, find_pages
 from megatron.fill.errors import ControlError
-from megatron.fill.runtime.controlled import ControlWatcher
-from tests.unit.children import until
+from megatron.fill.pages.control import ControlPage, ControlReader, RunState, damaged_notes, find_pages
+from megatron.fill.pages.watcher import ControlWatcher
+from tests.waiting import until
 
 NODE = os.uname().nodename
 
@@ -76,7 +76,8 @@ class TestPage:
             ControlReader(os.open(path, os.O_RDONLY))
 
     def test_the_watcher_hears_every_lasting_change_and_acknowledges_it(self):
-        page, heard = ControlPage.create(0), []
+        page = ControlPage.create(0)
+        heard: list[RunState] = []
         ControlWatcher(page, heard.append).start()
         until(lambda: page.acknowledged)
         for state in (RunState.PAUSED, RunState.KILLED, RunState.RUNNING, RunState.RUNNING):
@@ -86,7 +87,8 @@ class TestPage:
         assert page.agent == os.getpid()
 
     def test_a_callback_that_fails_is_not_acknowledged_and_called_again(self):
-        page, heard = ControlPage.create(0), []
+        page = ControlPage.create(0)
+        heard: list[RunState] = []
 
         def act(state: RunState) -> None:
             heard.append(state)
@@ -184,7 +186,7 @@ class TestCommands:
         with pytest.raises(SystemExit) as exit:
             main()
         captured = capsys.readouterr()
-        return exit.value.code or 0, captured.out, captured.err
+        return int(exit.value.code or 0), captured.out, captured.err
 
     def test_each_says_what_it_did_per_rank(self, tmp_path, monkeypatch, capsys, child):
         pages = [ControlPage.create(rank) for rank in (0, 1)]

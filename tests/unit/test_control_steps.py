@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import time
@@ -13,18 +14,19 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron.fill.control import ControlPage, ControlReader, RunState
-from megatron.fill.device import host
 from megatron.fill.device.port import Limits
-from megatron.fill.gate import SharedGate, SharedGateReader
-from megatron.fill.runtime.command import CommandRun
-from megatron.fill.runtime.loop import StepLoop
-from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.linux import host
+from megatron.fill.pages.control import ControlPage, ControlReader, RunState
+from megatron.fill.pages.gate import SharedGate, SharedGateReader
+from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.sandbox import Cage
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.types import JobState
-from tests.unit.children import until
+from megatron.fill.work import Work
+from megatron.fill.worker.command import CommandRun
+from megatron.fill.worker.loop import StepLoop
+from tests.waiting import until
 
 FAR_NS = 10**18
 
@@ -59,7 +61,7 @@ def test_no_step_starts_after_a_pause_and_the_next_bubble_after_resume_goes_on(c
     for _ in range(20):
         gate.open(FAR_NS, 0)
         steps = log.step_count
-        until(lambda steps=steps: log.step_count > steps + 3)
+        until(lambda: log.step_count > steps + 3)  # noqa: B023
         page.change(RunState.PAUSED)
         paused_ns = time.monotonic_ns()  # the word is stored: whoever reads it from now on sees it
         until(lambda: log.step_seq == 0)
@@ -80,7 +82,7 @@ def test_no_step_starts_after_a_pause_and_the_next_bubble_after_resume_goes_on(c
 def command_spec(folder: Path, script: str) -> Any:
     """Of a command in a cage without namespaces, so that its number is the same everywhere."""
     return SimpleNamespace(
-        command=["sh", "-c", script],
+        work=Work(command=("sh", "-c", script)),
         directory=str(folder),
         cpus=[],
         env={},
@@ -108,9 +110,9 @@ def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(
     tmp_path, child, monkeypatch, told, state, reason
 ):
     # At idle priority a busy machine may leave the command waiting for longer than a test does.
-    monkeypatch.setattr("megatron.fill.device.host.yield_to_main_job", lambda cpus: None)
+    monkeypatch.setattr("megatron.fill.linux.host.yield_to_main_job", lambda cpus: None)
     gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
-    spec = command_spec(tmp_path, "touch running; while :; do :; done")
+    spec = command_spec(tmp_path, "echo $$ > begun; mv begun running; while :; do :; done")
     _agent, channel = may_begin()
     out, told_fd = tmp_path / "outcome", os.memfd_create("told")
 
@@ -125,10 +127,7 @@ def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(
     child(work)
     gate.open(FAR_NS, 0)
     until((tmp_path / "running").exists)
-    [running] = [
-        process for process in psutil.Process().children(recursive=True) if process.cmdline()[:2] == ["sh", "-c"]
-    ]
-    running.terminate()
+    os.kill(int((tmp_path / "running").read_text()), signal.SIGTERM)
     if told:  # a little later, as it happens
         time.sleep(0.1)
         os.write(told_fd, b"x")
@@ -138,7 +137,7 @@ def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(
 
 def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, monkeypatch):
     # At idle priority a busy machine may leave the command waiting for longer than a test does.
-    monkeypatch.setattr("megatron.fill.device.host.yield_to_main_job", lambda cpus: None)
+    monkeypatch.setattr("megatron.fill.linux.host.yield_to_main_job", lambda cpus: None)
     gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
     _agent, channel = may_begin()
     spec = command_spec(tmp_path, "echo $$ > scratch; mv scratch pid; while :; do echo >> ticks; done")
@@ -160,7 +159,7 @@ def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, mo
 
     for _ in range(3):
         before = ticks()
-        until(lambda before=before: ticks() > before)
+        until(lambda: ticks() > before)  # noqa: B023
         page.change(RunState.PAUSED)
         until(lambda: command.status() == psutil.STATUS_STOPPED)
         gate.close(time.monotonic_ns())

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.device.cgroup import Cgroup, CgroupHome, find_home, limiting_groups
 from megatron.fill.device.cpu import CpuDevice, HostLimiter
 from megatron.fill.device.port import Limits
+from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home, limiting_groups
 
 MIB = 2**20
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from megatron.fill.device import cuda, open_device
-from megatron.fill.device.cgroup import CgroupHome
 from megatron.fill.device.cuda import CudaDevice, allocator_environment, device_nodes, share_of
 from megatron.fill.device.nvml import Gpu, Nvml, uuid_of
 from megatron.fill.device.port import DeviceError, Limits, Sharing
-from megatron.fill.device.tree import MARK
+from megatron.fill.linux.cgroup import CgroupHome
+from megatron.fill.linux.tree import MARK
 
 GIB = 2**30
 GPUS = [Gpu(0, "GPU-aaaa-1", "H200", 141 * GIB), Gpu(1, "GPU-bbbb-2", "H200", 141 * GIB)]
@@ -85,7 +85,8 @@ class Mps:
 
 
 @pytest.fixture
-def library() -> Library:
+def library(monkeypatch) -> Library:
+    monkeypatch.setattr(cuda, "has_host_pids", lambda: True)
     return Library()
 
 
@@ -118,8 +119,17 @@ def test_a_worker_sees_its_gpu_only(library):
     gpu = device(library)
     assert (gpu.name, gpu.worker_name, gpu.free_bytes()) == ("cuda:1", "cuda:0", 100 * GIB)
     limiter = gpu.limiter(Limits(), "job-1")
-    assert limiter.environment == {MARK: "job-1", "CUDA_VISIBLE_DEVICES": "GPU-bbbb-2"}
+    # Nor is it a client of a daemon that happens to run on this machine.
+    own = {"CUDA_VISIBLE_DEVICES": "GPU-bbbb-2", "CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
+    assert limiter.environment == {MARK: "job-1"} | own
     limiter.close()
+
+
+def test_a_limiter_that_cannot_be_made_leaves_no_control_group(library, tmp_path):
+    gone = CudaDevice("cuda:1", None, "GPU-gone", Nvml(library), CgroupHome(tmp_path))
+    with pytest.raises(DeviceError):
+        gone.limiter(Limits(GIB), "job-1")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_uuid_is_found_where_it_is_not_given(library, monkeypatch):
@@ -167,6 +177,20 @@ def test_what_escapes_the_allocator_is_seen(library, worker):
     limiter.close()
 
 
+@pytest.mark.parametrize("rank", [77, None])
+def test_pids_of_another_namespace_are_not_taken_for_the_worker_s(library, worker, monkeypatch, rank):
+    monkeypatch.setattr(cuda, "has_host_pids", lambda: False)
+    gpu = CudaDevice("cuda:1", None, "GPU-bbbb-2", Nvml(library), CgroupHome(None, why="switched off"), rank)
+    limiter = gpu.limiter(Limits(memory_bytes=GIB), "job-1")
+    limiter.adopt(worker.pid)
+    library.processes["compute"] = {worker.pid: 9 * GIB, 4711: GIB}
+    assert limiter.look() == ""
+    assert limiter.held_bytes() == 0
+    library.processes["compute"][rank or os.getpid()] = GIB  # the driver means what we mean
+    assert "over its cap" in limiter.look()
+    limiter.close()
+
+
 def test_clients_of_mps_are_seen_and_taken_off_the_gpu_first(library, worker):
     mps = Mps()
     limiter = device(library, mps).limiter(Limits(memory_bytes=GIB), "job-1")
@@ -198,10 +222,73 @@ def test_a_device_is_opened_by_its_name():
         open_device("cuda:0", Sharing.MPS)
 
 
-def test_without_torch_there_is_nothing_to_settle_and_nothing_to_enter(monkeypatch):
+def test_without_torch_there_is_nothing_to_settle(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     cuda.settle("cuda:0")
-    assert cuda.enter("cuda:0", Limits(memory_bytes=1), Sharing.TIMESLICE) == []
+
+
+class GreenContext:
+    """One of PyTorch 2.12 or later."""
+
+    @classmethod
+    def create(cls, num_sms: int, device_id: int) -> Any:
+        return cls()
+
+    def set_context(self) -> None:
+        raise AssertionError("backward passes would run beside it")
+
+    def Stream(self) -> str:
+        return "the share's stream"
+
+
+@pytest.fixture
+def torch_module(monkeypatch) -> Any:
+    module = types.ModuleType("torch")
+    green = types.ModuleType("torch.cuda.green_contexts")
+    taken: list[Any] = []
+    module.__dict__.update(
+        __version__="2.11.0",
+        taken=taken,
+        green=green,
+        device=lambda name: SimpleNamespace(index=0),
+        cuda=SimpleNamespace(
+            get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132, total_memory=40 * GIB),
+            set_per_process_memory_fraction=lambda share, device: taken.append(share),
+            set_stream=taken.append,
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "torch", module)
+    monkeypatch.setitem(sys.modules, "torch.cuda.green_contexts", green)
+    return module
+
+
+def test_a_share_of_the_multiprocessors_is_a_stream_of_a_green_context(torch_module):
+    torch_module.green.GreenContext = GreenContext
+    assert cuda.enter("cuda:0", Limits(memory_bytes=10 * GIB, sm_percentage=50), Sharing.TIMESLICE) == []
+    assert torch_module.taken == [0.25, "the share's stream"]
+
+
+def test_a_green_context_without_streams_is_not_made_current(torch_module):
+    torch_module.green.GreenContext = type("Old", (), {"create": GreenContext.create, "set_context": 0})
+    (lacking,) = cuda.enter("cuda:0", Limits(sm_percentage=50), Sharing.TIMESLICE)
+    assert "PyTorch 2.11.0 has no streams of green contexts" in lacking
+    assert torch_module.taken == []
+
+
+@pytest.mark.parametrize(("device", "capped"), [("cpu", "host"), ("cuda:0", "device")])
+def test_what_is_measured_is_held_to_its_cap_where_its_memory_is(monkeypatch, tmp_path, device, capped):
+    from megatron.fill.worker import measure
+
+    found: list[tuple[str, int]] = []
+    monkeypatch.setattr(measure.host, "cap_memory", lambda cap: found.append(("host", cap)))
+    monkeypatch.setattr(measure.cuda, "cap_memory", lambda name, cap: found.append(("device", cap)))
+    monkeypatch.setattr(measure, "measure", lambda spec: None)
+    path = tmp_path / "spec.json"
+    path.write_text(measure.MeasureSpec("job", "m:C", {}, 5 * GIB, [], device, str(tmp_path)).to_json())
+    monkeypatch.setattr(sys, "argv", ["measure", str(path)])
+    monkeypatch.chdir(tmp_path)
+    measure.main()
+    assert found == [(capped, 5 * GIB)]
 
 
 def test_settling_waits_for_the_device_if_it_is_in_use(monkeypatch):

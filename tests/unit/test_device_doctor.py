@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.device import probes
-from megatron.fill.device.cgroup import CgroupHome
 from megatron.fill.device.doctor import Diagnosis, Has, diagnose
 from megatron.fill.device.probes import Facts
+from megatron.fill.linux.cgroup import CgroupHome
 
 BOTH = frozenset({"memory", "pids"})
 CLUSTER = Facts(
@@ -54,7 +54,7 @@ def abilities(diagnosis: Diagnosis) -> dict[str, Has]:
 def test_a_machine_that_has_everything():
     found = diagnose(CLUSTER)
     assert set(abilities(found).values()) == {Has.YES, Has.NO}
-    assert [name for name, has in abilities(found).items() if has is Has.NO] == ["kernel log"]
+    assert [name for name, has in abilities(found).items() if has is Has.NO] == ["dmem", "kernel log"]
     uses = bindings(found)
     assert uses["CPU memory"].startswith("memory.max over the whole worker")
     assert "NVML" in uses["GPU memory"]
@@ -64,6 +64,35 @@ def test_a_machine_that_has_everything():
     assert found.abilities[0].detail == "2 x NVIDIA H200"
     assert any("MPS does not contain an illegal access" in note for note in found.notes)
     assert not any("/dev/shm" in note for note in found.notes)
+
+
+def test_limits_of_device_memory_by_control_groups_are_told():
+    found = diagnose(CLUSTER)
+    assert abilities(found)["dmem"] is Has.NO
+    assert "dmem" not in bindings(found)["GPU memory"]
+    assert "no driver has registered" in reasons(found)["GPU memory"]
+    known = replace(CLUSTER, device_regions=("nvidia/0000:03:00.0/vram",))
+    assert abilities(diagnose(known))["dmem"] is Has.YES
+    assert reasons(diagnose(known))["GPU memory"] == "PipeFill sets no dmem.max for a worker yet"
+    held = replace(known, device_limits=("nvidia/0000:03:00.0/vram 1048576",))
+    assert (
+        "dmem.max, set for this whole group: nvidia/0000:03:00.0/vram 1048576" in bindings(diagnose(held))["GPU memory"]
+    )
+
+
+def test_limits_of_device_memory_are_found(tmp_path):
+    groups, own = tmp_path / "cgroup", tmp_path / "cgroup/slurm/job7"
+    own.mkdir(parents=True)
+    (tmp_path / "self").mkdir()
+    assert probes.find_device_limits(tmp_path, groups) == ((), ())
+    (tmp_path / "self/cgroup").write_text("0::/slurm/job7\n")
+    (groups / "dmem.capacity").write_text("drm/a 100\ndrm/b 200\n")
+    (own / "dmem.max").write_text("drm/a max\ndrm/b 50\n")
+    (own.parent / "dmem.max").write_text("drm/a 70\ndrm/b max\n")
+    assert probes.find_device_limits(tmp_path, groups) == (("drm/a", "drm/b"), ("drm/b 50", "drm/a 70"))
+    (groups / "dmem.capacity").unlink()  # a container sees its own group only
+    (own / "dmem.current").write_text("drm/b 1\n")
+    assert probes.find_device_limits(tmp_path, groups)[0] == ("drm/b",)
 
 
 def test_a_bare_container_says_what_it_lacks():

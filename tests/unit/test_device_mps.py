@@ -16,7 +16,7 @@ from megatron.fill.device.mps import MpsDaemon
 from megatron.fill.device.mps_guard import guard
 from megatron.fill.device.port import DeviceError, Limits, Sharing
 from megatron.fill.device.sharing import SharingFacts, choose_sharing
-from megatron.fill.device.tree import read_process
+from megatron.fill.linux.tree import read_process
 from tests.mps_control import SERVER, install
 
 GPUS = ("GPU-aaaa", "GPU-bbbb")

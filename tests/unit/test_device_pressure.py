@@ -8,45 +8,38 @@ from hypothesis import strategies as st
 
 from megatron.fill.device.port import DeviceError
 from megatron.fill.device.pressure import MemoryGuard, NoRoom, Order, cap
+from tests.clock import Clock
 
 GIB = 2**30
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_a_worker_is_asked_then_stopped():
-    clock = Clock()
+    clock = Clock(100.0)
     guard = MemoryGuard(8 * GIB, clock=clock)
     assert guard.judge(8 * GIB, 4 * GIB).order is Order.OK
     asked = guard.judge(5 * GIB, 4 * GIB)
     assert (asked.order, asked.held_bytes) == (Order.SHRINK, GIB)
     assert "5120 MiB free of a margin of 8192 MiB" in asked.reason
-    clock.now_s += 0.9
+    clock.now += 0.9
     assert guard.judge(5 * GIB, 4 * GIB).order is Order.SHRINK
-    clock.now_s += 0.2
+    clock.now += 0.2
     stopped = guard.judge(5 * GIB, 4 * GIB)
     assert stopped.order is Order.STOP
     assert "did not shrink within 1 s" in stopped.reason
 
 
 def test_a_worker_that_shrank_has_its_second_again():
-    clock = Clock()
+    clock = Clock(100.0)
     guard = MemoryGuard(8 * GIB, clock=clock)
     assert guard.judge(5 * GIB, 4 * GIB).order is Order.SHRINK
-    clock.now_s += 0.9
+    clock.now += 0.9
     assert guard.judge(8 * GIB, GIB).order is Order.OK
-    clock.now_s += 0.9
+    clock.now += 0.9
     assert guard.judge(7 * GIB, GIB).order is Order.SHRINK
 
 
 def test_there_is_no_asking_below_a_quarter_of_the_margin():
-    guard = MemoryGuard(8 * GIB, clock=Clock())
+    guard = MemoryGuard(8 * GIB, clock=Clock(100.0))
     assert guard.judge(2 * GIB, 1).order is Order.SHRINK
     assert guard.judge(2 * GIB - 1, 1).order is Order.KILL
 
@@ -61,19 +54,19 @@ amounts = st.integers(min_value=0, max_value=100 * GIB)
 
 @given(amounts, st.lists(st.tuples(amounts, amounts, st.floats(0, 3)), min_size=1, max_size=30))
 def test_the_margin_is_never_eaten_for_longer_than_the_patience(margin, looks):
-    clock = Clock()
+    clock = Clock(100.0)
     guard = MemoryGuard(margin, clock=clock)
     since_s = None
     for free, held, passed_s in looks:
-        clock.now_s += passed_s
+        clock.now += passed_s
         verdict = guard.judge(free, held)
         short = free < margin and held > 0
-        since_s = (clock.now_s if since_s is None else since_s) if short else None
+        since_s = (clock.now if since_s is None else since_s) if short else None
         assert (verdict.order is Order.OK) == (not short)
         assert bool(verdict.reason) == short
         if short and free * 4 < margin:
             assert verdict.order is Order.KILL
-        elif since_s is not None and clock.now_s - since_s >= 1:
+        elif since_s is not None and clock.now - since_s >= 1:
             assert verdict.order is Order.STOP
         if verdict.order is Order.SHRINK:
             assert verdict.held_bytes is not None

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.fill.device.tree import (
+from megatron.fill.linux.tree import (
     MARK,
     Process,
     WorkerTree,

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from megatron.fill.config import FillSettings
+from megatron.fill.rank.rule import FillRule
+from pipefill_patches.arguments import add_fill_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -37,6 +43,46 @@ def test_the_index_has_every_page():
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
+def defined(file: Path) -> set[str]:
+    """The functions and classes of a file, and ``Class.method``."""
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+            found |= {f"{node.name}.{part.name}" for part in ast.walk(node) if isinstance(part, ast.FunctionDef)}
+    return found
+
+
+def test_where_the_design_says_that_a_function_is_it_is():
+    section = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("## Where is")[1].split("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| ") and "`" in line]
+    assert len(rows) >= 10
+    for _, question, place, function, _ in rows:
+        files = [
+            ROOT / path if "/" in path and (ROOT / path).exists() else ROOT / "megatron/fill" / path
+            for path in re.findall(r"`([\w/.]+\.py)`", place)
+        ]
+        there = set().union(*map(defined, files))
+        named = {name for name in re.findall(r"`([\w.]+)`", function) if not name.isupper()}
+        assert named, question
+        assert named <= there, question
+
+
+def test_what_contributors_are_pointed_to_is_there():
+    section = (
+        (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Where a change goes")[1].split("\n## ")[0]
+    )
+    places = set(re.findall(r"`([\w/*]+(?:/|\.py))`", section))
+    assert len(places) > 20
+    folders = (ROOT, ROOT / "megatron/fill", ROOT / "tests/unit")
+    assert {place for place in places if not any(any(folder.glob(place)) for folder in folders)} == set()
+
+
+def test_a_wrong_call_of_the_script_that_builds_the_site_is_refused():
+    done = subprocess.run([ROOT / "scripts/docs.sh", "--serv"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "docs.sh: unknown argument --serv (see --help)\n")
+
+
 def said() -> Iterator[str]:
     """Every text in the code; what is filled into one is left out."""
     files = [ROOT / "pretrain_gpt.py", *(ROOT / "megatron").rglob("*.py"), *(ROOT / "pipefill_patches").glob("*.py")]
@@ -57,3 +103,38 @@ def test_messages_that_are_explained_are_said():
     texts = "\n".join(said())
     assert len(quoted) > 20
     assert {text for text in quoted if text not in texts} == set()
+
+
+def table_of_flags() -> Iterator[tuple[list[tuple[str, str]], list[float]]]:
+    """Of each row of README's table of flags: its flags, each with what its value is called, and its plain defaults."""
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `--fill-"):
+            first, _, meaning = line.strip("| ").partition(" | ")
+            flags = re.findall(r"`--fill-([\w-]+) ?([^`]*)`", first)
+            quoted = re.findall(r"\((\d[\d., ]*)[);]", meaning)
+            yield flags, [float(number) for text in quoted for number in re.findall(r"\d+(?:\.\d+)?", text)]
+
+
+def usual(name: str) -> object:
+    """The default of a setting; where the device decides, the CPU's."""
+    rule = FillRule()
+    decided = {"guard_us": rule.guard_ns / 1000, "min_bubble_us": rule.min_bubble_ns / 1000}
+    return decided.get(name, FillSettings.model_fields[name].default)
+
+
+def test_the_table_of_flags_has_every_setting_once():
+    listed = [name for flags, _ in table_of_flags() for name, _ in flags]
+    others = {"cpu-backend", "real-stage", "ghost-"}  # no settings of a run
+    assert sorted(set(listed) - others) == sorted(name.replace("_", "-") for name in FillSettings.model_fields)
+    assert len(set(listed)) == len(listed)
+
+
+@pytest.mark.parametrize(("flags", "numbers"), [*table_of_flags()], ids=str)
+def test_the_table_of_flags_says_what_help_says(flags, numbers):
+    parser = add_fill_arguments(argparse.ArgumentParser())
+    said = re.sub(r"\s+", " ", parser.format_help())
+    for name, value in flags:
+        if name not in ("real-stage", "ghost-"):
+            assert re.search(rf"\[--fill-{name}[^]]*{re.escape(value.removesuffix('...'))}", said)
+    if numbers:
+        assert numbers == [usual(name.replace("-", "_")) for name, _ in flags]

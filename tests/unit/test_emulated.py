@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from megatron.fill.app.keptin import check_emulation
-from megatron.fill.device.emulated import Emulation, Executor, LaunchPage, why_not
+from megatron.fill.device.emulated import Emulation, Launches, Turns, why_not
 from megatron.fill.errors import ConfigError
-from megatron.fill.gate import OpenBubble
-from megatron.fill.runtime.loop import StepLoop
-from megatron.fill.runtime.steplog import StepLog, create_log
-from tests.unit.children import until
+from megatron.fill.pages.gate import OpenBubble
+from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.worker.loop import StepLoop
+from tests.waiting import until
 
 needs_real_time = pytest.mark.skipif(bool(why_not()), reason="real-time priorities are refused here")
 FOR_EVER_S = 600
@@ -38,42 +38,50 @@ def state(pid: int) -> str:
         return file.read().rpartition(")")[2].split()[0]
 
 
+def classes_during_a_step(how: Emulation) -> list[int]:
+    """The scheduling classes of a process at idle priority: in a step, and after it."""
+    read, write = os.pipe()
+
+    def work() -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        launches = Launches(how)
+        for _ in range(3):
+            launches.launch()
+            os.write(write, bytes([os.sched_getscheduler(0)]))
+            launches.land()
+            os.write(write, bytes([os.sched_getscheduler(0)]))
+
+    os.waitpid(fork(work), 0)
+    os.close(write)
+    with open(read, "rb") as file:
+        return list(file.read())
+
+
 @needs_real_time
 @pytest.mark.parametrize("how", Emulation)
 def test_a_step_cannot_be_interrupted_from_its_launch_to_its_end(how):
-    page = LaunchPage()
+    assert classes_during_a_step(how) == 3 * [os.SCHED_FIFO, os.SCHED_IDLE]
+
+
+@needs_real_time
+def test_while_a_step_runs_the_main_job_has_every_second_turn():
+    turns = Turns()
     worker = fork(lambda: time.sleep(FOR_EVER_S))  # it takes no core: only what it is counts here
-    os.sched_setscheduler(worker, os.SCHED_IDLE, os.sched_param(0))
-    executor = fork(lambda: Executor(page, worker, [], how).serve(lambda: not os.path.exists(f"/proc/{worker}")))
+    server = fork(lambda: turns.serve(worker, [], lambda: not os.path.exists(f"/proc/{worker}")))
     try:
-        until(lambda: os.sched_getscheduler(executor) == os.SCHED_FIFO)
+        until(lambda: os.sched_getscheduler(server) == os.SCHED_FIFO)
         for _ in range(3):
-            page.launch()
-            until(lambda: os.sched_getscheduler(worker) == os.SCHED_FIFO)
-            if how is Emulation.SLICES:  # the main job's turn comes, and goes
-                until(lambda: state(worker) == "T")
-                until(lambda: state(worker) == "S")
-            page.land()
-            until(lambda: os.sched_getscheduler(worker) == os.SCHED_IDLE)
-            assert page.count % 2 == 0
+            turns.begin()
+            until(lambda: state(worker) == "T")
             until(lambda: state(worker) == "S")
-        page.launch()  # it dies in the middle of a step
+            turns.end()
+            assert turns.count % 2 == 0
+            until(lambda: state(worker) == "S")
+        turns.begin()  # it dies in the middle of a step
     finally:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
-        os.waitpid(executor, 0)
-
-
-def test_what_is_said_twice_counts_once():
-    page = LaunchPage()
-    page.land()
-    assert page.count == 0
-    page.launch()
-    page.launch()
-    assert page.count == 1
-    page.land()
-    page.land()
-    assert page.count == 2
+        os.waitpid(server, 0)
 
 
 @pytest.mark.parametrize("error", [None, StopIteration, ValueError])

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.fill.gate import SharedGate, SharedGateReader
-from megatron.fill.runtime import enforcer as module
-from megatron.fill.runtime.enforcer import Enforcer
-from megatron.fill.runtime.steplog import StepLog, WorkerPhase, create_log
+from megatron.fill.agent import enforcer as module
+from megatron.fill.agent.ending import Ending, How
+from megatron.fill.agent.enforcer import Enforcer
+from megatron.fill.pages.gate import SharedGate, SharedGateReader
+from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
 from megatron.fill.types import BubbleUse
 
 GRACE_NS = 30_000_000
@@ -88,14 +89,14 @@ def test_a_step_within_its_bubble_is_left_alone(bench):
     time.sleep(0.1)
     bench.enforcer.check()
     assert not bench.stopped
-    assert bench.enforcer.verdict is None
+    assert bench.enforcer.ending is None
 
 
 def test_a_step_that_hangs_is_stopped_and_then_ended_without_another_bubble(bench):
     bench.begin_step()
     bench.check_until(lambda: bench.stopped)
-    bench.check_until(lambda: bench.enforcer.verdict)
-    assert bench.enforcer.verdict.startswith("run_next_step() hung: it went on for ")
+    bench.check_until(lambda: bench.enforcer.ending)
+    assert bench.enforcer.ending.why.startswith("run_next_step() hung: it went on for ")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_a_step_that_hangs_is_stopped_and_then_ended_without_another_bubble(benc
 )
 def test_what_ends_in_a_later_bubble_has_offended_and_is_named_when_it_is_over(bench, phases, callbacks):
     for phase in phases:
-        assert bench.enforcer.verdict is None
+        assert bench.enforcer.ending is None
         step = bench.begin_step(phase)
         bench.check_until(lambda: bench.stopped)
         later = bench.gate.open(time.monotonic_ns() + 10**9, 0)
@@ -119,7 +120,7 @@ def test_what_ends_in_a_later_bubble_has_offended_and_is_named_when_it_is_over(b
         bench.check_until(lambda: not bench.enforcer._rationing.is_alive())
         assert later > step
     assert bench.enforcer.offences == 2
-    assert bench.enforcer.verdict == (
+    assert bench.enforcer.ending.why == (
         f"{callbacks} ran on after its bubble by more than 0.03 s (--fill-grace-ms) 2 times (--fill-max-overruns)"
     )
 
@@ -132,7 +133,7 @@ def test_a_step_that_only_waits_for_the_core_is_not_to_blame(bench, monkeypatch)
     while time.monotonic() < end_s:
         bench.enforcer.check()
         time.sleep(0.01)
-    assert bench.enforcer.verdict is None
+    assert bench.enforcer.ending is None
 
 
 def test_a_step_that_the_main_job_starves_is_not_to_blame_whatever_the_kernel_has_noted_of_its_waiting(bench):
@@ -149,7 +150,7 @@ def test_a_step_that_the_main_job_starves_is_not_to_blame_whatever_the_kernel_ha
         while time.monotonic() < end_s:
             bench.enforcer.check()
             time.sleep(0.01)
-        assert bench.enforcer.verdict is None
+        assert bench.enforcer.ending is None
     finally:
         bench.enforcer.release()
         for process in (busy, spinner):
@@ -181,7 +182,7 @@ def test_a_step_that_hangs_is_ended_although_the_log_says_that_steps_end(bench):
             time.sleep(0.01)
             bench.gate.close(time.monotonic_ns())
             bench.log.step_ended(0, 1, 1.0, False)
-            return bench.enforcer.verdict is not None
+            return bench.enforcer.ending is not None
 
         bench.check_until(ended)
     finally:
@@ -203,6 +204,28 @@ def test_release_lets_a_stopped_worker_run(bench):
     bench.enforcer.release()
     bench.worker.send_signal(signal.SIGTERM)
     assert bench.worker.wait(5) == -signal.SIGTERM
+
+
+def test_one_that_is_released_in_a_bubble_is_not_stopped_at_its_end(bench):
+    bench.begin_step()
+    bench.check_until(lambda: bench.stopped)
+    bench.gate.open(time.monotonic_ns() + 10**9, 0)
+    while bench.stopped:
+        time.sleep(0.001)
+    bench.enforcer.release()
+    bench.gate.close(time.monotonic_ns())
+    bench.enforcer._rationing.join(10)
+    assert not bench.enforcer._rationing.is_alive()
+    assert not bench.stopped
+
+
+def test_the_rationing_of_a_released_worker_ends_without_another_bubble(bench):
+    bench.begin_step()
+    bench.check_until(lambda: bench.stopped)
+    bench.enforcer.release()
+    bench.enforcer._rationing.join(10)
+    assert not bench.enforcer._rationing.is_alive()
+    assert not bench.stopped
 
 
 def test_nothing_runs_while_filling_is_off(bench):
@@ -240,8 +263,7 @@ def test_one_that_has_used_up_its_overtime_runs_in_bubbles_only(bench):
     bench.check_until(lambda: not bench.enforcer._rationing.is_alive())
     assert not bench.stopped
     account.verdict = "it went on"
-    bench.enforcer.look_at_account()
-    assert bench.enforcer.verdict == "it went on"
+    assert bench.enforcer.look() == Ending(How.FAIL, "it went on")
 
 
 _LEADERLESS = """
@@ -263,8 +285,8 @@ def test_a_worker_whose_first_thread_has_ended_is_seen_all_the_same(bench):
         assert leaderless.stdout.readline() == b"up\n"
         bench.enforcer.pid = leaderless.pid
         bench.begin_step()
-        bench.check_until(lambda: bench.enforcer.verdict)
-        assert "hung" in bench.enforcer.verdict
+        bench.check_until(lambda: bench.enforcer.ending)
+        assert "hung" in bench.enforcer.ending.why
     finally:
         bench.enforcer.release()
         leaderless.kill()

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.runtime.estimate import NodeEstimators, StepEstimator
+from megatron.fill.worker.estimate import NodeEstimators, StepEstimator
 
 
 def test_nothing_is_known_at_first():

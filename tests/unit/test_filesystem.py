@@ -8,6 +8,7 @@ import pytest
 
 from megatron.fill.store import NewJob, filesystem, open_store
 from megatron.fill.store.filesystem import network_file_system
+from megatron.fill.work import Work
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -57,7 +58,7 @@ def test_without_proc_nothing_is_known(monkeypatch, tmp_path):
 def test_a_store_that_several_machines_may_see_has_no_write_ahead_log(mounts, tmp_path, kind, journal):
     mounts(f"22 1 8:1 / / rw - {kind} x rw\n")
     store = open_store(tmp_path / "jobs.db")
-    store.submit([NewJob("pi", {"task": "m:Pi"})])
+    store.submit([NewJob("pi", Work("m:Pi"))])
     connection = sqlite3.connect(tmp_path / "jobs.db")
     assert connection.execute("PRAGMA journal_mode").fetchone() == (journal,)
     connection.close()

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron.fill.board import CycleBoard
-from megatron.fill.control import ControlPage, RunState
-from megatron.fill.device.tree import marked
-from megatron.fill.gate import SharedGate
-from megatron.fill.runtime import agent as agent_module
-from megatron.fill.runtime.agent import Agent
-from megatron.fill.runtime.baton import Baton
-from megatron.fill.runtime.guest import environment
-from megatron.fill.runtime.holder import Holder
-from megatron.fill.runtime.spec import Outcome, WorkerSpec
-from megatron.fill.runtime.steplog import StepLog, create_log
+from megatron.fill.agent import crew as crew_module
+from megatron.fill.agent.admission import environment
+from megatron.fill.agent.holder import Holder
+from megatron.fill.linux.tree import OWN, marked
+from megatron.fill.pages.baton import Baton
+from megatron.fill.pages.board import CycleBoard
+from megatron.fill.pages.control import ControlPage, RunState
+from megatron.fill.pages.gate import SharedGate
+from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.types import JobState
-from tests.unit.children import until
+from megatron.fill.work import Work
+from megatron.fill.worker.spec import Outcome, WorkerSpec
+from tests.unit.stations import Post, post
+from tests.waiting import until
 
 WITHIN_S = 60.0  # on a machine that is busy
 TASK = """
@@ -66,11 +66,11 @@ class Pages:
             "12-3", self.fds, environment(os.environ, {}, None, Path("/")), str(folder), idle=True, ahead=ahead
         )
 
-    def spec(self, folder: Path, **more: Any) -> Path:
+    def spec(self, folder: Path, work: Work, **more: Any) -> Path:
         gate, board, control, baton = self.fds
         cage = Cage((), str(folder))
         path = folder / "spec.json"
-        path.write_text(WorkerSpec("look", str(folder), gate, board, control, baton, cage, **more).to_json())
+        path.write_text(WorkerSpec("look", str(folder), gate, board, control, baton, cage, work, **more).to_json())
         return path
 
 
@@ -80,7 +80,7 @@ def test_a_first_process_waits_for_its_job_and_runs_it(tmp_path, ahead):
     holder = pages.holder(tmp_path, ahead)
     (tmp_path / "looks.py").write_text(TASK)
     given = environment(os.environ, {"WORD": "of the device"}, None, tmp_path) | {"HOME": "/of/its/own"}
-    holder.give(pages.spec(tmp_path, task="looks:Look", search=[str(tmp_path)], environment=given), pages.log_fd)
+    holder.give(pages.spec(tmp_path, Work("looks:Look", search=(str(tmp_path),)), environment=given), pages.log_fd)
     confined = holder.confined(WITHIN_S)
     assert confined is not None
     assert not confined.error
@@ -133,83 +133,83 @@ class FakeHolder:
 
 
 @pytest.fixture
-def agent(monkeypatch) -> Agent:
+def bench(monkeypatch, tmp_path) -> Iterator[Post]:
     monkeypatch.setattr(FakeHolder, "made", [], raising=False)
-    monkeypatch.setattr(agent_module, "Holder", FakeHolder)
-    found = Agent.__new__(Agent)
-    found._lock, found._processes, found._standby = threading.Lock(), set(), None
-    found._numbers = itertools.count()
-    found.orphaned, found.guest = False, None
-    found.gate = SimpleNamespace(ended=False)  # type: ignore[assignment]
-    found.control = SimpleNamespace(state=RunState.RUNNING)  # type: ignore[assignment]
-    found.control_reader_fd = found.baton_fd = -1
-    found.spec = SimpleNamespace(gate_fd=-1, board_fd=-1, run_dir="/run")  # type: ignore[assignment]
+    monkeypatch.setattr(crew_module, "Holder", FakeHolder)
+    with post(monkeypatch, tmp_path) as made:
+        yield made
+
+
+def start(bench: Post, job: Any) -> FakeHolder:
+    found: Any = bench.crew._start(job)
     return found
 
 
 def job(**spec: Any) -> Any:
-    return SimpleNamespace(spec={"command": None} | spec)
+    return SimpleNamespace(work=Work(**spec))
 
 
-def test_a_task_gets_the_process_that_stands_by(agent):
-    agent.stand_by()
-    agent.stand_by()  # one is enough
+def test_a_task_gets_the_process_that_stands_by(bench):
+    bench.crew.stand_by()
+    bench.crew.stand_by()  # one is enough
     [ready] = FakeHolder.made
     assert ready.idle
     assert ready.ahead
-    assert agent.start_worker(job()) is ready
-    anew = agent.start_worker(job())
+    assert start(bench, job()) is ready
+    anew = start(bench, job())
     assert anew is FakeHolder.made[1]
     assert anew.idle
     assert anew.name != ready.name
     assert not anew.ahead
 
 
-@pytest.mark.parametrize(
-    ("spec", "idle"), [({"env": {"OMP_NUM_THREADS": "4"}}, True), ({"command": ["true"], "env": None}, False)]
-)
-def test_a_command_and_a_job_with_variables_of_its_own_get_one_that_has_imported_nothing(agent, spec, idle):
-    agent.stand_by()
+@pytest.mark.parametrize(("spec", "idle"), [({"env": {"OMP_NUM_THREADS": "4"}}, True), ({"command": ("true",)}, False)])
+def test_a_command_and_a_job_with_variables_of_its_own_get_one_that_has_imported_nothing(bench, spec, idle):
+    bench.crew.stand_by()
     [ready] = FakeHolder.made
-    found = agent.start_worker(job(**spec))
+    found = start(bench, job(**spec))
     assert found is not ready
     assert (found.idle, found.ahead) == (idle, ())
-    assert agent.start_worker(job()) is ready
+    assert start(bench, job()) is ready
 
 
-def test_one_that_has_died_meanwhile_is_not_given_a_job(agent):
-    agent.stand_by()
+def test_one_that_has_died_meanwhile_is_not_given_a_job(bench):
+    bench.crew.stand_by()
     [dead] = FakeHolder.made
     dead.alive = False
-    assert agent.start_worker(job()) is not dead
+    assert start(bench, job()) is not dead
     assert dead.ended
 
 
-def test_who_stands_by_is_no_orphan_and_goes_with_a_kill_or_the_end(agent, monkeypatch):
+def test_who_stands_by_is_no_orphan_and_goes_with_a_kill_or_the_end(bench, monkeypatch):
     spared: list[set[int]] = []
-    monkeypatch.setattr(agent_module.reap, "end_descendants", lambda spare: spared.append(spare))
-    agent.stand_by()
-    worker = agent.start_worker(job())
-    agent.stand_by()
-    agent.forget_worker(worker.pid)
+    monkeypatch.setattr(crew_module.reap, "end_descendants", lambda: spared.append(OWN & {1, 2, 3}))
+    bench.crew.stand_by()
+    with bench.crew.worker(job()) as worker:
+        bench.crew.stand_by()
+        assert bench.crew.working == [worker.pid]
+    assert worker.ended
+    assert bench.crew.working == []
     standby = FakeHolder.made[-1]
     assert spared == [{standby.pid}]
-    agent.control.state = RunState.KILLED
-    agent._control_changed(RunState.KILLED)
+    bench.control.change(RunState.KILLED)
+    bench.crew.stand_down()
     assert standby.ended
-    agent.stand_by()
-    agent.control.state, agent.orphaned = RunState.RUNNING, True
-    agent.stand_by()
+    assert standby.pid not in OWN
+    bench.crew.stand_by()
+    bench.control.change(RunState.RUNNING)
+    bench.station.orphaned.set()
+    bench.crew.stand_by()
     assert FakeHolder.made[-1] is standby
 
 
-def test_that_none_can_be_started_beforehand_is_no_trouble(agent, monkeypatch):
+def test_that_none_can_be_started_beforehand_is_no_trouble(bench, monkeypatch):
     def fail(*args: Any, **more: Any) -> None:
         raise OSError(11, "no more processes")
 
-    monkeypatch.setattr(agent_module, "Holder", fail)
-    agent.stand_by()
-    assert agent._standby is None
+    monkeypatch.setattr(crew_module, "Holder", fail)
+    bench.crew.stand_by()
+    assert bench.crew._standby is None
 
 
 def test_its_command_line_says_whose_it_is_and_its_environment_who(tmp_path):

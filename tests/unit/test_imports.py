@@ -12,70 +12,81 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILL = ROOT / "megatron" / "fill"
 
-# room -> the rooms of megatron.fill that it may import.  The app may import everything.
+# room -> the rooms of megatron.fill that it may import, from the bottom up.  The app may import everything.
 RULES: dict[str, set[str]] = {
+    # Values, and what knows no other part.
     "types": set(),
     "errors": set(),
-    "futex": set(),
-    "shared": set(),
-    "display": {"types"},
     "hearsay": set(),
-    "given": {"types", "errors", "hearsay"},
-    "records": {"types", "errors"},
-    "config": {"types", "errors", "given"},
-    "hooks": {"types", "errors"},
-    "gate": {"types", "errors", "futex", "shared"},
-    "control": {"types", "errors", "futex", "hearsay", "shared"},
-    "stream": {"types", "errors", "futex", "hooks", "shared"},
-    "predictor": {"types", "errors", "rule"},
-    "rule": set(),
+    "models": set(),
     "profiles": {"types"},
-    "board": {"types", "profiles", "shared"},
-    "sidetask": {"types", "errors", "hearsay", "profiles"},
-    "device": {"types", "errors", "futex", "shared"},
-    # The package itself, for where it lies.
-    "sandbox": {"types", "errors"},
-    "planner": {"types", "errors", "given", "profiles"},
-    "scheduler": {"types", "errors", "profiles", "planner"},
-    "pipeline": {"types", "errors", "profiles"},
-    # Of the runtime, the simulator takes what a worker decides by: the step loop and its estimator.
+    "work": set(),
+    "display": {"types"},
+    "hooks": {"types"},
+    "spec": set(),
+    # The machine.
+    "linux": set(),
+    "pages": {"errors", "hearsay", "linux", "profiles", "types"},
+    "sandbox": {"errors", "linux"},
+    "device": {"errors", "linux"},
+    # What users give, what jobs are, and where they wait.
+    "given": {"errors", "hearsay", "types"},
+    "config": {"errors", "given", "types"},
+    "store": {"errors", "given", "types", "work"},
+    "client": {"errors", "given", "store", "types"},
+    "sidetask": {"errors", "hearsay", "linux", "models", "profiles"},
+    "llm": set(),
+    # What is decided.
+    "pipeline": {"profiles", "types"},
+    "mainjob": {"pipeline"},
+    "planner": {"errors", "given", "profiles", "types"},
+    "scheduler": {"errors", "planner", "profiles"},
+    # What runs: a rank with its relay, an agent, its workers.
+    "records": {"errors", "linux", "types"},
+    "rank": {"errors", "hooks", "linux", "pages", "profiles", "records", "spec", "types"},
+    "worker": {
+        *("device", "errors", "hearsay", "linux", "pages", "planner", "profiles", "sandbox", "sidetask", "spec"),
+        *("types", "work"),
+    },
+    "agent": {
+        *("device", "errors", "hearsay", "linux", "pages", "planner", "profiles", "records", "sandbox", "scheduler"),
+        *("sidetask", "spec", "store", "types", "work", "worker"),
+    },
+    # What is seen of it, and tried out.
+    "report": {"display", "errors", "linux", "records", "types"},
+    # What a rank and a worker decide by is simulated by their own code.
     "sim": {
-        *("types", "errors", "given", "profiles", "config", "records", "gate", "predictor", "pipeline", "planner"),
-        *("rule", "scheduler", "store", "report", "device", "runtime"),
+        *("device", "errors", "given", "linux", "mainjob", "models", "pages", "pipeline", "planner"),
+        "profiles",
+        *("rank", "records", "report", "scheduler", "store", "types", "worker"),
     },
-    "store": {"types", "errors", "config"},
-    "client": {"types", "errors", "config", "given", "store"},
-    "report": {"types", "errors", "records", "display"},
-    "runtime": {
-        *("types", "errors", "profiles", "records", "gate", "board", "futex", "sidetask", "device", "predictor"),
-        *("control", "hearsay", "hooks", "planner", "rule", "scheduler", "shared", "store", "stream", "sandbox"),
-    },
-    "chaos": {"types", "errors", "records", "store", "sidetask", "config", "report", "control", "runtime"},
+    "chaos": {"errors", "given", "linux", "pages", "records", "report", "sidetask", "store", "types"},
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {
-        *("types", "errors", "config", "device", "display", "given", "hearsay", "records", "runtime", "sidetask"),
-        "store",
+        *("agent", "config", "display", "errors", "given", "hearsay", "linux", "records", "sidetask", "store", "types"),
+        *("spec", "worker"),
     },
     "cli": {
-        *("chaos", "control", "types", "errors", "profiles", "config", "store", "planner", "device", "runtime", "sim"),
-        *("display", "given", "hearsay", "records", "report", "sandbox", "trial"),
+        *("agent", "chaos", "device", "display", "errors", "given", "hearsay", "llm", "pages", "planner", "profiles"),
+        *("records", "report", "sandbox", "sim", "store", "trial", "types", "worker"),
     },
-    "__init__": {"types", "errors", "sidetask"},
+    "__init__": {"errors", "hooks", "sidetask", "types"},
 }
 TORCH_FREE = [
     "types",
     "errors",
     "config",
     "hooks",
-    "gate",
-    "control",
-    "predictor",
+    "pages.gate",
+    "pages.control",
+    "rank.predictor",
     "profiles",
-    "board",
+    "models",
+    "pages.board",
     "records",
     "report",
-    "stream.listener",
-    "stream.signals",
+    "rank.stream",
+    "rank.signals",
     "device",
     "device.cpu",
     "device.cuda",
@@ -91,21 +102,25 @@ TORCH_FREE = [
     "planner.search",
     "planner.draw",
     "scheduler.policies",
+    "pipeline.ghosts",
     "pipeline.timeline",
     "sim.run",
     "sim.truth.replay",
-    "sim.truth.recorded",
+    "sim.recorded.busy",
+    "sim.sliced",
     "sim.freeride.study",
     "sim.freeride.draw",
     "store.sql",
     "cli.app",
-    "runtime.agent",
-    "runtime.warden",
-    "runtime.worker",
-    "runtime.rank",
-    "runtime.relay",
-    "runtime.measure",
-    "runtime.srun",
+    "agent.agent",
+    "agent.warden",
+    "worker.worker",
+    "rank.listener",
+    "rank.relay",
+    "rank.spec",
+    "worker.measure",
+    "rank.srun",
+    "llm.speccheck",
     "trial.run",
     "trial.printed",
     "app.checker",
@@ -136,6 +151,19 @@ def test_every_room_has_a_rule():
     assert {room(path) for path in FILES} == set(RULES)
 
 
+def test_no_arrow_goes_back_up():
+    rooms = list(RULES)
+    for index, (name, may) in enumerate(RULES.items()):
+        assert may <= set(rooms[:index]), f"{name} imports what is above it, or what is no room"
+
+
+def test_the_rules_allow_nothing_that_nobody_needs():
+    used: dict[str, set[str]] = {name: set() for name in RULES}
+    for path in FILES:
+        used[room(path)] |= {name.split(".")[2] for name in imports(path) if name.startswith("megatron.fill.")}
+    assert {name: used[name] & set(RULES) - {name} for name in RULES} == RULES
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(FILL)))
 def test_a_room_imports_only_what_it_may(path):
     ours = {name.split(".")[2] for name in imports(path) if name.startswith("megatron.fill.")}
@@ -145,8 +173,8 @@ def test_a_room_imports_only_what_it_may(path):
     assert not any(name.startswith(foreign) for name in imports(path))
 
 
-def test_patches_import_only_the_hooks_and_values():
-    allowed = {"hooks", "types", "errors"}
+def test_patches_import_only_the_hooks_schedules_settings_and_values():
+    allowed = {"config", "given", "hooks", "types", "errors", "pipeline"}
     for path in (ROOT / "pipefill_patches").glob("*.py"):
         if path.name == "__main__.py":  # an entry point, which starts the app
             continue
@@ -165,9 +193,7 @@ def test_torch_free_modules_import_without_torch(module):
 
 
 # Runs inside the job's own process, or writes only: what a job does to these it does to itself.
-WORKER_SIDE = {
-    *("worker", "loop", "planned", "profiler", "checkpoint", "saver", "command", "measure", "safefile"),
-}
+WORKER_SIDE = {"worker", "loop", "nodes", "profiler", "checkpoint", "saver", "command", "measure", "driven", "taskrun"}
 READERS = {"read_text", "read_bytes", "open", "fdopen", "load", "loads", "from_json"}
 # What agents, report and commands read that no job's folder holds: file -> calls.
 OTHER_READS = {
@@ -176,22 +202,19 @@ OTHER_READS = {
     "app/standin.py": {"StandInSpec.from_json"},  # likewise
     "cli/options.py": {"path.open"},  # to write
     "cli/simulate.py": {"load"},
-    "control.py": {"Path(f'/proc/{pid}/stat').read_text", "os.open"},
+    "pages/control.py": {"os.open"},
     "records/files.py": {"from_json", "os.open", "path.open"},
     "records/rank.py": {"os.open", "temporary.open"},
     "records/segment.py": {"os.open"},
-    "runtime/agent.py": {"AgentSpec.from_json", "json.loads", "Path(spec_path).read_text"},
-    "runtime/confined.py": {"json.loads"},  # of a worker's first process, which runs nothing of the job
-    "runtime/enforcer.py": {"stat.read_text"},  # in /proc
-    "runtime/folder.py": {"os.open"},  # folders themselves
-    "runtime/output.py": {"os.fdopen"},  # to write
-    "runtime/rank.py": {"self.gate.open"},
-    "runtime/relay.py": {"RelaySpec.from_json", "json.loads", "log.open"},
-    "runtime/spec.py": {"json.loads"},  # in the worker
-    "runtime/srun.py": {"Path(f'/proc/{pid}/status').read_text"},
-    "runtime/submitted.py": {"json.loads", "path.read_text"},  # in the run folder
-    "runtime/warden.py": {"json.loads", "spec_path.read_text"},
-    "trial/spec.py": {"json.loads"},  # of who starts the process
+    "agent/agent.py": {"AgentSpec.from_json", "Path(spec_path).read_text"},
+    "worker/confined.py": {"json.loads"},  # of a worker's first process, which runs nothing of the job
+    "agent/folder.py": {"os.open"},  # folders themselves
+    "agent/output.py": {"os.fdopen"},  # to write
+    "rank/listener.py": {"self.gate.open"},
+    "rank/relay.py": {"RelaySpec.from_json", "log.open"},
+    "rank/srun.py": {"Path(f'/proc/{pid}/status').read_text"},
+    "agent/submitted.py": {"json.loads", "path.read_text"},  # in the run folder
+    "agent/warden.py": {"json.loads", "spec_path.read_text"},
     "trial/train.py": {"log.open"},  # to write
 }
 
@@ -209,8 +232,8 @@ def reads(path: Path) -> set[str]:
 
 def outside(path: Path) -> bool:
     """Whether a file runs outside of a job's process, and reads what others wrote."""
-    return room(path) in {"report", "cli", "control", "records", "app", "trial"} or (
-        room(path) == "runtime" and path.stem not in WORKER_SIDE
+    return room(path) in {"report", "cli", "pages", "records", "app", "trial", "agent", "rank"} or (
+        room(path) == "worker" and path.stem not in WORKER_SIDE
     )
 
 

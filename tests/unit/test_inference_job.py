@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.unit.drive import begin, drive, finish
 from tests.unit.test_training_job import points
 
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra models")
-ARGS = {
+ARGS: dict[str, Any] = {
     "model": "tests.unit.test_inference_job:net",
     "data": "tests.unit.test_training_job:points",
     "batch_sizes": [4],

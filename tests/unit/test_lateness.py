@@ -1,10 +1,10 @@
-"""scripts/lateness.py: how late waits end, from the records of two stages."""
+"""scripts/benchmarks/lateness.py: how late waits end, from the records of two stages."""
 
 from __future__ import annotations
 
 from megatron.fill.types import Bubble, BubbleKind, Iteration, RankInfo, RankRecord, Span
-from scripts.lateness import compare, late_ns
-from scripts.trainings import Blocks
+from scripts.benchmarks.lateness import compare, late_ns
+from scripts.benchmarks.trainings import Blocks
 
 MS = 1_000_000
 

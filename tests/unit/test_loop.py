@@ -7,30 +7,25 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.errors import TaskError
-from megatron.fill.gate import OpenBubble
+from megatron.fill.pages.baton import Baton
+from megatron.fill.pages.gate import OpenBubble
+from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
 from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
-from megatron.fill.runtime.loop import StepLoop
-from megatron.fill.runtime.steplog import StepLog, WorkerPhase, create_log
 from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.types import BubbleUse, Lack
+from megatron.fill.worker.loop import StepLoop
+from tests.clock import Clock
 
 MS = 1_000_000
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_ns = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
 
 
 class Scripted(SideTask):
     """Steps of given lengths; then it is finished."""
 
-    def __init__(self, clock: Clock, lengths_ms: list[float]) -> None:
-        self.clock, self.lengths, self.calls = clock, list(lengths_ms), []
+    def __init__(self, clock: Clock[int], lengths_ms: list[float]) -> None:
+        self.clock, self.lengths = clock, list(lengths_ms)
+        self.calls: list[str] = []
         self.pauses_ms: list[float] = []
 
     def start(self) -> None:
@@ -39,13 +34,13 @@ class Scripted(SideTask):
     def pause(self) -> None:
         self.calls.append("pause")
         if self.pauses_ms:
-            self.clock.now_ns += int(self.pauses_ms.pop(0) * MS)
+            self.clock.now += int(self.pauses_ms.pop(0) * MS)
 
     def run_next_step(self) -> float:
         if not self.lengths:
             raise StopIteration
         self.calls.append("step")
-        self.clock.now_ns += int(self.lengths.pop(0) * MS)
+        self.clock.now += int(self.lengths.pop(0) * MS)
         return 2.0
 
 
@@ -54,14 +49,17 @@ class ScriptedGate:
 
     ended = False
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock[int]) -> None:
         self.clock, self.end_ns = clock, 0
 
+    def wait(self, after_seq: int) -> OpenBubble | None:
+        raise AssertionError("nobody sleeps here")
+
     def is_open(self, seq: int) -> bool:
-        return self.clock.now_ns < self.end_ns
+        return self.clock.now < self.end_ns
 
     def wait_change(self, seq: int, timeout_ns: int) -> None:
-        self.clock.now_ns = max(self.clock.now_ns, min(self.clock.now_ns + timeout_ns, self.end_ns))
+        self.clock.now = max(self.clock.now, min(self.clock.now + timeout_ns, self.end_ns))
 
     def closed_ns(self, seq: int) -> int | None:
         return None if self.is_open(seq) else self.end_ns
@@ -73,7 +71,7 @@ class Switch:
 
 class Bench:
     def __init__(self, *lengths_ms: float) -> None:
-        self.clock = Clock()
+        self.clock = Clock(0)
         self.task = Scripted(self.clock, list(lengths_ms))
         machine = TaskMachine(self.task, TaskContext("t", Path("/")))
         machine.create({})
@@ -94,11 +92,11 @@ class Bench:
     ) -> bool:
         """Offer one bubble; whether the task finished in it."""
         self.seq += 1
-        self.gate.end_ns = self.clock.now_ns + int((predicted_ms if lasts_ms is None else lasts_ms) * MS)
-        deadline_ns = self.clock.now_ns + int(predicted_ms * MS)
-        bubble = OpenBubble(self.seq, self.clock.now_ns, deadline_ns, 0, False, ends_ns, overrun_ns)
+        self.gate.end_ns = self.clock.now + int((predicted_ms if lasts_ms is None else lasts_ms) * MS)
+        deadline_ns = self.clock.now + int(predicted_ms * MS)
+        bubble = OpenBubble(self.seq, self.clock.now, deadline_ns, 0, False, ends_ns, overrun_ns)
         finished = self.loop.fill(bubble)
-        self.clock.now_ns = max(self.clock.now_ns, self.gate.end_ns)
+        self.clock.now = max(self.clock.now, self.gate.end_ns)
         return finished
 
     @property
@@ -123,10 +121,10 @@ def test_a_bubble_that_ends_early_stops_the_steps_and_counts_the_overrun():
 def test_where_overruns_may_cost_something_steps_go_on_beyond_the_deadline():
     bench = Bench(*[2.0] * 60)
     bench.bubble(9)
-    ends_ns = tuple(bench.clock.now_ns + n * 10 * MS for n in range(1, 9))
+    ends_ns = tuple(bench.clock.now + n * 10 * MS for n in range(1, 9))
     bench.bubble(9, lasts_ms=35, ends_ns=ends_ns, overrun_ns=MS // 2)  # half of the cases may catch a step of 2 ms
     assert (bench.uses[1].steps, bench.uses[1].overrun_ns) == (18, 1 * MS)
-    ends_ns = tuple(bench.clock.now_ns + n * 10 * MS for n in range(1, 9))
+    ends_ns = tuple(bench.clock.now + n * 10 * MS for n in range(1, 9))
     bench.bubble(9, lasts_ms=80, ends_ns=ends_ns, overrun_ns=MS // 2)
     assert (bench.uses[2].steps, bench.uses[2].overrun_ns) == (20, 0)
 
@@ -135,7 +133,7 @@ def test_beyond_the_deadline_the_main_job_may_get_a_moment_between_two_steps():
     bench = Bench(*[2.0] * 40)
     bench.loop.breather_ns = MS
     bench.bubble(9)
-    ends_ns = tuple(bench.clock.now_ns + n * 10 * MS for n in range(1, 9))
+    ends_ns = tuple(bench.clock.now + n * 10 * MS for n in range(1, 9))
     bench.bubble(8, lasts_ms=13.5, ends_ns=ends_ns, overrun_ns=2 * MS)
     # Five steps up to 10 ms, one from 11 to 13 ms, and in the moment after it the bubble ends.
     assert (bench.uses[1].steps, bench.uses[1].overrun_ns) == (6, 0)
@@ -146,7 +144,7 @@ def test_where_most_bubbles_end_soon_the_first_step_waits_until_they_have():
     bench.bubble(9)
     for lasts_ms, steps in ((0.2, 0), (50, 25)):
         bench.task.calls.clear()
-        now_ns = bench.clock.now_ns
+        now_ns = bench.clock.now
         ends_ns = (*[now_ns + MS // 5] * 6, now_ns + 50 * MS, now_ns + 50 * MS)
         bench.bubble(0, lasts_ms, ends_ns, MS)
         assert bench.task.calls.count("step") == steps
@@ -231,38 +229,38 @@ def test_a_stop_request_is_seen_between_steps():
     assert bench.task.calls.count("step") == 1
 
 
-def test_a_pause_is_seen_before_every_step_and_before_the_start():
+def test_a_pause_is_seen_before_every_step_and_before_the_start(monkeypatch):
     bench = Bench(*[1.0] * 50)
 
     def step() -> float:
         bench.switch.running = bench.task.calls.count("step") < 2
         return Scripted.run_next_step(bench.task)
 
-    bench.task.run_next_step = step
+    monkeypatch.setattr(bench.task, "run_next_step", step)
     assert not bench.bubble(100)
     assert bench.task.calls == ["start", "step", "step", "step", "pause"]
     bench.task.calls.clear()
     assert not bench.bubble(100)
     assert bench.task.calls == []
-    bench.task.run_next_step = lambda: Scripted.run_next_step(bench.task)
+    monkeypatch.setattr(bench.task, "run_next_step", lambda: Scripted.run_next_step(bench.task))
     bench.switch.running = True
     bench.bubble(2)
     assert bench.task.calls == ["start", "step", "step", "pause"]
 
 
-def test_a_pause_during_the_start_lets_no_step_begin():
+def test_a_pause_during_the_start_lets_no_step_begin(monkeypatch):
     bench = Bench(*[1.0] * 50)
-    bench.task.start = lambda: setattr(bench.switch, "running", False)
+    monkeypatch.setattr(bench.task, "start", lambda: setattr(bench.switch, "running", False))
     assert not bench.bubble(100)
     assert bench.task.calls == ["pause"]
     use = bench.uses[0]
     assert (use.steps, use.latency_ns, use.harvested_ns, use.overrun_ns) == (0, -1, 0, 0)
 
 
-def test_the_log_says_what_the_worker_is_at():
+def test_the_log_says_what_the_worker_is_at(monkeypatch):
     bench = Bench(*[1.0] * 3)
     seen = []
-    bench.task.start = lambda: seen.append((bench.log.phase, bench.log.step_seq))
+    monkeypatch.setattr(bench.task, "start", lambda: seen.append((bench.log.phase, bench.log.step_seq)))
     bench.bubble(2)
     assert seen == [(WorkerPhase.START, 1)]
     assert (bench.log.phase, bench.log.step_seq) == (WorkerPhase.ASLEEP, 0)
@@ -271,8 +269,8 @@ def test_the_log_says_what_the_worker_is_at():
 def test_the_work_alone_is_counted_apart():
     bench = Bench(*[1.0] * 10)
     bench.bubble(2.5)
-    bench.gate.end_ns = bench.clock.now_ns + 3 * MS
-    bench.loop.fill(OpenBubble(9, bench.clock.now_ns, bench.gate.end_ns, 0, alone=True))
+    bench.gate.end_ns = bench.clock.now + 3 * MS
+    bench.loop.fill(OpenBubble(9, bench.clock.now, bench.gate.end_ns, 0, alone=True))
     record = bench.log.record("t", 0)
     assert (record.work_done, record.steps_done, record.harvested_ns) == (4.0, 2, 2 * MS)
     assert (record.alone_work, record.alone_ns) == (6.0, 3 * MS)
@@ -282,7 +280,7 @@ def test_the_work_alone_is_counted_apart():
 
 class TestMachine:
     def make(self) -> TaskMachine:
-        return TaskMachine(Scripted(Clock(), [1.0]), TaskContext("t", Path("/")))
+        return TaskMachine(Scripted(Clock(0), [1.0]), TaskContext("t", Path("/")))
 
     def test_callbacks_out_of_order_are_refused(self):
         machine = self.make()
@@ -293,24 +291,24 @@ class TestMachine:
         with pytest.raises(TaskError, match=r"create\(\) was called in state CREATED; expected SUBMITTED"):
             machine.create({})
 
-    def test_stop_is_allowed_from_anywhere_and_once(self):
+    def test_stop_is_allowed_from_anywhere_and_once(self, monkeypatch):
         machine = self.make()
         calls = []
-        machine.task.stop = lambda: calls.append(1)
+        monkeypatch.setattr(machine.task, "stop", lambda: calls.append(1))
         machine.stop()
         machine.stop()
         assert calls == [1]
         assert machine.state is TaskState.STOPPED
 
-    def test_work_must_be_a_number(self):
+    def test_work_must_be_a_number(self, monkeypatch):
         machine = self.make()
         machine.create({})
         machine.init()
         machine.start()
-        machine.task.run_next_step = lambda: "many"
+        monkeypatch.setattr(machine.task, "run_next_step", lambda: "many")
         with pytest.raises(TaskError, match="returned 'many'"):
             machine.run_next_step()
-        machine.task.run_next_step = lambda: None
+        monkeypatch.setattr(machine.task, "run_next_step", lambda: None)
         assert machine.run_next_step() == 1.0
 
 
@@ -378,7 +376,7 @@ def test_no_iteration_begins_while_a_change_is_due():
 
 
 def test_the_baton_is_passed_on_in_every_bubble_and_there_is_a_break_after_it():
-    class Passed:
+    class Passed(Baton):
         def __init__(self) -> None:
             self.calls: list[object] = []
 
@@ -392,14 +390,14 @@ def test_the_baton_is_passed_on_in_every_bubble_and_there_is_a_break_after_it():
             self.calls.append(seq)
 
     class Queue(ScriptedGate):
-        def __init__(self, clock: Clock) -> None:
+        def __init__(self, clock: Clock[int]) -> None:
             super().__init__(clock)
             self.seq = 0
 
         def wait(self, after_seq: int) -> OpenBubble:
             self.seq += 1
-            self.end_ns = self.clock.now_ns + 10 * MS
-            return OpenBubble(self.seq, self.clock.now_ns, self.end_ns, 0)
+            self.end_ns = self.clock.now + 10 * MS
+            return OpenBubble(self.seq, self.clock.now, self.end_ns, 0)
 
     bench, passed = Bench(*[4] * 5), Passed()
     gate = Queue(bench.clock)
@@ -464,12 +462,25 @@ def test_whole_iterations_count_exactly():
 
 def test_an_iteration_that_ends_alone_counts_where_its_nodes_ran():
     bench = two_kinds(1, 3, 1, 3)
-    bench.task.__class__ = Iterations
-    bench.task.nodes, bench.task.did = 2, 8.0
+
+    class Two(Iterations):
+        nodes, did = 2, 8.0
+
+    bench.task.__class__ = Two
     bench.loop.expect(profile((1, 0), (3, 0)))
     bench.bubble(1)
     bench.seq += 1
-    bench.gate.end_ns = bench.clock.now_ns + 3 * MS
-    bench.loop.fill(OpenBubble(bench.seq, bench.clock.now_ns, bench.gate.end_ns, 0, True))
+    bench.gate.end_ns = bench.clock.now + 3 * MS
+    bench.loop.fill(OpenBubble(bench.seq, bench.clock.now, bench.gate.end_ns, 0, True))
     record = bench.log.record("t", 0)
     assert (bench.log.work_done, record.work_done, record.alone_work) == (8.0, 2.5, 5.5)
+
+
+def test_a_profile_says_how_long_the_first_step_of_a_plain_task_takes():
+    bench = Bench(*[5.0] * 4)
+    bench.loop.expect_steps(JobProfile(Configuration(), (NodeProfile("step of kind 0", 5 * MS, 1 << 20),), 7.0))
+    bench.bubble(4)
+    assert bench.task.calls == []  # without the profile it would have begun, as nothing is known
+    bench.bubble(6)
+    assert bench.task.calls == ["start", "step", "pause"]
+    assert bench.log.work_done == 2  # what the step said, and nothing of the profile's

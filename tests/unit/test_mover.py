@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.fill.board import CycleBoard, CycleBoardReader
+from megatron.fill.agent.mover import Mover
+from megatron.fill.agent.ranking import Ranking
+from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
-from megatron.fill.runtime.choice import Choice
-from megatron.fill.runtime.mover import Mover
 from megatron.fill.store.memory import MemoryStore
-from megatron.fill.store.port import Claim, Device, Job, NewJob, Progress, Standing
+from megatron.fill.store.port import Claim, DeviceEntry, Job, NewJob, Progress, Standing
 from megatron.fill.types import BubbleKind
+from megatron.fill.work import Work
 
 MS = 1_000_000
-SPEC = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "search": []}
+WORK = Work("m:C")
 
 
 class Bench:
@@ -28,21 +30,21 @@ class Bench:
         self.store = MemoryStore(lambda: self.now_s)
         board = CycleBoard()
         board.show(BubbleCycle(100 * MS, (BubbleSlot(BubbleKind.FILL, 20 * MS, 1 << 30),)))
-        self.choice = Choice("priority", "rank 0", "cpu", CycleBoardReader(board.reader_fd()))
+        self.ranking = Ranking("priority", "rank 0", "cpu", CycleBoardReader(board.reader_fd()))
         self.fitting = True
-        self.mover = Mover("rank 0", "run", self.choice, lambda job: self.fitting, *[lambda: self.now_s] * 2)
+        self.mover = Mover("rank 0", "run", self.ranking, lambda job: self.fitting, *[lambda: self.now_s] * 2)
         self.claims: dict[str, Claim] = {}
         self.folder = folder
         for name in ("resident", "tail"):
             self.start(name, **spec)
-        self.report(Device("rank 0", "run"))
-        self.report(Device("rank 1", "run", math.inf, "resident"))
+        self.report(DeviceEntry("rank 0", "run"))
+        self.report(DeviceEntry("rank 1", "run", math.inf, "resident"))
 
-    def report(self, device: Device) -> None:
+    def report(self, device: DeviceEntry) -> None:
         self.store.report_device(device, 1e6)
 
     def start(self, name: str, device: str = "rank 1", **spec: Any) -> Job:
-        [job] = self.store.submit([NewJob(name, SPEC | spec)])
+        [job] = self.store.submit([NewJob(name, replace(WORK, **spec))])
         claim = self.store.claim(device, [job.id], 1e6, device)
         assert claim is not None
         assert self.store.place(claim, str(self.folder))
@@ -98,7 +100,7 @@ def test_one_that_would_lose_by_it_is_left_where_it_is(bench, progress):
 
 
 def test_commands_begin_again_so_they_are_never_moved(tmp_path):
-    bench = Bench(tmp_path, task=None, command=["sleep", "1"])
+    bench = Bench(tmp_path, task=None, command=("sleep", "1"))
     bench.go_on(60, 0.001)
     assert not bench.asked()
 
@@ -116,20 +118,20 @@ def test_one_that_does_not_fit_here_is_not_asked_for(bench):
 
 
 def test_one_that_was_refused_here_is_not_asked_for(bench):
-    bench.choice.unfit(bench.claims["tail"].job.id, tail=False)
+    bench.ranking.unfit(bench.claims["tail"].job.id, tail=False)
     bench.go_on(60, 0.001)
     assert not bench.asked()
 
 
 @pytest.mark.parametrize("resident", ["tail", ""])
 def test_one_that_has_its_rank_to_itself_is_left_there(bench, resident):
-    bench.report(Device("rank 1", "run", math.inf, resident))
+    bench.report(DeviceEntry("rank 1", "run", math.inf, resident))
     bench.go_on(60, 0.001)
     assert not bench.asked()
 
 
 def test_a_job_of_another_run_is_left_there(bench):
-    bench.report(Device("rank 1", "other run", math.inf, "resident"))
+    bench.report(DeviceEntry("rank 1", "other run", math.inf, "resident"))
     bench.go_on(60, 0.001)
     assert not bench.asked()
 
@@ -139,14 +141,14 @@ def test_where_a_profile_is_known_it_tells_the_speed_here(bench, node_ms, asked)
     """One unit a second there, by its own count; ten of them here if a node fits a bubble at all."""
     node = NodeProfile("forward 0", int(node_ms * MS), 1 << 20)
     content = {"configurations": [JobProfile(Configuration(1), (node,), 1.0).to_dict()], "total_work": None}
-    bench.store.keep_profile(bench.choice.key(bench.claims["tail"].job), content)
+    bench.store.keep_profile(bench.ranking.key(bench.claims["tail"].job), content)
     bench.go_on(60, 0.2)
     assert bench.asked() is asked
 
 
 def test_of_two_the_one_that_gains_more_is_asked_for_and_the_other_stays(bench):
     bench.start("richer", "rank 2")
-    bench.report(Device("rank 2", "run", math.inf, "another"))
+    bench.report(DeviceEntry("rank 2", "run", math.inf, "another"))
     for _ in range(10):
         bench.go_on(3, 0.001)
         bench.go_on(3, 0.1, "richer")

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from megatron.fill.errors import JobError
 from megatron.fill.store.memory import MemoryStore
-from megatron.fill.store.port import Claim, Device, NewJob, Progress, Standing
+from megatron.fill.store.port import Claim, DeviceEntry, NewJob, Progress, Standing
 from megatron.fill.types import JobState
+from megatron.fill.work import Work
 
 RANKS = range(3)
 LEASE_S = 10.0
@@ -29,11 +30,11 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.store = MemoryStore(lambda: self.now_s)
-        self.store.submit([NewJob(name, {"task": "m:C"}) for name in "ab"])
+        self.store.submit([NewJob(name, Work("m:C")) for name in "ab"])
 
     def report(self, rank: int) -> None:
         busy_s = math.inf if rank in self.held else None
-        self.store.report_device(Device(f"rank {rank}", "run", busy_s), LEASE_S)
+        self.store.report_device(DeviceEntry(f"rank {rank}", "run", busy_s), LEASE_S)
 
     def claim(self, rank: int, job: int) -> None:
         if rank in self.held:

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from megatron.fill.gate import SharedGate, SharedGateReader
-from megatron.fill.runtime.overtime import Overtime
+from megatron.fill.agent.overtime import Overtime
+from megatron.fill.pages.gate import SharedGate, SharedGateReader
 
 
 class Bench:

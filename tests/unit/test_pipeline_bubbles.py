@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -73,7 +74,7 @@ def test_bubbles_by_kind():
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.booleans())
 def test_the_kinds_of_a_rank_come_in_the_order_of_its_work(case, rendezvous: bool):
-    for row in simulate(*case, rendezvous).waits:
+    for row in simulate(case[0], case[1], rendezvous).waits:
         kinds = [wait.kind for wait in row]
         assert kinds == sorted(kinds, key=lambda kind: {FILL: 0, FWD_BWD: 1, INTERIOR: 1, DRAIN: 2}[kind])
         assert kinds.count(FILL) <= 1 >= kinds.count(FWD_BWD)
@@ -82,7 +83,7 @@ def test_the_kinds_of_a_rank_come_in_the_order_of_its_work(case, rendezvous: boo
 @settings(deadline=None, max_examples=60)
 @given(cases(), st.booleans(), st.booleans())
 def test_a_cycle_has_all_of_a_ranks_bubble_time(case, rendezvous: bool, join: bool):
-    timeline = simulate(*case, rendezvous)
+    timeline = simulate(case[0], case[1], rendezvous)
     for rank, by_kind in enumerate(bubble_seconds(timeline)):
         cycle = bubble_cycle(timeline, rank, 7, join_fill_drain=join)
         assert cycle.period_ns == timeline.period_ns
@@ -155,8 +156,9 @@ class Search:
 
     def tick(self, state: tuple) -> set[tuple]:
         """All states a tick later."""
+        empty: tuple[Any, ...] = ()
         choices = [self.choices(state, rank) for rank in range(len(state))]
-        return set(functools.reduce(lambda rows, ways: [(*row, way) for row in rows for way in ways], choices, [()]))
+        return set(functools.reduce(lambda rows, ways: [(*row, way) for row in rows for way in ways], choices, [empty]))
 
     def choices(self, state: tuple, rank: int) -> list[tuple]:
         counts, running, left = state[rank]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts import sim_zero_bubble
+from scripts.benchmarks import sim_zero_bubble
 
 
 def test_bubble_rates_of_the_zero_bubble_paper(monkeypatch):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.planner.cycles import cycle_from_dict, cycle_to_dict, drifted, load_cycles
-from megatron.fill.profiles import BubbleCycle, BubbleSlot
+from megatron.fill.planner.cycles import drifted, load_cycles
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, cycle_from_dict, cycle_to_dict
 from megatron.fill.report.cycle import write_cycles
 from megatron.fill.report.schema import RankCycle
 from megatron.fill.types import BubbleKind
@@ -89,7 +90,7 @@ def test_json_form_is_read_back():
         cycle_from_dict({"slots": []})
 
 
-def changed(at: int, **values: int) -> BubbleCycle:
+def changed(at: int, **values: Any) -> BubbleCycle:
     slots = list(CYCLE.slots)
     slots[at] = replace(slots[at], **values)
     return replace(CYCLE, slots=tuple(slots))

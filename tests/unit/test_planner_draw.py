@@ -8,7 +8,7 @@ import sys
 import pytest
 from matplotlib.image import imread
 
-from megatron.fill.planner.draw import Panel, Resident, draw_plans
+from megatron.fill.planner.draw import DrawnJob, Panel, draw_plans
 from megatron.fill.planner.search import best_plan
 from megatron.fill.planner.tail import leftover
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
@@ -23,8 +23,8 @@ TRAINING = JobProfile(
 SMALL = JobProfile(Configuration(1), (NodeProfile("embed", 3, 1),), 1)
 
 
-def resident(name: str, cycle: BubbleCycle, profile: JobProfile, reserve_ns: int = 0) -> Resident:
-    return Resident(name, best_plan(cycle, [profile], reserve_ns), profile)
+def resident(name: str, cycle: BubbleCycle, profile: JobProfile, reserve_ns: int = 0) -> DrawnJob:
+    return DrawnJob(name, best_plan(cycle, [profile], reserve_ns), profile)
 
 
 def colours(path) -> set[str]:

@@ -9,21 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.board import CycleBoard, CycleBoardReader
+from megatron.fill.agent.memory import worker_cap
+from megatron.fill.agent.ranking import Ranking, _for_job
 from megatron.fill.cli.plan import _plan_rank
+from megatron.fill.device.cuda import allocator_environment
 from megatron.fill.device.port import Limits
 from megatron.fill.device.pressure import NoRoom, cap
+from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.planner.held import held_cycle, room_bytes
 from megatron.fill.planner.search import find_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
-from megatron.fill.runtime.choice import Choice
-from megatron.fill.runtime.planned import NodeRun
-from megatron.fill.runtime.room import worker_cap
-from megatron.fill.runtime.spec import WorkerSpec
-from megatron.fill.sandbox import Cage
 from megatron.fill.sim.cluster.rates import Rates
 from megatron.fill.sim.values import FillKind, RuntimeModel
 from megatron.fill.types import BubbleKind
+from megatron.fill.work import Work
+from megatron.fill.worker.nodes import NodeRun
+from tests.fake_device import FakeDevice
+from tests.fakes import worker_spec
+from tests.unit.stations import post
 
 MS, MIB = 1_000_000, 1 << 20
 
@@ -77,8 +80,9 @@ class Device:
     ("limit_mib", "margin_mib", "expected"), [(70, 0, "b2"), (59, 0, "b1"), (None, 30, "b2"), (None, 50, "b1")]
 )
 def test_a_worker_plans_with_what_it_is_held_to(tmp_path, limit_mib, margin_mib, expected):
-    spec = WorkerSpec(
-        *("job", str(tmp_path), *[-1] * 4, Cage()),
+    spec = worker_spec(
+        tmp_path,
+        Work("m:C"),
         margin_bytes=margin_mib * MIB,
         device="cuda:0",  # where nothing is added for what this process holds
         limits=Limits(None if limit_mib is None else limit_mib * MIB),
@@ -87,10 +91,54 @@ def test_a_worker_plans_with_what_it_is_held_to(tmp_path, limit_mib, margin_mib,
     board = CycleBoard()
     board.show(ROOMY)
     anything: Any = SimpleNamespace(ended=False)
-    run = NodeRun(spec, anything, anything, anything, CycleBoardReader(board.reader_fd()), anything, lambda: False)
+    reader = CycleBoardReader(board.reader_fd())
+    run = NodeRun(spec, anything, spec.profiles, anything, anything, reader, anything, lambda: False)
     assert run.choose()
     assert run.plan is not None
     assert str(run.plan.configuration) == expected
+
+
+sizes = st.integers(0, 300)
+
+
+@settings(deadline=None)
+@given(st.lists(sizes, min_size=1, max_size=4), sizes, st.none() | st.integers(1, 300), st.integers(0, 100))
+def test_a_gpus_worker_plans_with_the_very_number_that_its_limiter_keeps(free_mib, now_mib, asked_mib, margin_mib):
+    bubbles, device = cycle(*free_mib), Device(now_mib)
+    asked = None if asked_mib is None else asked_mib * MIB
+    limit = worker_cap(asked, device, bubbles, margin_mib * MIB, 0)  # type: ignore[arg-type]
+    if isinstance(limit, NoRoom):
+        return
+    assert limit is not None
+    limits = Limits(limit)
+    spec = worker_spec("/", Work("m:C"), margin_bytes=margin_mib * MIB, device="cuda:0", limits=limits)
+    anything: Any = SimpleNamespace()
+    run = NodeRun(spec, anything, anything, anything, anything, anything, anything, anything)
+    assert {slot.free_bytes for slot in run._held(bubbles).slots} == {limit}
+    said = allocator_environment(limit, 1000 * MIB, {}, "2.15.0")["PYTORCH_ALLOC_CONF"]
+    assert float(said.partition(":")[2]) * 1000 * MIB == pytest.approx(limit, abs=0.001 * MIB)
+
+    def room(cycle: BubbleCycle) -> int:
+        found = worker_cap(None, device, cycle, margin_mib * MIB, 0)  # type: ignore[arg-type]
+        return found if isinstance(found, int) else 0
+
+    board = CycleBoard()
+    board.show(bubbles)
+    choice = Ranking("sjf", "rank 0", "cuda:0", CycleBoardReader(board.reader_fd()), 0, room)
+    held = choice._cycle()
+    assert held is not None
+    assert {slot.free_bytes for slot in _for_job(held, SimpleNamespace(work=Work(memory_bytes=asked))).slots} == {limit}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("device", "cycle", "asks"), [("cuda:0", None, 0), ("cuda:0", ROOMY, 1), ("cpu", None, 1)])
+def test_a_gpu_serves_no_job_before_it_is_known_what_the_main_job_leaves(monkeypatch, tmp_path, device, cycle, asks):
+    with post(monkeypatch, tmp_path, device=FakeDevice(name=device)) as bench:
+        if cycle is not None:
+            bench.board.show(cycle)
+        asked: list[object] = []
+        monkeypatch.setattr(bench.station.claims, "claim", lambda *_: asked.append(None))
+        assert not bench.seat().serve()
+        assert len(asked) == asks
 
 
 @pytest.mark.parametrize(("asked_mib", "margin_mib", "expected"), [(None, 0, "b2"), (59, 0, "b1"), (None, 50, "b1")])
@@ -103,7 +151,7 @@ def test_choice_command_and_simulator_plan_as_the_worker_does(asked_mib, margin_
 
     board = CycleBoard()
     board.show(ROOMY)
-    choice = Choice("sjf", "rank 0", "cpu", CycleBoardReader(board.reader_fd()), margin_bytes)
+    choice = Ranking("sjf", "rank 0", "cpu", CycleBoardReader(board.reader_fd()), margin_bytes)
     held = choice._cycle()
     assert held is not None
     found = find_plan(held_cycle(held, room_bytes(held, 0), asked), PROFILES)
@@ -129,7 +177,7 @@ def test_what_is_free_now_counts_where_a_job_that_has_ended_was_in_the_way():
         found = worker_cap(None, device, cycle, 0, 0)  # type: ignore[arg-type]
         return found if isinstance(found, int) else 0
 
-    choice = Choice("sjf", "rank 0", "cpu", CycleBoardReader(board.reader_fd()), 0, room)
+    choice = Ranking("sjf", "rank 0", "cpu", CycleBoardReader(board.reader_fd()), 0, room)
     held = choice._cycle()
     assert held is not None
     assert {slot.free_bytes for slot in held.slots} == {390 * MIB}

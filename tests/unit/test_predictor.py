@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.predictor import BubblePredictor, Forecast
-from megatron.fill.rule import FillRule
+from megatron.fill.rank.predictor import BubblePredictor, Forecast
+from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import BubbleKind, CycleKey
 
 TRAINING = CycleKey("1f1b", 4)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.fill.board import CycleBoard, CycleBoardReader
-from megatron.fill.predictor import BubblePredictor
+from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleSlot
-from megatron.fill.rule import FillRule
-from megatron.fill.runtime.brake import Brake
-from megatron.fill.runtime.rank import RankListener
-from megatron.fill.runtime.recorder import Recorder
+from megatron.fill.rank.brake import Brake
+from megatron.fill.rank.listener import RankListener
+from megatron.fill.rank.predictor import BubblePredictor
+from megatron.fill.rank.recorder import Recorder
+from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import BrakeEvent, BubbleKind, CycleKey, RankInfo, fills_block
 from tests.fakes import FakeGate
 
@@ -142,7 +142,7 @@ def test_the_guard_is_kept_free():
 
 
 def test_a_long_run_keeps_sums_of_its_older_bubbles(monkeypatch):
-    from megatron.fill.runtime import recorder
+    from megatron.fill.rank import recorder
 
     monkeypatch.setattr(recorder, "_KEPT_BUBBLES", 100)
     listener = make(FakeGate())
@@ -204,6 +204,7 @@ def test_the_brake_turns_filling_off_and_is_recorded():
         on = drive.number >= 2 and not 8 <= (drive.number + 1) % 16 < 12
         drive.iteration(20, compute_ms=100 if on else 80)
     assert not listener.filling
+    assert isinstance(listener.gate, FakeGate)
     assert listener.gate.braked  # so that the agent stops what goes on all the same
     assert len(listener.recorder.record().brakes) == 1
     assert listener.guard_ns > MS

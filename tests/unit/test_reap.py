@@ -8,13 +8,15 @@ import sys
 
 _PROGRAM = """
 import os, subprocess, sys
-from megatron.fill.device import host
-from megatron.fill.runtime.reap import end_descendants
+from megatron.fill.linux import host
+from megatron.fill.linux.reap import end_descendants
+from megatron.fill.linux.tree import OWN
 host.adopt_orphans()
 own = subprocess.Popen(["sleep", "60"])  # such as a control program that is asked something
 worker = subprocess.Popen(["sleep", "60"], process_group=0)
 subprocess.run(["sh", "-c", "sleep 60 & setsid sleep 60 &"], process_group=0)
-end_descendants(spare={worker.pid})
+OWN.add(worker.pid)
+end_descendants()
 children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
 print(sorted(map(int, children)) == sorted([own.pid, worker.pid]), own.poll(), worker.poll())
 own.kill(), worker.kill()

@@ -14,11 +14,12 @@ import pytest
 
 from megatron.fill import records
 from megatron.fill.errors import FillError
+from megatron.fill.rank.recorder import WRITE_EVERY, Recorder
 from megatron.fill.records import (
     AgentFile,
-    Ending,
     NothingRecorded,
     RankWriter,
+    SegmentEnding,
     Table,
     begin_segment,
     column,
@@ -30,7 +31,6 @@ from megatron.fill.records import (
     write_rank,
 )
 from megatron.fill.records.files import append
-from megatron.fill.runtime.recorder import WRITE_EVERY, Recorder
 from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, CycleKey, JobRecord, JobState, RankRecord, WorkerRecord
 from tests.unit.segments import write_segment
 from tests.unit.synthetic import MS, synthetic_run
@@ -118,7 +118,8 @@ def pieces(record: RankRecord, size: int) -> list[RankRecord]:
         parts.append(
             RankRecord(
                 record.info,
-                *([one for one in table if one.iteration in inside] for table in (record.iterations, record.bubbles)),
+                [one for one in record.iterations if one.iteration in inside],
+                [one for one in record.bubbles if one.iteration in inside],
                 [one for one in record.spans if one.iteration in inside],
             )
         )
@@ -245,6 +246,7 @@ def test_the_recorder_writes_every_few_iterations_and_forgets(tmp_path: Path) ->
         recorder.iteration_ended(iteration)
     assert len(record.iterations) == WRITE_EVERY
     assert recorder.bubbles == []
+    assert recorder._writer is not None
     wait_written(recorder._writer, path, 5)
     assert read_rank(path) == replace(record, brakes=recorder.brakes, schedule=recorder.schedule)
     recorder.span("forward", WRITE_EVERY, 1, 2)  # an evaluation's
@@ -260,18 +262,23 @@ def test_the_recorder_writes_every_few_iterations_and_forgets(tmp_path: Path) ->
 
 def test_segments_are_numbered_and_say_how_they_ended(tmp_path: Path) -> None:
     ranks, _, _ = synthetic_run()
-    write_segment(tmp_path, ranks, ending=Ending.FAILED, jobs=["a", "b"], store="x.db", walls={"pid": "no"})
+    write_segment(tmp_path, ranks, ending=SegmentEnding.FAILED, jobs=["a", "b"], store="x.db", walls={"pid": "no"})
     going = write_segment(tmp_path, ranks[:1], ending=None, trace_iterations=7)
     (tmp_path / "records" / "3").mkdir()  # killed before it could say a word
     failed, running = read_segments(tmp_path)
-    assert (failed.number, failed.ending, failed.command, failed.ranks) == (1, Ending.FAILED, "train", 2)
+    assert (failed.number, failed.ending, failed.command, failed.ranks) == (1, SegmentEnding.FAILED, "train", 2)
     assert (failed.jobs, failed.store, failed.walls) == (("a", "b"), "x.db", {"pid": "no"})
     assert failed.ended_s is not None
-    assert (running.number, running.ending, running.ended_s, running.trace_iterations) == (2, Ending.RUNNING, None, 7)
+    assert (running.number, running.ending, running.ended_s, running.trace_iterations) == (
+        2,
+        SegmentEnding.RUNNING,
+        None,
+        7,
+    )
     assert list(failed.files()) == [0, 1]
     assert list(failed.records()) == ranks
-    going.end(Ending.WELL)
-    assert last_segment(tmp_path).ending is Ending.WELL
+    going.end(SegmentEnding.WELL)
+    assert last_segment(tmp_path).ending is SegmentEnding.WELL
 
 
 def test_a_segment_whose_process_is_gone_was_cut_off(tmp_path: Path) -> None:
@@ -285,15 +292,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=False)
     assert done.stdout == "running\n"
-    assert last_segment(tmp_path).ending is Ending.CUT
+    assert last_segment(tmp_path).ending is SegmentEnding.CUT
 
 
 def test_two_trainings_at_once_do_not_share_a_segment(tmp_path: Path) -> None:
     one, other = begin_segment(tmp_path, "a", 1), begin_segment(tmp_path, "b", 1)
     assert one.segment.folder != other.segment.folder
     assert [segment.command for segment in read_segments(tmp_path)] == ["a", "b"]
-    one.end(Ending.WELL)
-    other.end(Ending.WELL)
+    one.end(SegmentEnding.WELL)
+    other.end(SegmentEnding.WELL)
 
 
 def test_attempts_of_all_agents_of_a_rank_and_those_that_were_not_seen_to_end(tmp_path: Path) -> None:
@@ -320,7 +327,7 @@ def test_attempts_of_all_agents_of_a_rank_and_those_that_were_not_seen_to_end(tm
     assert other.record() is None
     second.show([])
     assert not (opened.segment.folder / "agent0-1.running.jsonl").exists()
-    opened.end(Ending.WELL)
+    opened.end(SegmentEnding.WELL)
 
 
 def test_a_folder_without_segments_is_named(tmp_path: Path) -> None:
@@ -368,7 +375,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_waiting_bubbles_of_a_disk_that_hangs_are_folded(monkeypatch) -> None:
-    monkeypatch.setattr("megatron.fill.runtime.recorder._KEPT_BUBBLES", 8)
+    monkeypatch.setattr("megatron.fill.rank.recorder._KEPT_BUBBLES", 8)
     record = synthetic_run()[0][0]
     recorder = Recorder(record.info, 3)
     for bubble in record.bubbles:

@@ -61,7 +61,7 @@ def test_first_rank(report: Report) -> None:
     assert rank.harvest_ratio == pytest.approx(0.1036 / 0.12)
     assert rank.fill_efficiency == pytest.approx((224 / 0.12) / (100 / 0.04))
     assert rank.steps == 28
-    assert rank.work == [schema.Work(job="train", work_done=224, unit="images", steps=28, harvested_s=0.1036)]
+    assert rank.work == [schema.WorkReport(job="train", work_done=224, unit="images", steps=28, harvested_s=0.1036)]
     assert rank.overrun_us == schema.Percentiles(count=8, p50=1050, p99=2100, max=2100)
     assert rank.paired is not None
     assert rank.paired.on is not None

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.fill.report.cost import cost_of
-from megatron.fill.report.part import Done
+from megatron.fill.report.part import JobWork
 from megatron.fill.report.schema import Cost, JobReport, Slowdown
 from megatron.fill.report.spent import cost_lines
 from megatron.fill.types import Iteration, JobRecord, JobState, Prices
@@ -15,7 +15,10 @@ from tests.unit.synthetic import MS, report_of, synthetic_run
 
 PRICES = Prices(main=4.0, side=0.5)
 SLOW = Slowdown(mean=0.25, ci95=(0.0, 0.5), pairs=3)
-DONE = {"a": Done(work=600.0, steps=6, harvested_ns=1), "b": Done(work=90.0, steps=1, alone_work=30.0, alone_ns=10**10)}
+DONE = {
+    "a": JobWork(work=600.0, steps=6, harvested_ns=1),
+    "b": JobWork(work=90.0, steps=1, alone_work=30.0, alone_ns=10**10),
+}
 
 
 def job(name: str, side_throughput: float | None = None) -> JobReport:
@@ -61,7 +64,7 @@ def test_side_work_of_more_worth_than_the_training_turns_the_interval_round():
         ({"jobs": []}, ["the throughput of a (side_throughput in the jobs file, or --fill-baseline-seconds)"]),
         ({"jobs": [], "prices": None, "slowdown": None}, ["prices", "the slowdown", "the throughput of a"]),
         (
-            {"done": {name: Done(work=1.0) for name in "vwxyz"}, "jobs": [job("w", 1.0)]},
+            {"done": {name: JobWork(work=1.0) for name in "vwxyz"}, "jobs": [job("w", 1.0)]},
             ["the throughput of v, x, y, ... ("],
         ),
     ],
@@ -78,7 +81,7 @@ def test_what_is_missing_is_said_and_nothing_is_made_up(changed: dict, lacking: 
 
 
 def test_a_job_that_did_nothing_needs_no_throughput():
-    assert cost(done={**DONE, "idle": Done()}).saving == cost().saving
+    assert cost(done={**DONE, "idle": JobWork()}).saving == cost().saving
 
 
 def test_in_a_report_the_time_goes_from_an_iteration_with_filling_to_the_next_one():

@@ -2,7 +2,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from megatron.fill.errors import FillError
-from megatron.fill.records import Ending
+from megatron.fill.records import SegmentEnding
 from megatron.fill.report import (
     Report,
     compose,
@@ -29,7 +29,7 @@ from tests.unit.synthetic import LAST, MS, START_NS, is_filling, report_of, synt
 
 
 def shifted(record: RankRecord, by_ns: int, node: int) -> RankRecord:
-    def move(values: list[Any]) -> list[Any]:
+    def move(values: Sequence[Any]) -> list[Any]:
         return [replace(value, start_ns=value.start_ns + by_ns, end_ns=value.end_ns + by_ns) for value in values]
 
     info = replace(record.info, node=node, nodes=node + 1)
@@ -211,7 +211,7 @@ def test_compose_without_records(tmp_path: Path) -> None:
 def later(record: RankRecord, iterations: int, by_ns: int) -> RankRecord:
     """The same once more, so many iterations on."""
 
-    def move(values: list[Any]) -> list[Any]:
+    def move(values: Sequence[Any]) -> list[Any]:
         return [
             replace(one, iteration=one.iteration + iterations, start_ns=one.start_ns + by_ns, end_ns=one.end_ns + by_ns)
             for one in values
@@ -227,7 +227,7 @@ def test_a_report_covers_all_segments(tmp_path: Path) -> None:
     cut = [replace(one, iterations=one.iterations[:8]) for one in ranks]
     began = [(replace(job, state=JobState.RUNNING, reason="", attempt=1, ended_s=1.0), its) for job, its in attempts]
     running = {0: began[:1], 1: began[1:]}
-    write_segment(tmp_path, cut, running=running, command="first", ending=Ending.CUT)
+    write_segment(tmp_path, cut, running=running, command="first", ending=SegmentEnding.CUT)
     ended = [
         (
             replace(job, attempt=2, ended_s=2.0, state=JobState.SUCCEEDED),
@@ -245,7 +245,7 @@ def test_a_report_covers_all_segments(tmp_path: Path) -> None:
     report = compose(tmp_path, ask)
     assert report.command == "second"
     spans = [(one.number, one.ending, one.first_iteration, one.last_iteration) for one in report.segments]
-    assert spans == [(1, Ending.CUT, 1, 8), (2, Ending.WELL, 7, 16)]
+    assert spans == [(1, SegmentEnding.CUT, 1, 8), (2, SegmentEnding.WELL, 7, 16)]
     assert [(one.iterations, one.ranks, one.recorded) for one in report.segments] == [(8, 2, 2), (10, 2, 2)]
     one = report_of(ranks, workers, jobs)
     assert report.total.iterations == 18
@@ -281,10 +281,13 @@ def test_a_report_covers_all_segments(tmp_path: Path) -> None:
 def test_the_store_tells_where_a_job_is_that_was_cut_off(tmp_path: Path) -> None:
     ranks, workers, jobs = synthetic_run()
     job = replace(jobs[0], state=JobState.RUNNING, reason="")
-    write_segment(tmp_path, ranks, running={0: [(job, workers[0])]}, ending=Ending.CUT)
+    write_segment(tmp_path, ranks, running={0: [(job, workers[0])]}, ending=SegmentEnding.CUT)
     for directory, expected in ((job.directory, JobState.QUEUED), ("jobs/another-9", JobState.RUNNING)):
         told = replace(job, state=JobState.QUEUED, reason="waits", directory=directory)
-        [one] = compose(tmp_path, lambda names, told=told: {told.name: told}).jobs
+        [one] = compose(
+            tmp_path,
+            lambda names: {told.name: told},  # noqa: B023
+        ).jobs
         assert one.state is expected
         assert one.work_done == job.work_done
 
@@ -295,10 +298,10 @@ def test_a_report_of_a_run_that_goes_on(tmp_path: Path) -> None:
     opened = write_segment(tmp_path, ranks[:1], running={0: [(job, workers[0])]}, ending=None, ranks=3)
     report = compose(tmp_path)
     [segment], [its] = report.segments, report.jobs
-    assert (segment.ending, segment.ranks, segment.recorded) == (Ending.RUNNING, 3, 1)
+    assert (segment.ending, segment.ranks, segment.recorded) == (SegmentEnding.RUNNING, 3, 1)
     assert (its.state, its.reason) == (JobState.RUNNING, "")
     assert "segment 1: iterations 1 to 10, goes on, no record of 2 of its 3 ranks" in printed(report)
-    opened.end(Ending.WELL)
+    opened.end(SegmentEnding.WELL)
 
 
 def printed(report: Report) -> str:

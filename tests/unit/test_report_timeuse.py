@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -104,7 +105,7 @@ def test_words_of_bubbles_that_are_not_recorded_count_nowhere():
 
 durations = st.integers(0, 900)
 odd = st.sampled_from([0, 1, 10**15]) | durations
-bubbles_of_a_rank = st.lists(
+bubbles_of_a_rank: st.SearchStrategy[list[dict[str, Any]]] = st.lists(
     st.builds(dict, length=durations, predicted=odd, opened=st.booleans(), filling=st.booleans(), folded=st.booleans()),
     max_size=12,
 )

@@ -15,19 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.fill.agent import output
+from megatron.fill.agent.claims import progress_of
+from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.errors import TaskError
-from megatron.fill.runtime import output, steplog
-from megatron.fill.runtime.keeper import progress_of
-from megatron.fill.runtime.output import BoundedOutput
-from megatron.fill.runtime.spec import Outcome
-from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog, WorkerPhase, create_log
+from megatron.fill.pages import steplog
+from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog, WorkerPhase, create_log
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import NewJob
 from megatron.fill.types import BubbleUse, JobState, Lack
+from megatron.fill.work import Work
+from megatron.fill.worker.spec import Outcome
 
 WORD_AT = 8 * (64 + 65_536 * 5 + 8_192 * 2)
-JOB = MemoryStore().submit([NewJob("job", {})])[0]
+JOB = MemoryStore().submit([NewJob("job", Work())])[0]
 
 
 @given(st.lists(st.integers(0, 400), max_size=30))
@@ -143,8 +145,8 @@ def test_whatever_is_written_over_a_log_it_can_be_read(some, at, more, where, ro
         outcome = Outcome.left(log)
         record = log.record("job", 0)
         progress = progress_of(JOB, log, time.monotonic() - 1e-9)
-        for number in (record.work_done, record.alone_work, log.work_done, log.total_work or 0, log.checkpoint_s or 0):
-            assert 0 <= number < math.inf
+        amounts = (record.work_done, record.alone_work, log.work_done, log.total_work or 0, log.checkpoint_s or 0)
+        assert all(0 <= amount < math.inf for amount in amounts)
         for count in (record.steps_done, record.harvested_ns, log.ready_ns, log.step_count):
             assert 0 <= count < 1 << 62
         if progress.total_work:
@@ -155,8 +157,9 @@ def test_whatever_is_written_over_a_log_it_can_be_read(some, at, more, where, ro
         assert all(0 <= use.lack < len(Lack) and 0 <= use.left_ns < 1 << 62 for use in record.uses)
         assert log.phase.callback
         assert all(0 < duration_ns < 1 << 62 for duration_ns in record.callbacks.values())
-        for value in (record, progress, *([outcome] if outcome else [])):
-            json.dumps(dataclasses.asdict(value), allow_nan=False, ensure_ascii=False).encode()
+        told = [dataclasses.asdict(record), dataclasses.asdict(progress)]
+        told += [dataclasses.asdict(outcome)] if outcome else []
+        json.dumps(told, allow_nan=False, ensure_ascii=False).encode()
     finally:
         os.close(fd)
 
@@ -174,6 +177,11 @@ def test_whatever_is_written_over_a_log_it_can_be_read(some, at, more, where, ro
             "needy_mod:Task",
             "from megatron.fill import SideTask\nclass Task(SideTask):\n    def __init__(self, x): pass",
             "needy_mod:Task cannot be constructed: TypeError",
+        ),
+        (
+            "half_mod:Task",
+            "from megatron.fill.sidetask.nodes import NodeTask\nclass Task(NodeTask):\n def configure(self, x): pass",
+            "without an implementation for abstract methods 'iteration_work', 'node_names'",
         ),
     ],
 )

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.runtime import safefile
-from megatron.fill.runtime.folder import folder_name, job_folder, occupied
-from megatron.fill.runtime.output import BoundedOutput
+from megatron.fill.agent.folder import folder_name, job_folder, occupied
+from megatron.fill.agent.output import BoundedOutput
+from megatron.fill.linux import safefile
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Job, NewJob
+from megatron.fill.work import Work
 
-SPEC = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "env": {}, "search": []}
+WORK = Work("m:C")
 
 
 def job(name: str = "pi", directory: str = "") -> Job:
     store = MemoryStore()
-    [made] = store.submit([NewJob(name, SPEC)])
+    [made] = store.submit([NewJob(name, WORK)])
     return replace(made, directory=directory, attempt=2)
 
 
@@ -47,6 +48,7 @@ def test_output_outlives_a_full_disk(tmp_path):
 
 def test_a_folder_is_made_and_cleared(tmp_path):
     directory = job_folder(tmp_path, job(), None)
+    assert directory is not None
     assert directory == tmp_path / "jobs" / "pi-1"
     for name in ("result.json", "profile.json", "checkpoint.pt", "output.log"):
         (directory / name).write_text(name)
@@ -100,6 +102,7 @@ def test_a_worker_that_leaves_a_folder_is_waited_for(tmp_path):
 def test_folders_where_files_were_are_cleared_away(tmp_path):
     known = job(directory="")
     directory = job_folder(tmp_path, known, None)
+    assert directory is not None
     for name in ("profile.json", "result.json", "output.log"):
         (directory / name / "inner").mkdir(parents=True)
     assert job_folder(tmp_path, known, None) == directory

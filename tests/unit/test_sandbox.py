@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.device.oom import OomLog
+from megatron.fill.agent.admission import default_user
+from megatron.fill.device.emulated import why_not
 from megatron.fill.device.port import DeviceError, Limits
 from megatron.fill.errors import ConfigError
-from megatron.fill.runtime.guest import default_guest
+from megatron.fill.linux.oom import OomLog
 from megatron.fill.sandbox import Bind, Cage, Walls, look, parse_bind
 
 MIB = 2**20
-_GUEST = default_guest()
+_GUEST = default_user()
 _PROGRAM = """
 import ctypes, errno, json, os, resource, signal, socket, subprocess, sys
-from megatron.fill.device import host
+from megatron.fill.linux import host
 from megatron.fill.sandbox.cage import Bind, Cage
 from megatron.fill.sandbox.jail import Jail
 from megatron.fill.sandbox.powers import limit_resources
@@ -294,6 +295,27 @@ print(json.dumps({
     assert found["limits"] == [[512 * MIB] * 2, [128] * 2, [0, 0], [0, 0], [0, 0]]
     assert found["oom"] == 1000
     assert found["first"] == "PermissionError"
+
+
+@pytest.mark.skipif(bool(why_not()), reason="real-time priorities are refused here")
+def test_the_emulated_device_may_take_the_core_and_what_it_starts_may_not(inside):
+    found = inside.run(
+        """
+take = (0, os.SCHED_FIFO, os.sched_param(1))
+again = "import os; os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))"
+status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
+print(json.dumps({
+    "taken": attempt(os.sched_setscheduler, *take),
+    "given back": attempt(os.sched_setscheduler, 0, os.SCHED_IDLE, os.sched_param(0)),
+    "starts": subprocess.run([sys.executable, "-c", again], stderr=-3).returncode,
+    "powers": [status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")], "root": attempt(os.setuid, 0),
+}))""",
+        real_time=True,
+    )
+    none, nice = f"{0:016x}", f"{1 << 23:016x}"
+    assert found["powers"] == [none, nice, nice, none]
+    assert (found["taken"], found["given back"], found["root"]) == ("done", "done", "PermissionError")
+    assert found["starts"] == 1
 
 
 def test_an_allocation_over_the_cap_fails(inside):

@@ -5,23 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import permutations
 from math import inf, nan
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.board import CycleBoard, CycleBoardReader
+from megatron.fill.agent.ranking import Ranking
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
+from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.planner.held import MARGIN_BYTES
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
-from megatron.fill.runtime.choice import Choice
 from megatron.fill.scheduler.estimate import estimate_s
 from megatron.fill.scheduler.policies import DEFAULT_POLICY, MOST_JOBS, POLICIES, STEADY, parse_policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import NewJob
 from megatron.fill.types import BubbleKind
+from megatron.fill.work import Work
 
 HERE, THERE = DeviceState("here"), DeviceState("there")
 
@@ -41,7 +43,7 @@ def ranked(policy: str, *jobs: JobView, **values: float) -> list[int]:
 
 
 seconds = st.none() | st.integers(1, 9).map(float)
-job_sets = st.lists(
+drawn_jobs: st.SearchStrategy[list[dict[str, Any]]] = st.lists(
     st.builds(
         dict,
         seconds=seconds | st.just(inf),
@@ -51,7 +53,8 @@ job_sets = st.lists(
         user=st.sampled_from(["ada", "bob", ""]),
     ),
     max_size=7,
-).map(lambda drawn: [job(number, **values) for number, values in enumerate(drawn)])
+)
+job_sets = drawn_jobs.map(lambda drawn: [job(number, **values) for number, values in enumerate(drawn)])
 policies = st.sampled_from([*POLICIES, "0.7*sjf+0.3*deadline", "priority+fair+2*fifo"])
 
 
@@ -324,12 +327,12 @@ def test_the_score_of_one_job():
 def test_the_runtime_weighs_all_jobs_where_the_policy_is_steady():
     """The last of many jobs is the most urgent one."""
     store = MemoryStore()
-    spec = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "search": []}
+    spec = Work("m:C")
     many = [NewJob(f"job-{n}", spec, priority=n, deadline_s=1e10 - n) for n in range(MOST_JOBS + 5)]
     store.submit(many)
     first = {}
     for policy in ("priority", "deadline"):
-        choice = Choice(policy, "rank 0", "cpu", CycleBoardReader(CycleBoard().reader_fd()))
+        choice = Ranking(policy, "rank 0", "cpu", CycleBoardReader(CycleBoard().reader_fd()))
         wanted = choice.wanted(store, None)
         first[policy] = store.get(wanted[0]).name
     assert first == {"priority": f"job-{MOST_JOBS + 4}", "deadline": f"job-{MOST_JOBS - 1}"}

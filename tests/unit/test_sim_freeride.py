@@ -19,11 +19,11 @@ from megatron.fill.sim.freeride.draw import draw_study
 from megatron.fill.sim.freeride.placement import fits, needed_gib, place, served
 from megatron.fill.sim.freeride.reserving import COMPILED, PYTHON, fill_reserved, reserved_ns
 from megatron.fill.sim.freeride.study import main_job, saving
-from megatron.fill.sim.freeride.training import BubbleTime, Rule, Training, Varying, split
+from megatron.fill.sim.freeride.training import BubbleTime, Rule, SimulatedTraining, Varying, split
 from megatron.fill.sim.truth.replay import PlayedIteration
 from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.types import BubbleKind, BubbleUse
-from scripts import sim_freeride
+from scripts.benchmarks import sim_freeride
 
 MS = 1_000_000
 RECORDED = Path(__file__).parents[2] / "docs" / "benchmarks" / "freeride-studies.json"
@@ -140,8 +140,8 @@ def test_bubble_time_is_split_without_a_rest():
 
 
 @pytest.fixture(scope="module")
-def training() -> Training:
-    return Training(main_job(SIZES["3.6B"], 4, 0.087), 3, Varying(passes=0.0, steps=0.0))
+def training() -> SimulatedTraining:
+    return SimulatedTraining(main_job(SIZES["3.6B"], 4, 0.087), 3, Varying(passes=0.0, steps=0.0))
 
 
 @pytest.mark.parametrize("rule", Rule)

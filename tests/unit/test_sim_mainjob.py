@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.sim.mainjob.hardware import GPUS, NETWORKS, GpuKind, Network
-from megatron.fill.sim.mainjob.job import MainJob
-from megatron.fill.sim.mainjob.model import MODELS, ModelSpec
-from megatron.fill.sim.mainjob.parallel import Parallel
+from megatron.fill.mainjob.hardware import GPUS, NETWORKS, GpuKind, Network
+from megatron.fill.mainjob.model import MODELS, ModelSpec
+from megatron.fill.mainjob.parallel import Parallel, Precision, Recompute
+from megatron.fill.sim.mainjob import MainJob
 
 SMALL = ModelSpec(layers=24, hidden=1024, heads=16, sequence=1024, vocabulary=0)
 A100, DGX = GPUS["a100-80gb"], NETWORKS["dgx-a100"]
@@ -93,7 +93,8 @@ def test_an_impossible_network_is_refused_by_field(field, value):
 
 
 def test_presets_have_sources():
-    assert all(preset.source for preset in [*GPUS.values(), *NETWORKS.values()])
+    assert all(gpu.source for gpu in GPUS.values())
+    assert all(network.source for network in NETWORKS.values())
     assert all(isinstance(gpu, GpuKind) and gpu.name == name for name, gpu in GPUS.items())
 
 
@@ -215,7 +216,7 @@ def test_gradients_are_reduced_over_the_data_parallel_ranks():
     assert its.costs().reduce_ns[1] == pytest.approx(expected * 1e9, abs=1)
     assert job(tp=2, dp=1).costs().reduce_ns[1] == 0
     assert job(tp=2, dp=8, overlap_grad_reduce=0.75).costs().reduce_ns[1] == pytest.approx(expected * 0.25e9, abs=1)
-    assert job(tp=2, dp=8, precision="fp16").costs().reduce_ns[1] < 0.6 * expected * 1e9
+    assert job(tp=2, dp=8, precision=Precision.FP16).costs().reduce_ns[1] < 0.6 * expected * 1e9
 
 
 def test_the_distributed_optimizer_moves_as_much_and_steps_faster():
@@ -287,8 +288,8 @@ def test_days_and_bubbles_of_pipefills_40b_study():
             microbatch=2,
             global_batch=1024,
             sequence_parallel=True,
-            recompute="full",
-            precision="fp16",
+            recompute=Recompute.FULL,
+            precision=Precision.FP16,
         )
         main = MainJob("llm", MODELS["gpt-40b"], GPUS["v100-16gb"], NETWORKS["p3dn.24xlarge"], its, 0.575)
         found.append((main.gpus, main.days(1e12), main.bubble_share))
@@ -300,7 +301,9 @@ def test_days_and_bubbles_of_pipefills_40b_study():
 def test_iterations_of_freerides_3_6b_job():
     """Its artifact's seconds per iteration on four RTX 6000 Ada; one efficiency, chosen to meet the last."""
     for microbatches, published in {4: 4.122, 5: 4.714, 6: 5.359, 7: 6.051, 8: 6.609}.items():
-        its = Parallel(pp=4, microbatch=3, global_batch=3 * microbatches, precision="fp32", recompute="selective")
+        its = Parallel(
+            pp=4, microbatch=3, global_batch=3 * microbatches, precision=Precision.FP32, recompute=Recompute.SELECTIVE
+        )
         ada, pcie = GPUS["rtx-6000-ada"], NETWORKS["pcie4"]
         main = MainJob("freeride", MODELS["freeride-3.6b"], ada, pcie, its, efficiency=0.085)
         assert main.iteration_s == pytest.approx(published, rel=0.03)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.sim.freeride.artifact import SIZES
-from megatron.fill.sim.freeride.study import main_job
-from megatron.fill.sim.mainjob.hardware import GIB, GPUS, NETWORKS
-from megatron.fill.sim.mainjob.job import MainJob
-from megatron.fill.sim.mainjob.memory import (
+from megatron.fill.mainjob.hardware import GIB, GPUS, NETWORKS
+from megatron.fill.mainjob.memory import (
     StageMemory,
     activation_bytes,
     layer_activation_bytes,
@@ -20,8 +18,11 @@ from megatron.fill.sim.mainjob.memory import (
     stage_parameters,
     working_bytes,
 )
-from megatron.fill.sim.mainjob.model import MODELS, ModelSpec
-from megatron.fill.sim.mainjob.parallel import Parallel, Precision, Recompute
+from megatron.fill.mainjob.model import MODELS, ModelSpec
+from megatron.fill.mainjob.parallel import Parallel, Precision, Recompute
+from megatron.fill.sim.freeride.artifact import SIZES
+from megatron.fill.sim.freeride.study import main_job
+from megatron.fill.sim.mainjob import MainJob
 
 GPT = ModelSpec(layers=24, hidden=1024, heads=16, sequence=1024, vocabulary=51200)
 ONE = Parallel(pp=1, global_batch=1)
@@ -121,7 +122,7 @@ def test_bytes_per_parameter(precision, distributed, per_parameter):
 
 
 def test_full_recomputation_works_on_one_whole_layer():
-    its = replace(ONE, recompute="full")
+    its = replace(ONE, recompute=Recompute.FULL)
     assert working_bytes(GPT, ONE) == 0
     assert working_bytes(GPT, its) == layer_activation_bytes(GPT, ONE)
     assert stage_memory(GPT, its, 0, 1000).activations_bytes == 1000 + working_bytes(GPT, its)
@@ -132,7 +133,7 @@ def test_the_total_is_the_sum():
 
 
 def job(**changes) -> MainJob:
-    its = {"pp": 4, "global_batch": 8, "recompute": "selective"} | changes
+    its: dict[str, Any] = {"pp": 4, "global_batch": 8, "recompute": "selective"} | changes
     return MainJob("llm", GPT, GPUS["a100-40gb"], NETWORKS["dgx-a100"], Parallel(**its))
 
 

@@ -1,4 +1,4 @@
-"""scripts/sim_pipefill.py: the arithmetic of its parts on small cases, and that the recorded figures agree."""
+"""sim_pipefill.py: the arithmetic of its parts on small cases, and that the recorded figures agree."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fill.mainjob.hardware import GIB
 from megatron.fill.planner.held import MARGIN_BYTES
 from megatron.fill.sim.cluster.rates import Rates
-from megatron.fill.sim.mainjob.hardware import GIB
 from megatron.fill.sim.truth.replay import PlayedIteration, replay
 from megatron.fill.sim.truth.steps import StepTimes
-from megatron.fill.sim.values import DeviceGroup, JobOutcome, Outcome, RuntimeModel, SimJob
+from megatron.fill.sim.values import DeviceGroup, JobOutcome, RuntimeModel, SimJob, SimOutcome
 from megatron.fill.types import JobState
-from scripts import sim_pipefill
-from scripts.studies import bubbles, pictures, queues, share, tables
+from scripts.benchmarks import sim_pipefill
+from scripts.benchmarks.studies import bubbles, pictures, queues, share, tables
 from tests.unit.clusters import MS, cycle, kind, profile
 from tests.unit.test_sim_replay import bubble, opened
 
@@ -153,12 +153,12 @@ def test_nodes_come_in_whole_iterations():
         StepTimes((1, 2, 3), profile_ns=(1, 2))
 
 
-def outcome(*ends: float | None) -> Outcome:
+def outcome(*ends: float | None) -> SimOutcome:
     jobs = tuple(
         JobOutcome(n, JobState.QUEUED if end is None else JobState.SUCCEEDED, 0.0, end, 1.0, 1.0, 1)
         for n, end in enumerate(ends)
     )
-    return Outcome(jobs, (), 1e6, 1, 0, 0.0)
+    return SimOutcome(jobs, (), 1e6, 1, 0, 0.0)
 
 
 def test_completion_times_are_from_arrival_and_the_makespan_from_the_first():

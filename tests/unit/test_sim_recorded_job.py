@@ -15,7 +15,7 @@ from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, simulate
 from megatron.fill.report.schema import Cycles, RankCycle
-from megatron.fill.sim.mainjob.recorded import Reschedule, recorded_groups, rescheduled_groups
+from megatron.fill.sim.recorded.groups import Reschedule, recorded_groups, rescheduled_groups
 from megatron.fill.types import BubbleKind, RankRecord
 from tests.unit.recorded_runs import MS, SYNC_NS, cycle_bubble, records
 from tests.unit.segments import write_segment

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.gate import OpenBubble
+from megatron.fill.pages.gate import OpenBubble
 from megatron.fill.pipeline.timeline import Wait
-from megatron.fill.predictor import BubblePredictor
-from megatron.fill.rule import FillRule
-from megatron.fill.runtime.rank import RankListener
-from megatron.fill.runtime.recorder import Recorder
+from megatron.fill.rank.listener import RankListener
+from megatron.fill.rank.predictor import BubblePredictor
+from megatron.fill.rank.recorder import Recorder
+from megatron.fill.rank.rule import FillRule
 from megatron.fill.sim.truth.replay import Opened, PlayedIteration, open_bubbles, replay
 from megatron.fill.sim.truth.steps import StepTimes, step_times
 from megatron.fill.sim.truth.virtual import Core
@@ -121,6 +121,9 @@ class _Gate:
     def close(self, now_ns: int) -> None:
         pass
 
+    def brake(self, on: bool) -> None:
+        pass
+
     def end(self) -> None:
         pass
 
@@ -138,7 +141,7 @@ def test_bubbles_open_as_the_rank_opens_them(
     recorder = Recorder(INFO, 3)
     rule = FillRule(warmup=warmup, overrun=overrun)
     gate, predictor = _Gate(), BubblePredictor(rule)
-    listener = RankListener(gate, recorder, predictor, lambda: 0, block)
+    listener = RankListener(gate, recorder, predictor, lambda: 0, paired_blocks=block)
     kinds = (BubbleKind.FWD_BWD, BubbleKind.INTERIOR, BubbleKind.DRAIN)
     played = []
     for at, row in enumerate(durations):

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.sim.draw import _label, _title, draw_results
-from megatron.fill.sim.results import Result, short_names, summarise
+from megatron.fill.sim.results import SimResult, short_names, summarise
 from megatron.fill.sim.values import (
     DeviceGroup,
     FillKind,
     GroupOutcome,
     JobOutcome,
     MainJobRun,
-    Outcome,
     Scenario,
     SimJob,
+    SimOutcome,
 )
 from megatron.fill.types import BubbleKind, JobState
 
@@ -26,7 +27,7 @@ CYCLE = BubbleCycle(100 * MS, (BubbleSlot(BubbleKind.FILL, 50 * MS, 1000),))
 KIND = FillKind("k", "samples", (JobProfile(Configuration(1), (NodeProfile("n", 10 * MS, 10),), 2.0),), alone_rate=200)
 
 
-def result(**changes: object) -> Result:
+def result(**changes: object) -> SimResult:
     """Four devices for 100 s: 300 device seconds of main job, half of them bubbles, and 20,000 samples done."""
     jobs = (
         SimJob(0, "a", "k", 0.0, 12_000, deadline_s=30.0),
@@ -35,7 +36,7 @@ def result(**changes: object) -> Result:
     )
     main = MainJobRun("m", (DeviceGroup("m/0", 4, CYCLE),))
     scenario = Scenario((main,), (KIND,), jobs, 100.0, "fifo")
-    outcome = Outcome(
+    outcome = SimOutcome(
         (
             JobOutcome(0, JobState.SUCCEEDED, 0.0, 20.0, 12_000, 20.0, 1),
             JobOutcome(1, JobState.SUCCEEDED, 10.0, 40.0, 8_000, 30.0, 1),
@@ -47,7 +48,8 @@ def result(**changes: object) -> Result:
         failures=1,
         wall_s=0.1,
     )
-    return summarise(scenario, outcome, **{"price_per_gpu_hour": 2.0, **changes})
+    options: dict[str, Any] = {"price_per_gpu_hour": 2.0, **changes}
+    return summarise(scenario, outcome, **options)
 
 
 def test_where_the_time_goes():

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.sim.sweep import parse_sweep, run_all, variants
 
-DATA = {"duration": 10, "main_jobs": [{"parallel": {"dp": 1}}, {"report": "x"}], "fill": {"generate": {"jobs": 3}}}
+DATA: dict[str, Any] = {
+    "duration": 10,
+    "main_jobs": [{"parallel": {"dp": 1}}, {"report": "x"}],
+    "fill": {"generate": {"jobs": 3}},
+}
 
 
 def square(number: int) -> int:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from megatron.fill.scheduler import policies
 from megatron.fill.sim.cluster.simulate import simulate
-from megatron.fill.sim.values import Outcome, Scenario
+from megatron.fill.sim.values import Scenario, SimOutcome
 from tests.unit.clusters import any_policy, scenarios
 
 
-def both(scenario: Scenario) -> tuple[Outcome, Outcome]:
+def both(scenario: Scenario) -> tuple[SimOutcome, SimOutcome]:
     found = [simulate(replace(scenario, symmetric=symmetric)) for symmetric in (True, False)]
     return replace(found[0], wall_s=0.0), replace(found[1], wall_s=0.0)
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.errors import ConfigError, StoreError
-from megatron.fill.profiles import profile_key
 from megatron.fill.sim.filljobs.jobs import jobs_from_file, jobs_from_store
 from megatron.fill.sim.filljobs.trace import load_trace, parse_duration, write_trace
 from megatron.fill.sim.values import SimJob
 from megatron.fill.store import NewJob, Progress, open_store
+from megatron.fill.work import Work
 from tests.unit.clusters import kind, profile
 
 FAST = kind("fast", profile(1, 10, 4))  # 100 a second
@@ -152,9 +152,8 @@ def test_the_jobs_of_a_jobs_file(tmp_path):
 
 
 def new(name: str, task: str | None = "m:C", **values: object) -> NewJob:
-    command = None if task else ["gzip"]
-    spec = {"task": task, "command": command, "args": {}, "memory_bytes": None, "search": []}
-    return NewJob(name, spec, **values)  # type: ignore[arg-type]
+    command = None if task else ("gzip",)
+    return NewJob(name, Work(task, command=command), **values)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -172,8 +171,8 @@ def store(tmp_path: Path) -> Path:
         ]
     )
     configurations = [its.to_dict() for its in FAST.profiles]
-    opened.keep_profile(profile_key(submitted[0].spec, "cpu"), {"configurations": configurations, "total_work": 500.0})
-    opened.keep_profile(profile_key(submitted[2].spec, "cpu"), {"configurations": configurations, "total_work": None})
+    opened.keep_profile(submitted[0].work.profile_key("cpu"), {"configurations": configurations, "total_work": 500.0})
+    opened.keep_profile(submitted[2].work.profile_key("cpu"), {"configurations": configurations, "total_work": None})
     claim = opened.claim("agent", [submitted[1].id], 60)
     assert claim is not None
     opened.heartbeat(claim, Progress(200.0, unit="images"), 60)

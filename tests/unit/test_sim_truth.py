@@ -12,7 +12,7 @@ from megatron.fill.errors import FillError
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline, Wait
-from megatron.fill.rule import FillRule
+from megatron.fill.rank.rule import FillRule
 from megatron.fill.sim.truth.compare import Run, compare, load, select
 from megatron.fill.sim.truth.replay import PlayedIteration, open_bubbles, replay
 from megatron.fill.sim.truth.steps import StepTimes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.runtime.srun import INTERRUPTED, rank_variables, tasks_per_node
+from megatron.fill.rank.srun import INTERRUPTED, rank_variables, tasks_per_node
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -49,7 +49,7 @@ def test_a_rank_on_nodes_that_differ_knows_its_own():
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     return subprocess.run(
-        [sys.executable, "-m", "megatron.fill.runtime.srun", *arguments],
+        [sys.executable, "-m", "megatron.fill.rank.srun", *arguments],
         env=environment | variables,
         capture_output=True,
         text=True,
@@ -61,11 +61,11 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_outside_of_srun_one_line_says_so():
     done = run("script.py")
     assert done.returncode == 1
-    assert done.stderr == ("megatron.fill.runtime.srun: SLURM_NODEID is not set; expected to be started by srun\n")
+    assert done.stderr == ("megatron.fill.rank.srun: SLURM_NODEID is not set; expected to be started by srun\n")
 
 
 def test_without_a_script_it_says_how_it_is_called():
-    assert run().stderr == "usage: srun ... python -m megatron.fill.runtime.srun SCRIPT ARGS...\n"
+    assert run().stderr == "usage: srun ... python -m megatron.fill.rank.srun SCRIPT ARGS...\n"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_only_an_orderly_end_after_a_signal_is_an_interruption(tmp_path):
         "time.sleep(60)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "megatron.fill.runtime.srun", str(script)],
+        [sys.executable, "-m", "megatron.fill.rank.srun", str(script)],
         env=dict(os.environ) | SLURM | {INTERRUPTED: str(marker)},
     )
     while not (tmp_path / "ready").exists():

@@ -18,10 +18,11 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from megatron.fill.errors import StoreError
-from megatron.fill.store import Device, NewJob, Progress, migrate, open_store
+from megatron.fill.store import DeviceEntry, NewJob, Progress, migrate, open_store
 from megatron.fill.store.location import locate, shown
 from megatron.fill.store.schema import REVISION, VERSION_TABLE, metadata
 from megatron.fill.store.sql import SqlStore
+from megatron.fill.work import Work
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -33,7 +34,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def job(name: str = "pi") -> NewJob:
-    return NewJob(name, {"task": "tasks:Pi"})
+    return NewJob(name, Work("tasks:Pi"))
 
 
 def test_importing_the_package_is_cheap():
@@ -224,7 +225,7 @@ class TestMigrations:
         [kept] = store.list()
         assert (kept.name, kept.user, kept.submitted_s, kept.progress) == ("pi", "ada", 5.0, Progress())
         assert (kept.asked_by, kept.asked_s) == ("", None)
-        assert store.devices() == [Device("rank 0", "run")]
+        assert store.devices() == [DeviceEntry("rank 0", "run")]
         store.close()
 
     def test_a_newer_schema_is_refused(self, url):
@@ -274,7 +275,7 @@ class TestWaiting:
         with store._engine.connect() as connection:  # the pool hands out the same one again
             connection.execute(text("PRAGMA max_page_count = 1"))
         with pytest.raises(StoreError, match="database or disk is full"):
-            store.submit([job(), NewJob("big", {"args": "x" * 1_000_000})])
+            store.submit([job(), NewJob("big", Work(args={"x": "x" * 1_000_000}))])
         assert store.list() == []
         with store._engine.connect() as connection:
             connection.execute(text("PRAGMA max_page_count = 100000"))

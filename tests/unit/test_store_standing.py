@@ -10,8 +10,9 @@ import pytest
 from megatron.fill.store import JobStore, NewJob, Progress, open_store
 from megatron.fill.store.standing import standing
 from megatron.fill.types import JobState
+from megatron.fill.work import Work
 
-SPEC = {"task": "m:C", "command": None, "args": {}, "memory_bytes": None, "search": []}
+WORK = Work("m:C")
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def store(tmp_path):
 
 
 def held(store: JobStore, name: str, run_dir: Path, lease_s: float = 3600) -> None:
-    [job] = store.submit([NewJob(name, SPEC)])
+    [job] = store.submit([NewJob(name, WORK)])
     claim = store.claim("agent", [job.id], 3600, f"rank 1 of {run_dir} on host")
     assert claim is not None
     store.place(claim, str(run_dir / "jobs" / name))
@@ -33,7 +34,7 @@ def test_of_each_job_its_state_and_why(store, tmp_path):
     mine, other = tmp_path / "mine on it", tmp_path / "other"
     held(store, "killed", mine)
     held(store, "elsewhere", other)
-    store.submit([NewJob("waits", SPEC), NewJob("long", {**SPEC, "task": None, "command": ["sleep", "9"]})])
+    store.submit([NewJob("waits", WORK), NewJob("long", Work(command=("sleep", "9")))])
     store.note(store.find("long").id, "does not fit rank 0")
     held(store, "lost", mine, 0.001)
     time.sleep(0.01)

@@ -13,17 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.errors import JobError
-from megatron.fill.store import Claim, Device, JobStore, NewJob, Progress
+from megatron.fill.store import Claim, DeviceEntry, JobStore, NewJob, Progress
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.types import JobState
+from megatron.fill.work import Work
 
 NAMES = st.sampled_from(["a", "b", "2"])
 IDS = st.integers(0, 6)
 CLAIMS = st.integers(0, 3)  # which of the claims so far
 STATES = st.sampled_from(JobState)
 PROGRESS = st.builds(Progress, work_done=st.floats(0, 10), steps=st.integers(0, 9))
-JOBS = st.builds(NewJob, NAMES, spec=st.sampled_from([{"task": "t:A"}, {"task": "t:B"}]), priority=st.integers(-1, 1))
+JOBS = st.builds(NewJob, NAMES, work=st.sampled_from([Work("t:A"), Work("t:B")]), priority=st.integers(-1, 1))
 OPERATIONS = st.one_of(
     st.tuples(st.just("submit"), st.lists(JOBS, max_size=3)),
     st.tuples(st.just("claim"), st.sampled_from(["x", "y"]), st.lists(IDS, max_size=7), st.sampled_from([1, 5])),
@@ -36,7 +37,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("find"), NAMES),
     st.tuples(st.just("list"), st.lists(STATES, max_size=2), st.none() | st.integers(0, 3)),
     st.tuples(st.just("recover")),
-    st.tuples(st.just("report_device"), st.builds(Device, NAMES, NAMES), st.sampled_from([1, 5])),
+    st.tuples(st.just("report_device"), st.builds(DeviceEntry, NAMES, NAMES), st.sampled_from([1, 5])),
     st.tuples(st.just("forget_device"), NAMES),
     st.tuples(st.just("devices")),
     st.tuples(st.just("keep_profile"), NAMES, st.dictionaries(NAMES, st.integers(), max_size=2)),

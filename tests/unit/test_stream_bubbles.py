@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from megatron.fill.hooks import bus
-from megatron.fill.predictor import BubblePredictor
-from megatron.fill.rule import FillRule
-from megatron.fill.runtime.rank import RankListener
-from megatron.fill.runtime.recorder import Recorder
-from megatron.fill.runtime.relay import Relay, ReportedBytes
-from megatron.fill.stream.listener import StreamListener
-from megatron.fill.stream.ring import CAPACITY, Ring, RingReader
+from megatron.fill.pages.ring import CAPACITY, Ring, RingReader
+from megatron.fill.rank.listener import RankListener
+from megatron.fill.rank.predictor import BubblePredictor
+from megatron.fill.rank.recorder import Recorder
+from megatron.fill.rank.relay import Relay, ReportedBytes
+from megatron.fill.rank.rule import FillRule
+from megatron.fill.rank.stream import StreamListener
 from megatron.fill.types import Bubble, BubbleKind, CycleKey, RankInfo
 from pipefill_patches import p2p_communicator
 from tests.fake_stream import MS, VirtualStream

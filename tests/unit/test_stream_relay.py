@@ -12,15 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.board import CycleBoard, CycleBoardReader
-from megatron.fill.control import ControlPage, RunState
-from megatron.fill.gate import OpenBubble, SharedGate, SharedGateReader
 from megatron.fill.hooks import BubbleBus
+from megatron.fill.pages.board import CycleBoard, CycleBoardReader
+from megatron.fill.pages.control import ControlPage, RunState
+from megatron.fill.pages.gate import OpenBubble, SharedGate, SharedGateReader
+from megatron.fill.pages.ring import Ring
+from megatron.fill.rank.relay import RelayProcess, RelaySpec
+from megatron.fill.rank.rule import FillRule
+from megatron.fill.rank.spec import RankSpec
+from megatron.fill.rank.stream import StreamListener
 from megatron.fill.records import read_rank
-from megatron.fill.rule import FillRule
-from megatron.fill.runtime.relay import RelayProcess, RelaySpec
-from megatron.fill.stream.listener import StreamListener
-from megatron.fill.stream.ring import Ring
 from megatron.fill.types import CycleKey, RankInfo
 from tests.fake_stream import MS, ThreadStream
 
@@ -37,15 +38,12 @@ class Rank:
         self.record, self.log = folder / "rank0.json", folder / "relay.log"
         self.control = ControlPage.create(0)
         spec = RelaySpec(
-            INFO,
-            str(self.record),
+            RankSpec(INFO, str(self.record), FillRule(warmup=3, margin=0.0), max_slowdown=0.9),
             os.getpid(),
             ring.fd,
-            FillRule(warmup=3, margin=0.0),
             self.gate.fd,
             self.board.fd,
             self.control.reader_fd(),
-            max_slowdown=0.9,
         )
         self.relay = RelayProcess(spec, ring, self.gate, self.log)
         assert self.relay.wait_ready(), self.log.read_text()
@@ -179,7 +177,7 @@ def test_the_end_waits_until_the_relay_has_caught_up(rank):
 
 def test_a_relay_that_cannot_start_is_noticed(tmp_path):
     gate, ring = SharedGate(), Ring()
-    spec = RelaySpec(INFO, str(tmp_path / "rank0.json"), os.getpid(), gate.fd, FillRule(), gate.fd)
+    spec = RelaySpec(RankSpec(INFO, str(tmp_path / "rank0.json"), FillRule()), os.getpid(), gate.fd, gate.fd)
     relay = RelayProcess(spec, ring, gate, tmp_path / "relay.log")
     assert not relay.wait_ready()
     assert not relay.finish()

@@ -9,9 +9,9 @@ import threading
 import pytest
 
 from megatron.fill.errors import FillError, GateError
-from megatron.fill.gate import SharedGate, SharedGateReader
-from megatron.fill.stream import semaphore
-from megatron.fill.stream.ring import CAPACITY, Entry, Fact, Ring, RingReader
+from megatron.fill.linux import semaphore
+from megatron.fill.pages.gate import SharedGate, SharedGateReader
+from megatron.fill.pages.ring import CAPACITY, Entry, Fact, Ring, RingReader
 
 
 @pytest.fixture
@@ -80,7 +80,12 @@ def test_the_ring_cannot_shrink_under_the_rank():
 def test_a_plain_function_pointer_posts_the_semaphore(ends):
     ring, reader = ends
     woken = threading.Event()
-    thread = threading.Thread(target=lambda: (reader.wait(), woken.set()), daemon=True)
+
+    def wait() -> None:
+        reader.wait()
+        woken.set()
+
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     assert not woken.wait(0.05)
     # As the driver does it: an address, called with one pointer.

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.fill.errors import FillError
-from megatron.fill.stream import signals
-from megatron.fill.stream.ring import Ring, RingReader
+from megatron.fill.pages.ring import Ring, RingReader
+from megatron.fill.rank import signals
 
 COMPUTE, OURS, EVENT = 0x1000, 0x2000, 0x3000
 
@@ -60,6 +60,7 @@ class StandInDriver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> StandInDriver:
     driver = StandInDriver()
     monkeypatch.setattr(signals, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=COMPUTE))
     return driver
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.fill.agent.submitted import FILE, forget_submitted, not_yet_submitted, note_submitted
 from megatron.fill.errors import FillError
-from megatron.fill.runtime.submitted import FILE, forget_submitted, not_yet_submitted, note_submitted
 from megatron.fill.store.port import NewJob
+from megatron.fill.work import Work
 
-PI = NewJob("pi", {"task": "m:Pi", "args": {"points": 5}, "search": ["/here"]})
-E = NewJob("e", {"task": "m:E", "args": {}, "search": []})
+PI = NewJob("pi", Work("m:Pi", args={"points": 5}, search=("/here",)))
+E = NewJob("e", Work("m:E"))
 
 
 def test_what_was_submitted_is_known(tmp_path):
@@ -24,8 +25,8 @@ def test_what_was_submitted_is_known(tmp_path):
 
 def test_another_spec_or_store_makes_it_another_job_and_another_folder_to_import_from_does_not(tmp_path):
     note_submitted(tmp_path, "store", [PI])
-    more = replace(PI, spec=PI.spec | {"args": {"points": 6}})
-    moved = replace(PI, spec=PI.spec | {"search": ["/there"]})
+    more = replace(PI, work=replace(PI.work, args={"points": 6}))
+    moved = replace(PI, work=replace(PI.work, search=("/there",)))
     assert not_yet_submitted(tmp_path, "store", [PI, more, moved, E]) == [more, E]
     assert not_yet_submitted(tmp_path, "another store", [PI]) == [PI]
 

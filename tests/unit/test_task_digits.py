@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.fill.config import load_jobs
-from megatron.fill.runtime import checkpoint
+from megatron.fill.given.jobs import load_jobs
 from megatron.fill.sidetask.digits import DigitsTraining
 from megatron.fill.sidetask.loader import load_task
-from tests.unit.drive import begin, drive, finish
+from megatron.fill.worker import checkpoint
+from tests.unit.drive import begin, drive, finish, task_of
 
 pytest.importorskip("sklearn", reason="needs the extra tasks")
 TRAINED, TESTED = 1437, 360
@@ -61,7 +61,7 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(tmp_path):
         state = checkpoint.load(directory)
     assert steps == 3 * (23 + 3)
     for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, machine.task.model.state_dict()[name]), name
+        assert torch.equal(value, task_of(machine, type(whole)).model.state_dict()[name]), name
     assert machine.task.context.result == whole.context.result
 
 

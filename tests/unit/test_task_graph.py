@@ -6,17 +6,20 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.runtime import checkpoint
 from megatron.fill.sidetask.edges import power_law_graph, read_graph
-from megatron.fill.sidetask.graph import MatrixFactorization, PageRank
-from tests.unit.drive import begin, drive, finish
+from megatron.fill.sidetask.factorization import MatrixFactorization
+from megatron.fill.sidetask.graph import PageRank
+from megatron.fill.worker import checkpoint
+from tests.unit.drive import begin, drive, finish, task_of
 
 EXACT = {"tolerance": 1e-13, "max_iterations": 2000}
 
@@ -109,7 +112,7 @@ def test_pagerank_equals_networkx(tmp_path):
     pytest.importorskip("scipy", reason="networkx needs it, from the extra tasks")
     drive(PageRank, tmp_path, nodes=500, edges=3000, seed=3, chunk_edges=700, **EXACT)
     graph = power_law_graph(500, 3000, seed=3)
-    reference = nx.DiGraph()
+    reference: Any = nx.DiGraph()
     reference.add_nodes_from(range(500))
     reference.add_edges_from(zip(graph.sources.tolist(), graph.targets.tolist(), strict=True))
     assert any(degree == 0 for _, degree in reference.out_degree())  # dangling nodes are there
@@ -156,8 +159,9 @@ def test_pagerank_repeats(tmp_path):
     once = drive(PageRank, tmp_path / "once", nodes=300, edges=2000)
     machine = begin(PageRank, tmp_path / "thrice", nodes=300, edges=2000, repeat=3)
     work = sum(finish(machine))
+    assert once.context.total_work is not None
     assert work == machine.task.context.total_work == 3 * once.context.total_work
-    assert np.array_equal(machine.task.ranks, once.ranks)
+    assert torch.equal(task_of(machine, PageRank).ranks, once.ranks)
     assert ranks_of(tmp_path / "once") == ranks_of(tmp_path / "thrice")
 
 
@@ -188,7 +192,7 @@ def test_pagerank_resumes_exactly(tmp_path, stride):
         checkpoint.save(directory, machine.state_dict() or {})
         machine.stop()
         state = checkpoint.load(directory)
-    assert np.array_equal(machine.task.ranks, whole.ranks)
+    assert torch.equal(task_of(machine, PageRank).ranks, whole.ranks)
     assert machine.task.context.result == whole.context.result
     assert work == whole.context.total_work == machine.task.context.total_work
     assert ranks_of(directory) == ranks_of(tmp_path / "whole")
@@ -230,6 +234,31 @@ def test_a_files_values_are_learnt(tmp_path):
     assert errors[-1] < 5
 
 
+def by_numpy(table: np.ndarray, index: np.ndarray, changes: np.ndarray) -> None:
+    counts = np.bincount(index, minlength=len(table))[index]
+    np.add.at(table, index, changes / counts[:, None])
+
+
+def test_an_epoch_equals_what_numpy_computes(tmp_path):
+    machine = begin(MatrixFactorization, tmp_path, nodes=200, edges=2000, batch_edges=300, epochs=1)
+    task = task_of(machine, MatrixFactorization)
+    rows, columns = (table.numpy().astype(float) for table in (task.rows, task.columns))
+    sources, targets, values = (getattr(task, name).numpy() for name in ("_sources", "_targets", "_values"))
+    finish(machine)
+    squares = 0.0
+    for begin_at in range(0, 2000, 300):
+        batch = slice(begin_at, begin_at + 300)
+        of, to = rows[sources[batch]], columns[targets[batch]]
+        errors = values[batch] - (of * to).sum(1)
+        squares += errors @ errors
+        gain = (0.5 * errors / (1 + (of * of).sum(1) + (to * to).sum(1)))[:, None]
+        by_numpy(rows, sources[batch], gain * to - 0.005 * of)
+        by_numpy(columns, targets[batch], gain * of - 0.005 * to)
+    assert np.allclose(task.rows.numpy(), rows, atol=1e-5)
+    assert np.allclose(task.columns.numpy(), columns, atol=1e-5)
+    assert task.context.result["rmse"] == pytest.approx(task._scale * math.sqrt(squares / 2000), rel=1e-5)
+
+
 def test_it_never_diverges(tmp_path):
     edges = "".join(f"{i % 7} {i} {10**6 * (i % 50 == 0)}\n" for i in range(500))  # hubs and outliers
     path = write(tmp_path / "rated", edges)
@@ -244,7 +273,7 @@ def test_equal_values_are_no_trouble(tmp_path):
 
 
 def test_factorisation_counts_edges_and_resumes_exactly(tmp_path):
-    args = {"nodes": 300, "edges": 2000, "batch_edges": 300, "epochs": 4}
+    args: dict[str, Any] = {"nodes": 300, "edges": 2000, "batch_edges": 300, "epochs": 4}
     machine = begin(MatrixFactorization, tmp_path / "whole", **args)
     assert sum(finish(machine)) == machine.task.context.total_work == 8000
     directory = tmp_path / "parts"
@@ -258,8 +287,9 @@ def test_factorisation_counts_edges_and_resumes_exactly(tmp_path):
         state = checkpoint.load(directory)
     part = begin(MatrixFactorization, directory, state, **args)
     finish(part)
-    assert np.array_equal(part.task.rows, machine.task.rows)
-    assert np.array_equal(part.task.columns, machine.task.columns)
+    ours, whole = task_of(part, MatrixFactorization), task_of(machine, MatrixFactorization)
+    assert torch.equal(ours.rows, whole.rows)
+    assert torch.equal(ours.columns, whole.columns)
     assert part.task.context.result == machine.task.context.result
 
 

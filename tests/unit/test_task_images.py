@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from megatron.fill.runtime import checkpoint
+from megatron.fill.sidetask import images
 from megatron.fill.sidetask.images import ImageResize
+from megatron.fill.worker import checkpoint
 from tests.unit.drive import begin, drive, finish
 
 pytest.importorskip("sklearn", reason="needs the extra tasks")
@@ -180,9 +181,29 @@ def test_it_repeats_and_resumes(tmp_path, photo):
     assert names[0].read_bytes() == names[1].read_bytes()
 
 
+def test_the_host_may_work_ahead_of_the_device(tmp_path, photo, monkeypatch):
+    (photo / "bad.jpg").write_text("x")
+    drive(ImageResize, tmp_path / "one", folder=str(photo))
+    monkeypatch.setitem(images._AHEAD, "cpu", 2)  # as on a GPU
+    machine = begin(ImageResize, tmp_path / "ahead", folder=str(photo), repeat=4)
+    assert sum(finish(machine)) == machine.task.context.total_work == 4
+    assert machine.task.context.result == {"images": 4, "skipped": 4}
+    names = [tmp_path / run / "images" / "china.png" for run in ("one", "ahead")]
+    assert names[0].read_bytes() == names[1].read_bytes()
+
+
+def test_it_says_which_kind_of_step_comes_next(tmp_path, photo):
+    machine = begin(ImageResize, tmp_path, folder=str(photo), tile_rows=100)
+    kinds = []
+    for _ in range(5):
+        kinds.append(machine.task.next_node)
+        machine.run_next_step()
+    assert kinds == [2, 0, 0, 0, 1]  # decode, three bands, write
+
+
 def test_repeat_0_goes_on(tmp_path, photo):
     machine = begin(ImageResize, tmp_path, folder=str(photo), repeat=0, size=16)
-    assert sum(machine.run_next_step() for _ in range(60)) >= 10
+    assert sum(machine.run_next_step() for _ in range(200)) >= 10
     assert machine.task.context.total_work is None
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from megatron.fill.sidetask import TaskContext
 from megatron.fill.sidetask.training import TrainingJob
 
 MODEL = {"model": "tests.unit.test_training_job:net", "data": "tests.unit.test_training_job:points"}
-ARGS = {**MODEL, "loss": "torch.nn.functional:mse_loss", "epochs": 2, "batch_size": 4, "pieces": 3, "seed": 3}
+ARGS: dict[str, Any] = {
+    **MODEL,
+    "loss": "torch.nn.functional:mse_loss",
+    "epochs": 2,
+    "batch_size": 4,
+    "pieces": 3,
+    "seed": 3,
+}
 
 
 def net(norm: bool = True) -> nn.Module:
@@ -49,7 +57,7 @@ def run(directory, state=None, nodes=None, configuration=None, **changed):
     if configuration is not None:
         task.configure(Configuration.parse(configuration))
     task.init()
-    work = []
+    work: list[float] = []
     while nodes is None or len(work) < nodes:
         try:
             work.append(task.run_next_step())
@@ -117,7 +125,7 @@ def test_data_that_ends_early(tmp_path):
     [
         ({"batch_size": 0}, "batch_size is 0: expected"),
         ({"micro_batch_sizes": [3]}, r"micro_batch_sizes is \[3\]: expected divisors of batch_size 4; 3 is not"),
-        ({"model": "bert-huge"}, "model is 'bert-huge': expected module:factory or one of efficientnet"),
+        ({"model": "bert-huge"}, "model is 'bert-huge': expected module:factory or one of efficientnet-b4"),
         ({"data_args": {"count": 0}}, "data has 0 samples: expected at least 1"),
         ({"steps": 3}, "epochs is 2 and steps is 3: expected one of the two"),
         ({"loss": None}, "loss is None: expected module:function"),

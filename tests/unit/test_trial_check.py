@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.config import JobSpec
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial import check
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron.fill.config import JobSpec
-from megatron.fill.runtime.verdict import OVER
+from megatron.fill.agent.verdict import OVER
+from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Job, NewJob, Progress
@@ -17,11 +17,12 @@ from megatron.fill.trial.judge import judge
 from megatron.fill.trial.printed import print_trial
 from megatron.fill.trial.result import Checkpoint, Ended, Options, RoundTrip, Trial
 from megatron.fill.trial.run import _Waiting, refused
-from megatron.fill.trial.train import Training
+from megatron.fill.trial.train import TrialTraining
 from megatron.fill.types import Bubble, BubbleKind, BubbleUse, JobRecord, JobState, RankInfo, RankRecord, WorkerRecord
+from megatron.fill.work import Work
 
 MS = 1_000_000
-SPEC = JobSpec(name="count", task="counts:Count", memory="256MiB")  # type: ignore[arg-type]
+WORK = JobSpec(name="count", task="counts:Count", memory="256MiB")  # type: ignore[arg-type]
 OPTIONS = Options(bubble_ms=50, period_ms=200)
 ALL = dict.fromkeys(
     ("create()", "load_state_dict()", "init()", "start()", "pause()", "state_dict()", "stop()"), MS // 8
@@ -31,13 +32,14 @@ RESUMABLE = Examined(resumable=True)
 
 
 def stored(**changes: Any) -> Job:
-    [job] = MemoryStore().submit([NewJob("count", {})])
-    return replace(job, **{"directory": "", "attempt": 1, "progress": Progress(200.0, unit="turns")} | changes)
+    [job] = MemoryStore().submit([NewJob("count", Work())])
+    usual: dict[str, Any] = {"directory": "", "attempt": 1, "progress": Progress(200.0, unit="turns")}
+    return replace(job, **usual | changes)
 
 
 def run(
     state: JobState = JobState.QUEUED, reason: str = f"{OVER}; goes on from its checkpoint", **changes: Any
-) -> Training:
+) -> TrialTraining:
     """A run of ten bubbles, of which the job used the last eight.
 
     Args:
@@ -59,10 +61,12 @@ def run(
     worker = replace(worker, **changes)
     info = RankInfo(0, 1, 0, 1, 0, 1, 0, 1)
     rank = RankRecord(info, [], bubbles, [])
-    return Training(stored(state=state, progress=progress), replace(record, **fields), worker, rank, [])
+    return TrialTraining(stored(state=state, progress=progress), replace(record, **fields), worker, rank, [])
 
 
-def judged(*runs: Training, found: Examined = RESUMABLE, job: JobSpec = SPEC, size: int = 119, **options: Any) -> Trial:
+def judged(
+    *runs: TrialTraining, found: Examined = RESUMABLE, job: JobSpec = WORK, size: int = 119, **options: Any
+) -> Trial:
     return judge(job, found, runs, size, replace(OPTIONS, **options))
 
 
@@ -107,9 +111,9 @@ def test_why_a_task_would_fail(last, reason):
 
 
 def test_a_job_that_no_worker_was_started_for():
-    nothing = Training(stored(reason="too little memory: 1 MiB"), None, None, None, [])
+    nothing = TrialTraining(stored(reason="too little memory: 1 MiB"), None, None, None, [])
     assert judged(nothing).reason == "too little memory: 1 MiB"
-    silent = Training(stored(reason=""), None, None, None, [])
+    silent = TrialTraining(stored(reason=""), None, None, None, [])
     assert judged(silent).reason == "no worker was ready within 120 s (--startup-seconds)"
 
 
@@ -179,7 +183,7 @@ def test_a_task_that_tells_its_steps_apart_is_not_told_to():
 
 
 def test_a_job_without_a_cap_is_told_one_that_would_do():
-    [said] = judged(FIRST, run(), job=SPEC.model_copy(update={"memory": None})).hints
+    [said] = judged(FIRST, run(), job=WORK.model_copy(update={"memory": None})).hints
     assert "`memory: 64MiB`" in said
 
 
@@ -212,11 +216,11 @@ def test_it_is_printed_in_80_columns():
 
 def test_a_failure_is_printed_with_its_output_and_commands_no_terminal():
     found = Examined("importing x failed: \x1b[2J", True, "Traceback\n  [red]line\x1b[2J")
-    text = shown(refused(SPEC, found, "cpu"))
+    text = shown(refused(WORK, found, "cpu"))
     assert "\x1b" not in text
     assert "It would fail: importing x failed:" in text
     assert "  [red]line^[[2J" in text
-    assert "It cannot run: x has no Y" in shown(refused(SPEC, Examined("x has no Y"), "cpu"))
+    assert "It cannot run: x has no Y" in shown(refused(WORK, Examined("x has no Y"), "cpu"))
 
 
 class TestWaiting:

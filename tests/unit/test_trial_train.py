@@ -14,6 +14,7 @@ from megatron.fill.trial import train as module
 from megatron.fill.trial.spec import StandInSpec
 from megatron.fill.trial.train import train
 from megatron.fill.types import BubbleKind, JobState
+from megatron.fill.work import Work
 
 
 class Listener:
@@ -24,7 +25,7 @@ class Listener:
         self.bubbles_ns: list[int] = []
         self._opened_ns = 0
 
-    def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int) -> None:
+    def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
         self.heard.append(f"opened {kind} {index}")
         self._opened_ns = now_ns
 
@@ -43,7 +44,7 @@ def test_it_waits_as_a_rank_does_until_it_is_over():
         slept.append(seconds)
         return len(slept) == 2
 
-    wait_in_bubbles(listener, 0.01, 0.04, over)  # type: ignore[arg-type]
+    wait_in_bubbles(listener, 0.01, 0.04, over)
     iteration = ["iteration_started", "cycle_started", "opened fwd-bwd 0", "closed", "cycle_ended", "iteration_ended"]
     assert listener.heard == 2 * iteration
     assert slept == pytest.approx([0.03, 0.03])
@@ -57,7 +58,7 @@ def spec(folder) -> StandInSpec:
 def test_a_main_job_that_does_not_start_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "program", lambda name: ["sh", "-c", "echo no walls >&2; exit 1"])
     store = MemoryStore()
-    [job] = store.submit([NewJob("a", {})])
+    [job] = store.submit([NewJob("a", Work())])
     with pytest.raises(FillError, match="the main job that the job is tried beside does not run: no walls"):
         train(spec(tmp_path), store, job.id, lambda job: False)
 
@@ -66,7 +67,7 @@ def test_it_ends_with_its_standard_input_and_without_records_there_are_none(tmp_
     said = "read line; echo PipeFill: a note; echo other; cat >/dev/null"
     monkeypatch.setattr(module, "program", lambda name: ["sh", "-c", said])
     store = MemoryStore()
-    [job] = store.submit([NewJob("a", {})])
+    [job] = store.submit([NewJob("a", Work())])
     log = tmp_path / "run.log"
     run = train(spec(tmp_path), store, job.id, lambda job: "other" in log.read_text())
     assert (run.record, run.worker, run.rank, run.notes) == (None, None, None, ["a note"])
@@ -84,6 +85,6 @@ def test_it_ends_with_its_standard_input_and_without_records_there_are_none(tmp_
     ],
 )
 def test_a_run_is_over_with_the_first_attempt(state, attempt, over):
-    [job] = MemoryStore().submit([NewJob("a", {})])
+    [job] = MemoryStore().submit([NewJob("a", Work())])
     now: Job = replace(job, state=state, attempt=attempt)
     assert module._over(now, before=1) is over

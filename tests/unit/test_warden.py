@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 # What stands in for the agent: it says who it is, leaves an orphan in a session of its own, and does as told.
 AGENT = """
@@ -28,22 +28,15 @@ while not (folder / "over").exists():
 """
 WARDEN = """
 import sys
-from megatron.fill.runtime import warden
+from megatron.fill.agent import warden
 start = warden.subprocess.Popen
 def popen(command, **kwargs):
-    at = command.index("megatron.fill.runtime.agent")
+    at = command.index("megatron.fill.agent.agent")
     return start([sys.executable, "-c", {agent!r}, *command[at + 1:]], **kwargs)
 warden.subprocess.Popen = popen
 warden._CONTINUE_S = 0.2
 warden.main()
 """
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end_s = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
@@ -67,7 +60,7 @@ class Guarded:
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
     def agent(self, number: int) -> tuple[int, int, str, int]:
-        wait_for(lambda: len(self.agents()) > number)
+        until(lambda: len(self.agents()) > number)
         pid, warden, dead, orphan, _ = self.agents()[number]
         return int(pid), int(warden), dead, int(orphan)
 

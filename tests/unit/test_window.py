@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.gate import OpenBubble
+from megatron.fill.pages.gate import OpenBubble
 
 MS = 1_000_000
 NEVER_MS = (1 << 62) / MS
@@ -63,7 +63,7 @@ def test_what_overruns_cost_stays_within_the_bound(ends, step_ns, overrun_ns, se
     told = OpenBubble(1, 0, ends[0], 0, False, tuple(ends), overrun_ns)
     begin_ns, until_ns = told.window(step_ns)
     noise = random.Random(seed)
-    count, caught_ns = 2000, 0
+    count, caught_ns = 2000, 0.0
     edges = [ends[0], *ends]
     for _ in range(count):
         part = noise.randrange(8)

@@ -3,35 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron.fill.runtime.spec import Outcome
-from megatron.fill.runtime.steplog import StepLog, create_log
-from megatron.fill.runtime.worker import Worker
-from megatron.fill.sidetask.base import TaskContext
+from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.types import JobState
+from megatron.fill.work import Work
+from megatron.fill.worker import checkpoint
+from megatron.fill.worker.pacing import Stopped
+from megatron.fill.worker.spec import Outcome, WorkerSpec
+from megatron.fill.worker.taskrun import TaskRun
+from tests.fakes import FakeGate, shared_pages, worker_spec
 
 
-class Bench(Worker):
-    """A worker whose task does nothing but what is said."""
+class Bench(TaskRun):
+    """A task that does nothing but what is said."""
 
     def __init__(self, directory: Path, measures: bool, work: float) -> None:
-        self.spec: Any = SimpleNamespace(context=lambda: TaskContext("job", directory))
-        self.directory = directory
-        self.log = StepLog(create_log())
-        self._crowded = self._measures = False
+        super().__init__(spec_of(directory), shared_pages(FakeGate()), lambda: True)
         self.now_measures, self.work = measures, work
 
-    def _new_machine(self, context: Any) -> Any:
-        return SimpleNamespace(task=SimpleNamespace(unit="samples"), stop=lambda: None)
-
-    def _run_machine(self, machine: Any, context: Any, spec: Any) -> bool:
+    def serve(self, machine: TaskMachine, profiles: Any) -> bool:
         self._measures = self.now_measures
         self.log.step_ended(0, 1, self.work, alone=False)
         return False
+
+
+def spec_of(directory: Path) -> WorkerSpec:
+    return worker_spec(directory, Work("tests.unit.test_worker:Counting"), checkpoint_s=1e9)
 
 
 @pytest.mark.parametrize(
@@ -43,5 +44,25 @@ class Bench(Worker):
     ],
 )
 def test_a_job_that_was_only_measured_says_so_and_what_avoids_it(tmp_path, measures, work, said):
-    outcome = Bench(tmp_path, measures, work)._run_task()
-    assert outcome == Outcome(JobState.QUEUED, f"{said}it begins again from its start", False, "samples")
+    outcome = Bench(tmp_path, measures, work).run()
+    assert outcome == Outcome(JobState.QUEUED, f"{said}it begins again from its start", False, "steps")
+
+
+class Counting(SideTask):
+    def state_dict(self) -> dict[str, Any]:
+        return {"counted": 7}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+def test_a_job_that_is_stopped_while_it_waits_to_change_over_is_saved(tmp_path, monkeypatch):
+    def stopped(_: object) -> bool:
+        raise Stopped
+
+    monkeypatch.setattr("megatron.fill.worker.taskrun.StepLoop.run", stopped)
+    run = TaskRun(spec_of(tmp_path), shared_pages(FakeGate()), lambda: False)
+    assert not run.serve(TaskMachine(Counting(), TaskContext("job", tmp_path)), None)
+    saved = checkpoint.load(tmp_path)
+    assert saved is not None
+    assert saved["task"] == {"counted": 7}

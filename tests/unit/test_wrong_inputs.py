@@ -19,6 +19,7 @@ from megatron.fill.cli import main
 from megatron.fill.errors import FillError
 from megatron.fill.given.plainyaml import parse_yaml
 from megatron.fill.store import NewJob, open_store
+from megatron.fill.work import Work
 from pipefill_patches.arguments import add_fill_arguments, tell_briefly
 from tests.unit import wrong_calls, wrong_files
 
@@ -58,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "latin.yaml").write_bytes("jobs: [{name: é}]".encode("latin-1"))
     (folder / "folder").mkdir()
     store = open_store(folder / "s.db")
-    store.submit([NewJob("a", {"task": None, "command": ["ls"]})])
+    store.submit([NewJob("a", Work(command=("ls",)))])
     store.close()
     return folder
 
@@ -144,6 +145,7 @@ def test_a_wrong_flag(told, capsys, flags, expected):
     if isinstance(ended.value, FillError):  # launch() says it and exits with 2
         err += f"{ended.value}\n"
     else:
+        assert isinstance(ended.value, SystemExit)
         assert ended.value.code == 2
     assert out == ""
     assert expected in one_line(err)
@@ -156,7 +158,7 @@ def test_a_wrong_call_of_a_script(tmp_path, monkeypatch, capsys, call, expected)
     (tmp_path / "r.json").write_text("{}", encoding="utf-8")
     before = sorted(tmp_path.iterdir())
     script, *arguments = shlex.split(call)
-    module = importlib.import_module(f"scripts.{script.removesuffix('.py')}")
+    module = importlib.import_module(f"scripts.benchmarks.{script.removesuffix('.py')}")
     monkeypatch.setattr(module, "why_not", lambda: "real-time priorities are refused here", raising=False)
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with pytest.raises(SystemExit) as ended:

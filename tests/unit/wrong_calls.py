@@ -92,6 +92,11 @@ report folder --price main=4,side=0 => --price is 'main=4,side=0': expected what
 report folder --price main=4,side=1,main=3 => --price is 'main=4,side=1,main=3': expected what an hour costs
 report folder --price main=4,side=1,tax=1 => --price is 'main=4,side=1,tax=1': expected what an hour costs
 report folder --price main=nan,side=1 => --price is 'main=nan,side=1': expected what an hour costs
+speccheck odd => RULE is 'odd': expected matching, multi_step, traversal, or module:function
+speccheck no.such:rule => No module named 'no'; expected matching
+speccheck math:pi => RULE is 'math:pi', a float; expected a function
+speccheck --draft odd => --draft is 'odd': expected module:function
+speccheck --quick tests.unit.test_llm_speccheck:broken => IndexError: no leaf; expected the tokens of a path
 simulate => expected a CONFIG file, or --from with a report.json
 simulate none.yaml => none.yaml: cannot be read
 simulate jobs.yaml --from b.json => expected a CONFIG file, or --from
@@ -224,6 +229,18 @@ FLAGS = """
 
 # Calls of scripts; r.json holds something else than their figures, and real-time priorities are refused.
 SCRIPTS = """
+gpu_identity.py --iterations 1 => argument --iterations: 1: expected 5 to 10000
+gpu_identity.py --most-seconds 0 => argument --most-seconds: 0: expected above 0
+gpu_identity.py --stages 3 => argument --stages: invalid choice: 3
+gpu_identity.py --device cpu --sharing mps => argument --sharing: mps needs a GPU; expected timeslice
+gpu_look.py --json folder => argument --json: folder: Is a directory; expected a file that can be written
+carried.py --extras odd => argument --extras: invalid choice: 'odd'
+carried.py --has none.txt => argument --has: none.txt: No such file or directory
+gpu_micro.py --parts odd => argument --parts: invalid choice: 'odd'
+gpu_micro.py --seconds 0 => argument --seconds: 0: expected 0.1 to 60
+gpu_micro.py --seconds nan => argument --seconds: nan: expected 0.1 to 60
+gpu_micro.py --marks 0 => argument --marks: 0: expected 1 to 100000
+gpu_micro.py --json folder => argument --json: folder: Is a directory; expected a file that can be written
 bench_main.py --parts odd => argument --parts: invalid choice: 'odd'
 bench_main.py --parts filled --pairs 0 => --pairs is 0: expected at least 1
 bench_main.py --parts filled --block -1 => --block is -1: expected at least 1
@@ -243,6 +260,21 @@ lateness.py nowhere => nowhere/records: holds no records of a training; expected
 lateness.py nowhere --block 0 => expected at least 1 for --block and 0 for --warmup
 sim_overrun.py nowhere => nowhere/records: holds no records of a training; expected a run folder
 sim_overrun.py nowhere --steps-ms 0 => expected steps above 0 ms
+sim_slices.py --steps-ms 0 => expected steps, slices and a transfer above 0 ms
+sim_slices.py --noise-ms -1 => expected neither guards nor noise below 0 ms
+bench_gpu.py --parts odd => argument --parts: invalid choice: 'odd'
+bench_gpu.py --device cuda => argument --device: invalid choice: 'cuda'
+bench_gpu.py --pairs 0 => --pairs is 0: expected at least 1
+bench_gpu.py --stages 1 => --stages is 1: expected at least 2
+bench_gpu.py --stage 4 => --stage is 4: expected 0 to 3
+bench_gpu.py --stages 5 --microbatches 10 => --stages is 5: expected stages that share 24 layers evenly
+bench_gpu.py --microbatches 6 => --microbatches is 6: expected a multiple of --stages, 4
+bench_gpu.py --budget-seconds nan => --budget-seconds is nan: expected 0 to 1e+06
+bench_gpu.py --startup-seconds -1 => --startup-seconds is -1: expected 0 to 3600
+bench_gpu.py --guard-us -1 => --guard-us is -1: expected 0 to 1e+09
+bench_gpu.py --memory much => --memory is 'much'
+bench_gpu.py --device cpu --waits stream => --device cpu has no MPS and no streams
+bench_gpu.py --device cpu --json r.json => it holds something else than the figures of such a call
 bench_gate.py --bubbles 0 => --bubbles is 0: expected at least 1
 bench_gate.py --step-ms 2 0 => --step-ms is 0: expected above 0, and 10000 at most
 bench_gate.py --lengths-ms inf => --lengths-ms is inf: expected above 0, and 10000 at most

@@ -16,15 +16,15 @@ from typing import Any
 
 from megatron.fill.app.keptin import KeptIn, keep_in
 from megatron.fill.config import FillSettings
-from megatron.fill.device import host
 from megatron.fill.errors import FillError
 from megatron.fill.hearsay import to_json
-from megatron.fill.runtime.confined import apply_environment
+from megatron.fill.linux import host
 from megatron.fill.sandbox.cage import Bind, Cage
 from megatron.fill.sandbox.jail import Jail
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
 from megatron.fill.sidetask.examine import Examined, examine_command, examine_task
 from megatron.fill.trial.spec import CheckSpec
+from megatron.fill.worker.confined import apply_environment
 
 _MOST_TRACE = 4000  # letters of a traceback, its end
 
@@ -39,8 +39,8 @@ def main() -> None:
         walls = keep_in(settings, False, spec.search)
         directory = Path(spec.folder) / "job"
         directory.mkdir()
-        if walls.guest is not None:
-            os.chown(directory, walls.guest.uid, walls.guest.gid)
+        if walls.user is not None:
+            os.chown(directory, walls.user.uid, walls.user.gid)
         first = 0
         for group in spec.groups:
             _tell(1, ended=_look(group, spec.search, settings, walls, str(directory), first))
@@ -57,16 +57,16 @@ def _look(
     Args:
         first: the number of the first of them.
     """
-    guest = walls.guest
+    user = walls.user
     cage = Cage(
         namespaces=walls.namespaces,
         directory=directory,
         binds=(*map(Bind, search), *walls.binds),
-        user=None if guest is None else guest.uid,
-        group=None if guest is None else guest.gid,
+        user=None if user is None else user.uid,
+        group=None if user is None else user.gid,
         network=settings.network,
     )
-    tasks = tasks_of(os.getuid() if guest is None else guest.uid) + 2 * settings.max_processes
+    tasks = tasks_of(os.getuid() if user is None else user.uid) + 2 * settings.max_processes
 
     def body() -> None:
         os.chdir(directory)

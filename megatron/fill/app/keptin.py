@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.fill.agent.admission import JobUser, check_reach, default_user, find_user
 from megatron.fill.config import FillSettings
 from megatron.fill.device.emulated import why_not
 from megatron.fill.errors import ConfigError
-from megatron.fill.runtime.guest import Guest, check_reach, default_guest, find_guest
 from megatron.fill.sandbox import Bind, Layer, Walls, look, parse_bind
 from megatron.fill.sandbox.view import may_enter
 
@@ -23,12 +23,12 @@ class KeptIn:
     """The walls around this run's jobs.
 
     Attributes:
-        guest: whom the jobs run as; None for the training's user.
+        user: whom the jobs run as; None for the training's user.
         namespaces: as ``Cage`` has them.
         layers: every wall, and what it lacks here.
     """
 
-    guest: Guest | None = None
+    user: JobUser | None = None
     namespaces: tuple[str, ...] = ()
     binds: tuple[Bind, ...] = ()
     layers: tuple[Layer, ...] = ()
@@ -41,7 +41,7 @@ def check_flags(settings: FillSettings) -> None:
         ConfigError: a flag names what is not there.
     """
     if settings.user is not None:
-        find_guest(settings.user)
+        find_user(settings.user)
     for text in settings.bind:
         parse_bind(text)
 
@@ -69,30 +69,28 @@ def keep_in(settings: FillSettings, mps: bool, modules: Sequence[str] = ()) -> K
     """
     binds = tuple(parse_bind(text) for text in settings.bind)
     why_same_user = ""
-    guest = find_guest(settings.user) if settings.user is not None else None if mps else default_guest()
-    if guest is None and os.geteuid() == 0:
+    user = find_user(settings.user) if settings.user is not None else None if mps else default_user()
+    if user is None and os.geteuid() == 0:
         why_same_user = _MPS
-    walls = _look(guest, why_same_user, settings.network)
-    if guest is not None and "mount" not in walls.namespaces:
-        # Without a view of its own, the guest has to get through the folders on the way.
+    walls = _look(user, why_same_user, settings.network)
+    if user is not None and "mount" not in walls.namespaces:
+        # Without a view of its own, the user has to get through the folders on the way.
         try:
             for place in (settings.report or "runs", sys.executable):
-                check_reach(guest, Path(place))
+                check_reach(user, Path(place))
         except ConfigError as error:
             if settings.user is not None:
                 raise
-            guest, walls = None, _look(None, str(error), settings.network)
+            user, walls = None, _look(None, str(error), settings.network)
     lacking = "; ".join(f"{layer.name}: {layer.lacks}" for layer in walls.lacking)
     if lacking and settings.strict:
         raise ConfigError(f"--fill-strict: this machine cannot keep jobs in as well as it should: {lacking}")
     if lacking:
         _say(f"jobs are kept in less well here (pipefill doctor says more): {lacking}")
     for folder in modules:
-        if guest is not None and not may_enter(Path(folder), guest.uid, guest.gid):
-            _say(
-                f"jobs run as {guest.name}, who may not enter {folder}: a module there is not found (chmod o+rx helps)"
-            )
-    return KeptIn(guest, walls.namespaces, binds, walls.layers)
+        if user is not None and not may_enter(Path(folder), user.uid, user.gid):
+            _say(f"jobs run as {user.name}, who may not enter {folder}: a module there is not found (chmod o+rx helps)")
+    return KeptIn(user, walls.namespaces, binds, walls.layers)
 
 
 def _say(text: str) -> None:
@@ -100,6 +98,6 @@ def _say(text: str) -> None:
         print(f"PipeFill: {text}", flush=True)
 
 
-def _look(guest: Guest | None, why_same_user: str, network: bool) -> Walls:
-    uid, gid = (None, None) if guest is None else (guest.uid, guest.gid)
+def _look(user: JobUser | None, why_same_user: str, network: bool) -> Walls:
+    uid, gid = (None, None) if user is None else (user.uid, user.gid)
     return look(uid, gid, why_same_user, network)

@@ -10,9 +10,7 @@ import contextlib
 import logging
 import os
 import shlex
-import shutil
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,32 +18,38 @@ from typing import Any
 
 from rich.console import Console
 
+import megatron.fill.device.before_cuda  # noqa: F401 -- the script imports Megatron, which asks for CUDA
 import pipefill_patches
+from megatron.fill.agent.submitted import forget_submitted, not_yet_submitted
 from megatron.fill.app.alone import measure_alone, turns
 from megatron.fill.app.expected import warn_of_few_bubbles
 from megatron.fill.app.keptin import KeptIn, check_emulation, check_flags, keep_in
+from megatron.fill.app.runfolder import (
+    STORE,
+    check_owner,
+    check_store,
+    make_run_folder,
+    new_run_folder,
+    served,
+    store_of,
+)
 from megatron.fill.app.session import Session
-from megatron.fill.app.share import share
+from megatron.fill.app.share import share, why_no_client
 from megatron.fill.config import FillSettings
-from megatron.fill.control import FOLDER as CONTROL
 from megatron.fill.device import MpsDaemon
+from megatron.fill.device.meter import own_version
 from megatron.fill.errors import ConfigError, FillError
-from megatron.fill.hooks import bus
+from megatron.fill.hooks import attached, bus
 from megatron.fill.planner.offload import weigh_offload
-from megatron.fill.records import Ending, OpenSegment, begin_segment
-from megatron.fill.runtime.submitted import forget_submitted, not_yet_submitted
+from megatron.fill.records import OpenSegment, SegmentEnding, begin_segment
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store import NewJob
-from megatron.fill.store.filesystem import network_file_system
 from megatron.fill.store.location import database_file, locate, shown
 from megatron.fill.store.standing import standing
 from megatron.fill.store.submit import new_job, submitter
 from megatron.fill.types import RankInfo
 
 logger = logging.getLogger("pipefill")
-
-_STORE = "PIPEFILL_STORE"
-_RUN_PARTS = ("records", "agents", "jobs")  # of a run folder
 
 
 class Launch:
@@ -73,11 +77,12 @@ class Launch:
                 ) from error
         parse_policy(settings.policy)
         if settings.serves:
+            own_version()  # agents need it, and this is where somebody reads what is wrong
             run_dir = None if settings.report is None else Path(settings.report)
-            where = self._store(run_dir or Path("runs"))
-            _check_store(where)
-            if settings.store is None and os.environ.get(_STORE):
-                _check_owner(where, run_dir)
+            where = store_of(settings, run_dir or Path("runs"))
+            check_store(where)
+            if settings.store is None and os.environ.get(STORE):
+                check_owner(where, run_dir)
             check_flags(settings)
             if settings.emulate is not None:
                 check_emulation(settings.emulate, pipefill_patches.PATCHES["cpu_backend"].applied)
@@ -94,7 +99,7 @@ class Launch:
         if settings.offload_optimizer:
             self._check_offload(args)
             pipefill_patches.apply(("offload",))
-            bus.weigh_offload = self._weigh_offload
+            attached.offload = self
 
     def _check_offload(self, args: Namespace) -> None:
         on_cpu = pipefill_patches.PATCHES["cpu_backend"].applied
@@ -104,32 +109,13 @@ class Launch:
                 "expected --bf16 or --fp16"
             )
 
-    def _weigh_offload(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
+    def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
         free_bytes = self.session.listening.free_bytes() if self.session is not None else 0
         choice = weigh_offload(gained_bytes, free_bytes, lost_ns, iteration_ns)
         where = "in host memory between steps" if choice.on else "on the device"
         rank = os.environ.get("RANK", "0")
         print(f"PipeFill: rank {rank} keeps its optimizer state {where}: {choice.why}", flush=True)
         return choice.on
-
-    def _store(self, run_dir: Path) -> str:
-        """Where this run's jobs are kept."""
-        assert self.settings is not None
-        return self.settings.store or os.environ.get(_STORE) or str(run_dir.resolve())
-
-    def _served(self, run_dir: Path) -> str:
-        """The line that says which store this run serves, and why that one."""
-        assert self.settings is not None
-        origin = "the run folder's own"
-        if self.settings.store:
-            origin = "--fill-store"
-        elif os.environ.get(_STORE):
-            origin = f"${_STORE}"
-        store = self._store(run_dir)
-        file = database_file(store)
-        shared = network_file_system(file) if file is not None else ""
-        warning = f"; it is on {shared}: submit from this machine only, or use PostgreSQL" if shared else ""
-        return f"PipeFill: serves the job store {shown(store)} ({origin}){warning}"
 
     def on_start(self, info: RankInfo, args: Namespace) -> None:
         settings = self.settings
@@ -139,22 +125,24 @@ class Launch:
         if agreed is None:
             return
         self._run_dir, segment = agreed
+        lacking = "" if self.mps is None else why_no_client(self.mps, settings.mps_pipe is not None)
+        if lacking:
+            logger.warning("rank %d fills nothing: %s", info.rank, lacking)
+            return
         if info.rank == 0 and settings.serves:
             warn_of_few_bubbles(info, args)
-        store = self._store(self._run_dir)
+        store = store_of(settings, self._run_dir)
         self.session = Session(settings, info, self._run_dir, segment, store, self._new_jobs, self.mps, self.walls)
         bus.listener = self.session.listening.listener
 
     def _prepare_run(self, settings: FillSettings, info: RankInfo) -> tuple[Path, Path] | None:
         """Agree on the run folder and the segment's: rank 0 makes them, the others wait; None if that failed."""
-        import torch.distributed as dist
-
         agreed: list[Any] = ["", "", turns(settings, info)]
         if info.rank == 0:
-            name = settings.report or _new_run_folder()
+            name = settings.report or new_run_folder()
             try:
-                _make_run_folder(Path(name))
-                store = self._store(Path(name))
+                make_run_folder(Path(name))
+                store = store_of(settings, Path(name))
                 file = database_file(store)
                 if settings.resubmit or not (file is None or file.exists()):
                     forget_submitted(Path(name))
@@ -163,12 +151,15 @@ class Launch:
                 agreed[:2] = [name, str(self._segment.segment.folder)]
                 print(f"PipeFill: {_counted(len(self._jobs), len(self._new_jobs))}, run folder {name}", flush=True)
                 if settings.serves:
-                    print(self._served(Path(name)), flush=True)
+                    print(served(settings, Path(name)), flush=True)
                 if settings.serves and not settings.jobs:
                     print("PipeFill: no --fill-jobs: it runs what is in that store, and what pipefill submit adds")
             except (OSError, FillError) as error:
                 logger.warning("the run folder %s cannot be used, so nothing is filled: %s", name, error)
-        dist.broadcast_object_list(agreed, src=0)
+        if info.world_size > 1:
+            import torch.distributed as dist
+
+            dist.broadcast_object_list(agreed, src=0)
         self._turns = agreed[2]
         return (Path(agreed[0]), Path(agreed[1])) if agreed[0] else None
 
@@ -178,7 +169,7 @@ class Launch:
             shlex.join(shown(argument) for argument in sys.argv),
             info.world_size,
             jobs=[job.name for job in self._jobs],
-            store=shown(locate(self._store(run_dir))) if settings.serves else "",
+            store=shown(locate(store_of(settings, run_dir))) if settings.serves else "",
             walls={layer.name: layer.lacks for layer in self.walls.layers},
             trace_iterations=settings.trace_iterations,
             prices=settings.price,
@@ -200,8 +191,8 @@ class Launch:
                 if self.session is not None:
                     self.session.close()
         dist.barrier()  # every rank comes here, also one whose session failed
-        if dist.get_rank() == 0:
-            self._end(Ending.WELL)
+        if self._segment is not None:  # on rank 0
+            self._end(SegmentEnding.WELL)
             with _kept("the report could not be made"):
                 self._report(self.settings, self._run_dir)
 
@@ -213,7 +204,7 @@ class Launch:
             report.print_cycle(report.profile(run_dir), console)
             print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
             return
-        store = self._store(run_dir)
+        store = store_of(settings, run_dir)
         made = report.compose(run_dir, lambda names: standing(store, run_dir, False, names))
         report.print_report(made, console)
         print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
@@ -222,9 +213,9 @@ class Launch:
         """The main job failed."""
         if self.session is not None:
             self.session.abort()
-        self._end(Ending.FAILED)
+        self._end(SegmentEnding.FAILED)
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: SegmentEnding) -> None:
         """Say how the segment ended, on rank 0."""
         if self._segment is not None:
             try:
@@ -242,60 +233,9 @@ def _kept(lost: str) -> Iterator[None]:
         logger.exception("%s; the training itself is done", lost)
 
 
-def _check_store(where: str) -> None:
-    """Refuse a store that this run cannot share, before the training starts; whether it answers is seen later.
-
-    Raises:
-        ConfigError: it is no store's address, or several nodes would share an SQLite file.
-        StoreError: likewise.
-    """
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
-    if locate(where).drivername == "sqlite" and nodes > 1:
-        raise ConfigError(
-            f"{nodes} nodes cannot share the job store {where}; expected --fill-store postgresql+psycopg://..."
-        )
-
-
-def _check_owner(where: str, run_dir: Path | None) -> None:
-    """Refuse a store of another run that a relative ``$PIPEFILL_STORE``, perhaps forgotten, leads to.
-
-    Args:
-        run_dir: this run's folder, as far as it was given.
-
-    Raises:
-        ConfigError: it belongs to another run than this one.
-    """
-    path = where.removeprefix("sqlite:///")
-    if "://" in path or Path(path).expanduser().is_absolute():
-        return
-    folder = Path(str(locate(where).database)).parent
-    of_a_run = all((folder / part).is_dir() for part in _RUN_PARTS)
-    if of_a_run and (run_dir is None or run_dir.resolve() != folder.resolve()):
-        raise ConfigError(
-            f"{_STORE} is {where!r}, the store of another run than this one, whose jobs this training would serve; "
-            f"expected --fill-store {where} with it to do so on purpose, or {_STORE} unset"
-        )
-
-
-def _new_run_folder() -> str:
-    """Where a run goes that was not told: of a SLURM job always the same folder, which a requeue comes back to."""
-    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "0")
-    if job is not None:
-        return f"runs/pipefill-{job}" if step == "0" else f"runs/pipefill-{job}.{step}"
-    return time.strftime("runs/pipefill-%Y%m%d-%H%M%S-") + str(os.getpid())
-
-
 def _counted(jobs: int, new: int) -> str:
     before = jobs - new
     return f"{jobs} jobs" + (f" ({before} submitted here before: --fill-resubmit runs them anew)" if before else "")
-
-
-def _make_run_folder(run_dir: Path) -> None:
-    for part in _RUN_PARTS:
-        (run_dir / part).mkdir(parents=True, exist_ok=True)
-    for stale in (run_dir / "agents").glob("*.json"):
-        stale.unlink()
-    shutil.rmtree(run_dir / CONTROL, ignore_errors=True)
 
 
 def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> None:
@@ -307,11 +247,11 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
 
     What a user got wrong (FillError) is said in a line by rank 0, and the process exits with 2.
     """
-    if bus.on_parse is not None:  # this script was started by `python -m pipefill_patches`, which has done all this
+    if attached.lifecycle is not None:  # `python -m pipefill_patches` started this script, and has done all this
         main()
         return
     run = Launch()
-    bus.on_parse, bus.on_start = run.on_parse, run.on_start
+    attached.lifecycle = run
     try:
         pipefill_patches.apply(patches if patches is not None else pipefill_patches.defaults(sys.argv))
         _run(main, run)
@@ -320,7 +260,7 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
             print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
-        bus.on_parse = bus.on_start = bus.weigh_offload = None
+        attached.lifecycle = attached.offload = None
 
 
 def _run(main: Callable[[], Any], run: Launch) -> None:

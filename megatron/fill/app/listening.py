@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from megatron.fill.board import CycleBoard
 from megatron.fill.config import FillSettings
-from megatron.fill.control import ControlPage
 from megatron.fill.device.cuda import FreeDeviceMemory
-from megatron.fill.device.host import FreeHostMemory
-from megatron.fill.gate import SharedGate
+from megatron.fill.device.port import Sharing
 from megatron.fill.hooks import Listener
-from megatron.fill.predictor import BubblePredictor
-from megatron.fill.rule import FillRule
-from megatron.fill.runtime.brake import Brake
-from megatron.fill.runtime.rank import RankListener
-from megatron.fill.runtime.recorder import Recorder
-from megatron.fill.runtime.relay import RelayProcess, RelaySpec
-from megatron.fill.stream.listener import StreamListener
-from megatron.fill.stream.ring import Ring
-from megatron.fill.stream.signals import CudaSignals
+from megatron.fill.linux.host import FreeHostMemory
+from megatron.fill.pages.board import CycleBoard
+from megatron.fill.pages.control import ControlPage
+from megatron.fill.pages.gate import SharedGate
+from megatron.fill.pages.ring import Ring
+from megatron.fill.rank.relay import RelayProcess, RelaySpec
+from megatron.fill.rank.rule import TIMESLICED, FillRule
+from megatron.fill.rank.signals import CudaSignals
+from megatron.fill.rank.spec import RankSpec
+from megatron.fill.rank.stream import StreamListener
 from megatron.fill.types import RankInfo
 
 logger = logging.getLogger("pipefill")
@@ -45,14 +44,38 @@ class Listening(Protocol):
         """The training failed."""
 
 
-def fill_rule(settings: FillSettings, stages: int) -> FillRule:
-    """When a rank of a training with so many stages fills."""
-    return FillRule(
+def fill_rule(settings: FillSettings, stages: int, sharing: Sharing | None = None) -> FillRule:
+    """When a rank of a training with so many stages fills.
+
+    Args:
+        sharing: how it shares its GPU; None on the CPU.
+    """
+    usual = TIMESLICED if sharing is Sharing.TIMESLICE else FillRule()
+    least_us, guard_us = settings.min_bubble_us, settings.guard_us
+    return replace(
+        usual,
         warmup=settings.warmup_iterations,
         overrun=settings.overrun / 100,
         stages=stages,
-        min_bubble_ns=int(settings.min_bubble_us * 1000),
-        guard_ns=int(settings.guard_us * 1000),
+        min_bubble_ns=usual.min_bubble_ns if least_us is None else int(least_us * 1000),
+        guard_ns=usual.guard_ns if guard_us is None else int(guard_us * 1000),
+    )
+
+
+def rank_spec(settings: FillSettings, info: RankInfo, record: Path, sharing: Sharing | None = None) -> RankSpec:
+    """How a rank is listened to.
+
+    Args:
+        record: the file for its record.
+        sharing: as ``fill_rule`` has it.
+    """
+    return RankSpec(
+        info,
+        str(record),
+        fill_rule(settings, info.stages, sharing),
+        trace_iterations=settings.trace_iterations,
+        paired_blocks=settings.paired_blocks,
+        max_slowdown=settings.max_slowdown / 100,
     )
 
 
@@ -60,39 +83,18 @@ class HostListening:
     """On the CPU, where the host waits when the device does.
 
     Args:
-        record: the file for the rank's record.
         gate, board, control: None to measure only.
     """
 
     def __init__(
-        self,
-        settings: FillSettings,
-        info: RankInfo,
-        record: Path,
-        gate: SharedGate | None,
-        board: CycleBoard | None,
-        control: ControlPage | None,
+        self, spec: RankSpec, gate: SharedGate | None, board: CycleBoard | None, control: ControlPage | None
     ) -> None:
-        for page in (gate, board):
-            if page is not None:
-                page.seal()
-        self._record = record
-        self._recorder = Recorder(info, settings.trace_iterations, record)
+        self._record = spec.record
         self.free_bytes = FreeHostMemory()
-        rule, limit = fill_rule(settings, info.stages), settings.max_slowdown / 100
-        self.listener = RankListener(
-            gate,
-            self._recorder,
-            BubblePredictor(rule),
-            self.free_bytes,
-            settings.paired_blocks,
-            board,
-            Brake(limit, info.rank, rule.guard_ns, settings.paired_blocks) if gate is not None and limit else None,
-            control,
-        )
+        self.listener = spec.listener(self.free_bytes, gate, board, control)
 
     def finish(self) -> None:
-        if not self._recorder.close():
+        if not self.listener.recorder.close():
             logger.warning("%s could not be written in full", self._record)
 
     def abort(self) -> None:
@@ -107,32 +109,20 @@ class RelayedListening:
     """
 
     def __init__(
-        self,
-        settings: FillSettings,
-        info: RankInfo,
-        record: Path,
-        gate: SharedGate | None,
-        board: CycleBoard | None,
-        control: ControlPage | None,
-        log: Path,
+        self, spec: RankSpec, gate: SharedGate | None, board: CycleBoard | None, control: ControlPage | None, log: Path
     ) -> None:
-        ring = Ring()
+        info, ring = spec.info, Ring()
         signals = CudaSignals(info.device, ring.semaphore)
         control_fd = None if control is None else control.reader_fd()
-        spec = RelaySpec(
-            info=info,
-            record=str(record),
+        told = RelaySpec(
+            spec,
             parent=os.getpid(),
             ring_fd=ring.fd,
             gate_fd=None if gate is None else gate.fd,
             board_fd=None if board is None else board.fd,
             control_fd=control_fd,
-            trace_iterations=settings.trace_iterations,
-            rule=fill_rule(settings, info.stages),
-            paired_blocks=settings.paired_blocks,
-            max_slowdown=settings.max_slowdown / 100,
         )
-        self._relay = RelayProcess(spec, ring, gate, log)
+        self._relay = RelayProcess(told, ring, gate, log)
         if control_fd is not None:
             os.close(control_fd)
         self.free_bytes = FreeDeviceMemory(info.device)

@@ -11,18 +11,18 @@ import sys
 import time
 from pathlib import Path
 
+from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.app.keptin import KeptIn
-from megatron.fill.app.listening import HostListening, Listening, RelayedListening
-from megatron.fill.board import CycleBoard
+from megatron.fill.app.listening import HostListening, Listening, RelayedListening, rank_spec
 from megatron.fill.config import FillSettings
-from megatron.fill.control import ControlPage
 from megatron.fill.device import MpsDaemon, Sharing
 from megatron.fill.device.emulated import Emulation
-from megatron.fill.device.tree import descendants
-from megatron.fill.gate import SharedGate
 from megatron.fill.hooks import bus
+from megatron.fill.linux.tree import descendants
+from megatron.fill.pages.board import CycleBoard
+from megatron.fill.pages.control import ControlPage
+from megatron.fill.pages.gate import SharedGate
 from megatron.fill.records import rank_file
-from megatron.fill.runtime.agent import AgentSpec
 from megatron.fill.store import NewJob
 from megatron.fill.types import RankInfo
 
@@ -71,14 +71,24 @@ class Session:
             except OSError as error:
                 logger.warning("rank %d cannot be paused from outside: %s", info.rank, error)
             self.warden = self._start_warden(self.gate, self.board, self.control, store, jobs)
-        self.listening = self._listen()
+        try:
+            self.listening = self._listen()
+        except BaseException:  # nobody will have this session, so nobody would end its agent
+            self.close()
+            raise
+
+    @property
+    def _sharing(self) -> Sharing:
+        return Sharing.TIMESLICE if self.mps is None else Sharing.MPS
 
     def _listen(self) -> Listening:
         record = rank_file(self.segment.resolve(), self.info.rank)  # it is written while the script may go elsewhere
-        shared = (self.settings, self.info, record, self.gate, self.board, self.control)
-        if self.info.device == "cpu":
-            return HostListening(*shared)
-        return RelayedListening(*shared, self.run_dir / "agents" / f"relay{self.info.rank}.log")
+        sharing = None if self.info.device == "cpu" else self._sharing
+        spec = rank_spec(self.settings, self.info, record, sharing)
+        pages = self.gate, self.board, self.control
+        if sharing is None:
+            return HostListening(spec, *pages)
+        return RelayedListening(spec, *pages, self.run_dir / "agents" / f"relay{self.info.rank}.log")
 
     def finish(self) -> None:
         """The main job is done: write this rank's records.  The jobs may be measured alone then; ``close`` ends it."""
@@ -133,7 +143,7 @@ class Session:
             grace_ns=int(settings.grace_ms * 1e6),
             max_overruns=settings.max_overruns,
             max_output_bytes=int(settings.max_output_mib * 2**20),
-            guest=self.walls.guest,
+            user=self.walls.user,
             namespaces=self.walls.namespaces,
             binds=self.walls.binds,
             network=settings.network,
@@ -141,7 +151,7 @@ class Session:
             margin_bytes=int(settings.memory_margin_mib * 2**20),
             processes=settings.max_processes,
             files=settings.max_files,
-            sharing=Sharing.TIMESLICE if self.mps is None else Sharing.MPS,
+            sharing=self._sharing,
             mps_pipe=None if self.mps is None else str(self.mps.pipe),
             sm_percentage=settings.sm_percentage,
         )
@@ -152,7 +162,7 @@ class Session:
         spec_path.write_text(spec.to_json(), encoding="utf-8")
         with (agents / f"agent{self.info.rank}.log").open("ab") as log:
             warden = subprocess.Popen(
-                [sys.executable, "-m", "megatron.fill.runtime.warden", str(spec_path)],
+                [sys.executable, "-m", "megatron.fill.agent.warden", str(spec_path)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from megatron.fill.config import FillSettings
 from megatron.fill.device import DeviceError, MpsDaemon, Sharing, mps_guard
+from megatron.fill.device.before_cuda import ASK_NVML
 from megatron.fill.device.mps import PROGRAM
 from megatron.fill.device.nvml import Nvml, uuid_of
+from megatron.fill.device.probes import has_host_pids
 from megatron.fill.device.sharing import SharingFacts, choose_sharing
 from megatron.fill.errors import ConfigError
 
@@ -55,3 +57,22 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
         return daemon
     except DeviceError as error:
         raise ConfigError(f"--fill-sharing {settings.sharing}: {error}") from error
+
+
+def why_no_client(daemon: MpsDaemon, theirs: bool) -> str:
+    """Why this rank, which uses CUDA by now, is not a client of the daemon that its workers use; empty if it is.
+
+    A rank that is none shares the GPU with the MPS server by time slices, and workers get far more than their part.
+
+    Args:
+        theirs: somebody else runs the daemon, perhaps where other pids count.
+    """
+    import torch
+
+    torch.cuda.synchronize()  # there is a context now, if there was none
+    if os.getpid() in daemon.clients() or (theirs and not has_host_pids()):
+        return ""
+    return (
+        f"it is no client of the MPS daemon in {daemon.pipe}, perhaps because something used CUDA before Megatron's "
+        f"command line was parsed; {ASK_NVML}=1 in the environment keeps PyTorch from it"
+    )

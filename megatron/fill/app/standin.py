@@ -18,7 +18,7 @@ from megatron.fill.app.share import share
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import FillError
 from megatron.fill.hooks import Listener
-from megatron.fill.records import Ending, begin_segment
+from megatron.fill.records import SegmentEnding, begin_segment
 from megatron.fill.trial.spec import StandInSpec
 from megatron.fill.types import BubbleKind, CycleKey, RankInfo
 
@@ -67,13 +67,13 @@ def _serve(spec: StandInSpec) -> None:
         wait_in_bubbles(session.listening.listener, spec.bubble_s, spec.period_s, _told_to_end)
     except BaseException:
         session.abort()
-        segment.end(Ending.FAILED)
+        segment.end(SegmentEnding.FAILED)
         raise
     try:
         session.finish()
     finally:
         session.close()
-    segment.end(Ending.WELL)
+    segment.end(SegmentEnding.WELL)
 
 
 def _told_to_end(seconds: float) -> bool:

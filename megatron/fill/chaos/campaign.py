@@ -8,25 +8,22 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.fill.chaos import plan, processes
-from megatron.fill.chaos.attacks import brought, cgroups, outside
+from megatron.fill.chaos.attacks import cgroups, outside
 from megatron.fill.chaos.clock import JumpingClock
 from megatron.fill.chaos.deed import Deed
 from megatron.fill.chaos.disk import SmallDisk
 from megatron.fill.chaos.injector import Injector
-from megatron.fill.chaos.kind import Kind, Source
-from megatron.fill.chaos.kinds import COMMAND, HONEST
-from megatron.fill.chaos.mainjob import GivenUpError, MainJob, Segment
-from megatron.fill.chaos.marks import prepare
+from megatron.fill.chaos.kind import FaultKind, Source
+from megatron.fill.chaos.kinds import HONEST
+from megatron.fill.chaos.mainjob import GivenUpError, RepeatedTraining, TrainingRun
 from megatron.fill.chaos.meminfo import FreeMemory
 from megatron.fill.chaos.outside import Outside
+from megatron.fill.chaos.submitting import Submitter
 from megatron.fill.chaos.verdict import Lost, Submitted, judge
-from megatron.fill.config import JobSpec
 from megatron.fill.errors import JobError, StoreError
 from megatron.fill.store import open_store
-from megatron.fill.store.submit import new_job
 from megatron.fill.types import JobState
 
 _LOOK_S = 0.3
@@ -38,7 +35,7 @@ _UNFINISHED = [state for state in JobState if not state.finished]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Stretch:
     """A stretch of time in CLOCK_MONOTONIC: with faults, or without any job.
 
     Attributes:
@@ -64,8 +61,8 @@ class Findings:
     jobs: Sequence[Submitted]
     deeds: Sequence[Deed]
     lost: Sequence[Lost]
-    windows: Sequence[Window]
-    segments: Sequence[Segment]
+    windows: Sequence[Stretch]
+    segments: Sequence[TrainingRun]
     leaked: Sequence[int]
 
     def injected(self) -> Counter[str]:
@@ -101,7 +98,7 @@ class Campaign:
     def __init__(
         self,
         script: Path,
-        kinds: Sequence[Kind],
+        kinds: Sequence[FaultKind],
         folder: Path,
         disk: SmallDisk,
         iterations: int,
@@ -111,21 +108,18 @@ class Campaign:
         self.kinds = kinds
         self.folder = folder
         self.say = say
-        self.machine_network = machine_network
-        self.notes = folder / "marks"
-        self.notes.mkdir()
-        self.notes.chmod(0o777)  # a job may run as another user
-        self.memory = FreeMemory(folder)
+        memory = FreeMemory(folder)
         if any(kind.name.startswith("grow-") for kind in kinds):
-            self.memory.mount()
+            memory.mount()
         clock, database = JumpingClock(folder / "clock"), disk.folder / "jobs.db"
-        self.main = MainJob(script, folder, disk.folder, clock, iterations, say)
+        self.main = RepeatedTraining(script, folder, disk.folder, clock, iterations, say)
         self.injector = Injector(clock, disk, database, self.main.tick)
         self.store = open_store(database)
-        self.jobs: list[Submitted] = []
+        self.submitter = Submitter(self.store, folder / "marks", disk.folder, machine_network)
+        self.outside = Outside(self.main, self.injector, self.submitter, memory, folder)
         self.lost: list[Lost] = []
         self.deeds: list[Deed] = []
-        self.windows: list[Window] = []
+        self.windows: list[Stretch] = []
 
     def run(self, faults: int, seed: int) -> Findings:
         """Inject until there are so many ``faults``, and end everything that was started; called once.
@@ -143,7 +137,7 @@ class Campaign:
                 for batch in plan.batches(elements, seed + turn):
                     self._inject(batch)
                     total = self._findings(wanted).injected().total()
-                    self.say(f"{total} of {faults} faults, {len(self.jobs)} jobs, {len(self.lost)} lost")
+                    self.say(f"{total} of {faults} faults, {len(self.submitter.jobs)} jobs, {len(self.lost)} lost")
             self.main.finish()
             processes.await_end(self.main.mark, self.folder, _END_S)
         except GivenUpError as error:
@@ -156,90 +150,41 @@ class Campaign:
         return self._findings(wanted, leaked)
 
     def _findings(self, wanted: Mapping[str, int], leaked: Sequence[int] = ()) -> Findings:
-        return Findings(wanted, self.jobs, self.deeds, self.lost, self.windows, self.main.segments, leaked)
+        return Findings(wanted, self.submitter.jobs, self.deeds, self.lost, self.windows, self.main.segments, leaked)
 
-    def _inject(self, batch: Sequence[Kind]) -> None:
+    def _inject(self, batch: Sequence[FaultKind]) -> None:
         """One window with faults, and a quiet one after it."""
         self._settle()
         start_ns = time.monotonic_ns()
-        first, ours = len(self.jobs), (Source.DRIVER, Source.VICTIM)
+        first, ours = len(self.submitter.jobs), (Source.DRIVER, Source.VICTIM)
         for kind in (*batch, *[HONEST] * plan.HONEST_PER_BATCH):
             if kind.source not in ours:
-                self._submit(kind)
+                self.submitter.submit(kind)
         for kind in batch:
             if kind.source is Source.VICTIM:
-                victim = self._submit(kind)  # only now: it should not be done before it is hit
+                victim = self.submitter.submit(kind)  # only now: it should not be done before it is hit
                 self._note(self.injector.hit(kind.name, victim.notes, self._tops))
             elif kind.source is Source.DRIVER:
                 self._settle()
                 self._note(self._commit(kind))
-        self._await(self.jobs[first:])
+        self._await(self.submitter.jobs[first:])
         cgroups.sweep(self.main.disk)
         end_ns = time.monotonic_ns()
-        self.windows.append(Window(start_ns, end_ns, faults=True, alone=any(kind.alone for kind in batch)))
+        self.windows.append(Stretch(start_ns, end_ns, faults=True, alone=any(kind.alone for kind in batch)))
         quiet_s = min(max(_LEAST_QUIET_S, _QUIET_SHARE * (end_ns - start_ns) / 1e9), _LONGEST_QUIET_S)
         self._settle()  # between two trainings there is nothing to compare with
         quiet_ns = time.monotonic_ns()
         self._pause(lambda: time.monotonic_ns() - quiet_ns > quiet_s * 1e9)
-        self.windows.append(Window(quiet_ns, time.monotonic_ns(), faults=False))
+        self.windows.append(Stretch(quiet_ns, time.monotonic_ns(), faults=False))
 
-    def _commit(self, kind: Kind) -> Deed | None:
+    def _commit(self, kind: FaultKind) -> Deed | None:
         """What the driver does from outside."""
         if kind in outside.KINDS:
-            return Outside(self).commit(kind.name)
+            return self.outside.commit(kind.name)
         return self.injector.commit(kind.name, self.main.run_dir)
 
     def _tops(self) -> Collection[int]:
         return processes.agents(self.main.run_dir).values()
-
-    def submit_honest(self) -> Submitted:
-        """A job without a fault, beside those that are planned."""
-        return self._submit(HONEST)
-
-    def submit_task(self, task: str, steps: int) -> Submitted:
-        """A job of another task that must do its work once."""
-        return self._submit(HONEST, task=task, steps=steps)
-
-    def submit_command(self, name: str) -> Submitted:
-        """A command that ends well, one of ``attacks.daemons``."""
-        return self._submit(COMMAND, command=brought.command_of(name))
-
-    def _submit(
-        self,
-        kind: Kind,
-        task: str | None = None,
-        steps: int | None = None,
-        command: Callable[[Path], list[str]] | None = None,
-    ) -> Submitted:
-        name = f"{kind.name}-{len(self.jobs)}"
-        usual, args = plan.task_of(kind)
-        if steps is not None:
-            args["steps"] = steps
-        notes = self.notes / f"{name}.jsonl"
-        prepare(notes)
-        if kind.source is Source.ATTACK:
-            args |= {"folder": str(self.main.disk), "machine_network": self.machine_network}
-        brings: dict[str, Any] = {}
-        if kind.source is Source.BROUGHT:
-            brings = brought.bring(kind, self.notes / f"{name}-brought", notes)
-        elif command is not None:
-            brings = {"command": command(notes)}
-        fields: dict[str, Any] = {"task": task or usual, "args": {**args, "marks": str(notes)}}
-        if "command" in brings:
-            fields = {}
-        spec = JobSpec(
-            name=name,
-            memory=kind.memory_bytes,
-            priority=int(kind.source is Source.VICTIM),  # the driver waits for it
-            **fields,
-            **brings,
-        )
-        job = self.store.submit([new_job(spec, [], "chaos")])[0]
-        done = args.get("steps", 0)
-        assert isinstance(done, int)
-        submitted = Submitted(job.id, name, kind, done, notes)
-        self.jobs.append(submitted)
-        return submitted
 
     def _note(self, deed: Deed | None) -> None:
         if deed is not None:

@@ -18,7 +18,7 @@ _CUSTOMIZE = '''\
 
 import sys
 
-if any(name in ("megatron.fill.runtime.agent", "megatron.fill.runtime.worker") for name in sys.orig_argv):
+if any(name in ("megatron.fill.agent.agent", "megatron.fill.worker.worker") for name in sys.orig_argv):
     import mmap
     import os
     import time

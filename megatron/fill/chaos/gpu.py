@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-from megatron.fill.chaos.marks import Event, mark
+from megatron.fill.chaos.marks import Note, mark
 from megatron.fill.sidetask.base import SideTask
 
 
@@ -40,7 +40,7 @@ class CudaFault(SideTask):
         self.data.mul_(1.0)
         torch.cuda.synchronize()
         if self.steps > 1:
-            mark(self.marks, Event.FAULT)
+            mark(self.marks, Note.FAULT)
             {"illegal-access": self._illegal, "out-of-memory": self._hog, "kill-in-kernel": self._kill}[self.kind]()
 
     def _illegal(self) -> None:

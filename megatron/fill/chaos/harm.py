@@ -10,7 +10,7 @@ from math import inf
 from statistics import mean, median
 
 from megatron.fill.chaos import measure
-from megatron.fill.chaos.campaign import Findings, Window
+from megatron.fill.chaos.campaign import Findings, Stretch
 from megatron.fill.types import Iteration
 
 _STALL_NS = 2_000_000_000  # beyond what an iteration usually takes
@@ -95,7 +95,7 @@ def slowed(findings: Findings, seen: Sequence[Iteration]) -> dict[str, Slowed]:
     return {kind: sorted(ones, key=lambda one: one.mean)[len(ones) // 2] for kind, ones in found.items()}
 
 
-def _inside(window: Window, seen: Sequence[Iteration]) -> list[int]:
+def _inside(window: Stretch, seen: Sequence[Iteration]) -> list[int]:
     return [_ns(one) for one in seen if window.start_ns <= one.start_ns and one.end_ns <= window.end_ns]
 
 

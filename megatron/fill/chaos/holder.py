@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from megatron.fill.chaos.marks import Event, mark
+from megatron.fill.chaos.marks import Note, mark
 from megatron.fill.chaos.tasks import Honest
 
 _HELD_BYTES = 256 << 20
 
 
-class Holder(Honest):
+class MemoryHolder(Honest):
     """Holds memory, and cannot give it back: it is saved and stopped, and goes on when there is room."""
 
     def init(self) -> None:
         self.memory = bytearray(b"x") * _HELD_BYTES
         if self.done:
-            mark(self.marks, Event.HELD, f"it goes on from step {self.done}")
+            mark(self.marks, Note.HELD, f"it goes on from step {self.done}")
 
 
-class Shrinking(Holder):
+class Shrinking(MemoryHolder):
     """Gives it back when it is asked to."""
 
     def shrink(self, memory_bytes: int) -> bool:
-        mark(self.marks, Event.HELD, f"asked to hold no more than {memory_bytes} bytes")
+        mark(self.marks, Note.HELD, f"asked to hold no more than {memory_bytes} bytes")
         self.memory = bytearray()
         return True

@@ -57,9 +57,9 @@ class Injector:
         Args:
             tops: it is below one of these processes.
         """
-        if not self.until(lambda: bool(marks.read(notes, marks.Event.READY)), _READY_S):
+        if not self.until(lambda: bool(marks.read(notes, marks.Note.READY)), _READY_S):
             return None
-        ready = marks.read(notes, marks.Event.READY)[-1]
+        ready = marks.read(notes, marks.Note.READY)[-1]
         pid = processes.worker_of(ready.pid, ready.folder, tops())
         if pid is None:
             return None

@@ -24,7 +24,7 @@ class Source(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FaultKind:
     """One kind of fault.
 
     Attributes:
@@ -75,9 +75,9 @@ def attack(
     exact: bool = True,
     weight: float = 0.5,
     needs: str = "",
-) -> Kind:
+) -> FaultKind:
     """What a job tries, and goes on with its work after; not ``exact`` where it spoils what counts that work."""
-    return Kind(
+    return FaultKind(
         name,
         what,
         Source.ATTACK,
@@ -90,6 +90,6 @@ def attack(
     )
 
 
-def fatal(name: str, what: str, reason: str = "", *, memory_bytes: int = 512 * MIB, weight: float = 0.5) -> Kind:
+def fatal(name: str, what: str, reason: str = "", *, memory_bytes: int = 512 * MIB, weight: float = 0.5) -> FaultKind:
     """What a job tries, and is ended for."""
-    return Kind(name, what, Source.ATTACK, JobState.FAILED, reason, weight=weight, memory_bytes=memory_bytes)
+    return FaultKind(name, what, Source.ATTACK, JobState.FAILED, reason, weight=weight, memory_bytes=memory_bytes)

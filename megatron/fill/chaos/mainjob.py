@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.chaos.clock import JumpingClock
-from megatron.fill.chaos.training import Training
+from megatron.fill.chaos.training import ChaosTraining
 from megatron.fill.errors import FillError
 
 _WARM, _NEAR_END = 15, 60  # iterations at either end of a training in which the driver leaves agents and store alone
@@ -27,7 +27,7 @@ class GivenUpError(FillError):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TrainingRun:
     """One training under faults, when it has ended.
 
     Attributes:
@@ -43,7 +43,7 @@ class Segment:
     differing: tuple[int, ...]
 
 
-class MainJob:
+class RepeatedTraining:
     """Trains again and again while ``tick`` is called.
 
     Args:
@@ -68,9 +68,9 @@ class MainJob:
         self.clock = clock
         self.iterations = iterations
         self.say = say
-        self.segments: list[Segment] = []
+        self.segments: list[TrainingRun] = []
         self.reference: dict[int, float] = {}
-        self.training: Training | None = None
+        self.training: ChaosTraining | None = None
         self._start_ns = 0
 
     @property
@@ -150,16 +150,16 @@ class MainJob:
         if self.training is not None:
             self.training.end()
 
-    def _start(self, folder: Path, flags: list[str]) -> Training:
-        return Training(self.script, folder, self.iterations, flags, self.clock.python_path)
+    def _start(self, folder: Path, flags: list[str]) -> ChaosTraining:
+        return ChaosTraining(self.script, folder, self.iterations, flags, self.clock.python_path)
 
-    def _close(self, training: Training) -> None:
+    def _close(self, training: ChaosTraining) -> None:
         failure, losses = training.failure(), training.losses()
         if failure and not losses and not self.segments:
             raise FillError(f"the training does not run: {failure}")
         expected = [number for number in self.reference if number in losses or not failure]
         differing = tuple(number for number in expected if losses.get(number) != self.reference[number])
-        self.segments.append(Segment(self.run_dir, self._start_ns, time.monotonic_ns(), failure, differing))
+        self.segments.append(TrainingRun(self.run_dir, self._start_ns, time.monotonic_ns(), failure, differing))
         self.say(f"training {len(self.segments)}: {failure or 'ended well'}; {len(differing)} losses differ")
         if failure and sum(bool(segment.failure) for segment in self.segments) >= _MOST_FAILURES:
             self.training = None

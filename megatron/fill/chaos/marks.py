@@ -17,7 +17,7 @@ from pathlib import Path
 _MOST_BYTES = 4 << 20
 
 
-class Event(StrEnum):
+class Note(StrEnum):
     """What a task notes."""
 
     READY = "ready"  # it runs well, and may be hit from outside
@@ -37,14 +37,14 @@ class Mark:
         detail: what was refused, or went through.
     """
 
-    event: Event
+    event: Note
     at_ns: int
     pid: int
     folder: int = 0
     detail: str = ""
 
 
-def mark(path: Path, event: Event, detail: str = "") -> None:
+def mark(path: Path, event: Note, detail: str = "") -> None:
     """Note that this happens now."""
     noted = Mark(event, time.monotonic_ns(), os.getpid(), os.stat(".").st_ino, detail[:500])
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -60,7 +60,7 @@ def prepare(path: Path) -> None:
     path.chmod(0o666)
 
 
-def read(path: Path, event: Event) -> list[Mark]:
+def read(path: Path, event: Note) -> list[Mark]:
     """All marks of one sort, oldest first; none where there is no file."""
     return [one for one in _all(path) if one.event is event]
 
@@ -74,6 +74,6 @@ def _all(path: Path) -> Iterator[Mark]:
     for line in lines:
         try:
             found = Mark(**json.loads(line))
-            yield Mark(Event(found.event), int(found.at_ns), int(found.pid), int(found.folder), str(found.detail))
+            yield Mark(Note(found.event), int(found.at_ns), int(found.pid), int(found.folder), str(found.detail))
         except (ValueError, TypeError, RecursionError):
             continue

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron.fill.chaos.campaign import Findings, Window
+from megatron.fill.chaos.campaign import Findings, Stretch
 from megatron.fill.errors import FillError
 from megatron.fill.records import RankFiles, read_segments
 from megatron.fill.report import Slowdown, paired_slowdown
@@ -47,7 +47,7 @@ def iterations(run_dirs: Iterable[Path]) -> list[Iteration]:
     return found
 
 
-def slowdown(windows: Sequence[Window], seen: Sequence[Iteration]) -> Slowdown | None:
+def slowdown(windows: Sequence[Stretch], seen: Sequence[Iteration]) -> Slowdown | None:
     """Each window with faults against the quiet one after it, but for those that stand alone; None if there is none."""
     blocks = [
         Iteration(one.iteration, one.start_ns, one.end_ns, window.faults, number)
@@ -107,7 +107,7 @@ def recoveries(findings: Findings) -> list[Recovery]:
 
 
 def _followed(
-    blows: Sequence[tuple[int, str]], records: Sequence[JobRecord], windows: Sequence[Window]
+    blows: Sequence[tuple[int, str]], records: Sequence[JobRecord], windows: Sequence[Stretch]
 ) -> list[Recovery]:
     starts = [record.started_ns for record in records]
     found = []
@@ -135,7 +135,7 @@ def _jobs(run_dir: Path) -> list[JobRecord]:
     return found
 
 
-def _median_ns(window: Window, seen: Sequence[Iteration]) -> float:
+def _median_ns(window: Stretch, seen: Sequence[Iteration]) -> float:
     inside = [one.end_ns - one.start_ns for one in seen if window.start_ns <= one.start_ns < window.end_ns]
     return float(median(inside)) if inside else 0.0
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron.fill.linux.libc import last_error, libc
+
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ def attacks(*names: str) -> Iterator[tuple[str, Callable[[], None]]]:
 def _protect(page: Mapping) -> None:
     """Make the mapping writable."""
     size = ctypes.c_size_t(page.end - page.begin)
-    if _libc.mprotect(ctypes.c_void_p(page.begin), size, _PROT_READ_WRITE):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    if libc.mprotect(ctypes.c_void_p(page.begin), size, _PROT_READ_WRITE):
+        raise last_error()
 
 
 def _through_map(page: Mapping) -> None:

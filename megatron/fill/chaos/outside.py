@@ -9,18 +9,17 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.fill.chaos import marks, processes
 from megatron.fill.chaos.attacks import command
 from megatron.fill.chaos.deed import Deed
-from megatron.fill.chaos.mainjob import GivenUpError
-from megatron.fill.chaos.training import Training
-from megatron.fill.control import RunState, find_pages
+from megatron.fill.chaos.injector import Injector
+from megatron.fill.chaos.mainjob import GivenUpError, RepeatedTraining
+from megatron.fill.chaos.meminfo import FreeMemory
+from megatron.fill.chaos.submitting import Submitter
+from megatron.fill.chaos.training import ChaosTraining
 from megatron.fill.errors import FillError
-
-if TYPE_CHECKING:
-    from megatron.fill.chaos.campaign import Campaign
+from megatron.fill.pages.control import RunState, find_pages
 
 _STOPPED_S, _GONE_S, _LONG_S, _SHORT_S = 5.0, 15.0, 20.0, 3.0
 _READY_S = 40.0
@@ -33,12 +32,18 @@ _HOLD_STEPS = 8_000
 
 
 class Outside:
-    """Commits the kinds of ``attacks.outside``."""
+    """Commits the kinds of ``attacks.outside``.
 
-    def __init__(self, campaign: Campaign) -> None:
-        self.campaign = campaign
-        self.main = campaign.main
-        self.injector = campaign.injector
+    Args:
+        memory: what the main job sees of the machine's free memory.
+        folder: of the chaos run.
+    """
+
+    def __init__(
+        self, main: RepeatedTraining, injector: Injector, submitter: Submitter, memory: FreeMemory, folder: Path
+    ) -> None:
+        self.main, self.injector, self.submitter = main, injector, submitter
+        self.memory, self.folder = memory, folder
 
     def commit(self, kind: str) -> Deed | None:
         """Do it; None if it could not be seen to happen."""
@@ -56,7 +61,7 @@ class Outside:
             "second-run": lambda: self._second(self.main.run_dir),
             "second-training": lambda: self._second(self.main.disk / "second"),
             "grow-shrink": lambda: self._grow("Shrinking"),
-            "grow-stop": lambda: self._grow("Holder"),
+            "grow-stop": lambda: self._grow("MemoryHolder"),
         }
         start_ns = time.monotonic_ns()
         try:
@@ -108,7 +113,7 @@ class Outside:
         return ""
 
     def _commands(self, faults: Callable[[Path], list[str]]) -> str:
-        folder = self.campaign.folder / "commands"
+        folder = self.folder / "commands"
         folder.mkdir()
         try:
             folder.chmod(0o755)
@@ -118,13 +123,13 @@ class Outside:
 
     def _hostile_name(self) -> str:
         """A job whose name the store would have refused, written into its file past that."""
-        submitted = self.campaign.submit_honest()
+        submitted = self.submitter.honest()
         with contextlib.closing(sqlite3.connect(self.injector.database, timeout=10.0)) as database, database:
             database.execute(
                 "UPDATE pipefill_jobs SET name = ?, user = ? WHERE id = ?",
                 (f"{_HOSTILE}{submitted.id}", f"chaos{_HOSTILE}", submitted.id),
             )
-        self.injector.until(lambda: self.campaign.store.get(submitted.id).state.finished, _READY_S)
+        self.injector.until(lambda: self.submitter.store.get(submitted.id).state.finished, _READY_S)
         store = str(self.injector.database)
         said = [
             command.pipefill(*words, "--store", store) for words in (["list", "--all"], ["show", str(submitted.id)])
@@ -141,14 +146,14 @@ class Outside:
         return "; ".join(wrong)
 
     def _paused_daemons(self) -> str | None:
-        submitted = self.campaign.submit_command("burn_long")
-        if not self.injector.until(lambda: bool(marks.read(submitted.notes, marks.Event.FAULT)), _READY_S):
+        submitted = self.submitter.command("burn_long")
+        if not self.injector.until(lambda: bool(marks.read(submitted.notes, marks.Note.FAULT)), _READY_S):
             return None
         self._wait(1.0)
         with self._paused():
             self._wait(0.7)
             below = processes.below(processes.agents(self.main.run_dir).values())
-            tree = processes.at_work_in(Path(self.campaign.store.get(submitted.id).directory), below)
+            tree = processes.at_work_in(Path(self.submitter.store.get(submitted.id).directory), below)
             before = processes.cpu_s(tree)
             self._wait(_PAUSED_S)
             used_s = processes.cpu_s(tree) - before
@@ -169,10 +174,10 @@ class Outside:
     def _second(self, run_dir: Path) -> str | None:
         """Another training beside the first; both must end well, and each job be done once."""
         for _ in range(3):
-            self.campaign.submit_honest()
-        folder = self.campaign.folder / f"second-{time.monotonic_ns()}"
+            self.submitter.honest()
+        folder = self.folder / f"second-{time.monotonic_ns()}"
         flags = self.main.flags(run_dir)
-        second = Training(self.main.script, folder, _SECOND_ITERATIONS, flags, self.main.clock.python_path)
+        second = ChaosTraining(self.main.script, folder, _SECOND_ITERATIONS, flags, self.main.clock.python_path)
         try:
             if not self.injector.until(lambda: not second.running(), _SECOND_S):
                 return "the second training did not end"
@@ -186,30 +191,29 @@ class Outside:
 
     def _grow(self, task: str) -> str | None:
         """Little memory is free for some seconds."""
-        submitted = self.campaign.submit_task(f"megatron.fill.chaos.holder:{task}", _HOLD_STEPS)
-        if not self.injector.until(lambda: bool(marks.read(submitted.notes, marks.Event.READY)), _READY_S):
+        submitted = self.submitter.task(f"megatron.fill.chaos.holder:{task}", _HOLD_STEPS)
+        if not self.injector.until(lambda: bool(marks.read(submitted.notes, marks.Note.READY)), _READY_S):
             return None
         self._wait(1.5)  # a checkpoint has been written
-        memory = self.campaign.memory
 
         def answered() -> bool:
             if task == "Shrinking":
-                return bool(marks.read(submitted.notes, marks.Event.HELD))
+                return bool(marks.read(submitted.notes, marks.Note.HELD))
             with contextlib.suppress(FillError):
-                return str(self.campaign.store.get(submitted.id).state) == "QUEUED"
+                return str(self.submitter.store.get(submitted.id).state) == "QUEUED"
             return False
 
-        memory.show(_MARGIN - _EATEN)
+        self.memory.show(_MARGIN - _EATEN)
         try:
             heard = self.injector.until(answered, _GROWN_S)
         finally:
-            memory.restore()
-        job = self.campaign.store.get(submitted.id)
+            self.memory.restore()
+        job = self.submitter.store.get(submitted.id)
         if not heard:
             return f"the task was not asked to give memory back; it is {job.state}: {job.reason or 'no reason'}"
         if task == "Shrinking":
             return "" if job.attempt == 1 else f"it gave memory back, and was stopped all the same: {job.reason}"
-        again = self.injector.until(lambda: bool(marks.read(submitted.notes, marks.Event.HELD)), _READY_S)
+        again = self.injector.until(lambda: bool(marks.read(submitted.notes, marks.Note.HELD)), _READY_S)
         return "" if again else f"it did not go on from a checkpoint; it is {job.state}: {job.reason or 'no reason'}"
 
     def _wait(self, seconds: float) -> None:

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 
-from megatron.fill.chaos.kinds import Kind, Source
+from megatron.fill.chaos.kinds import FaultKind, Source
 from megatron.fill.types import JobState
 
 HONEST_PER_BATCH = 2
@@ -14,25 +14,25 @@ _BATCH = 30  # faults between two quiet windows
 _HONEST_STEPS, _VICTIM_STEPS, _ENDLESS_STEPS = 60, 1_500, 1_000_000
 
 
-def quotas(kinds: Sequence[Kind], faults: int) -> dict[str, int]:
+def quotas(kinds: Sequence[FaultKind], faults: int) -> dict[str, int]:
     """How many faults of each kind make ``faults`` in all, at least one of each."""
     whole = sum(kind.weight for kind in kinds)
     return {kind.name: max(1, math.ceil(faults * kind.weight / whole)) for kind in kinds}
 
 
-def missing(kinds: Sequence[Kind], wanted: Mapping[str, int], injected: Mapping[str, int]) -> list[Kind]:
+def missing(kinds: Sequence[FaultKind], wanted: Mapping[str, int], injected: Mapping[str, int]) -> list[FaultKind]:
     """One element for each job or action that is needed until every kind has its quota."""
     return [kind for kind in kinds for _ in range(max(0, wanted[kind.name] - injected.get(kind.name, 0)))]
 
 
-def batches(elements: Sequence[Kind], seed: int) -> list[list[Kind]]:
+def batches(elements: Sequence[FaultKind], seed: int) -> list[list[FaultKind]]:
     """Shuffle them, and cut them into windows of thirty faults."""
     shuffled = list(elements)
     random.Random(seed).shuffle(shuffled)
     return [shuffled[first : first + _BATCH] for first in range(0, len(shuffled), _BATCH)]
 
 
-def task_of(kind: Kind) -> tuple[str, dict[str, object]]:
+def task_of(kind: FaultKind) -> tuple[str, dict[str, object]]:
     """The side task of a job with this fault, and its arguments but for the marks' file."""
     if kind.source is Source.GPU:
         return "megatron.fill.chaos.gpu:CudaFault", {"kind": kind.name.partition("-")[2]}

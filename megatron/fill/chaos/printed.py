@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron.fill.chaos.results import Result
+from megatron.fill.chaos.results import ChaosResult
 
 
-def print_result(result: Result, console: Console) -> None:
+def print_result(result: ChaosResult, console: Console) -> None:
     """A row per kind, what was not run, and the totals; readable at 80 columns."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("FAULT", overflow="fold", min_width=12)
@@ -43,7 +43,7 @@ def print_result(result: Result, console: Console) -> None:
     _print_totals(result, console)
 
 
-def _outcomes(result: Result) -> Table:
+def _outcomes(result: ChaosResult) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("FAULT", no_wrap=True)
     table.add_column("EXPECTED", ratio=2, overflow="fold")
@@ -59,7 +59,7 @@ def shown(text: str, most: int = 160) -> str:
     return plain if len(plain) <= most else plain[: most - 3] + "..."
 
 
-def _print_totals(result: Result, console: Console) -> None:
+def _print_totals(result: ChaosResult, console: Console) -> None:
     total = result.summary
     console.print(
         f"{total['injected']} faults ({total['marks']} marks) of {total['kinds']} kinds "

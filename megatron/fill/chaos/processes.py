@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -10,7 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_AGENT, _WORKER = "megatron.fill.runtime.agent", "megatron.fill.runtime.worker"
+from megatron.fill.linux.tree import TICKS_PER_S, read_process, stat_fields
+
+_AGENT, _WORKER = "megatron.fill.agent.agent", "megatron.fill.worker.worker"
 
 
 def running(variable: str, folder: Path) -> list[int]:
@@ -68,7 +71,8 @@ def agents(run_dir: Path) -> dict[int, int]:
 
 def state(pid: int) -> str:
     """The kernel's letter for it: ``T`` stopped, ``Z`` dead; empty if there is none."""
-    return (_stat(pid) or [""])[0]
+    process = read_process(pid)
+    return "" if process is None else process.state
 
 
 def alive(pid: int) -> bool:
@@ -78,7 +82,8 @@ def alive(pid: int) -> bool:
 
 def parent(pid: int) -> int:
     """Its parent; 0 if it is gone."""
-    return int((_stat(pid) or ["", "0"])[1])
+    process = read_process(pid)
+    return 0 if process is None else process.parent
 
 
 def below(tops: Iterable[int]) -> list[int]:
@@ -95,16 +100,8 @@ def below(tops: Iterable[int]) -> list[int]:
 
 def cpu_s(pids: Iterable[int]) -> float:
     """How long these have been on a core, in all; of those that are gone, nothing."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    return sum(int(fields[11]) + int(fields[12]) for pid in pids if (fields := _stat(pid))) / ticks
-
-
-def _stat(pid: int) -> list[str]:
-    """What ``/proc/PID/stat`` has from the state on; empty if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+    fields = [stat_fields(f"/proc/{pid}/stat")[13:15] for pid in pids]  # in user mode and in the kernel
+    return sum(map(int, itertools.chain.from_iterable(fields))) / TICKS_PER_S
 
 
 def worker_of(inner: int, folder: int, tops: Iterable[int]) -> int | None:

@@ -12,13 +12,13 @@ import numpy as np
 
 from megatron.fill.chaos import harm, measure
 from megatron.fill.chaos.campaign import Findings
-from megatron.fill.chaos.kind import Kind
+from megatron.fill.chaos.kind import FaultKind
 from megatron.fill.report import Slowdown
 from megatron.fill.types import Iteration
 
 
 @dataclass(frozen=True, slots=True)
-class KindResult:
+class FaultResult:
     """One row.
 
     Attributes:
@@ -49,7 +49,7 @@ class KindResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ChaosResult:
     """The outcome of a chaos run.
 
     Attributes:
@@ -59,7 +59,7 @@ class Result:
     """
 
     wanted: int
-    kinds: Sequence[KindResult]
+    kinds: Sequence[FaultResult]
     not_run: Mapping[str, str]
     findings: Findings
     slowdown: Slowdown | None
@@ -110,7 +110,9 @@ class Result:
         }
 
 
-def compile_result(findings: Findings, kinds: Sequence[Kind], wanted: int, not_run: Mapping[str, str]) -> Result:
+def compile_result(
+    findings: Findings, kinds: Sequence[FaultKind], wanted: int, not_run: Mapping[str, str]
+) -> ChaosResult:
     """Count and measure what a chaos run saw, from its run folders.
 
     Args:
@@ -127,7 +129,7 @@ def compile_result(findings: Findings, kinds: Sequence[Kind], wanted: int, not_r
     lost = Counter(one.kind for one in findings.lost)
     failures, differences = _harm(findings, seen)
     rows = [
-        KindResult(
+        FaultResult(
             kind=kind.name,
             expected=kind.expected,
             observed=observed(kind, findings),
@@ -146,10 +148,10 @@ def compile_result(findings: Findings, kinds: Sequence[Kind], wanted: int, not_r
     ]
     beyond = [kind.name for kind in kinds if kind.name in slowed and slowed[kind.name].beyond]
     overall = measure.slowdown(findings.windows, seen)
-    return Result(wanted, rows, not_run, findings, overall, recovered, seen, stalls, beyond)
+    return ChaosResult(wanted, rows, not_run, findings, overall, recovered, seen, stalls, beyond)
 
 
-def observed(kind: Kind, findings: Findings) -> str:
+def observed(kind: FaultKind, findings: Findings) -> str:
     """What came of the faults of a kind, in a few words: the worst of it first."""
     lost = [one.why for one in findings.lost if one.kind == kind.name]
     jobs = [job for job in findings.jobs if job.kind is kind]

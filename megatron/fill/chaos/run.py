@@ -14,10 +14,10 @@ from pathlib import Path
 
 from megatron.fill.chaos.campaign import Campaign
 from megatron.fill.chaos.disk import SmallDisk
-from megatron.fill.chaos.kind import DISK, NETWORK, Kind, Source
+from megatron.fill.chaos.kind import DISK, NETWORK, FaultKind, Source
 from megatron.fill.chaos.kinds import chosen
 from megatron.fill.chaos.network import OwnNetwork
-from megatron.fill.chaos.results import Result, compile_result
+from megatron.fill.chaos.results import ChaosResult, compile_result
 from megatron.fill.chaos.training import find_script
 from megatron.fill.errors import ConfigError
 
@@ -47,7 +47,7 @@ class ChaosOptions:
     script: Path | None = None
 
 
-def run(options: ChaosOptions, say: Callable[[str], None]) -> Result:
+def run(options: ChaosOptions, say: Callable[[str], None]) -> ChaosResult:
     """Inject the faults into a training of its own, which nothing of is left running afterwards.
 
     Args:
@@ -114,7 +114,7 @@ def _exit(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-def _why_not(kind: Kind, lacking: Mapping[str, str], named: Collection[str]) -> str:
+def _why_not(kind: FaultKind, lacking: Mapping[str, str], named: Collection[str]) -> str:
     if kind.open and kind.name not in named:
         return kind.open
     return _ON_GPU if kind.source is Source.GPU else lacking.get(kind.needs, "")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.chaos import memfiles
-from megatron.fill.chaos.marks import Event, mark
+from megatron.fill.chaos.marks import Note, mark
 from megatron.fill.sidetask.base import SideTask
 
 _STEP_S = 0.0005
@@ -46,7 +46,7 @@ class Honest(SideTask):
         work()
         self.done += 1
         if self.done == GOOD_STEPS:
-            mark(self.marks, Event.READY)
+            mark(self.marks, Note.READY)
         return 1.0
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -96,7 +96,7 @@ class Raising(Honest):
 
     def _maybe(self, callback: str) -> None:
         if callback == self.where:
-            mark(self.marks, Event.FAULT)
+            mark(self.marks, Note.FAULT)
             raise ValueError("made to fail")
 
 
@@ -125,7 +125,7 @@ class Fault(Honest):
 
     def _mark(self) -> None:
         self.faults += 1
-        mark(self.marks, Event.FAULT)
+        mark(self.marks, Note.FAULT)
 
     def _mark_once(self) -> None:
         if not self.faults:

@@ -45,7 +45,7 @@ def find_script(given: Path | None) -> Path:
     raise ConfigError(f"no training script {where}; expected --script PATH of {SCRIPT}")
 
 
-class Training:
+class ChaosTraining:
     """One training, from its start on.
 
     Args:

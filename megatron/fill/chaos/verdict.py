@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill.chaos.kind import Kind, Source
+from megatron.fill.chaos.kind import FaultKind, Source
 from megatron.fill.chaos.kinds import COMMAND, HONEST
-from megatron.fill.chaos.marks import Event, Mark, read
+from megatron.fill.chaos.marks import Mark, Note, read
 from megatron.fill.store.port import Job
 from megatron.fill.types import JobState
 
@@ -25,7 +25,7 @@ class Submitted:
 
     id: int
     name: str
-    kind: Kind
+    kind: FaultKind
     steps: int
     notes: Path
 
@@ -35,16 +35,16 @@ class Submitted:
         if driven or self.kind in (HONEST, COMMAND):
             return []
         # What a job brings along has been there once the job runs, also where nothing of it took effect.
-        seen = read(self.notes, Event.FAULT)
-        return seen or (read(self.notes, Event.READY) if self.kind.source is Source.BROUGHT else [])
+        seen = read(self.notes, Note.FAULT)
+        return seen or (read(self.notes, Note.READY) if self.kind.source is Source.BROUGHT else [])
 
     def through(self) -> list[Mark]:
         """What it tried and got through with, by its own word."""
-        return read(self.notes, Event.THROUGH)
+        return read(self.notes, Note.THROUGH)
 
     def held(self) -> list[Mark]:
         """What was refused to it, by its own word."""
-        return read(self.notes, Event.HELD)
+        return read(self.notes, Note.HELD)
 
 
 @dataclass(frozen=True, slots=True)

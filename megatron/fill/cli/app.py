@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, report, simulate, trial
+from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, report, simulate, speccheck, trial
 from megatron.fill.cli.version import print_version
 
 
@@ -73,5 +73,6 @@ app.command("report")(report.report)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
+app.command("speccheck")(speccheck.speccheck)
 app.command("doctor")(doctor.doctor)
 app.command("chaos")(chaos.chaos)

@@ -14,7 +14,7 @@ import typer
 from megatron.fill.cli.options import Json
 
 if TYPE_CHECKING:
-    from megatron.fill.control import ControlPage
+    from megatron.fill.pages.control import ControlPage
 
 _WAIT_S = 2.0  # for the agents to acknowledge
 _LOOK_S = 0.005
@@ -64,7 +64,7 @@ def status(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if a rank's note of where it is was damaged.
     """
-    from megatron.fill.control import find_pages
+    from megatron.fill.pages.control import find_pages
 
     _show(find_pages(run), as_json)
     if _damaged(run):
@@ -72,7 +72,7 @@ def status(run: Run, as_json: Json = False) -> None:
 
 
 def _change(run: Path, state: str, as_json: bool) -> None:
-    from megatron.fill.control import RunState, find_pages
+    from megatron.fill.pages.control import RunState, find_pages
 
     pages = find_pages(run)
     for page in pages:  # all are open already: they change within microseconds of one another
@@ -88,7 +88,7 @@ def _change(run: Path, state: str, as_json: bool) -> None:
 
 def _damaged(run: Path) -> bool:
     """Whether there are ranks that nobody can tell anything; says so."""
-    from megatron.fill.control import damaged_notes
+    from megatron.fill.pages.control import damaged_notes
 
     lines = damaged_notes(run)
     for line in lines:

@@ -24,13 +24,13 @@ def doctor(as_json: Json = False) -> None:
     --json prints an object: walls (name, keeps, lacks: why it does not stand here), abilities (name, has: yes, partly
     or no, detail), bindings (limit, uses, instead: why nothing better) and notes (faults that are not contained).
     """
+    from megatron.fill.agent.admission import default_user
     from megatron.fill.device.doctor import diagnose
     from megatron.fill.device.probes import gather
-    from megatron.fill.runtime.guest import default_guest
     from megatron.fill.sandbox import look
 
-    diagnosis, guest = diagnose(gather()), default_guest()
-    walls = look(guest.uid if guest else None, guest.gid if guest else None).layers
+    diagnosis, user = diagnose(gather()), default_user()
+    walls = look(user.uid if user else None, user.gid if user else None).layers
     if as_json:
         from megatron.fill.cli.views import print_json
 

@@ -15,7 +15,7 @@ from megatron.fill.store import Job, JobStore
 from megatron.fill.types import JobState
 
 if TYPE_CHECKING:
-    from megatron.fill.config import JobSpec
+    from megatron.fill.given.jobs import JobSpec
 
 _FINISHED_SHOWN, _QUEUED_SHOWN = 10, 50
 _SUBMITTED_SHOWN, _NAMED = 50, 5
@@ -39,7 +39,7 @@ def submit(
 
     Makes the store if it is not there. --json prints a list of jobs as "show" does one, each with already_there.
     """
-    from megatron.fill.config import load_jobs
+    from megatron.fill.given.jobs import load_jobs
     from megatron.fill.store.submit import new_job, submitter
 
     search = list(dict.fromkeys([str(jobs_file.absolute().parent), str(Path.cwd())]))
@@ -133,7 +133,7 @@ def show(name: JobName, store: Store = None, as_json: Json = False) -> None:
     """
     with opened(store) as jobs:
         job, now_s = jobs.find(name), jobs.now_s()
-        firsts = jobs.states(job.spec.get("after", ()))
+        firsts = jobs.states(job.work.after)
     if as_json:
         views.print_json(views.as_dict(job, now_s))
     else:

@@ -16,8 +16,8 @@ from megatron.fill.errors import ConfigError, PlanError
 from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, room_bytes
 
 if TYPE_CHECKING:
-    from megatron.fill.config import JobSpec
-    from megatron.fill.planner.draw import Resident
+    from megatron.fill.given.jobs import JobSpec
+    from megatron.fill.planner.draw import DrawnJob
     from megatron.fill.profiles import BubbleCycle, JobProfile
 
 _PANELS = 24  # in a picture, at most
@@ -35,8 +35,8 @@ class _Row:
     rank: int
     cycle: BubbleCycle
     name: str
-    job: Resident | None = None
-    tail: Resident | None = None
+    job: DrawnJob | None = None
+    tail: DrawnJob | None = None
     packed: float = 0.0
     packed_with_tail: float = 0.0
     error: str = ""
@@ -71,7 +71,7 @@ def plan(
     --json prints "without_profile", the names of jobs, and a list "plans" of: rank, job and error, or rank, job,
     configuration, iterations_per_cycle, work_per_cycle, packed, tail, packed_with_tail, work_per_s, plan, tail_plan.
     """
-    from megatron.fill.config import load_jobs
+    from megatron.fill.given.jobs import load_jobs
     from megatron.fill.planner.cycles import load_cycles
 
     specs, cycles = _distinct(load_jobs(jobs)), load_cycles(bubbles)
@@ -149,7 +149,7 @@ def _plan_rank(
             continue
         packed = packed_ns(job.plan, job.profile) / cycle.bubble_ns
         rest = leftover(cycle, job.plan, job.profile)
-        best: tuple[float, Resident | None] = (0.0, None)
+        best: tuple[float, DrawnJob | None] = (0.0, None)
         for other in profiles:
             if other == name:
                 continue
@@ -163,15 +163,15 @@ def _plan_rank(
     return rows
 
 
-def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile], cap_bytes: int | None) -> Resident:
-    from megatron.fill.planner.draw import Resident
+def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile], cap_bytes: int | None) -> DrawnJob:
+    from megatron.fill.planner.draw import DrawnJob
     from megatron.fill.planner.search import best_plan
 
     found = best_plan(held_cycle(cycle, room_bytes(cycle, 0), cap_bytes), profiles, RESERVE_NS)
-    return Resident(name, found, next(its for its in profiles if its.configuration == found.configuration))
+    return DrawnJob(name, found, next(its for its in profiles if its.configuration == found.configuration))
 
 
-def _rate(cycle: BubbleCycle, job: Resident) -> float:
+def _rate(cycle: BubbleCycle, job: DrawnJob) -> float:
     """Work per second of wall time."""
     from megatron.fill.planner.tail import processing_time_s
 

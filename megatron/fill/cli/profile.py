@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,15 +23,25 @@ from megatron.fill.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megatron.fill.config import JobSpec
+    from megatron.fill.given.jobs import JobSpec
     from megatron.fill.profiles import JobProfile, MeasuredJob
     from megatron.fill.trial.result import Trial
+    from megatron.fill.worker.steptimes import KindTimes
 
-_PLAIN_S = 3.0  # of bubbles, for a job without nodes
+_RUN_S = 3.0  # of bubbles, for a job that is one long run
+_PAUSE = "pause()"
 
 
-class NoNodes(ConfigError):
-    """A plain side task: it is measured by running it."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a job was measured as by itself; ``kinds`` of steps for a plain side task."""
+
+    job: MeasuredJob
+    kinds: tuple[KindTimes, ...] = ()
+
+
+class NoSteps(ConfigError):
+    """A command or an imperative task: it is measured by running it in bubbles."""
 
 
 def profile(
@@ -44,21 +55,23 @@ def profile(
 ) -> None:
     """Measure jobs: the time and the peak memory of each node, in each configuration.
 
-    Jobs without nodes are run for a few seconds as "try" runs them: of a plain side task the steps are measured, of a
-    command its memory. The device should have nothing else to do. Exits with 1 if a job could not be measured.
+    Of a plain side task each kind of step is measured, 3 s of steps in all. Commands and imperative tasks are run for
+    3 s of bubbles as "try" runs them, and what is measured is their memory and the time that a pause takes. The device
+    should have nothing else to do. Exits with 1 if a job could not be measured.
 
-    With --store the profiles of jobs with nodes are kept there, and a training that serves it needs not measure these
-    jobs in its bubbles.
+    With --store the profiles are kept there. A training that serves it needs not measure the nodes of these jobs in its
+    bubbles, knows how long the first steps of the others take, and starts none that would not fit.
 
     --json prints, per job name, the list of its profiles: configuration, work per iteration, and nodes. Those of a
-    plain side task are one profile with one node, its step. Commands, which have no steps, are left out.
+    plain side task are one profile with a node for each kind of step; those of a command or an imperative task one with
+    a node that takes as long as a pause.
     """
-    from megatron.fill.config import load_jobs
+    from megatron.fill.given.jobs import load_jobs
 
     where = checked_device(device)
     search = [str(jobs.resolve().parent), os.getcwd()]
-    found: dict[str, MeasuredJob] = {}
-    plain, failures = [], {}
+    found: dict[str, Measured] = {}
+    runs, failures = [], {}
     specs = load_jobs(jobs)
     if output is not None:
         check_writable("--output", output)
@@ -69,29 +82,31 @@ def profile(
         twin = next((found[one.name] for one in specs if one.name in found and _same(one, spec)), None)
         try:
             found[spec.name] = twin or _measure(spec, search, where)
-        except NoNodes:
-            plain.append(spec)
+        except NoSteps:
+            runs.append(spec)
         except ConfigError as error:
             failures[spec.name] = str(error)
-    trials = _run_plain(plain, search, where)
+    trials = _run(runs, search, where)
     failures |= {name: trial.reason for name, trial in trials.items() if trial.reason}
+    trials = {name: trial for name, trial in trials.items() if not trial.reason}
+    jobs_measured = {name: measured.job for name, measured in found.items()}
+    jobs_measured |= {name: _as_job(trial) for name, trial in trials.items()}
     if store is not None:
-        _keep(store, specs, found, where)
-    profiles = {name: measured.to_dict()["configurations"] for name, measured in found.items()}
-    profiles |= {name: [step.to_dict()] for name, trial in trials.items() if (step := _step_of(trial)) is not None}
+        _keep(store, specs, jobs_measured, where)
+    profiles = {name: job.to_dict()["configurations"] for name, job in jobs_measured.items()}
     if output is not None:
         output.write_text(json.dumps(profiles) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(profiles, indent=2))
     else:
-        _print(found, {name: trial for name, trial in trials.items() if not trial.reason})
+        _print(found, trials)
     for name, reason in failures.items():
         print(f"{name}: not measured: {reason}", file=sys.stderr)
     if failures:
         raise typer.Exit(1)
 
 
-def _run_plain(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> dict[str, Trial]:
+def _run(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> dict[str, Trial]:
     """What came of running each of these jobs, by name; those that are alike are run once."""
     from megatron.fill.trial.check import distinct, kind_of
     from megatron.fill.trial.result import Options
@@ -99,21 +114,22 @@ def _run_plain(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> 
     if not specs:
         return {}
     first = distinct(specs)
-    options = Options(seconds=_PLAIN_S, device=device, round_trip=False)
+    options = Options(seconds=_RUN_S, device=device, round_trip=False)
     with trial_folder(None) as folder:
         trials = list(trials_of(first, search, options, folder, False, lambda line: print(line, file=sys.stderr)))
     by_kind = {kind_of(spec): trial for spec, trial in zip(first, trials, strict=True)}
     return {spec.name: by_kind[kind_of(spec)] for spec in specs}
 
 
-def _step_of(trial: Trial) -> JobProfile | None:
-    """A plain side task as a list of one node; None where no step or no work was seen."""
-    from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
+def _as_job(trial: Trial) -> MeasuredJob:
+    """One long run as a list of one node: the least that it can be given is as much time as it takes to pause it."""
+    from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
 
-    if trial.reason or trial.steps is None or not trial.work_done:
-        return None
-    step = NodeProfile("step", round(trial.steps.p50_ms * 1e6), trial.peak_bytes)
-    return JobProfile(Configuration(), (step,), trial.work_done / trial.steps.count)
+    duration_ns = max(1, round(trial.callbacks_ms.get(_PAUSE, 0.0) * 1e6))
+    ran_s = trial.use.used * trial.use.bubbles * trial.bubble_ms / 1e3 if trial.use is not None else 0.0
+    per_s = trial.work_done / ran_s if trial.work_done and ran_s else 1.0
+    node = NodeProfile("pause", duration_ns, trial.peak_bytes)
+    return MeasuredJob((JobProfile(Configuration(), (node,), per_s * duration_ns / 1e9),), trial.total_work)
 
 
 def stored_profiles(specs: Sequence[JobSpec], where: str) -> Mapping[str, Sequence[JobProfile]]:
@@ -137,26 +153,26 @@ def _same(one: JobSpec, other: JobSpec) -> bool:
 
 
 def _key(spec: JobSpec, mark: str) -> str:
-    from megatron.fill.profiles import profile_key
     from megatron.fill.store.submit import new_job
 
-    return profile_key(new_job(spec, [], "").spec, mark)
+    return new_job(spec, [], "").work.profile_key(mark)
 
 
-def _measure(spec: JobSpec, search: list[str], device: str) -> MeasuredJob:
-    """Measure a job with nodes.
+def _measure(spec: JobSpec, search: list[str], device: str) -> Measured:
+    """Measure a job with nodes or steps, by itself.
 
     Raises:
-        NoNodes: it has none.
+        NoSteps: it has neither.
         ConfigError: it cannot be measured.
     """
     if spec.task is None:
-        raise NoNodes(spec.name)
+        raise NoSteps(spec.name)
+    from megatron.fill.agent.admission import LIBRARY_SETTINGS
     from megatron.fill.hearsay import read_json
     from megatron.fill.profiles import MeasuredJob
-    from megatron.fill.runtime.guest import LIBRARY_SETTINGS
-    from megatron.fill.runtime.measure import NO_NODES, MeasureSpec
-    from megatron.fill.runtime.profiler import PROFILE
+    from megatron.fill.worker.measure import NO_STEPS, MeasureSpec
+    from megatron.fill.worker.profiler import PROFILE
+    from megatron.fill.worker.steptimes import STEP_TIMES, KindTimes
 
     with tempfile.TemporaryDirectory(prefix="pipefill-profile-") as folder:
         array = None if spec.array is None else list(spec.array)
@@ -165,7 +181,7 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> MeasuredJob:
         path.write_text(measured.to_json(), encoding="utf-8")
         print(f"measuring {spec.name} on {device}", file=sys.stderr)
         done = subprocess.run(
-            [sys.executable, "-m", "megatron.fill.runtime.measure", str(path)],
+            [sys.executable, "-m", "megatron.fill.worker.measure", str(path)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -174,11 +190,13 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> MeasuredJob:
             check=False,
         )
         if done.returncode:
-            error = NoNodes if done.returncode == NO_NODES else ConfigError
+            error = NoSteps if done.returncode == NO_STEPS else ConfigError
             raise error((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
         try:
-            return MeasuredJob.from_dict(read_json(Path(folder) / PROFILE))
-        except (OSError, ValueError) as error:
+            job = MeasuredJob.from_dict(read_json(Path(folder) / PROFILE))
+            path = Path(folder) / STEP_TIMES
+            return Measured(job, tuple(KindTimes(**one) for one in read_json(path)) if path.exists() else ())
+        except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"what it measured cannot be read: {error}") from error
 
 
@@ -192,19 +210,41 @@ def _keep(where: str, specs: Sequence[JobSpec], found: Mapping[str, MeasuredJob]
                 store.keep_profile(_key(spec, mark), found[spec.name].to_dict())
 
 
-def _print(found: Mapping[str, MeasuredJob], trials: Mapping[str, Trial]) -> None:
+def _print(found: Mapping[str, Measured], trials: Mapping[str, Trial]) -> None:
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
     console = Console()
+    nodes = {name: measured.job for name, measured in found.items() if not measured.kinds}
+    steps = {name: measured for name, measured in found.items() if measured.kinds}
+    if nodes:
+        console.print(_nodes_table(nodes))
+    for name, job in nodes.items():
+        if job.split:
+            print(f"{name}: {harmless(job.split)}")
+    if steps:
+        console.print(_steps_table(steps))
+    if trials:
+        console.print(_runs_table(trials))
+
+
+def _table(*columns: str) -> Table:
+    """With these columns of numbers behind the job's name."""
+    from rich.table import Table
+
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("JOB", overflow="fold", min_width=8)
-    table.add_column("CONFIGURATION", overflow="fold", min_width=13)
-    for heading in ("NODES", "LONGEST\nMS", "ITERATION\nMS", "WORK/S\nALONE", "PEAK\nMIB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, measured in found.items():
-        for one in measured.profiles:
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=heading != "CONFIGURATION", overflow="fold")
+    return table
+
+
+def _nodes_table(found: Mapping[str, MeasuredJob]) -> Table:
+    from rich.markup import escape
+
+    table = _table("CONFIGURATION", "NODES", "LONGEST\nMS", "ITERATION\nMS", "WORK/S\nALONE", "PEAK\nMIB")
+    table.columns[1].justify, table.columns[1].min_width = "left", 13
+    for name, job in found.items():
+        for one in job.profiles:
             table.add_row(
                 escape(name),
                 str(one.configuration),
@@ -214,27 +254,27 @@ def _print(found: Mapping[str, MeasuredJob], trials: Mapping[str, Trial]) -> Non
                 f"{one.work / max(1, one.duration_ns) * 1e9:.4g}",
                 f"{one.memory_bytes / 2**20:.0f}",
             )
-    if found:
-        console.print(table)
-    for name, measured in found.items():
-        if measured.split:
-            print(f"{name}: {harmless(measured.split)}")
-    if trials:
-        console.print(_steps_table(trials))
+    return table
 
 
-def _steps_table(trials: Mapping[str, Trial]) -> Table:
+def _steps_table(found: Mapping[str, Measured]) -> Table:
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("JOB", overflow="fold", min_width=8)
-    for heading in ("STEPS", "P50\nMS", "P99\nMS", "LONGEST\nMS", "PEAK\nMIB"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = _table("KIND", "STEPS", "FIRST\nMS", "P50\nMS", "P99\nMS", "LONGEST\nMS", "WORK/S\nALONE", "PEAK\nMIB")
+    for name, measured in found.items():
+        [profile] = measured.job.profiles
+        rate = f"{profile.work / profile.duration_ns * 1e9:.4g}"
+        for one in measured.kinds:
+            times = [f"{ns / 1e6:.2f}" for ns in (one.first_ns, one.p50_ns, one.p99_ns, one.longest_ns)]
+            table.add_row(escape(name), str(one.kind), str(one.count), *times, rate, f"{one.peak_bytes / 2**20:.0f}")
+    return table
+
+
+def _runs_table(trials: Mapping[str, Trial]) -> Table:
+    from rich.markup import escape
+
+    table = _table("PAUSE\nMS", "PEAK\nMIB")
     for name, trial in trials.items():
-        steps, peak = trial.steps, f"{trial.peak_bytes / 2**20:.0f}"
-        times = ["-"] * 4
-        if steps is not None:
-            times = [f"{steps.count}", *(f"{ms:.2f}" for ms in (steps.p50_ms, steps.p99_ms, steps.longest_ms))]
-        table.add_row(escape(name), *times, peak)
+        pause_ms = trial.callbacks_ms.get(_PAUSE)
+        table.add_row(escape(name), "-" if pause_ms is None else f"{pause_ms:.2f}", f"{trial.peak_bytes / 2**20:.0f}")
     return table

@@ -38,14 +38,14 @@ def report(
     """
     from rich.console import Console
 
-    from megatron.fill.records import Ending, last_segment
+    from megatron.fill.records import SegmentEnding, last_segment
     from megatron.fill.report import compose, print_report
     from megatron.fill.store.standing import standing
 
     prices = None if price is None else _prices(price)
     last = last_segment(run)
     where = store or last.store
-    going = last.ending is Ending.RUNNING
+    going = last.ending is SegmentEnding.RUNNING
     made = compose(run, partial(standing, where, run, going), prices) if where else compose(run, prices=prices)
     if as_json:
         print(made.model_dump_json(indent=2))

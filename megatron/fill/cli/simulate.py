@@ -11,7 +11,7 @@ from megatron.fill.cli.options import Json, check_writable
 from megatron.fill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron.fill.sim.results import Result
+    from megatron.fill.sim.results import SimResult
 
 
 def simulate(
@@ -63,7 +63,7 @@ def simulate(
     for option, path in (("--png", png), ("--csv", csv)):
         if path is not None:
             check_writable(option, path)
-    results: list[Result] = run_all(run_one, tasks, processes)
+    results: list[SimResult] = run_all(run_one, tasks, processes)
     _write_files(results, png, csv)
     if as_json:
         print_json([result.to_dict() for result in results])
@@ -73,7 +73,7 @@ def simulate(
         print_comparison(results)
 
 
-def _write_files(results: list[Result], png: Path | None, csv: Path | None) -> None:
+def _write_files(results: list[SimResult], png: Path | None, csv: Path | None) -> None:
     from megatron.fill.sim.draw import draw_results
     from megatron.fill.sim.terminal import write_csv
 

@@ -17,7 +17,7 @@ from megatron.fill.cli.options import Device, Json, checked_device
 from megatron.fill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron.fill.config import JobSpec
+    from megatron.fill.given.jobs import JobSpec
     from megatron.fill.trial.result import Options, Trial
 
 _PERIODS = 4  # bubbles to an iteration, if nobody says: a quarter of the time

@@ -12,13 +12,18 @@ __all__ = ["DeviceError", "Limiter", "Limits", "MpsDaemon", "Sharing", "WorkerDe
 
 
 def open_device(
-    name: str, sharing: Sharing = Sharing.TIMESLICE, mps: MpsDaemon | None = None, uuid: str | None = None
+    name: str,
+    sharing: Sharing = Sharing.TIMESLICE,
+    mps: MpsDaemon | None = None,
+    uuid: str | None = None,
+    rank: int | None = None,
 ) -> WorkerDevice:
     """The device ``cpu`` or ``cuda:N``.
 
     Args:
         mps: the daemon that the rank uses; needed for sharing by MPS.
         uuid: of the GPU, if the rank knows it.
+        rank: the main job's process on it; None for this one.
 
     Raises:
         DeviceError: there is no such device, or no daemon for MPS.
@@ -31,4 +36,4 @@ def open_device(
         raise DeviceError(f"{name}: sharing by MPS needs its daemon")
     from megatron.fill.device.cuda import CudaDevice
 
-    return CudaDevice(name, mps if sharing is Sharing.MPS else None, uuid)
+    return CudaDevice(name, mps if sharing is Sharing.MPS else None, uuid, rank=rank)

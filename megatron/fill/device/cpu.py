@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from megatron.fill.device import tree
-from megatron.fill.device.cgroup import Cgroup, CgroupHome, find_home, limiting_groups, room_bytes
-from megatron.fill.device.host import FreeHostMemory
-from megatron.fill.device.kill import end_all
-from megatron.fill.device.oom import OomLog
 from megatron.fill.device.port import Limits, mib
+from megatron.fill.linux import tree
+from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home, limiting_groups, room_bytes
+from megatron.fill.linux.host import FreeHostMemory
+from megatron.fill.linux.oom import OomLog
+from megatron.fill.linux.reap import end_all
 
 logger = logging.getLogger("pipefill.device")
 

@@ -10,21 +10,24 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.device.cgroup import CgroupHome, find_home
 from megatron.fill.device.cpu import HostLimiter
 from megatron.fill.device.mps import MpsDaemon
 from megatron.fill.device.nvml import Nvml, shared_nvml, uuid_of
 from megatron.fill.device.port import MIB, Limits, Sharing, mib
+from megatron.fill.device.probes import has_host_pids
+from megatron.fill.linux.cgroup import CgroupHome, find_home
 
 # A context, its modules and cuBLAS workspaces: what a process takes before, and beyond, its first allocation.
 OVERHEAD_BYTES = 1024 * MIB
 _TERMINATE_S = 0.3  # of the second that ``kill`` may take
 _FRACTION_SINCE = (2, 15)  # PyTorch's allocator knows per_process_memory_fraction in its configuration
 _SM_GRAIN = 8  # green contexts come in these, on compute capability 9 and later
+_NO_DAEMON = "/nonexistent"  # a folder of pipes where no daemon answers
 _keep: list[Any] = []  # green contexts, which end with their last reference
 
 
@@ -38,16 +41,44 @@ def cap_memory(device: str, memory_bytes: int | None) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, memory_bytes / total), device)
 
 
+class Entrance:
+    """The worker's side of its limits on a GPU, entered as soon as the task has brought PyTorch.
+
+    A task may import it as late as in ``create``, or in ``init``: so this is called before and after ``init``, and does
+    nothing more once it is done.
+
+    Args:
+        say: called with each limit that cannot be kept, and why.
+    """
+
+    def __init__(self, device: str, limits: Limits, sharing: Sharing, say: Callable[[str], None]) -> None:
+        self._device = device
+        self._limits = limits
+        self._sharing = sharing
+        self._say = say
+        self._calls = 0
+        self._done = False
+
+    def __call__(self) -> None:
+        self._calls += 1
+        if "torch" in sys.modules and not self._done:
+            self._done = True
+            for lacking in enter(self._device, self._limits, self._sharing):
+                self._say(lacking)
+        elif self._calls == 2 and not self._done:
+            self._say(
+                "the task has not imported PyTorch, so neither its memory cap nor its share of the GPU is set there"
+            )
+
+
 def enter(device: str, limits: Limits, sharing: Sharing) -> list[str]:
-    """The worker's side of its limits on a GPU, once its task is loaded; nothing happens if that brought no torch.
+    """Hold PyTorch in this process to its limits on a GPU.
 
     It begins to use CUDA.  Every thread's current stream but this one's is left as it is.
 
     Returns:
         What could not be done, and why.
     """
-    if not device.startswith("cuda") or "torch" not in sys.modules:
-        return []
     cap_memory(device, limits.memory_bytes)
     if sharing is Sharing.MPS or limits.sm_percentage == 100:
         return []
@@ -63,14 +94,15 @@ def _share_multiprocessors(device: str, percentage: int) -> str:
         from torch.cuda.green_contexts import GreenContext
     except ImportError:
         return f"PyTorch {torch.__version__} has no green contexts"
+    if not hasattr(GreenContext, "Stream"):
+        # Before 2.12 one could only be made current in this thread.  Autograd's own thread would run backward passes
+        # on another default stream, beside the share and in no order with what this thread enqueues.
+        return f"PyTorch {torch.__version__} has no streams of green contexts, which came with 2.12"
     index = torch.device(device).index or 0
     count = torch.cuda.get_device_properties(index).multi_processor_count
     try:
         context = GreenContext.create(num_sms=share_of(count, percentage), device_id=index)
-        if hasattr(context, "Stream"):
-            torch.cuda.set_stream(context.Stream())
-        else:  # before PyTorch 2.12
-            context.set_context()
+        torch.cuda.set_stream(context.Stream())
     except RuntimeError as error:
         return str(error).splitlines()[0]
     _keep.append(context)
@@ -112,24 +144,39 @@ class CudaLimiter:
 
     Args:
         uuid: of the GPU.
+        witness: a process known to use this GPU, if the driver's pids may be those of another namespace: what the
+            driver lists then counts only while this one is among it.
     """
 
     def __init__(
-        self, limits: Limits, name: str, home: CgroupHome, uuid: str, nvml: Nvml, mps: MpsDaemon | None
+        self,
+        limits: Limits,
+        name: str,
+        home: CgroupHome,
+        uuid: str,
+        nvml: Nvml,
+        mps: MpsDaemon | None,
+        witness: int | None = None,
     ) -> None:
         self.limits = limits
         self._uuid = uuid
         self._nvml = nvml
         self._mps = mps
-        self._host = HostLimiter(limits, name, home, cap_host_memory=False)
+        self._witness = witness
         self._held_bytes = 0
         self._peak_bytes = 0
-        self.environment = self._host.environment | {"CUDA_VISIBLE_DEVICES": uuid}
-        if mps is not None:
-            self.environment |= mps.environment(limits, uuid, OVERHEAD_BYTES)
+        environment = {"CUDA_VISIBLE_DEVICES": uuid}
+        # Without MPS, a daemon that happens to run on this machine must not make the worker its client: it would share
+        # its faults with all others of that daemon, and be under none of its limits.
+        environment |= (
+            {"CUDA_MPS_PIPE_DIRECTORY": _NO_DAEMON} if mps is None else mps.environment(limits, uuid, OVERHEAD_BYTES)
+        )
         if limits.memory_bytes is not None:
             total = nvml.total_bytes(uuid)
-            self.environment |= allocator_environment(limits.memory_bytes, total, os.environ, version("torch"))
+            environment |= allocator_environment(limits.memory_bytes, total, os.environ, version("torch"))
+        # Last of all: whatever is raised before leaves no control group behind.
+        self._host = HostLimiter(limits, name, home, cap_host_memory=False)
+        self.environment = self._host.environment | environment
 
     def adopt(self, pid: int, holder: int | None = None) -> None:
         self._host.adopt(pid, holder)
@@ -137,6 +184,8 @@ class CudaLimiter:
     def look(self) -> str:
         reason = self._host.look()
         used = self._nvml.used_bytes(self._uuid)
+        if self._witness is not None and self._witness not in used:
+            used = {}  # one of these numbers may be a process of the job's, and mean another
         holders = [process.pid for process in self._host.alive if process.pid in used]
         self._held_bytes = sum(used[pid] for pid in holders)
         self._peak_bytes = max(self._peak_bytes, self._held_bytes)
@@ -197,6 +246,7 @@ class CudaDevice:
     Args:
         name: as the rank knows it: ``cuda:3``.
         mps: the daemon that the rank uses; None for time-slicing.
+        rank: the main job's process on it; None for this one.
         uuid: of the GPU; found by ``CUDA_VISIBLE_DEVICES`` if not given, which trusts that CUDA numbers the GPUs as
             their bus does.
 
@@ -211,8 +261,10 @@ class CudaDevice:
         uuid: str | None = None,
         nvml: Nvml | None = None,
         home: CgroupHome | None = None,
+        rank: int | None = None,
     ) -> None:
         self.name = name
+        self._witness = None if has_host_pids() else rank or os.getpid()
         self.worker_name = "cuda:0"
         self.overhead_bytes = OVERHEAD_BYTES
         self._nvml = nvml or shared_nvml()
@@ -225,4 +277,4 @@ class CudaDevice:
         return self._nvml.free_bytes(self.uuid)
 
     def limiter(self, limits: Limits, name: str) -> CudaLimiter:
-        return CudaLimiter(limits, name, self._home, self.uuid, self._nvml, self._mps)
+        return CudaLimiter(limits, name, self._home, self.uuid, self._nvml, self._mps, self._witness)

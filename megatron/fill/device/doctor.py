@@ -66,6 +66,7 @@ def _abilities(facts: Facts) -> list[Ability]:
         Ability("MPS", _yes(not mps_obstacle(_sharing_facts(facts))), facts.mps or "no nvidia-cuda-mps-control"),
         Ability("host pids", _yes(facts.host_pids), "" if facts.host_pids else "a container with pids of its own"),
         Ability("cgroup v2", cgroup, home.why or f"{home.path}: {controllers}"),
+        Ability("dmem", _yes(bool(facts.device_regions)), ", ".join(facts.device_regions)),
         Ability("CPU pinning", _yes(facts.cores > 1), f"{facts.cores} cores for this process"),
         Ability("idle class", _yes(facts.idle_class), "within each session's autogroup" if facts.autogroup else ""),
         Ability("memfd seals", _yes(facts.sealing), "" if facts.sealing else "the gate needs them"),
@@ -82,11 +83,23 @@ def _cpu_memory(facts: Facts) -> Binding:
 
 
 def _gpu_memory(facts: Facts) -> Binding:
+    """What keeps a worker's device memory, and what a kernel and a driver that know of it would add."""
     uses = "PyTorch's allocator"
     uses += "; with MPS also the driver" if not mps_obstacle(_sharing_facts(facts)) else ""
+    uses += "; a watch over NVML for what escapes"
+    if facts.device_limits:
+        uses += f"; dmem.max, set for this whole group: {', '.join(facts.device_limits)}"
     if facts.host_pids:
-        return Binding("GPU memory", f"{uses}; a watch over NVML for what escapes")
-    return Binding("GPU memory", uses, "no watch over NVML: it names processes by the host's pids, not by ours")
+        return Binding("GPU memory", uses, _why_no_dmem(facts))
+    pids = "the watch works only where NVML lists the rank by its own pid: it may mean the host's"
+    return Binding("GPU memory", uses, f"{pids}; {_why_no_dmem(facts)}")
+
+
+def _why_no_dmem(facts: Facts) -> str:
+    """Why no control group of a worker's own holds its device memory, whatever allocates it."""
+    if facts.device_regions:
+        return "PipeFill sets no dmem.max for a worker yet"
+    return "no dmem.max for a worker: no driver has registered device memory (Linux 6.14, NVIDIA from r615)"
 
 
 def _processes(facts: Facts) -> Binding:
@@ -130,6 +143,7 @@ def _notes(facts: Facts) -> list[str]:
             "time-slicing keeps an illegal access with the worker that made it, but a kernel that never ends holds "
             "the GPU until the worker is killed",
             "MPS does not contain an illegal access: it can end every client of that GPU, the main job too",
+            "partitions of MPS, static or otherwise, are not used: what one holds, the main job lacks for good",
             "a green context binds PyTorch's kernels of the task's main thread only",
             "a fault of the GPU itself (Xid, ECC) ends everything on it in any mode",
         ]
@@ -139,7 +153,9 @@ def _notes(facts: Facts) -> list[str]:
             "worker has up to 0.2 s before its processes' sum is seen"
         )
     if not facts.host_pids and facts.gpus:
-        notes.append("in this container memory outside of PyTorch's allocator is seen only as the GPU's free memory")
+        notes.append(
+            "in this container memory outside of PyTorch's allocator may be seen only as the GPU's free memory"
+        )
     if "cpu" in facts.cgroup.controllers:
         notes.append("the worker's group has the idle class as a whole (cpu.idle), the watcher of a command too")
     return notes

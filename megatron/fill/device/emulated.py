@@ -1,9 +1,9 @@
 """A device that does not preempt, emulated on a core of the CPU, for benchmarks and tests.
 
 From a worker at idle priority the kernel takes the core back at any instant, so that on a CPU a step that is caught by
-the end of its bubble holds nobody up.  A GPU does not preempt: what was launched runs on.  Here a worker says when its
-step begins and when it has ended, and an executor in the process that holds it, outside of its cage, sees to it that
-the main job cannot interrupt the step, by the real-time class of Linux.  Between steps the worker is at idle priority.
+the end of its bubble holds nobody up.  A GPU does not preempt: what was launched runs on.  Here a worker takes the
+lowest real-time priority while a step is in flight, so that the main job cannot interrupt it; between steps it is at
+idle priority.  Its cage lets it (``Cage.real_time``), and it trusts it: such a worker can keep the core for good.
 
 What it is not: a step keeps one core, so what a GPU does beside it at the same time is left out.
 """
@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 
-from megatron.fill import futex, shared
+from megatron.fill.linux import futex, memfd
 
 SLICE_NS = 2_000_000  # how long a turn is
 # The main job waits on the core that is the device here: several of its threads need it, one after the other, until the
 # gate is shut.  On a GPU they have cores of their own.
 BREATHER_NS = 200_000
 _PAGE_BYTES = 4096
-_STEP, _EXECUTOR, _IDLE = os.sched_param(1), os.sched_param(2), os.sched_param(0)
+_STEP, _ABOVE_STEPS, _IDLE = os.sched_param(1), os.sched_param(2), os.sched_param(0)
 _LOOK_NS = 100_000_000
 
 
@@ -42,102 +42,95 @@ class Emulation(StrEnum):
     SLICES = "slices"
 
 
-class LaunchPage:
-    """What a worker says to the executor: a count that is odd while a step is in flight.
+class Launches:
+    """A worker's steps, as launches on the device.
 
-    To be made before the worker is forked: both have it then.
+    To be made before the worker is forked; only the worker's one thread that runs its steps may launch.
     """
 
+    def __init__(self, how: Emulation) -> None:
+        self.turns = Turns() if how is Emulation.SLICES else None
+
+    def launch(self) -> None:
+        """A step begins: nothing but a turn's end interrupts it from now on.
+
+        Raises:
+            PermissionError: this process may not have a real-time priority.
+        """
+        os.sched_setscheduler(0, os.SCHED_FIFO, _STEP)
+        if self.turns is not None:
+            self.turns.begin()
+
+    def land(self) -> None:
+        """The step has ended."""
+        if self.turns is not None:
+            self.turns.end()
+        os.sched_setscheduler(0, os.SCHED_IDLE, _IDLE)
+
+
+class Turns:
+    """The turns that a worker's steps and the main job take: a page with a count that is odd during a step."""
+
     def __init__(self) -> None:
-        fd = shared.create("launches", _PAGE_BYTES)
-        _, self._address = shared.map_page(fd, _PAGE_BYTES, writable=True)
+        fd = memfd.create("turns", _PAGE_BYTES)
+        _, self._address = memfd.map_page(fd, _PAGE_BYTES, writable=True)
         os.close(fd)  # it stays mapped
         self._word = ctypes.c_uint32.from_address(self._address)
         self._wake = futex.Waker(self._address)
 
-    def launch(self) -> None:
-        """The worker begins a step; it goes on as what cannot be interrupted."""
-        self._tell(1)
+    def begin(self) -> None:
+        """A step begins."""
+        self._tell()
 
-    def land(self) -> None:
-        """The worker's step has ended, or there was none."""
-        self._tell(0)
+    def end(self) -> None:
+        """It has ended."""
+        self._tell()
 
-    def _tell(self, parity: int) -> None:
-        count = self._word.value
-        if count % 2 != parity:
-            self._word.value = (count + 1) & 0xFFFFFFFF
-            self._wake()
+    def _tell(self) -> None:
+        self._word.value = (self._word.value + 1) & 0xFFFFFFFF
+        self._wake()
 
     @property
     def count(self) -> int:
         """Odd while a step is in flight."""
         return self._word.value
 
-    def wait(self, seen: int, timeout_ns: int) -> int:
-        """The count once it is another one than ``seen``, or after so long."""
-        futex.wait(self._address, seen, timeout_ns)
-        return self.count
+    def serve(self, pid: int, cpus: list[int], over: Callable[[], bool]) -> None:
+        """Stop the worker for every second turn of its steps, from outside of its cage, until it is over.
 
-
-class Executor:
-    """Runs one worker's steps as a device that does not preempt would.
-
-    Args:
-        pid: the worker's process.
-        cpus: the rank's cores.
-    """
-
-    def __init__(self, page: LaunchPage, pid: int, cpus: list[int], how: Emulation) -> None:
-        self._page = page
-        self._pid = pid
-        self._cpus = cpus
-        self._how = how
-
-    def serve(self, over: Callable[[], bool]) -> None:
-        """Serve until it is over, which is asked only when nothing has happened for a while.
+        Args:
+            pid: the worker's process.
+            cpus: the rank's cores.
+            over: asked only when nothing has happened for a while.
 
         Raises:
             PermissionError: this process may not have a real-time priority.
         """
-        if self._cpus:
-            os.sched_setaffinity(0, self._cpus)
-        os.sched_setscheduler(0, os.SCHED_FIFO, _EXECUTOR)
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+        os.sched_setscheduler(0, os.SCHED_FIFO, _ABOVE_STEPS)
         count = 0
         while True:
-            seen = self._page.wait(count, _LOOK_NS)
-            if seen == count and over():
+            in_flight = count % 2 == 1
+            seen = self._wait(count, SLICE_NS if in_flight else _LOOK_NS)
+            if seen != count:
+                count = seen
+            elif over():
                 return
-            count = seen
-            while count % 2:  # the next step may have begun already
-                ended = self._run_step(count, over)
-                if ended == count:
-                    return
-                count = ended
+            elif in_flight:
+                self._signal(pid, signal.SIGSTOP)
+                time.sleep(SLICE_NS / 1e9)
+                self._signal(pid, signal.SIGCONT)
 
-    def _run_step(self, launched: int, over: Callable[[], bool]) -> int:
-        """From a launch to its end; the count then, which is the same if it is over instead."""
-        self._schedule(os.SCHED_FIFO, _STEP)
-        try:
-            turn_ns = _LOOK_NS if self._how is Emulation.COMPLETION else SLICE_NS
-            while (count := self._page.wait(launched, turn_ns)) == launched:
-                if over():
-                    return launched
-                if self._how is Emulation.SLICES:
-                    self._signal(signal.SIGSTOP)
-                    time.sleep(SLICE_NS / 1e9)
-                    self._signal(signal.SIGCONT)
-        finally:
-            self._schedule(os.SCHED_IDLE, _IDLE)
-        return count
+    def _wait(self, seen: int, timeout_ns: int) -> int:
+        """The count once it is another one than ``seen``, or after so long."""
+        futex.wait(self._address, seen, timeout_ns)
+        return self.count
 
-    def _schedule(self, policy: int, param: os.sched_param) -> None:
+    @staticmethod
+    def _signal(pid: int, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.sched_setscheduler(self._pid, policy, param)
-
-    def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pid, number)
+            os.kill(pid, number)
 
 
 def why_not() -> str:
@@ -145,7 +138,7 @@ def why_not() -> str:
     child = os.fork()
     if child == 0:
         try:
-            os.sched_setscheduler(0, os.SCHED_FIFO, _EXECUTOR)
+            os.sched_setscheduler(0, os.SCHED_FIFO, _ABOVE_STEPS)
         except OSError:
             os._exit(1)
         os._exit(0)

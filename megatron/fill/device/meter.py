@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Protocol
+
+from megatron.fill.device.port import DeviceError
 
 _RESET_PEAK = b"5"  # what clears VmHWM, see proc(5)
 
 
 class Meter(Protocol):
     """Measures one piece of work at a time."""
+
+    def forget(self) -> None:
+        """What earlier work has left in an allocator's cache is no need of the work that follows."""
 
     def start(self) -> None:
         """The work begins."""
@@ -27,6 +34,9 @@ class HostMeter:
         self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
         self._status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
         self._start_ns = 0
+
+    def forget(self) -> None:
+        """Nothing to do: what was given back is resident no more."""
 
     def start(self) -> None:
         os.write(self._clear, _RESET_PEAK)
@@ -45,6 +55,11 @@ class CudaMeter:
     def __init__(self, device: str) -> None:
         self._device = device
         self._start_ns = 0
+
+    def forget(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
 
     def start(self) -> None:
         import torch
@@ -73,15 +88,31 @@ def fingerprint(device: str) -> str:
     """What a measured time depends on besides the job: the device's model, and the versions of what runs on it.
 
     Two devices with the same fingerprint share their profiles.
-    """
-    from importlib.metadata import version
 
-    versions = f"torch {version('torch')}, pipefill {version('pipefill')}"
+    Raises:
+        DeviceError: PipeFill is used from a checkout that is not installed.
+    """
+    versions = f"torch {version('torch')}, pipefill {own_version()}"
     if not device.startswith("cuda"):
         return f"{_processor()}, {versions}"
     import torch
 
     return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, {versions}"
+
+
+def own_version() -> str:
+    """Of PipeFill, as it is installed for this Python.
+
+    Raises:
+        DeviceError: it is not, as where a checkout is used as it is.
+    """
+    try:
+        return version("pipefill")
+    except PackageNotFoundError as error:
+        raise DeviceError(
+            f"PipeFill is not installed for {sys.executable}, so jobs and their profiles would have no version of it; "
+            "expected an install of this checkout, or of a wheel made of it (pip wheel --no-deps .)"
+        ) from error
 
 
 def default_device() -> str:

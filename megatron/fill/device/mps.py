@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.fill.device.port import MIB, DeviceError, Limits
-from megatron.fill.device.tree import read_process
+from megatron.fill.linux.tree import read_process
 
 PROGRAM = "nvidia-cuda-mps-control"
 _PID_FILE = "nvidia-cuda-mps-control.pid"

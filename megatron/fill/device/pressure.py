@@ -26,7 +26,7 @@ class Order(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PressureOrder:
     """An order and its grounds.
 
     Attributes:
@@ -66,7 +66,7 @@ class MemoryGuard:
         self._clock = clock
         self._since_s: float | None = None  # since when the margin has been eaten into
 
-    def judge(self, free_bytes: int, held_bytes: int) -> Verdict:
+    def judge(self, free_bytes: int, held_bytes: int) -> PressureOrder:
         """What to do now; called a few times a second.
 
         Args:
@@ -75,17 +75,17 @@ class MemoryGuard:
         """
         if free_bytes >= self.margin_bytes or held_bytes <= 0:
             self._since_s = None
-            return Verdict(Order.OK)
+            return PressureOrder(Order.OK)
         now_s = self._clock()
         if self._since_s is None:
             self._since_s = now_s
         reason = f"the main job needs the memory: {mib(free_bytes)} free of a margin of {mib(self.margin_bytes)}"
         if free_bytes * _LAST < self.margin_bytes:
-            return Verdict(Order.KILL, reason=reason)
+            return PressureOrder(Order.KILL, reason=reason)
         if now_s - self._since_s >= self.patience_s:
             reason += f", and the worker did not shrink within {self.patience_s:g} s"
-            return Verdict(Order.STOP, reason=reason)
-        return Verdict(Order.SHRINK, max(0, held_bytes - (self.margin_bytes - free_bytes)), reason)
+            return PressureOrder(Order.STOP, reason=reason)
+        return PressureOrder(Order.SHRINK, max(0, held_bytes - (self.margin_bytes - free_bytes)), reason)
 
 
 def cap(

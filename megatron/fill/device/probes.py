@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill.device.cgroup import CgroupHome, find_home
 from megatron.fill.device.mps import PROGRAM
 from megatron.fill.device.nvml import shared_nvml
 from megatron.fill.device.port import DeviceError
+from megatron.fill.linux.cgroup import CgroupHome, find_home
 
 _HOST_PIDS = "pid:[4026531836]"  # the first pid namespace has this number on every Linux
 
@@ -26,6 +27,8 @@ class Facts:
         mps: the MPS control program's path; empty for none.
         host_pids: this process has the pids that the driver and the kernel's log speak of.
         autogroup: sessions compete for the cores as groups.
+        device_regions: of device memory, as the kernel's controller ``dmem`` knows them.
+        device_limits: ``dmem.max`` of this process's control group, where somebody has set it: ``region bytes``.
     """
 
     gpus: tuple[str, ...]
@@ -39,11 +42,14 @@ class Facts:
     sealing: bool
     kernel_log: bool
     root: bool
+    device_regions: tuple[str, ...] = ()
+    device_limits: tuple[str, ...] = ()
 
 
 def gather() -> Facts:
     """Ask this machine."""
     gpus, driver = find_gpus()
+    regions, limits = find_device_limits()
     return Facts(
         gpus=gpus,
         driver=driver,
@@ -56,6 +62,8 @@ def gather() -> Facts:
         sealing=can_seal(),
         kernel_log=os.access("/dev/kmsg", os.R_OK),
         root=os.getuid() == 0,
+        device_regions=regions,
+        device_limits=limits,
     )
 
 
@@ -66,6 +74,34 @@ def find_gpus() -> tuple[tuple[str, ...], str]:
         return tuple(gpu.name for gpu in nvml.gpus()), nvml.driver()
     except (DeviceError, ImportError) as error:
         return (), str(error)
+
+
+def find_device_limits(
+    proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the control groups know of device memory, and which limits hold this process (the kernel's cgroup-v2.rst).
+
+    Drivers register their regions with the controller ``dmem``; where one does not, nothing is limited by it.
+    """
+    path = ""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
+        path = next(line.removeprefix("0::") for line in lines if line.startswith("0::"))
+    own = groups / path.lstrip("/")
+    regions = {line.split()[0] for line in (*_lines(groups / "dmem.capacity"), *_lines(own / "dmem.current"))}
+    limits = []
+    for group in (own, *own.parents):
+        if not group.is_relative_to(groups):
+            break
+        limits += [line for line in _lines(group / "dmem.max") if not line.endswith(" max")]
+    return tuple(sorted(regions)), tuple(limits)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError:
+        return []
 
 
 def has_host_pids(proc: Path = Path("/proc")) -> bool:

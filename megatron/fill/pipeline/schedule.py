@@ -54,7 +54,7 @@ _LINE = re.compile(r"(\d+):((?: \S+)*)")
 class Schedule:
     """The passes of one iteration, rank by rank.
 
-    The text form has a line per rank::
+    The text form has a line per rank:
 
         1f1b: 2 stages, 2 microbatches, 1 chunks:
         0: F0 F1 B0 B1

@@ -12,7 +12,7 @@ from megatron.fill.pipeline.schedule import Op, Pass, Schedule, execution_order
 from megatron.fill.types import BubbleKind
 
 
-class Span(NamedTuple):
+class PassSpan(NamedTuple):
     """One pass on a rank, from the iteration's start."""
 
     op: Op
@@ -32,6 +32,20 @@ class Wait(NamedTuple):
         return self.end_ns - self.start_ns
 
 
+class Transfer(NamedTuple):
+    """One transfer of a rank: from when the rank has posted it until it is over, from the iteration's start.
+
+    Attributes:
+        op: the pass that consumes what is transferred.
+        sends: whether the rank is the one that sends.
+    """
+
+    op: Op
+    sends: bool
+    posted_ns: int
+    over_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """One iteration in the steady state, from when all ranks leave the global collective to when they leave the next.
@@ -47,7 +61,7 @@ class Timeline:
     schedule: Schedule
     costs: PipelineCosts
     period_ns: int
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[PassSpan, ...], ...]
     waits: tuple[tuple[Wait, ...], ...]
 
 
@@ -73,6 +87,7 @@ class Compiled:
             firsts.append(firsts[-1] + len(program.steps))
         sent = {key: firsts[p.rank] + at for p in programs for key, at in p.sent.items()}
         received = {key: firsts[p.rank] + at for p in programs for key, at in p.received.items()}
+        self._posts = sent, received
         needs = []
         for program in programs:
             row = []
@@ -153,7 +168,7 @@ class Compiled:
         kinds = self._kinds
         spans, waits = [], []
         for rank, passes in enumerate(self._passes):
-            spans.append(tuple([Span(op, starts[at], ends[at]) for at, op in passes]))
+            spans.append(tuple([PassSpan(op, starts[at], ends[at]) for at, op in passes]))
             row = [
                 Wait(kinds[at], ends[at - 1], starts[at])
                 for at in self._may_wait[rank]
@@ -163,6 +178,23 @@ class Compiled:
                 row.append(Wait(BubbleKind.DRAIN, reduced[rank], period_ns))
             waits.append(tuple(row))
         return Timeline(self.schedule, costs, period_ns, tuple(spans), tuple(waits))
+
+    def transfers(self, costs: PipelineCosts, rank: int) -> list[Transfer]:
+        """A rank's transfers, those that it sends and then those that it receives, each in the order of posting.
+
+        Raises:
+            ValueError: it is no rendezvous, or the costs are for other ranks or chunks.
+        """
+        if not self.rendezvous:
+            raise ValueError("eager transfers are not posted by both their ends; expected rendezvous")
+        _, ends = self._times(costs, self.durations(costs), None)
+        sent, received = self._posts
+        return [
+            Transfer(key[1], posts is sent, ends[at], max(ends[sent[key]], ends[received[key]]) + costs.p2p_ns)
+            for posts in (sent, received)
+            for key, at in posts.items()
+            if self._firsts[rank] <= at < self._firsts[rank + 1]
+        ]
 
     def _times(
         self, costs: PipelineCosts, durations: Sequence[Sequence[int]], transfers: Sequence[Sequence[int]] | None

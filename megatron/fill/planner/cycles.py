@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -68,27 +67,6 @@ def load_cycles(path: str | Path) -> dict[int, BubbleCycle]:
         slots = (BubbleSlot(b.kind, round(b.p10_ms * 1e6), b.free_bytes or _NOT_MEASURED) for b in rank.training)
         cycles[rank.rank] = BubbleCycle(round((rank.iteration_ms or 0) * 1e6), tuple(slots))
     return cycles
-
-
-def cycle_to_dict(cycle: BubbleCycle) -> dict[str, Any]:
-    """As JSON data."""
-    return asdict(cycle)
-
-
-def cycle_from_dict(data: dict[str, Any]) -> BubbleCycle:
-    """Read what ``cycle_to_dict`` wrote.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    try:
-        slots = (
-            BubbleSlot(BubbleKind(slot["kind"]), int(slot["duration_ns"]), int(slot["free_bytes"]))
-            for slot in data["slots"]
-        )
-        return BubbleCycle(int(data["period_ns"]), tuple(slots))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not a bubble cycle: {type(error).__name__}: {error}") from error
 
 
 def drifted(planned: BubbleCycle, measured: BubbleCycle, tolerance: float = 0.2) -> bool:

@@ -30,7 +30,7 @@ type _Bar = tuple[int, tuple[float, float], str]  # row, start and length in ns,
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class DrawnJob:
     """A job with its plan."""
 
     name: str
@@ -48,8 +48,8 @@ class Panel:
 
     title: str
     cycle: BubbleCycle
-    job: Resident
-    tail: Resident | None = None
+    job: DrawnJob
+    tail: DrawnJob | None = None
 
 
 def draw_plans(path: Path, panels: Sequence[Panel]) -> None:
@@ -116,7 +116,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _lay(job: Resident, filled_to: dict[tuple[int, int], float], bubbles: int, narrow_ns: float) -> list[_Bar]:
+def _lay(job: DrawnJob, filled_to: dict[tuple[int, int], float], bubbles: int, narrow_ns: float) -> list[_Bar]:
     """A bar per node in the rows that are drawn, or one for all alike in a row that are too narrow to be told apart.
 
     Moves on where each bubble is filled to.

@@ -35,7 +35,7 @@ class ExecutionPlan:
     """How many nodes run in each bubble, over the cycles after which the plan repeats.
 
     The nodes have one order, iteration after iteration, so the counts alone say which node runs where.  The text form
-    has a line per cycle: the first node, and a count per bubble::
+    has a line per cycle: the first node, and a count per bubble:
 
         b8: 12 nodes do 64.0 work; a bubble's first 0 ns are reserved; 2 cycles:
         node 4: 3 0 2 5

@@ -12,13 +12,13 @@ with its process is passed over.
 from __future__ import annotations
 
 from megatron.fill.records.agent import AgentFile, read_agent, write_agent
-from megatron.fill.records.files import RECORD_VERSION, NothingRecorded, replacing, write_text
+from megatron.fill.records.files import RECORD_VERSION, NothingRecorded
 from megatron.fill.records.rank import RankWriter, add_up, as_bubbles, rank_file, read_rank, write_rank
 from megatron.fill.records.segment import (
-    Ending,
     OpenSegment,
     RankFiles,
     Segment,
+    SegmentEnding,
     begin_segment,
     last_segment,
     read_segments,
@@ -28,12 +28,12 @@ from megatron.fill.records.tables import Table, column
 __all__ = [
     "RECORD_VERSION",
     "AgentFile",
-    "Ending",
     "NothingRecorded",
     "OpenSegment",
     "RankFiles",
     "RankWriter",
     "Segment",
+    "SegmentEnding",
     "Table",
     "add_up",
     "as_bubbles",
@@ -44,8 +44,6 @@ __all__ = [
     "read_agent",
     "read_rank",
     "read_segments",
-    "replacing",
     "write_agent",
     "write_rank",
-    "write_text",
 ]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import FillError
-from megatron.fill.records.files import append, head, line, read_lines, replacing
+from megatron.fill.linux.files import replacing
+from megatron.fill.records.files import append, head, line, read_lines
 from megatron.fill.records.tables import Table, as_columns, extend, names_of
 from megatron.fill.types import BubbleUse, JobRecord, JobState, WorkerRecord
 

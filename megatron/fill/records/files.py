@@ -1,11 +1,11 @@
-"""Files that are written whole or not at all, or line by line, and lines that are read until one was cut off."""
+"""Files that are written line by line, and read until a line was cut off."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,6 @@ _MODE = 0o644
 
 class NothingRecorded(FillError):
     """The file was made and nothing whole is in it: its writer was killed at once, or its machine went down."""
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write to and rename it at the end, so that no reader sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a whole file or none."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 def line(content: Mapping[str, Any]) -> bytes:

@@ -13,8 +13,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from megatron.fill.errors import FillError
+from megatron.fill.linux.files import replacing
 from megatron.fill.records.agent import Attempts, read_agent
-from megatron.fill.records.files import NothingRecorded, head, read_lines, replacing
+from megatron.fill.records.files import NothingRecorded, head, read_lines
 from megatron.fill.records.rank import read_rank
 from megatron.fill.types import Prices, RankRecord
 
@@ -23,7 +24,7 @@ _SEGMENT = "segment.json"
 _FILE = re.compile(r"(?P<who>rank|agent)(?P<rank>\d+)(?:-\d+)?(?P<running>\.running)?\.jsonl")
 
 
-class Ending(StrEnum):
+class SegmentEnding(StrEnum):
     """How a segment ended."""
 
     RUNNING = "running"  # it has not
@@ -60,7 +61,7 @@ class Segment:
     trace_iterations: int = 3
     prices: Prices | None = None
     ended_s: float | None = None
-    ending: Ending = Ending.CUT
+    ending: SegmentEnding = SegmentEnding.CUT
 
     def files(self) -> dict[int, RankFiles]:
         """By rank, in their order, what there is of it."""
@@ -142,7 +143,7 @@ class OpenSegment:
         with suppress(OSError):  # a file system that cannot: then it is taken for cut off until it has ended
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: SegmentEnding) -> None:
         """Say how it ended.
 
         Raises:
@@ -228,7 +229,9 @@ def _segment(folder: Path, number: int) -> Segment | None:
         del content["version"], content["kind"]
         prices = content["prices"]
         ended = content["ended_s"] is not None
-        ending = Ending(content["ending"]) if ended else Ending.RUNNING if _locked(path) else Ending.CUT
+        ending = (
+            SegmentEnding(content["ending"]) if ended else SegmentEnding.RUNNING if _locked(path) else SegmentEnding.CUT
+        )
         content |= {"folder": folder, "number": number, "ending": ending, "jobs": tuple(content["jobs"])}
         return Segment(**content | {"prices": None if prices is None else Prices(**prices)})
     except NothingRecorded:

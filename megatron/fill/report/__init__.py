@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from megatron.fill.errors import FillError
-from megatron.fill.records import RankFiles, Segment, last_segment, read_segments, write_text
+from megatron.fill.linux.files import write_text
+from megatron.fill.records import RankFiles, Segment, last_segment, read_segments
 from megatron.fill.report.build import ReportBuilder
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
 from megatron.fill.report.drawn import Drawn, choose_drawn

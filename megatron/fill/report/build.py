@@ -13,7 +13,7 @@ from statistics import fmean
 from megatron.fill.records import Segment
 from megatron.fill.report.cost import cost_of
 from megatron.fill.report.cycle import bubble_cycle
-from megatron.fill.report.part import Part, part_of
+from megatron.fill.report.part import RankPart, part_of
 from megatron.fill.report.schema import (
     BrakeReport,
     JobReport,
@@ -78,7 +78,7 @@ class ReportBuilder:
             self._ranks.append(_rank(last.info, tally, brakes))
             self._cycles.append(bubble_cycle(last))
 
-    def _count(self, part: Part, of_rank: Tally) -> None:
+    def _count(self, part: RankPart, of_rank: Tally) -> None:
         stage, ranks = self._stages.setdefault(part.info.stage, (Tally(), set()))
         ranks.add(part.info.rank)
         for tally in (of_rank, stage, self._total):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from megatron.fill.report.part import Done
+from megatron.fill.report.part import JobWork
 from megatron.fill.report.schema import Cost, HourPrices, JobReport, SideWork, Slowdown
 from megatron.fill.types import Prices
 
@@ -26,7 +26,7 @@ _NAMED = 3  # jobs
 def cost_of(
     with_s: float,
     slowdown: Slowdown | None,
-    done: Mapping[str, Done],
+    done: Mapping[str, JobWork],
     jobs: Sequence[JobReport],
     prices: Prices | None,
 ) -> Cost:
@@ -61,7 +61,7 @@ def cost_of(
     )
 
 
-def _side_work(job: str, done: Done, stated: float | None) -> SideWork:
+def _side_work(job: str, done: JobWork, stated: float | None) -> SideWork:
     alone = done.alone_work / done.alone_ns * _S if done.alone_ns > 0 and done.alone_work > 0 else None
     throughput = stated or alone
     return SideWork(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.fill.records import write_text
+from megatron.fill.linux.files import write_text
 from megatron.fill.report.schema import CycleBubble, Cycles, RankCycle
 from megatron.fill.report.seen import KINDS, Bubbles, Seen
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from megatron.fill.records import Ending, Segment
+from megatron.fill.records import Segment, SegmentEnding
 from megatron.fill.report.part import finite
 from megatron.fill.report.schema import AttemptReport, JobReport
 from megatron.fill.report.tally import ratio
@@ -25,7 +25,7 @@ def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRe
         attempts: the records of all agents, with the number of their segment.
         ask: of what the records do not say the end of.
     """
-    going = {segment.number for segment in segments if segment.ending is Ending.RUNNING}
+    going = {segment.number for segment in segments if segment.ending is SegmentEnding.RUNNING}
     merged: dict[tuple[str, str], tuple[JobRecord, list[AttemptReport]]] = {}
     for number, job in sorted(attempts, key=lambda one: (one[1].ended_s, one[0])):
         before, its = merged.get((job.name, job.directory), (None, []))

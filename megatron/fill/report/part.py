@@ -10,13 +10,13 @@ from operator import add
 import numpy as np
 
 from megatron.fill.records import column
-from megatron.fill.report.seen import KINDS, Iterations, Seen
+from megatron.fill.report.seen import KINDS, IterationTimes, Seen
 from megatron.fill.report.timeuse import TimeUse, time_use
 from megatron.fill.types import BubbleKind, RankInfo, WorkerRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class JobWork:
     """What one job did in bubbles, and while the main job stood still (``alone``); times in nanoseconds."""
 
     work: float = 0.0
@@ -25,12 +25,12 @@ class Done:
     alone_work: float = 0.0
     alone_ns: int = 0
 
-    def __add__(self, other: Done) -> Done:
-        return Done(*map(add, astuple(self), astuple(other)))
+    def __add__(self, other: JobWork) -> JobWork:
+        return JobWork(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """One rank in one segment; times in nanoseconds.
 
     Attributes:
@@ -56,7 +56,7 @@ class Part:
     time_use: dict[TimeUse, int]
     alone: float
     share: float
-    done: dict[str, Done]
+    done: dict[str, JobWork]
     latencies: np.ndarray
     overruns: np.ndarray
     errors: int
@@ -67,7 +67,7 @@ class Part:
         return sum(its.harvested_ns for its in self.done.values())
 
 
-def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord]) -> Part:
+def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord]) -> RankPart:
     """The part of one rank, from its record and those of the workers that ran in its bubbles."""
     its, bubbles = seen.iterations, seen.bubbles
     # What a broken-off iteration left has no iteration time to be a share of.  Sums that stand for older bubbles
@@ -76,12 +76,12 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord]) -> Part:
     fillable = int(bubbles.duration[bubbles.filling].sum())
     known = bubbles.predicted > 0
     alone, share = _efficiency(fillable, workers)
-    done: dict[str, Done] = {}
+    done: dict[str, JobWork] = {}
     for worker in workers:
         its_alone = (finite(worker.alone_work), worker.alone_ns)
-        more = Done(finite(worker.work_done), worker.steps_done, worker.harvested_ns, *its_alone)
-        done[worker.job] = done.get(worker.job, Done()) + more
-    return Part(
+        more = JobWork(finite(worker.work_done), worker.steps_done, worker.harvested_ns, *its_alone)
+        done[worker.job] = done.get(worker.job, JobWork()) + more
+    return RankPart(
         info=seen.info,
         segment=segment,
         number=its.number,
@@ -108,7 +108,7 @@ def finite(work: float) -> float:
     return work if math.isfinite(work) else 0.0
 
 
-def _filled(its: Iterations) -> int:
+def _filled(its: IterationTimes) -> int:
     """From the start of each iteration with filling to that of the next one, or to its end where none follows."""
     if not len(its.number):
         return 0

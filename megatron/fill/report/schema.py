@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron.fill.records import Ending
+from megatron.fill.records import SegmentEnding
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import BubbleKind, JobState
 
@@ -54,7 +54,7 @@ class PairedTimes(_Model):
     off: Times | None = Field(description="iterations with filling off")
 
 
-class Work(_Model):
+class WorkReport(_Model):
     """What one job did in the bubbles of one rank (in the total: of all ranks)."""
 
     job: str = Field(description="the job's name")
@@ -79,7 +79,7 @@ class Totals(_Model):
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
     time_use_ns: dict[TimeUse, int] = Field(description="the nanoseconds of fillable_s, by what became of them")
     steps: int = Field(description="side-task steps done in bubbles")
-    work: list[Work] = Field(description="what each job did here")
+    work: list[WorkReport] = Field(description="what each job did here")
     open_to_step_us: Percentiles | None = Field(description="from a gate's opening to the start of the first step")
     overrun_us: Percentiles | None = Field(description="how long the last step ran on after its bubble; 0 counts")
     paired: PairedTimes | None = Field(description="iteration times with filling on and off, inside paired blocks")
@@ -246,7 +246,7 @@ class SegmentReport(_Model):
     """One segment of the run: each time that its training was started."""
 
     number: int = Field(description="from 1; the name of its folder in records/")
-    ending: Ending = Field(description="how it ended: by itself, failed, cut off, or running if it has not")
+    ending: SegmentEnding = Field(description="how it ended: by itself, failed, cut off, or running if it has not")
     started_s: float = Field(description="when it was started, in seconds since 1970")
     ended_s: float | None = Field(description="when it ended, in seconds since 1970; null if it did not say so")
     ranks: int = Field(description="how many ranks it had")

@@ -16,7 +16,7 @@ _CODES = {kind: code for code, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True, slots=True)
-class Iterations:
+class IterationTimes:
     """Training iterations, an entry each; times in nanoseconds."""
 
     number: np.ndarray
@@ -47,7 +47,7 @@ class Seen:
     """The record of one rank."""
 
     info: RankInfo
-    iterations: Iterations
+    iterations: IterationTimes
     bubbles: Bubbles
 
 
@@ -57,7 +57,7 @@ def seen(record: RankRecord) -> Seen:
     started, opened = _numbers(its, "start_ns"), _numbers(bubbles, "start_ns")
     return Seen(
         record.info,
-        Iterations(
+        IterationTimes(
             number=_numbers(its, "iteration"),
             start=started,
             duration=_numbers(its, "end_ns") - started,

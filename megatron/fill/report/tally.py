@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from megatron.fill.report.part import Done, Part
-from megatron.fill.report.schema import PairedTimes, Percentiles, Times, Totals, Work
+from megatron.fill.report.part import JobWork, RankPart
+from megatron.fill.report.schema import PairedTimes, Percentiles, Times, Totals, WorkReport
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import BubbleKind, Iteration
 
@@ -80,11 +80,11 @@ class Tally:
         self._bubbles = dict.fromkeys(BubbleKind, 0)
         self._evaluation = dict.fromkeys(BubbleKind, 0)
         self._alone = self._share = 0.0
-        self.done: dict[str, Done] = {}  # by job
+        self.done: dict[str, JobWork] = {}  # by job
         self._time_use = dict.fromkeys(TimeUse, 0)
         self._errors = self._predicted = 0
 
-    def add(self, part: Part) -> None:
+    def add(self, part: RankPart) -> None:
         self.iterations[part.info.rank] += len(part.number)
         self.fillable += part.fillable
         self._times.add(part.duration)
@@ -99,7 +99,7 @@ class Tally:
         self._alone += part.alone
         self._share += part.share
         for job, done in part.done.items():
-            self.done[job] = self.done.get(job, Done()) + done
+            self.done[job] = self.done.get(job, JobWork()) + done
         for use, nanoseconds in part.time_use.items():
             self._time_use[use] += nanoseconds
         self._errors += part.errors
@@ -123,7 +123,7 @@ class Tally:
             time_use_ns=self._time_use,
             steps=sum(done.steps for done in self.done.values()),
             work=[
-                Work(
+                WorkReport(
                     job=job,
                     work_done=done.work,
                     unit="",
@@ -150,7 +150,7 @@ class MeanIterations:
         self._filling = np.zeros(0, dtype=bool)
         self._ranks = 0
 
-    def add(self, part: Part) -> None:
+    def add(self, part: RankPart) -> None:
         if not len(part.number):
             return
         self._ranks += 1

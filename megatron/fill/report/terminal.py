@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron.fill.display import one_line, state_colour
-from megatron.fill.records import Ending
+from megatron.fill.records import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.drawn import MANY
 from megatron.fill.report.rows import add_rows, named_rows, new_table
@@ -143,7 +143,7 @@ def _value(value: object) -> str:
 
 def _segment_lines(segments: Sequence[SegmentReport]) -> list[str]:
     """Which segments there are, unless it is one that ended by itself."""
-    if len(segments) == 1 and segments[0].ending is Ending.WELL:
+    if len(segments) == 1 and segments[0].ending is SegmentEnding.WELL:
         return []
     lines = []
     for segment in segments[-_SEGMENTS:]:
@@ -153,14 +153,18 @@ def _segment_lines(segments: Sequence[SegmentReport]) -> list[str]:
         said = f", no record of {lacking} of its {segment.ranks} ranks" if lacking > 0 else ""
         lines.append(f"  segment {segment.number}: {what}, {_ENDED[segment.ending]}{said}")
     more = [f"  and {len(segments) - _SEGMENTS} before them"] if len(segments) > _SEGMENTS else []
-    return ["the run so far:" if segments and segments[-1].ending is Ending.RUNNING else "the run:", *lines, *more]
+    return [
+        "the run so far:" if segments and segments[-1].ending is SegmentEnding.RUNNING else "the run:",
+        *lines,
+        *more,
+    ]
 
 
 _ENDED = {
-    Ending.RUNNING: "goes on",
-    Ending.WELL: "ended by itself",
-    Ending.FAILED: "failed",
-    Ending.CUT: "was cut off",
+    SegmentEnding.RUNNING: "goes on",
+    SegmentEnding.WELL: "ended by itself",
+    SegmentEnding.FAILED: "failed",
+    SegmentEnding.CUT: "was cut off",
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.fill.records import replacing
+from megatron.fill.linux.files import replacing
 from megatron.fill.report.bars import Bar, join, subtract
 from megatron.fill.report.schema import Summary
 from megatron.fill.report.window import Window, choose_window, near

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.records import write_text
+from megatron.fill.linux.files import write_text
 from megatron.fill.report.window import Window, choose_window, near
 from megatron.fill.types import Bubble, BubbleUse, RankRecord, WorkerRecord
 

@@ -54,6 +54,7 @@ class Cage:
         memory_files_bytes: the most that its files in memory (``/tmp``, ``/dev/shm``) may take.
         devices: files of ``/dev`` that it may use besides the harmless ones.
         host_memory_files: the machine's ``/dev/shm`` instead of one of its own: an MPS client needs that.
+        real_time: it keeps the power to choose its scheduling class; for the emulated device only.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -66,6 +67,7 @@ class Cage:
     memory_files_bytes: int = 1 << 30
     devices: tuple[str, ...] = ()
     host_memory_files: bool = False
+    real_time: bool = False
 
     @property
     def writable(self) -> list[str]:

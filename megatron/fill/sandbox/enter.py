@@ -85,12 +85,12 @@ def give_everything_up(cage: Cage) -> list[str]:
     lacking = [forgo_privileges()]
     bar_powers()
     if cage.user is not None and cage.group is not None:
-        become(cage.user, cage.group)
+        become(cage.user, cage.group, keeping=cage.real_time)
     network = cage.network or "net" in cage.namespaces
     lacking += enter_rules([*cage.writable, *_ALWAYS_WRITABLE], network)
-    lacking.append(give_up_powers())
+    lacking.append(give_up_powers(cage.real_time))
     hide_memory(False)  # a change of user has hidden it from the job itself, too
-    lacking.append(load_filter())
+    lacking.append(load_filter(cage.real_time))
     if len(os.listdir("/proc/self/task")) > 1:
         lacking.append("a thread that runs already keeps its powers")  # the kernel confines threads one by one
     return [reason for reason in lacking if reason]

@@ -19,15 +19,16 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.fill.errors import SandboxError
+from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from megatron.fill.linux.state import state_in
 from megatron.fill.sandbox.cage import Cage
-from megatron.fill.sandbox.calls import prctl
 from megatron.fill.sandbox.enter import give_everything_up, open_inner, open_outer
 from megatron.fill.sandbox.powers import hide_memory
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _READ_BYTES = 1 << 16
 
 
@@ -87,6 +88,11 @@ class Jail:
         while code is None:
             code = self._collect(0)
         return code
+
+    @property
+    def state(self) -> str:
+        """The kernel's letter for what the job's own process is at; X once it has gone."""
+        return state_in(Path(f"/proc/{self.pid}/stat"))
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the job, with all that it has started: it cannot leave its process group."""
@@ -150,10 +156,10 @@ class Jail:
         try:
             if not os.read(alive_r, 1):  # the caller has died
                 os._exit(1)
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if select.select([alive_r], [], [], 0)[0]:  # it died before the call
                 os._exit(1)
-            prctl(_PR_SET_CHILD_SUBREAPER, 1)  # without a process namespace, orphans come here all the same
+            prctl(PR_SET_CHILD_SUBREAPER, 1)  # without a process namespace, orphans come here all the same
             open_inner(self._cage)
             hide_memory(True)
             init = os.getpid()
@@ -173,7 +179,7 @@ class Jail:
         try:
             os.setpgid(0, 0)
             lacking = self._prepare() + give_everything_up(self._cage)
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
             if os.getppid() != init:
                 os._exit(1)
             _tell(told_w, lacking=lacking)

@@ -13,7 +13,7 @@ import stat
 import struct
 from collections.abc import Sequence
 
-from megatron.fill.sandbox.calls import system_call
+from megatron.fill.linux.libc import system_call
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 _ASK_VERSION, _PATH_BENEATH = 1, 1

@@ -6,12 +6,15 @@ import contextlib
 import errno
 import os
 import resource
+import struct
 from pathlib import Path
 
-from megatron.fill.sandbox.calls import capabilities, prctl
+from megatron.fill.linux.libc import prctl
+from megatron.fill.sandbox.calls import capabilities
 
-_PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 24, 38, 47
+_PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 8, 24, 38, 47
 _CLEAR_ALL = 4
+_CAP_SYS_NICE = 1 << 23
 _FIRST_TO_DIE = 1000  # the highest oom_score_adj
 _LOCKED_BYTES = 64 << 20  # what the kernel allows by default these days
 
@@ -41,12 +44,16 @@ def limit_resources(memory_bytes: int | None, tasks: int, files: int) -> list[st
     return []
 
 
-def become(uid: int, gid: int) -> None:
+def become(uid: int, gid: int, keeping: bool = False) -> None:
     """Become this user for good.
+
+    Args:
+        keeping: the capabilities are not lost with that, and have to be given up.
 
     Raises:
         OSError: the kernel refused it.
     """
+    prctl(_PR_SET_KEEPCAPS, int(keeping))
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
@@ -72,10 +79,15 @@ def bar_powers() -> None:
             number += 1
 
 
-def give_up_powers() -> str:
-    """Drop every capability for good, with no_new_privs set before; why not, if it cannot."""
+def give_up_powers(real_time: bool = False) -> str:
+    """Drop every capability for good, with no_new_privs set before; why not, if it cannot.
+
+    Args:
+        real_time: all but that one to choose a scheduling class, which programs that it starts do not have either.
+    """
+    kept = _CAP_SYS_NICE if real_time else 0
     try:
-        capabilities(bytes(24))
+        capabilities(struct.pack("6I", kept, kept, 0, 0, 0, 0))  # effective, permitted, inheritable
     except OSError as error:
         return f"root keeps its powers over other processes: {_name(error)}"
     return ""

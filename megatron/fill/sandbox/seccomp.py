@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+from collections.abc import Collection
 from typing import Any
 
 _LIBRARY = "libseccomp.so.2"
@@ -20,9 +21,10 @@ _NOT_EQUAL, _EQUAL, _GREATER, _MASKED_EQUAL = 1, 4, 6, 7
 
 # Processes: looking into others, and their memory.
 _TRACING = ("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp")
+_CLASS = "sched_setscheduler"
 # Who runs when and where, and which group of processes and which session they are of.
 _SCHEDULING = (
-    *("sched_setscheduler", "sched_setparam", "sched_setattr", "sched_setaffinity", "setpriority", "ioprio_set"),
+    *(_CLASS, "sched_setparam", "sched_setattr", "sched_setaffinity", "setpriority", "ioprio_set"),
     *("setsid", "setpgid", "vhangup", "move_pages", "migrate_pages"),
 )
 _FILES = (
@@ -52,10 +54,13 @@ class _Condition(ctypes.Structure):
     _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
-def load_filter() -> str:
+def load_filter(real_time: bool = False) -> str:
     """Refuse those calls for this thread and all that it starts, for good; why not, if that cannot be.
 
     ``no_new_privs`` must have been set.
+
+    Args:
+        real_time: it may choose its scheduling class, as far as its powers go.
     """
     try:
         library = _open()
@@ -66,7 +71,7 @@ def load_filter() -> str:
         return f"no system call is refused: {_LIBRARY} does not start"
     try:
         library.seccomp_attr_set(context, _OPTIMIZE, 2)  # a version that cannot is only slower
-        _add_rules(library, context)
+        _add_rules(library, context, (_CLASS,) if real_time else ())
         code = library.seccomp_load(context)
     finally:
         library.seccomp_release(context)
@@ -85,7 +90,7 @@ def _open() -> Any:
     return library
 
 
-def _add_rules(library: Any, context: int) -> None:
+def _add_rules(library: Any, context: int, allowed: Collection[str]) -> None:
     def refuse(name: str, *conditions: tuple[int, int, int, int], code: int = errno.EPERM) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:  # this architecture, or this libseccomp, does not have it
@@ -94,7 +99,8 @@ def _add_rules(library: Any, context: int) -> None:
         library.seccomp_rule_add_array(context, _ERRNO | code, number, len(conditions), array)
 
     for name in (*_TRACING, *_SCHEDULING, *_FILES, *_DOORS, *_MACHINE):
-        refuse(name)
+        if name not in allowed:
+            refuse(name)
     refuse("prlimit64", (0, _NOT_EQUAL, 0, 0))  # of another process
     refuse("clone3", code=errno.ENOSYS)  # its flags cannot be seen from here; every C library falls back to clone
     for flag in _NAMESPACES:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from math import inf, isfinite, isnan
+from pkgutil import resolve_name
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
@@ -159,11 +159,10 @@ def _term(part: str, text: str) -> tuple[float, str, ScoreFunction]:
 def _function(name: str, text: str) -> ScoreFunction:
     if name in POLICIES:
         return POLICIES[name]
-    module, colon, attribute = name.partition(":")
-    if not (module and colon and attribute):
+    if not all(name.partition(":")):
         raise ConfigError(f"policy {text!r}: {name!r} is none of {', '.join(POLICIES)}, nor module:function")
     try:
-        function = getattr(import_module(module), attribute)
+        function = resolve_name(name)
     except Exception as error:  # someone else's module
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"policy {text!r}: cannot import {name}: {reason}; expected module:function") from error

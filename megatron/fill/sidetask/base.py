@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron.fill.hearsay import to_json
+from megatron.fill.linux.files import write_text
 
 RESULT = "result.json"  # in the job's folder
 
@@ -30,7 +32,8 @@ class TaskContext:
 
     Attributes:
         name: the job's name.
-        index, count: which instance it is of a job with a count, from 0, and of how many; 0 and 1 without.
+        index: which instance it is of a job with a count, from 0; 0 without.
+        count: how many instances there are; 1 without.
         device: the torch device of the task: ``"cpu"`` or ``"cuda:0"``.
         memory_bytes: the cap on the task's memory; None for none.
         directory: the job's own folder, for whatever the task writes.
@@ -38,6 +41,7 @@ class TaskContext:
         logger: writes to the job's output.log.
         total_work: how much work there is in all, in the task's unit, where it is known.
         result: what ``report`` collected.
+        aside: a context for what ``init`` does for long without its device: inside, it is not held between bubbles.
     """
 
     name: str
@@ -50,6 +54,7 @@ class TaskContext:
     logger: logging.Logger = field(default_factory=lambda: logging.getLogger("pipefill.task"))
     total_work: float | None = None
     result: dict[str, Any] = field(default_factory=dict)
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def report(self, **values: Any) -> None:
         """Record results (say, ``accuracy=0.97``); the last value of each name stands in the report.
@@ -61,22 +66,21 @@ class TaskContext:
         merged = self.result | values
         text = to_json(merged)
         self.result = merged
-        scratch = self.directory / f"{RESULT}.part"
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, self.directory / RESULT)
+        write_text(self.directory / RESULT, text)
 
 
 class SideTask:
     """Work done in small steps inside pipeline bubbles.
 
     Subclass it and override ``run_next_step``; override the rest as needed.  The callbacks are called in this order,
-    each from one thread::
+    each from one thread:
 
         create(**args) -> init() -> [start() -> run_next_step() ... -> pause()] ... -> stop()
 
-    ``create`` and ``init`` run once, outside bubbles, at idle priority; ``start``, ``run_next_step`` and ``pause`` run
-    inside bubbles.  The runtime measures each step, and begins one only if it is expected to end before the bubble
-    does, so make steps short (a few milliseconds) and of even length.
+    ``create`` and ``init`` run once, outside bubbles, at idle priority; on a GPU ``init`` and ``state_dict`` run within
+    bubbles and are held between them.  ``start``, ``run_next_step`` and ``pause`` run inside bubbles.  The runtime
+    measures each step, and begins one only if it is expected to end before the bubble does, so make steps short (a few
+    milliseconds) and of even length.
 
     Attributes:
         unit: what a unit of work is: samples, edges, images, tokens, ...

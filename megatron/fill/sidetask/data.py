@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
-from collections.abc import Iterator
+import pkgutil
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,11 @@ def load_object(argument: str, path: object) -> Any:
     Raises:
         ValueError: naming the argument, if there is no such thing.
     """
-    module, colon, name = path.partition(":") if isinstance(path, str) else ("", "", "")
-    if not (module and colon and name):
+    if not isinstance(path, str) or not all(path.partition(":")):
         raise ValueError(f"{argument} is {path!r}: expected module:name")
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{argument} is {path!r}: {error}") from error
 
 
@@ -71,10 +70,15 @@ class Samples:
         """
         if self.length is None:
             return itertools.islice(iter(self.source), skip, None)
-        order = range(self.length)
-        if seed is not None:
-            order = np.random.default_rng((seed, epoch)).permutation(self.length).tolist()
-        return (self.get(index) for index in order[skip:])
+        return (self.get(index) for index in self.order(seed, epoch)[skip:])
+
+    def order(self, seed: int | None, epoch: int) -> Sequence[int]:
+        """The indices of a source with a length, in the order of this epoch."""
+        assert self.length is not None
+        if seed is None:
+            return range(self.length)
+        shuffled: list[int] = np.random.default_rng((seed, epoch)).permutation(self.length).tolist()
+        return shuffled
 
     def first(self, count: int) -> list[Any]:
         """``count`` samples to try a model with: the first ones, again and again if there are not as many.
@@ -111,10 +115,10 @@ class RandomData:
         """``length``: tokens of a text, or pixels along a side; ``fields``: as for ``build_model``."""
         workload = find_workload(name)
         merged = workload.fields(size, fields)
-        self._text = workload.kind != "timm"
+        self._text = workload.is_text
         self._classes = int(merged.get("num_labels", 2) if self._text else merged["num_classes"])
         self._tokens = int(merged.get("vocab_size", 30_522))
-        self._length = length or workload.length[size == "tiny"]
+        self._length = length or workload.length(size)
         self._samples, self._seed = samples, seed
 
     def __len__(self) -> int:

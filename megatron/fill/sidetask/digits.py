@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any, ClassVar
 
@@ -10,9 +9,11 @@ import numpy as np
 
 from megatron.fill.sidetask.base import SideTask
 from megatron.fill.sidetask.checks import check_whole
+from megatron.fill.sidetask.state import on_cpu
 
 _SPLIT_SEED = 20240501
 _TEST_SAMPLES = 360  # of 1797
+_TRAIN, _TEST = range(2)  # kinds of steps
 
 
 class DigitsTraining(SideTask):
@@ -81,16 +82,13 @@ class DigitsTraining(SideTask):
         if self._epochs and self._epoch >= self._epochs:
             raise StopIteration
         work = self._train() if self._position < self._samples else self._test()
-        if self.context.device != "cpu":  # a step ends when its kernels do
-            import torch
-
-            torch.cuda.synchronize(self.context.device)
+        self.next_node = _TRAIN if self._position < self._samples else _TEST
         return work
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "model": {name: value.cpu().clone() for name, value in self.model.state_dict().items()},
-            "optimizer": _on_cpu(self._optimizer.state_dict()),
+            "model": on_cpu(dict(self.model.state_dict())),
+            "optimizer": on_cpu(self._optimizer.state_dict()),
             "epoch": self._epoch,
             "position": self._position,
             "correct": self._correct,
@@ -103,6 +101,7 @@ class DigitsTraining(SideTask):
         self._epoch, self._correct = state["epoch"], state["correct"]
         self._begin_epoch()
         self._position = state["position"]
+        self.next_node = _TRAIN if self._position < self._samples else _TEST
         self.context.report(**state["result"])
 
     def _train(self) -> float:
@@ -162,12 +161,3 @@ def _net() -> Any:
         nn.ReLU(),
         nn.Linear(64, 10),
     )
-
-
-def _on_cpu(value: Any) -> Any:
-    """A copy of an optimizer's state with every tensor in host memory."""
-    if isinstance(value, dict):
-        return {key: _on_cpu(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_on_cpu(entry) for entry in value]
-    return value.detach().cpu().clone() if hasattr(value, "detach") else copy.deepcopy(value)

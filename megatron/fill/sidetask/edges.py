@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -121,3 +122,13 @@ def load_graph(edges: int | str, nodes: int, seed: int) -> Graph:
         return read_graph(Path(edges).expanduser())
     check_whole(edges=(edges, 1), nodes=(nodes, 2), seed=(seed, 0))
     return power_law_graph(nodes, edges, seed)
+
+
+def check_same_graph(checksum: int, state: Mapping[str, Any]) -> None:
+    """Whether a checkpoint is of the graph with this checksum.
+
+    Raises:
+        ValueError: it is of another one.
+    """
+    if state["graph"] != checksum:
+        raise ValueError(f"the checkpoint is of another graph ({state['graph']:08x}); expected {checksum:08x}")

@@ -38,7 +38,11 @@ class EmbedTexts(BatchInferenceJob):
 
         Args:
             folder: of ``*.txt`` files; a relative path is relative to the job's folder.
-            output, batch_sizes, part_rows, pieces, split: as for ``BatchInferenceJob``.
+            output: as for ``BatchInferenceJob``.
+            batch_sizes: as for ``BatchInferenceJob``.
+            part_rows: as for ``BatchInferenceJob``.
+            pieces: as for ``BatchInferenceJob``.
+            split: as for ``BatchInferenceJob``.
 
         Raises:
             ValueError: an argument is wrong, or the folder has no such file.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from megatron.fill.profiles import Configuration
+from megatron.fill.profiles import Configuration, Offload
 from megatron.fill.sidetask.checks import check_whole
 from megatron.fill.sidetask.modeljob import ModelJob
 from megatron.fill.sidetask.parquet import ParquetFile
@@ -32,16 +33,21 @@ class BatchInferenceJob(ModelJob):
         seed: int = 0,
         pieces: int = 24,
         split: str = "auto",
+        offload: list[str] | None = None,
     ) -> None:
         """Build model and data.
 
         Args:
-            model, data: as for ``TrainingJob``; targets are ignored.
+            model: as for ``TrainingJob``.
+            data: as for ``TrainingJob``; targets are ignored.
             output: the Parquet file; relative to the job's folder.
             batch_sizes: what a batch may be; None for 1 to 32.
             part_rows: rows written at a time.
             seed: of the model's weights, where they are random.
-            pieces, split: as for ``split_model``.
+            pieces: as for ``split_model``.
+            split: as for ``split_model``.
+            offload: where the weights may be: ``none`` for the device, ``weights`` for host memory, from which they
+                come piece by piece.  None for both where there is a device, and for ``none`` on the CPU.
 
         Raises:
             ValueError: an argument is wrong.
@@ -53,6 +59,7 @@ class BatchInferenceJob(ModelJob):
             raise ValueError("batch_sizes is []: expected at least one, or none at all")
         for size in self._sizes:
             check_whole(batch_sizes=(size, 1))
+        self._offloads = self._ways_to_offload(offload)
         args = {"model": model, "model_args": model_args, "data": data, "data_args": data_args}
         self._prepare(args, seed, pieces, split)
         self.model.eval()
@@ -62,15 +69,17 @@ class BatchInferenceJob(ModelJob):
         self._file = ParquetFile(path, part_rows)
         self._done = 0  # samples
         self._ended = False  # the samples; what is left is to put the file together
-        self._configuration = Configuration(self._sizes[0])
+        self._streamed: Any = None
+        self._configuration = self.configurations()[0]
         if self._samples.length is not None:
             self.context.total_work = float(self._samples.length)
 
     def configurations(self) -> list[Configuration]:
-        """Every batch size."""
-        return [Configuration(size) for size in self._sizes]
+        """Every batch size, with the weights on the device, and streamed to it."""
+        return [Configuration(size, False, offload) for size in self._sizes for offload in self._offloads]
 
     def init(self) -> None:
+        """Move to the device, and split; that takes the whole model there, also where its weights are streamed then."""
         self.model.to(self.context.device)
         self._stream = self._samples.epoch(None, 0, self._done)
         self._arrange()
@@ -130,10 +139,28 @@ class BatchInferenceJob(ModelJob):
 
     def _arrange(self) -> None:
         """Split for the present batch size."""
+        from megatron.fill.sidetask.split import Streamed
+
+        if self._streamed is not None:
+            self._streamed.end()
+            self._streamed = None
         inputs, _ = self._example(self._configuration.batch_size)
         split = self._split_for(inputs)
         self.split, self._pieces_made = split.how, len(split.segments)
+        if self._configuration.offload is Offload.WEIGHTS:
+            self._streamed = Streamed(self.model, split, self.context.device)
         self.next_node = 0
+
+    def _resident(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._streamed is None else self._streamed.all_there()
+
+    def _ways_to_offload(self, wanted: list[str] | None) -> list[Offload]:
+        if wanted is None:
+            return [Offload.NONE] if self.context.device == "cpu" else [Offload.NONE, Offload.WEIGHTS]
+        known = [Offload.NONE, Offload.WEIGHTS]
+        if not wanted or any(way not in known for way in wanted):
+            raise ValueError(f"offload is {wanted}: expected a list of none, weights, or both")
+        return [way for way in known if way in wanted]
 
     def _begin(self) -> None:
         from megatron.fill.sidetask.split import Call, PieceRunner, Randomness
@@ -145,7 +172,8 @@ class BatchInferenceJob(ModelJob):
         missing = self._full_batch() - len(self._batch)
         inputs, _ = self._collate(self._batch + [self._batch[-1]] * missing)
         split = self._split_for(inputs, prepared=False)
-        self._runner = PieceRunner(split, Randomness(self.context.device, self._seed, self._done))
+        randomness = Randomness(self.context.device, self._seed, self._done)
+        self._runner = PieceRunner(split, randomness, resident=self._streamed)
         self._runner.begin(Call(inputs).leaves)
 
     def _next_batch(self) -> list[Any]:

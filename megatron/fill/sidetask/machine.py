@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.fill.errors import TaskError
@@ -12,6 +13,9 @@ class TaskMachine:
     """Takes one task through its states and calls its callbacks.
 
     An exception of a callback passes through unchanged; ``callback`` then names the one that raised it.
+
+    Attributes:
+        enter: called before and after ``init``, which is where the task begins to use its device.
     """
 
     def __init__(self, task: SideTask, context: TaskContext) -> None:
@@ -19,6 +23,7 @@ class TaskMachine:
         self.task.context = context
         self.state = TaskState.SUBMITTED
         self.callback = ""
+        self.enter: Callable[[], None] = lambda: None
 
     def create(self, args: dict[str, Any]) -> None:
         self._expect(TaskState.SUBMITTED, "create")
@@ -31,7 +36,9 @@ class TaskMachine:
 
     def init(self) -> None:
         self._expect(TaskState.CREATED, "init")
+        self.enter()
         self.task.init()
+        self.enter()
         self.state = TaskState.PAUSED
 
     def start(self) -> None:

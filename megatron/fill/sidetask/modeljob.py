@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 from megatron.fill.errors import TaskError
@@ -58,9 +60,9 @@ class ModelJob(NodeTask):
         if self._splits:
             self._arrange()
 
+    @abstractmethod
     def _arrange(self) -> None:
         """Split for every batch shape of the present configuration, and begin an iteration."""
-        raise NotImplementedError(f"{type(self).__name__} does not override _arrange()")
 
     def _split_for(self, inputs: Any, pieces: int | None = None, prepared: bool = True) -> Any:
         """The split for a batch; one of a shape that was not prepared runs whole unless its pieces fit any shape."""
@@ -73,8 +75,13 @@ class ModelJob(NodeTask):
                 self._splits[key] = first
             else:
                 way = self._way if prepared else "whole"
-                self._splits[key] = split_model(self.model, inputs, way, pieces or self._pieces)
+                with self._resident():
+                    self._splits[key] = split_model(self.model, inputs, way, pieces or self._pieces, self.context.aside)
         return self._splits[key]
+
+    def _resident(self) -> contextlib.AbstractContextManager[None]:
+        """All weights are on the device inside; override it where they may be elsewhere."""
+        return contextlib.nullcontext()
 
     def _example(self, count: int) -> tuple[Any, Any]:
         """A batch of ``count`` samples to try the model with: inputs and targets."""

@@ -1,14 +1,4 @@
-"""The paper's workloads (PipeFill, table 1): built from configurations with random weights, nothing is downloaded.
-
-=================  ================================================  ===================
-name               what ``size: full`` is                            parameters
-=================  ================================================  ===================
-efficientnet       timm's ``efficientnetv2_l`` (or ``variant``)      118.5 million
-bert-base          BERT, 12 layers of 768                            109.5 million
-bert-large         BERT, 24 layers of 1024                           335.1 million
-swin-large         timm's ``swin_large_patch4_window7_224``          196.5 million
-xlm-roberta-xl     XLM-RoBERTa, 36 layers of 2560                    3.48 billion
-=================  ================================================  ===================
+"""The models that come with PipeFill (``megatron.fill.models``), built with random weights: nothing is downloaded.
 
 All of them classify: images into 1,000 classes, texts into two.  ``size: tiny`` is the same architecture with a few
 narrow layers, for tests and for trying things out.  Any field of the configuration can be given besides
@@ -22,17 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.errors import TaskError
+from megatron.fill.models import MODELS, Model
 
-_BERT = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
-_BERT_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-_XLM_XL = {
-    "vocab_size": 250_880,
-    "max_position_embeddings": 514,
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "intermediate_size": 10_240,
-}
 _TINY_TEXT = {
     "vocab_size": 500,
     "max_position_embeddings": 66,
@@ -41,47 +22,58 @@ _TINY_TEXT = {
     "num_attention_heads": 2,
     "intermediate_size": 64,
 }
-_SWIN = {"variant": "swin_large_patch4_window7_224", "num_classes": 1000}
-_TINY_SWIN = {
-    "img_size": 32,
-    "window_size": 4,
-    "embed_dim": 16,
-    "depths": (2, 2),
-    "num_heads": (2, 4),
-    "num_classes": 10,
+_TINY_SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4)}
+_TINY: dict[str, dict[str, Any]] = {  # what overrides the full size
+    "efficientnet-b4": {"variant": "test_efficientnet"},
+    "efficientnet-v2-l": {"variant": "test_efficientnet"},
+    "swin-large": _TINY_SWIN,
+    "resnet18": {"variant": "test_resnet"},
+    "resnet50": {"variant": "test_resnet"},
+    "vgg19": {"variant": "vgg11", "mlp_ratio": 0.01},
 }
-_EFFICIENTNET = {"variant": "efficientnetv2_l", "num_classes": 1000}
-_TINY_EFFICIENTNET = {"variant": "test_efficientnet", "num_classes": 10}
+_TINY_LENGTH = {"timm": 32, "text": 16}  # pixels along a side, or tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One of the paper's fill jobs.
+    """A model of the table, as it is built here."""
 
-    Attributes:
-        kind: ``bert``, ``xlm-roberta-xl`` or ``timm``.
-        full, tiny: the fields of its configuration in the two sizes; ``tiny`` overrides ``full``.
-        length: of its inputs in the two sizes: tokens of a text, or pixels along a side of an image.
-    """
+    model: Model
 
-    kind: str
-    full: dict[str, Any]
-    tiny: dict[str, Any]
-    length: tuple[int, int]
+    @property
+    def is_text(self) -> bool:
+        return self.model.shape is not None
+
+    def length(self, size: str) -> int:
+        """Of its inputs: tokens of a text, or pixels along a side of an image."""
+        return _TINY_LENGTH["text" if self.is_text else "timm"] if size == "tiny" else self.model.length
 
     def fields(self, size: str, overrides: dict[str, Any]) -> dict[str, Any]:
+        """Of the model's configuration, in this size.
+
+        Raises:
+            ValueError: there is no such size.
+        """
         if size not in ("full", "tiny"):
             raise ValueError(f"size is {size!r}: expected 'full' or 'tiny'")
-        return self.full | (self.tiny if size == "tiny" else {}) | overrides
+        shape = self.model.shape
+        if shape is None:
+            full: dict[str, Any] = {"variant": self.model.variant, "num_classes": 1000}
+            tiny = {"num_classes": 10} | _TINY[self.model.name]
+        else:
+            full = {
+                "vocab_size": shape.vocabulary,
+                "max_position_embeddings": shape.positions,
+                "hidden_size": shape.hidden,
+                "num_hidden_layers": shape.layers,
+                "num_attention_heads": shape.heads,
+                "intermediate_size": 4 * shape.hidden,
+            }
+            tiny = _TINY_TEXT
+        return full | (tiny if size == "tiny" else {}) | overrides
 
 
-WORKLOADS: dict[str, Workload] = {
-    "efficientnet": Workload("timm", _EFFICIENTNET, _TINY_EFFICIENTNET, (384, 32)),
-    "bert-base": Workload("bert", _BERT, _TINY_TEXT, (128, 16)),
-    "bert-large": Workload("bert", _BERT_LARGE, _TINY_TEXT, (128, 16)),
-    "swin-large": Workload("timm", _SWIN, _TINY_SWIN, (224, 32)),
-    "xlm-roberta-xl": Workload("xlm-roberta-xl", _XLM_XL, _TINY_TEXT, (128, 16)),
-}
+WORKLOADS: dict[str, Workload] = {name: Workload(model) for name, model in MODELS.items()}
 
 
 def find_workload(name: str) -> Workload:
@@ -105,7 +97,7 @@ def build_model(name: str, size: str = "full", **overrides: Any) -> Any:
     """
     workload = find_workload(name)
     fields = workload.fields(size, overrides)
-    if workload.kind == "timm":
+    if not workload.is_text:
         timm = need("timm")
         variant = fields.pop("variant")
         try:
@@ -113,10 +105,9 @@ def build_model(name: str, size: str = "full", **overrides: Any) -> Any:
         except (TypeError, RuntimeError) as error:  # an unknown argument; an unknown variant
             raise ValueError(f"model_args of {name}: {error}") from error
     transformers = need("transformers")
-    config_class, model_class = {
-        "bert": (transformers.BertConfig, transformers.BertForSequenceClassification),
-        "xlm-roberta-xl": (transformers.XLMRobertaXLConfig, transformers.XLMRobertaXLForSequenceClassification),
-    }[workload.kind]
+    family = "XLMRobertaXL" if name == "xlm-roberta-xl" else "Bert"
+    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, f"{family}ForSequenceClassification")
     unknown = set(fields) - set(config_class().to_dict())
     if unknown:
         raise ValueError(f"model_args of {name}: unknown {', '.join(sorted(unknown))}: expected fields of BertConfig")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from megatron.fill.profiles import Configuration
 from megatron.fill.sidetask.base import SideTask
 
 
-class NodeTask(SideTask):
+class NodeTask(SideTask, ABC):
     """A side task whose step is the next node of a list; one pass over the list is an iteration.
 
     The runtime measures the nodes in each of ``configurations()``, has an execution plan made of them, and calls
@@ -24,14 +26,14 @@ class NodeTask(SideTask):
         """The ways in which this job can run, the preferred first; called after ``create``."""
         return [Configuration()]
 
+    @abstractmethod
     def configure(self, configuration: Configuration) -> None:
         """Go on in this configuration."""
-        raise NotImplementedError(f"{type(self).__name__} does not override configure()")
 
+    @abstractmethod
     def node_names(self) -> tuple[str, ...]:
         """The nodes of an iteration in the present configuration, in order; called after ``init``."""
-        raise NotImplementedError(f"{type(self).__name__} does not override node_names()")
 
+    @abstractmethod
     def iteration_work(self) -> float:
         """The work of one full iteration in the present configuration, in ``unit``."""
-        raise NotImplementedError(f"{type(self).__name__} does not override iteration_work()")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import TaskError
+from megatron.fill.linux.files import replacing
 from megatron.fill.sidetask.models import need
 
 
@@ -84,11 +85,8 @@ class ParquetFile:
     def _write_part(self, count: int) -> None:
         arrow = self._arrow
         columns = {name: _column(arrow, values[:count]) for name, values in self.rows.items()}
-        self._parts.mkdir(parents=True, exist_ok=True)
-        path = self._part_path(self._part)
-        scratch = path.with_suffix(".scratch")
-        self._parquet.write_table(arrow.table(columns), scratch)
-        os.replace(scratch, path)
+        with replacing(self._part_path(self._part)) as temporary:
+            self._parquet.write_table(arrow.table(columns), temporary)
         self.rows = {name: values[count:] for name, values in self.rows.items()}
         self._part += 1
 

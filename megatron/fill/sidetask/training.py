@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 from megatron.fill.errors import TaskError
 from megatron.fill.profiles import Configuration, Offload
 from megatron.fill.sidetask.checks import check_whole
 from megatron.fill.sidetask.data import classification_loss, load_object
+from megatron.fill.sidetask.iteration import Course, NodeIteration
 from megatron.fill.sidetask.modeljob import ModelJob
 from megatron.fill.sidetask.models import WORKLOADS
+from megatron.fill.sidetask.state import on_cpu
 
 _REPORT_EVERY = 100  # iterations
 
@@ -48,14 +49,17 @@ class TrainingJob(ModelJob):
         """Build model, data and optimizer.
 
         Args:
-            model, data, optimizer: ``module:factory``; ``model`` may be a name of ``models.WORKLOADS``, which has
-                random data and a loss.
+            model: ``module:factory``, or a name of ``models.WORKLOADS``, which has random data and a loss.
+            data: ``module:factory``.
+            optimizer: ``module:factory``.
             loss: ``module:function`` of (output, target), the *mean* over the samples.
             batch_size: samples a step of the optimizer.
             micro_batch_sizes: how many of them may pass through the model at a time; None for all divisors.
-            epochs, steps: when to end: one of the two.
+            epochs: when to end: this or ``steps``.
+            steps: when to end: this or ``epochs``.
             seed: of weights, order and dropout.
-            pieces, split: as for ``split_model``.
+            pieces: as for ``split_model``.
+            split: as for ``split_model``.
 
         Raises:
             ValueError: an argument is wrong.
@@ -81,12 +85,12 @@ class TrainingJob(ModelJob):
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise ValueError(f"optimizer is {optimizer!r}: it needs a closure: expected one that steps without")
-        self._batch_size, self._epochs, self._steps = batch_size, epochs, steps
-        self._epoch = self._position = self._iteration = 0  # epochs done; samples done in this one; steps done
+        self._batch_size = batch_size
+        self._course = Course(self._samples, seed, batch_size, epochs, steps, self._report)
+        self.context.total_work = self._course.total_work
         self._losses: list[float] = []  # of the iterations since the last report
         self._left: dict[str, Any] | None = None  # of a checkpoint between two optimizer nodes
         self._configuration = self.configurations()[0]
-        self._set_total()
 
     def _make_optimizer(self) -> None:
         from megatron.fill.sidetask.optimizing import Slices, is_elementwise
@@ -130,16 +134,10 @@ class TrainingJob(ModelJob):
             self._finish_step(self._left)
             self._left = None
         self._arrange()
-        self._stream: Iterator[Any] | None = None
-        self._pending: int | None = None  # the optimizer node that comes next, while they run
+        self._committed = False  # the iteration counts as done, and some of its optimizer nodes are left
 
     def node_names(self) -> tuple[str, ...]:
-        many = self._batch_size > self._configuration.batch_size
-        return tuple(
-            (f"micro-batch {micro} " if many and phase != "optimizer" else "")
-            + (phase if phase == "loss" else f"{phase} {index}")
-            for phase, micro, index in self._nodes
-        )
+        return self._iteration.names()
 
     def iteration_work(self) -> float:
         return float(self._batch_size)
@@ -148,47 +146,37 @@ class TrainingJob(ModelJob):
         """Run one node; an iteration's work comes with its first optimizer node, from which on it is never redone."""
         if self.next_node == 0:
             self._begin_iteration()
-        phase, micro, index = self._nodes[self.next_node]
-        work = 0.0
-        if phase == "forward":
-            if index == 0:
-                self._begin_micro_batch(micro)
-            self._runner.forward(index)
-        elif phase == "loss":
-            share = self._runner_samples / len(self._batch)
-            self._loss_sum += self._runner.loss(lambda output: self._checked_loss(output, self._target) * share)
-        elif phase == "backward":
-            self._runner.backward(index)
+        group, work = self._iteration.group(self.next_node), 0.0
+        if group is None:
+            self._iteration.run(self.next_node)
         else:
-            if index == 0:
+            if group == 0:
                 work = self._commit()
-            self._optimize(index)
+            self._optimize(group)
         self._synchronize()
-        self._advance()
+        self.next_node = self._iteration.after(self.next_node)
+        self._committed = self._committed and self.next_node > 0
         return work
 
     def state_dict(self) -> dict[str, Any]:
         """The state when the present iteration began; between optimizer nodes, with the gradients not yet used."""
-        started = self.next_node > 0 and self._pending is None
-        buffers = self._buffers if started else {}
+        buffers = self._buffers if self.next_node > 0 and not self._committed else {}
         state: dict[str, Any] = {
-            "model": {k: _on_cpu(buffers.get(k, v)) for k, v in self.model.state_dict().items()},
-            "optimizer": _on_cpu(self.optimizer.state_dict()),
-            "epoch": self._epoch,
-            "position": self._position,
-            "iteration": self._iteration,
+            "model": {k: on_cpu(buffers.get(k, v)) for k, v in self.model.state_dict().items()},
+            "optimizer": on_cpu(self.optimizer.state_dict()),
+            **self._course.state_dict(),
             "losses": list(self._losses),
             "result": dict(self.context.result),
         }
-        if self._pending is not None:
+        if self._committed:
             named = self._slices.parameters
-            state["gradients"] = {name: _on_cpu(p.grad) for name, p in named if p.grad is not None}
+            state["gradients"] = {name: on_cpu(p.grad) for name, p in named if p.grad is not None}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self._epoch, self._position, self._iteration = state["epoch"], state["position"], state["iteration"]
+        self._course.load_state_dict(state)
         self._losses = list(state["losses"])
         self._left = state.get("gradients")
         self.context.report(**state["result"])
@@ -202,41 +190,24 @@ class TrainingJob(ModelJob):
             raise ValueError("loss is None: expected module:function, or a subclass that overrides loss()")
         return None
 
-    def _set_total(self) -> None:
-        length, batch = self._samples.length, self._batch_size
-        if length is None:
-            self.context.total_work = None if self._steps is None else float(self._steps * batch)
-        elif self._steps is None:
-            self.context.total_work = float((self._epochs or 0) * length)
-        else:
-            epochs, rest = divmod(self._steps, -(-length // batch))
-            self.context.total_work = float(epochs * length + min(rest * batch, length))
-
     def _arrange(self) -> None:
         """Split for the present micro-batch and for what is left at the end of an epoch, and list the nodes."""
         from megatron.fill.sidetask.optimizing import Offloaded, group_parameters
 
         size, length = self._configuration.batch_size, self._samples.length
         self._offloaded = Offloaded(self._configuration.offload, self.context.device)
+        self._offloaded.keep(self.model, self.optimizer)  # an earlier configuration may have kept them elsewhere
         first, *others = (self._try(count) for count in self._sizes(size, length))
         self.split = first.how
         count = max(len(s.segments) for s in (first, *others))
-        micros = self._batch_size // size
         self._groups = group_parameters(self.optimizer, self._parameters, self._pieces)
-        self._nodes = [
-            *(
-                node
-                for m in range(micros)
-                for node in (
-                    *(("forward", m, i) for i in range(count)),
-                    ("loss", m, 0),
-                    *(("backward", m, i) for i in reversed(range(count))),
-                )
-            ),
-            *(("optimizer", 0, i) for i in range(len(self._groups))),
-        ]
-        self._offloaded.keep(self.model, self.optimizer)
+        self._iteration = NodeIteration(
+            self._batch_size, size, count, len(self._groups), self._begin_pass, self._checked_loss
+        )
         self.next_node = 0
+
+    def _resident(self) -> contextlib.AbstractContextManager[None]:
+        return self._offloaded.weights(list(self.model.parameters()))
 
     def _sizes(self, size: int, length: int | None) -> list[int]:
         """All sizes of micro-batches that can come, the usual one first."""
@@ -247,13 +218,12 @@ class TrainingJob(ModelJob):
 
     def _try(self, count: int) -> Any:
         """Split for a batch of so many samples, and take it forward and backward once."""
-        from megatron.fill.sidetask.split import Call, PieceRunner, Randomness, restored
+        from megatron.fill.sidetask.split import Randomness, restored
 
         inputs, target = self._example(count)
         split = self._split_for(inputs)
         with restored(list(self.model.buffers())):
-            runner = PieceRunner(split, Randomness(self.context.device, 0), True, self._configuration.checkpointing)
-            runner.begin(Call(inputs).leaves)
+            runner = self._runner(split, Randomness(self.context.device, 0), inputs)
             for index in range(len(split.segments)):
                 runner.forward(index)
             runner.loss(lambda output: self._checked_loss(output, target))
@@ -272,87 +242,51 @@ class TrainingJob(ModelJob):
         return value
 
     def _begin_iteration(self) -> None:
-        if self._finished():
+        if self._course.finished:
             raise StopIteration
-        self._random.seed(self._seed, self._iteration + 1)
+        self._random.seed(self._seed, self._course.iteration + 1)
         with self._random:  # a data set may draw random numbers
-            self._batch = self._next_batch()
+            self._iteration.begin(self._course.next_batch())
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        self._loss_sum = 0.0
 
-    def _finished(self) -> bool:
-        done, wanted = (self._iteration, self._steps) if self._epochs is None else (self._epoch, self._epochs)
-        return done >= (wanted or 0)
+    def _begin_pass(self, samples: list[Any]) -> tuple[Any, Any]:
+        """A runner that has the inputs of a micro-batch, and its target."""
+        inputs, target = self._collate(samples)
+        return self._runner(self._split_for(inputs, prepared=False), self._random, inputs), target
 
-    def _next_batch(self) -> list[Any]:
-        """The next samples; at the end of an iterable's epoch, those of the next epoch."""
-        for _ in range(2):
-            if self._stream is None:
-                self._stream = self._samples.epoch(self._seed, self._epoch, self._position)
-            batch = [sample for _, sample in zip(range(self._batch_size), self._stream, strict=False)]
-            if batch:
-                return batch
-            if self._position == 0:
-                raise TaskError(f"data has 0 samples in epoch {self._epoch}: expected at least 1")
-            self._end_epoch()
-            if self._finished():
-                raise StopIteration
-        raise TaskError(f"data has 0 samples in epoch {self._epoch}: expected at least 1")
-
-    def _begin_micro_batch(self, micro: int) -> None:
+    def _runner(self, split: Any, random: Any, inputs: Any) -> Any:
         from megatron.fill.sidetask.split import Call, PieceRunner
 
-        size = self._configuration.batch_size
-        samples = self._batch[micro * size : (micro + 1) * size]
-        self._runner_samples = len(samples)
-        inputs, self._target = self._collate(samples)
-        self._runner = PieceRunner(
-            self._split_for(inputs, prepared=False),
-            self._random,
+        runner = PieceRunner(
+            split,
+            random,
             training=True,
             checkpointing=self._configuration.checkpointing,
             resident=self._offloaded.weights,
         )
-        self._runner.begin(Call(inputs).leaves)
-
-    def _advance(self) -> None:
-        """To the next node that this batch has: the last one of an epoch may be smaller."""
-        micros = -(-len(self._batch) // self._configuration.batch_size)
-        pieces = len(self._runner.split.segments)
-        for at in range(self.next_node + 1, len(self._nodes)):
-            phase, micro, index = self._nodes[at]
-            if phase == "optimizer" or (micro < micros and (phase == "loss" or index < pieces)):
-                self.next_node = at
-                return
-        self.next_node, self._pending = 0, None
+        runner.begin(Call(inputs).leaves)
+        return runner
 
     def _commit(self) -> float:
         """From here on the iteration counts as done."""
-        self._runner.clear()
+        count = len(self._iteration.batch)
+        self._iteration.clear()
         self._slices.take_gradients()
-        self._iteration += 1
-        self._position += len(self._batch)
-        self._losses.append(self._loss_sum)
-        if self._position == self._samples.length:
-            self._end_epoch()
-        elif self._iteration % _REPORT_EVERY == 0 or self._iteration == self._steps:
+        self._losses.append(self._iteration.loss)
+        self._committed = True
+        self._course.commit(count)
+        if self._course.iteration % _REPORT_EVERY == 0 or self._course.finished:
             self._report()
-        return float(len(self._batch))
-
-    def _end_epoch(self) -> None:
-        self._epoch += 1
-        self._position, self._stream = 0, None
-        self._report()
+        return float(count)
 
     def _report(self) -> None:
         if self._losses:
             mean = sum(self._losses) / len(self._losses)
-            self.context.report(loss=mean, epoch=self._epoch, iteration=self._iteration)
+            self.context.report(loss=mean, epoch=self._course.epoch, iteration=self._course.iteration)
             self._losses = []
 
     def _optimize(self, index: int) -> None:
         """One step for one group of parameters."""
-        self._pending = index
         with self._offloaded.step(self.optimizer, self._groups[index]):
             from megatron.fill.sidetask.optimizing import step_group
 
@@ -378,15 +312,3 @@ def _divisors(batch_size: int, wanted: list[int] | None) -> list[int]:
     if not wanted:
         raise ValueError("micro_batch_sizes is []: expected at least one, or none at all")
     return sorted(set(wanted), reverse=True)
-
-
-def _on_cpu(value: Any) -> Any:
-    """With every tensor in host memory.
-
-    What is there already is not copied: a state is written before the next step changes it.
-    """
-    if isinstance(value, dict):
-        return {key: _on_cpu(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_on_cpu(entry) for entry in value)
-    return value.detach().cpu() if hasattr(value, "detach") else copy.deepcopy(value)

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from megatron.fill.given.quantities import parse_bytes, parse_duration
+from megatron.fill.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind, Network
+from megatron.fill.mainjob.model import MODELS, ModelSpec
+from megatron.fill.mainjob.parallel import Parallel
 from megatron.fill.scheduler.policies import DEFAULT_POLICY
 from megatron.fill.sim.filljobs.generate import Generator
-from megatron.fill.sim.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind, Network
-from megatron.fill.sim.mainjob.job import MainJob
-from megatron.fill.sim.mainjob.model import MODELS, ModelSpec
-from megatron.fill.sim.mainjob.parallel import Parallel
-from megatron.fill.sim.mainjob.recorded import Reschedule, recorded_groups, rescheduled_groups
+from megatron.fill.sim.mainjob import MainJob
+from megatron.fill.sim.recorded.groups import Reschedule, recorded_groups, rescheduled_groups
 from megatron.fill.sim.values import Failures, MainJobRun, RuntimeModel
 
 

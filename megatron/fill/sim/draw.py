@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.fill.records import replacing
-from megatron.fill.sim.results import Completion, Result, UseOfTime, short_names
+from megatron.fill.linux.files import replacing
+from megatron.fill.sim.results import Completion, SimResult, UseOfTime, short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,7 @@ class _Row:
     completion: Completion | None
 
 
-def draw_results(path: Path, results: Sequence[Result]) -> None:
+def draw_results(path: Path, results: Sequence[SimResult]) -> None:
     """Draw a PNG: a row per result, or per group of devices and kind of job where there is one result.
 
     Raises:
@@ -59,7 +59,7 @@ def draw_results(path: Path, results: Sequence[Result]) -> None:
         figure.savefig(temporary, format="png")
 
 
-def _title(results: Sequence[Result]) -> str:
+def _title(results: Sequence[SimResult]) -> str:
     """What is the same in all results."""
     first = results[0]
     names = short_names(first.what)
@@ -70,7 +70,7 @@ def _title(results: Sequence[Result]) -> str:
     return ", ".join([f"{many} of {first.duration_s / _UNITS[1][0]:.3g} hours", *parts])
 
 
-def _label(result: Result, results: Sequence[Result]) -> str:
+def _label(result: SimResult, results: Sequence[SimResult]) -> str:
     """What is different in this one."""
     names = short_names(result.what)
     parts = [f"{names[field]}={value}" for field, value in result.what.items() if _varies(field, results)]
@@ -79,7 +79,7 @@ def _label(result: Result, results: Sequence[Result]) -> str:
     return ", ".join(parts)
 
 
-def _varies(field: str, results: Sequence[Result]) -> bool:
+def _varies(field: str, results: Sequence[SimResult]) -> bool:
     return len({str(one.what.get(field)) for one in results}) > 1
 
 

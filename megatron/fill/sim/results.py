@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.sim.values import GroupOutcome, JobOutcome, Outcome, Scenario, SimJob
+from megatron.fill.sim.values import GroupOutcome, JobOutcome, Scenario, SimJob, SimOutcome
 from megatron.fill.types import JobState
 
 _DAY_H = 24.0
@@ -60,7 +60,7 @@ class UseOfTime:
 
 
 @dataclass(frozen=True, slots=True)
-class KindResult:
+class JobKindResult:
     """How the jobs of one kind fared."""
 
     kind: str
@@ -74,7 +74,7 @@ class KindResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class SimResult:
     """One simulated scenario.
 
     Attributes:
@@ -90,7 +90,7 @@ class Result:
     duration_s: float
     total: UseOfTime
     groups: tuple[UseOfTime, ...]
-    kinds: tuple[KindResult, ...]
+    kinds: tuple[JobKindResult, ...]
     jobs: dict[str, int]
     completion: Completion | None
     deadlines: tuple[int, int]
@@ -115,8 +115,8 @@ def short_names(fields: Iterable[str]) -> dict[str, str]:
 
 
 def summarise(
-    scenario: Scenario, outcome: Outcome, price_per_gpu_hour: float | None = None, what: dict[str, Any] | None = None
-) -> Result:
+    scenario: Scenario, outcome: SimOutcome, price_per_gpu_hour: float | None = None, what: dict[str, Any] | None = None
+) -> SimResult:
     """The answers of one simulation.
 
     Args:
@@ -129,7 +129,7 @@ def summarise(
     for _, ended in pairs:
         states[ended.state] += 1
     due = [(job, ended) for job, ended in pairs if job.deadline_s is not None]
-    return Result(
+    return SimResult(
         policy=scenario.policy,
         what=what or {},
         duration_s=outcome.duration_s,
@@ -164,7 +164,9 @@ def _use(name: str, groups: Sequence[GroupOutcome], duration_s: float) -> UseOfT
     )
 
 
-def _kinds(scenario: Scenario, pairs: Iterable[tuple[SimJob, JobOutcome]], duration_s: float) -> tuple[KindResult, ...]:
+def _kinds(
+    scenario: Scenario, pairs: Iterable[tuple[SimJob, JobOutcome]], duration_s: float
+) -> tuple[JobKindResult, ...]:
     by_kind: defaultdict[str, list[tuple[SimJob, JobOutcome]]] = defaultdict(list)
     for job, ended in pairs:
         by_kind[job.kind].append((job, ended))
@@ -175,7 +177,7 @@ def _kinds(scenario: Scenario, pairs: Iterable[tuple[SimJob, JobOutcome]], durat
         succeeded = sum(ended.state is JobState.SUCCEEDED for _, ended in its)
         failed = sum(ended.state is JobState.FAILED for _, ended in its)
         worth = work / kind.alone_rate / duration_s
-        found.append(KindResult(kind.name, len(its), succeeded, failed, work, kind.unit, worth, _completion(its)))
+        found.append(JobKindResult(kind.name, len(its), succeeded, failed, work, kind.unit, worth, _completion(its)))
     return tuple(found)
 
 

@@ -23,7 +23,7 @@ from megatron.fill.sim.filljobs.generate import generate
 from megatron.fill.sim.filljobs.jobs import jobs_from_file, jobs_from_store
 from megatron.fill.sim.filljobs.trace import load_trace
 from megatron.fill.sim.filljobs.whatif import jobs_without_end, kinds_of_report
-from megatron.fill.sim.results import Result, summarise
+from megatron.fill.sim.results import SimResult, summarise
 from megatron.fill.sim.sweep import Sweep, variants
 from megatron.fill.sim.values import FillKind, MainJobRun, Scenario, SimJob
 
@@ -33,7 +33,7 @@ _WHAT_IF = "1d"  # is simulated of a real run
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SimTask:
     """One simulation, as data that another process can take.
 
     Attributes:
@@ -74,7 +74,7 @@ def from_report(report: Path, gpus: int | None) -> tuple[str, PlainYaml]:
 
 def plan_runs(
     source: str, read: PlainYaml, sweeps: Sequence[Sweep], policies: Sequence[str], price: float | None
-) -> list[Task]:
+) -> list[SimTask]:
     """Every simulation that is asked for, checked: nothing is run while one of them has a wrong value.
 
     Args:
@@ -90,11 +90,11 @@ def plan_runs(
         config = _checked(source, read, changed, what)
         for policy in policies or config.policies:
             parse_policy(policy)
-            tasks.append(Task(source, config, policy, what))
+            tasks.append(SimTask(source, config, policy, what))
     return tasks
 
 
-def run_one(task: Task) -> Result:
+def run_one(task: SimTask) -> SimResult:
     """Simulate.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.plainyaml import PlainYamlError, parse_yaml
-from megatron.fill.sim.mainjob.recorded import Reschedule
+from megatron.fill.sim.recorded.groups import Reschedule
 
 _RESCHEDULE = {field.name for field in fields(Reschedule)}
 

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron.fill.records import replacing
-from megatron.fill.sim.results import Completion, Result, UseOfTime, short_names
+from megatron.fill.linux.files import replacing
+from megatron.fill.sim.results import Completion, SimResult, UseOfTime, short_names
 
 _MOST_GROUPS = 24  # of devices, that are listed one by one
 
 
-def print_result(result: Result, console: Console | None = None) -> None:
+def print_result(result: SimResult, console: Console | None = None) -> None:
     """Everything of one simulation."""
     console = console or Console(highlight=False)
     jobs = sum(result.jobs.values())
@@ -41,7 +41,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
         console.print(line)
 
 
-def print_comparison(results: Sequence[Result], console: Console | None = None) -> None:
+def print_comparison(results: Sequence[SimResult], console: Console | None = None) -> None:
     """One line for each simulation."""
     console = console or Console(highlight=False)
     swept = list(results[0].what)
@@ -73,7 +73,7 @@ def print_comparison(results: Sequence[Result], console: Console | None = None) 
     console.print(table)
 
 
-def _sentences(result: Result) -> list[str]:
+def _sentences(result: SimResult) -> list[str]:
     states = ", ".join(f"{number:,} {state}" for state, number in result.jobs.items() if number)
     lines = [f"Jobs: {states or 'none'}."]
     if result.completion:
@@ -94,7 +94,7 @@ def _sentences(result: Result) -> list[str]:
     return lines
 
 
-def write_csv(path: Path, results: Sequence[Result]) -> None:
+def write_csv(path: Path, results: Sequence[SimResult]) -> None:
     """A line per simulation; a value that cannot be known is empty.
 
     Raises:
@@ -107,7 +107,7 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
         writer.writerows(rows)
 
 
-def _flat(result: Result) -> dict[str, object]:
+def _flat(result: SimResult) -> dict[str, object]:
     total, done = result.total, result.completion
     return {
         **result.what,

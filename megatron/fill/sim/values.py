@@ -235,7 +235,7 @@ class GroupOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimOutcome:
     """What a simulation found.
 
     Attributes:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.fill.store.port import Claim, Device, Job, JobStore, NewJob, Progress, Standing
+from megatron.fill.store.port import Claim, DeviceEntry, Job, JobStore, NewJob, Progress, Standing
 
-__all__ = ["Claim", "Device", "Job", "JobStore", "NewJob", "Progress", "Standing", "open_store"]
+__all__ = ["Claim", "DeviceEntry", "Job", "JobStore", "NewJob", "Progress", "Standing", "open_store"]
 
 
 def open_store(where: str | Path, *, create: bool = True) -> JobStore:

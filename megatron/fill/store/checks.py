@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.fill.errors import JobError
 from megatron.fill.store.port import NewJob
+from megatron.fill.work import Work
 
 _MAX_ID = 2**63 - 1
 
@@ -23,20 +24,7 @@ def checked(job: NewJob) -> NewJob:
             raise JobError(f"the {field} of a job is {text!r}; expected printable text")
     if not -_MAX_ID <= job.priority <= _MAX_ID:
         raise JobError(f"job {job.name!r}: priority is {job.priority}; expected a number of 64 bits")
-    return replace(job, spec=plain("spec", job.spec))
-
-
-def identity(spec: dict[str, Any]) -> str:
-    """What makes a job the job that it is, besides its name."""
-    # As text: NaN is not equal to itself.  Where a task is imported from depends on where one stands; which instance it
-    # is (of how many by now) its name says; and what its work would take elsewhere is only for the report.
-    kept = {name: value for name, value in spec.items() if name != "side_throughput"}
-    return json.dumps({**kept, "search": None, "array": None}, sort_keys=True)
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two specs are of the same job."""
-    return identity(one) == identity(other)
+    return replace(job, work=Work.from_dict(plain("work", job.work.to_dict())))
 
 
 def plain(what: str, value: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from megatron.fill.store.port import Device, Job, NewJob, Progress
+from megatron.fill.store.port import DeviceEntry, Job, NewJob, Progress
 from megatron.fill.store.queue import JobQueue
 from megatron.fill.store.transaction import Transaction
 from megatron.fill.types import JobState
@@ -44,7 +44,7 @@ class _Tables:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._jobs: dict[int, Job] = {}
-        self._devices: dict[str, tuple[Device, float]] = {}
+        self._devices: dict[str, tuple[DeviceEntry, float]] = {}
         self._profiles: dict[str, dict[str, Any]] = {}
 
     def copy(self) -> _Tables:
@@ -71,7 +71,7 @@ class _Tables:
         return Job(
             id=job_id,
             name=job.name,
-            spec=job.spec,
+            work=job.work,
             user=job.user,
             priority=job.priority,
             deadline_s=job.deadline_s,
@@ -117,16 +117,20 @@ class _Tables:
         found = [job for job in self._jobs.values() if not states or job.state in states]
         return found if limit is None else found[max(0, len(found) - limit) :]
 
+    def stamp(self) -> tuple[int, int, int]:
+        queued = [job.id for job in self.jobs({JobState.QUEUED}, None)]
+        return len(queued), sum(queued), len(self.jobs({JobState.SUCCEEDED}, None))
+
     def names(self, limit: int) -> list[str]:
         return [job.name for job in self.jobs((), limit)]
 
-    def put_device(self, device: Device, lease_s: float) -> None:
+    def put_device(self, device: DeviceEntry, lease_s: float) -> None:
         self._devices[device.name] = (device, self.now_s + lease_s)
 
     def drop_device(self, name: str) -> None:
         self._devices.pop(name, None)
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[DeviceEntry]:
         now_s = self.now_s
         return [device for _, (device, until_s) in sorted(self._devices.items()) if until_s > now_s]
 

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from megatron.fill.types import JobState
+from megatron.fill.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +25,11 @@ class NewJob:
     Attributes:
         name: unique among the unfinished jobs of a store.
         user: whom fair sharing counts it for.
-        spec: what to run, as plain JSON data: ``task`` or ``command``, ``args``, ``memory_bytes``; and what does not
-            make it another job: ``search`` (folders to import the task from) and ``array`` (which instance of a job
-            with a count it is, from 0, and of how many; None of a job without).  There may be ``after`` (the names
-            of jobs that must have succeeded before it begins), ``retries`` and ``timeout_s``; and, for the report
-            only, ``side_throughput`` (work per second on a cheaper device).
         deadline_s: when it should be done; None for whenever.
     """
 
     name: str
-    spec: dict[str, Any]
+    work: Work
     user: str = ""
     priority: int = 0
     deadline_s: float | None = None
@@ -83,7 +79,7 @@ class Job:
 
     id: int
     name: str
-    spec: dict[str, Any]
+    work: Work
     user: str
     priority: int
     deadline_s: float | None
@@ -130,7 +126,7 @@ class Standing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceEntry:
     """A rank whose bubbles are open to jobs.
 
     Attributes:
@@ -182,6 +178,10 @@ class JobStore(Protocol):
 
     def states(self, names: Collection[str]) -> dict[str, JobState]:
         """The state of the latest job of each of these names; without those that there are not."""
+
+    def stamp(self) -> tuple[int, int, int]:
+        """What is cheap to ask for, however many jobs there are: how many are QUEUED, the sum of their numbers, and how
+        many have SUCCEEDED.  While it stays the same, it is the same jobs that wait, and that could begin."""
 
     def claim(self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "") -> Claim | None:
         """Take the first job of ``wanted`` (numbers, best first) that is still QUEUED; None if none is.
@@ -241,13 +241,13 @@ class JobStore(Protocol):
             JobError: there is no such job, it has not finished or has succeeded, or its name is in use again.
         """
 
-    def report_device(self, device: Device, lease_s: float) -> None:
+    def report_device(self, device: DeviceEntry, lease_s: float) -> None:
         """This device serves jobs, and will say so again within ``lease_s``."""
 
     def forget_device(self, name: str) -> None:
         """This device serves no more jobs."""
 
-    def devices(self) -> Sequence[Device]:
+    def devices(self) -> Sequence[DeviceEntry]:
         """The devices that serve jobs now, by name."""
 
     def profile(self, key: str) -> dict[str, Any] | None:

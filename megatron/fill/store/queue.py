@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.fill.errors import JobError
 from megatron.fill.store import checks
-from megatron.fill.store.port import Claim, Device, Job, NewJob, Progress, Standing
+from megatron.fill.store.port import Claim, DeviceEntry, Job, NewJob, Progress, Standing
 from megatron.fill.store.transaction import Transaction
 from megatron.fill.types import JobState
 
@@ -54,6 +54,9 @@ class JobQueue(ABC):
 
     def states(self, names: Collection[str]) -> dict[str, JobState]:
         return self._run(lambda transaction: transaction.states(set(names)), write=False)
+
+    def stamp(self) -> tuple[int, int, int]:
+        return self._run(lambda transaction: transaction.stamp(), write=False)
 
     def claim(self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "") -> Claim | None:
         checks.check_lease(lease_s)
@@ -195,7 +198,7 @@ class JobQueue(ABC):
 
         return self._run(work)
 
-    def report_device(self, device: Device, lease_s: float) -> None:
+    def report_device(self, device: DeviceEntry, lease_s: float) -> None:
         checks.check_lease(lease_s)
         plain = replace(
             device,
@@ -209,7 +212,7 @@ class JobQueue(ABC):
     def forget_device(self, name: str) -> None:
         self._run(lambda transaction: transaction.drop_device(checks.storable(name)))
 
-    def devices(self) -> Sequence[Device]:
+    def devices(self) -> Sequence[DeviceEntry]:
         return self._run(lambda transaction: transaction.devices(), write=False)
 
     def profile(self, key: str) -> dict[str, Any] | None:
@@ -236,13 +239,13 @@ def _submit(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
     fresh: dict[str, NewJob] = {}
     for job in new:
         namesake = known.get(job.name)
-        if namesake is not None and not checks.same(namesake.spec, job.spec):
+        if namesake is not None and namesake.work.identity() != job.work.identity():
             raise JobError(
                 f"the name {job.name!r} is in use by the {namesake.state} job {namesake.id}, which is another one; "
                 "expected another name, or that job cancelled first"
             )
         first = fresh.setdefault(job.name, job) if namesake is None else job
-        if first is not job and not checks.same(first.spec, job.spec):
+        if first is not job and first.work.identity() != job.work.identity():
             raise JobError(f"two different jobs are named {job.name!r}; expected different names")
     _check_after(transaction, fresh)
     known |= {job.name: job for job in transaction.add(list(fresh.values()))}
@@ -251,10 +254,10 @@ def _submit(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
 
 def _check_after(transaction: Transaction, fresh: Mapping[str, NewJob]) -> None:
     """Raises JobError where a new job is after one that there is not: it would wait for ever."""
-    firsts = {first for job in fresh.values() for first in job.spec.get("after", ())} - fresh.keys()
+    firsts = {first for job in fresh.values() for first in job.work.after} - fresh.keys()
     missing = firsts - transaction.states(firsts).keys()
     for job in fresh.values():
-        for first in job.spec.get("after", ()):
+        for first in job.work.after:
             if first in missing:
                 close = _closest(first, [*fresh, *transaction.names(_NAMES_COMPARED)])
                 raise JobError(f"job {job.name!r} is after {first!r}, but there is no job {first!r}{close}")

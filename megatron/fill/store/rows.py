@@ -10,9 +10,10 @@ from typing import Any
 
 from sqlalchemy import Connection, Double, Row, Select, case, cast, delete, func, insert, select, update
 
-from megatron.fill.store.port import Device, Job, NewJob, Progress
+from megatron.fill.store.port import DeviceEntry, Job, NewJob, Progress
 from megatron.fill.store.schema import NAMES_LOCK, devices, jobs, profiles
 from megatron.fill.types import JobState
+from megatron.fill.work import Work
 
 _UNFINISHED = (JobState.QUEUED, JobState.RUNNING)
 _IDS_AT_A_TIME = 32
@@ -58,7 +59,7 @@ class SqlTransaction:
     def _values(self, job: NewJob) -> dict[str, Any]:
         return {
             "name": job.name,
-            "spec": json.dumps(job.spec),
+            "spec": json.dumps(job.work.to_dict()),
             "user": job.user,
             "priority": job.priority,
             "deadline_s": job.deadline_s,
@@ -137,10 +138,17 @@ class SqlTransaction:
             query = query.where(jobs.c.state.in_(states))
         return [_job(row) for row in self._connection.execute(query)][::-1]
 
+    def stamp(self) -> tuple[int, int, int]:
+        # The index on states has all that is asked for.
+        queued = select(func.count(jobs.c.id), func.coalesce(func.sum(jobs.c.id), 0))
+        count, total = self._connection.execute(queued.where(jobs.c.state == JobState.QUEUED)).one()
+        succeeded = select(func.count(jobs.c.id)).where(jobs.c.state == JobState.SUCCEEDED)
+        return count, int(total), self._connection.execute(succeeded).scalar_one()
+
     def names(self, limit: int) -> list[str]:
         return list(self._connection.scalars(select(jobs.c.name).order_by(jobs.c.id.desc()).limit(limit)))
 
-    def put_device(self, device: Device, lease_s: float) -> None:
+    def put_device(self, device: DeviceEntry, lease_s: float) -> None:
         values = asdict(device) | {
             "cycle": json.dumps(device.cycle),
             "refuses": json.dumps(device.refuses),
@@ -153,7 +161,7 @@ class SqlTransaction:
     def drop_device(self, name: str) -> None:
         self._connection.execute(delete(devices).where(devices.c.name == name))
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[DeviceEntry]:
         rows = self._connection.execute(select(devices).where(devices.c.lease_until_s > self.now_s))
         # The databases' own orders of text differ.
         return sorted((_device(row) for row in rows), key=lambda device: device.name)
@@ -178,12 +186,12 @@ class SqlTransaction:
 def _job(row: Row[Any]) -> Job:
     values = dict(row._mapping)
     values["state"] = JobState(values["state"])
-    values["spec"] = json.loads(values["spec"])
+    values["work"] = Work.from_dict(json.loads(values.pop("spec")))
     values["progress"] = Progress(**json.loads(values["progress"]))
     values["result"] = json.loads(values["result"])
     return Job(**values)
 
 
-def _device(row: Row[Any]) -> Device:
+def _device(row: Row[Any]) -> DeviceEntry:
     cycle, refuses = json.loads(row.cycle), tuple(json.loads(row.refuses))
-    return Device(row.name, row.run, row.busy_until_s, row.job, cycle, refuses)
+    return DeviceEntry(row.name, row.run, row.busy_until_s, row.job, cycle, refuses)

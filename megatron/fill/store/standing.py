@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shlex
 from collections.abc import Collection
 from pathlib import Path
 
@@ -49,7 +48,6 @@ def standing(where: str, run_dir: Path, going: bool, names: Collection[str]) -> 
 
 
 def _record(job: Job, run_dir: Path, going: bool, now_s: float) -> JobRecord:
-    command = job.spec["command"]
     reason = job.reason
     if job.state is JobState.RUNNING:
         reason = _held_by(job, run_dir, going, now_s)
@@ -57,7 +55,7 @@ def _record(job: Job, run_dir: Path, going: bool, now_s: float) -> JobRecord:
         reason = reason or "no rank has been free for it"
     return JobRecord(
         job.name,
-        shlex.join(command) if command else job.spec["task"],
+        job.work.what,
         job.state,
         reason,
         0.0,

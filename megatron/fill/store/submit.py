@@ -5,8 +5,9 @@ from __future__ import annotations
 import getpass
 import os
 
-from megatron.fill.config import JobSpec
+from megatron.fill.given.jobs import JobSpec
 from megatron.fill.store.port import NewJob
+from megatron.fill.work import Work
 
 
 def submitter() -> str:
@@ -26,19 +27,19 @@ def new_job(spec: JobSpec, search: list[str], user: str) -> NewJob:
     """
     return NewJob(
         name=spec.name,
-        spec={
-            "task": spec.task,
-            "command": None if spec.command is None else list(spec.command),
-            "args": spec.args,
-            "memory_bytes": spec.memory,
-            "env": spec.env,
-            "search": search,
-            "array": spec.array,
-            "timeout_s": spec.timeout,
-            "retries": spec.retries,
-            "after": list(spec.after),
-            "side_throughput": spec.side_throughput,
-        },
+        work=Work(
+            task=spec.task,
+            command=spec.command,
+            args=spec.args,
+            memory_bytes=spec.memory,
+            env=spec.env,
+            search=tuple(search),
+            array=spec.array,
+            timeout_s=spec.timeout,
+            retries=spec.retries,
+            after=spec.after,
+            side_throughput=spec.side_throughput,
+        ),
         user=spec.user or user,
         priority=spec.priority,
         deadline_s=spec.deadline,

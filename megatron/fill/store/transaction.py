@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from megatron.fill.store.port import Device, Job, NewJob
+from megatron.fill.store.port import DeviceEntry, Job, NewJob
 from megatron.fill.types import JobState
 
 
@@ -46,16 +46,19 @@ class Transaction(Protocol):
     def jobs(self, states: Collection[JobState], limit: int | None) -> list[Job]:
         """As ``JobStore.list``."""
 
+    def stamp(self) -> tuple[int, int, int]:
+        """As ``JobStore.stamp``."""
+
     def names(self, limit: int) -> list[str]:
         """Of the latest ``limit`` jobs."""
 
-    def put_device(self, device: Device, lease_s: float) -> None:
+    def put_device(self, device: DeviceEntry, lease_s: float) -> None:
         """As ``JobStore.report_device``."""
 
     def drop_device(self, name: str) -> None:
         """As ``JobStore.forget_device``."""
 
-    def devices(self) -> list[Device]:
+    def devices(self) -> list[DeviceEntry]:
         """As ``JobStore.devices``."""
 
     def profile(self, key: str) -> dict[str, Any] | None:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.config import JobSpec
-from megatron.fill.device import host
+from megatron.fill.agent.admission import default_user, environment
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.jobs import JobSpec
 from megatron.fill.hearsay import parse_json, plain
-from megatron.fill.runtime.guest import default_guest, environment
+from megatron.fill.linux import host
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial.spec import NOTE, CheckSpec, program
 
@@ -74,14 +74,14 @@ def _asked(job: JobSpec) -> dict[str, Any]:
 
 def _run(spec: CheckSpec) -> tuple[list[str], list[str], list[str]]:
     """What the checker answered, what it noted of the folders to import from, and what it said was wrong."""
-    guest = default_guest()
+    user = default_user()
     checker = subprocess.Popen(
         program("checker"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd="/",
-        env=environment(os.environ, {}, guest, Path(spec.folder)),
+        env=environment(os.environ, {}, user, Path(spec.folder)),
     )
     try:
         out, err = checker.communicate(spec.to_json().encode(), _MOST_S)

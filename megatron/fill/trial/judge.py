@@ -7,22 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.fill import hearsay
-from megatron.fill.config import FillSettings, JobSpec
-from megatron.fill.runtime.folder import OUTPUT
-from megatron.fill.runtime.jobrun import STOP_S
-from megatron.fill.runtime.verdict import OVER
+from megatron.fill.agent.folder import OUTPUT
+from megatron.fill.agent.verdict import OVER
+from megatron.fill.agent.watch import STOP_S
+from megatron.fill.config import FillSettings
+from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial.hints import hints
 from megatron.fill.trial.result import Checkpoint, Ended, Options, RoundTrip, Steps, Trial, Use
-from megatron.fill.trial.train import Training
+from megatron.fill.trial.train import TrialTraining
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
+from megatron.fill.worker.steptimes import nearest_rank
 
 _TRIED_AGAIN = "; it is tried again"
 _OUTPUT_LINES = 20
 _TRACEBACK = "Traceback (most recent call last):"
 
 
-def judge(job: JobSpec, found: Examined, runs: Sequence[Training], size_bytes: int, options: Options) -> Trial:
+def judge(job: JobSpec, found: Examined, runs: Sequence[TrialTraining], size_bytes: int, options: Options) -> Trial:
     """What came of a job.
 
     Args:
@@ -62,7 +64,7 @@ def judge(job: JobSpec, found: Examined, runs: Sequence[Training], size_bytes: i
     return trial
 
 
-def _reason(last: Training, job: JobSpec, found: Examined, options: Options) -> str:
+def _reason(last: TrialTraining, job: JobSpec, found: Examined, options: Options) -> str:
     """Why the job failed; empty if it did not."""
     record, worker = last.record, last.worker
     if record is None or worker is None:
@@ -91,7 +93,7 @@ def _not_returned(worker: WorkerRecord, found: Examined, options: Options) -> st
     return ""
 
 
-def _round_trip(found: Examined, runs: Sequence[Training], size_bytes: int, options: Options) -> Checkpoint:
+def _round_trip(found: Examined, runs: Sequence[TrialTraining], size_bytes: int, options: Options) -> Checkpoint:
     if not found.resumable:
         return Checkpoint(RoundTrip.NOT_RESUMABLE)
     if not options.round_trip:
@@ -117,7 +119,7 @@ def _lost(checkpoint: Checkpoint, unit: str) -> str:
     return f"saved at {checkpoint.saved_work:g} {unit}, it went on from {checkpoint.loaded_work:g}"
 
 
-def _callbacks(runs: Sequence[Training]) -> dict[str, float]:
+def _callbacks(runs: Sequence[TrialTraining]) -> dict[str, float]:
     longest: dict[str, float] = {}
     for run in runs:
         for callback, took_ns in (run.worker.callbacks if run.worker is not None else {}).items():
@@ -129,7 +131,7 @@ def _steps(worker: WorkerRecord) -> Steps | None:
     times = sorted(end_ns - start_ns for start_ns, end_ns in worker.steps)
     if not times:
         return None
-    at = [times[math.ceil(share * len(times)) - 1] / 1e6 for share in (0.5, 0.99, 1.0)]
+    at = [nearest_rank(times, share) / 1e6 for share in (0.5, 0.99, 1.0)]
     return Steps(worker.steps_done, *at)
 
 
@@ -150,7 +152,7 @@ def _use(rank: RankRecord, worker: WorkerRecord, record: JobRecord) -> Use | Non
     )
 
 
-def _output(last: Training) -> list[str]:
+def _output(last: TrialTraining) -> list[str]:
     """The end of what the job printed, from its last traceback on, if there is one."""
     if not last.job.directory:
         return []

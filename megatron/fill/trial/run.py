@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron.fill.config import JobSpec
-from megatron.fill.runtime import checkpoint
+from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.store import Job, open_store
 from megatron.fill.store.submit import new_job
 from megatron.fill.trial.judge import judge
 from megatron.fill.trial.result import Ended, Options, Trial
 from megatron.fill.trial.spec import StandInSpec
-from megatron.fill.trial.train import Training, train
+from megatron.fill.trial.train import TrialTraining, train
 from megatron.fill.types import JobState
+from megatron.fill.worker import checkpoint
 
 _AT_ONCE_S = 0.001  # between two checkpoints: after every bubble
 
@@ -54,7 +54,7 @@ def try_job(
     try:
         alone = job.model_copy(update={"after": (), "retries": 0})
         [submitted] = store.submit([new_job(alone, list(search), "")])
-        runs: list[Training] = []
+        runs: list[TrialTraining] = []
         size_bytes = 0
         for name in ("first", "second") if options.round_trip and found.resumable else ("only",):
             say(f"{job.name}: {_DOES[name].format(options.seconds)}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from megatron.fill.spec import Spec
 
 NOTE = "PipeFill: "  # what a line begins with in which they say something of the walls
 # They find their modules where this process does.
@@ -13,7 +15,7 @@ _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from megatron
 
 
 @dataclass(frozen=True, slots=True)
-class CheckSpec:
+class CheckSpec(Spec):
     """Jobs to be looked at.
 
     Attributes:
@@ -30,16 +32,9 @@ class CheckSpec:
     groups: list[dict[str, Any]]
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> CheckSpec:
-        return cls(**json.loads(text))
-
 
 @dataclass(frozen=True, slots=True)
-class StandInSpec:
+class StandInSpec(Spec):
     """A main job that only waits.
 
     Attributes:
@@ -58,13 +53,6 @@ class StandInSpec:
     bubble_s: float
     period_s: float
     settings: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> StandInSpec:
-        return cls(**json.loads(text))
 
 
 def program(name: str) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron.fill.config import JobSpec, load_jobs
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.jobs import JobSpec, load_jobs
 from megatron.fill.given.plainyaml import PlainYamlError, parse_yaml
 from megatron.fill.given.problems import expectation, shown
 from megatron.fill.trial.check import distinct

@@ -21,7 +21,7 @@ _END_S = 60.0  # how long it may take to end: longer than it waits for its warde
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrialTraining:
     """One such run.
 
     Attributes:
@@ -38,7 +38,7 @@ class Training:
     notes: list[str]
 
 
-def train(spec: StandInSpec, store: JobStore, job_id: int, enough: Callable[[Job], bool]) -> Training:
+def train(spec: StandInSpec, store: JobStore, job_id: int, enough: Callable[[Job], bool]) -> TrialTraining:
     """Run until the job has ended, or ``enough`` says so of it.
 
     Raises:
@@ -58,7 +58,7 @@ def train(spec: StandInSpec, store: JobStore, job_id: int, enough: Callable[[Job
     rank = None
     with contextlib.suppress(FillError):
         rank = left.record()
-    return Training(store.get(job_id), record, worker, rank, _notes(log))
+    return TrialTraining(store.get(job_id), record, worker, rank, _notes(log))
 
 
 def _over(job: Job, before: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill.chaos.kind import Kind
+from megatron.fill.chaos.kind import FaultKind
 
 _PACKAGE = "megatron.fill."
 _AGENT, _WARDEN = (f"{_PACKAGE}runtime.{name}" for name in ("agent", "warden"))
@@ -29,7 +29,7 @@ class Attack:
         lasts_s: for how long the job goes on afterwards, so that there is something to be seen.
     """
 
-    kind: Kind
+    kind: FaultKind
     commit: Callable[[Ground], str]
     lasts_s: float = 0.0
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.chaos.kind import Kind, Source
+from megatron.fill.chaos.kind import FaultKind, Source
 from megatron.fill.types import JobState
 
 # What this program is by the kernel's word, noted before anything else: held if it has no power over others.
@@ -138,8 +138,8 @@ def _command(name: str) -> Callable[[Path, Path], dict[str, Any]]:
 
 def _kind(
     name: str, what: str, *, state: JobState = JobState.SUCCEEDED, either: bool = False, reason: str = ""
-) -> Kind:
-    return Kind(
+) -> FaultKind:
+    return FaultKind(
         name,
         what,
         Source.BROUGHT,
@@ -152,7 +152,7 @@ def _kind(
     )
 
 
-_TABLE: tuple[tuple[Kind, Callable[[Path, Path], dict[str, Any]]], ...] = (
+_TABLE: tuple[tuple[FaultKind, Callable[[Path, Path], dict[str, Any]]], ...] = (
     (_kind("env-pythonpath", "PYTHONPATH with a sitecustomize"), _python_path),
     (_kind("env-path", "PATH with its own chrt, python, sh, ..."), _path),
     (_kind("env-shadow", "PYTHONPATH with modules of the library's names", either=True), _shadow),
@@ -167,7 +167,7 @@ KINDS = tuple(kind for kind, _ in _TABLE)
 _BRING = {kind.name: bring for kind, bring in _TABLE}
 
 
-def bring(kind: Kind, folder: Path, marks: Path) -> dict[str, Any]:
+def bring(kind: FaultKind, folder: Path, marks: Path) -> dict[str, Any]:
     """What a job of this kind has besides a task: ``env``, or a ``command`` in the task's place."""
     found = _BRING[kind.name](folder, marks)
     if folder.exists():

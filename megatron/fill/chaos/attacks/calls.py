@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 
-_libc = ctypes.CDLL(None, use_errno=True)
+from megatron.fill.linux.libc import system_call
+
 # (x86_64, aarch64): the two kinds of machines that GPUs are found in.
 _NUMBERS = {
     "add_key": (248, 217),
@@ -51,9 +51,7 @@ def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | N
     """
     if _COLUMN is None:
         raise OSError(38, f"the number of {name} is not known on {platform.machine()}")
-    given = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
-    found: int = _libc.syscall(ctypes.c_long(_NUMBERS[name][_COLUMN]), *given)
-    if found < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{name}: {os.strerror(code)}")
-    return found
+    try:
+        return system_call(_NUMBERS[name][_COLUMN], *arguments)
+    except OSError as error:
+        raise OSError(error.errno, f"{name}: {error.strerror}") from None

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from megatron.fill.chaos.attacks.base import own_session
-from megatron.fill.chaos.marks import Event, mark
+from megatron.fill.chaos.marks import Note, mark
 
 _LONG_S, _LONGER_S = 6.0, 15.0
 _MOST_SHARE = 0.8  # of the time: a process that is stopped between bubbles cannot have had more
@@ -21,7 +21,7 @@ def burn_long(marks: str) -> None:
 
 def burn(marks: str, seconds: float = _LONG_S) -> None:
     """Daemons in sessions of their own, each busy for some seconds, who say how much they had."""
-    mark(Path(marks), Event.FAULT)
+    mark(Path(marks), Note.FAULT)
     for _ in range(3):
         if os.fork() == 0:
             own_session()
@@ -39,12 +39,12 @@ def _busy(marks: Path, seconds: float = _LONG_S) -> None:
         pass
     share = time.process_time() / seconds
     if share > _MOST_SHARE:
-        mark(marks, Event.THROUGH, f"a daemon had {share:.0%} of a core, between bubbles too")
+        mark(marks, Note.THROUGH, f"a daemon had {share:.0%} of a core, between bubbles too")
 
 
 def escape(marks: str) -> None:
     """End at once, and leave busy processes in sessions of their own."""
-    mark(Path(marks), Event.FAULT)
+    mark(Path(marks), Note.FAULT)
     for _ in range(3):
         if os.fork() == 0:
             own_session()
@@ -55,7 +55,7 @@ def escape(marks: str) -> None:
 
 def defy(marks: str) -> None:
     """A child that continues its parent whenever that is stopped."""
-    mark(Path(marks), Event.FAULT)
+    mark(Path(marks), Note.FAULT)
     parent = os.getpid()
     if os.fork() == 0:
         own_session()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import stat
@@ -17,8 +16,8 @@ from megatron.fill.chaos.attacks import cgroups
 from megatron.fill.chaos.attacks.base import Attack, Ground, in_child, try_all
 from megatron.fill.chaos.attacks.calls import syscall
 from megatron.fill.chaos.kind import attack, fatal
+from megatron.fill.linux.libc import libc
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _NEW = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x10000000, "pid": 0x20000000, "net": 0x40000000}
 
 
@@ -131,7 +130,7 @@ def _odd_calls(ground: Ground) -> str:
     with suppress(OSError):
         syscall("personality", 0xFFFFFFFF)
     if os.uname().machine == "x86_64":
-        _libc.syscall(154, 0, None, 0)  # modify_ldt, to read
+        libc.syscall(154, 0, None, 0)  # modify_ldt, to read
     return ""
 
 

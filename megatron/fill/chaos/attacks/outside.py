@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.fill.chaos.kind import DISK, Kind, Source
+from megatron.fill.chaos.kind import DISK, FaultKind, Source
 
 _WEIGHT = 0.05  # each takes many seconds
 
 
-def _driven(name: str, what: str, needs: str = "", *, alone: bool = False) -> Kind:
-    return Kind(name, what, Source.DRIVER, weight=_WEIGHT, needs=needs, alone=alone)
+def _driven(name: str, what: str, needs: str = "", *, alone: bool = False) -> FaultKind:
+    return FaultKind(name, what, Source.DRIVER, weight=_WEIGHT, needs=needs, alone=alone)
 
 
 KINDS = (

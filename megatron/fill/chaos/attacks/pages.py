@@ -12,8 +12,8 @@ from functools import partial
 from megatron.fill.chaos import memfiles
 from megatron.fill.chaos.attacks.base import Attack, Ground, beside, try_all
 from megatron.fill.chaos.kind import attack
+from megatron.fill.linux.libc import libc
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _STORM_S = 2.0
 _MOST_BYTES = 64 * 1024
 _REMOVE = 9  # MADV_REMOVE
@@ -59,7 +59,7 @@ def _punch(ground: Ground) -> str:
     """Take the memory away from under the pages that it may write."""
     for name in _OWN:
         page = memfiles.writable(name)
-        _libc.madvise(ctypes.c_void_p(page.begin), ctypes.c_size_t(page.end - page.begin), _REMOVE)
+        libc.madvise(ctypes.c_void_p(page.begin), ctypes.c_size_t(page.end - page.begin), _REMOVE)
     return ""
 
 

@@ -16,8 +16,8 @@ from functools import partial
 from megatron.fill.chaos.attacks.base import Attack, Ground, in_child, own_session, try_all
 from megatron.fill.chaos.attacks.calls import syscall
 from megatron.fill.chaos.kind import attack, fatal
+from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, libc
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _ATTACH, _SEIZE, _DETACH = 16, 0x4206, 17
 _CPU_S = 1
 _FOREVER_S = 60.0
@@ -193,8 +193,8 @@ def _exec_away(ground: Ground) -> str:
 
 def _forget_parent(ground: Ground) -> str:
     """Undo what ends this job with its parent, and leave a process behind."""
-    _libc.prctl(1, 0, 0, 0, 0)  # PR_SET_PDEATHSIG
-    _libc.prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    libc.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     _stay()
     return ""
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from megatron.fill.chaos.attacks.base import Attack, Ground, beside
 from megatron.fill.chaos.kind import DISK, MIB, attack, fatal
+from megatron.fill.linux.libc import libc
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _SHARED_MEMORY = Path("/dev/shm")
 _MOST = 400 * MIB
 _INODES, _FORKS, _THREADS = 20_000, 1_500, 400
@@ -127,7 +127,7 @@ def _lock_memory(ground: Ground) -> str:
     """Memory that cannot be swapped out."""
     held = mmap.mmap(-1, 64 * MIB)
     address = ctypes.addressof(ctypes.c_char.from_buffer(held))
-    _libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(held)))
+    libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(held)))
     return ""
 
 

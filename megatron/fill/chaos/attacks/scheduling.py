@@ -16,9 +16,9 @@ from megatron.fill.chaos import memfiles
 from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, beside, own_session, try_all
 from megatron.fill.chaos.attacks.calls import syscall
 from megatron.fill.chaos.kind import attack, fatal
-from megatron.fill.runtime.steplog import StepLog
+from megatron.fill.linux.libc import libc
+from megatron.fill.pages.steplog import StepLog
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _BUSY_S, _LONG_S = 3.0, 6.0
 _BUSY_PROCESSES = 4
 _MIB = 1 << 20
@@ -183,7 +183,7 @@ def _futex_storm(ground: Ground) -> str:
         ]
         while time.monotonic() < end_s:
             for address in addresses:
-                _libc.syscall(
+                libc.syscall(
                     ctypes.c_long(202 if os.uname().machine == "x86_64" else 98),
                     ctypes.c_void_p(address),
                     1,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.fill.chaos.attacks.base import Ground, Refused
 from megatron.fill.chaos.attacks.table import ATTACKS
-from megatron.fill.chaos.marks import Event, mark
+from megatron.fill.chaos.marks import Note, mark
 from megatron.fill.chaos.tasks import GOOD_STEPS, Honest, work
 from megatron.fill.types import JobState
 
@@ -35,11 +35,11 @@ class Attacker(Honest):
         return super().run_next_step()
 
     def _commit(self) -> None:
-        mark(self.marks, Event.FAULT)
+        mark(self.marks, Note.FAULT)
         try:
             through = self.attack.commit(self.ground)
         except (OSError, Refused) as error:
-            mark(self.marks, Event.HELD, str(error))
+            mark(self.marks, Note.HELD, str(error))
         else:
             if through:
-                mark(self.marks, Event.THROUGH, through)
+                mark(self.marks, Note.THROUGH, through)

@@ -11,7 +11,7 @@ from functools import partial
 from megatron.fill.chaos import memfiles
 from megatron.fill.chaos.attacks.base import Attack, Ground
 from megatron.fill.chaos.kind import attack, fatal
-from megatron.fill.runtime.steplog import MOST_WORD_BYTES, StepLog
+from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog
 
 _WORD = {
     "state": "SUCCEEDED",

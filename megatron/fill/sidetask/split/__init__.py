@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +15,32 @@ from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.split.export import split_export
 from megatron.fill.sidetask.split.randomness import Randomness
 from megatron.fill.sidetask.split.runner import PieceRunner, restored
-from megatron.fill.sidetask.split.segments import Call, Segment, Split, SplitError
+from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, SplitError
 from megatron.fill.sidetask.split.sequential import split_sequential
+from megatron.fill.sidetask.split.streaming import Streamed
 
-__all__ = ["Call", "PieceRunner", "Randomness", "Segment", "Split", "SplitError", "restored", "split_model"]
+__all__ = [
+    "Call",
+    "ModelSegment",
+    "PieceRunner",
+    "Randomness",
+    "Split",
+    "SplitError",
+    "Streamed",
+    "restored",
+    "split_model",
+]
 
 _SEED = 7  # of the trial runs
 
 
-def split_model(model: nn.Module, inputs: Any, way: str = "auto", pieces: int = 24) -> Split:
+def split_model(
+    model: nn.Module,
+    inputs: Any,
+    way: str = "auto",
+    pieces: int = 24,
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Split:
     """Split a model for inputs of these shapes, in its present mode (training or evaluation).
 
     A way counts only if the pieces give the very outputs of the whole model (on CUDA: nearly); the last resort is a
@@ -32,6 +51,7 @@ def split_model(model: nn.Module, inputs: Any, way: str = "auto", pieces: int = 
         way: ``sequential`` (module boundaries), ``export`` (``torch.export``), ``whole``, or ``auto``: the first
             of them that works.
         pieces: how many to make at most.
+        aside: what takes long and does not use the device happens inside (``TaskContext.aside``).
 
     Raises:
         TaskError: the way that was asked for does not work.
@@ -49,7 +69,7 @@ def split_model(model: nn.Module, inputs: Any, way: str = "auto", pieces: int = 
                     with torch.no_grad(), restored(buffers):
                         split = split_sequential(model, call, pieces)
                 elif name == "export":
-                    with restored(buffers):
+                    with restored(buffers), aside():
                         split = split_export(model, call, pieces, spec)
                 else:
                     break
@@ -66,7 +86,7 @@ def split_model(model: nn.Module, inputs: Any, way: str = "auto", pieces: int = 
 def _whole(model: nn.Module, call: Call, outputs: int, spec: Any, why: str) -> Split:
     first = len(call.leaves)
     numbers = tuple(range(first, first + outputs))
-    segment = Segment(
+    segment = ModelSegment(
         lambda *leaves: tuple(pytree.tree_leaves(call(model, leaves))),
         tuple(range(first)),
         numbers,

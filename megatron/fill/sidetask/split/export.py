@@ -12,7 +12,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from megatron.fill.sidetask.split.cost import CostMeter, cost_ns, nbytes
-from megatron.fill.sidetask.split.segments import Call, Segment, Split, SplitError, even_cuts
+from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, SplitError, even_cuts
 
 _MAY_SHARE = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::dropout")
 
@@ -186,7 +186,7 @@ class _Cutter:
             barred.update(range(min(order[n] for n in family) + 1, max(last[n] for n in family) + 1))
         return barred
 
-    def _segment(self, nodes: list[fx.Node]) -> Segment:
+    def _segment(self, nodes: list[fx.Node]) -> ModelSegment:
         graph = fx.Graph()
         inside = set(nodes)
         needed = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
@@ -204,7 +204,7 @@ class _Cutter:
             self.numbers[node] = self.next_number
             self.next_number += 1
         tensors = tuple(self.state[n.name] for n in state)
-        return Segment(
+        return ModelSegment(
             _Piece(fx.GraphModule(self.module, graph), tensors),
             tuple(self.numbers[n] for n in values),
             tuple(self.numbers[n] for n in outputs),

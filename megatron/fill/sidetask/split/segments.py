@@ -19,7 +19,7 @@ class SplitError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ModelSegment:
     """A piece of a model.
 
     Attributes:
@@ -47,7 +47,7 @@ class Split:
     """
 
     how: str
-    segments: tuple[Segment, ...]
+    segments: tuple[ModelSegment, ...]
     outputs: tuple[int, ...]
     spec: Any
     differentiable: frozenset[int] = field(default=frozenset())

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatron.fill.sidetask.split.cost import CostMeter, cost_ns, nbytes
-from megatron.fill.sidetask.split.segments import Call, Segment, Split, SplitError, even_cuts
+from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, SplitError, even_cuts
 
 
 def split_sequential(model: nn.Module, call: Call, pieces: int) -> Split:
@@ -31,7 +31,7 @@ def split_sequential(model: nn.Module, call: Call, pieces: int) -> Split:
         part = modules[begin:end]
         parameters = tuple(p for m in part for p in m.parameters())
         buffers = tuple(b for m in part for b in m.buffers())
-        segments.append(Segment(_Chain(part), (number,), (number + 1,), parameters, buffers))
+        segments.append(ModelSegment(_Chain(part), (number,), (number + 1,), parameters, buffers))
     how = f"module boundaries, {len(segments)} pieces"
     return Split(how, tuple(segments), (len(segments),), pytree.tree_structure(0))
 

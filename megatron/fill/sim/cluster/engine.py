@@ -9,7 +9,7 @@ from math import inf
 from typing import NamedTuple
 
 
-class Kind(IntEnum):
+class EventKind(IntEnum):
     """Of events; those of one instant are handled in this order, and devices look for jobs after all of them.
 
     A job that is done at the instant at which its main job stops is done.
@@ -32,7 +32,7 @@ class Event(NamedTuple):
     """
 
     time_s: float
-    kind: Kind
+    kind: EventKind
     sequence: int
     about: int
     token: int
@@ -51,7 +51,7 @@ class Calendar:
         self._heap: list[Event] = []
         self._sequence = 0
 
-    def announce(self, time_s: float, kind: Kind, about: int, token: int = 0) -> None:
+    def announce(self, time_s: float, kind: EventKind, about: int, token: int = 0) -> None:
         self._sequence += 1
         heapq.heappush(self._heap, Event(time_s, kind, self._sequence, about, token))
 
@@ -69,4 +69,4 @@ class Calendar:
         yield from now
         while self._arrived < len(self._arrivals_s) and self._arrivals_s[self._arrived] <= time_s:
             self._arrived += 1
-            yield Event(time_s, Kind.ARRIVAL, 0, self._arrived - 1, 0)
+            yield Event(time_s, EventKind.ARRIVAL, 0, self._arrived - 1, 0)

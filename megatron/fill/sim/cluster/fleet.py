@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
-from megatron.fill.sim.cluster.progress import Attempt
+from megatron.fill.sim.cluster.progress import SimulatedAttempt
 from megatron.fill.sim.cluster.rates import Offer, Rates
 
 
-class Device:
+class FleetDevice:
     """One device of a main job.
 
     Attributes:
@@ -28,8 +28,8 @@ class Device:
         self.group = group
         self.rates = rates
         self.up = False
-        self.resident: Attempt | None = None
-        self.tail: Attempt | None = None
+        self.resident: SimulatedAttempt | None = None
+        self.tail: SimulatedAttempt | None = None
 
 
 class Seats(ABC):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from megatron.fill.sim.cluster.fleet import Device
+from megatron.fill.sim.cluster.fleet import FleetDevice
 from megatron.fill.sim.cluster.ledger import GroupEntry, MainEntry
 from megatron.fill.sim.cluster.rates import Rates
 from megatron.fill.sim.values import Scenario
 
 
-def inventory(scenario: Scenario) -> tuple[list[MainEntry], list[GroupEntry], list[Device]]:
+def inventory(scenario: Scenario) -> tuple[list[MainEntry], list[GroupEntry], list[FleetDevice]]:
     """In the scenario's order.
 
     With ``symmetric`` all devices with equal cycles share one ``Rates``; otherwise each has its own.
     """
     mains: list[MainEntry] = []
     groups: list[GroupEntry] = []
-    devices: list[Device] = []
+    devices: list[FleetDevice] = []
     known: dict[object, Rates] = {}
     for number, run in enumerate(scenario.main_jobs):
         first = len(devices)
@@ -26,6 +26,6 @@ def inventory(scenario: Scenario) -> tuple[list[MainEntry], list[GroupEntry], li
                 key = group.cycle if scenario.symmetric else len(devices)
                 if key not in known:
                     known[key] = Rates(group.cycle, scenario.kinds, scenario.runtime)
-                devices.append(Device(len(devices), f"{group.name}/{one}", number, len(groups), known[key]))
+                devices.append(FleetDevice(len(devices), f"{group.name}/{one}", number, len(groups), known[key]))
             groups.append(GroupEntry(group, main))
     return mains, groups, devices

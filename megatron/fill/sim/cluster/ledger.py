@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.fill.sim.cluster.progress import Attempt
+from megatron.fill.sim.cluster.progress import SimulatedAttempt
 from megatron.fill.sim.values import DeviceGroup, FillKind, GroupOutcome, JobOutcome, MainJobRun, SimJob
 from megatron.fill.types import JobState
 
@@ -21,7 +21,7 @@ class JobEntry:
     kept: float = 0.0
     device_s: float = 0.0
     attempts: int = 0
-    present: Attempt | None = None
+    present: SimulatedAttempt | None = None
 
     def outcome(self) -> JobOutcome:
         return JobOutcome(
@@ -97,7 +97,7 @@ class Ledger:
         self.groups = groups
         self._kinds = kinds
 
-    def close(self, attempt: Attempt, group: int, now_s: float, kept: float) -> None:
+    def close(self, attempt: SimulatedAttempt, group: int, now_s: float, kept: float) -> None:
         """This attempt has ended; ``kept`` of the job's work counts from now on."""
         entry, place = self.jobs[attempt.job], self.groups[group]
         seconds = now_s - attempt.claimed_s

@@ -7,7 +7,7 @@ from math import floor, inf, isfinite
 from megatron.fill.sim.cluster.rates import Fit
 
 
-class Attempt:
+class SimulatedAttempt:
     """A job from its claim to the end of that claim.
 
     Args:

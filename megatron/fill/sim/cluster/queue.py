@@ -11,7 +11,7 @@ from math import inf, isclose, nextafter
 
 from megatron.fill.scheduler.policies import Policy, rank_jobs
 from megatron.fill.scheduler.state import DeviceState, SchedulerState
-from megatron.fill.sim.cluster.fleet import Device
+from megatron.fill.sim.cluster.fleet import FleetDevice
 from megatron.fill.sim.cluster.rates import Fit, Offer
 from megatron.fill.sim.cluster.sight import Sight, Waiting, view
 
@@ -29,7 +29,7 @@ class Queue(ABC):
         """One more."""
 
     @abstractmethod
-    def take(self, device: Device, offer: Offer, now_s: float) -> Waiting:
+    def take(self, device: FleetDevice, offer: Offer, now_s: float) -> Waiting:
         """The one that this seat takes; it waits no longer.
 
         At least one of ``kinds`` fits the offer.
@@ -64,7 +64,7 @@ class RankedQueue(Queue):
         if len(self._first) > self._most:
             heappush(self._later, self._dismiss(len(self._first) - 1))
 
-    def take(self, device: Device, offer: Offer, now_s: float) -> Waiting:
+    def take(self, device: FleetDevice, offer: Offer, now_s: float) -> Waiting:
         state, here = self._sight.state(device, offer, [self._jobs[number] for _, number in self._first], now_s)
         number = rank_jobs(self._policy, state, here)[0]
         self._dismiss(bisect_left(self._first, self._jobs[number].key))
@@ -102,7 +102,7 @@ class SteadyQueue(Queue):
     def add(self, waiting: Waiting) -> None:
         self._lines.setdefault(waiting.job.kind, _Line(self._policy)).add(waiting)
 
-    def take(self, device: Device, offer: Offer, now_s: float) -> Waiting:
+    def take(self, device: FleetDevice, offer: Offer, now_s: float) -> Waiting:
         heads = [line.head(fit) for kind, line in self._lines.items() if (fit := offer.fits.get(kind)) is not None]
         _, _, (score, first) = min(heads, key=lambda head: (head[0], head[1]))
         line = self._lines[first.job.kind]

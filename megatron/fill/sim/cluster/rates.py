@@ -1,9 +1,9 @@
 """How fast fill jobs run on a device, alone in its bubbles and beside each other: the planner's word, kept.
 
-A device has the seats of a rank's agent (``runtime/agent.py``): the resident job gets every bubble first, the tail job
+A device has the seats of a rank's agent (``agent/agent.py``): the resident job gets every bubble first, the tail job
 what the resident one's plan leaves.  Each job holds its memory all the time.  So a resident job that comes to a device
 with a tail job plans for bubbles with less free memory, and a tail job is taken only if one of its configurations is
-free beside the resident job in every bubble, as ``runtime/choice.py`` has it.  A tail job keeps the configuration that
+free beside the resident job in every bubble, as ``agent/ranking.py`` has it.  A tail job keeps the configuration that
 it began with: it slows down beside another resident job, and gets whole bubbles while there is none.
 """
 

@@ -13,7 +13,7 @@ from math import inf
 
 from megatron.fill.scheduler.policies import Policy, makespan
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
-from megatron.fill.sim.cluster.fleet import Device
+from megatron.fill.sim.cluster.fleet import FleetDevice
 from megatron.fill.sim.cluster.progress import Usage
 from megatron.fill.sim.cluster.rates import Offer, Rates
 from megatron.fill.sim.values import SimJob
@@ -68,7 +68,7 @@ class Sight:
         self.usage = usage
 
     def state(
-        self, asking: Device, offer: Offer, jobs: Sequence[Waiting], now_s: float
+        self, asking: FleetDevice, offer: Offer, jobs: Sequence[Waiting], now_s: float
     ) -> tuple[SchedulerState, DeviceState]:
         """Everything that the policy may weigh, and the device that asks."""
         here = DeviceState(asking.name)
@@ -85,10 +85,10 @@ class Sight:
         devices = (here, *(state for state, _ in others if state.name != here.name))
         return SchedulerState(now_s, devices, tuple(views), self.usage.used_s(now_s)), here
 
-    def changed(self, device: Device) -> None:
+    def changed(self, device: FleetDevice) -> None:
         """The device has another resident job now, or none, or its main job came up or went down."""
 
-    def _others(self, asking: Device) -> list[tuple[DeviceState, Rates]]:
+    def _others(self, asking: FleetDevice) -> list[tuple[DeviceState, Rates]]:
         """The devices to show besides the one that asks, which may be among them."""
         return []
 
@@ -96,11 +96,11 @@ class Sight:
 class FullSight(Sight):
     """Every device."""
 
-    def __init__(self, usage: Usage, devices: Sequence[Device]) -> None:
+    def __init__(self, usage: Usage, devices: Sequence[FleetDevice]) -> None:
         super().__init__(usage)
         self._devices = devices
 
-    def _others(self, asking: Device) -> list[tuple[DeviceState, Rates]]:
+    def _others(self, asking: FleetDevice) -> list[tuple[DeviceState, Rates]]:
         return [
             (DeviceState(device.name, None if device.resident is None else device.resident.due_s), device.rates)
             for device in self._devices
@@ -114,14 +114,14 @@ class NextSight(Sight):
     ``makespan`` takes a minimum over all other devices, and of those that are alike none is done earlier than this one.
     """
 
-    def __init__(self, usage: Usage, devices: Sequence[Device]) -> None:
+    def __init__(self, usage: Usage, devices: Sequence[FleetDevice]) -> None:
         super().__init__(usage)
         self._devices = devices
         self._idle: dict[Rates, set[int]] = {device.rates: set() for device in devices}
         self._busy: dict[Rates, list[tuple[float, int]]] = {device.rates: [] for device in devices}
         self._until_s: list[float | None] = [None] * len(devices)  # of busy devices
 
-    def changed(self, device: Device) -> None:
+    def changed(self, device: FleetDevice) -> None:
         index, idle = device.index, self._idle[device.rates]
         busy = device.up and device.resident is not None
         until_s = device.resident.due_s if device.up and device.resident is not None else None
@@ -133,7 +133,7 @@ class NextSight(Sight):
             heappush(self._busy[device.rates], (until_s, index))
         self._until_s[index] = until_s
 
-    def _others(self, asking: Device) -> list[tuple[DeviceState, Rates]]:
+    def _others(self, asking: FleetDevice) -> list[tuple[DeviceState, Rates]]:
         found = []
         for number, rates in enumerate(self._idle):
             if len(self._idle[rates]) > (asking.index in self._idle[rates]):
@@ -158,7 +158,7 @@ class NextSight(Sight):
         return first
 
 
-def sight(policy: Policy, symmetric: bool, usage: Usage, devices: Sequence[Device]) -> Sight:
+def sight(policy: Policy, symmetric: bool, usage: Usage, devices: Sequence[FleetDevice]) -> Sight:
     """As much as the policy needs to see."""
     if not (symmetric and policy.built_in):
         return FullSight(usage, devices)

@@ -24,19 +24,19 @@ from math import inf, isfinite
 import numpy as np
 
 from megatron.fill.scheduler.policies import parse_policy
-from megatron.fill.sim.cluster.engine import Calendar, Event, Kind
-from megatron.fill.sim.cluster.fleet import Device, ScannedSeats, Seats, SortedSeats
+from megatron.fill.sim.cluster.engine import Calendar, Event, EventKind
+from megatron.fill.sim.cluster.fleet import FleetDevice, ScannedSeats, Seats, SortedSeats
 from megatron.fill.sim.cluster.inventory import inventory
 from megatron.fill.sim.cluster.ledger import JobEntry, Ledger, MainEntry
-from megatron.fill.sim.cluster.progress import Attempt, Usage
+from megatron.fill.sim.cluster.progress import SimulatedAttempt, Usage
 from megatron.fill.sim.cluster.queue import Queue, RankedQueue, SteadyQueue
 from megatron.fill.sim.cluster.rates import Fit
 from megatron.fill.sim.cluster.sight import Waiting, sight
-from megatron.fill.sim.values import Outcome, Scenario
+from megatron.fill.sim.values import Scenario, SimOutcome
 from megatron.fill.types import JobState
 
 
-def simulate(scenario: Scenario) -> Outcome:
+def simulate(scenario: Scenario) -> SimOutcome:
     """Run a scenario from 0 to its ``duration_s``; the same scenario has the same outcome, but for ``wall_s``.
 
     With ``symmetric`` devices with equal cycles share their plans, one of those that are alike asks for all, and a
@@ -52,7 +52,7 @@ def simulate(scenario: Scenario) -> Outcome:
     cluster = Cluster(scenario)
     while cluster.step():
         pass
-    return Outcome(
+    return SimOutcome(
         jobs=tuple(entry.outcome() for entry in cluster.jobs),
         groups=tuple(entry.outcome() for entry in cluster.groups),
         duration_s=scenario.duration_s,
@@ -92,17 +92,17 @@ class Cluster:
         self.calendar = Calendar([scenario.jobs[number].arrival_s for number in self.arrivals])
         self._random = [np.random.default_rng([scenario.failures.seed, number]) for number in range(len(self.mains))]
         self._tokens = count(1)
-        self._handlers: dict[Kind, Callable[[Event], bool]] = {
-            Kind.ARRIVAL: self._arrive,
-            Kind.JOB_STARTS: self._job_starts,
-            Kind.JOB_ENDS: self._job_ends,
-            Kind.MAIN_STARTS: self._main_starts,
-            Kind.MAIN_ENDS: self._main_ends,
-            Kind.MAIN_FAILS: self._main_fails,
+        self._handlers: dict[EventKind, Callable[[Event], bool]] = {
+            EventKind.ARRIVAL: self._arrive,
+            EventKind.JOB_STARTS: self._job_starts,
+            EventKind.JOB_ENDS: self._job_ends,
+            EventKind.MAIN_STARTS: self._main_starts,
+            EventKind.MAIN_ENDS: self._main_ends,
+            EventKind.MAIN_FAILS: self._main_fails,
         }
         for number, main in enumerate(self.mains):
-            self.calendar.announce(main.run.start_s, Kind.MAIN_STARTS, number, main.token)
-            self.calendar.announce(main.run.end_s, Kind.MAIN_ENDS, number)
+            self.calendar.announce(main.run.start_s, EventKind.MAIN_STARTS, number, main.token)
+            self.calendar.announce(main.run.end_s, EventKind.MAIN_ENDS, number)
 
     def step(self) -> bool:
         """Go on to the next instant at which something happens; False at the end of the time."""
@@ -141,7 +141,7 @@ class Cluster:
         mtbf_s = self.scenario.failures.mtbf_s
         if isfinite(mtbf_s) and main.last > main.first:
             fails_s = self.now_s + self._random[number].exponential(mtbf_s / (main.last - main.first))
-            self.calendar.announce(fails_s, Kind.MAIN_FAILS, number, main.token)
+            self.calendar.announce(fails_s, EventKind.MAIN_FAILS, number, main.token)
         return True
 
     def _main_fails(self, event: Event) -> bool:
@@ -152,7 +152,7 @@ class Cluster:
         self._leave_devices(main, saved=False)
         main.change(False, self.now_s, self.now_s)
         again_s = self.now_s + self.scenario.failures.restart_s
-        self.calendar.announce(again_s, Kind.MAIN_STARTS, event.about, main.token)
+        self.calendar.announce(again_s, EventKind.MAIN_STARTS, event.about, main.token)
         return True
 
     def _main_ends(self, event: Event) -> bool:
@@ -224,16 +224,18 @@ class Cluster:
             seats.close(index)
             self._claim(waiting, device, offer.fits[waiting.job.kind], tail=seats is self.tail_seats)
 
-    def _claim(self, waiting: Waiting, device: Device, fit: Fit, tail: bool) -> None:
+    def _claim(self, waiting: Waiting, device: FleetDevice, fit: Fit, tail: bool) -> None:
         entry, runtime, index = self.jobs[waiting.index], self.scenario.runtime, waiting.index
-        attempt = Attempt(index, entry.job.work, entry.kept, device.index, tail, fit, self.now_s, runtime.checkpoint_s)
+        attempt = SimulatedAttempt(
+            index, entry.job.work, entry.kept, device.index, tail, fit, self.now_s, runtime.checkpoint_s
+        )
         attempt.token = next(self._tokens)
         entry.state, entry.present = JobState.RUNNING, attempt
         entry.attempts += 1
         if entry.started_s is None:
             entry.started_s = self.now_s
         begins_s = self.now_s + runtime.start_s
-        self.calendar.announce(begins_s, Kind.JOB_STARTS, index, attempt.token)
+        self.calendar.announce(begins_s, EventKind.JOB_STARTS, index, attempt.token)
         if tail:
             device.tail = attempt
         else:
@@ -241,11 +243,11 @@ class Cluster:
             attempt.due_s = begins_s + waiting.left / device.rates.resident_rate(fit)
             self.sight.changed(device)
 
-    def _open_resident_seat(self, device: Device) -> None:
+    def _open_resident_seat(self, device: FleetDevice) -> None:
         beside = None if device.tail is None else device.tail.fit
         self.resident_seats.free(device.index, device.rates.resident_offer(beside))
 
-    def _open_tail_seat(self, device: Device) -> None:
+    def _open_tail_seat(self, device: FleetDevice) -> None:
         if self.scenario.runtime.tail and device.resident is not None:
             self.tail_seats.free(device.index, device.rates.tail_offer(device.resident.fit))
 
@@ -256,13 +258,13 @@ class Cluster:
         entry.state = JobState.QUEUED
         self.queue.add(Waiting(index, entry.job, entry.job.work - entry.kept, entry.attempts))
 
-    def _pace_tail(self, device: Device) -> None:
+    def _pace_tail(self, device: FleetDevice) -> None:
         tail, resident = device.tail, device.resident
         if tail is not None and tail.started_s is not None:
             beside = resident.fit if resident is not None and resident.started_s is not None else None
             self._pace(tail, device.rates.tail_rate(tail.fit, beside))
 
-    def _pace(self, attempt: Attempt, rate: float) -> None:
+    def _pace(self, attempt: SimulatedAttempt, rate: float) -> None:
         """From now on the job goes on at this rate."""
         if self._weighs_users:
             profile, user = attempt.fit.profile, self.jobs[attempt.job].job.user
@@ -271,9 +273,9 @@ class Cluster:
         attempt.go_on_at(rate, self.now_s)
         attempt.token = next(self._tokens)
         if rate:
-            self.calendar.announce(attempt.end_s, Kind.JOB_ENDS, attempt.job, attempt.token)
+            self.calendar.announce(attempt.end_s, EventKind.JOB_ENDS, attempt.job, attempt.token)
 
-    def _close(self, attempt: Attempt, kept: float) -> None:
+    def _close(self, attempt: SimulatedAttempt, kept: float) -> None:
         """The attempt has ended with so much work; the job has succeeded, or waits again."""
         self.ledger.close(attempt, self.devices[attempt.device].group, self.now_s, kept)
         entry = self.jobs[attempt.job]

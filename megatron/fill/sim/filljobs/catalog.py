@@ -1,7 +1,8 @@
 """Kinds of fill jobs: those of PipeFill's kind of study, described, and those that ``pipefill profile`` measured.
 
 The models are EfficientNet, BERT-base, BERT-large, Swin-large and XLM-RoBERTa-XL, each in training and in batch
-inference.  Their times are analytical (``fillmodel.py``), with two constants fitted to published measurements:
+inference: those of ``megatron.fill.models``, which the runtime runs too.  Their times are analytical
+(``fillmodel.py``), with two constants fitted to published measurements:
 
 * Transformers: NVIDIA DeepLearningExamples, TensorFlow BERT, V100-16GB, inference of BERT-base with 128 tokens: 206.8,
   376.8, 635 and 962.83 sequences/s at batches of 1, 2, 4 and 8.  That is 4.3 ms per batch and 0.50 ms per sequence.
@@ -10,8 +11,9 @@ inference.  Their times are analytical (``fillmodel.py``), with two constants fi
 * EfficientNet-B4: NVIDIA DeepLearningExamples, PyTorch, V100-16GB, inference: 242 to 847 images/s at batches of 8 to
   256, training 204.  That is bound by memory traffic, or at small batches by the host, whatever the GPU.
 
-For Swin-large and XLM-RoBERTa-XL nothing was found for these GPUs: BERT's constants are assumed.  So are all constants
-on other GPUs: there the peaks of compute and memory differ, and the fixed times do not.
+For Swin-large and XLM-RoBERTa-XL nothing was found for these GPUs: BERT's constants are assumed, and for
+EfficientNetV2-L those of EfficientNet-B4.  So are all constants on other GPUs: there the peaks of compute and memory
+differ, and the fixed times do not.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.mainjob.hardware import GpuKind
+from megatron.fill.models import MODELS, Encoder
 from megatron.fill.planner.files import load_profiles
 from megatron.fill.profiles import JobProfile
 from megatron.fill.sim.filljobs.fillmodel import Block, FillModel, Speed, inference_profiles, training_profiles
 from megatron.fill.sim.filljobs.freeride import GPU as MEASURED_ON
 from megatron.fill.sim.filljobs.freeride import SIDE_TASKS
-from megatron.fill.sim.mainjob.hardware import GpuKind
 from megatron.fill.sim.values import FillKind
 
 CONTEXT_BYTES = 512 * 2**20  # of a process on the GPU before it does anything; an assumption
@@ -64,11 +67,11 @@ def transformer_block(name: str, hidden: int, heads: int, tokens: int, window: i
     )
 
 
-def encoder(layers: int, hidden: int, heads: int, tokens: int, vocabulary: int) -> tuple[Block, ...]:
-    """BERT's shape: embeddings of words and 512 positions, and encoder layers.  The head is neglected."""
-    output = 2 * tokens * hidden
-    words = Block("embedding", (vocabulary + 512) * hidden, 0, 3 * output, output, output, output)
-    return (words, *(transformer_block(f"layer {at}", hidden, heads, tokens) for at in range(layers)))
+def encoder(shape: Encoder, tokens: int) -> tuple[Block, ...]:
+    """BERT's shape: embeddings of words and positions, and encoder layers.  The head is neglected."""
+    hidden, output = shape.hidden, 2 * tokens * shape.hidden
+    words = Block("embedding", (shape.vocabulary + shape.positions) * hidden, 0, 3 * output, output, output, output)
+    return (words, *(transformer_block(f"layer {at}", hidden, shape.heads, tokens) for at in range(shape.layers)))
 
 
 def _swin_large() -> Iterator[Block]:
@@ -85,27 +88,43 @@ def _swin_large() -> Iterator[Block]:
             yield transformer_block(f"stage {stage} layer {at}", hidden, heads, side * side, 49)
 
 
-def _efficientnet_b4() -> Iterator[Block]:
-    """Tan and Le 2019 (arXiv 1905.11946), Table 1, 1.4 times as wide and 1.8 times as deep, images of 380 x 380."""
-    side, before = 190, 48
+# Of each stage: whether the two convolutions before the squeezing are one (V2's "fused" blocks), by how much they
+# expand, kernel, stride, channels, blocks.
+_B4 = (  # Tan and Le 2019 (arXiv 1905.11946), Table 1, 1.4 times as wide and 1.8 times as deep
+    *((False, 1, 3, 1, 24, 2), (False, 6, 3, 2, 32, 4), (False, 6, 5, 2, 56, 4), (False, 6, 3, 2, 112, 6)),
+    *((False, 6, 5, 1, 160, 6), (False, 6, 5, 2, 272, 8), (False, 6, 3, 1, 448, 2)),
+)
+_V2_L = (  # Tan and Le 2021 (arXiv 2104.00298), as its authors' code has the L model
+    *((True, 1, 3, 1, 32, 4), (True, 4, 3, 2, 64, 7), (True, 4, 3, 2, 96, 7), (False, 4, 3, 2, 192, 10)),
+    *((False, 6, 3, 1, 224, 19), (False, 6, 3, 2, 384, 25), (False, 6, 3, 1, 640, 7)),
+)
+
+
+def _efficientnet(
+    pixels: int, before: int, stages: Sequence[tuple[bool, int, int, int, int, int]], head: int
+) -> Iterator[Block]:
+    """Stem of ``before`` channels, stages, and a head of so many channels for 1,000 classes."""
+    side = pixels // 2
     yield _convolutions(
         "stem", 9 * 3 * before, side * side * 9 * 3 * before, side * side * before, side * side * before
     )
-    stages = (
-        *((1, 3, 1, 24, 2), (6, 3, 2, 32, 4), (6, 5, 2, 56, 4), (6, 3, 2, 112, 6)),
-        *((6, 5, 1, 160, 6), (6, 5, 2, 272, 8), (6, 3, 1, 448, 2)),
-    )
-    for stage, (expand, kernel, stride, channels, depth) in enumerate(stages):
+    for stage, (fused, expand, kernel, stride, channels, depth) in enumerate(stages):
         for at in range(depth):
             after = -(-side // stride) if at == 0 else side
             wide, squeezed = before * expand, max(1, before // 4)
-            first = before * wide if expand > 1 else 0
-            weights = first + kernel**2 * wide + 2 * wide * squeezed + wide * channels
-            products = side**2 * first + after**2 * (kernel**2 * wide + wide * channels)
-            elements = (side**2 * wide if expand > 1 else 0) + after**2 * (wide + channels)
+            if fused:
+                last = wide * channels if expand > 1 else 0
+                weights = kernel**2 * before * (wide if expand > 1 else channels) + last
+                products = after**2 * weights
+                elements = after**2 * ((wide if expand > 1 else 0) + channels)
+            else:
+                first = before * wide if expand > 1 else 0
+                weights = first + kernel**2 * wide + 2 * wide * squeezed + wide * channels
+                products = side**2 * first + after**2 * (kernel**2 * wide + wide * channels)
+                elements = (side**2 * wide if expand > 1 else 0) + after**2 * (wide + channels)
             yield _convolutions(f"stage {stage} block {at}", weights, products, elements, after**2 * channels)
             side, before = after, channels
-    yield _convolutions("head", before * 1792 + 1792 * 1000, side**2 * before * 1792, side**2 * 1792, 1000)
+    yield _convolutions("head", before * head + head * 1000, side**2 * before * head, side**2 * head, 1000)
 
 
 def _convolutions(name: str, weights: int, products: int, elements: int, output: int) -> Block:
@@ -119,31 +138,48 @@ def _convolutions(name: str, weights: int, products: int, elements: int, output:
     return Block(name, weights, 2 * products, _EFFICIENTNET_PASSES * size, 3 * size, 2 * size, 2 * output)
 
 
+def _text(name: str, speed: Speed) -> FillModel:
+    model = MODELS[name]
+    assert model.shape is not None
+    return FillModel(name, encoder(model.shape, model.length), speed, source=model.source)
+
+
+def _image(name: str, blocks: Iterator[Block], speed: Speed, backward: float) -> FillModel:
+    return FillModel(name, tuple(blocks), speed, backward, source=MODELS[name].source)
+
+
 _MODELS = (
-    FillModel(
+    _image(
         "efficientnet-b4",
-        tuple(_efficientnet_b4()),
+        _efficientnet(MODELS["efficientnet-b4"].length, 48, _B4, 1792),
         _EFFICIENTNET,
         _EFFICIENTNET_BACKWARD,
-        source="Tan and Le 2019, 380 x 380 pixels",
     ),
-    FillModel("bert-base", encoder(12, 768, 12, 128, 30522), _TRANSFORMER, source="Devlin et al. 2018, 128 tokens"),
-    FillModel("bert-large", encoder(24, 1024, 16, 128, 30522), _TRANSFORMER, source="Devlin et al. 2018, 128 tokens"),
-    FillModel("swin-large", tuple(_swin_large()), _ASSUMED, source="Liu et al. 2021, 224 x 224 pixels"),
-    FillModel("xlm-roberta-xl", encoder(36, 2560, 32, 128, 250880), _ASSUMED, source="Goyal et al. 2021, 128 tokens"),
+    _text("bert-base", _TRANSFORMER),
+    _text("bert-large", _TRANSFORMER),
+    _image("swin-large", _swin_large(), _ASSUMED, 2.0),
+    _text("xlm-roberta-xl", _ASSUMED),
+    _image(
+        "efficientnet-v2-l",
+        _efficientnet(MODELS["efficientnet-v2-l"].length, 32, _V2_L, 1280),
+        replace(_EFFICIENTNET, source="assumed: as EfficientNet-B4's"),
+        _EFFICIENTNET_BACKWARD,
+    ),
 )
+# What is simulated where no kinds are named: of the EfficientNets the one whose throughput was published.
+_MIX = tuple(model.name for model in _MODELS if model.name != "efficientnet-v2-l")
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class CatalogWorkload:
     """A model, trained or used for inference."""
 
     model: FillModel
     training: bool
 
 
-CATALOG: dict[str, Workload] = {
-    f"{model.name}-{'training' if training else 'inference'}": Workload(model, training)
+CATALOG: dict[str, CatalogWorkload] = {
+    f"{model.name}-{'training' if training else 'inference'}": CatalogWorkload(model, training)
     for model in _MODELS
     for training in (True, False)
 }
@@ -169,7 +205,9 @@ def catalog_kind(name: str, gpu: GpuKind, context_bytes: int = CONTEXT_BYTES, st
     return FillKind(name, "samples", profiles, best_rate(profiles), source)
 
 
-def _profiles(workload: Workload, gpu: GpuKind, context_bytes: int, stream_weights: bool) -> tuple[JobProfile, ...]:
+def _profiles(
+    workload: CatalogWorkload, gpu: GpuKind, context_bytes: int, stream_weights: bool
+) -> tuple[JobProfile, ...]:
     if workload.training:
         return tuple(training_profiles(workload.model, gpu, context_bytes))
     return tuple(inference_profiles(workload.model, gpu, context_bytes, stream_weights))
@@ -181,7 +219,7 @@ def catalog_kinds(
     """Kinds on a GPU: those of the catalog, and on the GPU where they were measured FreeRide's side tasks.
 
     Args:
-        names: None for all that the GPU can hold.
+        names: None for all that the GPU can hold, with EfficientNet-B4 as the one EfficientNet.
 
     Raises:
         ValueError: there is no such kind on this GPU, or the GPU cannot hold it.
@@ -189,7 +227,8 @@ def catalog_kinds(
     measured = SIDE_TASKS if gpu.name == MEASURED_ON else {}
     if names is not None:
         return tuple(measured.get(name) or catalog_kind(name, gpu, context_bytes) for name in names)
-    held = [name for name, its in CATALOG.items() if _profiles(its, gpu, context_bytes, False)]
+    mix = {name: its for name, its in CATALOG.items() if its.model.name in _MIX}
+    held = [name for name, its in mix.items() if _profiles(its, gpu, context_bytes, False)]
     return (*(catalog_kind(name, gpu, context_bytes) for name in held), *measured.values())
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.fill.mainjob.hardware import GpuKind
 from megatron.fill.profiles import Configuration, JobProfile, NodeProfile, Offload
-from megatron.fill.sim.mainjob.hardware import GpuKind
 
 # Bytes per parameter in mixed precision as torch.amp has it, with Adam.
 _WEIGHT, _GRADIENT, _MOMENTS = 4, 4, 8

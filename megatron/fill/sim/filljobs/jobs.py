@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.config import load_jobs
 from megatron.fill.errors import ConfigError
-from megatron.fill.profiles import JobProfile, profile_key
+from megatron.fill.given.jobs import load_jobs
+from megatron.fill.profiles import JobProfile
 from megatron.fill.sim.filljobs.catalog import best_rate
 from megatron.fill.sim.values import FillKind, SimJob
 from megatron.fill.store import Job, JobStore, open_store
@@ -114,10 +114,10 @@ class _StoreReader:
         self._contents: dict[str, dict[str, Any] | None] = {}
 
     def read(self, job: Job) -> None:
-        if job.spec.get("command") is not None:
+        if job.work.command is not None:
             self.skipped.append(f"job {job.name!r} is a command, which has no profile")
             return
-        key = profile_key(job.spec, self._fingerprint)
+        key = job.work.profile_key(self._fingerprint)
         if key not in self._contents:
             self._contents[key] = self._store.profile(key)
         content = self._contents[key]

@@ -18,7 +18,7 @@ ITERATION_1_2B_S = 6.56
 
 
 @dataclass(frozen=True, slots=True)
-class SideTask:
+class ArtifactTask:
     """A side task and its results beside 3.6B with four micro-batches (artifact_evaluation.md).
 
     Attributes:
@@ -48,12 +48,12 @@ class SideTask:
 
 
 TASKS = {
-    "ResNet18": SideTask("freeride-resnet18", BATCH, 998.7, False, 0.0003, 0.0807),
-    "ResNet50": SideTask("freeride-resnet50", BATCH, 393.4, False, 0.0136, 0.0592),
-    "VGG19": SideTask("freeride-vgg19", BATCH, 161.8, False, 0.0210, 0.0534),
-    "Graph SGD": SideTask("freeride-graph-sgd", 1, 1.5, True, 0.0116, 0.1987),
-    "PageRank": SideTask("freeride-pagerank", 1, 126.3, True, 0.0005, 0.0306),
-    "Image": SideTask("freeride-image", 1, 7.8, True, 0.0074, 0.0485),
+    "ResNet18": ArtifactTask("freeride-resnet18", BATCH, 998.7, False, 0.0003, 0.0807),
+    "ResNet50": ArtifactTask("freeride-resnet50", BATCH, 393.4, False, 0.0136, 0.0592),
+    "VGG19": ArtifactTask("freeride-vgg19", BATCH, 161.8, False, 0.0210, 0.0534),
+    "Graph SGD": ArtifactTask("freeride-graph-sgd", 1, 1.5, True, 0.0116, 0.1987),
+    "PageRank": ArtifactTask("freeride-pagerank", 1, 126.3, True, 0.0005, 0.0306),
+    "Image": ArtifactTask("freeride-image", 1, 7.8, True, 0.0074, 0.0485),
 }
 
 # The mixed workload in the order of submission (run_mix.py), and each task's work in 128 iterations.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.fill.records import replacing
+from megatron.fill.linux.files import replacing
 from megatron.fill.sim.freeride.study import saving
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.fill.sim.mainjob.hardware import GIB
+from megatron.fill.mainjob.hardware import GIB
 
 
 def needed_gib(memory_bytes: int) -> int:

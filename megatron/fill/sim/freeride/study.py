@@ -7,6 +7,9 @@ from dataclasses import asdict
 from functools import cache
 from typing import Any
 
+from megatron.fill.mainjob.hardware import GPUS, NETWORKS
+from megatron.fill.mainjob.model import MODELS
+from megatron.fill.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.sim.freeride.artifact import (
     BATCH,
     ITERATION_1_2B_S,
@@ -23,11 +26,8 @@ from megatron.fill.sim.freeride.artifact import (
     Size,
 )
 from megatron.fill.sim.freeride.placement import fits, needed_gib, place, served
-from megatron.fill.sim.freeride.training import BubbleTime, Done, Rule, Training, Varying
-from megatron.fill.sim.mainjob.hardware import GPUS, NETWORKS
-from megatron.fill.sim.mainjob.job import MainJob
-from megatron.fill.sim.mainjob.model import MODELS
-from megatron.fill.sim.mainjob.parallel import Parallel, Precision, Recompute
+from megatron.fill.sim.freeride.training import BubbleTime, Rule, SimulatedTraining, StageWork, Varying
+from megatron.fill.sim.mainjob import MainJob
 
 MICROBATCHES = (4, 6, 8)
 COMPARED = ("3.6B", 4)  # the only case that the artifact prints results of
@@ -65,12 +65,12 @@ def fitted_efficiency(size: Size, iteration_s: float) -> float:
 class Studied:
     """One training, and what side tasks do beside it.  A side task is a name and a batch size."""
 
-    def __init__(self, size: Size, training: Training) -> None:
+    def __init__(self, size: Size, training: SimulatedTraining) -> None:
         self.size = size
         self.training = training
         self._done = cache(self._fill)  # the mixed workload's tasks have run alone before
 
-    def _fill(self, stage: int, name: str, batch: int, rule: Rule) -> Done:
+    def _fill(self, stage: int, name: str, batch: int, rule: Rule) -> StageWork:
         task = TASKS[name]
         return self.training.fill(stage, task.steps[batch], task.compiled, rule)
 
@@ -142,7 +142,7 @@ def study(iterations: int, varying: Varying) -> dict[str, Any]:
     for name, size in SIZES.items():
         for microbatches in MICROBATCHES:
             job = main_job(size, microbatches, efficiency[name])
-            studied = Studied(size, Training(job, iterations, varying))
+            studied = Studied(size, SimulatedTraining(job, iterations, varying))
             found = {task: studied.alone(task, its.batch) for task, its in TASKS.items()}
             found["mix"] = studied.together([(task, TASKS[task].batch) for task in MIX_WORK])
             case = {"size": name, "microbatches": microbatches, "bubble_share": job.bubble_share}

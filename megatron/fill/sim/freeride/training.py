@@ -9,10 +9,10 @@ from enum import StrEnum
 import numpy as np
 
 from megatron.fill.pipeline.timeline import Compiled
-from megatron.fill.rule import FillRule
+from megatron.fill.rank.rule import FillRule
 from megatron.fill.sim.filljobs.freeride import MeasuredStep
 from megatron.fill.sim.freeride.reserving import COMPILED, PYTHON, fill_reserved, reserved_ns
-from megatron.fill.sim.mainjob.job import MainJob
+from megatron.fill.sim.mainjob import MainJob
 from megatron.fill.sim.truth.replay import PlayedIteration, open_bubbles, replay
 from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.types import BubbleUse, CycleKey
@@ -82,7 +82,7 @@ def split(bubbles_ns: int, uses: Iterable[BubbleUse], gap_ns: int) -> BubbleTime
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class StageWork:
     """What a side task did on one stage.
 
     Attributes:
@@ -95,7 +95,7 @@ class Done:
     time: BubbleTime
 
 
-class Training:
+class SimulatedTraining:
     """Iterations of a main job.
 
     Args:
@@ -118,11 +118,11 @@ class Training:
         counted = self._rows[stage][self._rule.warmup :]
         return sum(end_ns - start_ns for played in counted for _, start_ns, end_ns in played.waits)
 
-    def idle(self, stage: int) -> Done:
+    def idle(self, stage: int) -> StageWork:
         """Nothing fits this stage's memory."""
-        return Done(0.0, 0, BubbleTime(memory=self.bubbles_ns(stage)))
+        return StageWork(0.0, 0, BubbleTime(memory=self.bubbles_ns(stage)))
 
-    def fill(self, stage: int, step: MeasuredStep, compiled: bool, rule: Rule) -> Done:
+    def fill(self, stage: int, step: MeasuredStep, compiled: bool, rule: Rule) -> StageWork:
         """Run a side task in this stage's bubbles."""
         random = np.random.default_rng([1, stage])
         varied = random.lognormal(0.0, self.varying.steps, _DRAWS) * step.mean_ns
@@ -139,7 +139,7 @@ class Training:
             key = CycleKey(self.job.schedule.name, self.job.schedule.microbatches)
             done = replay(open_bubbles(row, key, self._rule), times, preempted=False)
         overrun_ns = sum(use.overrun_ns for use in done.uses)
-        return Done(done.work_done, overrun_ns, split(self.bubbles_ns(stage), done.uses, times.gap_ns))
+        return StageWork(done.work_done, overrun_ns, split(self.bubbles_ns(stage), done.uses, times.gap_ns))
 
 
 def _played(job: MainJob, iterations: int, noise: float) -> tuple[list[list[PlayedIteration]], int]:

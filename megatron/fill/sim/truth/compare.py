@@ -24,10 +24,10 @@ import numpy as np
 
 from megatron.fill.errors import FillError
 from megatron.fill.pipeline.schedule import Schedule
+from megatron.fill.rank.rule import FillRule
 from megatron.fill.records import last_segment
-from megatron.fill.rule import FillRule
-from megatron.fill.sim.mainjob.recorded import read_pipeline
-from megatron.fill.sim.truth.recorded import RecordedMainJob
+from megatron.fill.sim.recorded.busy import RecordedMainJob
+from megatron.fill.sim.recorded.groups import read_pipeline
 from megatron.fill.sim.truth.replay import Opened, PlayedIteration, open_bubbles, replay
 from megatron.fill.sim.truth.steps import StepTimes, step_times
 from megatron.fill.types import BubbleKind, CycleKey, RankRecord, WorkerRecord

@@ -1,4 +1,4 @@
-"""One rank's bubbles filled in virtual time, by the very predictor and step loop that fill real ones.
+"""One rank's bubbles filled in virtual time, by the very listener and step loop that fill real ones.
 
 What is not real is the clock, the gate and the task (``virtual.py``).  On the CPU a step that is caught by the end of
 its bubble loses the core at once and stays in flight: it goes on in the rank's next wait, whether the gate is open then
@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, cast
 
-from megatron.fill.gate import OpenBubble
+from megatron.fill.pages.gate import OpenBubble
 from megatron.fill.pipeline.timeline import Wait
-from megatron.fill.predictor import BubblePredictor
-from megatron.fill.rule import FillRule
-from megatron.fill.runtime.loop import StepLoop
+from megatron.fill.rank.listener import RankListener
+from megatron.fill.rank.predictor import BubblePredictor
+from megatron.fill.rank.recorder import Recorder
+from megatron.fill.rank.rule import FillRule
 from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.sim.truth.virtual import Core, Replayed, VirtualGate, VirtualLog, VirtualMachine
-from megatron.fill.types import Bubble, CycleKey
+from megatron.fill.types import Bubble, CycleKey, RankInfo
+from megatron.fill.worker.loop import StepLoop
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,36 +53,58 @@ class Opened:
     told: Mapping[int, OpenBubble]
 
 
+class _Gate:
+    """The rank's end of a gate (GateWriter) that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, OpenBubble] = {}
+        self.now_ns = 0
+
+    def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
+        seq = len(self.told) + 1
+        self.told[seq] = OpenBubble(seq, self.now_ns, deadline_ns, free_bytes, False, tuple(ends_ns), overrun_ns)
+        return seq
+
+    def close(self, now_ns: int) -> None:
+        """Nobody waits here."""
+
+    def brake(self, on: bool) -> None:
+        """There is no brake."""
+
+    def end(self) -> None:
+        """Nobody waits here."""
+
+
+class _Record(Recorder):
+    """Keeps every bubble, however many there are."""
+
+    def bubble(self, bubble: Bubble) -> None:
+        self.bubbles.append(bubble)
+
+
+@dataclass(slots=True)
+class _Switch:
+    """Whether the iteration is one that is filled (RunSwitch)."""
+
+    running: bool = True
+
+
 def open_bubbles(iterations: Iterable[PlayedIteration], key: CycleKey, rule: FillRule) -> Opened:
     """The bubbles as the rank would record them: predicted, and with a ``seq`` where its gate opens."""
-    predictor = BubblePredictor(rule)
-    bubbles = []
-    told = {}
-    seq = 0
+    gate, switch = _Gate(), _Switch()
+    record = _Record(RankInfo(0, 1, 0, 1, 0, 1, 0, rule.stages), 0)
+    listener = RankListener(gate, record, BubblePredictor(rule), lambda: 0, control=switch)
     for played in iterations:
-        predictor.cycle_started(key, played.start_ns)
-        for index, (kind, start_ns, end_ns) in enumerate(played.waits):
-            start_ns, end_ns = played.start_ns + start_ns, played.start_ns + end_ns
-            forecast = predictor.forecast(kind, index, start_ns)
-            opens = played.filling and forecast.fills
-            seq += opens
-            if opens:
-                deadline_ns, ends_ns = forecast.told(start_ns - rule.guard_ns)
-                told[seq] = OpenBubble(seq, start_ns, deadline_ns, 0, False, ends_ns, forecast.overrun_ns)
-            bubbles.append(
-                Bubble(
-                    played.iteration,
-                    index,
-                    kind,
-                    start_ns,
-                    end_ns,
-                    forecast.shortest_ns,
-                    seq if opens else 0,
-                    filling=played.filling,
-                )
-            )
-            predictor.observe(kind, index, start_ns, end_ns)
-    return Opened(bubbles, told)
+        switch.running = played.filling
+        start_ns = played.start_ns
+        listener.iteration_started(played.iteration, start_ns)
+        listener.cycle_started(key, start_ns)
+        for index, wait in enumerate(played.waits):
+            gate.now_ns = start_ns + wait.start_ns
+            listener.bubble_opened(wait.kind, index, gate.now_ns)
+            listener.bubble_closed(start_ns + wait.end_ns)
+        listener.cycle_ended()
+    return Opened(record.bubbles, gate.told)
 
 
 def replay(opened: Opened, times: StepTimes, preempted: bool = True) -> Replayed:

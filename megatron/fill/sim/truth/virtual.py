@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron.fill.gate import OpenBubble
+from megatron.fill.pages.gate import OpenBubble
 from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.types import Bubble, BubbleUse, Lack
 

@@ -1,0 +1,165 @@
+"""What a job is let in with: its environment, its user, and whether it is let in at all."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.store.port import Job
+from megatron.fill.work import Work
+
+COMMAND = "command"  # stands for every command in a list of what is allowed
+_VARIABLE = "env:"  # what stands before the names of variables there
+_NOBODY = 65534
+
+# Everything else stays out: tokens and passwords, and what Megatron's ranks find each other by.
+_KEPT = {
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "SHELL",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONHASHSEED",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+    "LD_LIBRARY_PATH",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "NVIDIA_VISIBLE_DEVICES",
+    "NVIDIA_DRIVER_CAPABILITIES",
+    "XDG_CACHE_HOME",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "TORCH_HOME",
+    "SSL_CERT_FILE",
+    "SSL_CERT_DIR",
+}
+LIBRARY_SETTINGS = {
+    "OMP_NUM_THREADS": "1",  # one thread per library on the rank's core
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # Memory that a step freed is kept for the next one: to get it from the kernel page by page takes bubble time.
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JobUser:
+    """The user that jobs run as."""
+
+    name: str
+    uid: int
+    gid: int
+    home: str
+
+
+def find_user(name: str) -> JobUser:
+    """The user of that name (or number), to run jobs as.
+
+    Raises:
+        ConfigError: there is no such user, it is root, or we may not change to it.
+    """
+    try:
+        entry = pwd.getpwuid(int(name)) if name.isdecimal() else pwd.getpwnam(name)
+    except KeyError:
+        raise ConfigError(f"--fill-user is {name!r}: there is no such user") from None
+    if entry.pw_uid == 0:
+        raise ConfigError(f"--fill-user is {name!r}, which is root; expected a user with fewer rights")
+    if os.geteuid() not in (0, entry.pw_uid):
+        raise ConfigError(f"--fill-user is {name!r}: only root can run jobs as another user")
+    return JobUser(entry.pw_name, entry.pw_uid, entry.pw_gid, entry.pw_dir)
+
+
+def default_user() -> JobUser | None:
+    """Whom jobs run as if nobody says: a user without rights where that can be, else None for who we are."""
+    if os.geteuid() != 0:
+        return None
+    try:
+        return find_user("nobody")
+    except ConfigError:  # a container without a list of users
+        return JobUser("nobody", _NOBODY, _NOBODY, "/nonexistent")
+
+
+def check_reach(user: JobUser, place: Path) -> None:
+    """Whether the user can come to a place that its jobs need: the run folder, the interpreter.
+
+    Raises:
+        ConfigError: a folder on the way is closed to it; the message names it.
+    """
+    place = place.resolve()
+    for part in [*reversed(place.parents), place]:
+        if part.exists():
+            found = part.stat()
+            bit = 0o100 if found.st_uid == user.uid else 0o010 if found.st_gid == user.gid else 0o001
+            if not found.st_mode & bit:
+                raise ConfigError(f"--fill-user {user.name} cannot enter {part}, and so cannot use {place}")
+
+
+def environment(
+    host: Mapping[str, str], device: Mapping[str, str], user: JobUser | None, directory: Path
+) -> dict[str, str]:
+    """What a worker is started with; a job's own variables count later, inside its cage.
+
+    Args:
+        host: the agent's own, of which little is kept.
+        device: what the worker's device needs.
+        directory: the job's folder, a home for who has none.
+    """
+    kept = {name: value for name, value in host.items() if name in _KEPT or name.startswith("LC_")}
+    if user is not None:
+        home = user.home if Path(user.home).is_dir() else str(directory)
+        kept |= {"HOME": home, "USER": user.name, "LOGNAME": user.name}
+    return kept | LIBRARY_SETTINGS | dict(device)
+
+
+def told(job: Job, run: str, directory: Path) -> dict[str, str]:
+    """What a job is told of itself, as variables, which hold no zero bytes.
+
+    Args:
+        run: the run folder.
+        directory: the job's.
+    """
+    index, count = job.work.array or (0, 1)
+    values = {
+        "JOB": job.name,
+        "JOB_ID": job.id,
+        "INDEX": index,
+        "COUNT": count,
+        "ATTEMPT": job.attempt,
+        "RUN": run,
+        "DIRECTORY": directory,
+    }
+    return {f"PIPEFILL_{name}": str(value).replace("\0", "") for name, value in values.items()}
+
+
+def refusal(work: Work, allowed: Sequence[str]) -> str:
+    """Why a job may not run here; empty if it may.
+
+    Args:
+        allowed: patterns (``fnmatch``) of ``module:Class``, the word ``command``, and ``env:PATTERN`` for the variables
+            that a task may set: many a variable decides what code is run.  Empty for everything.
+    """
+    if not allowed:
+        return ""
+    patterns = ", ".join(allowed)
+    if work.task is None:
+        return "" if COMMAND in allowed else f"commands are not allowed here; --fill-allow has {patterns}"
+    if not any(fnmatchcase(work.task, pattern) for pattern in allowed):
+        return f"{work.task} is not allowed here; --fill-allow has {patterns}"
+    for name in work.env:
+        if not any(fnmatchcase(f"{_VARIABLE}{name}", pattern) for pattern in allowed if pattern.startswith(_VARIABLE)):
+            return f"setting {name} is not allowed here; --fill-allow has {patterns}, and not {_VARIABLE}{name}"
+    return ""

@@ -1,0 +1,295 @@
+"""One job in one worker, from its start to how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.fill.agent.claims import HeldClaim, progress_of
+from megatron.fill.agent.crew import Crew
+from megatron.fill.agent.ending import How
+from megatron.fill.agent.enforcer import Enforcer
+from megatron.fill.agent.folder import OUTPUT
+from megatron.fill.agent.forecast import JobForecast
+from megatron.fill.agent.holder import Holder
+from megatron.fill.agent.ledger import Record
+from megatron.fill.agent.memory import MemoryShare
+from megatron.fill.agent.orders import Orders
+from megatron.fill.agent.output import BoundedOutput
+from megatron.fill.agent.overtime import Overtime
+from megatron.fill.agent.ranking import Resident
+from megatron.fill.agent.station import Station
+from megatron.fill.agent.verdict import End
+from megatron.fill.agent.watch import Watch
+from megatron.fill.agent.workerspec import write_spec
+from megatron.fill.device.port import Limiter, Limits
+from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.store.port import Claim, Progress
+from megatron.fill.types import JobRecord, JobState
+from megatron.fill.worker.confined import Confined
+
+logger = logging.getLogger("pipefill.agent")
+
+_CONFINED_S, _LOOK_S = 60.0, 0.2  # how long a worker may take until its job can begin, on a machine that is busy
+_MOST_SAID = 2000
+_SHOWN = 2000  # bubbles and steps, the most recent ones, in the record of a job that runs
+
+
+class NotStarted(Exception):
+    """A job did not begin, through no fault of its own; the message says why.  Nothing of it is left."""
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """What is raised in here means that a job was not started.
+
+    Raises:
+        NotStarted: instead.
+    """
+    try:
+        yield
+    except NotStarted:
+        raise
+    except OSError as error:  # a full disk, say: another rank may do better, or this one later
+        raise NotStarted(f"it could not be started: {error}") from error
+    except Exception as error:
+        logger.exception("a job could not be started")
+        raise NotStarted(f"it could not be started: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What there is of a job once it may begin."""
+
+    holder: Holder
+    confined: Confined
+    limiter: Limiter
+    log: StepLog
+    output: BoundedOutput
+    orders: Orders
+
+
+class Attempt:
+    """One claim of a job, served in a seat.
+
+    The seat's thread calls ``run``.  What others may look at meanwhile (``progress``, ``so_far``, ``resident``,
+    ``forecast``) is for any thread.
+
+    Args:
+        directory: the job's folder, ready.
+        beside: the resident job, for a tail job; None for a resident one.
+
+    Attributes:
+        resident: the job and its folder, while it runs.
+    """
+
+    def __init__(
+        self, station: Station, crew: Crew, claim: Claim, limits: Limits, directory: Path, beside: Resident | None
+    ) -> None:
+        self.station = station
+        self.crew = crew
+        self.job = claim.job
+        self.limits = limits
+        self.directory = directory
+        self.beside = beside
+        self.held = HeldClaim(claim, self.progress)
+        self.started_ns, self.started_s = time.monotonic_ns(), time.time()
+        self.forecast = JobForecast(station, claim.job, directory, self.progress)
+        self.resident: Resident | None = None
+        self._begun: _Begun | None = None
+
+    def run(self) -> End:
+        """Run the job until its worker has ended; nothing of it is left then, whatever is raised.
+
+        Raises:
+            NotStarted: it did not begin.
+        """
+        with ExitStack() as always, ExitStack() as on_failure:
+            with starting():
+                self._begun = begun = self._start(always, on_failure)
+            self.resident = Resident(self.job, self.directory)
+            try:
+                end = self._stay(begun)
+            finally:
+                self.resident = None
+            on_failure.pop_all()
+            return end
+
+    def progress(self) -> Progress:
+        """How far the job is."""
+        begun = self._begun
+        return self.job.progress if begun is None else progress_of(self.job, begun.log, self.started_ns / 1e9)
+
+    def so_far(self) -> Record | None:
+        """The record of a job that runs; None before it may begin."""
+        if (begun := self._begun) is None:
+            return None
+        unit = begun.log.unit or self.job.progress.unit
+        record = replace(self._record(begun, JobState.RUNNING, ""), unit=unit, total_work=begun.log.total_work)
+        return record, begun.log.record(self.job.name, self.station.spec.rank, _SHOWN)
+
+    def record(self, state: JobState, reason: str, end: End) -> Record:
+        """The record of a job that has ended."""
+        assert self._begun is not None
+        outcome = end.outcome
+        record = replace(
+            self._record(self._begun, state, reason),
+            unit=outcome.unit,
+            total_work=outcome.total_work,
+            result=outcome.result,
+            ended_ns=end.ended_ns,
+            offences=end.offences,
+        )
+        return record, self._begun.log.record(self.job.name, self.station.spec.rank)
+
+    def _start(self, always: ExitStack, on_failure: ExitStack) -> _Begun:
+        """Let the job begin once it is kept in.
+
+        Args:
+            always: what is to be given back at the end of the attempt.
+            on_failure: what is to be done before, if that end comes unforeseen.
+        """
+        station, job = self.station, self.job
+        station.claims.hold(self.held)  # on a busy machine a start may take longer than a lease
+        always.callback(station.claims.let_go, self.held)
+        holder = always.enter_context(self.crew.worker(job))
+        limiter = station.device.limiter(self.limits, holder.name)
+        always.callback(limiter.close)
+        output = BoundedOutput(self.directory / OUTPUT, station.spec.max_output_bytes)
+        always.callback(output.close)
+        if self.beside is None:
+            always.callback(station.baton.drop)
+        on_failure.callback(self._abandon, holder)
+        log_fd = create_log()
+        try:
+            log = StepLog(log_fd)
+            orders = Orders(station, self.held, log, self.started_ns)
+            spec = write_spec(station, job, self.limits, self.directory, limiter.environment, self.beside)
+            holder.give(spec, log_fd)
+        finally:
+            os.close(log_fd)
+        confined = self._confined(holder, orders)
+        limiter.adopt(confined.init, holder.pid)
+        on_failure.callback(limiter.kill)
+        holder.let_go()
+        self.crew.stand_by()
+        for lacking in confined.lacking:
+            logger.info("job %s: %s", job.name, lacking)
+        return _Begun(holder, confined, limiter, log, output, orders)
+
+    def _confined(self, holder: Holder, orders: Orders) -> Confined:
+        end_s = time.monotonic() + _CONFINED_S
+        while time.monotonic() < end_s:
+            ending = orders.look()
+            if ending is not None and ending.how is How.CUT:
+                raise OSError(ending.why)
+            with contextlib.suppress(TimeoutError):
+                found = holder.confined(_LOOK_S)
+                if found is None:
+                    raise OSError("its worker ended before the job could begin")
+                if found.error:
+                    raise OSError(f"it cannot be kept in: {found.error}")
+                return found
+        raise OSError(f"its worker was not ready within {_CONFINED_S:g} s")
+
+    def _abandon(self, holder: Holder) -> None:
+        """End a worker before its time: it takes all with it."""
+        if said := holder.end():
+            logger.warning("job %s: its worker said: %s", self.job.name, said[-_MOST_SAID:])
+
+    def _stay(self, begun: _Begun) -> End:
+        """Stay with the worker until it has ended."""
+        station, spec, log = self.station, self.station.spec, begun.log
+        enforcer = Enforcer(
+            begun.confined.pid,
+            station.gate,
+            log,
+            spec.grace_ns,
+            spec.max_overruns,
+            Overtime(begun.limiter.busy_s, station.gate, max(1, len(spec.cpus))),
+            off=lambda: station.gate.braked or not station.control.running,
+        )
+        promised_bytes = self.job.work.memory_bytes or 0
+        with station.memory.shared(begun.limiter, promised_bytes, self._ask_to_shrink) as memory:
+            watch = Watch(
+                begun.holder.process,
+                log,
+                self.directory,
+                begun.output,
+                enforcer,
+                begun.limiter,
+                self._ask_to_stop,
+                (begun.orders, memory),
+                self.forecast.look,
+            )
+            try:
+                watch.watch()
+            finally:
+                enforcer.close()
+        self.forecast.keep_profile()
+        return self._end(watch, memory)
+
+    def _end(self, watch: Watch, memory: MemoryShare) -> End:
+        outcome, crashed = watch.outcome(watch.log.unit)
+        saved_s = watch.log.checkpoint_s or 0.0
+        return End(
+            outcome,
+            crashed=crashed,
+            ending=watch.ending,
+            standing=self.held.standing,
+            saved=saved_s > self.started_s,
+            kept=bool(saved_s or self.job.progress.checkpoint_s),
+            request=memory.request,
+            over=self.station.over,
+            unfit=outcome.unfit or outcome.crowded or memory.ending is not None,
+            offences=watch.enforcer.offences,
+            ended_ns=watch.ended_ns,
+        )
+
+    def _ask_to_stop(self) -> None:
+        """A task saves itself; of a command its holder says how far it came."""
+        assert self._begun is not None
+        if self.job.work.command is None:
+            self._signal(signal.SIGTERM)
+        else:
+            self._begun.holder.process.terminate()
+
+    def _ask_to_shrink(self, to_bytes: int) -> None:
+        """Have the task give memory back at its next look around, which a signal brings about; a command cannot."""
+        assert self._begun is not None
+        if self.job.work.command is None:
+            self._begun.log.wanted_bytes = to_bytes
+            self._signal(signal.SIGUSR1)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._begun is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._begun.confined.pid, number)
+
+    def _record(self, begun: _Begun, state: JobState, reason: str) -> JobRecord:
+        job, log, now_ns = self.job, begun.log, time.monotonic_ns()
+        return JobRecord(
+            name=job.name,
+            what=job.work.what,
+            state=state,
+            reason=reason,
+            work_done=log.work_done,
+            unit="",
+            rank=self.station.spec.rank,
+            steps=log.step_count,
+            harvested_s=log.harvested_ns / 1e9,
+            directory=str(self.directory),
+            ended_s=time.time(),
+            attempt=job.attempt,
+            started_ns=self.started_ns,
+            ready_ns=log.ready_ns if self.started_ns <= log.ready_ns <= now_ns else 0,
+            peak_bytes=begun.limiter.peak_bytes,
+            side_throughput=job.work.side_throughput,
+        )

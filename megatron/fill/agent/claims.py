@@ -1,0 +1,278 @@
+"""An agent's dealings with the job store: patient where the store cannot be reached, and never in the way.
+
+A database that is locked, slow or gone costs the agent's jobs nothing while they run: heartbeats and questions are
+tried again after a pause that grows, and said in the agent's log.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from typing import Any
+
+from megatron.fill.errors import JobError, StoreError
+from megatron.fill.pages.steplog import StepLog
+from megatron.fill.store import open_store
+from megatron.fill.store.port import Claim, DeviceEntry, Job, JobStore, NewJob, Progress, Standing
+from megatron.fill.types import JobState
+
+logger = logging.getLogger("pipefill.agent")
+
+_TICK_S = 0.5
+_BEAT_S = 3.0  # at most between two heartbeats: they also carry progress out, and cancellations in
+_LAST_S = 5.0  # how long a store that does not answer is waited for at the end
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+
+
+@dataclass(slots=True)
+class HeldClaim:
+    """A job that this agent holds.
+
+    Attributes:
+        progress: how far the job is now.
+        standing: what the store last said of the claim.
+    """
+
+    claim: Claim
+    progress: Callable[[], Progress]
+    standing: Standing = Standing.HELD
+    beat_s: float = field(default_factory=time.monotonic)
+
+
+class Claims:
+    """Keeps one agent's jobs and device alive in the store, in a thread of its own.
+
+    Any thread may ask, claim, hold and finish.  ``device`` and the progress of a claim are called by the thread here.
+
+    Args:
+        submit: the jobs to put into the queue once the store can be reached, which is made if need be; None if an agent
+            before this one has done so.  A store that is away then is not made anew: that one would stay empty.
+        submitted: called when they are there.
+        device: this agent's device as it is now.
+        lease_s: how long the store waits for a heartbeat.
+        dead: owners that are known to be dead: what they hold is given back.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        owner: str,
+        submit: Sequence[NewJob] | None,
+        device: Callable[[], DeviceEntry],
+        lease_s: float,
+        dead: Sequence[str] = (),
+        submitted: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.url = url
+        self.owner = owner
+        self.lease_s = lease_s
+        self.every_s = min(_BEAT_S, lease_s / 3)
+        self.refused: list[tuple[str, str]] = []  # jobs that could not be submitted, and why
+        self._submit = None if submit is None else list(submit)
+        self._dead = list(dead)
+        self._submitted = submitted
+        self._device = device
+        self._store: JobStore | None = None
+        self._held: list[HeldClaim] = []
+        self._unsaid: list[Callable[[JobStore], bool]] = []  # ends of jobs that the store has not heard of
+        self._lock = threading.Lock()
+        self._pause_s = _FIRST_PAUSE_S
+        self._again_s = 0.0
+        self._device_s = 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="claims", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No more heartbeats; the device serves no more jobs."""
+        self._done.set()
+        self._thread.join(self.lease_s)
+        if self._unsaid:
+            self.ask(self._say_rest, _LAST_S)
+        self.ask(lambda store: store.forget_device(self._device().name))
+        if self._store is not None:
+            self._store.close()
+
+    def ask[T](self, question: Callable[[JobStore], T], patience_s: float = 0.0) -> T | None:
+        """Ask the store; None when it cannot be reached (within ``patience_s``)."""
+        end = time.monotonic() + patience_s
+        while True:
+            if patience_s or time.monotonic() >= self._again_s:
+                try:
+                    return question(self._connected())
+                except StoreError as error:
+                    self._failed(error)
+            if time.monotonic() >= end:
+                return None
+            time.sleep(min(_TICK_S, max(0.0, end - time.monotonic())))
+
+    def claim(self, wanted: Callable[[JobStore], Sequence[int]], device: str) -> Claim | None:
+        """Take the first free one of the jobs that ``wanted`` names."""
+
+        def take(store: JobStore) -> Claim | None:
+            numbers = wanted(store)
+            return store.claim(self.owner, numbers, self.lease_s, device) if numbers else None
+
+        return self.ask(take)
+
+    def hold(self, held: HeldClaim) -> None:
+        """Send heartbeats for this job from now on."""
+        with self._lock:
+            self._held.append(held)
+
+    def let_go(self, held: HeldClaim) -> None:
+        with self._lock:
+            self._held.remove(held)
+
+    def finish(
+        self,
+        claim: Claim,
+        state: JobState,
+        reason: str,
+        progress: Progress,
+        result: dict[str, Any],
+        patience_s: float,
+    ) -> bool:
+        """Say that the job ended (QUEUED: give it back); False if it is not this agent's any more, or nobody heard."""
+
+        def say(store: JobStore) -> bool:
+            if state is JobState.QUEUED:
+                return store.release(claim, reason, progress, result)
+            return store.finish(claim, state, reason, progress, result)
+
+        heard = self.ask(say, patience_s)
+        if heard is None:  # it is said again with the heartbeats, and counts if that is soon enough
+            with self._lock:
+                self._unsaid.append(say)
+        return bool(heard)
+
+    def _say_rest(self, store: JobStore) -> None:
+        while self._unsaid:
+            with _alone("the end of a job cannot be told to the store"):  # not at the next tick, either
+                self._unsaid[0](store)
+            self._unsaid.pop(0)
+
+    def _connected(self) -> JobStore:
+        if self._store is None:
+            self._store = open_store(self.url, create=self._submit is not None)
+        if self._submit is not None:
+            self._submit_jobs(self._store)
+        if self._dead:
+            self._disown(self._store)
+        self._pause_s = _FIRST_PAUSE_S
+        return self._store
+
+    def _submit_jobs(self, store: JobStore) -> None:
+        with self._lock:
+            waiting, self._submit = self._submit, None
+        if waiting is None:
+            return
+        try:
+            store.submit(waiting)
+        except StoreError:
+            self._submit = waiting
+            raise
+        except JobError:  # one of them is in the way: submit the others
+            for job in _firsts_first(waiting):
+                try:
+                    store.submit([job])
+                except JobError as error:
+                    logger.warning("job %s is not submitted: %s", job.name, error)
+                    self.refused.append((job.name, str(error)))
+        self._submitted()
+
+    def _disown(self, store: JobStore) -> None:
+        with self._lock:
+            dead, self._dead = self._dead, []
+        try:
+            for owner in dead:
+                store.disown(owner, "its agent died")
+        except StoreError:
+            self._dead = dead
+            raise
+
+    def _failed(self, error: StoreError) -> None:
+        if time.monotonic() < self._again_s:
+            return  # known already, from another thread
+        logger.warning("the job store does not answer, trying again in %g s: %s", self._pause_s, error)
+        self._again_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _run(self) -> None:
+        while not self._done.wait(_TICK_S):
+            try:
+                self.ask(self._beat)
+            except Exception:  # one heartbeat's trouble is not the next one's
+                logger.exception("a heartbeat failed")
+
+    def _beat(self, store: JobStore) -> None:
+        self._say_rest(store)
+        now_s = time.monotonic()
+        if now_s - self._device_s >= self.every_s:
+            with _alone("the device's heartbeat failed"):
+                store.report_device(self._device(), self.lease_s)
+                self._device_s = now_s
+        with self._lock:
+            due = [held for held in self._held if now_s - held.beat_s >= self.every_s]
+        for held in due:
+            with _alone(f"the heartbeat of job {held.claim.job.name} failed"):
+                standing = store.heartbeat(held.claim, held.progress(), self.lease_s)
+                if standing is not held.standing:
+                    logger.info("job %s: %s", held.claim.job.name, standing)
+                held.standing, held.beat_s = standing, now_s
+
+    def look_again(self) -> None:
+        """The device's load has changed: tell the store at the next tick."""
+        self._device_s = 0.0
+
+
+@contextmanager
+def _alone(failed: str) -> Iterator[None]:
+    """What is raised in here is logged and stops nothing else, but for a store that does not answer: asked again.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception:
+        logger.exception(failed)
+
+
+def _firsts_first(jobs: Iterable[NewJob]) -> list[NewJob]:
+    """In an order in which none is before a job that it is after."""
+    by_name = {job.name: job for job in jobs}
+    before = {job.name: [first for first in job.work.after if first in by_name] for job in by_name.values()}
+    return [by_name[name] for name in TopologicalSorter(before).static_order()]
+
+
+def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
+    """How far a job is, from its worker's step log."""
+    # Before the checkpoint is loaded, the log knows of no earlier work.
+    began = bool(log.serving_ns or log.step_count)
+    done = log.base_work + log.work_done if began else job.progress.work_done
+    elapsed_s = time.monotonic() - began_s
+    rate = log.work_done / elapsed_s if log.work_done and elapsed_s > 0 else job.progress.rate
+    before = job.progress
+    startup_s = log.serving_ns / 1e9 - began_s
+    return Progress(
+        work_done=done,
+        total_work=log.total_work or before.total_work,
+        unit=log.unit or before.unit,
+        rate=rate,
+        steps=before.steps + log.step_count,
+        harvested_s=before.harvested_s + log.harvested_ns / 1e9,
+        checkpoint_s=log.checkpoint_s or before.checkpoint_s,
+        resumable=log.resumable,
+        startup_s=startup_s if 0 <= startup_s <= elapsed_s else None,
+        failures=before.failures,
+    )

@@ -1,0 +1,111 @@
+"""The processes that an agent starts: its workers, and the one that stands by for the next job."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.fill.agent.admission import environment
+from megatron.fill.agent.holder import Holder
+from megatron.fill.agent.station import Station
+from megatron.fill.linux import reap
+from megatron.fill.linux.tree import OWN
+from megatron.fill.pages.control import RunState
+from megatron.fill.store.port import Job
+
+logger = logging.getLogger("pipefill.agent")
+
+AHEAD = ("numpy",)  # what most tasks import, and what costs little memory
+
+
+class Crew:
+    """Starts workers' first processes, and forgets them when they have ended; for any thread.
+
+    Its lock is held while a process is started, and while orphans are ended: so nobody takes one for an orphan that was
+    started just now.
+    """
+
+    def __init__(self, station: Station) -> None:
+        self._station = station
+        self._working: set[int] = set()  # those that have a job
+        self._standby: Holder | None = None
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    @property
+    def working(self) -> list[int]:
+        """The processes that have a job."""
+        return sorted(self._working.copy())
+
+    @contextmanager
+    def worker(self, job: Job) -> Iterator[Holder]:
+        """A worker's first process, for this job; in the end nothing of it is left.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        holder = self._start(job)
+        try:
+            yield holder
+        finally:
+            try:
+                holder.end()
+            finally:
+                self._forget(holder)
+
+    def stand_by(self) -> None:
+        """Have the next worker's first process ready."""
+        station = self._station
+        with self._lock:
+            if self._standby is None and not station.over and station.control.state is not RunState.KILLED:
+                try:
+                    self._standby = self._new(idle=True, ahead=AHEAD)
+                except OSError as error:  # the next job may be luckier
+                    logger.warning("no worker stands by: %s", error)
+
+    def stand_down(self) -> None:
+        """End the one that stands by."""
+        with self._lock:
+            self._dismiss()
+
+    def _start(self, job: Job) -> Holder:
+        """The one that stands by, if it will do, or a new one."""
+        task, plain = job.work.command is None, not job.work.env
+        with self._lock:
+            # What stands by has imported libraries already, which may read variables then; and it runs at idle
+            # priority, where nobody can watch a command.
+            holder = None
+            if task and plain and self._standby is not None:
+                if self._standby.alive:
+                    holder, self._standby = self._standby, None
+                else:
+                    self._dismiss()
+            holder = holder or self._new(idle=task)
+            self._working.add(holder.pid)
+            return holder
+
+    def _forget(self, holder: Holder) -> None:
+        """End what it left that slipped out of its process group and came to us."""
+        with self._lock:
+            self._working.discard(holder.pid)
+            OWN.discard(holder.pid)
+            reap.end_descendants()
+
+    def _dismiss(self) -> None:
+        if self._standby is not None:
+            self._standby.end()
+            OWN.discard(self._standby.pid)
+            self._standby = None
+
+    def _new(self, *, idle: bool, ahead: Sequence[str] = ()) -> Holder:
+        spec, fds = self._station.spec, self._station.worker_fds
+        started_with = environment(os.environ, {}, spec.user, Path("/"))
+        name = f"{os.getpid()}-{next(self._numbers)}"
+        holder = Holder(name, fds, started_with, spec.run_dir, idle=idle, ahead=ahead)
+        OWN.add(holder.pid)
+        return holder

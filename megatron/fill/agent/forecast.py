@@ -1,0 +1,63 @@
+"""What a job's folder tells while it runs: its profile, once it is measured, and when it should be done."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.fill import hearsay
+from megatron.fill.agent.station import Station
+from megatron.fill.profiles import MeasuredJob
+from megatron.fill.store.port import Job, JobStore, Progress
+from megatron.fill.worker.profiler import PROFILE
+
+logger = logging.getLogger("pipefill.agent")
+
+_TELL_S = 5.0  # how often the end of the job is estimated anew
+
+
+class JobForecast:
+    """Of one job; the thread that watches it calls, any thread reads.
+
+    Attributes:
+        done_at_s: in seconds since the epoch; infinity if nobody knows.
+    """
+
+    def __init__(self, station: Station, job: Job, directory: Path, progress: Callable[[], Progress]) -> None:
+        self.done_at_s = math.inf
+        self._station = station
+        self._job = job
+        self._directory = directory
+        self._progress = progress
+        self._told_s = time.monotonic()
+        self._profile_kept = False
+
+    def look(self) -> None:
+        """Called a few times a second."""
+        if time.monotonic() - self._told_s > _TELL_S:
+            self._told_s = time.monotonic()
+            self.done_at_s = self._station.ranking.done_at_s(self._progress(), self._directory)
+        self.keep_profile()
+
+    def keep_profile(self) -> None:
+        """Keep the profile in the store once the worker has measured it."""
+        job, path, ranking = self._job, self._directory / PROFILE, self._station.ranking
+        if self._profile_kept or not os.path.lexists(path):
+            return
+        try:
+            measured = MeasuredJob.from_dict(hearsay.read_json(path))
+        except (OSError, ValueError) as error:
+            logger.warning("job %s: its profile cannot be read: %s", job.name, error)
+            self._profile_kept = True
+            return
+        ranking.remember(job, measured)
+
+        def keep(store: JobStore) -> bool:
+            store.keep_profile(ranking.key(job), measured.to_dict())
+            return True
+
+        self._profile_kept = bool(self._station.claims.ask(keep))

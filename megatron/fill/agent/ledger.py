@@ -1,0 +1,54 @@
+"""The record of one agent's attempts: those that have ended, and how far those are that run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron.fill.records import AgentFile
+from megatron.fill.types import JobRecord, WorkerRecord
+
+type Record = tuple[JobRecord, WorkerRecord]
+
+
+class AttemptLedger:
+    """For any thread; a record that cannot be written now is kept and written later."""
+
+    def __init__(self, file: AgentFile) -> None:
+        self._file = file
+        self._ended: list[Record] = []  # not in the file yet
+        self._running: list[Callable[[], Record | None]] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def running(self, so_far: Callable[[], Record | None]) -> Iterator[None]:
+        """An attempt runs meanwhile.
+
+        Args:
+            so_far: its record as it is now; called by any thread.  None before it has begun.
+        """
+        with self._lock:
+            self._running.append(so_far)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running.remove(so_far)
+
+    def keep(self, job: JobRecord, worker: WorkerRecord) -> None:
+        """An attempt has ended."""
+        with self._lock:
+            self._ended.append((job, worker))
+
+    def write(self) -> None:
+        """Write all down: of an agent that is killed, that is the last word.
+
+        Raises:
+            OSError: it cannot be written now.
+        """
+        with self._lock:
+            while self._ended:
+                self._file.add(*self._ended[0])
+                self._ended.pop(0)
+            self._file.show([record for so_far in self._running if (record := so_far()) is not None])

@@ -1,0 +1,117 @@
+"""Room for the main job: what a worker may hold, and what it must give back when the main job grows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron.fill.agent.ending import Ending, How
+from megatron.fill.device.port import Limiter, WorkerDevice, mib
+from megatron.fill.device.pressure import MemoryGuard, NoRoom, Order, cap
+from megatron.fill.profiles import BubbleCycle
+
+logger = logging.getLogger("pipefill.agent")
+
+
+def worker_cap(
+    job_bytes: int | None, device: WorkerDevice, cycle: BubbleCycle | None, margin_bytes: int, others_bytes: int
+) -> int | NoRoom | None:
+    """How much memory a worker may hold; None for no cap, NoRoom if it is less than the job asks for.
+
+    Args:
+        cycle: with what was free in each bubble, a job that has ended since still in the way: so what is free now
+            counts where it is more.
+        others_bytes: what the device's other worker was promised and does not hold yet.
+    """
+    now_bytes = device.free_bytes()
+    free = [max(slot.free_bytes, now_bytes) for slot in cycle.slots] if cycle is not None else []
+    found = cap(job_bytes, free or [now_bytes], margin_bytes + device.overhead_bytes, others_bytes)
+    if job_bytes is not None and isinstance(found, int) and found < job_bytes:
+        return NoRoom(f"it asks for {mib(job_bytes)}, and the main job leaves {mib(found)}")
+    return found
+
+
+class DeviceMemory:
+    """The memory of one device, and the workers that share it with the main job; for any thread."""
+
+    def __init__(self, device: WorkerDevice, margin_bytes: int) -> None:
+        self._device = device
+        self._margin_bytes = margin_bytes
+        self._shares: list[MemoryShare] = []
+
+    def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom | None:
+        """How much memory a worker that asks for so much may hold beside those that run (``worker_cap``)."""
+        others_bytes = sum(share.claim_bytes for share in self._shares.copy())
+        return worker_cap(job_bytes, self._device, cycle, self._margin_bytes, others_bytes)
+
+    def room_bytes(self, cycle: BubbleCycle) -> int:
+        """How much one may hold that asks for all there is."""
+        found = self.cap(None, cycle)
+        return found if isinstance(found, int) else 0
+
+    @contextmanager
+    def shared(self, limiter: Limiter, promised_bytes: int, shrink: Callable[[int], None]) -> Iterator[MemoryShare]:
+        """The watch over one worker's part, as long as it runs; the arguments are those of ``MemoryShare``."""
+        share = MemoryShare(self._device, limiter, promised_bytes, self._margin_bytes, shrink)
+        self._shares.append(share)
+        try:
+            yield share
+        finally:
+            self._shares.remove(share)
+
+
+class MemoryShare:
+    """Watches how much of the device is free while one worker runs (Watcher).
+
+    Any thread may read ``claim_bytes``; the rest is for the one that watches the worker.
+
+    Args:
+        promised_bytes: what the job asked for; 0 if it did not say.
+        margin_bytes: what is to stay free.
+        shrink: tells the worker to hold no more than so many bytes.
+
+    Attributes:
+        ending: that the worker has to go, and why; None while it may stay.
+        request: why it was last asked to shrink; empty if it never was.
+    """
+
+    def __init__(
+        self,
+        device: WorkerDevice,
+        limiter: Limiter,
+        promised_bytes: int,
+        margin_bytes: int,
+        shrink: Callable[[int], None],
+    ) -> None:
+        self._device = device
+        self._limiter = limiter
+        self._promised_bytes = promised_bytes
+        self._guard = MemoryGuard(margin_bytes)
+        self._shrink = shrink
+        self._order = Order.OK
+        self.ending: Ending | None = None
+        self.request = ""
+
+    @property
+    def claim_bytes(self) -> int:
+        """What the worker was promised and does not hold yet."""
+        return max(0, self._promised_bytes - self._limiter.held_bytes())
+
+    def look(self) -> Ending | None:
+        verdict = self._guard.judge(self._device.free_bytes(), self._limiter.held_bytes())
+        if self.ending or (verdict.order is self._order and verdict.order is not Order.SHRINK):
+            return self.ending
+        if verdict.order is not self._order:
+            logger.info("memory: %s %s", verdict.order, verdict.reason)
+        self._order = verdict.order
+        match verdict.order:
+            case Order.SHRINK:
+                self.request = verdict.reason
+                assert verdict.held_bytes is not None
+                self._shrink(verdict.held_bytes)
+            case Order.STOP:
+                self.ending = Ending(How.STOP, verdict.reason)
+            case Order.KILL:
+                self.ending = Ending(How.CUT, verdict.reason)
+        return self.ending

@@ -1,0 +1,116 @@
+"""Brings a tail job of another rank here when this rank has none.
+
+An idle rank watches the tail jobs of its run for a while, as the store tells of them, and asks for the one that gains
+most (``scheduler/moving.py``).  Its holder hears of it with its next heartbeat, saves the job and gives it back; then
+only this rank can claim it (``JobStore.ask_for``), and it goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from megatron.fill.agent.ranking import Ranking
+from megatron.fill.scheduler.moving import Prospect, best_move
+from megatron.fill.store.port import DeviceEntry, Job, JobStore, Progress
+from megatron.fill.types import JobState
+
+logger = logging.getLogger("pipefill.agent")
+
+_LOOK_S = 3.0  # as often as heartbeats come
+_WATCH_S = 12.0  # so long, to know what a tail job gets
+_YIELD = 0.7  # of its bubbles' time, what a resident job uses
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """How far a job was when it was first looked at."""
+
+    attempt: int
+    at_s: float
+    progress: Progress
+
+
+class Mover:
+    """Looks for a job that should come here.
+
+    Args:
+        device, run: this rank's, as the store knows them.
+        fits: whether the job may run here.
+        clock: seconds that never jump.
+        epoch: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        run: str,
+        ranking: Ranking,
+        fits: Callable[[Job], bool],
+        clock: Callable[[], float] = time.monotonic,
+        epoch: Callable[[], float] = time.time,
+    ) -> None:
+        self._device = device
+        self._run = run
+        self._ranking = ranking
+        self._fits = fits
+        self._clock = clock
+        self._epoch = epoch
+        self._seen: dict[int, _Seen] = {}
+        self._looked_s = -inf
+
+    def look(self, store: JobStore) -> None:
+        """Called again and again while this rank is idle: ask for a job, if there is one worth it."""
+        now_s = self._clock()
+        if now_s - self._looked_s < _LOOK_S:
+            return
+        if now_s - self._looked_s > 2 * _LOOK_S:  # it was busy meanwhile: what it has seen is old
+            self._seen = {}
+        self._looked_s = now_s
+        devices = {device.name: device for device in store.devices() if device.run == self._run}
+        tails = [job for job in store.list({JobState.RUNNING}) if self._is_movable(job, devices)]
+        self._seen = {job.id: self._first_seen(job, now_s) for job in tails}
+        prospects = [self._prospect(store, job, now_s) for job in tails]
+        best = best_move([one for one in prospects if one is not None])
+        if best is None:
+            return
+        job = next(job for job in tails if job.id == best.job)
+        if self._fits(job) and store.ask_for(job.id, job.attempt, self._device):
+            logger.info("job %s: asked for, %s has only a tail for it", job.name, job.device)
+
+    def _is_movable(self, job: Job, devices: Mapping[str, DeviceEntry]) -> bool:
+        """Whether it is a tail job of another rank that would lose nothing by a move."""
+        there = devices.get(job.device)
+        if there is None or job.device == self._device or there.job in ("", job.name):
+            return False
+        serving = job.progress.startup_s is not None and not job.cancelling
+        saves = job.work.command is None and job.progress.resumable
+        return serving and saves and Path(job.directory).is_dir()  # on another node, it may not be there
+
+    def _first_seen(self, job: Job, now_s: float) -> _Seen:
+        seen = self._seen.get(job.id)
+        if seen is None or seen.attempt != job.attempt:
+            return _Seen(job.attempt, now_s, job.progress)
+        return seen
+
+    def _prospect(self, store: JobStore, job: Job, now_s: float) -> Prospect | None:
+        seen, cycle, progress = self._seen[job.id], self._ranking.board.read(), job.progress
+        watched_s = now_s - seen.at_s
+        if cycle is None or watched_s < _WATCH_S:
+            return None
+        work_s = (progress.work_done - seen.progress.work_done) / watched_s  # work per second
+        speed = (progress.harvested_s - seen.progress.harvested_s) / watched_s
+        elsewhere = _YIELD * sum(slot.duration_ns for slot in cycle.slots) / cycle.period_ns
+        unit_s = self._ranking.unit_s(store, job)
+        if unit_s is not None:
+            speed, elsewhere = work_s, 1 / unit_s
+        left_s = None
+        if progress.total_work is not None:
+            left = max(0.0, progress.total_work - progress.work_done)
+            left_s = left / work_s if work_s > 0 else inf
+        ran_s = watched_s if job.started_s is None else max(watched_s, self._epoch() - job.started_s)
+        return Prospect(job.id, max(0.0, speed), elsewhere, left_s, ran_s, progress.startup_s or 0.0)

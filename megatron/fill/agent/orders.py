@@ -1,0 +1,54 @@
+"""What others want of a job that runs: the store, the operator, the main job, and its own time-out."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from megatron.fill.agent.claims import HeldClaim
+from megatron.fill.agent.ending import Ending, How
+from megatron.fill.agent.station import Station
+from megatron.fill.agent.verdict import MOVES, OVER, TIMEOUT
+from megatron.fill.pages.control import RunState
+from megatron.fill.pages.steplog import Saving, StepLog
+from megatron.fill.store.port import Standing
+
+_KILLED = "ended by pipefill kill"
+_LOST = "the store was out of reach for longer than its lease: another agent may have it"
+
+
+class Orders:
+    """Looks after one job (Watcher).
+
+    Args:
+        held: the thread of the claims writes there what the store says.
+        started_ns: when it was started, CLOCK_MONOTONIC.
+    """
+
+    def __init__(self, station: Station, held: HeldClaim, log: StepLog, started_ns: int) -> None:
+        self._station = station
+        self._held = held
+        self._log = log
+        self._until_ns = started_ns + (held.claim.job.work.timeout_s or math.inf) * 1e9
+
+    def look(self) -> Ending | None:
+        if self._held.standing is Standing.LOST:
+            return Ending(How.CUT, _LOST)
+        if self._station.control.state is RunState.KILLED:
+            return Ending(How.CUT, _KILLED)
+        if self._station.over:
+            return Ending(How.STOP, OVER)
+        if self._held.standing is Standing.CANCELLED:
+            return Ending(How.STOP, "it was cancelled")
+        if time.monotonic_ns() > self._until_ns:
+            return Ending(How.STOP, TIMEOUT)
+        return Ending(How.STOP, MOVES) if self._may_move() else None
+
+    def _may_move(self) -> bool:
+        """Whether another rank has asked for the job, and it has been saved since: a move must not cost any work."""
+        log = self._log
+        if self._held.standing is not Standing.MOVE:
+            log.saving = Saving.NONE
+        elif log.saving is Saving.NONE:
+            log.saving = Saving.WANTED
+        return log.saving is Saving.SAVED

@@ -1,0 +1,63 @@
+"""A job's output on disk: its beginning and its end, whatever it prints."""
+
+from __future__ import annotations
+
+import os
+from math import inf
+from pathlib import Path
+
+from megatron.fill.agent.ending import Ending, How
+from megatron.fill.linux import safefile
+
+KEPT_BYTES = 512 * 1024
+
+
+class BoundedOutput:
+    """Writes a job's output to a file: the first and the last ``KEPT_BYTES``, with a line about what is left out.
+
+    It is a Watcher, too: a job that prints more than ``most_bytes`` must end.
+    """
+
+    def __init__(self, path: Path, most_bytes: float = inf) -> None:
+        self.most_bytes = most_bytes
+        self._file = os.fdopen(safefile.create(path), "wb", buffering=0)
+        self._tail = bytearray()
+        self._unwritten_bytes = 0
+        self.total_bytes = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether no more of it is to be read: a job that prints on then waits for its end."""
+        return self.total_bytes > self.most_bytes
+
+    def look(self) -> Ending | None:
+        if not self.full:
+            return None
+        limit_mib = self.most_bytes / 2**20
+        return Ending(How.FAIL, f"printed more than {limit_mib:g} MiB; output.log has the beginning and the end")
+
+    def write(self, data: bytes) -> None:
+        room = max(0, KEPT_BYTES - self.total_bytes)
+        self.total_bytes += len(data)
+        if room:
+            self._put(data[:room])
+        if len(data) > room:
+            self._tail += data[room:]
+            del self._tail[:-KEPT_BYTES]
+
+    def close(self) -> None:
+        left_out = self.total_bytes - KEPT_BYTES - len(self._tail)
+        if left_out > 0:
+            self._put(f"\n[... {left_out} bytes left out ...]\n".encode())
+        self._put(bytes(self._tail))
+        if self._unwritten_bytes:
+            self._put(f"\n[{self._unwritten_bytes} bytes could not be written]\n".encode())
+        self._file.close()
+
+    def _put(self, data: bytes) -> None:
+        """Write what can be written: a full disk costs output, and nothing else."""
+        try:
+            written = self._file.write(data) or 0
+        except OSError:
+            written = 0
+        self._unwritten_bytes += len(data) - written

@@ -1,0 +1,304 @@
+"""Which job a seat should take next: the scheduler's view of one rank, filled from the store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.fill import hearsay
+from megatron.fill.errors import FillError, PlanError
+from megatron.fill.pages.board import CycleBoardReader
+from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
+from megatron.fill.planner.plan import ExecutionPlan
+from megatron.fill.planner.search import best_plan
+from megatron.fill.planner.tail import leftover, processing_time_s
+from megatron.fill.profiles import BubbleCycle, JobProfile, MeasuredJob, cycle_from_dict
+from megatron.fill.scheduler.estimate import estimate_s
+from megatron.fill.scheduler.policies import MOST_JOBS, parse_policy, rank_jobs
+from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
+from megatron.fill.store.port import DeviceEntry, Job, JobStore, Progress
+from megatron.fill.types import JobState
+from megatron.fill.worker.nodes import PLAN
+
+logger = logging.getLogger("pipefill.agent")
+
+_LOOK_AGAIN_S = 30.0  # how long an answer of the store about profiles is believed
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """The job in the resident seat, and its folder."""
+
+    job: Job
+    directory: Path
+
+
+class Ranking:
+    """Ranks the jobs that wait for one device.
+
+    For the threads of both seats; what they tell it is kept by job and by profile, so neither is in the other's way.
+    That of the claims reads ``refused``.
+
+    Args:
+        policy: as ``parse_policy`` reads it.
+        device: this rank's device, by name.
+        fingerprint: what a profile measured on it is good for.
+        board: its bubble cycle.
+        margin_bytes: of memory, that stays free on every device.
+        room: how much memory a worker here would be held to, by what is free now too; None to go by the cycle alone.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        device: str,
+        fingerprint: str,
+        board: CycleBoardReader,
+        margin_bytes: int = 0,
+        room: Callable[[BubbleCycle], int] | None = None,
+    ) -> None:
+        self.policy = parse_policy(policy)
+        self._weighs_users = any(name == "fair" or ":" in name for _, name, _ in self.policy.terms)
+        self.device = device
+        self.fingerprint = fingerprint
+        self.board = board
+        self.margin_bytes = margin_bytes
+        self.room = room or (lambda cycle: room_bytes(cycle, margin_bytes))
+        self._unfit: dict[tuple[int, bool], int] = {}  # (job, as tail job) -> the board's version then
+        self._told: dict[int, int] = {}  # job -> the board's version then
+        self._profiles: dict[str, tuple[float, MeasuredJob | None]] = {}
+
+    def key(self, job: Job) -> str:
+        return job.work.profile_key(self.fingerprint)
+
+    def unfit(self, job_id: int, tail: bool) -> None:
+        """A worker found that this job fits no bubble here: do not try it again until the cycle is another one."""
+        self._unfit[job_id, tail] = self.board.version
+
+    @property
+    def refused(self) -> tuple[int, ...]:
+        """The jobs that were found not to fit the bubbles here, as long as the cycle is the same."""
+        version = self.board.version
+        # Copies: the seats' threads write them meanwhile.
+        tried = {job_id for (job_id, tail), then in self._unfit.copy().items() if then == version and not tail}
+        planned = {job_id for job_id, then in self._told.copy().items() if then == version}
+        return tuple(sorted(tried | planned))
+
+    def unit_s(self, store: JobStore, job: Job) -> float | None:
+        """Wall-clock seconds for a unit of the job's work here; infinity if it fits no bubble, None if nobody knows."""
+        self._learn(store, job)
+        if not self._may_fit(job, tail=False):
+            return math.inf
+        cycle = self._cycle()
+        return estimate_s(None if cycle is None else _for_job(cycle, job), self._parsed(job), 1.0, RESERVE_NS)
+
+    def remember(self, job: Job, measured: MeasuredJob) -> None:
+        """This profile was just measured."""
+        self._profiles[self.key(job)] = time.monotonic(), measured
+
+    def profile_of(self, job: Job) -> list[dict[str, Any]] | None:
+        """The job's profiles as JSON, as far as the store told lately."""
+        kept = self._kept(job)
+        return None if kept is None else kept.to_dict()["configurations"]
+
+    def wanted(self, store: JobStore, beside: Resident | None) -> list[int]:
+        """The jobs that wait, best first: for the resident seat, or for the tail seat ``beside`` a resident job."""
+        tail = beside is not None
+        waiting = _may_begin(store, store.list({JobState.QUEUED}))
+        if tail:
+            waiting = for_tails(waiting, store.devices())
+        jobs = [job for job in waiting[: self.policy.most_jobs] if self._may_fit(job, tail)]
+        if not jobs:
+            return []
+        for job in jobs:
+            self._learn(store, job)
+        cycle = self._cycle() if beside is None else self.leftover(beside) or self._cycle()
+        if tail:
+            room_bytes = min((slot.free_bytes for slot in cycle.slots), default=0) if cycle is not None else 0
+            jobs = [job for job in jobs if self._memory_bytes(job) <= room_bytes]
+        devices = {device.name: device for device in store.devices()}
+        devices[self.device] = DeviceEntry(self.device, "")  # this seat is free
+        cycles = self._other_cycles(devices.values()) | {self.device: cycle}
+        unit_s: dict[tuple[str, str], float | None] = {}
+        views = tuple(self._view(job, cycles, unit_s) for job in jobs)
+        if not tail and cycle is not None:
+            for job, view in zip(jobs[:MOST_JOBS], views[:MOST_JOBS], strict=True):
+                if view.processing_s[self.device] == math.inf:
+                    self._say_why(store, job, cycle)
+        state = SchedulerState(
+            now_s=time.time(),
+            devices=tuple(DeviceState(device.name, device.busy_until_s) for device in devices.values()),
+            jobs=views,
+            used_s=_used_s(store) if self._weighs_users else {},
+        )
+        return rank_jobs(self.policy, state, DeviceState(self.device))
+
+    def leftover(self, resident: Resident) -> BubbleCycle | None:
+        """The bubbles that the resident job leaves; None where it has no plan: then nobody knows."""
+        cycle, planned = self._cycle(), _read_plan(resident.directory)
+        if cycle is None or planned is None:
+            return None
+        for profile in self._parsed(resident.job):
+            if profile.configuration == planned.configuration:
+                # It is there already, so its memory was free.
+                cycle = held_cycle(cycle, max(room_bytes(cycle, 0), profile.memory_bytes))
+                try:
+                    # The plan was made for the cycle of its time; today's differs a little.
+                    return leftover(cycle, best_plan(cycle, [profile], RESERVE_NS), profile)
+                except FillError:
+                    return None
+        return None
+
+    def done_at_s(self, progress: Progress, directory: Path) -> float:
+        """When the job that runs from this folder should be done; infinity if nobody knows."""
+        planned = _read_plan(directory)
+        cycle = self.board.read()
+        if planned is None or cycle is None or progress.total_work is None:
+            return math.inf
+        left = max(0.0, progress.total_work - progress.work_done)
+        return time.time() + processing_time_s(cycle, planned, left)
+
+    def _cycle(self) -> BubbleCycle | None:
+        """This rank's, with the memory that a worker is held to."""
+        cycle = self.board.read()
+        return None if cycle is None else held_cycle(cycle, self.room(cycle))
+
+    def _other_cycles(self, devices: Iterable[DeviceEntry]) -> dict[str, BubbleCycle | None]:
+        """Of each other device that has told its cycle.
+
+        Its present job's memory is missing there, and devices of one store are much alike: so a job may hold there what
+        it may hold here, at least.
+        """
+        found: dict[str, BubbleCycle | None] = {}
+        here = self._cycle()
+        least_bytes = 0 if here is None else room_bytes(here, 0)
+        for device in devices:
+            if device.name == self.device or device.cycle is None:
+                continue
+            with contextlib.suppress(ValueError):  # of another version
+                cycle = cycle_from_dict(device.cycle)
+                found[device.name] = held_cycle(cycle, max(least_bytes, room_bytes(cycle, self.margin_bytes)))
+        return found
+
+    def _may_fit(self, job: Job, tail: bool) -> bool:
+        version = self._unfit.get((job.id, tail))
+        return version is None or version != self.board.version
+
+    def _learn(self, store: JobStore, job: Job) -> None:
+        key, now_s = self.key(job), time.monotonic()
+        asked_s, kept = self._profiles.get(key, (-math.inf, None))
+        if kept is None and now_s - asked_s > _LOOK_AGAIN_S:
+            self._profiles[key] = now_s, _read_profile(store, key)
+
+    def _kept(self, job: Job) -> MeasuredJob | None:
+        return self._profiles.get(self.key(job), (0.0, None))[1]
+
+    def _parsed(self, job: Job) -> tuple[JobProfile, ...]:
+        kept = self._kept(job)
+        return () if kept is None else kept.profiles
+
+    def _memory_bytes(self, job: Job) -> float:
+        """What a tail job may take at most; infinity if nobody knows."""
+        if job.work.memory_bytes is not None:
+            return job.work.memory_bytes
+        return min((profile.memory_bytes for profile in self._parsed(job)), default=math.inf)
+
+    def _say_why(self, store: JobStore, job: Job, cycle: BubbleCycle) -> None:
+        """Tell the user why this job waits, once for each cycle."""
+        if self._told.get(job.id) == self.board.version:
+            return
+        self._told[job.id] = self.board.version
+        try:
+            best_plan(_for_job(cycle, job), self._parsed(job), RESERVE_NS)
+        except PlanError as error:
+            store.note(job.id, f"does not fit {self.device}: {error}")
+
+    def _view(
+        self, job: Job, cycles: Mapping[str, BubbleCycle | None], unit_s: dict[tuple[str, str], float | None]
+    ) -> JobView:
+        """The job as policies see it.
+
+        Args:
+            cycles: by device.
+            unit_s: keeps the seconds per unit of work on each device for the next job of its profile.
+        """
+        progress = job.progress
+        kept = self._kept(job)
+        total = progress.total_work or (None if kept is None else kept.total_work)
+        left = None if total is None else max(0.0, total - progress.work_done)
+        processing_s: dict[str, float | None] = {}
+        for device, cycle in cycles.items():
+            key = (self.key(job), device)
+            if key not in unit_s:
+                unit_s[key] = estimate_s(_for_job(cycle, job) if cycle else None, self._parsed(job), 1.0, RESERVE_NS)
+            takes_s = unit_s[key]
+            if takes_s is not None and takes_s != math.inf:
+                takes_s = None if left is None else takes_s * left
+            processing_s[device] = takes_s
+        return JobView(
+            id=job.id,
+            name=job.name,
+            user=job.user,
+            priority=job.priority,
+            submitted_s=job.submitted_s,
+            deadline_s=job.deadline_s,
+            remaining_work=left,
+            processing_s=processing_s,
+            attempt=job.attempt,
+        )
+
+
+def _for_job(cycle: BubbleCycle, job: Job) -> BubbleCycle:
+    """The cycle with the memory of a worker of this job: no more than it asked for."""
+    return held_cycle(cycle, room_bytes(cycle, 0), job.work.memory_bytes)
+
+
+def _may_begin(store: JobStore, waiting: Sequence[Job]) -> Sequence[Job]:
+    """Without the jobs that are after others, as long as not all of those have succeeded."""
+    firsts = {first for job in waiting for first in job.work.after}
+    if not firsts:
+        return waiting
+    done = {name for name, state in store.states(firsts).items() if state is JobState.SUCCEEDED}
+    return [job for job in waiting if done.issuperset(job.work.after)]
+
+
+def for_tails(waiting: Sequence[Job], devices: Sequence[DeviceEntry]) -> list[Job]:
+    """The jobs that no idle device would run whole: each idle one gets the first that it does not refuse."""
+    idle = [device for device in devices if device.busy_until_s is None]
+    left = []
+    for job in waiting:
+        taker = next((device for device in idle if job.id not in device.refuses), None)
+        if taker is None:
+            left.append(job)
+        else:
+            idle.remove(taker)
+    return left
+
+
+def _used_s(store: JobStore) -> dict[str, float]:
+    used: dict[str, float] = {}
+    for job in store.list(limit=10 * MOST_JOBS):
+        used[job.user] = used.get(job.user, 0.0) + job.progress.harvested_s
+    return used
+
+
+def _read_profile(store: JobStore, key: str) -> MeasuredJob | None:
+    content = store.profile(key)
+    try:
+        return None if content is None else MeasuredJob.from_dict(content)
+    except ValueError as error:
+        logger.warning("a profile in the store makes no sense, its job is measured again: %s", error)
+        return None
+
+
+def _read_plan(directory: Path) -> ExecutionPlan | None:
+    try:
+        return ExecutionPlan.from_dict(hearsay.read_json(directory / PLAN))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,184 @@
+"""One of an agent's two seats: takes one job after the other, and runs those that may run here."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from megatron.fill.agent.admission import refusal
+from megatron.fill.agent.attempt import Attempt, NotStarted, starting
+from megatron.fill.agent.crew import Crew
+from megatron.fill.agent.folder import job_folder, occupied
+from megatron.fill.agent.ledger import AttemptLedger
+from megatron.fill.agent.ranking import Resident
+from megatron.fill.agent.station import Station
+from megatron.fill.agent.verdict import Judge
+from megatron.fill.device.port import Limits
+from megatron.fill.device.pressure import NoRoom
+from megatron.fill.pages.control import RunState
+from megatron.fill.store.port import Claim, Job, JobStore, Progress, Standing
+from megatron.fill.types import JobState
+
+logger = logging.getLogger("pipefill.agent")
+
+_LOOK_AGAIN_S = 5.0  # leases run out, and devices become busy or free, without a change of what waits
+_SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
+
+
+class Seat:
+    """Serves one job after the other, in a thread of its own; any thread may look who sits here.
+
+    Args:
+        judge: the agent's, whose seats' threads it may be used by.
+        beside: the resident job, for the tail seat; None for the resident seat.
+        idle: called when there is no job for this seat.
+
+    Attributes:
+        job_name: the job that sits here; empty for none.
+    """
+
+    def __init__(
+        self,
+        station: Station,
+        crew: Crew,
+        ledger: AttemptLedger,
+        judge: Judge,
+        beside: Callable[[], Resident | None] | None = None,
+        idle: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.station = station
+        self.crew = crew
+        self.ledger = ledger
+        self.judge = judge
+        self.tail = beside is not None
+        self.job_name = ""
+        self._beside = beside or (lambda: None)
+        self._idle = idle
+        self._attempt: Attempt | None = None
+        self._seen: object = None  # what there was to choose from at the latest look
+        self._looked_s = 0.0
+
+    def __str__(self) -> str:
+        return "tail job" if self.tail else "resident job"
+
+    @property
+    def resident(self) -> Resident | None:
+        """The job that sits here and its folder, while its worker runs."""
+        attempt = self._attempt
+        return None if attempt is None else attempt.resident
+
+    @property
+    def busy_until_s(self) -> float | None:
+        """When the job is expected to be done, in seconds since the epoch; None without one, infinity if nobody
+        knows."""
+        attempt = self._attempt
+        if not self.job_name:
+            return None
+        return math.inf if attempt is None else attempt.forecast.done_at_s
+
+    def serve(self) -> bool:
+        """Run the next job, if there is one for this seat; whether there was."""
+        station, beside = self.station, self._beside()
+        if station.control.state is not RunState.RUNNING:
+            return False
+        if self.tail and (beside is None or not station.baton.held):  # the resident job does not serve bubbles yet
+            return False
+        if station.device.name != "cpu" and station.board.read() is None:
+            return False  # before its first iterations nobody knows what memory the main job leaves at its peak
+        claim = station.claims.claim(lambda store: self._wanted(store, beside), station.name)
+        if claim is None:
+            self._idle()
+            return False
+        self.job_name = claim.job.name
+        station.claims.look_again()
+        try:
+            self._see_to(claim, beside)
+        finally:
+            self.job_name, self._attempt = "", None
+            station.claims.look_again()
+        return True
+
+    def may_run(self, job: Job) -> bool:
+        """Whether the job may run here, and there is memory for it now."""
+        return not refusal(job.work, self.station.spec.allow) and isinstance(self._limits(job), Limits)
+
+    def _wanted(self, store: JobStore, beside: Resident | None) -> Sequence[int]:
+        """The jobs to claim, best first; where there were none, asked for anew when others wait, or after a while."""
+        seen, now_s = (store.stamp(), self.station.board.version, beside), time.monotonic()
+        if seen == self._seen and now_s - self._looked_s < _LOOK_AGAIN_S:
+            return []
+        store.recover()
+        wanted = self.station.ranking.wanted(store, beside)
+        self._seen, self._looked_s = None if wanted else seen, now_s
+        return wanted
+
+    def _see_to(self, claim: Claim, beside: Resident | None) -> None:
+        """Run the job, unless it may not run here; whatever is raised, it is not the job's failure."""
+        station, job, state = self.station, claim.job, JobState.QUEUED
+        try:
+            reason = refusal(job.work, station.spec.allow)
+            if not reason:
+                self._run(claim, beside)
+                return
+            state = JobState.FAILED
+        except NotStarted as error:
+            reason = str(error)
+        except Exception as error:
+            logger.exception("job %s: its agent failed", job.name)
+            reason = f"its agent failed: {type(error).__name__}: {error}; it is tried again"
+        if state is JobState.QUEUED:
+            station.ranking.unfit(job.id, self.tail)
+        logger.warning("job %s: %s %s", job.name, state, reason)
+        station.claims.finish(claim, state, reason, self._progress(job), {}, _SAY_S)
+
+    def _run(self, claim: Claim, beside: Resident | None) -> None:
+        """
+        Raises:
+            NotStarted: it did not begin.
+        """
+        station, job = self.station, claim.job
+        with ExitStack() as always:
+            with starting():
+                limits = self._limits(job)
+                if isinstance(limits, NoRoom):
+                    raise NotStarted(f"too little memory: {limits.reason}")
+                directory = job_folder(station.run_dir, job, station.spec.user)
+                if directory is None:
+                    raise OSError("it has no folder; the agent's log says why")
+                if not station.claims.ask(lambda store: store.place(claim, str(directory)), _SAY_S):
+                    return  # lost already, or nobody hears us: the lease runs out
+                logger.info("job %s: starting as the %s", job.name, self)
+                always.enter_context(occupied(directory))
+            self._attempt = attempt = Attempt(station, self.crew, claim, limits, directory, beside)
+            always.enter_context(self.ledger.running(attempt.so_far))
+            end = attempt.run()
+            verdict = self.judge.verdict(job, end)
+            state, reason, progress = verdict.state, verdict.reason, attempt.progress()
+            if verdict.failed:
+                progress = replace(progress, failures=progress.failures + 1)
+            result, lost = end.outcome.result, end.standing is Standing.LOST
+            if not lost and not station.claims.finish(claim, state, reason, progress, result, _SAY_S):
+                reason += " (the store did not hear of it)"
+            if end.unfit:
+                station.ranking.unfit(job.id, self.tail)
+            logger.info("job %s: %s %s", job.name, state, reason)
+            self.ledger.keep(*attempt.record(state, reason, end))
+
+    def _progress(self, job: Job) -> Progress:
+        """How far a job is whose attempt failed in an unforeseen way."""
+        try:
+            return job.progress if self._attempt is None else self._attempt.progress()
+        except Exception:
+            logger.exception("job %s: nobody knows how far it is", job.name)
+            return job.progress
+
+    def _limits(self, job: Job) -> Limits | NoRoom:
+        station, spec = self.station, self.station.spec
+        memory_bytes = station.memory.cap(job.work.memory_bytes, station.board.read())
+        if isinstance(memory_bytes, NoRoom):
+            return memory_bytes
+        return Limits(memory_bytes, spec.processes, spec.files, spec.sm_percentage)

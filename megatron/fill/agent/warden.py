@@ -1,0 +1,131 @@
+"""The warden: a small process between a rank and its agent (``python -m megatron.fill.agent.warden SPEC``).
+
+It sees to what an agent cannot see to itself: an agent that dies is replaced, one that was stopped is continued, and
+what its workers leave behind is ended: orphans come to the nearest ancestor that adopts them, which is the agent while
+it lives and the warden from then on.  It does nothing else, so there is little in it to fail; if it dies all the same,
+agent and workers die with it and the rank trains on without filling.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.linux import host
+from megatron.fill.linux.reap import end_descendants
+
+logger = logging.getLogger("pipefill.warden")
+
+_CONTINUE_S = 1.5  # how long an agent may stay stopped
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before an agent is started again
+_HEALTHY_S = 30.0  # an agent that has lived this long is not part of a series of deaths
+_END_S = 15.0  # how long an agent may take to end its jobs in order when the rank is gone
+
+
+class Warden:
+    """Keeps one agent alive until the main job is over.
+
+    Args:
+        spec_path: the agent's; the warden reads from it only what descriptors to pass on.
+    """
+
+    def __init__(self, spec_path: Path) -> None:
+        spec = json.loads(spec_path.read_text(encoding="utf-8"))
+        self.spec_path = spec_path
+        self.rank: int = spec["rank"]
+        self.parent: int = spec["parent"]
+        self.descriptors = [value for name, value in spec.items() if name.endswith("_fd")]
+        self.dead: list[int] = []  # the agents before this one, whose jobs are to be given back
+        self._ending = False
+        self._pause_s = _FIRST_PAUSE_S
+        self._signalled, wakeup = os.pipe()
+        os.set_blocking(self._signalled, False)
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        """Serve until an agent ends of itself, which it does when the main job is over."""
+        while not self._ending:
+            agent, began_s = self._start(), time.monotonic()
+            code = self._watch(agent)
+            end_descendants()
+            if code == 0 or self._ending:
+                return
+            self.dead.append(agent.pid)
+            if time.monotonic() - began_s > _HEALTHY_S:
+                self._pause_s = _FIRST_PAUSE_S
+            logger.warning("rank %d: its agent ended with %d; another follows in %g s", self.rank, code, self._pause_s)
+            self._wait(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def end(self, number: int, frame: Any) -> None:
+        """The rank is gone, or asks for the end."""
+        self._ending = True
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        dead = ",".join(map(str, self.dead))
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron.fill.agent.agent", str(self.spec_path), str(os.getpid()), dead],
+            stdin=subprocess.DEVNULL,
+            pass_fds=self.descriptors,
+        )
+
+    def _watch(self, agent: subprocess.Popen[bytes]) -> int:
+        """Wait for the agent's end; its exit code, negative for a signal."""
+        stopped_s: float | None = None
+        deadline_s: float | None = None
+        while True:
+            pid, status = os.waitpid(agent.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            now_s = time.monotonic()
+            if pid and os.WIFSTOPPED(status):
+                stopped_s = now_s
+            elif pid and os.WIFCONTINUED(status):
+                stopped_s = None
+            elif pid:
+                agent.returncode = os.waitstatus_to_exitcode(status)
+                return agent.returncode
+            if self._ending and deadline_s is None:
+                deadline_s, stopped_s = now_s + _END_S, now_s - _CONTINUE_S
+                os.kill(agent.pid, signal.SIGTERM)  # Popen's own would collect it
+            if stopped_s is not None and now_s - stopped_s >= _CONTINUE_S:
+                stopped_s = None
+                os.kill(agent.pid, signal.SIGCONT)
+            if deadline_s is not None and now_s >= deadline_s:
+                os.kill(agent.pid, signal.SIGKILL)
+            if not pid:
+                ends = [stopped_s + _CONTINUE_S if stopped_s is not None else None, deadline_s]
+                self._wait(min((end - now_s for end in ends if end is not None), default=3600.0))
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep until a signal comes, at most so long."""
+        select.select([self._signalled], [], [], max(0.0, seconds))
+        try:
+            os.read(self._signalled, 4096)
+        except BlockingIOError:
+            return
+
+
+def main() -> None:
+    os.nice(19)  # nothing from here on is in a hurry, and the main job is: not even what its agent imports
+    warden = Warden(Path(sys.argv[1]))
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {warden.rank} %(message)s")
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it reaches the wake-up descriptor
+    signal.signal(signal.SIGTERM, warden.end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main job; its end ends us
+    host.ignore_notices()
+    host.use_every_core()
+    host.adopt_orphans()
+    host.die_with_parent(warden.parent, signal.SIGTERM)
+    warden.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""One worker from its start to its end, as its agent sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.fill import hearsay
+from megatron.fill.agent.ending import Ending, How, Watcher, harshest
+from megatron.fill.agent.enforcer import Enforcer
+from megatron.fill.agent.output import BoundedOutput
+from megatron.fill.device.port import Limiter
+from megatron.fill.pages.steplog import StepLog
+from megatron.fill.sidetask.base import RESULT
+from megatron.fill.types import JobState
+from megatron.fill.worker.spec import Outcome
+
+TICK_S = 0.2
+STOP_S = 10.0  # how long a worker may take to save and stop
+_READ_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """The limiter as a Watcher."""
+
+    limiter: Limiter
+
+    def look(self) -> Ending | None:
+        why = self.limiter.look()
+        return Ending(How.FAIL, why) if why else None
+
+
+class Watch:
+    """Watches one worker; for one thread.
+
+    Args:
+        worker: started with its output on a pipe and in a process group of its own.
+        directory: the job's folder.
+        limiter, enforcer: what holds it, until it is asked to stop.
+        ask_to_stop: asks the worker to save and stop.
+        watchers: who else may end it.
+        tick: called every tick.
+
+    Attributes:
+        ending: what was decided about the worker; None as long as nothing is.
+        ended_ns: when it ended.
+    """
+
+    def __init__(
+        self,
+        worker: subprocess.Popen[bytes],
+        log: StepLog,
+        directory: Path,
+        output: BoundedOutput,
+        enforcer: Enforcer,
+        limiter: Limiter,
+        ask_to_stop: Callable[[], None],
+        watchers: Sequence[Watcher],
+        tick: Callable[[], None],
+    ) -> None:
+        self.worker = worker
+        self.log = log
+        self.directory = directory
+        self.output = output
+        self.enforcer = enforcer
+        self.limiter = limiter
+        self.ask_to_stop = ask_to_stop
+        self.tick = tick
+        self.ending: Ending | None = None
+        self.ended_ns = 0
+        self._watchers = (*watchers, output)
+        self._rules: tuple[Watcher, ...] = (_Limits(limiter), enforcer)
+        self._unexplained = ""  # what the kernel ended it for
+        self._deadline_s = 0.0  # by when it must have stopped
+
+    def watch(self) -> None:
+        """Wait for the worker's end, and bring it about where needed.
+
+        Whatever is raised in here, nothing of the worker is left running.
+        """
+        assert self.worker.stdout is not None
+        with self.worker.stdout as stdout:
+            try:
+                self._stay(stdout.fileno())
+                self.ended_ns = time.monotonic_ns()
+                self._unexplained = self.limiter.explain()
+            finally:
+                self._kill()
+            while self._pump(stdout.fileno()) and not self.output.full:
+                pass
+
+    def _stay(self, pipe: int) -> None:
+        """Return when the worker's first process has ended."""
+        os.set_blocking(pipe, False)
+        tick_s, look_s = time.monotonic(), TICK_S
+        with contextlib.ExitStack() as always:
+            exit_fd = os.pidfd_open(self.worker.pid)
+            always.callback(os.close, exit_fd)
+            selector = always.enter_context(selectors.DefaultSelector())
+            selector.register(exit_fd, selectors.EVENT_READ)
+            selector.register(pipe, selectors.EVENT_READ)
+            while self.worker.poll() is None:
+                for key, _ in selector.select(min(look_s, TICK_S)):
+                    if key.fd == pipe and (not self._pump(pipe) or self.output.full):
+                        selector.unregister(pipe)
+                now_s = time.monotonic()
+                if self.ending is None:
+                    look_s = self.enforcer.check()
+                if now_s - tick_s >= TICK_S:
+                    tick_s = now_s
+                    self.tick()
+                    self._decide(now_s)
+
+    def _decide(self, now_s: float) -> None:
+        before, found = self.ending, harshest(self._watchers)
+        if before is None:
+            self.ending = found = found or harshest(self._rules)
+            if found is not None and found.how is How.STOP:
+                self.enforcer.release()
+                self.ask_to_stop()
+                self._deadline_s = now_s + STOP_S
+            elif found is not None:
+                self._kill()
+        elif found is not None and found.how > How.STOP:
+            self.ending = replace(found, stop=before.why)
+            self._kill()
+        elif now_s > self._deadline_s:
+            late = f"{self.log.phase.callback} did not return within {STOP_S:g} s of the stop: {before.why}"
+            self.ending = Ending(How.LATE, late, before.why)
+            self._kill()
+
+    def _pump(self, pipe: int) -> bool:
+        """Move some output to its file; False at its end, or when there is none now."""
+        try:
+            data = os.read(pipe, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        self.output.write(data)
+        return bool(data)
+
+    def _kill(self) -> None:
+        """End all of the worker."""
+        try:
+            self.limiter.kill()
+        finally:
+            if self.worker.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.worker.pid, signal.SIGKILL)
+                self.worker.wait()
+
+    def outcome(self, unit: str) -> tuple[Outcome, bool]:
+        """How the job ended here, and whether the worker died without a word (crashed, or was killed from outside).
+
+        Args:
+            unit: of the job's work, where the worker left none.
+        """
+        left = Outcome.left(self.log)
+        result = (left.result if left else {}) or _read_result(self.directory)
+        killed = self.ending is not None and self.ending.how > How.STOP
+        if left is not None and not killed:
+            return replace(left, result=result), False
+        reason = self.ending.why if self.ending is not None and killed else self._death()
+        return Outcome(JobState.FAILED, reason, unit=left.unit if left else unit, result=result), not killed
+
+    def _death(self) -> str:
+        if self._unexplained:
+            return self._unexplained
+        code = self.worker.returncode
+        where = self.log.phase.callback
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"the worker was killed by {signal.Signals(-code).name} {'in ' * where.endswith(')')}{where}"
+        return f"the worker exited with status {code} {'in ' * where.endswith(')')}{where}"
+
+
+def _read_result(directory: Path) -> dict[str, Any]:
+    try:
+        result = hearsay.read_json(directory / RESULT)
+        return result if isinstance(result, dict) else {}
+    except (OSError, ValueError):
+        return {}

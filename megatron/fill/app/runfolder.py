@@ -1,0 +1,92 @@
+"""A run's folder and its job store: where they are, and whether this run may use them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+from megatron.fill.config import FillSettings
+from megatron.fill.errors import ConfigError
+from megatron.fill.pages.control import FOLDER as CONTROL
+from megatron.fill.store.filesystem import network_file_system
+from megatron.fill.store.location import database_file, locate, shown
+
+STORE = "PIPEFILL_STORE"
+_RUN_PARTS = ("records", "agents", "jobs")  # of a run folder
+
+
+def store_of(settings: FillSettings, run_dir: Path) -> str:
+    """Where a run's jobs are kept."""
+    return settings.store or os.environ.get(STORE) or str(run_dir.resolve())
+
+
+def served(settings: FillSettings, run_dir: Path) -> str:
+    """The line that says which store a run serves, and why that one."""
+    origin = "the run folder's own"
+    if settings.store:
+        origin = "--fill-store"
+    elif os.environ.get(STORE):
+        origin = f"${STORE}"
+    store = store_of(settings, run_dir)
+    file = database_file(store)
+    shared = network_file_system(file) if file is not None else ""
+    warning = f"; it is on {shared}: submit from this machine only, or use PostgreSQL" if shared else ""
+    return f"PipeFill: serves the job store {shown(store)} ({origin}){warning}"
+
+
+def check_store(where: str) -> None:
+    """Refuse a store that this run cannot share, before the training starts; whether it answers is seen later.
+
+    Raises:
+        ConfigError: it is no store's address, or several nodes would share an SQLite file.
+        StoreError: likewise.
+    """
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
+    if locate(where).drivername == "sqlite" and nodes > 1:
+        raise ConfigError(
+            f"{nodes} nodes cannot share the job store {where}; expected --fill-store postgresql+psycopg://..."
+        )
+
+
+def check_owner(where: str, run_dir: Path | None) -> None:
+    """Refuse a store of another run that a relative ``$PIPEFILL_STORE``, perhaps forgotten, leads to.
+
+    Args:
+        run_dir: this run's folder, as far as it was given.
+
+    Raises:
+        ConfigError: it belongs to another run than this one.
+    """
+    path = where.removeprefix("sqlite:///")
+    if "://" in path or Path(path).expanduser().is_absolute():
+        return
+    folder = Path(str(locate(where).database)).parent
+    of_a_run = all((folder / part).is_dir() for part in _RUN_PARTS)
+    if of_a_run and (run_dir is None or run_dir.resolve() != folder.resolve()):
+        raise ConfigError(
+            f"{STORE} is {where!r}, the store of another run than this one, whose jobs this training would serve; "
+            f"expected --fill-store {where} with it to do so on purpose, or {STORE} unset"
+        )
+
+
+def new_run_folder() -> str:
+    """Where a run goes that was not told: of a SLURM job always the same folder, which a requeue comes back to."""
+    job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "0")
+    if job is not None:
+        return f"runs/pipefill-{job}" if step == "0" else f"runs/pipefill-{job}.{step}"
+    return time.strftime("runs/pipefill-%Y%m%d-%H%M%S-") + str(os.getpid())
+
+
+def make_run_folder(run_dir: Path) -> None:
+    """Make it, or clear it of what an earlier start of the training left that is over.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for part in _RUN_PARTS:
+        (run_dir / part).mkdir(parents=True, exist_ok=True)
+    for stale in (run_dir / "agents").glob("*.json"):
+        stale.unlink()
+    shutil.rmtree(run_dir / CONTROL, ignore_errors=True)

@@ -1,0 +1,46 @@
+"""The C library, for what Python has no name for: its errors are OSErrors."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = ctypes.c_long
+
+
+def last_error(what: str = "") -> OSError:
+    """The error that the latest call in this thread met.
+
+    Args:
+        what: the file, or the call that failed.
+    """
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code), what) if what else OSError(code, os.strerror(code))
+
+
+def system_call(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
+    """Make a system call by its number.
+
+    Raises:
+        OSError: the kernel refused it.
+    """
+    words = [ctypes.c_long(one) if isinstance(one, int) else one for one in arguments]
+    result: int = libc.syscall(ctypes.c_long(number), *words)
+    if result < 0:
+        raise last_error()
+    return result
+
+
+def prctl(option: int, value: int = 0) -> int:
+    """prctl(2) with one argument.
+
+    Raises:
+        OSError: the kernel refused it.
+    """
+    result: int = libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+    if result < 0:
+        raise last_error()
+    return result

@@ -1,0 +1,41 @@
+"""A POSIX semaphore in shared memory: what a CUDA host function can post.
+
+A host function gets one pointer and may neither run Python nor call CUDA; libc's ``sem_post`` is such a function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+
+from megatron.fill.linux.libc import last_error, libc
+
+SEMAPHORE_BYTES = 64  # glibc's sem_t takes 32 on a 64-bit machine
+_sem_init = libc.sem_init
+_sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+_sem_post = libc.sem_post
+_sem_post.argtypes = (ctypes.c_void_p,)
+_sem_wait = libc.sem_wait
+_sem_wait.argtypes = (ctypes.c_void_p,)
+POST_FUNCTION = ctypes.cast(_sem_post, ctypes.c_void_p).value or 0  # the address of sem_post itself
+
+
+def create(address: int) -> None:
+    """Make ``SEMAPHORE_BYTES`` of shared memory at ``address`` a semaphore of all who map it, with the value 0."""
+    _check(_sem_init(address, 1, 0), "sem_init")
+
+
+def post(address: int) -> None:
+    _check(_sem_post(address), "sem_post")
+
+
+def wait(address: int) -> None:
+    """Sleep in the kernel until there is a post to take, and take it."""
+    while _sem_wait(address):
+        if ctypes.get_errno() != errno.EINTR:
+            _check(-1, "sem_wait")
+
+
+def _check(result: int, name: str) -> None:
+    if result:
+        raise last_error(name)

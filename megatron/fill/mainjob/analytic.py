@@ -1,0 +1,129 @@
+"""What the parts of an iteration cost a described main job, analytically.
+
+A pass takes its floating-point operations at a share of the GPU's peak (``efficiency``), and the all-reduces of tensor
+parallelism on top; nothing is scaled to fit anything.  The embedding's look-up, losses and layer norms are neglected.
+
+Ranks are laid out as Megatron does: tensor-parallel ranks next to each other, then data-parallel ones, then stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.fill.mainjob.hardware import GpuKind, Network
+from megatron.fill.mainjob.memory import stage_parameters
+from megatron.fill.mainjob.model import ModelSpec
+from megatron.fill.mainjob.parallel import Parallel, Recompute
+from megatron.fill.pipeline.costs import PipelineCosts, StageCost
+
+_ALL_REDUCES = 2  # of tensor parallelism per layer and pass: after the attention and after the MLP
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """A main job's costs, from its shape; ``MainJob`` explains the fields."""
+
+    model: ModelSpec
+    gpu: GpuKind
+    network: Network
+    parallel: Parallel
+    efficiency: float
+    overlap_grad_reduce: float
+    optimizer_passes_bytes: float
+
+    def pipeline(self) -> PipelineCosts:
+        """Of one iteration."""
+        its = self.parallel
+        layers = its.layers(self.model)
+        return PipelineCosts(
+            tuple(self.stage(count, at == len(layers) - 1) for at, count in enumerate(layers)),
+            _ns(self.p2p_s()),
+            tuple(_ns(self.reduce_s(rank)) for rank in range(its.pp)),
+            tuple(_ns(self.optimizer_s(rank)) for rank in range(its.pp)),
+        )
+
+    def stage(self, layers: int, is_last: bool) -> StageCost:
+        """Of one micro-batch.
+
+        A backward pass has twice the operations of the forward pass; half of those with weights are for the weights'
+        gradients, and none of the attention's core (Qi et al. 2023, arXiv 2401.10241, Table 1).
+        """
+        its, model = self.parallel, self.model
+        rate = its.tp * self.gpu.peak_flops * self.efficiency
+        matrices = layers * model.matrix_flops(its.microbatch) / rate
+        core = layers * model.attention_flops(its.microbatch) / rate
+        exchange = layers * _ALL_REDUCES * self._tensor_all_reduce_s()
+        output = model.output_flops(its.microbatch) / rate if is_last else 0.0
+        again = {
+            Recompute.NONE: 0.0,
+            Recompute.SELECTIVE: core,
+            Recompute.FULL: matrices + core + exchange,
+        }[its.recompute]
+        forward = matrices + core + output + exchange
+        backward = 2 * (matrices + core + output) + exchange + again
+        return StageCost(_ns(forward), _ns(backward), _ns(matrices + output))
+
+    def _activation_bytes(self) -> int:
+        """What passes from layer to layer of one micro-batch."""
+        its, model = self.parallel, self.model
+        return its.microbatch * model.sequence * model.hidden * its.precision.weight_bytes
+
+    def _tensor_all_reduce_s(self) -> float:
+        """With sequence parallelism a reduce-scatter and an all-gather, which take as long.
+
+        A group that is larger than a node has it to itself: one link of its ring leaves the node.
+        """
+        tp = self.parallel.tp
+        return self.network.all_reduce_s(self._activation_bytes(), tp, tp > self.network.gpus_per_node, 1)
+
+    def p2p_s(self) -> float:
+        """One transfer between neighbouring stages; all ranks of a stage send at once.
+
+        With sequence parallelism a rank sends its part, else all of the activations, as Megatron does.
+        """
+        its = self.parallel
+        if its.pp == 1:
+            return 0.0
+        size = self._activation_bytes() / (its.tp if its.sequence_parallel else 1)
+        return size / self.network.bandwidth(*self._between_stages()) + self.network.latency_s
+
+    def _between_stages(self) -> tuple[bool, int]:
+        """Whether stages are on several nodes, and how many ranks of a node send to the next stage."""
+        its, node = self.parallel, self.network.gpus_per_node
+        return its.tp * its.dp * its.pp > node, min(its.tp * its.dp, node)
+
+    def _data_parallel(self) -> tuple[bool, int]:
+        """Whether data-parallel ranks are on several nodes, and how many rings leave a node then."""
+        its, node = self.parallel, self.network.gpus_per_node
+        return its.tp * its.dp > node, min(its.tp, node)
+
+    def reduce_s(self, rank: int) -> float:
+        """Gradients over the data-parallel ranks, and those of a tied embedding between the first and the last stage.
+
+        The distributed optimizer scatters them only: half of an all-reduce.
+        """
+        its, model = self.parallel, self.model
+        size = stage_parameters(model, its, rank) * its.precision.gradient_bytes
+        reduce_s = self.network.all_reduce_s(size, its.dp, *self._data_parallel())
+        if its.distributed_optimizer:
+            reduce_s /= 2
+        reduce_s *= 1 - self.overlap_grad_reduce
+        if model.tied_embeddings and model.vocabulary and its.pp > 1 and rank in (0, its.pp - 1):
+            embedding = model.embedding_parameters / its.tp * its.precision.gradient_bytes
+            reduce_s += self.network.all_reduce_s(embedding, 2, *self._between_stages())
+        return reduce_s
+
+    def optimizer_s(self, rank: int) -> float:
+        """The optimizer's memory traffic; the distributed one does its part, and then gathers the weights."""
+        its = self.parallel
+        parameters = stage_parameters(self.model, its, rank)
+        step_s = parameters * self.optimizer_passes_bytes / self.gpu.memory_bandwidth
+        if not its.distributed_optimizer:
+            return step_s
+        weights = parameters * its.precision.weight_bytes
+        gather_s = self.network.all_reduce_s(weights, its.dp, *self._data_parallel()) / 2
+        return step_s / its.dp + gather_s
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,106 @@
+"""What one GPU of a stage holds, by Megatron's own accounting.
+
+Weights, gradients and optimizer state as in ``megatron.training.theoretical_memory_usage``, for each stage instead of
+the fullest; activations by Korthikanti et al. 2022 (arXiv 2205.05198), Table 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.fill.mainjob.model import ModelSpec
+from megatron.fill.mainjob.parallel import Parallel, Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Of one GPU, in bytes; ``activations_bytes`` is the most in an iteration."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+
+
+def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
+    """Parameters that one GPU of a stage holds.
+
+    Tensor parallelism divides matrices and embeddings; layer norms are on each of its ranks.  The last stage has the
+    output layer's weights, tied or not.
+    """
+    layers = sum(parallel.layers(model)[rank :: parallel.pp])
+    matrices = layers * model.matrix_parameters
+    whole = layers * model.norm_parameters
+    if rank == 0:
+        matrices += model.embedding_parameters
+    if rank == parallel.pp - 1:
+        whole += model.final_norm_parameters
+        if parallel.pp > 1 or not model.tied_embeddings:
+            matrices += model.embedding_parameters
+    return matrices / parallel.tp + whole
+
+
+def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Recompute | None = None) -> float:
+    """What one layer keeps of one micro-batch for its backward pass (Korthikanti et al. 2022, Table 2).
+
+    In units of ``s b h`` bytes and without parallelism: ``34 + 5 a s / h``; without the attention's core 34, with full
+    recomputation 2.  Of the 34, tensor parallelism alone leaves 10 whole.
+
+    Args:
+        recompute: None for what ``parallel`` says.
+    """
+    kind = parallel.recompute if recompute is None else recompute
+    unit = model.sequence * parallel.microbatch * model.hidden * parallel.precision.weight_bytes / 2
+    whole_divisor = parallel.tp if parallel.sequence_parallel else 1
+    if kind is Recompute.FULL:
+        return 2 * unit / whole_divisor
+    attention = 4 + 4 * model.groups / model.heads  # query and what goes into the projection; key and value
+    mlp = (6 if model.swiglu else 4) * model.ffn / model.hidden
+    core = 0.0 if kind is Recompute.SELECTIVE else 5 * model.heads * model.sequence / model.hidden
+    return unit * (10 / whole_divisor + (attention + mlp + core) / parallel.tp)
+
+
+def activation_bytes(model: ModelSpec, parallel: Parallel) -> tuple[int, ...]:
+    """What each virtual stage keeps of one micro-batch, ``chunk * pp + rank``.
+
+    Beside its layers', the first keeps token ids and the embedding's dropout mask, and the last the input of the output
+    layer and, for the loss, the logits in single precision, as ``compute_activation_memory`` counts them.
+    """
+    layer = layer_activation_bytes(model, parallel)
+    kept = [count * layer for count in parallel.layers(model)]
+    if model.vocabulary:
+        tokens = model.sequence * parallel.microbatch
+        divisor = parallel.tp if parallel.sequence_parallel else 1
+        kept[0] += tokens * (8 + model.hidden) / divisor
+        kept[-1] += 4 * tokens * (model.hidden / divisor + model.vocabulary / parallel.tp)
+    return tuple(round(size) for size in kept)
+
+
+def working_bytes(model: ModelSpec, parallel: Parallel) -> int:
+    """What a backward pass computes again at a time: with full recomputation all of one layer, else nothing."""
+    if parallel.recompute is not Recompute.FULL:
+        return 0
+    return round(layer_activation_bytes(model, parallel, Recompute.NONE))
+
+
+def stage_memory(model: ModelSpec, parallel: Parallel, rank: int, activations_bytes: int) -> StageMemory:
+    """What one GPU of a stage holds.
+
+    With BF16 18 bytes per parameter, or ``6 + 12 / dp`` with the distributed optimizer.
+
+    Args:
+        activations_bytes: the most that the schedule keeps there, as ``pipeline.peak_activation_bytes`` says.
+    """
+    parameters = stage_parameters(model, parallel, rank)
+    precision = parallel.precision
+    divisor = parallel.dp if parallel.distributed_optimizer else 1
+    return StageMemory(
+        weights_bytes=round(parameters * precision.weight_bytes),
+        gradients_bytes=round(parameters * precision.gradient_bytes),
+        optimizer_bytes=round(parameters * precision.optimizer_bytes / divisor),
+        activations_bytes=activations_bytes + working_bytes(model, parallel),
+    )

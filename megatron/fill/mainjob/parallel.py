@@ -1,0 +1,144 @@
+"""How a model is laid over GPUs: tensor, pipeline and data parallelism, with Megatron's rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from megatron.fill.mainjob.model import ModelSpec
+
+
+class Recompute(StrEnum):
+    """Which activations are computed again in the backward pass (Korthikanti et al. 2022, section 5)."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # those of the attention's core, which flash attention does not keep either
+    FULL = "full"  # all but each layer's input
+
+
+class Precision(StrEnum):
+    """Of passes and gradients, always with Adam; bytes as in Megatron's guide to its distributed optimizer."""
+
+    BF16 = "bf16"  # gradients are kept and reduced in single precision
+    FP16 = "fp16"  # gradients are kept and reduced in half precision
+    FP32 = "fp32"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Per parameter, and per number that passes between layers."""
+        return 4 if self is Precision.FP32 else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Per parameter."""
+        return 2 if self is Precision.FP16 else 4
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Per parameter: Adam's two moments, the weights and with FP16 the gradients, in single precision."""
+        return {Precision.BF16: 12, Precision.FP16: 16, Precision.FP32: 8}[self]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """How one main job is laid over its GPUs.
+
+    Attributes:
+        tp: tensor-parallel ranks.
+        pp: pipeline-parallel ranks.
+        dp: data-parallel ranks.
+        chunks: virtual stages per rank.
+        microbatch: samples per micro-batch.
+        global_batch: samples per iteration, over all data-parallel ranks.
+        schedule: a name that ``pipeline.make_schedule`` knows.
+        group_size: micro-batches in a group of the interleaved schedule; None for ``pp``.
+        sequence_parallel: what tensor parallelism leaves whole is divided along the sequence.
+        distributed_optimizer: the optimizer's state is divided over the data-parallel ranks.
+        first_layers: of the first stage; None for as many as the others.
+        last_layers: of the last stage; None for as many as the others.
+    """
+
+    tp: int = 1
+    pp: int
+    dp: int = 1
+    chunks: int = 1
+    microbatch: int = 1
+    global_batch: int
+    schedule: str = "1f1b"
+    group_size: int | None = None
+    sequence_parallel: bool = False
+    recompute: Recompute = Recompute.NONE
+    precision: Precision = Precision.BF16
+    distributed_optimizer: bool = False
+    first_layers: int | None = None
+    last_layers: int | None = None
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp", "chunks", "microbatch", "global_batch", "group_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
+        for name, kind in (("recompute", Recompute), ("precision", Precision)):
+            if getattr(self, name) not in list(kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(kind)}")
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        if self.global_batch % (self.microbatch * self.dp):
+            raise ValueError(
+                f"global_batch is {self.global_batch}; expected a multiple of microbatch * dp, "
+                f"{self.microbatch} * {self.dp}"
+            )
+        if self.chunks > 1 and (self.first_layers is not None or self.last_layers is not None):
+            raise ValueError(f"chunks is {self.chunks}; expected 1 with first_layers or last_layers")
+
+    @property
+    def microbatches(self) -> int:
+        """Per data-parallel rank and iteration."""
+        return self.global_batch // (self.microbatch * self.dp)
+
+    @property
+    def gpus(self) -> int:
+        """All of the main job's."""
+        return self.tp * self.pp * self.dp
+
+    def check(self, model: ModelSpec) -> None:
+        """Whether the model can be divided so.
+
+        Raises:
+            ValueError: naming the field, its value, and what was expected.
+        """
+        for name, value in (("heads", model.heads), ("query_groups", model.groups), ("ffn_hidden", model.ffn)):
+            if value % self.tp:
+                raise ValueError(f"tp is {self.tp}; expected a divisor of the model's {name}, {value}")
+        if self.sequence_parallel and model.sequence % self.tp:
+            raise ValueError(f"tp is {self.tp}; expected a divisor of the model's sequence, {model.sequence}")
+        self.layers(model)
+
+    def layers(self, model: ModelSpec) -> tuple[int, ...]:
+        """How many layers each virtual stage has, ``chunk * pp + rank``.
+
+        Raises:
+            ValueError: they cannot be divided evenly.
+        """
+        first, last = self.first_layers, self.last_layers
+        if first is None and last is None:
+            stages = self.pp * self.chunks
+            if model.layers % stages:
+                raise ValueError(
+                    f"pp * chunks is {self.pp} * {self.chunks}; expected a divisor of the model's {model.layers} "
+                    "layers, or first_layers and last_layers"
+                )
+            return (model.layers // stages,) * stages
+        for name, value in (("first_layers", first), ("last_layers", last)):
+            if value is not None and not 0 < value < model.layers:
+                raise ValueError(f"{name} is {value}; expected 1 to {model.layers - 1}")
+        given = [count for count in (first, last) if count is not None]
+        between, rest = self.pp - len(given), model.layers - sum(given)
+        if between < 0 or rest < between or (rest % between if between else rest):
+            raise ValueError(
+                f"first_layers is {first} and last_layers is {last}; expected them to leave layers that divide evenly "
+                f"among {max(0, between)} of {self.pp} stages, not {rest} of {model.layers}"
+            )
+        head, tail = [first] if first else [], [last] if last else []
+        return tuple(head + [rest // between if between else 0] * between + tail)

@@ -1,0 +1,67 @@
+"""The models that come with PipeFill: what fill jobs run (``sidetask.models``), and what the simulator describes.
+
+One table for both.  ``parameters`` is what the runtime's model has, with its head for 1,000 classes of images or two of
+texts; a test counts them, and compares the simulator's blocks with it.
+
+``efficientnet-v2-l`` to ``xlm-roberta-xl`` are the sizes of PipeFill's fill jobs (arXiv 2410.07192, table 1).
+``efficientnet-b4`` is there because published throughputs of it are, which the simulator's constants are fitted to.
+``resnet18``, ``resnet50`` and ``vgg19`` are FreeRide's (arXiv 2409.06941, section 6).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """A Transformer encoder for texts, whose MLP is four times as wide as its hidden size."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model.
+
+    Attributes:
+        parameters: of all weights.
+        length: of a sample: tokens of a text, or pixels along a side of an image.
+        shape: of a text's encoder; None for what is made by ``timm``.
+        variant: its name in ``timm``; empty for an encoder, which ``transformers`` makes.
+        source: of the model, for a reader.
+    """
+
+    name: str
+    parameters: int
+    length: int
+    shape: Encoder | None = None
+    variant: str = ""
+    source: str = ""
+
+
+def _image(name: str, parameters: int, pixels: int, variant: str, paper: str) -> Model:
+    return Model(name, parameters, pixels, variant=variant, source=f"{paper}, {pixels} x {pixels} pixels")
+
+
+def _text(name: str, parameters: int, shape: Encoder, paper: str) -> Model:
+    return Model(name, parameters, _TOKENS, shape, source=f"{paper}, {_TOKENS} tokens")
+
+
+_TOKENS = 128
+_TABLE = (
+    _image("efficientnet-b4", 19_341_616, 380, "efficientnet_b4", "Tan and Le 2019"),
+    _image("efficientnet-v2-l", 118_515_272, 384, "efficientnetv2_l", "Tan and Le 2021"),
+    _text("bert-base", 109_483_778, Encoder(12, 768, 12, 30_522, 512), "Devlin et al. 2018"),
+    _text("bert-large", 335_143_938, Encoder(24, 1024, 16, 30_522, 512), "Devlin et al. 2018"),
+    _image("swin-large", 196_532_476, 224, "swin_large_patch4_window7_224", "Liu et al. 2021"),
+    _text("xlm-roberta-xl", 3_482_490_882, Encoder(36, 2560, 32, 250_880, 514), "Goyal et al. 2021"),
+    _image("resnet18", 11_689_512, 224, "resnet18", "He et al. 2015"),
+    _image("resnet50", 25_557_032, 224, "resnet50", "He et al. 2015"),
+    _image("vgg19", 143_667_240, 224, "vgg19", "Simonyan and Zisserman 2014"),
+)
+MODELS: dict[str, Model] = {model.name: model for model in _TABLE}

@@ -1,0 +1,78 @@
+"""The cycle board: where a rank shows its bubble cycle to its agent and workers, for their execution plans.
+
+Some pages of an anonymous memory file, like the gate: the rank is the only writer, everyone else maps them read-only.
+There is no lock; a reader that meets a half-written cycle looks again (a sequence lock)::
+
+    0  version: odd while being written     1  the cycle's period     2  how many bubbles follow
+    3..  kind, duration, free bytes of each bubble
+"""
+
+from __future__ import annotations
+
+import mmap
+
+from megatron.fill.linux import memfd
+from megatron.fill.profiles import BubbleCycle, BubbleSlot
+from megatron.fill.types import BubbleKind
+
+_MOST_SLOTS = 1024
+_BYTES = 8 * (3 + 3 * _MOST_SLOTS)
+_KINDS = tuple(BubbleKind)
+
+
+class CycleBoard:
+    """The rank's end.
+
+    Args:
+        fd: a board that exists, passed on by the rank to the process that writes it instead; None for a new one.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = memfd.create("cycle", _BYTES, sealable=True) if fd is None else fd
+        self._words = memoryview(mmap.mmap(self.fd, _BYTES)).cast("Q")
+
+    def show(self, cycle: BubbleCycle) -> None:
+        """Replace the cycle on the board.  Of a cycle with more than 1024 bubbles, the first 1024 are shown."""
+        words = self._words
+        slots = cycle.slots[:_MOST_SLOTS]
+        words[0] += 1
+        words[1], words[2] = cycle.period_ns, len(slots)
+        for at, slot in enumerate(slots):
+            words[3 + 3 * at] = _KINDS.index(slot.kind)
+            words[4 + 3 * at] = slot.duration_ns
+            words[5 + 3 * at] = slot.free_bytes
+        words[0] += 1
+
+    def reader_fd(self) -> int:
+        """A new descriptor of the board through which nothing can be written."""
+        return memfd.reader_fd(self.fd)
+
+    def seal(self) -> None:
+        """Nobody but this object's process can write to the board from now on, even who can open it anew."""
+        memfd.close_to_writers(self.fd)
+
+
+class CycleBoardReader:
+    """The other end, over the descriptor that was passed on."""
+
+    def __init__(self, fd: int) -> None:
+        page, _ = memfd.map_page(fd, _BYTES, writable=False)  # Python's own would keep a descriptor
+        self._words = page.cast("Q")
+
+    @property
+    def version(self) -> int:
+        """Grows with every cycle shown; 0 before the first."""
+        return self._words[0] & ~1
+
+    def read(self) -> BubbleCycle | None:
+        """The cycle on the board; None before the first, or while one is being written (look again later)."""
+        words = self._words
+        version = words[0]
+        if version == 0 or version & 1:
+            return None
+        period_ns, count = words[1], min(words[2], _MOST_SLOTS)
+        rows = words[3 : 3 + 3 * count].tolist()
+        if words[0] != version:
+            return None
+        slots = zip(rows[0::3], rows[1::3], rows[2::3], strict=True)
+        return BubbleCycle(period_ns, tuple(BubbleSlot(_KINDS[kind], duration, free) for kind, duration, free in slots))

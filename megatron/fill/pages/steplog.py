@@ -1,0 +1,337 @@
+"""What a worker has done, in shared memory: written after every step, readable by the agent whatever happens.
+
+A worker that is killed takes nothing with it: the totals, the callback it was in and its recent steps are here, and its
+last word, which needs no disk.  Only the worker writes (and the agent ``wanted_bytes``); the rank never reads it.  What
+is read here may be anything: the task runs in the process that writes it.  So amounts are finite and sums of them too,
+and a bubble or step that makes no sense is left out.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterator
+from enum import IntEnum
+
+from megatron.fill.hearsay import plain
+from megatron.fill.linux import memfd
+from megatron.fill.profiles import is_amount
+from megatron.fill.types import BubbleUse, Lack, WorkerRecord
+
+_USES, _USE_FIELDS = 65_536, 7
+_STEPS = 8_192
+_HEADER = 64
+_WORD_AT = 8 * (_HEADER + _USES * _USE_FIELDS + _STEPS * 2)
+MOST_WORD_BYTES = 1 << 20
+_BYTES = _WORD_AT + MOST_WORD_BYTES
+_MOST = 1 << 62  # what no honest count comes to
+_LONGEST_NS = 10**15  # what no bubble or step comes to: eleven days
+
+_PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS, _READY, _WANTED, _WORD = range(10)
+_SERVING, _RESUMABLE, _SAVING, _SINCE = range(10, 14)
+_WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
+_UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
+_LONGEST = 40  # and on: the longest stay in each phase
+
+
+class WorkerPhase(IntEnum):
+    """What a worker is at; the agent names it when the worker dies."""
+
+    STARTING = 0
+    CREATE = 1
+    INIT = 2
+    ASLEEP = 3
+    START = 4
+    STEP = 5
+    PAUSE = 6
+    STOP = 7
+    LOAD = 8
+    SAVE = 9
+    STOPPED = 10
+
+    @property
+    def callback(self) -> str:
+        return _NAMES.get(self, f"{self.name.lower()}()")
+
+
+_NAMES = {
+    WorkerPhase.STARTING: "while starting",
+    WorkerPhase.ASLEEP: "between bubbles",
+    WorkerPhase.STEP: "run_next_step()",
+    WorkerPhase.LOAD: "load_state_dict()",
+    WorkerPhase.SAVE: "state_dict()",
+    WorkerPhase.STOPPED: "after it had stopped",
+}
+_TIMED = (  # phases that are one call each
+    *(WorkerPhase.CREATE, WorkerPhase.LOAD, WorkerPhase.INIT, WorkerPhase.START, WorkerPhase.PAUSE),
+    *(WorkerPhase.SAVE, WorkerPhase.STOP),
+)
+
+
+class Saving(IntEnum):
+    """Whether the agent wants the task saved before anything else, and what came of it."""
+
+    NONE = 0
+    WANTED = 1
+    SAVED = 2
+    FAILED = 3
+
+
+def create_log() -> int:
+    """A new, empty log; returns its descriptor.  It cannot be shrunk by the worker that it is given to."""
+    return memfd.create("steps", _BYTES)
+
+
+class StepLog:
+    """Both ends of a step log, over its descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, _BYTES)
+        view = memoryview(self._map)
+        self._unit = view[_UNIT]
+        self._words = view.cast("Q")
+        self._floats = view.cast("d")
+        # Signed, for the latency of -1 that stands for "no step".
+        self._uses = view[8 * _HEADER : 8 * (_HEADER + _USES * _USE_FIELDS)].cast("q")
+        self._steps = view[8 * (_HEADER + _USES * _USE_FIELDS) : _WORD_AT].cast("Q")
+        self._word = view[_WORD_AT:]
+
+    @property
+    def phase(self) -> WorkerPhase:
+        value = self._words[_PHASE]
+        return WorkerPhase(value) if value < len(WorkerPhase) else WorkerPhase.STARTING
+
+    @phase.setter
+    def phase(self, phase: WorkerPhase) -> None:
+        words, now_ns = self._words, time.monotonic_ns()
+        at = _LONGEST + self.phase
+        words[at] = max(words[at], now_ns - words[_SINCE])
+        words[_PHASE], words[_SINCE] = phase, now_ns
+
+    @property
+    def longest_ns(self) -> dict[str, int]:
+        """The longest that each callback took, of those that have returned; steps are told one by one."""
+        taken = {phase.callback: self._count(_LONGEST + phase) for phase in _TIMED}
+        return {callback: duration_ns for callback, duration_ns in taken.items() if 0 < duration_ns <= _LONGEST_NS}
+
+    @property
+    def step_seq(self) -> int:
+        """The bubble that the running step, start or pause was begun in; 0 when the worker is between bubbles."""
+        return self._words[_STEP_SEQ]
+
+    @property
+    def step_count(self) -> int:
+        """All the steps so far, those alone included."""
+        return self._count(_STEP_COUNT)
+
+    @property
+    def work_done(self) -> float:
+        """All the work so far, that alone included."""
+        return self.whole_work + self.partial_work
+
+    @property
+    def whole_work(self) -> float:
+        """The part of ``work_done`` that belongs to iterations that have ended: the sum of what they said."""
+        return self._amount(_WORK)
+
+    @property
+    def unit(self) -> str:
+        """What the task's work is counted in; empty before it was loaded."""
+        return plain(bytes(self._unit).rstrip(b"\0").decode("utf-8", "ignore"))
+
+    @unit.setter
+    def unit(self, unit: str) -> None:
+        text = unit.encode()[: len(self._unit)]
+        self._unit[:] = text.ljust(len(self._unit), b"\0")
+
+    @property
+    def base_work(self) -> float:
+        """The work of earlier attempts, which the checkpoint that this one began from holds."""
+        return self._amount(_BASE_WORK)
+
+    @base_work.setter
+    def base_work(self, work: float) -> None:
+        self._floats[_BASE_WORK] = work
+
+    @property
+    def partial_work(self) -> float:
+        """The part of ``work_done`` that belongs to an iteration that has not ended."""
+        return self._amount(_PARTIAL_WORK)
+
+    @property
+    def total_work(self) -> float | None:
+        """How much there is in all; None if the task has not said."""
+        return self._amount(_TOTAL_WORK) or None
+
+    @total_work.setter
+    def total_work(self, work: float | None) -> None:
+        self._floats[_TOTAL_WORK] = work or 0.0
+
+    @property
+    def checkpoint_s(self) -> float | None:
+        """When the task was last saved, in seconds since the epoch; None for never."""
+        return self._amount(_CHECKPOINT_S) or None
+
+    @checkpoint_s.setter
+    def checkpoint_s(self, now_s: float) -> None:
+        self._floats[_CHECKPOINT_S] = now_s
+
+    @property
+    def ready_ns(self) -> int:
+        """When the worker had started and called the task's ``create``; 0 before."""
+        return self._count(_READY)
+
+    @ready_ns.setter
+    def ready_ns(self, now_ns: int) -> None:
+        self._words[_READY] = now_ns
+
+    @property
+    def serving_ns(self) -> int:
+        """When the task first waited for a bubble; 0 before."""
+        return self._count(_SERVING)
+
+    @serving_ns.setter
+    def serving_ns(self, now_ns: int) -> None:
+        self._words[_SERVING] = now_ns
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the task can be saved and go on elsewhere, by what it implements."""
+        return bool(self._words[_RESUMABLE])
+
+    @resumable.setter
+    def resumable(self, can: bool) -> None:
+        self._words[_RESUMABLE] = can
+
+    @property
+    def saving(self) -> Saving:
+        """Written by the agent (NONE, WANTED), which the worker answers (SAVED, FAILED)."""
+        value = self._words[_SAVING]
+        return Saving(value) if value < len(Saving) else Saving.FAILED
+
+    @saving.setter
+    def saving(self, saving: Saving) -> None:
+        self._words[_SAVING] = saving
+
+    @property
+    def wanted_bytes(self) -> int | None:
+        """Written by the agent: the task should hold no more memory than this from now on; None for no such wish."""
+        word = self._words[_WANTED]
+        return word - 1 if word else None
+
+    @wanted_bytes.setter
+    def wanted_bytes(self, size: int | None) -> None:
+        self._words[_WANTED] = 0 if size is None else size + 1
+
+    @property
+    def harvested_ns(self) -> int:
+        return self._count(_HARVESTED)
+
+    def leave_word(self, word: bytes) -> None:
+        """Say how it ended; at most ``MOST_WORD_BYTES``."""
+        self._word[: len(word)] = word
+        self._words[_WORD] = len(word)
+
+    @property
+    def word(self) -> bytes:
+        """What was left so; empty before."""
+        size = self._words[_WORD]
+        return bytes(self._word[:size]) if size <= MOST_WORD_BYTES else b""
+
+    def _count(self, at: int) -> int:
+        value = self._words[at]
+        return value if value < _MOST else 0
+
+    def _amount(self, at: int) -> float:
+        value = self._floats[at]
+        return value if is_amount(value) else 0.0
+
+    def enter_bubble(self, seq: int) -> None:
+        self._words[_STEP_SEQ] = seq
+
+    def step_ended(self, start_ns: int, end_ns: int, work: float, alone: bool, partial_work: float = 0.0) -> None:
+        """Note a step.
+
+        Args:
+            work: that counts for good: without a profile each step's, with one that of an iteration that has ended.
+            partial_work: of the iteration that has not ended, all of it so far.
+        """
+        words, floats = self._words, self._floats
+        count = words[_STEP_COUNT]
+        slot = count % _STEPS * 2
+        self._steps[slot] = start_ns
+        self._steps[slot + 1] = end_ns
+        words[_STEP_COUNT] = count + 1
+        if alone:
+            words[_ALONE_NS] += end_ns - start_ns
+            floats[_ALONE_WORK] += work + partial_work - floats[_PARTIAL_WORK]
+        else:
+            words[_FILL_STEPS] += 1
+        floats[_PARTIAL_WORK] = partial_work
+        floats[_WORK] += work
+
+    def leave_bubble(self, use: BubbleUse, alone: bool) -> None:
+        words = self._words
+        words[_STEP_SEQ] = 0
+        if alone:
+            return
+        words[_HARVESTED] += use.harvested_ns
+        self._note(use)
+
+    def skip_bubble(self, seq: int, now_ns: int, lack: Lack, alone: bool) -> None:
+        """Note that nothing is done in a bubble that is open."""
+        if not alone:
+            self._note(BubbleUse(seq, -1, 0, 0, 0, now_ns, lack))
+
+    def _note(self, use: BubbleUse) -> None:
+        count = self._words[_USE_COUNT]
+        slot = count % _USES * _USE_FIELDS
+        self._uses[slot] = use.seq
+        self._uses[slot + 1] = use.latency_ns
+        self._uses[slot + 2] = use.harvested_ns
+        self._uses[slot + 3] = use.overrun_ns
+        self._uses[slot + 4] = use.steps
+        self._uses[slot + 5] = use.left_ns
+        self._uses[slot + 6] = use.lack
+        self._words[_USE_COUNT] = count + 1
+
+    def record(self, job: str, rank: int, most: int = _USES) -> WorkerRecord:
+        """Everything that makes sense, as the report wants it.
+
+        Args:
+            most: of the most recent bubbles and steps.
+        """
+        now_ns = time.monotonic_ns()
+        given = self._count(_USE_COUNT)
+        uses = (BubbleUse(*row) for row in _recent(self._uses, _USE_FIELDS, given, most))
+        steps = _recent(self._steps, 2, self.step_count, most)
+        alone_work = self._amount(_ALONE_WORK)
+        return WorkerRecord(
+            job=job,
+            rank=rank,
+            steps_done=self._count(_FILL_STEPS),
+            work_done=max(0.0, self.work_done - alone_work),
+            harvested_ns=self._count(_HARVESTED),
+            alone_ns=self._count(_ALONE_NS),
+            alone_work=alone_work,
+            uses=[use for use in uses if _sensible(use)],
+            steps=[(start, end) for start, end in steps if start <= end <= now_ns and end - start <= _LONGEST_NS],
+            callbacks=self.longest_ns,
+            partial_work=self.partial_work,
+            older_uses=max(0, given - min(_USES, most)),
+        )
+
+
+def _sensible(use: BubbleUse) -> bool:
+    times = (use.harvested_ns, use.overrun_ns, use.latency_ns + 1)
+    counts = (use.seq, use.steps, use.left_ns)
+    whole = all(0 <= its < _MOST for its in counts) and 0 <= use.lack < len(Lack)
+    return whole and all(0 <= its <= _LONGEST_NS for its in times)
+
+
+def _recent(ring: memoryview, width: int, count: int, most: int) -> Iterator[tuple[int, ...]]:
+    """The rows of a ring buffer that were written last, oldest first."""
+    rows = len(ring) // width
+    for row in range(max(0, count - min(rows, most)), count):
+        at = row % rows * width
+        yield tuple(ring[at : at + width])

@@ -1,0 +1,182 @@
+"""The rank's own part: predict each bubble, open and shut the gate, keep the records.
+
+This is all of PipeFill that runs inside the training process while it trains: a few microseconds a bubble.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from megatron.fill.pages.board import CycleBoard
+from megatron.fill.pages.control import AlwaysRunning, RunSwitch
+from megatron.fill.pages.gate import GateWriter
+from megatron.fill.profiles import BubbleCycle, BubbleSlot
+from megatron.fill.rank.brake import Brake
+from megatron.fill.rank.predictor import ENOUGH_TO_PLAN, BubblePredictor
+from megatron.fill.rank.recorder import Recorder
+from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration, fills_block
+
+_SHOW_EVERY = 20  # iterations between two looks at the cycle for the board
+
+
+class RankListener:
+    """A hooks.Listener that fills one rank's bubbles, from when the predictor is warm.
+
+    Args:
+        gate: the rank's gate; None to measure only.
+        free_bytes: the device memory that the main job leaves free, now.
+        paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
+        board: where the cycle is shown to the planners, after a few iterations and then every 20; None for nowhere.
+        brake: stops the filling while it slows the training down; None for never.
+        control: no bubble is opened, or counts as fillable, that begins while it is not running.
+    """
+
+    def __init__(
+        self,
+        gate: GateWriter | None,
+        recorder: Recorder,
+        predictor: BubblePredictor,
+        free_bytes: Callable[[], int],
+        *,
+        paired_blocks: int = 0,
+        board: CycleBoard | None = None,
+        brake: Brake | None = None,
+        control: RunSwitch | None = None,
+    ) -> None:
+        self.gate = gate
+        self.recorder = recorder
+        self.predictor = predictor
+        self.free_bytes = free_bytes
+        self.paired_blocks = paired_blocks
+        self.guard_ns = predictor.rule.guard_ns  # with a brake, that one's guard is
+        self.board = board
+        self.brake = brake
+        self.control = control or AlwaysRunning()
+        self.filling = False  # in this iteration, unless paused
+        if brake is not None:
+            recorder.brakes = brake.events
+        self._recent_ns: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)  # how long the latest iterations took
+        self._free_bytes: dict[int, int] = {}  # the least seen free in each bubble of the cycle
+        self._show_at = min(ENOUGH_TO_PLAN, predictor.rule.warmup)
+        self._iteration = 0
+        self._iteration_start_ns = 0
+        self._iterations_seen = 0
+        self._block = -1
+        self._forward_only = False
+        self._disturbed = False
+        self._counts = False  # this iteration is past the warm-up and could be filled
+        self._odd = False  # its time is not like the others'
+        self._paused = False  # at some time in it
+        self._bubble: tuple[BubbleKind, int, int, int | None, int, int, bool] | None = None
+
+    def iteration_started(self, iteration: int, now_ns: int) -> None:
+        self._iteration = iteration
+        self._iteration_start_ns = now_ns
+        past_warmup = self._iterations_seen - self.predictor.rule.warmup
+        self._iterations_seen += 1
+        if past_warmup >= 0 and self.paired_blocks:
+            self._block = past_warmup // self.paired_blocks
+        self._counts = self.gate is not None and past_warmup >= 0
+        self.filling = self._counts and self._on(iteration, past_warmup)
+        self._odd = self._disturbed
+        self._paused = not self.control.running
+        self.recorder.iteration_started()
+
+    def _on(self, iteration: int, past_warmup: int) -> bool:
+        if self.brake is not None:
+            on = self.brake.fills(iteration, past_warmup)
+            self.guard_ns = self.brake.guard_ns
+            if self.gate is not None:
+                self.gate.brake(self.brake.on)
+            if self.brake.events:
+                self.predictor.overrun = 0.0
+            return on
+        return not self.paired_blocks or fills_block(self._block)
+
+    def iteration_ended(self, now_ns: int) -> None:
+        start_ns, paused = self._iteration_start_ns, self._paused
+        # One that was paused belongs to neither side of a comparison.
+        block = -1 if paused else self._block
+        self._recent_ns.append(now_ns - start_ns)
+        if self.brake is not None and self._counts:
+            self.brake.observe(now_ns - start_ns, self._odd or paused)
+        if self.board is not None and self._iterations_seen >= self._show_at:
+            self._show(self.board)
+        filled = self.filling and not paused
+        self.recorder.iteration_ended(Iteration(self._iteration, start_ns, now_ns, filled, block))
+
+    def _show(self, board: CycleBoard) -> None:
+        expected = self.predictor.expected()
+        if not expected:  # not warm: look again after the next iteration
+            return
+        self._show_at = self._iterations_seen + _SHOW_EVERY
+        least_ns = self.predictor.rule.min_bubble_ns
+        slots = [
+            # A bubble that is left alone holds its place with no time in it.
+            BubbleSlot(kind, duration_ns if duration_ns >= least_ns else 0, self._free_bytes.get(index, 0))
+            for index, (kind, duration_ns) in enumerate(expected)
+        ]
+        board.show(BubbleCycle(int(median(self._recent_ns)), tuple(slots)))
+        self._free_bytes.clear()
+
+    def cycle_started(self, key: CycleKey, now_ns: int) -> None:
+        self.predictor.cycle_started(key, now_ns, self._disturbed)
+        # Evaluations follow one another undisturbed; only the training iteration after them differs from the others.
+        self._disturbed = self._disturbed and key.forward_only
+        self._forward_only = key.forward_only
+        if not key.forward_only:
+            self.recorder.schedule = key
+
+    def cycle_ended(self) -> None:
+        """Nothing to do: positions start again with the next cycle."""
+
+    def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
+        forecast = self.predictor.forecast(kind, index, now_ns)
+        seq = 0
+        filling = self.filling and self.control.running
+        if filling and forecast.fills and self.gate is not None:
+            deadline_ns, ends_ns = forecast.told(now_ns - self.guard_ns)
+            free = self.free_bytes() if free_bytes is None else free_bytes
+            seq = self.gate.open(deadline_ns, free, ends_ns, forecast.overrun_ns)
+        elif self.filling and not filling:
+            self._paused = True
+        self._bubble = (kind, index, now_ns, free_bytes, forecast.shortest_ns, seq, filling)
+
+    def bubble_closed(self, now_ns: int) -> None:
+        if self._bubble is None:
+            return
+        kind, index, start_ns, promised, predicted_ns, seq, filling = self._bubble
+        self._bubble = None
+        if seq and self.gate is not None:
+            self.gate.close(now_ns)
+        self.predictor.observe(kind, index, start_ns, now_ns)
+        free_bytes = self.free_bytes() if promised is None else promised
+        if not self._forward_only:
+            self._free_bytes[index] = min(free_bytes, self._free_bytes.get(index, free_bytes))
+        self.recorder.bubble(
+            Bubble(
+                self._iteration,
+                index,
+                kind,
+                start_ns,
+                now_ns,
+                predicted_ns,
+                seq,
+                free_bytes,
+                filling,
+                self._forward_only,
+            )
+        )
+
+    def computed(self, name: str, start_ns: int, end_ns: int) -> None:
+        self.recorder.span(name, self._iteration, start_ns, end_ns)
+
+    def disturbed(self, reason: str) -> None:
+        self._disturbed = True
+
+    def shut(self) -> None:
+        """Called when the bus takes this listener off after a failure: no bubble opens any more."""
+        if self.gate is not None:
+            self.gate.end()

@@ -1,0 +1,92 @@
+"""Weights that are in host memory and come to the device piece by piece (PipeFill, section 4.2).
+
+While a piece computes, the weights of the next one are copied: on CUDA from pinned memory, on a stream of their own.
+So the device holds those of two pieces at a time.  On the CPU it is the same, without anything at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.fill.sidetask.split.segments import Split
+
+
+class Streamed:
+    """The weights of one model, for passes without gradients through one split of it; as ``PieceRunner.resident``.
+
+    From its making to ``end`` a parameter's data are in host memory, but for those of a piece that runs.
+
+    Args:
+        split: says in which order pieces run; after the last one comes the first, of the next batch.
+    """
+
+    def __init__(self, model: torch.nn.Module, split: Split, device: str) -> None:
+        self._device = torch.device(device)
+        cuda = self._device.type == "cuda"
+        self._copies = torch.cuda.Stream(self._device) if cuda else None
+        self._parameters = list(model.parameters())
+        self._host: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter in self._parameters:
+            data = parameter.detach().cpu()
+            parameter.data = self._host[parameter] = data.pin_memory() if cuda else data
+        self._there: dict[torch.Tensor, torch.Tensor] = {}  # on the device, or on its way there
+        lists = [segment.parameters for segment in split.segments]
+        self._next = {id(now): following for now, following in zip(lists, lists[1:] + lists[:1], strict=True)}
+
+    @contextlib.contextmanager
+    def __call__(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """The parameters of a piece are on the device inside, and those of the next one come."""
+        self._bring(parameters)
+        if self._copies is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._copies)
+        for parameter in parameters:
+            parameter.data = self._there[parameter]
+        following = self._next.get(id(parameters), ())
+        self._bring(following)
+        try:
+            yield
+        finally:
+            stays = set(following)
+            for parameter in parameters:
+                parameter.data = self._host[parameter]
+                if parameter not in stays:
+                    self._forget(parameter)
+
+    @contextlib.contextmanager
+    def all_there(self) -> Iterator[None]:
+        """All weights are on the device inside."""
+        self.end()
+        try:
+            yield
+        finally:
+            for parameter in self._parameters:
+                parameter.data = self._host[parameter]
+
+    def end(self) -> None:
+        """Put all weights on the device again."""
+        self._there = {}
+        for parameter in self._parameters:
+            parameter.data = self._host[parameter].to(self._device)
+
+    def _bring(self, parameters: Sequence[torch.Tensor]) -> None:
+        with self._copying():
+            for parameter in parameters:
+                if parameter not in self._there:
+                    self._there[parameter] = _copied(self._host[parameter], self._device)
+
+    def _copying(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
+
+    def _forget(self, parameter: torch.Tensor) -> None:
+        data = self._there.pop(parameter, None)
+        if data is not None and self._copies is not None:
+            # It was made on the stream of the copies: its memory must not be used again before the compute is done.
+            data.record_stream(torch.cuda.current_stream(self._device))
+
+
+def _copied(data: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(data, device=device).copy_(data, non_blocking=True)

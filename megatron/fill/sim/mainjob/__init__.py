@@ -1,1 +1,0 @@
-"""Main jobs described: model, GPUs, network and layout in; costs, memory, timeline and bubbles out."""

@@ -1,0 +1,1 @@
+"""Main jobs that have been run: their records as the simulator's main job."""

@@ -1,0 +1,220 @@
+"""The main job of a real run, taken apart: how long each pass of each iteration kept its rank busy.
+
+What a rank does between two waits is *busy* time; the waits themselves follow from the busy times of all ranks and the
+schedule, and so they are predicted and not copied.  An iteration's busy times are kept together, for ranks that share
+a machine are slow together, and the mean of a maximum is not the maximum of the means.
+
+All ranks must share one clock: one machine.  Megatron ends an iteration with several collectives across the stages
+(gradients of shared embeddings, the gradient norm); the last of them is where one iteration ends and the next begins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from megatron.fill.pipeline.costs import PipelineCosts, StageCost
+from megatron.fill.pipeline.schedule import Pass, Schedule
+from megatron.fill.pipeline.timeline import Compiled, Wait
+from megatron.fill.sim.recorded.parts import RecordedIteration, RecordedTransfers, parts_of
+from megatron.fill.types import BubbleKind, RankRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RankSample:
+    """What kept one rank busy in one iteration.
+
+    Attributes:
+        lead_ns: from the end of the iteration before (when all ranks had left its last collective) to the first wait
+            or pass: the optimizer, logging, data.
+        passes_ns: each pass in the order of the schedule, with what the rank does up to its next wait.
+        reduce_ns: from the last pass to the first collective across the stages.
+        tail_ns: before each further collective.
+        collectives_ns: each collective, from when all ranks were there until this one had left it.
+        outside_ns: what of the period is not counted as the iteration's time: between two ``train_step``.
+    """
+
+    lead_ns: int
+    passes_ns: tuple[int, ...]
+    reduce_ns: int
+    tail_ns: tuple[int, ...]
+    collectives_ns: tuple[int, ...]
+    outside_ns: int
+
+    @property
+    def after_ns(self) -> int:
+        """What follows the first collective, up to the first pass of the next iteration if all are alike."""
+        return self.lead_ns + sum(self.tail_ns) + sum(self.collectives_ns[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class IterationSample:
+    """One iteration of all ranks, in the order of their stages.
+
+    Attributes:
+        start_ns, end_ns: from when all ranks had left the last collective of the iteration before, to its own.
+        filling, block: as recorded.
+        p2p_ns: one transfer between two ranks, once both are ready; mean of the iteration.
+        transfers_ns: the same for each wait, per rank.
+    """
+
+    iteration: int
+    start_ns: int
+    end_ns: int
+    filling: bool
+    block: int
+    p2p_ns: int
+    transfers_ns: tuple[tuple[int, ...], ...]
+    ranks: tuple[RankSample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedIteration:
+    """What the schedule makes of an iteration's busy times.
+
+    Attributes:
+        period_ns: until all ranks have left the last collective.
+        iteration_ns: mean over the ranks of the time inside ``train_step``, as the report counts it.
+        waits: per rank, in order, in ns from the start; every iteration has the same ones, some of length 0, so that a
+            wait's position says which it is.
+    """
+
+    period_ns: int
+    iteration_ns: float
+    waits: tuple[tuple[Wait, ...], ...]
+
+
+class RecordedMainJob:
+    """The iterations of one pipeline, and what is the same in all of them.
+
+    Args:
+        records: one per stage, all of one pipeline (data-parallel rank and tensor-parallel rank 0, for instance).
+        schedule: that they ran.
+        rendezvous: whether a send waits for its receiver (gloo).
+
+    Attributes:
+        samples: the iterations that could be taken apart whole, in order.
+
+    Raises:
+        ValueError: the records are not those of such a schedule.
+    """
+
+    def __init__(self, records: Sequence[RankRecord], schedule: Schedule, rendezvous: bool = True) -> None:
+        ordered = sorted(records, key=lambda record: record.info.stage)
+        if [record.info.stage for record in ordered] != list(range(schedule.stages)):
+            stages = [record.info.stage for record in ordered]
+            raise ValueError(f"there are records of stages {stages}; expected one of each of {schedule.stages}")
+        self.schedule = schedule
+        self._compiled = Compiled(schedule, rendezvous)
+        parts = [parts_of(record, row) for record, row in zip(ordered, schedule.order, strict=True)]
+        common = [number for number in parts[0] if all(number in part for part in parts)]
+        if not common:
+            raise ValueError(f"no iteration has the spans of all passes of\n{schedule}")
+        drains = Counter(min(len(part[number].drains) for part in parts) for number in common)
+        self._collectives = drains.most_common(1)[0][0]
+        if self._collectives < 1:
+            raise ValueError("no iteration ends with a collective across the stages; expected a drain bubble")
+        whole = [number for number in common if all(self._fits(part[number]) for part in parts)]
+        self._transfers = RecordedTransfers(schedule, rendezvous)
+        follows = set(whole)
+        self.samples = [
+            self._sample([part[number - 1] for part in parts], [part[number] for part in parts])
+            for number in whole
+            if number - 1 in follows
+        ]
+        if not self.samples:
+            raise ValueError("no iteration follows another whole one; expected a run with spans of several")
+
+    def _fits(self, part: RecordedIteration) -> bool:
+        return len(part.drains) >= self._collectives
+
+    def _sample(self, last: list[RecordedIteration], parts: list[RecordedIteration]) -> IterationSample:
+        start_ns = max(part.drains[-1].end_ns for part in last)
+        end_ns = max(part.drains[-1].end_ns for part in parts)
+        met = [max(part.drains[at].start_ns for part in parts) for at in range(-self._collectives, 0)]
+        one = parts[0].iteration
+        p2p_ns, transfers_ns = self._transfers.times_ns(parts, self._collectives)
+        return IterationSample(
+            iteration=one.iteration,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            filling=one.filling,
+            block=one.block,
+            p2p_ns=p2p_ns,
+            transfers_ns=transfers_ns,
+            ranks=tuple(_rank_sample(part, start_ns, end_ns, met) for part in parts),
+        )
+
+    def simulate(self, sample: IterationSample) -> SimulatedIteration:
+        """One iteration with these busy times."""
+        durations = [rank.passes_ns for rank in sample.ranks]
+        timeline = self._compiled.run(self._costs(sample), durations, sample.transfers_ns, empty=True)
+        waits = [list(row[:-1]) for row in timeline.waits]
+        ready = [row[-1].start_ns for row in timeline.waits]  # the last wait is for the first collective
+        left = [0]
+        for at in range(self._collectives):
+            met_ns = max(ready)
+            left = [met_ns + rank.collectives_ns[at] for rank in sample.ranks]
+            for of_rank, start_ns, end_ns in zip(waits, ready, left, strict=True):
+                of_rank.append(Wait(BubbleKind.DRAIN, start_ns, end_ns))
+            if at + 1 < self._collectives:
+                ready = [end_ns + rank.tail_ns[at] for end_ns, rank in zip(left, sample.ranks, strict=True)]
+        period_ns = max(left)
+        iteration_ns = period_ns - sum(rank.outside_ns for rank in sample.ranks) / len(sample.ranks)
+        return SimulatedIteration(period_ns, iteration_ns, tuple(map(tuple, waits)))
+
+    def _costs(self, sample: IterationSample) -> PipelineCosts:
+        # Of the passes only their recorded durations count.
+        nothing = tuple(StageCost(0, 0) for _ in range(self.schedule.virtual_stages))
+        return PipelineCosts(
+            nothing,
+            sample.p2p_ns,
+            tuple(rank.reduce_ns for rank in sample.ranks),
+            tuple(rank.lead_ns for rank in sample.ranks),
+        )
+
+    def costs(self, samples: Iterable[IterationSample] | None = None) -> PipelineCosts:
+        """The median costs of some iterations (default: all), for simulations of other sizes.
+
+        What follows the first collective is part of ``optimizer_ns``, further collectives included: they are too short
+        to be filled.
+        """
+        chosen = self.samples if samples is None else list(samples)
+        if not chosen:
+            raise ValueError("there is no iteration; expected at least one to take the costs from")
+        passes: defaultdict[tuple[int, Pass], list[int]] = defaultdict(list)
+        for sample in chosen:
+            for rank, row in enumerate(self.schedule.order):
+                for op, duration_ns in zip(row, sample.ranks[rank].passes_ns, strict=True):
+                    passes[self.schedule.virtual_stage(rank, op), op.kind].append(duration_ns)
+        stages = tuple(
+            StageCost(int(median(passes[stage, Pass.FORWARD])), int(median(passes[stage, Pass.BACKWARD])))
+            for stage in range(self.schedule.virtual_stages)
+        )
+        ranks = range(self.schedule.stages)
+        return PipelineCosts(
+            stages,
+            int(median(sample.p2p_ns for sample in chosen)),
+            tuple(int(median(sample.ranks[rank].reduce_ns for sample in chosen)) for rank in ranks),
+            tuple(int(median(sample.ranks[rank].after_ns for sample in chosen)) for rank in ranks),
+        )
+
+
+def _rank_sample(part: RecordedIteration, begin_ns: int, end_ns: int, met_ns: list[int]) -> RankSample:
+    """Args: when the iteration begins and ends, and when all ranks had come to each of its collectives."""
+    collectives = len(met_ns)
+    cuts = [part.cut_ns(at) for at in range(len(part.spans) + 1)]
+    waits = [sum(bubble.duration_ns for bubble in before) for before in part.before]
+    held_ns = sum(bubble.duration_ns for bubble in part.drains[:-collectives])  # by its last sends
+    final = part.drains[-collectives:]
+    return RankSample(
+        lead_ns=max(0, cuts[0] - begin_ns),
+        passes_ns=tuple(cuts[at + 1] - cuts[at] - wait for at, wait in enumerate(waits)),
+        reduce_ns=final[0].start_ns - cuts[-1] - held_ns,
+        tail_ns=tuple(after.start_ns - before.end_ns for before, after in pairwise(final)),
+        collectives_ns=tuple(max(0, one.end_ns - met) for one, met in zip(final, met_ns, strict=True)),
+        outside_ns=end_ns - begin_ns - (part.iteration.end_ns - part.iteration.start_ns),
+    )

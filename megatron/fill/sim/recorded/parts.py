@@ -1,0 +1,153 @@
+"""One recorded iteration of one rank, taken apart at its waits; and how long the transfers between ranks took."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import fmean
+
+from megatron.fill.pipeline.program import Key, Program, eager
+from megatron.fill.pipeline.program import rendezvous as both_wait
+from megatron.fill.pipeline.schedule import Op, Pass, Schedule
+from megatron.fill.types import Bubble, Iteration, RankRecord, Span
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedIteration:
+    """One iteration of one rank as recorded.
+
+    Attributes:
+        before: the waits before each pass.
+        drains: those after the last one: for what it has sent, then in the collectives across the stages.
+    """
+
+    iteration: Iteration
+    spans: list[Span]
+    before: list[list[Bubble]]
+    drains: list[Bubble]
+
+    def cut_ns(self, at: int) -> int:
+        """When the rank had nothing to do any more before pass ``at``; the end of the last one after that."""
+        if at == len(self.spans):
+            return self.spans[-1].end_ns
+        return self.before[at][0].start_ns if self.before[at] else self.spans[at].start_ns
+
+
+def parts_of(record: RankRecord, row: tuple[Op, ...]) -> dict[int, RecordedIteration]:
+    """A rank's iterations by number; those without the spans of all passes of ``row`` are left out."""
+    spans: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in record.spans:
+        spans[span.iteration].append(span)
+    bubbles: defaultdict[int, list[Bubble]] = defaultdict(list)
+    for bubble in record.bubbles:
+        if bubble.index >= 0 and not bubble.forward_only:
+            bubbles[bubble.iteration].append(bubble)
+    names = ["forward" if op.kind is Pass.FORWARD else "backward" for op in row]
+    parts = {}
+    for iteration in record.iterations:
+        passes = sorted(spans[iteration.iteration], key=lambda span: span.start_ns)
+        if [span.name for span in passes] == names:
+            parts[iteration.iteration] = _part(iteration, passes, bubbles[iteration.iteration])
+    return parts
+
+
+def _part(iteration: Iteration, spans: list[Span], bubbles: list[Bubble]) -> RecordedIteration:
+    before: list[list[Bubble]] = [[] for _ in spans]
+    drains = []
+    at = 0
+    for bubble in sorted(bubbles, key=lambda bubble: bubble.start_ns):
+        while at < len(spans) and spans[at].start_ns < bubble.start_ns:
+            at += 1
+        if at < len(spans):
+            before[at].append(bubble)
+        else:
+            drains.append(bubble)
+    return RecordedIteration(iteration, spans, before, drains)
+
+
+class RecordedTransfers:
+    """Where a schedule's transfers are posted and waited for, to tell from records how long they take.
+
+    Args:
+        rendezvous: as for ``Compiled``.
+    """
+
+    def __init__(self, schedule: Schedule, rendezvous: bool) -> None:
+        programs = both_wait(schedule) if rendezvous else eager(schedule)
+        posted: defaultdict[Key, list[tuple[int, int]]] = defaultdict(list)  # transfer -> rank and step
+        for program in programs:
+            for key, step in [*program.sent.items(), *(program.received.items() if rendezvous else ())]:
+                posted[key].append((program.rank, step))
+        self._places = [_places(program) for program in programs]
+        self._waits = [
+            (program.rank, number, [end for key in step.transfers for end in posted[key]])
+            for program in programs
+            for number, step in enumerate(program.steps)
+            if step.transfers
+        ]
+
+    def times_ns(self, parts: Sequence[RecordedIteration], collectives: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """How long an iteration's transfers took once both sides were ready.
+
+        Returns:
+            the mean of those that somebody had to wait for; and per rank the time of each wait's.  Where nobody had to
+            wait, that is the mean, or less if it was over before.
+        """
+        ends = [_step_ends(part, places, collectives) for part, places in zip(parts, self._places, strict=True)]
+        times = []
+        bounds: list[list[tuple[float, float]]] = [[] for _ in parts]  # what the records say of each wait's time
+        for rank, number, posts in self._waits:
+            waited = ends[rank].get((number, True))
+            posted = [ends[other].get((step, False)) for other, step in posts]
+            came = ends[rank].get((number - 1, False))
+            if waited is None or came is None or None in posted:
+                bounds[rank].append((0, inf))
+                continue
+            time_ns = max(0, waited - max(end for end in posted if end is not None))
+            if came + time_ns <= waited:
+                bounds[rank].append((time_ns, time_ns))
+                times.append(time_ns)
+            else:
+                bounds[rank].append((0, time_ns))
+        mean_ns = int(fmean(times)) if times else 0
+        rows = [tuple(int(min(max(mean_ns, low), high)) for low, high in row) for row in bounds]
+        return mean_ns, tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of a step of a program: before which pass it is, and which of the waits there it begins with, if any."""
+
+    at: int
+    wait: int | None
+    computes: bool
+
+
+def _places(program: Program) -> list[_Place]:
+    places = []
+    at = waits = 0
+    for step in program.steps:
+        places.append(_Place(at, waits if step.transfers else None, step.op is not None))
+        waits += bool(step.transfers)
+        if step.op is not None:
+            at, waits = at + 1, 0
+    return places
+
+
+def _step_ends(part: RecordedIteration, places: Sequence[_Place], collectives: int) -> dict[tuple[int, bool], int]:
+    """When each step's wait was over (True) and when the step was (False); those left out that cannot be told."""
+    bubbles = [*part.before, part.drains[:-collectives]]
+    expected = Counter(place.at for place in places if place.wait is not None)
+    ends: dict[tuple[int, bool], int] = {}
+    for number, place in enumerate(places):
+        if place.wait is not None and len(bubbles[place.at]) == expected[place.at]:
+            ends[number, True] = bubbles[place.at][place.wait].end_ns
+        if place.computes:
+            ends[number, False] = part.cut_ns(place.at + 1)
+        elif place.wait is None:
+            ends[number, False] = part.cut_ns(place.at)
+        elif (number, True) in ends:
+            ends[number, False] = ends[number, True]
+    return ends

@@ -1,0 +1,43 @@
+"""What one of our processes tells another: frozen dataclasses whose JSON form follows from their types."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, Self, cast, get_args, get_origin, get_type_hints
+
+
+class Spec:
+    """A dataclass that goes from process to process as JSON.
+
+    Its fields are what JSON has, enums, dataclasses, lists and tuples of one type of these, or one of these and None.
+    """
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """As text for ``from_json``."""
+        return json.dumps(asdict(cast(Any, self)))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what ``to_json`` wrote; nothing else comes here, so nothing is checked."""
+        found: Self = _typed(cls, json.loads(text))
+        return found
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """A value as JSON has it, as its type has it."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return None if value is None else _typed(next(part for part in parts if part is not NoneType), value)
+    if origin in (list, tuple):
+        return origin(_typed(parts[0], one) for one in value)
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        return cast(Any, kind)(**{name: _typed(types[name], one) for name, one in value.items()})
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    return value

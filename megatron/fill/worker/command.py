@@ -1,0 +1,155 @@
+"""A command as a worker's job: it runs while a bubble is open, and is stopped outside."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from megatron.fill.linux import host
+from megatron.fill.pages.control import ControlReader
+from megatron.fill.pages.gate import GateReader, SharedGateReader
+from megatron.fill.pages.steplog import StepLog, WorkerPhase
+from megatron.fill.pages.watcher import ControlWatcher
+from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command
+from megatron.fill.types import BubbleUse, JobState, Lack
+from megatron.fill.worker.confined import apply_environment, jail
+from megatron.fill.worker.spec import Outcome, WorkerSpec
+
+_GUARD_NS = 500_000  # a command is stopped this long before what is taken for the end of the bubble
+_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # itself, or what its shell had started
+_STOPS_S = 0.005  # how long we look whether it has stopped: what ``pipefill profile`` tells as the time of a pause
+_HEARD_S = 0.5  # a batch system signals one process after the other: how long we may hear of it later than the command
+
+
+class CommandRun:
+    """Runs one command to its end, or until the main job is over.
+
+    Args:
+        channel: to the agent, until the command may begin.
+        view: the gate as this job sees it; bubbles are waited for here.
+        gate: the gate itself, for the end of a bubble.
+        left: called with the number of every bubble that the command is done with.
+        control: a pause takes effect within a bubble too.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        channel: socket.socket,
+        view: GateReader,
+        gate: SharedGateReader,
+        log: StepLog,
+        stopping: Callable[[], bool],
+        left: Callable[[int], None],
+        control: ControlReader,
+    ) -> None:
+        self.spec = spec
+        self.channel = channel
+        self.view = view
+        self.gate = gate
+        self.log = log
+        self.stopping = stopping
+        self.left = left
+        self.control = control
+        self._cut_ns = 0  # when the operator's pause last stopped the command
+        self._lock = threading.Lock()  # looking at the control page, and stopping or continuing by it, are one
+
+    def run(self) -> Outcome:
+        # This process only watches the clock, and must get the core back when the bubble ends: it runs at normal
+        # priority, and the command itself yields to the main job.
+        command = StoppedCommand(jail(self.spec, self.channel, self._become))
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the command's end interrupts the wait
+        # It stops itself, at idle priority: continued before that, it would stay stopped for all of the bubble.
+        while not (command.await_stop(0.1, every_s=0.005) or self.gate.ended or self.stopping()):
+            pass
+        # Within a bubble this thread sleeps on the gate, and so another one sleeps on the control page.  It is started
+        # here and not before the fork above, which takes no threads along.
+        ControlWatcher(self.control, lambda state: self._cut(command)).start()
+        try:
+            code = self._run_in_bubbles(command)
+        finally:
+            command.kill()
+        if code is None or self._was_told_to_end(code):
+            reason = "the main job ended first; a command begins again from its start"
+            return Outcome(JobState.QUEUED, reason, unit="seconds")
+        if code == 0:
+            return Outcome(JobState.SUCCEEDED, "", unit="seconds")
+        program = (self.spec.work.command or ("",))[0]
+        if code == NOT_FOUND and shutil.which(program, path=self.spec.env.get("PATH")) is None:
+            return Outcome(JobState.FAILED, f"command not found: {program}", unit="seconds")
+        ended = f"was ended by {host.signal_name(-code)}" if code < 0 else f"exited with status {code}"
+        return Outcome(JobState.FAILED, f"the command {ended}; see output.log", unit="seconds")
+
+    def _was_told_to_end(self, code: int) -> bool:
+        """Whether the command ended because everything here is to end (``scancel``), and not of itself."""
+        end_s = time.monotonic() + _HEARD_S
+        while code in _TERMINATED and not self.stopping() and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return code in _TERMINATED and self.stopping()
+
+    def _become(self) -> None:
+        apply_environment(self.spec.env)
+        become_command(self.spec.work.command or ())
+
+    def _cut(self, command: StoppedCommand) -> None:
+        with self._lock:
+            if not self.control.running and command.exit_code is None:
+                command.pause()
+                self._cut_ns = time.monotonic_ns()
+
+    def _continue(self, command: StoppedCommand) -> None:
+        with self._lock:
+            if self.control.running:
+                command.resume()
+
+    def _run_in_bubbles(self, command: StoppedCommand) -> int | None:
+        seq = 0
+        self.log.phase = WorkerPhase.ASLEEP
+        self.log.serving_ns = time.monotonic_ns()
+        while not (self.gate.ended or self.stopping()):
+            bubble = self.view.wait(seq)
+            if bubble is None:
+                continue
+            seq = bubble.seq
+            start_ns = time.monotonic_ns()
+            # What a stopped command has launched on a GPU runs on for as long as nobody knows.
+            end_ns = bubble.window(_GUARD_NS)[1] if self.spec.device == "cpu" else bubble.deadline_ns
+            remaining_ns = end_ns - _GUARD_NS - start_ns
+            if remaining_ns <= 0 or not self.control.running:
+                self.log.skip_bubble(seq, start_ns, self._lack(command), bubble.alone)
+                self.left(seq)
+                continue
+            self.log.enter_bubble(seq)
+            self.log.phase = WorkerPhase.STEP
+            self._continue(command)
+            while self._may_go_on(seq) and command.exit_code is None:
+                left_ns = start_ns + remaining_ns - time.monotonic_ns()
+                if left_ns <= 0:
+                    break
+                self.gate.wait_change(seq, left_ns)
+            self.log.phase = WorkerPhase.PAUSE
+            command.pause()
+            end_ns = self._cut_ns if self._cut_ns > start_ns else time.monotonic_ns()
+            ran_ns = end_ns - start_ns
+            self.log.step_ended(start_ns, end_ns, ran_ns / 1e9, bubble.alone)
+            overrun_ns = max(0, end_ns - (self.gate.closed_ns(seq) or end_ns))
+            lack = self._lack(command)
+            use = BubbleUse(seq, start_ns - bubble.opened_ns, ran_ns - overrun_ns, overrun_ns, 1, end_ns, lack)
+            self.log.leave_bubble(use, bubble.alone)
+            self.left(seq)
+            command.await_stop(_STOPS_S)
+            self.log.phase = WorkerPhase.ASLEEP
+            if command.exit_code is not None:
+                return command.exit_code
+        return None
+
+    def _lack(self, command: StoppedCommand) -> Lack:
+        ends = command.exit_code is not None or self.stopping() or not self.control.running
+        return Lack.JOB if ends else Lack.TIME
+
+    def _may_go_on(self, seq: int) -> bool:
+        return self.gate.is_open(seq) and self.control.running and not self.stopping()

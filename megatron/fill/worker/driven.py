@@ -1,0 +1,245 @@
+"""Runs an ``ImperativeTask`` as a side task whose steps are slices of its time.
+
+The task has a process of its own, below the worker's: its main thread is the workload's, where a signal can interrupt
+it.  The worker's side is a ``SideTask`` as any other, so the loop, its estimates, the limits and the report need not
+know of it; above all, the loop measures how long a pause takes, and keeps that much of each bubble free for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from megatron.fill.device import cuda
+from megatron.fill.errors import TaskError
+from megatron.fill.linux import host
+from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.blame import task_traceback
+from megatron.fill.sidetask.imperative import ImperativeTask
+
+_PAUSE = signal.SIGUSR2
+_SLICE_S = 0.001  # of a step
+_STOP_S = 2.0  # how long ``stop`` may take before its process is killed
+_READ_BYTES = 1 << 16
+
+
+class Driven(SideTask):
+    """The worker's side of an imperative task.
+
+    Args:
+        enter: called in the task's own process before and after ``init``: its limits on the device (``cuda.Entrance``).
+    """
+
+    def __init__(self, task: ImperativeTask, enter: Callable[[], None]) -> None:
+        self.unit = task.unit  # type: ignore[misc]
+        self._task = task
+        self._enter = enter
+        self._pid = 0
+        self._state = ""  # what the other side has said last
+        self._work = 0.0  # done since the last step
+        self._text = b""
+
+    def create(self, *args: Any, **kwargs: Any) -> None:
+        told, tell = os.pipe()
+        listen, self._go = os.pipe()
+        self._told = told
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(told)
+            os.close(self._go)
+            _Workload(self._task, self.context, self._enter, listen, tell).run(kwargs)
+        os.close(tell)
+        os.close(listen)
+        self._await("created")
+
+    def init(self) -> None:
+        self._command(b"i")
+        self._await("held")
+
+    def start(self) -> None:
+        if self._state == "held":
+            self._state = "running"
+            self._command(b"s")
+
+    def run_next_step(self) -> float:
+        """Let it run for a slice of time; the work that it did."""
+        start_s = time.monotonic()
+        left_s = _SLICE_S
+        while self._state == "running" and left_s > 0:
+            self._listen(left_s)
+            left_s = start_s + _SLICE_S - time.monotonic()
+        work, self._work = self._work, 0.0
+        if self._state == "ended" and not work:
+            raise StopIteration
+        return time.monotonic() - start_s if self.unit == ImperativeTask.unit else work
+
+    def pause(self) -> None:
+        if self._state == "running":
+            os.kill(self._pid, _PAUSE)
+            while self._state == "running":
+                self._listen(None)
+
+    def stop(self) -> None:
+        if not self._pid:
+            return
+        os.kill(self._pid, _PAUSE)
+        self._command(b"x")
+        end_s = time.monotonic() + _STOP_S
+        while os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > end_s:
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+                break
+            time.sleep(0.005)
+        self._pid = 0
+
+    def _command(self, what: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as its next word, or its silence, says
+            os.write(self._go, what)
+
+    def _await(self, state: str) -> None:
+        while self._state != state:
+            self._listen(None)
+
+    def _listen(self, within_s: float | None) -> None:
+        """Take in what the other side says.
+
+        Raises:
+            TaskError: it has failed, or its process has ended.
+        """
+        if not select.select([self._told], [], [], within_s)[0]:
+            return
+        data = os.read(self._told, _READ_BYTES)
+        if not data:
+            pid, self._pid = self._pid, 0
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            ended = f"was ended by {host.signal_name(-code)}" if code < 0 else f"exited with status {code}"
+            raise TaskError(f"the process of run_gpu_workload() {ended}")
+        *lines, self._text = (self._text + data).split(b"\n")
+        for line in lines:
+            self._hear(json.loads(line))
+
+    def _hear(self, said: dict[str, Any]) -> None:
+        self._state = said.get("state", self._state)
+        self._work += said.get("work", 0.0)
+        self.context.total_work = said.get("total", self.context.total_work)
+        if "result" in said:
+            self.context.report(**said["result"])
+        if "error" in said:
+            raise MemoryError(said["error"]) if said["memory"] else TaskError(said["error"])
+
+
+class _Told(TaskContext):
+    """The task's context in its own process: what it reports is passed on."""
+
+    workload: _Workload
+
+    def report(self, **values: Any) -> None:
+        self.result = self.result | values
+        self.workload.tell(result=values)
+
+
+class _Stop(BaseException):
+    """Takes the workload down."""
+
+
+class _Workload:
+    """The task's own process."""
+
+    def __init__(
+        self, task: ImperativeTask, context: TaskContext, enter: Callable[[], None], listen: int, tell: int
+    ) -> None:
+        self.task = task
+        self._enter = enter
+        self._listen_fd, self._tell_fd = listen, tell
+        self._busy = True  # with what a pause must not interrupt
+        self._wanted = False  # a pause, meanwhile
+        self._callback = "create"
+        given = {field.name: getattr(context, field.name) for field in fields(TaskContext)}
+        # The worker's own turns on the device are not this process's to interrupt.
+        task.context = told = _Told(**given | {"aside": nullcontext})
+        told.workload = self
+        task.count = lambda work: self.tell(work=work)
+
+    def run(self, args: dict[str, Any]) -> NoReturn:
+        """All of it, from the process's first instruction to its last."""
+        signal.signal(_PAUSE, lambda *_: self._on_signal())
+        try:
+            self._live(args)
+        except _Stop:
+            pass
+        except BaseException as error:  # SystemExit included
+            self._busy = True
+            print(task_traceback(error), end="", file=sys.stderr)
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            self.tell(error=f"{said} in {self._callback}()", memory=isinstance(error, MemoryError))
+        try:
+            self.task.stop()
+        except BaseException as error:
+            print(task_traceback(error), end="", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _live(self, args: dict[str, Any]) -> None:
+        self.task.create(**args)
+        self.tell(state="created", total=self.task.context.total_work)
+        if self._read() != b"i":
+            raise _Stop
+        self._callback = "init"
+        self._enter()
+        self.task.init()
+        self._enter()  # it may have brought PyTorch only now
+        self.tell(total=self.task.context.total_work)
+        self._callback = "run_gpu_workload"
+        self._hold()
+        self.task.run_gpu_workload()
+        self._busy = True
+        cuda.settle(self.task.context.device)
+        self.tell(state="ended")
+        self._read()
+
+    def tell(self, **what: Any) -> None:
+        """Say something to the worker; a signal in between waits, for its own words would get into these."""
+        busy, self._busy = self._busy, True
+        data = json.dumps(what).encode() + b"\n"
+        while data:
+            data = data[os.write(self._tell_fd, data) :]
+        self._busy = busy
+        self._catch_up()
+
+    def _on_signal(self) -> None:
+        self._wanted = True
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Pause, if that is wanted and may be."""
+        if self._wanted and not self._busy:
+            self._busy = True
+            self.task.pause()
+            cuda.settle(self.task.context.device)
+            self._hold()
+
+    def _hold(self) -> None:
+        """Wait for the next bubble."""
+        self._wanted = False
+        self.tell(state="held")
+        if self._read() != b"s":
+            raise _Stop
+        self.task.start()
+        self._busy = False
+        self._catch_up()
+
+    def _read(self) -> bytes:
+        return os.read(self._listen_fd, 1)

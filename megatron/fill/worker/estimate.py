@@ -1,0 +1,76 @@
+"""How long will the next step take?  FreeRide's program-directed time limit, from the task's own measured steps."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+
+
+class StepEstimator:
+    """A quantile of the recent step durations.
+
+    Args:
+        quantile: 0 to 1; higher overruns less and fills less.
+        window: how many recent steps count.
+    """
+
+    def __init__(self, quantile: float = 0.6, window: int = 32) -> None:
+        self.quantile = quantile
+        self.window = window
+        self.estimate_ns = 0  # 0: nothing is known yet
+        self._recent: deque[int] = deque()
+        self._ordered: list[int] = []
+
+    @property
+    def sure(self) -> bool:
+        """Whether there are more observations than the first few, which are slow (lazy imports, cold caches)."""
+        return len(self._ordered) > 4
+
+    def observe(self, duration_ns: int) -> None:
+        recent, ordered = self._recent, self._ordered
+        recent.append(duration_ns)
+        insort(ordered, duration_ns)
+        if len(recent) > self.window:
+            del ordered[bisect_left(ordered, recent.popleft())]
+        # Until there are a few, trust the fastest.
+        self.estimate_ns = ordered[int(self.quantile * (len(ordered) - 1)) if self.sure else 0]
+
+
+class NodeEstimators:
+    """One estimator for each kind of step (``SideTask.next_node``).
+
+    A node of a long list comes rarely, so what a profile says of it counts for longer: times how much slower than
+    their profiles all nodes were lately, for what slows one down (the host, the main job beside it) slows all.
+    """
+
+    def __init__(self) -> None:
+        self._profile_ns: Sequence[int] = ()
+        self._slower = StepEstimator()  # in thousandths of the profile
+        self._estimators: dict[int, StepEstimator] = {}
+
+    def expect(self, durations_ns: Sequence[int]) -> None:
+        """Begin anew, with what a profile says of nodes 0, 1, ..."""
+        self._profile_ns = durations_ns
+        self._estimators = {}
+
+    def has_seen(self, node: int) -> bool:
+        """Whether it has run here, whatever a profile says of it."""
+        return node in self._estimators
+
+    def estimate_ns(self, node: int) -> int:
+        """0 if nothing is known of this node."""
+        estimator = self._estimators.get(node)
+        if estimator is not None and estimator.sure:
+            return estimator.estimate_ns
+        if node < len(self._profile_ns):
+            return self._profile_ns[node] * (self._slower.estimate_ns if self._slower.sure else 1000) // 1000
+        return estimator.estimate_ns if estimator is not None else 0
+
+    def observe(self, node: int, duration_ns: int) -> None:
+        estimator = self._estimators.get(node)
+        if estimator is None:
+            estimator = self._estimators[node] = StepEstimator()
+        estimator.observe(duration_ns)
+        if node < len(self._profile_ns) and self._profile_ns[node]:
+            self._slower.observe(1000 * duration_ns // self._profile_ns[node])

@@ -1,0 +1,112 @@
+"""Measures one job by itself, outside any training: ``python -m megatron.fill.worker.measure SPEC``.
+
+A process of its own for each job: its memory is the job's, and a cap on it ends with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.device import cuda
+from megatron.fill.device.meter import fingerprint, meter
+from megatron.fill.errors import FillError, TaskError
+from megatron.fill.hearsay import to_json
+from megatron.fill.linux import host
+from megatron.fill.linux.files import write_text
+from megatron.fill.sidetask.base import TaskContext
+from megatron.fill.sidetask.imperative import ImperativeTask
+from megatron.fill.sidetask.loader import load_task
+from megatron.fill.sidetask.nodes import NodeTask
+from megatron.fill.spec import Spec
+from megatron.fill.worker.profiler import PROFILE, MeasuringMachine, Profiler, write_profile
+from megatron.fill.worker.steptimes import measure_steps, write_step_times
+
+NO_STEPS = 3  # exit status
+
+
+class NoStepsError(TaskError):
+    """The job is one long run: it is measured by running it in bubbles (``trial``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureSpec(Spec):
+    """What to measure, and where: the profile is left in ``directory``.
+
+    Attributes:
+        array: which instance of a job with a count it is, and of how many.
+    """
+
+    name: str
+    task: str
+    args: dict[str, Any]
+    memory_bytes: int | None
+    search: list[str]
+    device: str
+    directory: str
+    array: list[int] | None = None
+
+
+def measure(spec: MeasureSpec) -> None:
+    """Measure the job: one with nodes in all its configurations, another one's steps.
+
+    Raises:
+        NoStepsError: it is an ImperativeTask.
+        TaskError: it runs in no configuration, or does no work.
+    """
+    meters = meter(spec.device)
+    directory, device = Path(spec.directory), fingerprint(spec.device)
+    index, count = spec.array or (0, 1)
+    context = TaskContext(spec.name, directory, spec.device, spec.memory_bytes, index=index, count=count)
+    first = load_task(spec.task, tuple(spec.search))
+    if isinstance(first, ImperativeTask):
+        raise NoStepsError(f"{spec.task} is an ImperativeTask")
+    if not isinstance(first, NodeTask):
+        measured, kinds = measure_steps(first, context, spec.args, meters)
+        write_text(directory / PROFILE, to_json(replace(measured, device=device).to_dict()) + "\n")
+        write_step_times(directory, kinds)
+        return
+
+    def make(context: TaskContext) -> MeasuringMachine:
+        task = load_task(spec.task, tuple(spec.search))
+        assert isinstance(task, NodeTask)
+        return MeasuringMachine(task, context, meters)
+
+    profiler = Profiler(make, _run, context, spec.args)
+    profiles = profiler.measure()
+    assert profiles is not None  # nothing ends before the job does
+    write_profile(directory, profiles, profiler, device)
+
+
+def _run(machine: MeasuringMachine) -> bool:
+    machine.start()
+    try:
+        while True:
+            machine.run_next_step()
+    except StopIteration:
+        return True
+    finally:
+        machine.pause()
+
+
+def main() -> None:
+    spec = MeasureSpec.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    if spec.device == "cpu":
+        host.cap_memory(spec.memory_bytes)
+    else:  # the cap is the device's, and CUDA's libraries take gigabytes of host memory
+        cuda.cap_memory(spec.device, spec.memory_bytes)
+    os.chdir(spec.directory)
+    try:
+        measure(spec)
+    except FillError as error:
+        print(error, file=sys.stderr)
+        sys.exit(NO_STEPS if isinstance(error, NoStepsError) else 2)
+
+
+if __name__ == "__main__":
+    main()

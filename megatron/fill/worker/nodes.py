@@ -1,0 +1,234 @@
+"""A node task in a worker: measured where it has to be, planned, and planned again when the bubbles change."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.device.meter import fingerprint, meter, resident_bytes
+from megatron.fill.errors import PlanError, StaleProfile
+from megatron.fill.linux.files import write_text
+from megatron.fill.pages.board import CycleBoardReader
+from megatron.fill.pages.gate import GateReader
+from megatron.fill.pages.steplog import StepLog, WorkerPhase
+from megatron.fill.planner.cycles import drifted
+from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
+from megatron.fill.planner.plan import ExecutionPlan
+from megatron.fill.planner.search import best_plan
+from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile, cycle_from_dict
+from megatron.fill.sidetask.base import TaskContext
+from megatron.fill.sidetask.loader import load_task
+from megatron.fill.sidetask.nodes import NodeTask
+from megatron.fill.worker.loop import StepLoop
+from megatron.fill.worker.pacing import TakesTurn, at_once
+from megatron.fill.worker.profiler import MeasuringMachine, Profiler, write_profile
+from megatron.fill.worker.spec import WorkerSpec
+
+logger = logging.getLogger("pipefill.plan")
+
+PLAN = "plan.json"  # in the job's folder, beside plan.txt
+_LOOK_AGAIN_S = 0.5  # for the first cycle of a run
+_WORTH_CHANGING = 1.2  # by how much another configuration must be better: to change over, the model is split anew
+
+
+class NodeRun:
+    """Chooses the configuration of one node task, and keeps it right.
+
+    Args:
+        task: not created yet.
+        known: its profiles as JSON, one per configuration; None to measure them.
+        loop: what will run it; learns from the profile how long each node takes.
+        enter: as ``TaskMachine`` has it, for the machines that it is measured with.
+        turn: the device is used inside.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        task: NodeTask,
+        known: list[dict[str, Any]] | None,
+        loop: StepLoop,
+        view: GateReader,
+        board: CycleBoardReader,
+        log: StepLog,
+        stopping: Callable[[], bool],
+        enter: Callable[[], None] = lambda: None,
+        turn: TakesTurn = at_once,
+    ) -> None:
+        self.spec = spec
+        self.task = task
+        self.known = known
+        self.turn = turn
+        self.loop = loop
+        self.view = view
+        self.board = board
+        self.log = log
+        self.stopping = stopping
+        self.enter = enter
+        self.directory = Path(spec.directory)
+        self.profiles: list[JobProfile] = []
+        self.plan: ExecutionPlan | None = None
+        self._cycle: BubbleCycle | None = None
+        self._version = 0
+        self._wanted: ExecutionPlan | None = None
+
+    def choose(self) -> bool:
+        """Measure the job if need be, and plan it; False if the main job ended first.  Called before ``create``.
+
+        Raises:
+            PlanError: no node list of any configuration fits the bubbles.
+            TaskError: the job cannot be measured.
+        """
+        if self.known is None:
+            logger.info("no profile of this job on this device yet: measuring it")
+            measured = self._measure()
+            if measured is None:
+                return False
+            self.profiles = measured
+        else:
+            self.profiles = [JobProfile.from_dict(one) for one in self.known]
+        self._cycle = self._wait_for_cycle()
+        if self._cycle is None:
+            return False
+        self.plan = best_plan(self._held(self._cycle), self.profiles, RESERVE_NS)
+        return True
+
+    def configure(self) -> None:
+        """Configure the task as planned.  Called between ``create`` (and ``load_state_dict``) and ``init``."""
+        assert self.plan is not None
+        self._take(self.plan)
+
+    def begin(self) -> None:
+        """The task is initialised: tell the loop what to expect.
+
+        Raises:
+            StaleProfile: the task has other nodes than its profile.
+        """
+        profile = self._profile()
+        names = self.task.node_names()
+        if names != tuple(node.name for node in profile.nodes):
+            raise StaleProfile(f"its profile has {len(profile.nodes)} nodes and the task {len(names)}, or other ones")
+        self.loop.expect(profile)
+        assert self.plan is not None
+        work = f"{self.plan.work_per_cycle:g} {self.task.unit} a cycle"
+        logger.info("%s; planned as %s: %s", self.task.split, profile.configuration, work)
+
+    def follow(self) -> None:
+        """Called between bubbles: plan again if the bubbles have changed, and change over between iterations."""
+        if self._wanted is not None and self.task.next_node == 0:
+            plan, self._wanted = self._wanted, None
+            self.loop.hold_at_start = False
+            with self.turn("another configuration"):
+                self._take(plan)
+            self.begin()
+        if self.spec.tail or self.board.version == self._version or self._wanted is not None:
+            return
+        self._version = self.board.version
+        cycle = self._read_cycle()
+        assert self._cycle is not None
+        if cycle is None or not drifted(self._cycle, cycle):
+            return
+        self._cycle = cycle
+        self._replan(self._held(cycle))
+
+    def _replan(self, cycle: BubbleCycle) -> None:
+        try:
+            best = best_plan(cycle, self.profiles, RESERVE_NS)
+        except PlanError as error:  # the steps that still fit go on; nothing better is known
+            logger.warning("the bubbles have changed, and nothing fits them as measured: %s", error)
+            return
+        try:
+            present = best_plan(cycle, [self._profile()], RESERVE_NS)
+        except PlanError:
+            present = None
+        if present is not None and best.work_per_cycle < _WORTH_CHANGING * present.work_per_cycle:
+            logger.info("the bubbles have changed; %s stays", present.configuration)
+            self._write(present)
+            return
+        logger.info("the bubbles have changed: from %s to %s", self._profile().configuration, best.configuration)
+        self._wanted = best
+        self.loop.hold_at_start = True
+
+    def _profile(self) -> JobProfile:
+        assert self.plan is not None
+        return next(one for one in self.profiles if one.configuration == self.plan.configuration)
+
+    def _take(self, plan: ExecutionPlan) -> None:
+        self.task.configure(plan.configuration)
+        self._write(plan)
+
+    def _write(self, plan: ExecutionPlan) -> None:
+        self.plan = plan
+        assert self._cycle is not None
+        write_text(self.directory / PLAN, json.dumps(plan.to_dict()) + "\n")
+        write_text(self.directory / "plan.txt", f"{plan}\n")
+
+    def _measure(self) -> list[JobProfile] | None:
+        meters = meter(self.spec.device)
+
+        def make(context: TaskContext) -> MeasuringMachine:
+            task = load_task(self.spec.work.task or "", self.spec.work.search)
+            assert isinstance(task, NodeTask)
+            machine = MeasuringMachine(task, context, meters)
+            machine.enter = self.enter
+            return machine
+
+        def run(machine: MeasuringMachine) -> bool:
+            loop = self.loop
+            return StepLoop(
+                machine,
+                self.view,
+                self.log,
+                self.stopping,
+                baton=loop.baton,
+                control=loop.control,
+                launch=loop.launch,
+                settle=loop.settle,
+                land=loop.land,
+                breather_ns=loop.breather_ns,
+                preempted=loop.preempted,
+                pacer=loop.pacer,
+            ).run()
+
+        context = replace(self.spec.context(), aside=self.task.context.aside)
+        profiler = Profiler(make, run, context, self.spec.work.args, self.turn)
+        profiles = profiler.measure()
+        if profiles is not None:
+            write_profile(self.directory, profiles, profiler, fingerprint(self.spec.device))
+        return profiles
+
+    def _wait_for_cycle(self) -> BubbleCycle | None:
+        """It is on the board after a few iterations, before bubbles are filled: time to get ready."""
+        while not (self.view.ended or self.stopping()):
+            self._version = self.board.version
+            cycle = self._read_cycle()
+            if cycle is not None:
+                return cycle
+            self.log.phase = WorkerPhase.ASLEEP
+            time.sleep(_LOOK_AGAIN_S)
+        return None
+
+    def _held(self, cycle: BubbleCycle) -> BubbleCycle:
+        """The cycle with the memory that this worker is held to."""
+        cap_bytes = self.spec.limits.memory_bytes
+        if self.spec.cycle is None and cap_bytes is not None:
+            return held_cycle(cycle, cap_bytes)
+        # Without a cap nobody knew the cycle when the job was claimed.  What a resident job leaves is less the margin.
+        margin_bytes = self.spec.margin_bytes if self.spec.cycle is None else 0
+        return held_cycle(cycle, room_bytes(cycle, margin_bytes), cap_bytes)
+
+    def _read_cycle(self) -> BubbleCycle | None:
+        if self.spec.cycle is not None:
+            return cycle_from_dict(self.spec.cycle)
+        cycle = self.board.read()
+        if cycle is None or self.spec.device != "cpu":
+            return cycle
+        # What is free in a bubble is free besides what this process holds already; a node's memory is all it holds.
+        held = resident_bytes()
+        slots = [BubbleSlot(slot.kind, slot.duration_ns, slot.free_bytes + held) for slot in cycle.slots]
+        return BubbleCycle(cycle.period_ns, tuple(slots))

@@ -1,0 +1,278 @@
+"""A task's use of a device that does not preempt, beyond steps of known length: in bubbles only.
+
+On the CPU the idle scheduling class keeps from the main job what a task does outside of bubbles.  A GPU has nothing
+like it: whatever is launched there competes with the training at equal rights.  So ``init``, the change to another
+configuration, a copy of the state, and steps of which nobody knows how long they take, begin in one of the longest
+bubbles, and are held when it ends, until the next one opens.
+
+They are held between two bytecodes of the worker's main thread, by a timer's signal.  A single call that takes longer
+than what is left of the bubble (the making of a CUDA context, a long kernel that is waited for) goes on after its end,
+and so does what has been launched and not waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol
+
+from megatron.fill.pages.baton import Baton
+from megatron.fill.pages.control import RunSwitch
+from megatron.fill.pages.gate import GateReader, OpenBubble
+from megatron.fill.pages.steplog import StepLog, WorkerPhase
+
+logger = logging.getLogger("pipefill.pacing")
+
+_TICK_S = 0.001  # how often is looked whether the bubble is over
+_LOOK = 16  # bubbles to see before one can be called long
+_WINDOW = 64  # bubbles that count for that
+_LONG, _LONG_ENOUGH = 0.8, 0.4  # of the longest one; where no such one came
+_PATIENCE = 48  # bubbles to wait for one that is long, before that; after as many more any one will do
+_NEVER_NS = 1 << 62
+_LATE_NS = 5_000_000  # what is worth a warning
+
+
+class Stopped(BaseException):
+    """The worker was asked to stop while its task waited for a bubble; no task is to catch it."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """One use of the device.
+
+    Attributes:
+        held_ns: how long it was held between bubbles, in all.
+        first_held_ns: when it was held first; 0 if never.
+        late_ns: the longest that it went on after the end of a bubble.
+        bubbles: in how many it ran.
+    """
+
+    held_ns: int = 0
+    first_held_ns: int = 0
+    late_ns: int = 0
+    bubbles: int = 1
+
+
+class TakesTurn(Protocol):
+    """``Pacer.turn``, or what stands for it."""
+
+    def __call__(self, what: str, must: bool = False) -> contextlib.AbstractContextManager[Turn]: ...
+
+
+@contextlib.contextmanager
+def at_once(what: str, must: bool = False) -> Iterator[Turn]:
+    """A turn on a device that the main job takes back whenever it wants: there is nothing to wait for."""
+    yield Turn()
+
+
+class Pacer:
+    """Lets one worker's task use its device in bubbles.  For the main thread.
+
+    Args:
+        stopping: whether the worker was asked to stop.
+        baton: held from the first turn on, and passed on in each bubble that a turn is done with; None if nobody waits
+            for it.
+        launch, land: called when the device is taken, and when it is given back.
+        settle: returns when all that was begun on the device has ended.
+    """
+
+    def __init__(
+        self,
+        gate: GateReader,
+        log: StepLog,
+        stopping: Callable[[], bool],
+        control: RunSwitch,
+        baton: Baton | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+        launch: Callable[[], None] = lambda: None,
+        land: Callable[[], None] = lambda: None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._gate, self._log, self._stopping, self._control = gate, log, stopping, control
+        self._baton, self._clock = baton, clock
+        self.launch, self.land, self.settle = launch, land, settle
+        self._lengths_ns: deque[int] = deque(maxlen=_WINDOW)
+        self._seq = 0  # the latest bubble seen
+        self._bubble = OpenBubble(0, 0, 0, 0)  # the one that a turn is in
+        self._ends_ns = 0
+        self._turn = Turn()
+        self._taken = self._must = self._rings = False
+
+    def see(self, bubble: OpenBubble) -> None:
+        """Learn how long bubbles are."""
+        if bubble.seq > self._seq:
+            self._seq = bubble.seq
+            if not bubble.alone:
+                self._lengths_ns.append(bubble.deadline_ns - bubble.opened_ns)
+
+    def is_long(self, bubble: OpenBubble, now_ns: int, share: float = _LONG) -> bool:
+        """Whether this share of the longest one of late is left of it, as far as it is predicted."""
+        if bubble.alone:
+            return True
+        longest_ns = max(self._lengths_ns) if len(self._lengths_ns) >= _LOOK else 0
+        return longest_ns > 0 and bubble.deadline_ns - now_ns >= share * longest_ns
+
+    @contextlib.contextmanager
+    def turn(self, what: str, must: bool = False) -> Iterator[Turn]:
+        """Inside, the device is used.  Once the main job is over, nothing is waited for.
+
+        Args:
+            what: for a reader.
+            must: go on at once when the worker is asked to stop.
+
+        Raises:
+            Stopped: it was asked to stop, and this need not be.
+        """
+        self._must = must
+        if self._baton is not None:
+            self._baton.hold()
+        began_ns = self._clock()
+        offers = count()
+
+        def takes(bubble: OpenBubble, now_ns: int) -> bool:
+            offered = next(offers)
+            if offered == 2 * _PATIENCE:
+                logger.warning("%s: of none of %d bubbles was it known that it lasts: any one will do", what, offered)
+            long = self.is_long(bubble, now_ns, _LONG if offered < _PATIENCE else _LONG_ENOUGH)
+            return long or offered >= 2 * _PATIENCE
+
+        bubble = self._next(takes)
+        waited_ns = self._clock() - began_ns
+        if bubble is None:
+            yield Turn()
+            self.settle()
+            return
+        self.launch()
+        try:
+            with self._paced(bubble) as turn:
+                yield turn
+                self.settle()
+        finally:
+            if self._taken:
+                self._give_back()
+        took_ns = self._clock() - began_ns - waited_ns
+        logger.info(
+            "%s waited %.0f ms for a long bubble, then took %.0f ms, %.0f of them between bubbles, in %d bubbles",
+            *(what, waited_ns / 1e6, took_ns / 1e6, turn.held_ns / 1e6, turn.bubbles),
+        )
+        if turn.late_ns > _LATE_NS:
+            logger.warning(
+                "%s went on for %.0f ms after the end of a bubble, beside the main job: one call of it takes longer "
+                "than what is left of a bubble; the longest ones are of %.0f ms",
+                *(what, turn.late_ns / 1e6, max(self._lengths_ns, default=0) / 1e6),
+            )
+
+    @contextlib.contextmanager
+    def paced(self, bubble: OpenBubble) -> Iterator[Turn]:
+        """Inside, a step runs that began in this bubble; the caller takes the device before and gives it back.
+
+        It goes on at once when the worker is asked to stop: half a step could not be saved.
+        """
+        self._must = True
+        with self._paced(bubble) as turn:
+            yield turn
+
+    @contextlib.contextmanager
+    def _paced(self, bubble: OpenBubble) -> Iterator[Turn]:
+        self._enter(bubble)
+        self._turn, self._taken, self._rings = Turn(), True, True
+        before = signal.signal(signal.SIGALRM, self._tick)
+        signal.siginterrupt(signal.SIGALRM, False)
+        theirs = signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
+        try:
+            yield self._turn
+        finally:
+            self._rings = False  # a signal may be on its way
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_REAL, *theirs)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, a turn does not use the device, and so is not held; outside of turns it changes nothing."""
+        if not self._rings or self._log.step_seq:
+            yield
+            return
+        self._rings = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self.settle()
+        self._give_back()
+        since_ns = self._clock()
+        try:
+            yield
+        finally:
+            self._go_on(since_ns)
+
+    def _tick(self, number: int, frame: object) -> None:
+        """Hold the task here if its bubble is over."""
+        if not self._rings:
+            return
+        self._rings = False  # the next signal may come while this one is looked after
+        bubble, log = self._bubble, self._log
+        now_ns = self._clock()
+        if self._gate.is_open(bubble.seq) and now_ns < self._ends_ns and self._control.running:
+            self._rings = True
+            return
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._turn.first_held_ns = self._turn.first_held_ns or now_ns
+        self._give_back()
+        in_step = bool(log.step_seq)
+        log.enter_bubble(0)  # what waits here is not overdue
+        self._go_on(now_ns)
+        if in_step and self._rings:
+            log.enter_bubble(self._bubble.seq)
+
+    def _go_on(self, since_ns: int) -> None:
+        """In the next bubble, after a rest since then."""
+        self._rings = False
+        offers = count()
+        following = self._next(lambda bubble, now_ns: bubble.deadline_ns > now_ns or next(offers) >= _LOOK)
+        self._turn.held_ns += self._clock() - since_ns
+        self.launch()
+        self._taken = True
+        if following is not None:
+            self._enter(following)
+            self._rings = True
+            self._turn.bubbles += 1
+            signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
+
+    def _enter(self, bubble: OpenBubble) -> None:
+        """Go on until it should end; until it does, where that is past already."""
+        self._bubble = bubble
+        self._ends_ns = bubble.deadline_ns if self._clock() < bubble.deadline_ns else _NEVER_NS
+
+    def _give_back(self) -> None:
+        closed_ns = self._gate.closed_ns(self._bubble.seq)
+        if closed_ns is not None:
+            self._turn.late_ns = max(self._turn.late_ns, self._clock() - closed_ns)
+        self._taken = False
+        self.land()
+        if self._baton is not None:
+            self._baton.pass_on(self._bubble.seq)
+
+    def _next(self, takes: Callable[[OpenBubble, int], bool]) -> OpenBubble | None:
+        """The next bubble that it takes; None if there is no need to wait for one any more."""
+        phase, self._log.phase = self._log.phase, WorkerPhase.ASLEEP
+        try:
+            while not self._gate.ended:
+                if self._stopping():
+                    if self._must:
+                        return None
+                    raise Stopped
+                bubble = self._gate.wait(self._seq)
+                if bubble is None:
+                    continue
+                self.see(bubble)
+                if self._control.running and takes(bubble, self._clock()):
+                    return bubble
+                if self._baton is not None:
+                    self._baton.pass_on(bubble.seq)
+            return None
+        finally:
+            self._log.phase = phase

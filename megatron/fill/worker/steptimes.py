@@ -1,0 +1,114 @@
+"""Measures the steps of a plain side task by itself: how long each kind takes, and the most memory."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.device.meter import Meter
+from megatron.fill.errors import TaskError
+from megatron.fill.hearsay import to_json
+from megatron.fill.linux.files import write_text
+from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
+from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.machine import TaskMachine
+
+STEP_TIMES = "steps.json"  # in the job's folder
+SECONDS = 3.0  # of steps
+
+
+@dataclass(frozen=True, slots=True)
+class KindTimes:
+    """The steps of one kind (``SideTask.next_node``).
+
+    Attributes:
+        first_ns: the first of them, in which what is slow once may happen.
+        peak_bytes: the most that the task held during any.
+    """
+
+    kind: int
+    count: int
+    p50_ns: int
+    p99_ns: int
+    longest_ns: int
+    first_ns: int
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, kind: int, measured: list[tuple[int, int]]) -> KindTimes:
+        """From nanoseconds and bytes of each step, in order."""
+        times = sorted(duration_ns for duration_ns, _ in measured)
+        p50_ns, p99_ns = (nearest_rank(times, share) for share in (0.5, 0.99))
+        peak_bytes = max(size for _, size in measured)
+        return cls(kind, len(times), p50_ns, p99_ns, times[-1], measured[0][0], peak_bytes)
+
+
+def nearest_rank[T](ordered: Sequence[T], share: float) -> T:
+    """The value that this share of them, above 0, is not above."""
+    return ordered[math.ceil(share * len(ordered)) - 1]
+
+
+def measure_steps(
+    task: SideTask, context: TaskContext, args: dict[str, Any], meter: Meter, seconds: float = SECONDS
+) -> tuple[MeasuredJob, list[KindTimes]]:
+    """Run a task for so many seconds of steps, or to its end.
+
+    Its profile has a node for each kind of step, which takes as long as the median of them, and brings as much work as
+    steps did in so much time: it does not say how often each kind comes, but its rate is the measured one.
+
+    Returns:
+        The profile, without the name of a device; and what is behind it, by kind.
+
+    Raises:
+        TaskError: it ended without having done any work.
+    """
+    scratch = context.directory / "profiling"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    machine = TaskMachine(task, replace(context, directory=scratch, measuring=True))
+    measured: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    work, spent_ns = 0.0, 0
+    try:
+        machine.create(args)
+        machine.init()
+        machine.start()
+        while spent_ns < seconds * 1e9:
+            kind = task.next_node
+            meter.start()
+            start_ns = time.monotonic_ns()
+            try:
+                work += machine.run_next_step()
+            except StopIteration:
+                break
+            _, peak_bytes = meter.stop()
+            duration_ns = time.monotonic_ns() - start_ns
+            measured[kind].append((duration_ns, peak_bytes))
+            spent_ns += duration_ns
+        machine.pause()
+    finally:
+        machine.stop()
+        shutil.rmtree(scratch, ignore_errors=True)
+    if not work:
+        raise TaskError(f"it did no work in {sum(map(len, measured.values()))} steps; expected some to measure")
+    kinds = [KindTimes.of(kind, measured[kind]) for kind in sorted(measured)]
+    return MeasuredJob((_profile(kinds, work / spent_ns),), task.context.total_work), kinds
+
+
+def _profile(kinds: list[KindTimes], work_per_ns: float) -> JobProfile:
+    by_kind = {one.kind: one for one in kinds}
+    nodes = []
+    for kind in range(max(by_kind) + 1):
+        one = by_kind.get(kind)
+        nodes.append(NodeProfile(f"step of kind {kind}", one.p50_ns if one else 0, one.peak_bytes if one else 0))
+    duration_ns = sum(node.duration_ns for node in nodes)
+    return JobProfile(Configuration(), tuple(nodes), work_per_ns * duration_ns)
+
+
+def write_step_times(directory: Path, kinds: list[KindTimes]) -> None:
+    write_text(directory / STEP_TIMES, to_json([asdict(one) for one in kinds]) + "\n")

@@ -1,0 +1,268 @@
+"""One task in its process, from its class to its last word."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.fill.device.emulated import BREATHER_NS, Launches
+from megatron.fill.device.port import Limits, mib
+from megatron.fill.errors import FillError, PlanError, StaleProfile
+from megatron.fill.pages.baton import Baton
+from megatron.fill.pages.board import CycleBoardReader
+from megatron.fill.pages.control import AlwaysRunning, RunSwitch
+from megatron.fill.pages.gate import GateReader
+from megatron.fill.pages.steplog import StepLog, WorkerPhase
+from megatron.fill.profiles import JobProfile
+from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.blame import task_traceback
+from megatron.fill.sidetask.imperative import ImperativeTask
+from megatron.fill.sidetask.loader import load_task
+from megatron.fill.sidetask.machine import TaskMachine
+from megatron.fill.sidetask.nodes import NodeTask
+from megatron.fill.types import JobState
+from megatron.fill.worker import checkpoint
+from megatron.fill.worker.loop import StepLoop
+from megatron.fill.worker.pacing import Pacer, Stopped, at_once
+from megatron.fill.worker.saver import Saver
+from megatron.fill.worker.spec import Outcome, WorkerSpec
+
+if TYPE_CHECKING:
+    from megatron.fill.worker.nodes import NodeRun
+
+# What only some jobs need is imported for those only: every worker's start takes the main job's core.
+
+logger = logging.getLogger("pipefill.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The shared memory that a worker looks at.
+
+    Attributes:
+        view: the gate as this job sees it: one in the tail seat sees what is left of a bubble.
+        baton: with which the resident job passes a bubble on; None in the tail seat.
+        control: asked before every step.
+    """
+
+    view: GateReader
+    log: StepLog
+    board: CycleBoardReader
+    baton: Baton | None = None
+    control: RunSwitch = field(default_factory=AlwaysRunning)
+
+
+class TaskRun:
+    """Runs one task to its end, or until the main job is over.
+
+    Args:
+        asked_to_stop: tells between steps whether the worker was asked to stop.
+        launches: of the emulated device; None on any other.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, shared: Shared, asked_to_stop: Callable[[], bool], launches: Launches | None = None
+    ) -> None:
+        self.spec, self.shared, self.log = spec, shared, shared.log
+        self.directory = Path(spec.directory)
+        self._asked_to_stop, self._launches = asked_to_stop, launches
+        self._crowded = False  # the main job needs the memory
+        self._measures = False  # the job had no profile
+
+    def run(self) -> Outcome:
+        """Whatever the task does, this says how it ended."""
+        machine: TaskMachine | None = None
+        context = self.spec.context()
+        unit = SideTask.unit
+
+        def outcome(state: JobState, reason: str, unfit: bool = False, crowded: bool = False) -> Outcome:
+            return Outcome(state, reason, unfit, unit, context.total_work, context.result, crowded)
+
+        try:
+            machine = self.new_machine(context)
+            unit = self.log.unit = machine.task.unit
+            try:
+                finished = self.serve(machine, self.spec.profiles)
+            except StaleProfile as error:
+                logger.warning("%s: measuring it again", error)
+                machine.stop()
+                machine = self.new_machine(context)
+                finished = self.serve(machine, None)
+            self.log.phase = WorkerPhase.STOP
+            machine.stop()
+            self.log.phase = WorkerPhase.STOPPED
+        except Stopped:
+            finished = False
+            if machine is not None:
+                machine.stop()
+        except PlanError as error:
+            if machine is not None:
+                machine.stop()
+            return outcome(JobState.QUEUED, str(error), unfit=True)
+        except BaseException as error:  # SystemExit included: whatever it was, the job failed and says why
+            self.log.enter_bubble(0)  # the step is over; what follows is not its overrun
+            print(task_traceback(error), end="", file=sys.stderr)
+            reason = _reason(error, machine.callback if machine else "", self.spec.limits)
+            if machine is not None:
+                with contextlib.suppress(BaseException):
+                    machine.stop()
+            return outcome(JobState.FAILED, reason)
+        if finished:
+            checkpoint.discard(self.directory)
+            return outcome(JobState.SUCCEEDED, "")
+        only_measured = self._measures and not self.log.work_done
+        reason = unfinished(checkpoint.exists(self.directory), only_measured)
+        return outcome(JobState.QUEUED, reason, crowded=self._crowded)
+
+    def new_machine(self, context: TaskContext) -> TaskMachine:
+        """The task, loaded and not yet created.
+
+        Raises:
+            TaskError: there is no such task.
+        """
+        spec, enter = self.spec, None
+        if spec.device.startswith("cuda"):
+            from megatron.fill.device import cuda
+
+            enter = cuda.Entrance(spec.device, spec.limits, spec.sharing, logger.info)
+        task = load_task(spec.work.task or "", spec.work.search)
+        if isinstance(task, ImperativeTask):
+            from megatron.fill.worker.driven import Driven
+
+            return TaskMachine(Driven(task, enter or (lambda: None)), context)  # its own process enters them
+        machine = TaskMachine(task, context)
+        machine.enter = enter or machine.enter
+        return machine
+
+    def serve(self, machine: TaskMachine, profiles: list[dict[str, Any]] | None) -> bool:
+        """Create the task and run its steps; whether it is finished.
+
+        Args:
+            profiles: of its nodes, one per configuration, as JSON; None to measure them first.
+
+        Raises:
+            StaleProfile: the task has other nodes than these.
+            PlanError: no configuration of it fits the bubbles.
+            Stopped: the worker was asked to stop before the first step.
+        """
+        loop = self._new_loop(machine)
+        turn = at_once if loop.pacer is None else loop.pacer.turn
+        saver = Saver(machine, self.directory, self.spec.checkpoint_s, self.log, turn)
+        plans = self._new_plans(machine, loop, profiles)
+        if plans is not None and not plans.choose():
+            return False
+        if plans is None and profiles:  # else nothing would be known of the first steps
+            loop.expect_steps(JobProfile.from_dict(profiles[0]))
+        self.log.phase = WorkerPhase.CREATE
+        self.log.ready_ns = time.monotonic_ns()
+        machine.create(self.spec.work.args)
+        saver.load()
+        if plans is not None:
+            plans.configure()
+        self.log.phase = WorkerPhase.INIT
+        with turn("init()"):
+            machine.init()
+        self.log.total_work = machine.task.context.total_work
+        if plans is not None:
+            plans.begin()
+        loop.between = partial(self._between, saver, plans)
+        loop.attend = partial(self._attend, saver, machine)
+        self.log.phase = WorkerPhase.ASLEEP
+        try:
+            finished = loop.run()
+        except Stopped:  # while it waited to change its configuration: it is between two iterations
+            finished = False
+        if not finished:
+            saver.save()
+        return finished
+
+    def _new_loop(self, machine: TaskMachine) -> StepLoop:
+        """The loop for this device: held by a pacer where steps are not preempted."""
+        shared, launches = self.shared, self._launches
+        preempted = self.spec.device == "cpu" and launches is None
+        pacer = None
+        if not preempted:
+            pacer = Pacer(shared.view, self.log, self._stopping, shared.control, shared.baton)
+        loop = StepLoop(
+            machine,
+            shared.view,
+            self.log,
+            self._stopping,
+            baton=shared.baton,
+            control=shared.control,
+            preempted=preempted,
+            pacer=pacer,
+        )
+        if launches is not None:
+            loop.launch, loop.land, loop.breather_ns = launches.launch, launches.land, BREATHER_NS
+        if self.spec.device.startswith("cuda"):
+            from megatron.fill.device import cuda
+
+            loop.settle = partial(cuda.settle, self.spec.device)
+        if pacer is not None:
+            pacer.launch, pacer.land, pacer.settle = loop.launch, loop.land, loop.settle
+            machine.task.context.aside = pacer.aside
+        return loop
+
+    def _new_plans(self, machine: TaskMachine, loop: StepLoop, profiles: list[dict[str, Any]] | None) -> NodeRun | None:
+        if not isinstance(machine.task, NodeTask):
+            return None
+        from megatron.fill.worker.nodes import NodeRun
+
+        self._measures = profiles is None
+        turn = at_once if loop.pacer is None else loop.pacer.turn
+        view, board = self.shared.view, self.shared.board
+        return NodeRun(
+            self.spec, machine.task, profiles, loop, view, board, self.log, self._stopping, machine.enter, turn
+        )
+
+    def _between(self, saver: Saver, plans: NodeRun | None) -> None:
+        """Between two bubbles."""
+        saver.save_if_due()
+        if plans is not None:
+            plans.follow()
+
+    def _attend(self, saver: Saver, machine: TaskMachine) -> None:
+        """Do what the agent has asked for."""
+        saver.save_if_wanted()
+        wanted_bytes, self.log.wanted_bytes = self.log.wanted_bytes, None
+        if wanted_bytes is not None and not machine.shrink(wanted_bytes):
+            self._crowded = True
+
+    def _stopping(self) -> bool:
+        return self._crowded or self._asked_to_stop()
+
+
+def unfinished(kept: bool, only_measured: bool) -> str:
+    """What becomes of a job that the main job's end cut short.
+
+    Args:
+        kept: it left a checkpoint.
+        only_measured: its profile was measured, and nothing else came of it.
+    """
+    then = "goes on from its checkpoint" if kept else "it begins again from its start"
+    if not only_measured:
+        return then
+    return f"it was only measured so far, which pipefill profile JOBS.yaml --store STORE does beforehand; {then}"
+
+
+def _reason(error: BaseException, callback: str, limits: Limits) -> str:
+    where = f" in {callback}()" if callback else ""
+    if isinstance(error, SystemExit):
+        return f"the task called sys.exit({error.code!r}){where}"
+    if isinstance(error, FillError):
+        return str(error)
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, MemoryError) or "can't allocate memory" in message or "out of memory" in message:
+        cap = f"over its cap of {mib(limits.memory_bytes)}" if limits.memory_bytes else "out of memory"
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return f"{cap}{where}, with a peak of {mib(peak)}: {message}"
+    return f"{message}{where}"

@@ -1,0 +1,114 @@
+"""The process of one side task (started by the agent only, by ``main``), and the process that holds it.
+
+The first process waits for its job, reads the spec, maps the pages that it shares with the rank, and puts the job
+behind the walls of its cage; it stays outside itself.  A task runs inside, with the pages as it found them: it has no
+descriptor of those that it may only read, so it cannot open them anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from megatron.fill.device.emulated import Launches
+from megatron.fill.linux import host
+from megatron.fill.linux.reap import end_descendants
+from megatron.fill.pages.baton import Baton, TailGate
+from megatron.fill.pages.board import CycleBoardReader
+from megatron.fill.pages.control import ControlReader
+from megatron.fill.pages.gate import GateReader, SharedGateReader
+from megatron.fill.pages.steplog import StepLog
+from megatron.fill.worker.command import CommandRun
+from megatron.fill.worker.confined import apply_environment, end_as, jail
+from megatron.fill.worker.spec import Outcome, WorkerSpec
+from megatron.fill.worker.taskrun import Shared, TaskRun
+
+logger = logging.getLogger("pipefill.worker")
+
+_MOST_PATH_BYTES = 1 << 14
+
+
+class Worker:
+    """Runs one job to its end, or until the main job is over."""
+
+    def __init__(self, spec: WorkerSpec, log_fd: int, channel: socket.socket) -> None:
+        self.spec = spec
+        self.channel = channel
+        self.gate = SharedGateReader(spec.gate_fd)
+        self.board = CycleBoardReader(spec.board_fd)
+        self.control = ControlReader(spec.control_fd)
+        self.baton = Baton(spec.baton_fd)
+        self.view: GateReader = TailGate(self.gate, self.baton) if spec.tail else self.gate
+        self.log = StepLog(log_fd)
+        for fd in (spec.gate_fd, spec.board_fd, spec.control_fd, spec.baton_fd, log_fd):
+            os.close(fd)  # they stay mapped
+        self._launches: Launches | None = None
+        self._stop = False
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def hold(self) -> int:
+        """Put the job into its cage and stay until it has ended; its exit code."""
+        if self.spec.work.command is not None:
+            self._run_command().leave(self.log)
+            return 0
+        if self.spec.emulate is not None:
+            self._launches = Launches(self.spec.emulate)
+        held = jail(self.spec, self.channel, self._inside)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that is for the task
+        if self._launches is not None and self._launches.turns is not None:
+            self._launches.turns.serve(held.pid, self.spec.cpus, lambda: held.poll() is not None)
+        return held.wait()
+
+    def _inside(self) -> None:
+        """The task's process, from when it may begin."""
+        apply_environment(self.spec.env)
+        baton = None if self.spec.tail else self.baton
+        shared = Shared(self.view, self.log, self.board, baton, self.control)
+        TaskRun(self.spec, shared, self.stopping, self._launches).run().leave(self.log)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # threads that a task left behind must not keep the process
+
+    def stopping(self) -> bool:
+        """Whether the agent asked for the end."""
+        return self._stop
+
+    def _on_term(self, number: int, frame: object) -> None:
+        self._stop = True
+
+    def _run_command(self) -> Outcome:
+        if not self.spec.tail:
+            self.baton.hold()
+        self.log.unit = "seconds"
+        left = (lambda seq: None) if self.spec.tail else self.baton.pass_on
+        return CommandRun(
+            self.spec, self.channel, self.view, self.gate, self.log, self.stopping, left, self.control
+        ).run()
+
+
+def main(parent: str, channel_fd: str, ahead: str, _run_dir: str) -> None:
+    """The first process, from its first instruction to its last; its arguments are those that ``Holder`` gives."""
+    host.die_with_parent(int(parent))
+    host.adopt_orphans()
+    # So that the agent's call to look at the shared pages interrupts a sleep.
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    for name in filter(None, ahead.split(",")):
+        with contextlib.suppress(Exception):  # the job that needs it will say so
+            importlib.import_module(name)
+    channel = socket.socket(fileno=int(channel_fd))
+    path, fds, _, _ = socket.recv_fds(channel, _MOST_PATH_BYTES, 1)
+    if not fds:  # there was no job for it, and the agent has let it go
+        return
+    spec = WorkerSpec.from_json(Path(os.fsdecode(path)).read_text(encoding="utf-8"))
+    os.environ.clear()
+    os.environ.update(spec.environment)
+    code = Worker(spec, fds[0], channel).hold()
+    end_descendants()  # without a process namespace, what the job started may have come here
+    end_as(code)

@@ -1,0 +1,295 @@
+"""Ghost stages: one real stage of a pipeline in one process, the others played from their schedule's timeline.
+
+How would this stage of a job on many GPUs fill, on one GPU or on this CPU?  The real stage computes as it does in the
+whole job, over Megatron's fake process group.  The functions that post transfers, and the first collective after the
+last backward, are where it meets the others: there it waits for as long as the timeline says (``pipeline/ghosts.py``),
+and what it receives are random numbers.  Bubbles are watched outside of that, as they are with real stages.
+
+In the first iterations there are no waits, and nobody hears of them: the device warms up, and what passes take is
+measured unless it is given by flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+from megatron.fill.errors import ConfigError, PatchError
+from megatron.fill.hooks import Listener, bus
+from megatron.fill.pipeline.costs import PipelineCosts, StageCost
+from megatron.fill.pipeline.ghosts import GhostWaits, ghost_waits
+from megatron.fill.pipeline.schedules import make_schedule
+from pipefill_patches import cpu_backend, p2p_communicator, training_loop
+from pipefill_patches.ghost_flags import FLAG, GhostSettings
+from pipefill_patches.ghost_waits import GhostRequest, HostWaits, StreamWaits, Waits
+from pipefill_patches.registry import Patch, Target, replace
+
+_TRAINING = "megatron.training.training"
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_TRANSFERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+_PARSE = Target("megatron.training.arguments:parse_args", ("extra_args_provider", "ignore_unknown_args"))
+_TRAIN = Target(
+    f"{_TRAINING}:train",
+    ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator", "valid_data_iterator",
+     "process_non_loss_data_func", "config"),
+)  # fmt: skip
+_GATHER = Target("megatron.training.dist_signal_handler:all_gather_item", ("item", "dtype"))
+_POST = Target(f"{_P2P}:_p2p_ops", _TRANSFERS)
+_POST_BATCHED = Target(f"{_P2P}:_batched_p2p_ops", _TRANSFERS)
+_FORWARD = Target(f"{_SCHEDULES}:forward_step", ("forward_step_func", "data_iterator", "model", "num_microbatches"))
+_BACKWARD = Target(f"{_SCHEDULES}:backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
+_WARMUP, _MEASURED = 2, 3  # iterations
+_SCALES = {"recv_prev": 0.02, "recv_next": 1e-4}  # of the random activations, and of the random gradients
+# What the timeline knows nothing of, in Megatron's configuration.
+_UNKNOWN = ("overlap_moe_expert_parallel_comm", "variable_seq_lengths", "mtp_standalone", "use_ring_exchange_p2p")
+
+
+class _Ghosts:
+    """The stages around the real one."""
+
+    def __init__(self, settings: GhostSettings, args: Namespace) -> None:
+        self._settings = settings
+        self._args = args
+        self._waiter: Waits = HostWaits() if settings.waits == "host" else StreamWaits()
+        self._generator: Any = None
+        self._forward_ns, self._backward_ns = settings.forward_ns, settings.backward_ns
+        self._passes: dict[str, list[tuple[Any, Any]]] = {"forward": [], "backward": []}
+        self._waits: dict[int, GhostWaits] = {}  # by the number of microbatches
+        self._next: dict[str, Iterator[int]] = {}  # what the next transfers of this iteration take
+        self._drain_ns: int | None = None  # None where there is none, and once it was waited for
+        self._iterations = 0
+        self._waiting = False
+        self._listener: Listener | None = None  # while there are no waits
+        self._chunks = 1
+        self._group_size: int | None = None
+
+    def begin_training(self, model: list[Any], config: Any) -> None:
+        """Look at what is trained, and with which of Megatron's configurations.
+
+        Raises:
+            ConfigError: the timeline does not know what is asked for there.
+        """
+        for unknown in _UNKNOWN:
+            if getattr(config, unknown, False):
+                raise ConfigError(f"{FLAG}: there is no timeline for {unknown}; expected a run without it")
+        bus.on_iteration = self.begin_iteration
+        self._listener, bus.listener = bus.listener, None
+        self._chunks = len(model)
+        self._group_size = config.microbatch_group_size_per_vp_stage if self._chunks > 1 else None
+
+    def begin_iteration(self) -> None:
+        self._iterations += 1
+        if not self._waiting and self._iterations > _WARMUP + _MEASURED:
+            self._begin_waiting()
+        if self._waiting:
+            waits = self._of_iteration()
+            self._next = {name: iter(row) for name, row in waits.transfers.items()}
+            self._drain_ns = waits.drain_ns
+
+    def _begin_waiting(self) -> None:
+        self._waiter.calibrate()  # which waits for the device
+        if not self._forward_ns:
+            self._forward_ns, self._backward_ns = (
+                (round(median(start.elapsed_time(end) for start, end in pairs) * 1e6),)
+                for pairs in self._passes.values()
+            )
+        self._waiting = True
+        bus.listener, self._listener = self._listener, None
+
+    def _of_iteration(self) -> GhostWaits:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        microbatches = get_num_microbatches()
+        if microbatches not in self._waits:
+            self._waits[microbatches] = waits = self._time(microbatches)
+            print(f"PipeFill: ghosts: {_told(waits, self._settings)}", flush=True)
+        return self._waits[microbatches]
+
+    def _time(self, microbatches: int) -> GhostWaits:
+        args = self._args
+        stages, chunks = args.pipeline_model_parallel_size, self._chunks
+        name = "interleaved" if chunks > 1 else "gpipe" if args.fill_pipeline_schedule == "gpipe" else "1f1b"
+        schedule = make_schedule(name, stages, microbatches, chunks, self._group_size)
+        rows = []
+        for flag, row in (("forward", self._forward_ns), ("backward", self._backward_ns)):
+            if len(row) not in (1, stages * chunks):
+                raise ConfigError(
+                    f"--fill-ghost-{flag}-ms has {len(row)} values: expected 1, or {stages * chunks} for "
+                    f"{stages} stages of {chunks} chunks"
+                )
+            rows.append(row * (1 if len(row) > 1 else stages * chunks))
+        costs = PipelineCosts(
+            tuple(StageCost(*times) for times in zip(*rows, strict=True)),
+            self._settings.transfer_ns,
+            (0,) * stages,
+            (0,) * stages,
+        )
+        return ghost_waits(schedule, costs, self._settings.stage)
+
+    def timed(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a pass; it is measured, by the device's time, in the iterations for that."""
+        import torch
+
+        if self._forward_ns or self._iterations <= _WARMUP:
+            return run(*args, **kwargs)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = run(*args, **kwargs)
+        end.record()
+        self._passes[name].append((start, end))
+        return result
+
+    def post(self, tensors: dict[str, Any]) -> dict[str, GhostRequest]:
+        """Post transfers, named by their directions; the tensors that are received get their values."""
+        return {
+            name: self._waiter.start(next(self._next.get(name, iter(())), 0), self._arrival(name, tensor))
+            for name, tensor in tensors.items()
+        }
+
+    def post_batched(self, tensors: dict[str, Any]) -> list[GhostRequest]:
+        """The same with one request for all, as NCCL has it."""
+        duration_ns = max((next(self._next.get(name, iter(())), 0) for name in tensors), default=0)
+        arrivals = [self._arrival(name, tensor) for name, tensor in tensors.items()]
+
+        def arrive() -> None:
+            for arrival in arrivals:
+                arrival()
+
+        return [self._waiter.start(duration_ns, arrive)] if arrivals else []
+
+    def _arrival(self, name: str, tensor: Any) -> Callable[[], None]:
+        import torch
+
+        if name not in _SCALES:
+            return lambda: None
+        if self._generator is None:
+            self._generator = torch.Generator(tensor.device).manual_seed(self._args.seed)
+
+        def arrive() -> None:
+            with torch.no_grad():  # the buffer is a leaf that requires a gradient
+                tensor.normal_(0.0, _SCALES[name], generator=self._generator)
+
+        return arrive
+
+    def drain(self) -> None:
+        """Wait until all stages have got to the iteration's first collective across stages."""
+        duration_ns, self._drain_ns = self._drain_ns, None  # the first collective alone
+        if duration_ns is not None:
+            self._waiter.start(duration_ns, lambda: None).wait()
+
+    def told_weights(self, model: list[Any]) -> str:
+        """What tells whether two trainings of this stage computed the same, to the bit."""
+        import torch
+
+        digest = hashlib.sha256()
+        for chunk in model:
+            for _, weights in sorted(chunk.named_parameters()):
+                digest.update(weights.detach().cpu().contiguous().view(torch.uint8).numpy())
+        return f"weights after {self._iterations} iterations: sha256 {digest.hexdigest()}"
+
+
+def _told(waits: GhostWaits, settings: GhostSettings) -> str:
+    timeline = waits.timeline
+    schedule, stages = timeline.schedule, timeline.costs.stages
+    kinds: dict[str, int] = {}
+    for wait in timeline.waits[settings.stage]:
+        kinds[wait.kind] = kinds.get(wait.kind, 0) + wait.duration_ns
+    bubbles = ", ".join(f"{kind} {time_ns / 1e6:.1f}" for kind, time_ns in kinds.items() if time_ns)
+    times = [
+        f"{min(each) / 1e6:.2f}" + (f" to {max(each) / 1e6:.2f}" if min(each) < max(each) else "")
+        for each in ([stage.forward_ns for stage in stages], [stage.backward_ns for stage in stages])
+    ]
+    how = "given" if settings.forward_ns else "measured"
+    return (
+        f"stage {settings.stage} of {schedule.stages} is real ({settings.waits} waits), {schedule.name} with "
+        f"{schedule.microbatches} microbatches; a forward takes {times[0]} ms, a backward {times[1]} ms ({how}); "
+        f"expected bubbles, in ms of {timeline.period_ns / 1e6:.1f}: {bubbles or 'none'}"
+    )
+
+
+def _install(stack: contextlib.ExitStack) -> None:
+    if p2p_communicator.PATCH.applied or training_loop.PATCH.applied:
+        raise PatchError("patch 'ghost_stages' must be applied before 'p2p_communicator' and 'training_loop'")
+    ghosts: list[_Ghosts] = []  # one, from when the flags are known
+
+    holder, name = _PARSE.resolve()
+    parse = getattr(holder, name)
+
+    @functools.wraps(parse)
+    def parse_for_stage(*args: Any, **kwargs: Any) -> Namespace:
+        parsed = parse(*args, **kwargs)
+        ghosts[:] = [_Ghosts(GhostSettings.from_args(parsed, cpu_backend.PATCH.applied), parsed)]
+        return parsed
+
+    replace(stack, holder, name, parse_for_stage)
+
+    holder, name = _TRAIN.resolve()
+    train = getattr(holder, name)
+
+    @functools.wraps(train)
+    def train_stage(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(train).bind(*args, **kwargs).arguments
+        ghosts[0].begin_training(given["model"], given["config"])
+        try:
+            result = train(*args, **kwargs)
+        finally:
+            bus.on_iteration = None
+        print(f"PipeFill: ghosts: {ghosts[0].told_weights(given['model'])}", flush=True)
+        return result
+
+    replace(stack, holder, name, train_stage)
+
+    holder, name = _GATHER.resolve()  # of signals, which --exit-signal-handler asks all ranks for
+    replace(stack, holder, name, lambda item, *args, **kwargs: [item])
+
+    for target, kind in ((_FORWARD, "forward"), (_BACKWARD, "backward")):
+        holder, name = target.resolve()
+        replace(stack, holder, name, _timed(ghosts, kind, getattr(holder, name)))
+    for target, method in ((_POST, "post"), (_POST_BATCHED, "post_batched")):
+        holder, name = target.resolve()
+        replace(stack, holder, name, _posting(ghosts, method, getattr(holder, name)))
+    for target in training_loop.COLLECTIVES:
+        holder, name = target.resolve()
+        replace(stack, holder, name, _draining(ghosts, getattr(holder, name)))
+
+
+def _timed(ghosts: list[_Ghosts], kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(run)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        return ghosts[0].timed(kind, run, args, kwargs)
+
+    return timed
+
+
+def _posting(ghosts: list[_Ghosts], method: str, post: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(post)
+    def run(**kwargs: Any) -> Any:
+        tensors = {name.removeprefix("tensor_"): kwargs[name] for name in _TRANSFERS if kwargs.get(name) is not None}
+        return getattr(ghosts[0], method)(tensors)
+
+    return run
+
+
+def _draining(ghosts: list[_Ghosts], collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if ghosts and training_loop.waits_in_drain(args, kwargs):
+            ghosts[0].drain()
+        return collective(*args, **kwargs)
+
+    return run
+
+
+PATCH = Patch(
+    "ghost_stages",
+    "a rank meets the others where transfers are posted, and in the first collective after its last backward",
+    _install,
+    (_PARSE, _TRAIN, _GATHER, _POST, _POST_BATCHED, _FORWARD, _BACKWARD, *training_loop.COLLECTIVES),
+)

@@ -1,0 +1,73 @@
+"""How soon the automatic brake notices a slowdown, and how often it brakes for nothing, over simulated iterations.
+
+    python scripts/benchmarks/bench_brake.py --json docs/benchmarks/brake.json
+
+No training runs: iteration times are drawn around one second with normal noise of their logarithm, and an iteration
+that the brake lets be filled takes longer by the true slowdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.fill.rank.brake import Brake
+
+LIMIT = 0.01
+FIRST = 6  # number of the first iteration after the warm-up
+SECOND_NS = 1_000_000_000
+
+
+def simulate(slowdown: float, noise: np.ndarray, until_braked: bool) -> Brake:
+    """Run the brake over one training; it ends with the noise, or with the first brake."""
+    brake = Brake(LIMIT, 0, say=lambda text: None)
+    for number, value in enumerate(noise):
+        filled = brake.fills(FIRST + number, number)
+        brake.observe(int(SECOND_NS * math.exp(value) * (1 + filled * slowdown)), False)
+        if until_braked and brake.events:
+            break
+    return brake
+
+
+def noticed(slowdown: float, sigma: float, runs: int, longest: int) -> dict[str, Any]:
+    """How many iterations pass, from the first filled one on, until it brakes; over many runs."""
+    found = []
+    for seed in range(runs):
+        noise = np.random.default_rng(seed).normal(0, sigma, longest)
+        events = simulate(slowdown, noise, until_braked=True).events
+        found.append(events[0].iteration - FIRST + 1 if events else math.inf)
+    median, nine_in_ten = (float(value) for value in np.percentile(found, [50, 90], method="higher"))
+    return {"slowdown": slowdown, "noise": sigma, "runs": runs, "median": median, "nine_in_ten": nine_in_ten}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser.add_argument("--runs", type=int, default=60, help="trainings per slowdown (default: 60)")
+    parser.add_argument("--quiet-iterations", type=int, default=200_000, help="without a slowdown (default: 200000)")
+    options = parser.parse_args()
+    rows = [
+        noticed(slowdown, sigma, options.runs, 5_000) for slowdown in (0.5, 0.3, 0.1, 0.03) for sigma in (0.05, 0.01)
+    ]
+    noise = np.random.default_rng(0).normal(0, 0.05, options.quiet_iterations)
+    summary = {
+        "brakes_for_nothing": len(simulate(0.0, noise, until_braked=False).events),
+        "iterations_without_slowdown": options.quiet_iterations,
+    }
+    for row in rows:
+        print("  ".join(f"{name} {value:g}" for name, value in row.items()))
+    print(json.dumps(summary, indent=2))
+    if options.json:
+        command = "python scripts/benchmarks/bench_brake.py " + " ".join(sys.argv[1:])
+        result = {"command": command, "summary": summary, "noticed": rows}
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

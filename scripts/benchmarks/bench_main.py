@@ -1,0 +1,182 @@
+"""What filling costs the main job, what it gains, and what the simpler ways would cost.
+
+Trains a small GPT with two pipeline stages on two cores (or two CUDA devices, where there are any) and measures, in
+pairs of blocks within one run each, on the CPU as it is:
+
+* ``filled``: the slowdown, harvest ratio and fill efficiency with two side tasks (digits training and PageRank);
+* ``identity``: whether the losses of every iteration are bit-identical to the same run without jobs, and to the same
+  run with no patch but the CPU backend; and ``startup_s``, how much longer the warm-up takes the main job with jobs
+  than without, since they start in it (three trainings, of four pairs at most);
+* ``colocated``, ``colocated-idle``: the slowdown of running the tasks beside the training instead, as they are and at
+  the lowest priority of the operating system, both in a session of their own;
+* ``idle-in-session``: the same at that priority in the rank's own session: what the kernel does by itself.
+
+A CPU takes a core back from an idle-class process at any instant, so that these figures say little of a GPU, which does
+not.  Therefore also on an emulated device that does not preempt (``--fill-emulate``, which takes the right to real-time
+priorities), where steps run to completion (``emulated``) or take turns with the main job (``slices``):
+
+* ``emulated``, ``slices``: with everything;
+* ``emulated-gate``, ``slices-gate``: with a gate but no prediction: steps until the bubble is over (beside.py);
+* ``emulated-no-gate``, ``slices-no-gate``: without a gate;
+* ``emulated-freeride``, ``slices-freeride``: driven as FreeRide drives side tasks (beside.py).
+
+There ``harvest_ratio`` is the share of bubble time inside steps, ``device_harvest`` the steps' CPU time over it, and
+``--step-ms`` has steps of a given length in the place of the two tasks.  A part is one training but for ``identity``.
+What the file of --json has of other parts is kept.
+
+    python scripts/benchmarks/bench_main.py --parts filled --json docs/benchmarks/main.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from megatron.fill.device.emulated import why_not
+from scripts.benchmarks.beside import Way, When, beside, colocated
+from scripts.benchmarks.results import Results
+from scripts.benchmarks.sidetasks import TASKS, tasks_of
+from scripts.benchmarks.trainings import (
+    Blocks,
+    filled,
+    identical,
+    iterations_of,
+    jobs_file,
+    losses,
+    p99_slowdown,
+    train,
+)
+
+IDENTITY_PAIRS = 4
+JOBS = [{"name": name, "task": task, "args": args} for name, (task, args) in TASKS.items()]
+
+
+def on_cpu(folder: Path, blocks: Blocks, step_ms: float | None) -> dict[str, Any]:
+    report = filled(folder, "filled", jobs_file(folder / "jobs.yaml", JOBS), blocks, "--fill-baseline-seconds", "3")
+    details = {name: report[name] for name in ("ranks", "total")}
+    p99 = p99_slowdown(iterations_of(folder / "filled-run"))
+    return report["summary"] | {"p99_slowdown": p99, "details": details}
+
+
+def identity(folder: Path, blocks: Blocks, step_ms: float | None) -> dict[str, Any]:
+    """The same training with jobs, without jobs, and without patches."""
+    blocks = replace(blocks, pairs=min(blocks.pairs, IDENTITY_PAIRS))
+    found = identical(folder, jobs_file(folder / "jobs.yaml", JOBS), blocks)
+    upstream = ["--module", "pipefill_patches", "--only", "cpu_backend", "pretrain_gpt.py"]
+    train(folder, "no-patches", blocks, upstream)
+    return found | {"losses_identical_to_no_patches": losses(folder / "jobs") == losses(folder / "no-patches")}
+
+
+def emulated(folder: Path, blocks: Blocks, step_ms: float | None, *, how: str, name: str) -> dict[str, Any]:
+    """With PipeFill on a device that does not preempt."""
+    jobs = [
+        {"name": f"job{number}", "task": "scripts.benchmarks.sidetasks:Metered", "args": {"task": task, "args": args}}
+        for number, (task, args) in enumerate(tasks_of(step_ms))
+    ]
+    path = jobs_file(folder / f"{name}.yaml", jobs)
+    # No brake: it would stop the worse ones before they are measured.
+    report = filled(folder, name, path, blocks, "--fill-emulate", how, "--fill-max-slowdown", "0")
+    return {
+        "slowdown": report["summary"]["slowdown"],
+        "p99_slowdown": p99_slowdown(iterations_of(folder / f"{name}-run")),
+        "harvest_ratio": report["summary"]["harvest_ratio"],
+        "device_harvest": sum(job["result"]["device_s"] for job in report["jobs"]) / report["total"]["fillable_s"],
+    }
+
+
+def without(folder: Path, blocks: Blocks, step_ms: float | None, *, way: Way, name: str) -> dict[str, Any]:
+    """Without PipeFill."""
+    return beside(folder, name, replace(way, step_ms=step_ms), blocks)
+
+
+def ungated(folder: Path, blocks: Blocks, step_ms: float | None, *, idle: bool) -> dict[str, Any]:
+    return colocated(folder, "colocated-idle" if idle else "colocated", idle, blocks)
+
+
+type Part = tuple[tuple[str, ...], Callable[[Path, Blocks, float | None], dict[str, Any]]]
+
+
+def parts() -> dict[str, Part]:
+    """By name: where its figures are in the summary, and what measures them."""
+    found: dict[str, Part] = {
+        "filled": ((), on_cpu),
+        "identity": ((), identity),
+        "colocated": (("colocated",), partial(ungated, idle=False)),
+        "colocated-idle": (("colocated_idle_priority",), partial(ungated, idle=True)),
+        "idle-in-session": (
+            ("emulated", "baselines", "idle_in_session"),
+            partial(without, way=Way(None, When.ALWAYS), name="idle-in-session"),
+        ),
+    }
+    for name, key, how in (("emulated", "emulated", "completion"), ("slices", "emulated_slices", "slices")):
+        found[name] = ((key,), partial(emulated, how=how, name=name))
+        for suffix, baseline, when in (
+            ("gate", "gate_without_prediction", When.BUBBLES),
+            ("no-gate", "no_gate", When.ALWAYS),
+            ("freeride", "freeride", When.FREERIDE),
+        ):
+            part = f"{name}-{suffix}"
+            found[part] = ((key, "baselines", baseline), partial(without, way=Way(how, when), name=part))
+    return found
+
+
+PARTS = parts()
+EMULATED = [name for name in PARTS if name.startswith(("emulated", "slices"))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, metavar="PART", default=list(PARTS), help="what to measure (default: all)"
+    )
+    parser.add_argument("--block", type=int, default=5, help="iterations per block (default: 5)")
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks, on and off (default: 12)")
+    parser.add_argument("--warmup", type=int, default=15, help="iterations before the first block (default: 15)")
+    parser.add_argument("--step-ms", type=float, metavar="MS", help="steps of so much CPU time, on the emulated device")
+    parser.add_argument("--keep", metavar="DIR", help="keep logs and reports here")
+    options = parser.parse_args()
+    for flag in ("block", "pairs", "warmup"):
+        if getattr(options, flag) < 1:
+            parser.error(f"--{flag} is {getattr(options, flag)}: expected at least 1")
+    if options.step_ms is not None:
+        if not 0 < options.step_ms <= 1000:
+            parser.error(f"--step-ms is {options.step_ms:g}: expected above 0, and 1000 at most")
+        if others := [name for name in options.parts if name not in EMULATED]:
+            parser.error(f"--step-ms is for the emulated device: expected none of --parts {' '.join(others)} with it")
+    if (wanted := [name for name in options.parts if name in EMULATED]) and (why := why_not()):
+        parser.error(f"--parts {' '.join(wanted)}: {why}")
+    try:
+        results = Results(options.json)
+    except (OSError, ValueError) as error:
+        parser.error(f"--json {options.json}: {error}; expected a new file, or one that was written by --json")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(options.keep or scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o755)  # the jobs run as a user without rights
+        bench(folder.resolve(), options, results)
+    print(json.dumps(results.summary, indent=2))
+
+
+def bench(folder: Path, options: argparse.Namespace, results: Results) -> None:
+    """Measure the parts; each is written down as soon as it is known."""
+    blocks = Blocks(options.block, options.pairs, options.warmup)
+    for name in options.parts:
+        where, measure = PARTS[name]
+        figures = measure(folder, blocks, options.step_ms)
+        details = figures.pop("details", {})
+        if options.step_ms is not None:
+            name, where = f"{name} --step-ms {options.step_ms:g}", (f"steps_of_{options.step_ms:g}_ms", *where)
+        results.add(name, figures, *where, **details)
+
+
+if __name__ == "__main__":
+    main()

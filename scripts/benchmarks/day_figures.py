@@ -1,0 +1,100 @@
+"""The figures of a step of the GPU day, as the lines of its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_MOST_LINES = 8  # of one variant in the table; the JSON file has all
+_DELAYS = {
+    "mark_to_relay_us": "mark to relay",
+    "opened_to_kernel_us": "bubble to first kernel",
+    "write_to_seen_us": "write to who looks",
+}
+
+
+def figures(step: str, found: dict[str, Any]) -> list[str]:
+    """Lines for what ``step`` found; none where nothing is known of how it writes."""
+    if "summary" in found:
+        return _bench(found["summary"])
+    return _OF.get(step, lambda found: [])(found)
+
+
+def _bench(summary: dict[str, Any]) -> list[str]:
+    """Of bench_gpu.py: a part has figures for each variant."""
+    lines: list[str] = [summary["not_run"]] if "not_run" in summary else []
+    for part, variants in summary.items():
+        for found in variants.values() if isinstance(variants, dict) else ():
+            why = [f"{name.replace('_', ' ')}: {found[name]}" for name in ("failed", "not_run") if name in found]
+            lines += [f"{part}: {line}" for line in why or _trained(found)]
+    return lines
+
+
+def _trained(found: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    if slowdown := found.get("slowdown"):
+        low, high = slowdown["ci95"]
+        lines.append(f"slowdown {slowdown['mean']:+.2%} ({low:+.2%} to {high:+.2%}, {slowdown['pairs']} pairs)")
+    for name, value in found.items():
+        if isinstance(value, bool | int | float) and len(lines) < _MOST_LINES:
+            told = f"{value:.4g}" if isinstance(value, float) else str(value)
+            lines.append(f"{name.replace('_', ' ')} {told}")
+        elif isinstance(value, dict) and value.get("count"):
+            lines.append(f"{name.removesuffix('_us').replace('_', ' ')} {_us(value)}")
+    return lines
+
+
+def _look(found: dict[str, Any]) -> list[str]:
+    mps = found["programs"]["nvidia-cuda-mps-control"]
+    return [
+        f"kernel {found['kernel']}, {found['cores']} cores, Landlock ABI {found['landlock_abi']}",
+        f"GPU: {found['gpus']}",
+        f"MPS: {mps or 'no nvidia-cuda-mps-control'}",
+    ]
+
+
+def _doctor(found: dict[str, Any]) -> list[str]:
+    missing = [wall["name"] for wall in found["walls"] if wall["lacks"]]
+    return [f"walls missing: {', '.join(missing) or 'none'}"]
+
+
+def _micro(found: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    parts = found.get("parts", {})
+    for name, one in parts.get("marks", {}).items():
+        for figure, called in _DELAYS.items():
+            if isinstance(one, dict) and one.get(figure, {"count": 0})["count"]:
+                lines.append(f"{called}, {name}: {_us(one[figure])}")
+    for way, one in _ways(parts.get("spinning")):
+        lines.append(f"products beside a spinning block, {way}: {one['share']:.0%} of alone")
+    for way, one in _ways(parts.get("slices")):
+        lines.append(f"tiny kernel beside products, {way}: {_us(one['beside_us'])}")
+    for way, one in _ways(parts.get("memory")):
+        bind = ", ".join(name.removesuffix("_binds") for name in ("fraction_binds", "limit_binds") if one.get(name))
+        lines.append(f"context, {way}: {one['context_mib']:.0f} MiB; caps that bind: {bind or 'none'}")
+        lines.append(f"behind Landlock, {way}: {one['landlock']['context']}")
+    for way, one in _ways(parts.get("killing")):
+        lines.append(f"longest tiny kernel around a kill, {way}: {one['around_the_kill_us']['max']:.0f} us")
+    return lines + [f"{part} failed: {why}" for part, why in found.get("failed", {}).items()]
+
+
+def _ways(part: dict[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
+    """The ways of sharing of one part, without how long it took."""
+    return [(way, one) for way, one in (part or {}).items() if isinstance(one, dict)]
+
+
+def _us(spread: dict[str, float]) -> str:
+    return f"p50 {spread['p50']:.0f}, p99 {spread['p99']:.0f} us"
+
+
+def _stages(found: dict[str, Any]) -> list[str]:
+    same = "the same, to the bit" if found["identical"] else f"NOT the same from {found['first_that_differs']} on"
+    return [f"losses of {found['iterations']} iterations: {same}", f"harvest ratio {found['harvest_ratio']:.4g}"]
+
+
+_OF: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "machine": _look,
+    "doctor": _doctor,
+    "micro": _micro,
+    "stages": _stages,
+}

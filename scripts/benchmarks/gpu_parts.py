@@ -1,0 +1,321 @@
+"""The parts of bench_gpu.py: what each trains, and the figures of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from megatron.fill.records import last_segment
+from megatron.fill.types import Bubble
+from scripts.benchmarks.gpu_models import model_flags
+from scripts.benchmarks.gpu_ungated import beside_the_training
+from scripts.benchmarks.one_gpu import beside_ghosts, training
+from scripts.benchmarks.trainings import Blocks, iterations_of, jobs_file, p99_slowdown, slowdown_of
+
+TASK = "megatron.fill.sidetask.training:TrainingJob"
+JOBS: dict[str, dict[str, Any]] = {  # by device: on a GPU, nodes of some milliseconds
+    "cuda": {"model": "bert-base", "batch_size": 64, "micro_batch_sizes": [64], "pieces": 8, "steps": 10_000_000},
+    "cpu": {
+        "model": "bert-base",
+        "model_args": {"size": "tiny"},
+        "batch_size": 8,
+        "micro_batch_sizes": [8],
+        "pieces": 4,
+        "steps": 10_000_000,
+    },
+}
+PIPEFILL = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
+_ITERATION = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
+_LOSS = re.compile(r"lm loss: (\S+)")
+_WEIGHTS = re.compile(r"ghosts: weights after \d+ iterations: sha256 (\w+)")
+_EXPECTED = re.compile(r"ghosts: stage .* in ms of ([\d.]+): (.*)")
+WITHOUT_WAITS = 5  # iterations at the beginning, in which ghosts measure
+_IDENTITY_PAIRS = 1
+_PACE_ITERATIONS, _BUBBLES_ITERATIONS, _MARKS_ITERATIONS = 5, 20, 40
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One variant, and where it is measured.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        left_s: how long a part that begins now may take; None for ever.
+    """
+
+    options: argparse.Namespace
+    device: str
+    folder: Path
+    left_s: Callable[[], float | None]
+
+    @property
+    def blocks(self) -> Blocks:
+        """For a training with jobs, which set themselves up in the bubbles of its warm-up."""
+        warmup = math.ceil(self.options.startup_seconds * 1000 / self._pace_ms())
+        return Blocks(self.options.block, self.options.pairs, max(self.options.warmup, warmup))
+
+    def _pace_ms(self) -> float:
+        """How long an iteration with waits takes without jobs: from a short training, unless there was one here."""
+        path = self.folder / "pace.json"
+        if not path.exists():
+            found = _times_ms(self.trained("pace", _PACE_ITERATIONS, *_slow(self)))[WITHOUT_WAITS:]
+            path.write_text(json.dumps(median(found)), encoding="utf-8")
+        return float(json.loads(path.read_text(encoding="utf-8")))
+
+    def flags(self, iterations: int) -> list[str]:
+        """Megatron's."""
+        options = self.options
+        flags = model_flags(
+            options.model,
+            self.device,
+            options.stages,
+            options.microbatches,
+            options.schedule,
+            options.distributed_timeout_minutes,
+        )
+        return [*flags, "--train-iters", str(iterations), *options.extra.split()]
+
+    def trained(self, name: str, iterations: int, *flags: str) -> list[str]:
+        """Train the real stage beside ghosts, for so many iterations with waits; the lines of its output."""
+        with self.begun(name, iterations, *flags) as lines:
+            return list(lines)
+
+    def begun(self, name: str, iterations: int, *flags: str) -> AbstractContextManager[Iterator[str]]:
+        """The same while it runs."""
+        arguments = [*self.flags(WITHOUT_WAITS + iterations), "--fill-ghost-waits", self.options.waits, *flags]
+        return beside_ghosts(self.options.stage, arguments, self.folder / f"{name}.log", self.left_s())
+
+    def run(self, name: str) -> Path:
+        """A run folder, empty."""
+        folder = self.folder / f"{name}-run"
+        shutil.rmtree(folder, ignore_errors=True)
+        return folder
+
+    def job(self, name: str = "bert") -> dict[str, Any]:
+        return {"name": name, "task": TASK, "args": JOBS[self.device], "memory": self.options.memory}
+
+    def filling(self, name: str, jobs: int = 1) -> list[str]:
+        """The flags to run jobs, whose profile is in the store already.  No brake: it would end what is measured."""
+        self.profiles()
+        store = self.folder / f"{name}.db"
+        shutil.copy(self._store, store)
+        names = ["bert", *(f"bert{at}" for at in range(1, jobs))]
+        file = jobs_file(self.folder / f"{name}.yaml", [self.job(one) for one in names])
+        flags = ["--fill-jobs", str(file), "--fill-store", str(store), "--fill-report", str(self.run(name))]
+        flags += ["--fill-max-slowdown", "0", "--fill-warmup-iterations", str(self.blocks.warmup)]
+        if self.options.guard_us is not None:
+            flags += ["--fill-guard-us", str(self.options.guard_us)]
+        if self.device == "cuda":
+            flags += ["--fill-sharing", self.options.sharing]
+        if self.options.sharing == "mps":
+            flags += ["--fill-mps-pipe", os.environ["CUDA_MPS_PIPE_DIRECTORY"]]
+        return flags
+
+    @property
+    def _store(self) -> Path:
+        return self.folder.parent / f"jobs-{self.device}.db"
+
+    def profiles(self) -> dict[str, Any]:
+        """Measure the job alone, into a store, unless that was done in this folder."""
+        path = self._store.with_suffix(".json")
+        if not path.exists():
+            self._store.unlink(missing_ok=True)
+            device = "cuda:0" if self.device == "cuda" else "cpu"
+            file = jobs_file(self._store.with_suffix(".yaml"), [self.job()])
+            command = [*PIPEFILL, "profile", str(file), "--device", device, "--store", str(self._store), "--json"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=self.left_s())
+            if done.returncode:
+                raise RuntimeError(f"the job cannot be profiled: {done.stderr[-2000:]}")
+            path.write_text(done.stdout, encoding="utf-8")
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def profile(bench: Bench) -> dict[str, Any]:
+    """The job by itself: its nodes."""
+    found = bench.profiles()["bert"]
+    nodes_ms = [node["duration_ns"] / 1e6 for node in found[0]["nodes"]]
+    return {"configurations": len(found), "nodes": len(nodes_ms), "iteration_ms": sum(nodes_ms),
+            "longest_node_ms": max(nodes_ms)}  # fmt: skip
+
+
+def bubbles(bench: Bench) -> dict[str, Any]:
+    """Without jobs: whether bubbles are as long as the ghosts wait, in ms of an iteration."""
+    run = bench.run("bubbles")
+    lines = bench.trained("bubbles", bench.options.warmup + _BUBBLES_ITERATIONS, "--fill-report", str(run))
+    period, kinds = next(match.groups() for line in lines if (match := _EXPECTED.search(line)))
+    expected = {kind: float(ms) for kind, ms in re.findall(r"([\w-]+) ([\d.]+)", kinds)}
+    record = next(last_segment(run).records())
+    counted = {one.iteration for one in record.iterations if one.iteration > WITHOUT_WAITS + bench.options.warmup}
+    measured = _per_iteration_ms(record.bubbles, counted)
+    times_ms = [(one.end_ns - one.start_ns) / 1e6 for one in record.iterations if one.iteration in counted]
+    return {
+        "expected_ms": expected,
+        "measured_ms": {kind: measured.get(kind, 0.0) for kind in expected},
+        "measured_to_expected": sum(measured.values()) / sum(expected.values()),
+        "iteration_expected_ms": float(period),
+        "iteration_ms": median(times_ms),
+    }
+
+
+def _per_iteration_ms(found: Sequence[Bubble], counted: set[int]) -> dict[str, float]:
+    """Of so many iterations, by kind."""
+    sums: dict[str, float] = {}
+    for one in found:
+        if one.iteration in counted:
+            sums[one.kind] = sums.get(one.kind, 0.0) + (one.end_ns - one.start_ns) / 1e6
+    return {kind: total / len(counted) for kind, total in sums.items()}
+
+
+def filled(bench: Bench) -> dict[str, Any]:
+    """With a job in the bubbles, in pairs of blocks."""
+    bench.trained("filled", bench.blocks.iterations, *_slow(bench), *bench.filling("filled"), *_paired(bench))
+    return _of_run(bench.folder / "filled-run", bench.blocks)
+
+
+def _slow(bench: Bench) -> list[str]:
+    """On a CPU, whose core the job shares also while it starts: bubbles in which it gets somewhere."""
+    slow = ["--fill-ghost-forward-ms", "20", "--fill-ghost-backward-ms", "40"]
+    return slow if bench.device == "cpu" else []
+
+
+def _paired(bench: Bench) -> list[str]:
+    seconds = str(bench.options.baseline_seconds)
+    return ["--fill-paired-blocks", str(bench.options.block), "--fill-baseline-seconds", seconds]
+
+
+def _of_run(run: Path, blocks: Blocks) -> dict[str, Any]:
+    report = json.loads((run / "report.json").read_text(encoding="utf-8"))
+    _check_steps(report, blocks)
+    found = {name: report["summary"][name] for name in ("slowdown", "harvest_ratio", "fill_efficiency")}
+    found |= {name: report["summary"][name] for name in ("open_to_step_us", "overrun_us", "brakes")}
+    segment = last_segment(run)
+    records = list(segment.records())
+    uses = [use for files in segment.files().values() for _, worker in files.attempts() for use in worker.uses]
+    fillable_s = report["total"]["fillable_s"]
+    free = [one.free_bytes for record in records for one in record.bubbles if one.free_bytes]
+    iterations = iterations_of(run)
+    lengths = {
+        on: _per_iteration_ms(
+            [one for one in records[0].bubbles if one.filling is on],
+            {one.iteration for one in iterations if one.block >= 0 and one.filling is on},
+        )
+        for on in (True, False)
+    }
+    return found | {
+        "p99_slowdown": p99_slowdown(iterations),
+        "overrun_share": sum(use.overrun_ns for use in uses) / 1e9 / fillable_s if fillable_s else None,
+        "steps": report["total"]["steps"],
+        "bubbles_ms_with": lengths[True],
+        "bubbles_ms_without": lengths[False],
+        "least_free_bytes": min(free, default=None),
+        "iteration_ms": fmean(one.end_ns - one.start_ns for one in iterations if one.block >= 0) / 1e6,
+    }
+
+
+def _check_steps(report: dict[str, Any], blocks: Blocks) -> None:
+    """Figures of a run in which nothing was filled would be taken for those of filling."""
+    if not report["total"]["steps"]:
+        said = "; ".join(f"{job['name']} is {job['state']}: {job['reason']}" for job in report["jobs"])
+        raise RuntimeError(
+            f"no job ran a step: {blocks.warmup} iterations of warm-up may be too few (--startup-seconds); {said}"
+        )
+
+
+def identity(bench: Bench) -> dict[str, Any]:
+    """With jobs and without, as many iterations: whether weights and losses are the same to the bit."""
+    blocks = replace(bench.blocks, pairs=min(bench.options.pairs, _IDENTITY_PAIRS))
+    lines = [
+        bench.trained("identity", blocks.iterations, *_slow(bench), *bench.filling("identity")),
+        bench.trained("identity-without", blocks.iterations, *_slow(bench)),
+    ]
+    weights = [next(match[1] for line in one if (match := _WEIGHTS.search(line))) for one in lines]
+    losses = [[match[1] for line in one if (match := _LOSS.search(line))] for one in lines]
+    report = json.loads((bench.folder / "identity-run" / "report.json").read_text(encoding="utf-8"))
+    _check_steps(report, blocks)
+    return {
+        "iterations": blocks.iterations,
+        "steps": report["total"]["steps"],
+        "weights_identical": weights[0] == weights[1],
+        "losses_compared": len(losses[1]),
+        "losses_as_printed_identical": losses[0] == losses[1] if losses[1] else None,  # the last stage's only
+    }
+
+
+def no_gate(bench: Bench) -> dict[str, Any]:
+    """The same task beside the training whenever it likes, switched on and off in blocks."""
+    plain = Blocks(bench.options.block, bench.options.pairs, bench.options.warmup)  # the task starts before it
+    run, blocks = bench.run("no-gate"), replace(plain, warmup=WITHOUT_WAITS + plain.warmup)
+    with (
+        beside_the_training(bench.job(), bench.device, bench.folder, blocks) as switched,
+        bench.begun("no-gate", plain.iterations, *_slow(bench), "--fill-report", str(run)) as lines,
+    ):
+        for line in lines:
+            if match := _ITERATION.search(line):
+                switched(int(match[1]) + 1)
+    marked = blocks.mark(iterations_of(run))
+    return {"slowdown": slowdown_of(marked), "p99_slowdown": p99_slowdown(marked)}
+
+
+def _times_ms(lines: Sequence[str]) -> list[float]:
+    """Of all iterations of a training that printed these."""
+    return [float(match[2]) for line in lines if (match := _ITERATION.search(line))]
+
+
+def marks(bench: Bench) -> dict[str, Any]:
+    """What watching costs without jobs: the median iteration with PipeFill on, and with its patches alone."""
+    iterations = bench.options.warmup + _MARKS_ITERATIONS
+    times: dict[str, float] = {}
+    for name, flags in (("watched", ("--fill-report", str(bench.run("marks")))), ("patches_alone", ())):
+        lines = bench.trained(f"marks-{name}", iterations, *flags)
+        times[name] = median(_times_ms(lines)[WITHOUT_WAITS + bench.options.warmup :])
+    return {f"{name}_ms": time_ms for name, time_ms in times.items()} | {
+        "cost": times["watched"] / times["patches_alone"] - 1
+    }
+
+
+def ranks(bench: Bench) -> dict[str, Any]:
+    """All stages real, on one device over gloo: whether losses are finite; under MPS with a job in each stage too.
+
+    Time-sliced, a stage's bubble is full of the other stages' kernels: there is nothing to harvest.
+    """
+    options, flags = bench.options, []
+    if options.sharing == "mps":
+        share = ["--fill-sm-percentage", str(100 // options.stages)]
+        flags = [*bench.filling("ranks", options.stages), *_paired(bench), *share]
+    iterations = bench.blocks.iterations if flags else 10
+    begun = time.monotonic()
+    log = bench.folder / "ranks.log"
+    with training(options.stages, options.sharing, [*bench.flags(iterations), *flags], log, bench.left_s()) as lines:
+        losses = [float(match[1]) for line in lines if (match := _LOSS.search(line))]
+    if len(losses) != iterations:
+        raise RuntimeError(f"{len(losses)} losses of {iterations} iterations; see {log}")
+    found = {"iterations": iterations, "losses_finite": all(map(math.isfinite, losses))}
+    return (
+        found
+        | {"seconds": time.monotonic() - begun}
+        | (_of_run(bench.folder / "ranks-run", bench.blocks) if flags else {})
+    )
+
+
+PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+    "profile": profile,
+    "bubbles": bubbles,
+    "filled": filled,
+    "identity": identity,
+    "no-gate": no_gate,
+    "marks": marks,
+    "ranks": ranks,
+}

@@ -1,0 +1,162 @@
+"""The parts of the measurement, each with the figures that it finds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron.fill.device.port import MIB
+from scripts.benchmarks.micro.actor import Actor, ActorError
+from scripts.benchmarks.micro.figures import delays_us, followed_us, spread
+from scripts.benchmarks.micro.stage import CAP_BYTES, MPS, TIMESLICE, Stage
+
+_CONNECTIONS = (8, 1)  # as by default, and as tensor and context parallelism want it
+_FRACTION_BYTES = 4096 * MIB
+_LONG_S = 20.0  # a kernel that is killed long before it ends
+
+
+def marks(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
+    """M1: what a mark costs; how long until the relay has heard of it, and until a worker's first kernel is done."""
+    found: dict[str, Any] = {}
+    for connections in _CONNECTIONS:
+        with stage.actors(TIMESLICE, "main", "side", connections=connections) as (main, side):
+            _both_ready(main, side)
+            costs = main.do("costs")
+            alone = {"mark_host_us": spread(costs["host_us"]), "mark_stream_us": costs["stream_us"]}
+            found[f"idle, {connections} connections"] = alone | _heard(main, side, count)
+            if connections == _CONNECTIONS[0]:
+                found["written instead"] = _written(main, side, count)
+                side.begin("gemm", seconds=seconds)
+                main.do("open_gate")
+                found["beside matrix products"] = _delays(main.do("bubbles", count=int(seconds * 60)))[0]
+                side.answer()
+    if stage.daemon is not None:
+        with stage.actors(MPS, "main", "side") as (main, side):
+            _both_ready(main, side)
+            found["idle, MPS"] = _heard(main, side, count)
+    return found
+
+
+def _heard(main: Actor, side: Actor, count: int) -> dict[str, Any]:
+    """With a worker that waits at the gate."""
+    side.begin("attend", **main.do("open_gate"))
+    figures, opened = _delays(main.do("bubbles", count=count))
+    done = side.answer()["done"]
+    return figures | {"opened_to_kernel_us": spread(followed_us(opened, done))}
+
+
+def _written(main: Actor, side: Actor, count: int) -> dict[str, Any]:
+    """What the device writes into memory where somebody looks every 20 us, instead of a mark that wakes a sleeper."""
+    side.begin("watch", count=count, **main.do("open_page"))
+    told = main.do("writes", count=count)
+    delays = delays_us(told["opened"], side.answer()["seen"])
+    return {"host_us": spread(told["host_us"]), "write_to_seen_us": spread(delays)}
+
+
+def _delays(told: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    figures = {"mark_to_relay_us": spread(delays_us(told["opened"], told["heard"]))}
+    return figures | {"clock_error_us": told["clock_error_us"]}, told["opened"]
+
+
+def spinning(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
+    """M2: what is left of a worker's matrix products beside a rank that waits in a kernel of one block."""
+    found: dict[str, Any] = {}
+    for way in stage.ways:
+        with stage.actors(way, "main", "side") as (main, side):
+            _both_ready(main, side)
+            alone = side.do("gemm", seconds=seconds)["per_s"]
+            main.begin("spin", seconds=seconds + 1)
+            time.sleep(0.2)
+            beside = side.do("gemm", seconds=seconds)["per_s"]
+            main.answer()
+            found[way] = {"alone_per_s": alone, "beside_per_s": beside, "share": beside / alone}
+    return found
+
+
+def slices(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
+    """M3: how long a rank's smallest kernel takes beside a worker's matrix products of 5 ms."""
+    found: dict[str, Any] = {}
+    for way in stage.ways:
+        with stage.actors(way, "main", "side") as (main, side):
+            _both_ready(main, side)
+            alone = main.do("tiny", seconds=seconds / 2, every_s=0.02)["us"]
+            side.begin("gemm", seconds=2 * seconds + 1)
+            time.sleep(0.2)
+            beside = main.do("tiny", seconds=2 * seconds, every_s=0.02)["us"]
+            found[way] = {
+                "alone_us": spread(alone),
+                "beside_us": spread(beside),
+                "product_ms": spread(side.answer()["ms"]),
+            }
+    return found
+
+
+def memory(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
+    """M4: what a context takes, whether the driver names our processes, and which limits bind."""
+    found: dict[str, Any] = {}
+    for way in stage.ways:
+        with stage.actors(way, "side") as (side,):
+            before_bytes = stage.free_bytes()
+            facts = side.do("touch")
+            asked_us = facts.pop("mem_get_info_us")
+            found[way] = facts | {"mem_get_info_us": spread(asked_us), "pid_listed": stage.lists(side.pid)}
+            found[way]["context_mib"] = (before_bytes - stage.free_bytes()) / MIB
+            if way == MPS:
+                found[way]["limit_binds"] = _binds(side, CAP_BYTES)
+            else:
+                side.do("cap", memory_bytes=_FRACTION_BYTES)
+                found[way]["fraction_binds"] = _binds(side, _FRACTION_BYTES)
+        with stage.actors(way, "side") as (side,):
+            lacking = side.do("confine", folder=str(stage.folder))["lacking"]
+            found[way]["landlock"] = {"lacking": lacking, "context": _usable(side)}
+    return found
+
+
+def killing(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
+    """M5: the longest that a rank's smallest kernel takes when a worker is killed in the middle of a kernel."""
+    found: dict[str, Any] = {}
+    for way in stage.ways:
+        with stage.actors(way, "main", "side") as (main, side):
+            _both_ready(main, side)
+            side.begin("spin", seconds=_LONG_S)
+            before = main.do("tiny", seconds=seconds / 2, every_s=0.002)["us"]
+            main.begin("tiny", seconds=seconds, every_s=0.002)
+            time.sleep(seconds / 4)
+            if way == MPS and stage.daemon is not None:
+                stage.daemon.terminate([side.pid], 0.3)  # as a worker is ended
+            side.kill()
+            found[way] = {"before_us": spread(before), "around_the_kill_us": spread(main.answer()["us"])}
+    return found
+
+
+PARTS: dict[str, Callable[[Stage, float, int], dict[str, Any]]] = {
+    "marks": marks,
+    "spinning": spinning,
+    "slices": slices,
+    "memory": memory,
+    "killing": killing,
+}
+
+
+def _both_ready(main: Actor, side: Actor) -> None:
+    main.begin("touch")
+    side.do("touch")
+    main.answer()
+    for actor in (side, main):  # in turn: each learns how long things take when nobody else is there
+        actor.do("ready")
+
+
+def _binds(side: Actor, cap_bytes: int) -> bool:
+    """Whether half of a cap can be had, and four times as much cannot."""
+    had = [side.do("allocate", memory_bytes=size)["had"] for size in (cap_bytes // 2, 4 * cap_bytes)]
+    return had == [True, False]
+
+
+def _usable(side: Actor) -> str:
+    """Whether it can use the device: ``yes``, or why not."""
+    try:
+        side.do("touch")
+    except ActorError as error:
+        return str(error)
+    return "yes"

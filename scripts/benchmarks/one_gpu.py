@@ -1,0 +1,177 @@
+"""Trainings on one device, for the benchmarks: one real stage beside ghosts, or p ranks as p processes.
+
+Several ranks on one GPU send their transfers through the host over gloo (the patch ``host_p2p``): NCCL takes them from
+2.30 on only.  What one stage computes is then another one's bubble, so nothing but a limit of each rank's share of the
+GPU, which MPS has, makes bubbles in which it is idle.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_SCRIPT = [sys.executable, "-u", "pretrain_gpt.py"]
+# Compiling Megatron's few small functions takes longer than they do in a short training, and a C++ compiler.
+_COMMON = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@contextmanager
+def training(
+    stages: int,
+    sharing: str,
+    arguments: list[str],
+    log: Path,
+    limit_s: float | None = None,
+    enough: Callable[[str], bool] | None = None,
+) -> Iterator[Iterator[str]]:
+    """A training of p real ranks on one GPU, or on a CPU's cores; yields the lines that its last rank prints.
+
+    Args:
+        sharing: ``mps``, inside of ``mps()``, for 100/``stages`` percent of the multiprocessors each; ``timeslice``.
+        arguments: of pretrain_gpt.py.
+        log: for the last rank's output; the others' goes beside it.
+        limit_s: how long it may take; None for ever.
+        enough: asked at every line: the training is to end, well and after the same iteration on all ranks.
+
+    Raises:
+        RuntimeError: a rank failed, or it took too long; the message has the end of its output.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(stages), "LOCAL_RANK": "0"}
+    shared |= {"LOCAL_WORLD_SIZE": str(stages), "PIPEFILL_HOST_P2P": "1"}
+    shared["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead nowhere
+    if sharing == "mps":
+        shared["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // stages)
+    ranks = [shared | {"RANK": str(rank)} for rank in range(stages)]
+    if os.environ.get("PIPEFILL_CPU_BACKEND") == "1":  # a core each: on one, no stage would leave anything idle
+        ranks = [own | {"LOCAL_RANK": own["RANK"]} for own in ranks]
+    arguments = [*arguments, "--distributed-backend", "gloo", *(["--exit-signal-handler"] if enough else [])]
+    with _processes(ranks, arguments, log, limit_s, enough) as lines:
+        yield lines
+
+
+@contextmanager
+def beside_ghosts(stage: int, arguments: list[str], log: Path, limit_s: float | None = None) -> Iterator[Iterator[str]]:
+    """A training of one real stage beside ghosts; yields the lines that it prints.
+
+    Args:
+        stage, arguments: the real one, from 0; of pretrain_gpt.py.
+        log: for its output.
+        limit_s: how long it may take; None for ever.
+
+    Raises:
+        RuntimeError: it failed, or it took too long; the message has the end of its output.
+    """
+    with _processes([{}], [*arguments, "--fill-real-stage", str(stage)], log, limit_s) as lines:
+        yield lines
+
+
+@contextmanager
+def _processes(
+    own: Sequence[dict[str, str]],
+    arguments: list[str],
+    log: Path,
+    limit_s: float | None,
+    enough: Callable[[str], bool] | None = None,
+) -> Iterator[Iterator[str]]:
+    """Processes with environments of their own; yields what the last one prints."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
+    ranks: list[subprocess.Popen[str]] = []
+    late = threading.Event()
+
+    def end_late() -> None:
+        late.set()
+        end(ranks)
+
+    with ExitStack() as stack:
+        stack.callback(end, ranks)
+        for rank, environment in enumerate(own):
+            where: Any = subprocess.PIPE
+            if rank < len(own) - 1:
+                where = stack.enter_context(log.with_suffix(f".rank{rank}.log").open("w"))
+            ranks.append(
+                subprocess.Popen(
+                    [*_SCRIPT, *arguments],
+                    cwd=ROOT,
+                    env=inherited | _COMMON | environment,
+                    stdout=where,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        if limit_s is not None:
+            timer = threading.Timer(max(0.0, limit_s), end_late)
+            stack.callback(timer.cancel)
+            timer.start()
+        seen: list[str] = []
+        assert ranks[-1].stdout is not None
+        lines = _kept(ranks[-1].stdout, seen)
+        if enough is not None:
+            lines = _ended(lines, enough, ranks)
+        yield lines
+        deque(lines, maxlen=0)  # what its user has not read
+        log.write_text("".join(seen), encoding="utf-8")
+        codes = [process.wait() for process in ranks]
+        if late.is_set():
+            raise RuntimeError(f"the training was ended after {limit_s:.0f} s, which it had")
+        if any(codes):
+            raise RuntimeError(f"the ranks of the training ended with {codes}:\n{''.join(seen)[-3000:]}")
+
+
+def _ended(
+    lines: Iterable[str], enough: Callable[[str], bool], ranks: Sequence[subprocess.Popen[str]]
+) -> Iterator[str]:
+    asked = False
+    for line in lines:
+        if not asked and enough(line):
+            asked = True
+            for process in ranks:
+                process.terminate()
+        yield line
+
+
+def _kept(lines: Iterable[str], seen: list[str]) -> Iterator[str]:
+    for line in lines:
+        seen.append(line)
+        yield line
+
+
+def end(processes: list[subprocess.Popen[str]]) -> None:
+    """End what still runs: politely, since a client of MPS should end by itself, and after half a minute at once."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def mps() -> Iterator[None]:
+    """An MPS daemon of our own, for this process's children."""
+    with tempfile.TemporaryDirectory(prefix="mps") as pipe:  # a short path: there are sockets in it
+        ours = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": pipe}
+        os.environ.update(ours)
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False, timeout=60)
+            for name in ours:
+                del os.environ[name]

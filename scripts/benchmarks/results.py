@@ -1,0 +1,57 @@
+"""The JSON file of a benchmark whose parts are measured by calls of their own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.linux.files import write_text
+
+
+class Results:
+    """What was measured, of earlier calls too: each part's command, its place in the summary, and its details.
+
+    Args:
+        path: the file; None to keep none.
+
+    Raises:
+        OSError: it cannot be read, or nothing can be written there.
+        ValueError: it holds something else.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.commands: dict[str, str] = {}
+        self.summary: dict[str, Any] = {}
+        self.details: dict[str, Any] = {}
+        if path is None:
+            return
+        with path.open("a+", encoding="utf-8") as file:
+            file.seek(0)
+            text = file.read()
+        if text:
+            found = json.loads(text)
+            names = ("commands", "summary", "details")
+            if not (isinstance(found, dict) and all(isinstance(found.get(name), dict) for name in names)):
+                raise ValueError("it holds something else than the figures of such a call")
+            self.commands, self.summary, self.details = (found[name] for name in names)
+
+    def add(self, part: str, figures: dict[str, Any], *where: str, **details: Any) -> None:
+        """Add a part's figures at the end of a path of keys in the summary; what others have there stays."""
+        place = self.summary
+        for key in where:
+            place = place.setdefault(key, {})
+        place.update(figures)
+        self.commands[part] = " ".join(["python", f"scripts/benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+        if details:
+            self.details[part] = details
+        self.write()
+
+    def write(self) -> None:
+        """Write all of it down."""
+        if self._path is None:
+            return
+        content = {"commands": self.commands, "summary": self.summary, "details": self.details}
+        write_text(self._path, json.dumps(content, indent=2) + "\n")  # a call may be killed while it writes

@@ -1,0 +1,134 @@
+#!/usr/bin/env bash
+# The measurements for a GPU that is there only for a while, in parts of less than ten minutes:
+#   scripts/gpu_day.sh look|smoke|figures1|figures2 [OUT] [--device cpu|cuda] [--seconds N] [--only STEP,...] [--list]
+#     look      what is there, the tests that need a GPU, what the GPU does to bubbles without a training
+#     smoke     short trainings with ghost stages: does everything work
+#     figures1  slowdown, harvest, delays and overruns of one stage with ghosts, time-sliced and under MPS
+#     figures2  the same of several real stages on one GPU, other schedules, other jobs
+# OUT (default: $OUT, else runs/gpu-day) gets PART.json, which is written after every step, and PART.log.  Each step has
+# its own time limit, and one that fails does not stop the others; --seconds bounds them all (580).  Without a GPU it is
+# a rehearsal on the CPU, in which every step runs small and has three times as long.
+# --only leaves all other steps alone; --list only prints them.
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+fail() { echo "gpu_day.sh: $1" >&2; exit 2; }
+
+part='' out='' device='' most='' stretch=1 only='' list='' work=WORK
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h | --help) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        --device) device=${2:-}; shift; [[ $device =~ ^(cpu|cuda)$ ]] || fail "--device is '$device'; expected cpu or cuda" ;;
+        --seconds) most=${2:-}; shift; [[ $most =~ ^[1-9][0-9]{0,4}$ ]] || fail "--seconds is '$most'; expected a whole number above 0" ;;
+        --only) only=${2:-}; shift; [[ $only =~ ^[a-z0-9,-]+$ ]] || fail "--only is '$only'; expected names of steps, with commas between" ;;
+        --list) list=1 ;;
+        -*) fail "unknown argument $1 (see --help)" ;;
+        *) if [ -z "$part" ]; then part=$1; elif [ -z "$out" ]; then out=$1; else fail "unexpected argument $1 (see --help)"; fi ;;
+    esac
+    shift
+done
+[[ $part =~ ^(look|smoke|figures1|figures2)$ ]] || fail "the part is '$part'; expected look, smoke, figures1 or figures2"
+python=${PYTHON:-$root/.venv/bin/python}
+[ -x "$python" ] || python=$(command -v python3) || fail "there is no python3"
+out=${out:-${OUT:-$root/runs/gpu-day}}
+cd "$root" || exit 2
+export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+
+if [ -z "$list" ]; then
+    mkdir -p "$out" || exit 2
+    out=$(cd "$out" && pwd)
+    device=${device:-$("$python" scripts/benchmarks/gpu_day.py device)} || fail "$python cannot run PipeFill; see above"
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    json=$out/$part.json log=$out/$part.log
+    "$python" scripts/benchmarks/gpu_day.py begin "$json" --part "$part" --device "$device" || exit 2
+    : >"$log"
+fi
+failed=0
+
+# step NAME LIMIT CMD...: run it, and keep what it says.  @ in its arguments stands for the JSON file that it writes.
+step() {
+    local name=$1 limit=$(($2 * stretch)) found code begun left
+    shift 2
+    [ -z "$only" ] || [[ ,$only, = *,$name,* ]] || return
+    if [ -n "$list" ]; then
+        printf '%4d s  %s: %s\n' "$limit" "$name" "$*"
+        return
+    fi
+    found=$work/$name.json left=$((most - SECONDS))
+    local note=("$python" scripts/benchmarks/gpu_day.py note "$json" --step "$name" --command "$*" --log "$work/$name.log" --found "$found")
+    : >"$work/$name.log"
+    if [ "$left" -lt 5 ]; then
+        "${note[@]}" --limit "$limit"
+        failed=1
+        return
+    fi
+    limit=$((limit < left ? limit : left)) begun=$SECONDS
+    echo "== $name (at most $limit s): $*"
+    timeout -k 5 "$limit" "${@//@/$found}" >"$work/$name.log" 2>&1 </dev/null
+    code=$?
+    [ "$code" = 0 ] || failed=1
+    { echo "== $name: $*"; cat "$work/$name.log"; } >>"$log"
+    "${note[@]}" --limit "$limit" --code "$code" --seconds $((SECONDS - begun))
+}
+
+# bench NAME LIMIT ARGUMENTS...: a call of bench_gpu.py.  It ends by itself before it is ended, and keeps its profiles.
+bench() {
+    local name=$1 limit=$2
+    shift 2
+    step "$name" "$limit" "$python" scripts/benchmarks/bench_gpu.py --json @ --keep "$work/keep" --budget-seconds $((limit * stretch - 15)) \
+        "${small[@]}" "$@"
+}
+
+look() {
+    step machine 20 "$python" scripts/benchmarks/gpu_look.py --json @
+    step imports 100 "$python" -c "import megatron.training, megatron.fill.app, pretrain_gpt; print('imported')"
+    # shellcheck disable=SC2016  # they are of that shell
+    step doctor 30 bash -c '"$0" -c "from megatron.fill.cli import main; main()" doctor --json >"$1"' "$python" @
+    step tests 180 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
+    step micro 240 "$python" scripts/benchmarks/gpu_micro.py --json @
+}
+
+smoke() {
+    local model=(--model "$smaller")
+    bench profile 70 --parts profile "${model[@]}"
+    bench bubbles 80 --parts bubbles "${model[@]}" --waits "$waits"
+    bench filled 115 --parts filled "${model[@]}" --waits "$waits" "${few[@]}"
+    bench filled-mps 115 --parts filled "${model[@]}" --waits "$waits" --sharing "$mps" "${few[@]}"
+    step stages 190 "$python" scripts/benchmarks/gpu_identity.py --json @ --device "$device" --iterations 20 --most-seconds $((80 * stretch))
+}
+
+figures1() {
+    local filled=(--parts filled --model "$larger")
+    bench profile 60 --parts profile --model "$larger"
+    bench filled 125 "${filled[@]}" --waits "$waits"
+    bench filled-mps 115 "${filled[@]}" --waits "$waits" --sharing "$mps"
+    bench no-gate 65 --parts no-gate --model "$larger" --waits "$waits"
+    bench no-guard 95 "${filled[@]}" --waits "$waits" --guard-us 0
+    bench no-gate-mps 60 --parts no-gate --model "$larger" --waits "$waits" --sharing "$mps"
+    bench marks 55 --parts marks --model "$larger" --waits "$waits"
+}
+
+figures2() {
+    bench ranks 135 --parts profile ranks --model "$smaller" --sharing "$mps" "${some[@]}"
+    bench ranks-interleaved 115 --parts ranks --model "$smaller" --sharing "$mps" --schedule interleaved "${some[@]}"
+    bench filled-interleaved 120 --parts filled --model "$larger" --waits "$waits" --schedule interleaved
+    bench filled-host 110 --parts filled --model "$larger" --waits host
+    bench identity 95 --parts identity --model "$smaller" --waits "$waits"
+}
+
+if [ "$device" = cpu ]; then
+    stretch=3 small=(--device cpu --block 2 --pairs 2 --warmup 6 --baseline-seconds 1)
+    few=() some=() smaller=tiny larger=tiny waits=host mps=timeslice
+else
+    small=() few=(--pairs 3) some=(--pairs 6) smaller=350m larger=1.3b waits=stream mps=mps
+fi
+most=${most:-$((580 * stretch))}
+case $part in
+    look) look ;;
+    smoke) smoke ;;
+    figures1) figures1 ;;
+    figures2) figures2 ;;
+esac
+[ -z "$list" ] || exit 0
+"$python" scripts/benchmarks/gpu_day.py table "$json"
+exit "$failed"

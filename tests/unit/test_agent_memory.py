@@ -1,0 +1,103 @@
+"""Room for the main job: what a worker is given, and what it is told when the main job grows."""
+
+from __future__ import annotations
+
+from megatron.fill.agent.ending import Ending, How
+from megatron.fill.agent.memory import DeviceMemory, MemoryShare, worker_cap
+from megatron.fill.device.port import MIB, Limits
+from megatron.fill.device.pressure import NoRoom
+from megatron.fill.profiles import BubbleCycle, BubbleSlot
+from megatron.fill.types import BubbleKind
+from tests.fake_device import FakeDevice, FakeMachine
+
+MARGIN = 100 * MIB
+
+
+def cycle(*free_mib: int) -> BubbleCycle:
+    return BubbleCycle(10**9, tuple(BubbleSlot(BubbleKind.FILL, 10**6, free * MIB) for free in free_mib))
+
+
+def test_the_cap_is_what_was_asked_for_or_what_the_cycle_leaves():
+    device = FakeDevice(FakeMachine(300 * MIB))
+    assert worker_cap(50 * MIB, device, cycle(900, 800), MARGIN, 0) == 50 * MIB
+    assert worker_cap(None, device, cycle(900, 800), MARGIN, 0) == 700 * MIB
+    assert worker_cap(None, device, cycle(900, 800), MARGIN, 200 * MIB) == 500 * MIB
+    assert worker_cap(None, device, None, MARGIN, 0) == 200 * MIB
+
+
+def test_a_job_that_has_just_ended_is_not_in_the_next_ones_way():
+    device = FakeDevice(FakeMachine(1000 * MIB))  # all is free now; the cycle was measured with a job in it
+    assert worker_cap(None, device, cycle(200), MARGIN, 0) == 900 * MIB
+
+
+def test_a_job_that_asks_for_more_than_there_is_waits():
+    device = FakeDevice(FakeMachine(300 * MIB))
+    refused = worker_cap(500 * MIB, device, cycle(400), MARGIN, 0)
+    assert refused == NoRoom("it asks for 500 MiB, and the main job leaves 300 MiB")
+    assert isinstance(worker_cap(None, device, cycle(300), 400 * MIB, 0), NoRoom)
+
+
+def test_the_overhead_of_a_process_comes_on_top():
+    device = FakeDevice(FakeMachine(300 * MIB), overhead_bytes=50 * MIB)
+    assert worker_cap(None, device, cycle(300), MARGIN, 0) == 150 * MIB
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.device = FakeDevice(FakeMachine(1000 * MIB))
+        self.machine = self.device.machine
+        self.worker = self.machine.start(600 * MIB)
+        self.limiter = self.device.limiter(Limits(None), "job")
+        self.limiter.adopt(self.worker)
+        self.wanted: list[int] = []
+        self.room = MemoryShare(self.device, self.limiter, 700 * MIB, MARGIN, self.wanted.append)
+        self.main_job = self.machine.start()
+
+    def look(self, main_job_mib: int) -> Ending | None:
+        self.machine.processes[self.main_job].held_bytes = main_job_mib * MIB
+        self.limiter.look()
+        return self.room.look()
+
+
+def test_all_is_well_while_the_margin_is_free():
+    bench = Bench()
+    assert bench.look(300) is None
+    assert bench.wanted == []
+    assert bench.room.claim_bytes == 100 * MIB
+
+
+def test_a_growth_is_answered_with_shrinking():
+    bench = Bench()
+    assert bench.look(340) is None
+    assert bench.wanted == [560 * MIB]
+    bench.machine.processes[bench.worker].held_bytes = 500 * MIB
+    assert bench.look(340) is None
+
+
+def test_one_that_does_not_shrink_is_stopped(monkeypatch):
+    bench = Bench()
+    bench.room._guard.patience_s = 0.0
+    ending = bench.look(340)
+    assert ending is not None
+    assert ending.how is How.STOP
+    assert ending.why.startswith("the main job needs the memory: 60 MiB free of a margin of 100 MiB")
+    assert bench.look(300) is ending  # decided once
+
+
+def test_a_sudden_growth_ends_the_worker():
+    bench = Bench()
+    ending = bench.look(390)
+    assert ending is not None
+    assert ending.how is How.CUT
+    assert ending.why.startswith("the main job needs the memory: 10 MiB free of a margin of 100 MiB")
+
+
+def test_what_a_worker_was_promised_is_not_promised_again_while_it_runs():
+    device = FakeDevice(FakeMachine(1000 * MIB))
+    memory = DeviceMemory(device, MARGIN)
+    limiter = device.limiter(Limits(None), "job")
+    with memory.shared(limiter, 300 * MIB, lambda size: None) as share:
+        assert share.claim_bytes == 300 * MIB
+        assert memory.room_bytes(cycle(0)) == 600 * MIB
+        assert isinstance(memory.cap(700 * MIB, None), NoRoom)
+    assert memory.room_bytes(cycle(0)) == 900 * MIB

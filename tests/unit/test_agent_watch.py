@@ -1,0 +1,183 @@
+"""Watching a worker: it is asked to stop, killed where it must be, and its word or its death is told."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.fill.agent import watch
+from megatron.fill.agent.ending import Ending, How
+from megatron.fill.agent.output import BoundedOutput
+from megatron.fill.agent.watch import Watch
+from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
+from megatron.fill.types import JobState
+from megatron.fill.worker.spec import Outcome
+
+OBEYS = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True)"
+IGNORES = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)"
+
+
+class Enforcer:
+    ending: Ending | None = None
+    released = False
+
+    def look(self) -> Ending | None:
+        return self.ending
+
+    def check(self) -> float:
+        return 0.2
+
+    def release(self) -> None:
+        self.released = True
+
+
+class Limiter:
+    """What is beyond the limits, why the kernel ended it, and what was done to it."""
+
+    def __init__(self) -> None:
+        self.beyond = self.kernels = ""
+        self.calls: list[str] = []
+
+    def look(self) -> str:
+        return self.beyond
+
+    def explain(self) -> str:
+        return self.kernels
+
+    def kill(self) -> None:
+        self.calls.append("kill")
+
+
+class Bench:
+    def __init__(self, folder: Path, code: str, most_output: int = 1 << 20) -> None:
+        worker = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+        )
+        self.folder, self.enforcer, self.ticks = folder, Enforcer(), 0
+        self.log = StepLog(create_log())
+        self.wants: list[Ending] = []  # once it is up, in this order
+        self.limiter = Limiter()
+        self.output = BoundedOutput(folder / "output.log", most_output)
+        self.run = Watch(
+            worker,
+            self.log,
+            folder,
+            self.output,
+            self.enforcer,  # type: ignore[arg-type]
+            self.limiter,  # type: ignore[arg-type]
+            worker.terminate,
+            [self],
+            self.tick,
+        )
+
+    def look(self) -> Ending | None:
+        if not (self.folder / "output.log").read_text() or not self.wants:
+            return None
+        return self.wants.pop(0) if len(self.wants) > 1 else self.wants[0]
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+    def outcome(self) -> tuple[Any, ...]:
+        self.run.watch()
+        outcome, crashed = self.run.outcome("images")
+        return outcome.state, outcome.reason, outcome.unit, crashed
+
+
+def test_a_worker_that_leaves_its_word(tmp_path):
+    bench = Bench(tmp_path, "print('hello')")
+    Outcome(JobState.SUCCEEDED, "", unit="steps").leave(bench.log)
+    assert bench.outcome() == (JobState.SUCCEEDED, "", "steps", False)
+    assert (tmp_path / "output.log").read_text() == "hello\n"
+
+
+def test_a_worker_that_dies(tmp_path):
+    bench = Bench(tmp_path, "import os; os.kill(os.getpid(), 11)")
+    bench.log.phase = WorkerPhase.STEP
+    reason = "the worker was killed by SIGSEGV in run_next_step()"
+    assert bench.outcome() == (JobState.FAILED, reason, "images", True)
+
+
+def test_a_worker_is_asked_to_stop(tmp_path):
+    bench = Bench(tmp_path, f"{OBEYS}; time.sleep(60)")
+    bench.wants = [Ending(How.STOP, "it was cancelled")]
+    assert bench.outcome()[3]  # it left no word of its own, but it left
+    assert bench.run.ending == Ending(How.STOP, "it was cancelled")
+    assert bench.enforcer.released
+    assert bench.ticks > 0
+
+
+def test_a_worker_that_does_not_stop_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "STOP_S", 0.5)
+    bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
+    bench.wants = [Ending(How.STOP, "the main job is over")]
+    state, reason, _, crashed = bench.outcome()
+    assert (state, crashed) == (JobState.FAILED, False)
+    assert reason.endswith("did not return within 0.5 s of the stop: the main job is over")
+    assert bench.run.ending == Ending(How.LATE, reason, "the main job is over")
+
+
+def test_a_job_that_belongs_to_another_agent_ends_at_once(tmp_path):
+    bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
+    bench.wants = [Ending(How.CUT, "another agent may have it")]
+    assert bench.outcome()[1] == "another agent may have it"
+    assert bench.run.ending == Ending(How.CUT, "another agent may have it")
+
+
+def test_a_harsher_decision_takes_the_place_of_a_milder_one_and_names_it(tmp_path):
+    bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
+    bench.wants = [Ending(How.STOP, "it moves"), Ending(How.CUT, "ended by pipefill kill")]
+    assert bench.outcome()[1] == "ended by pipefill kill"
+    assert bench.run.ending == Ending(How.CUT, "ended by pipefill kill", "it moves")
+
+
+def test_one_that_is_asked_to_stop_is_held_to_no_more_rules(tmp_path):
+    """To save may take more than to run."""
+    bench = Bench(tmp_path, f"{OBEYS}; time.sleep(60)")
+    bench.wants = [Ending(How.STOP, "it was cancelled")]
+    bench.limiter.beyond = "over its cap of 1 MiB"
+    bench.run._decide(0.0)  # nobody asks yet
+    assert bench.run.ending is not None
+    assert bench.run.ending.how is How.FAIL
+    bench.run.worker.communicate()
+    other = Bench(tmp_path, f"{OBEYS}; time.sleep(60)")
+    other.wants = [Ending(How.STOP, "it was cancelled")]
+    (tmp_path / "output.log").write_text("up")
+    other.limiter.beyond = "over its cap of 1 MiB"
+    other.outcome()
+    assert other.run.ending == Ending(How.STOP, "it was cancelled")
+
+
+def test_what_is_beyond_its_limits_ends(tmp_path):
+    bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
+    bench.limiter.beyond = "over its cap of 1 MiB"
+    assert bench.outcome()[1:] == ("over its cap of 1 MiB", "images", False)
+    assert bench.limiter.calls == ["kill", "kill"]  # the worker, and what it left
+
+
+def test_the_kernels_reason_is_told(tmp_path):
+    bench = Bench(tmp_path, "import os; os.kill(os.getpid(), 9)")
+    bench.limiter.kernels = "the kernel was out of memory"
+    assert bench.outcome()[1] == "the kernel was out of memory"
+
+
+def test_too_much_output_and_the_enforcers_word_end_a_job(tmp_path):
+    flood = Bench(tmp_path, "while True: print('x' * 10000)", most_output=1 << 16)
+    assert flood.outcome()[1].startswith("printed more than 0.0625 MiB")
+    slow = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
+    slow.enforcer.ending = Ending(How.FAIL, "ran on after its bubble")
+    assert slow.outcome()[1] == "ran on after its bubble"
+
+
+def test_what_is_raised_in_the_watch_leaves_no_worker(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
+    bench.limiter.look = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(ZeroDivisionError):
+        bench.run.watch()
+    assert bench.run.worker.returncode == -signal.SIGKILL
+    assert bench.limiter.calls == ["kill"]
