@@ -22,12 +22,12 @@ Rule = Callable[[TokenTree, Target, Chance], list[int]]
 
 def greedy(tree: TokenTree, target: Target, chance: Chance) -> list[int]:
     """The most probable token at each node, as far as the tree has it: what plain greedy decoding gives."""
-    return _walk(tree, target, lambda probabilities: int(np.argmax(probabilities)))
+    return follow(tree, lambda node: int(np.argmax(target(node))))
 
 
 def matching(tree: TokenTree, target: Target, chance: Chance) -> list[int]:
     """Sample from the large model at each node, as far as the tree has it (naive sampling, section 4.3)."""
-    return _walk(tree, target, chance.draw)
+    return follow(tree, lambda node: chance.draw(target(node)))
 
 
 def multi_step(tree: TokenTree, target: Target, chance: Chance) -> list[int]:
@@ -90,10 +90,11 @@ def _left(wanted: np.ndarray, drawn: np.ndarray) -> tuple[np.ndarray, float]:
     return (rest / total, total) if total > 0 else (wanted, 0.0)
 
 
-def _walk(tree: TokenTree, target: Target, choose: Callable[[np.ndarray], int]) -> list[int]:
+def follow(tree: TokenTree, choose: Callable[[int], int]) -> list[int]:
+    """The token that is chosen after each node, as far as the tree has it, and one more."""
     node, taken = 0, []
     while True:
-        token = choose(target(node))
+        token = choose(node)
         taken.append(token)
         child = tree.child(node, token)
         if child is None:

@@ -1,0 +1,153 @@
+"""Forward passes of ``transformers`` models over rows of tokens, cut by layers so that each piece fits a bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from megatron.fill.errors import TaskError
+from megatron.fill.llm.cache import CacheView, SlotCache, probe_shapes
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """The layers that a pass runs one after the other.
+
+    Raises:
+        TaskError: the model has none that can be found.
+    """
+    count = getattr(model.config, "num_hidden_layers", None)
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    if not lists:
+        raise TaskError(
+            f"{type(model).__name__} has no torch.nn.ModuleList of its {count} layers; expected a decoder-only model"
+        )
+    return list(max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters())))
+
+
+class LayeredPass:
+    """Runs a function that runs a model, and stops before every so many layers of it, to go on later.
+
+    A greenlet, and not a thread: the runtime holds a step with a signal, which reaches the main thread only.
+
+    Args:
+        layers: of the model.
+        pieces: what a pass is cut into, 1 to the number of layers.
+
+    Attributes:
+        result: what the latest function that has ended returned.
+    """
+
+    def __init__(self, layers: Sequence[torch.nn.Module], pieces: int) -> None:
+        self.pieces = max(1, min(pieces, len(layers)))
+        self._running: greenlet | None = None
+        self.result: Any = None
+        for piece in range(1, self.pieces):
+            layers[piece * len(layers) // self.pieces].register_forward_pre_hook(self._pause)
+
+    def begin(self, function: Callable[[], Any]) -> None:
+        """The next ``run`` starts this function; one that has not ended is abandoned."""
+        self.abandon()
+        self._running = greenlet(function)
+
+    def run(self) -> bool:
+        """Run the next piece; whether it was the last one."""
+        assert self._running is not None
+        with torch.inference_mode():
+            result = self._running.switch()
+        if not self._running.dead:
+            return False
+        self.result, self._running = result, None
+        return True
+
+    def abandon(self) -> None:
+        """Forget a pass that has not ended."""
+        if self._running is not None and self._running:
+            self._running.throw(GreenletExit)
+        self._running = None
+
+    def _pause(self, *_: Any) -> None:
+        if getcurrent() is self._running:  # not so in a pass that nobody cuts
+            self._running.parent.switch()
+
+
+@dataclass(frozen=True, slots=True)
+class RowInput:
+    """The new tokens of one sequence in a pass.
+
+    Attributes:
+        slot: of the sequence.
+        tokens, columns, positions: of each new token: its id, where it is kept, and its place in its sequence.
+        visible: the columns that each new token attends to, ``[tokens, columns]`` of bool.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    columns: Sequence[int]
+    positions: Sequence[int]
+    visible: np.ndarray
+
+    @classmethod
+    def following(cls, slot: int, tokens: Sequence[int], start: int) -> RowInput:
+        """Tokens that follow the ``start`` tokens before them, one after the other."""
+        places = range(start, start + len(tokens))
+        visible = np.tri(len(tokens), start + len(tokens), start, dtype=bool)
+        return cls(slot, tokens, places, places, visible)
+
+
+class ModelRunner:
+    """A model with its cache.
+
+    Args:
+        model: in evaluation mode, on its device.
+        context: tokens that a sequence may have.
+        pieces: what a pass is cut into.
+    """
+
+    def __init__(self, model: Any, context: int, pieces: int = 1) -> None:
+        self.model, self.context = model, context
+        self.vocabulary: int = model.get_output_embeddings().weight.shape[0]
+        self.cache = SlotCache(probe_shapes(model), model.dtype, str(model.device))
+        self.passes = LayeredPass(decoder_layers(model), pieces)
+
+    def begin(self, rows: Sequence[RowInput], logits: bool = True) -> None:
+        """Begin a pass; ``passes.run`` runs its pieces, and leaves ``[rows, queries, vocabulary]`` as its result.
+
+        Args:
+            logits: else there is no result: only keys and values are wanted.
+        """
+        inputs = self._inputs(rows)
+
+        def function() -> Any:
+            if logits:
+                return self.model(**inputs).logits
+            self.model.base_model(**inputs)
+            return None
+
+        self.passes.begin(function)
+
+    def _inputs(self, rows: Sequence[RowInput]) -> dict[str, Any]:
+        queries = max(len(row.tokens) for row in rows)
+        length = max(row.visible.shape[1] for row in rows)
+        ids, positions = np.zeros((2, len(rows), queries), dtype=np.int64)
+        columns = np.full((len(rows), queries), self.cache.capacity, dtype=np.int64)  # padding
+        visible = np.zeros((len(rows), 1, queries, length), dtype=bool)
+        for at, row in enumerate(rows):
+            count = len(row.tokens)
+            ids[at, :count], columns[at, :count], positions[at, :count] = row.tokens, row.columns, row.positions
+            visible[at, 0, :count, : row.visible.shape[1]] = row.visible
+        device, dtype = self.model.device, self.model.dtype
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+        mask.masked_fill_(torch.from_numpy(~visible).to(device), torch.finfo(dtype).min)
+        view = CacheView(self.cache, [row.slot for row in rows], torch.from_numpy(columns).to(device), length)
+        return {
+            "input_ids": torch.from_numpy(ids).to(device),
+            "position_ids": torch.from_numpy(positions).to(device),
+            "attention_mask": mask,
+            "past_key_values": view,
+            "use_cache": True,
+        }

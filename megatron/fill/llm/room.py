@@ -1,0 +1,110 @@
+"""Which sequences have keys and values on the device, and how much these may take."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from megatron.fill.llm.cache import SlotCache
+from megatron.fill.llm.sequence import GeneratedSequence
+
+_ROUND_TO = 32  # columns: else the room would change with nearly every sequence
+
+
+class KeyValueRoom:
+    """Admits sequences to slots while the worst case of all of them fits; the slots in use are always the first ones.
+
+    Args:
+        caches: of every model; all have the same slots.
+        spare: columns that a sequence needs besides its tokens, for the nodes of a tree.
+        most_bytes: of keys and values at any moment, also while the room changes; None for no limit.
+
+    Attributes:
+        batch: sequences at most.
+        active: in the order of their slots.
+        waiting: the next one first.
+        peak_bytes: the most that was ever held.
+    """
+
+    def __init__(self, caches: Sequence[SlotCache], batch: int, spare: int, most_bytes: int | None) -> None:
+        self._caches, self._spare, self._most_bytes = list(caches), spare, most_bytes
+        self.batch = batch
+        self.active: list[GeneratedSequence] = []
+        self.waiting: deque[GeneratedSequence] = deque()
+        self.peak_bytes = 0
+
+    def bytes_for(self, slots: int, capacity: int) -> int:
+        """The most that is held at any moment with this room, or while it changes from or to a smaller one."""
+        return sum(cache.bytes_for(slots, capacity) for cache in self._caches)
+
+    def fits_alone(self, sequence: GeneratedSequence) -> bool:
+        """Whether it could be admitted if there were no other."""
+        return self._slots_for(self._columns([sequence])) > 0
+
+    def admit(self) -> None:
+        """Give slots to those that wait, as long as they fit."""
+        while self.waiting and len(self.active) < self.batch:
+            following = self.waiting[0]
+            cache = self._caches[0]
+            if len(self.active) == cache.slots or self._columns([following]) > cache.capacity:
+                columns = self._columns([*self.active, following])
+                slots = min(self._slots_for(columns), self.batch, len(self.active) + len(self.waiting))
+                if slots <= len(self.active):
+                    return
+                self._resize(slots, columns)
+            self.waiting.popleft()
+            following.cached = [0] * len(self._caches)
+            self.active.append(following)
+
+    def release(self, sequence: GeneratedSequence) -> None:
+        """Take its slot; the last one moves there."""
+        slot, last = self.active.index(sequence), self.active.pop()
+        if last is not sequence:
+            for cache, columns in zip(self._caches, last.cached, strict=True):
+                cache.move(len(self.active), slot, columns)
+            self.active[slot] = last
+        sequence.cached = []
+
+    def limit(self, most_bytes: int | None) -> bool:
+        """Hold no more than this from now on: the youngest lose their slots, and wait to be computed again.
+
+        Returns:
+            Whether there is room for at least one; if not, nothing has changed.
+        """
+        everyone = [*self.active, *self.waiting]
+        old, self._most_bytes = self._most_bytes, most_bytes
+        if everyone and not all(map(self.fits_alone, everyone)):
+            self._most_bytes = old
+            return False
+        while self.active and self._slots_for(self._columns(self.active)) < len(self.active):
+            self._drop_youngest()
+        columns = self._columns(self.active) if self.active else 0
+        if most_bytes is not None and self.bytes_for(self._caches[0].slots, self._caches[0].capacity) > most_bytes:
+            self._resize(len(self.active), columns)
+        return True
+
+    def narrow(self, batch: int) -> None:
+        """No more sequences than this from now on."""
+        self.batch = batch
+        while len(self.active) > batch:
+            self._drop_youngest()
+
+    def _drop_youngest(self) -> None:
+        youngest = min(self.active, key=lambda sequence: len(sequence.generated))
+        self.release(youngest)
+        self.waiting.appendleft(youngest)
+
+    def _columns(self, sequences: Sequence[GeneratedSequence]) -> int:
+        most = max(sequence.most_tokens for sequence in sequences) + self._spare
+        return -(-most // _ROUND_TO) * _ROUND_TO
+
+    def _slots_for(self, columns: int) -> int:
+        if self._most_bytes is None:
+            return self.batch
+        return self._most_bytes // self.bytes_for(1, columns)
+
+    def _resize(self, slots: int, columns: int) -> None:
+        columns = columns if slots else 0
+        for cache in self._caches:
+            others = sum(other.held_bytes for other in self._caches if other is not cache)
+            self.peak_bytes = max(self.peak_bytes, others + cache.resize(slots, columns))

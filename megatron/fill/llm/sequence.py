@@ -1,0 +1,130 @@
+"""One sequence that is generated: what was asked for, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Decode = Callable[[list[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a sequence is to be.
+
+    Attributes:
+        prompt: token ids, at least one.
+        most: new tokens at most, at least one.
+        temperature: 0 takes the most probable token.
+        top_p: the share of the probability that is drawn from.
+        seed: where its randomness comes from: the same numbers, the same draws.
+        stop: texts that end it; they are not in its text.
+        alternatives: how many of the most probable tokens to note at each place; None notes nothing.
+    """
+
+    prompt: tuple[int, ...]
+    most: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: tuple[int, ...] = (0,)
+    stop: tuple[str, ...] = ()
+    alternatives: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNote:
+    """A token with the logarithm of its probability.
+
+    Attributes:
+        best: the most probable tokens at its place, the best first, each with its logarithm.
+    """
+
+    token: int
+    logarithm: float
+    best: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class GeneratedSequence:
+    """A sequence and its tokens so far.
+
+    Attributes:
+        name: of its owner's choice.
+        cached: tokens whose keys and values each model has, the target first; empty while it has no slot.
+        finish: why it ended: ``stop`` or ``length``; None while it goes on.
+        text: without what ended it; set at its end.
+    """
+
+    wanted: Wanted
+    name: Any = None
+    generated: list[int] = field(default_factory=list)
+    notes: list[TokenNote] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    finish: str | None = None
+    text: str = ""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and what was generated."""
+        return [*self.wanted.prompt, *self.generated]
+
+    @property
+    def length(self) -> int:
+        return len(self.wanted.prompt) + len(self.generated)
+
+    @property
+    def most_tokens(self) -> int:
+        """That it can have in the end, with its prompt."""
+        return len(self.wanted.prompt) + self.wanted.most
+
+    @property
+    def left(self) -> int:
+        """New tokens that it may still have."""
+        return self.wanted.most - len(self.generated)
+
+    def take(self, tokens: Sequence[int], notes: Sequence[TokenNote], ends: Collection[int], decode: Decode) -> int:
+        """Add tokens, up to the one that ends it; how many were added.
+
+        Args:
+            ends: token ids that end every sequence.
+        """
+        for count, token in enumerate(tokens, 1):
+            self.generated.append(token)
+            self.notes.extend(notes[count - 1 : count])
+            if token in ends:
+                self._end("stop", decode(self.generated[:-1]))
+            elif (text := self._stopped(decode)) is not None:
+                self._end("stop", text)
+            elif not self.left:
+                self._end("length", decode(self.generated))
+            if self.finish is not None:
+                return count
+        return len(tokens)
+
+    def _stopped(self, decode: Decode) -> str | None:
+        """The text before a stop that the latest token completed; None for none."""
+        if not self.wanted.stop:
+            return None
+        # A token may be a single byte, and a character four of them.
+        tail = decode(self.generated[-(4 * max(map(len, self.wanted.stop)) + 8) :])
+        if not any(stop in tail for stop in self.wanted.stop):
+            return None
+        text = decode(self.generated)
+        found = [at for stop in self.wanted.stop if (at := text.find(stop)) >= 0]
+        return text[: min(found)] if found else None
+
+    def _end(self, finish: str, text: str) -> None:
+        self.finish, self.text = finish, text
+
+    def state_dict(self) -> dict[str, Any]:
+        notes = [[note.token, note.logarithm, [list(pair) for pair in note.best]] for note in self.notes]
+        return {"generated": list(self.generated), "notes": notes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; only for one that had not ended."""
+        self.generated = list(state["generated"])
+        self.notes = [
+            TokenNote(token, logarithm, tuple((other, value) for other, value in best))
+            for token, logarithm, best in state["notes"]
+        ]

@@ -1,0 +1,78 @@
+"""Which token tree pays: measured, since it depends on the drafts, the batch and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Shape = tuple[int, ...]
+AUTO: tuple[Shape, ...] = ((), (1,), (1, 1), (1, 1, 1), (3, 1), (1, 1, 1, 1), (1, 1, 1, 1, 1, 1), (1, 1, 3, 1, 1, 1, 1, 1))
+_DECAY = 0.95  # of what was measured, by round
+_EXPLORING = 0.02  # of the time
+_ROUNDS = 2  # of each shape before any is judged
+
+
+def most_nodes(shape: Shape, drafts: int) -> int:
+    """Nodes of a tree of this shape at most, without the root."""
+    level, nodes = 1, 0
+    for width in shape:
+        level *= width * drafts
+        nodes += level
+    return nodes
+
+
+class ShapeChooser:
+    """Chooses the shape that gave the most tokens a second.
+
+    The others are tried again from time to time, for a fiftieth of the time.  The empty shape is plain decoding, to
+    which it falls back.
+
+    Args:
+        shapes: to choose from; with one of them there is no choice.
+    """
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
+        self.shapes = tuple(shapes)
+        self._tokens = dict.fromkeys(self.shapes, 0.0)
+        self._seconds = dict.fromkeys(self.shapes, 0.0)
+        self._rounds = dict.fromkeys(self.shapes, 0)
+        self._latest = dict.fromkeys(self.shapes, 0)  # when it was measured, in rounds
+        self._total = self._explored = 0.0
+        self._round = 0
+
+    def choose(self) -> Shape:
+        """The shape of the next round."""
+        new = [shape for shape in self.shapes if self._rounds[shape] < _ROUNDS]
+        if new:
+            return new[0]
+        best = self.best
+        others = [shape for shape in self.shapes if shape != best]
+        if others and self._explored < _EXPLORING * self._total:
+            return min(others, key=self._latest.__getitem__)
+        return best
+
+    @property
+    def best(self) -> Shape:
+        """Of those that were measured; the first one before any was."""
+        return max(self.shapes, key=self._speed)
+
+    def observe(self, shape: Shape, tokens: int | None, seconds: float) -> None:
+        """A round of this shape took so long.
+
+        Args:
+            tokens: that it gave; None if the time was not all spent on them.
+        """
+        if shape != self.best:
+            self._explored += seconds
+        self._total += seconds
+        if tokens is None:
+            return
+        self._round += 1
+        self._latest[shape] = self._round
+        self._rounds[shape] += 1
+        if self._rounds[shape] == 1:
+            return  # what it loads and allocates for the first time is no measure
+        self._tokens[shape] = self._tokens[shape] * _DECAY + tokens
+        self._seconds[shape] = self._seconds[shape] * _DECAY + seconds
+
+    def _speed(self, shape: Shape) -> float:
+        return self._tokens[shape] / self._seconds[shape] if self._seconds[shape] else 0.0
