@@ -47,20 +47,23 @@ class Offload(StrEnum):
 class Configuration:
     """One way to run a fill job; none of them changes what it computes.
 
-    Its text form is ``b8``, ``b8+checkpointing``, ``b8+offload-optimizer``, ``b8+checkpointing+offload-weights``.
+    Its text form is ``b8``, ``b8+checkpointing``, ``b8+offload-optimizer``, ``b8+checkpointing+offload-weights``,
+    ``b8+chunk64``.
 
     Attributes:
         batch_size: samples that pass through the model at a time; for training the micro-batch.
         checkpointing: activations are computed again in the backward pass instead of kept.
+        chunk: tokens of prompts that pass through a language model at a time; 0 where there are none.
     """
 
     batch_size: int = 1
     checkpointing: bool = False
     offload: Offload = Offload.NONE
+    chunk: int = 0
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; expected at least 1")
+        if self.batch_size < 1 or self.chunk < 0:
+            raise ValueError(f"batch_size is {self.batch_size}, chunk {self.chunk}; expected at least 1, and at least 0")
 
     def __str__(self) -> str:
         parts = [f"b{self.batch_size}"]
@@ -68,6 +71,8 @@ class Configuration:
             parts.append("checkpointing")
         if self.offload is not Offload.NONE:
             parts.append(f"offload-{self.offload}")
+        if self.chunk:
+            parts.append(f"chunk{self.chunk}")
         return "+".join(parts)
 
     @classmethod
@@ -77,10 +82,10 @@ class Configuration:
         Raises:
             ValueError: with the text and what was expected.
         """
-        match = re.fullmatch(r"b(\d+)(\+checkpointing)?(?:\+offload-(optimizer|weights))?", text)
+        match = re.fullmatch(r"b(\d+)(\+checkpointing)?(?:\+offload-(optimizer|weights))?(?:\+chunk(\d+))?", text)
         if match is None:
             raise ValueError(f"{text!r} is no configuration; expected such as b8 or b8+checkpointing+offload-optimizer")
-        return cls(int(match[1]), match[2] is not None, Offload(match[3] or "none"))
+        return cls(int(match[1]), match[2] is not None, Offload(match[3] or "none"), int(match[4] or 0))
 
 
 @dataclass(frozen=True, slots=True)

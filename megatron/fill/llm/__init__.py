@@ -1,1 +1,19 @@
-"""Language models as fill jobs: token trees and how they are verified (SpecInfer, arXiv 2305.09781)."""
+"""Language models as fill jobs: batches of requests, and token trees that speed them up (SpecInfer, arXiv 2305.09781)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.fill.llm.batch import BatchJob
+
+__all__ = ["BatchJob"]
+
+
+def __getattr__(name: str) -> Any:
+    """The jobs, imported when they are asked for: the verifiers need nothing of them."""
+    if name == "BatchJob":
+        from megatron.fill.llm.batch import BatchJob
+
+        return BatchJob
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,7 +52,7 @@ class SlotCache:
         return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
 
     def bytes_for(self, slots: int, capacity: int) -> int:
-        """The most that is held with this room, or while it changes between this one and a smaller one: a layer twice."""
+        """The most that is held with this room, or while it becomes this one or a smaller one: a layer twice."""
         layers = len(self._shapes)
         return -(-self.token_bytes * slots * (capacity + 1) * (layers + 1) // layers)
 

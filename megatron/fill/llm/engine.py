@@ -8,7 +8,6 @@ begun again at any time.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,20 +32,15 @@ class _Branching:
     """A sequence in this round.
 
     Attributes:
-        drafts: that take part.
+        levels: of each draft that takes part: its own nodes, by depth.
     """
 
     sequence: GeneratedSequence
     slot: int
     shape: Shape
-    drafts: list[int]
+    levels: dict[int, list[list[int]]]
     chance: Sampled
     tree: TokenTree = field(default_factory=TokenTree)
-
-    def level(self, depth: int) -> range:
-        """The nodes of this depth; they are in the order of their depths."""
-        depths = self.tree.depths()
-        return range(bisect_left(depths, depth), bisect_right(depths, depth))
 
 
 @dataclass(slots=True)
@@ -66,12 +60,10 @@ class EngineCounts:
     Attributes:
         tokens: generated.
         steps: of the large model: a pass over five sequences counts as five.
-        again: tokens whose keys and values were computed once more, since they had lost their room.
     """
 
     tokens: int = 0
     steps: int = 0
-    again: int = 0
 
 
 class Engine:
@@ -89,6 +81,7 @@ class Engine:
         clock: in seconds, to tell which shape is the fastest.
 
     Attributes:
+        runners: as given.
         finished: sequences that have ended; the owner takes them out.
     """
 
@@ -104,7 +97,7 @@ class Engine:
         most_bytes: int | None,
         clock: Callable[[], float],
     ) -> None:
-        self._runners, self._decode, self._ends, self._rule = list(runners), decode, ends, rule
+        self.runners, self._decode, self._ends, self._rule = list(runners), decode, ends, rule
         self._chooser, self._clock = ShapeChooser(shapes), clock
         self.chunk = chunk
         self._deepest = max(map(len, shapes))
@@ -119,7 +112,7 @@ class Engine:
         """The nodes of a round, in order; a round leaves out those that have nothing to do."""
         names = []
         for kind, model, level, piece in self._nodes:
-            pieces = self._runners[model].passes.pieces
+            pieces = self.runners[model].passes.pieces
             parts = [kind]
             if kind in ("prefill", "draft") and model:
                 parts.append(f"by draft {model - 1}" if kind == "prefill" else f"{model - 1} level {level}")
@@ -142,7 +135,7 @@ class Engine:
         elif kind == "commit":
             self._commit()
         else:
-            runner = self._runners[model]
+            runner = self.runners[model]
             if piece == 0:
                 runner.begin(self._rows(kind, model, level), logits=kind != "prefill")
             if runner.passes.run():
@@ -155,19 +148,19 @@ class Engine:
 
     def abandon(self) -> None:
         """The round is to be begun again, with its first node."""
-        for runner in self._runners:
+        for runner in self.runners:
             runner.passes.abandon()
         self._round = _Round()
 
     def _list_nodes(self) -> list[tuple[str, int, int, int]]:
         """Kind, model, level, piece of each."""
         nodes = [("admit", 0, 0, 0)]
-        for model, runner in enumerate(self._runners):
+        for model, runner in enumerate(self.runners):
             nodes += [("prefill", model, 0, piece) for piece in range(runner.passes.pieces)]
         for level in range(self._deepest):
-            for model, runner in enumerate(self._runners[1:], 1):
+            for model, runner in enumerate(self.runners[1:], 1):
                 nodes += [("draft", model, level, piece) for piece in range(runner.passes.pieces)]
-        nodes += [("verify", 0, 0, piece) for piece in range(self._runners[0].passes.pieces)]
+        nodes += [("verify", 0, 0, piece) for piece in range(self.runners[0].passes.pieces)]
         return [*nodes, ("commit", 0, 0, 0)]
 
     def _is_needed(self, at: int, now: int) -> bool:
@@ -183,44 +176,47 @@ class Engine:
     def _begin_round(self) -> None:
         self.room.admit()
         self._round = this = _Round(self._chooser.choose())
-        ready: dict[int, list[int]] = {}  # by slot: the models that will have all but the last token
-        for model, runner in enumerate(self._runners):
-            left, rows = self.chunk, []
+        late = set()  # slots: not all is computed that their next tokens need
+        drafting: dict[int, list[int]] = {}  # models, by slot
+        for model, runner in enumerate(self.runners):
+            left, rows, behind = self.chunk, [], _BEHIND if model else 0
             for slot, sequence in enumerate(self.room.active):
                 if model and not (this.shape and sequence.length + len(this.shape) <= runner.context):
                     continue
                 cached, wanted = sequence.cached[model], sequence.length - 1
                 count = min(left, wanted - cached)
-                if count > (_BEHIND if model else 0):
+                if wanted - cached > behind and count:
                     rows.append(RowInput.following(slot, sequence.tokens[cached : cached + count], cached))
                     left -= count
                     cached += count
-                if wanted - cached <= (_BEHIND if model else 0):
-                    ready.setdefault(slot, []).append(model)
+                if wanted - cached > behind:
+                    late.add(slot)
+                if model:
+                    drafting.setdefault(slot, []).append(model)
             if rows:
                 this.prefill[model] = rows
-        for slot, models in ready.items():
-            if models[0] == 0:
-                this.branching.append(self._branch(slot, models[1:]))
+        for slot in range(len(self.room.active)):
+            if slot not in late:
+                this.branching.append(self._branch(slot, drafting.get(slot, [])))
 
     def _branch(self, slot: int, drafts: list[int]) -> _Branching:
         sequence = self.room.active[slot]
         shape = self._round.shape[: sequence.left - 1] if drafts else ()
         # By place: a round that is begun again, in another process too, draws the same.
         chance = Sampled(np.random.default_rng((*sequence.wanted.seed, len(sequence.generated))))
-        return _Branching(sequence, slot, shape, drafts if shape else [], chance)
+        return _Branching(sequence, slot, shape, {model: [[0]] for model in drafts if shape}, chance)
 
     def _grows(self, one: _Branching, model: int, level: int) -> bool:
-        return model in one.drafts and level < len(one.shape)
+        return model in one.levels and level < len(one.shape)
 
     def _rows(self, kind: str, model: int, level: int) -> list[RowInput]:
         if kind == "prefill":
             return self._round.prefill[model]
         if kind == "verify":
-            return [_nodes_of(one, range(len(one.tree.tokens))) for one in self._round.branching]
+            return [_nodes_of(one, list(range(len(one.tree.tokens)))) for one in self._round.branching]
         growing = [one for one in self._round.branching if self._grows(one, model, level)]
         if level:
-            return [_nodes_of(one, one.level(level)) for one in growing]
+            return [_nodes_of(one, one.levels[model][level]) for one in growing]
         rows = []
         for one in growing:
             cached = min(one.sequence.cached[model], one.sequence.length - 1)
@@ -236,27 +232,30 @@ class Engine:
         else:
             growing = [one for one in self._round.branching if self._grows(one, model, level)]
             for at, one in enumerate(growing):
-                nodes, sequence = one.level(level), one.sequence
+                nodes, sequence = one.levels[model][level], one.sequence
                 if level == 0:  # its answer is in the place of the last token
                     last = max(0, sequence.length - 1 - sequence.cached[model])
                     sequence.cached[model] = sequence.length
-                    self._grow(one, nodes, one.shape[level], logits[at, last : last + 1])
+                    found = self._grow(one, nodes, one.shape[level], logits[at, last : last + 1])
                 else:
-                    self._grow(one, nodes, one.shape[level], logits[at, : len(nodes)])
+                    found = self._grow(one, nodes, one.shape[level], logits[at, : len(nodes)])
+                one.levels[model].append(found)
 
-    def _grow(self, one: _Branching, nodes: range, width: int, logits: Any) -> None:
-        """Add what a draft expects after nodes, ``[nodes, vocabulary]``."""
+    def _grow(self, one: _Branching, nodes: list[int], width: int, logits: Any) -> list[int]:
+        """Add what a draft expects after nodes, ``[nodes, vocabulary]``; the nodes that this leads to."""
         wanted = one.sequence.wanted
+        found: dict[int, None] = {}  # in order
         if wanted.temperature == 0:
             best = logits.topk(min(width, logits.shape[-1]), dim=-1).indices.tolist()
             for node, tokens in zip(nodes, best, strict=True):
                 for token in tokens:
-                    one.tree.add(node, token, _UNKNOWN)
-            return
+                    found[one.tree.add(node, token, _UNKNOWN)] = None
+            return list(found)
         for node, row in zip(nodes, logits.float().cpu().numpy(), strict=True):
             probabilities = distribution(row, wanted.temperature, wanted.top_p)
             for token, origin in drawn(probabilities, width, one.chance):
-                one.tree.add(node, token, origin)
+                found[one.tree.add(node, token, origin)] = None
+        return list(found)
 
     def _commit(self) -> None:
         """Verify the trees, and keep what was taken."""
@@ -264,7 +263,7 @@ class Engine:
         if not this.branching:
             return
         best = this.logits.argmax(-1).tolist()
-        moves: list[tuple[list[int], list[list[int]], list[list[int]]]] = [([], [], []) for _ in self._runners]
+        moves: list[tuple[list[int], list[list[int]], list[list[int]]]] = [([], [], []) for _ in self.runners]
         for at, one in enumerate(this.branching):
             sequence, nodes = one.sequence, len(one.tree.tokens)
             tokens = self._verified(one, this.logits[at, :nodes], best[at])
@@ -272,8 +271,11 @@ class Engine:
             notes = self._notes(one, tokens, path, this.logits[at, :nodes])
             last = sequence.length - 1  # the column of the root
             this.tokens += sequence.take(tokens, notes, self._ends, self._decode)
-            for model in (0, *one.drafts):
-                kept = path if model == 0 else path[: len(one.shape) - 1]
+            for model in (0, *one.levels):
+                kept = path
+                if model:  # it has seen its own nodes, but for the leaves
+                    levels = one.levels[model][1 : len(one.shape)]
+                    kept = [node for node, level in zip(path, levels, strict=False) if node in level]
                 sequence.cached[model] = last + 1 + len(kept)
                 moved = [(last + node, last + place) for place, node in enumerate(kept, 1) if node != place]
                 moves[model][0].append(one.slot)
@@ -281,7 +283,7 @@ class Engine:
                 moves[model][2].append([target for _, target in moved])
         self.counts.tokens += this.tokens
         self.counts.steps += len(this.branching)
-        for runner, (slots, sources, targets) in zip(self._runners, moves, strict=True):
+        for runner, (slots, sources, targets) in zip(self.runners, moves, strict=True):
             runner.cache.compact(slots, sources, targets)
         for one in this.branching:
             if one.sequence.finish is not None:
@@ -313,14 +315,14 @@ class Engine:
             self._chooser.observe(this.shape, None if this.prefill else this.tokens, this.seconds)
 
 
-def _nodes_of(one: _Branching, nodes: range) -> RowInput:
-    """Nodes of a tree, one after the other; the root's column is that of the last token."""
-    tree, root = one.tree, one.sequence.length - 1
+def _nodes_of(one: _Branching, nodes: list[int]) -> RowInput:
+    """Nodes of a tree; the root's column is that of the last token."""
+    tree, root, end = one.tree, one.sequence.length - 1, max(nodes) + 1
     depths = tree.depths()
     tokens = [tree.tokens[node] if node else one.sequence.tokens[-1] for node in nodes]
-    visible = np.ones((len(nodes), root + nodes.stop), dtype=bool)
-    visible[:, root:] = tree.mask()[nodes.start : nodes.stop, : nodes.stop]
-    columns = range(root + nodes.start, root + nodes.stop)
+    visible = np.ones((len(nodes), root + end), dtype=bool)
+    visible[:, root:] = tree.mask()[nodes, :end]
+    columns = [root + node for node in nodes]
     return RowInput(one.slot, tokens, columns, [root + depths[node] for node in nodes], visible)
 
 

@@ -37,17 +37,17 @@ class KeyValueRoom:
         """The most that is held at any moment with this room, or while it changes from or to a smaller one."""
         return sum(cache.bytes_for(slots, capacity) for cache in self._caches)
 
-    def fits_alone(self, sequence: GeneratedSequence) -> bool:
-        """Whether it could be admitted if there were no other."""
-        return self._slots_for(self._columns([sequence])) > 0
+    def bytes_for_one(self, tokens: int) -> int:
+        """What a sequence that may have so many tokens needs if there is no other."""
+        return self.bytes_for(1, self._columns(tokens))
 
     def admit(self) -> None:
         """Give slots to those that wait, as long as they fit."""
         while self.waiting and len(self.active) < self.batch:
             following = self.waiting[0]
             cache = self._caches[0]
-            if len(self.active) == cache.slots or self._columns([following]) > cache.capacity:
-                columns = self._columns([*self.active, following])
+            if len(self.active) == cache.slots or self._columns_of([following]) > cache.capacity:
+                columns = self._columns_of([*self.active, following])
                 slots = min(self._slots_for(columns), self.batch, len(self.active) + len(self.waiting))
                 if slots <= len(self.active):
                     return
@@ -65,23 +65,14 @@ class KeyValueRoom:
             self.active[slot] = last
         sequence.cached = []
 
-    def limit(self, most_bytes: int | None) -> bool:
-        """Hold no more than this from now on: the youngest lose their slots, and wait to be computed again.
-
-        Returns:
-            Whether there is room for at least one; if not, nothing has changed.
-        """
-        everyone = [*self.active, *self.waiting]
-        old, self._most_bytes = self._most_bytes, most_bytes
-        if everyone and not all(map(self.fits_alone, everyone)):
-            self._most_bytes = old
-            return False
-        while self.active and self._slots_for(self._columns(self.active)) < len(self.active):
+    def limit(self, most_bytes: int | None) -> None:
+        """Hold no more than this from now on: the youngest lose their slots, and wait to be computed again."""
+        self._most_bytes = most_bytes
+        while self.active and self._slots_for(self._columns_of(self.active)) < len(self.active):
             self._drop_youngest()
-        columns = self._columns(self.active) if self.active else 0
-        if most_bytes is not None and self.bytes_for(self._caches[0].slots, self._caches[0].capacity) > most_bytes:
-            self._resize(len(self.active), columns)
-        return True
+        cache = self._caches[0]
+        if most_bytes is not None and self.bytes_for(cache.slots, cache.capacity) > most_bytes:
+            self._resize(len(self.active), self._columns_of(self.active))
 
     def narrow(self, batch: int) -> None:
         """No more sequences than this from now on."""
@@ -94,9 +85,11 @@ class KeyValueRoom:
         self.release(youngest)
         self.waiting.appendleft(youngest)
 
-    def _columns(self, sequences: Sequence[GeneratedSequence]) -> int:
-        most = max(sequence.most_tokens for sequence in sequences) + self._spare
-        return -(-most // _ROUND_TO) * _ROUND_TO
+    def _columns_of(self, sequences: Sequence[GeneratedSequence]) -> int:
+        return self._columns(max((sequence.most_tokens for sequence in sequences), default=0))
+
+    def _columns(self, tokens: int) -> int:
+        return -(-(tokens + self._spare) // _ROUND_TO) * _ROUND_TO
 
     def _slots_for(self, columns: int) -> int:
         if self._most_bytes is None:

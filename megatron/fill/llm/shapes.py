@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Shape = tuple[int, ...]
-AUTO: tuple[Shape, ...] = ((), (1,), (1, 1), (1, 1, 1), (3, 1), (1, 1, 1, 1), (1, 1, 1, 1, 1, 1), (1, 1, 3, 1, 1, 1, 1, 1))
+AUTO: tuple[Shape, ...] = (
+    (),
+    (1,),
+    (1, 1),
+    (1, 1, 1),
+    (3, 1),
+    (1, 1, 1, 1),
+    (1, 1, 1, 1, 1, 1),
+    (1, 1, 3, 1, 1, 1, 1, 1),
+)
 _DECAY = 0.95  # of what was measured, by round
 _EXPLORING = 0.02  # of the time
 _ROUNDS = 2  # of each shape before any is judged
@@ -15,9 +24,9 @@ def most_nodes(shape: Shape, drafts: int) -> int:
     """Nodes of a tree of this shape at most, without the root."""
     level, nodes = 1, 0
     for width in shape:
-        level *= width * drafts
+        level *= width
         nodes += level
-    return nodes
+    return nodes * drafts
 
 
 class ShapeChooser:

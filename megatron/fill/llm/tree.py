@@ -90,19 +90,19 @@ def drawn(probabilities: np.ndarray, count: int, chance: Chance) -> list[tuple[i
 def expand(
     prefix: Tokens, drafts: Sequence[Model], shape: Sequence[int], chance: Chance, draft: Draft = drawn
 ) -> TokenTree:
-    """The union of the trees of all drafts: each draws ``shape[i]`` tokens below every node of depth ``i``.
+    """The union of the trees of all drafts (definition 3.2): ``shape[i]`` draws below each draft's own nodes of depth i.
 
     Args:
         prefix: the tokens so far.
         draft: how a draft's tokens are drawn.
     """
     tree = TokenTree()
-    level = [0]
+    levels = [[0] for _ in drafts]
     for width in shape:
-        following: dict[int, None] = {}  # in order
-        for node in level:
-            for model in drafts:
+        for which, model in enumerate(drafts):
+            following: dict[int, None] = {}  # in order
+            for node in levels[which]:
                 for token, probabilities in draft(model(prefix + tree.path(node)), width, chance):
                     following[tree.add(node, token, probabilities)] = None
-        level = list(following)
+            levels[which] = list(following)
     return tree

@@ -1,0 +1,174 @@
+"""From requests to sequences, and from sequences to answers: each request is answered exactly once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.fill.errors import TaskError
+from megatron.fill.llm.answers import AnswerFile, Choice, TokenLogprob, answer, error_answer
+from megatron.fill.llm.models import Tokenizer
+from megatron.fill.llm.requests import Refused, Request
+from megatron.fill.llm.sequence import GeneratedSequence, Wanted
+
+_UNSIGNED = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A request of which not all choices are there.
+
+    Attributes:
+        choices: by number.
+    """
+
+    request: Request
+    prompt_tokens: int
+    choices: dict[int, Choice] = field(default_factory=dict)
+
+
+class Answering:
+    """The requests of a file, in order, those that are answered already left out.
+
+    Args:
+        tokenizer: of the model.
+        context: tokens that a sequence may have.
+        model: what answers call the model.
+        seed: for requests that have none.
+        fits: whether a sequence can be generated at all; asked before any is.
+    """
+
+    def __init__(
+        self,
+        lines: Iterable[Request | Refused],
+        file: AnswerFile,
+        tokenizer: Tokenizer,
+        context: int,
+        model: str,
+        seed: int,
+        fits: Callable[[GeneratedSequence], bool],
+    ) -> None:
+        self._lines, self._file, self._tokenizer = iter(lines), file, tokenizer
+        self._context, self._model, self._seed, self._fits = context, model, seed, fits
+        self._begun: dict[int, _Begun] = {}  # by line
+        self._ready: deque[GeneratedSequence] = deque()
+        self._kept: dict[tuple[int, int], dict[str, Any]] = {}
+        self._choices: dict[int, dict[int, Choice]] = {}
+        self.answered = file.count
+
+    def following(self) -> GeneratedSequence | None:
+        """The next sequence; None after the last one.  Its name is its request's line and the choice."""
+        while not self._ready:
+            line = next(self._lines, None)
+            if line is None:
+                return None
+            if not self._file.answered(line):
+                self._begin(line)
+        return self._ready.popleft()
+
+    def ended(self, sequence: GeneratedSequence) -> None:
+        """A sequence has ended; with the last one of its request, the request is answered."""
+        line, number = sequence.name
+        begun = self._begun[line]
+        begun.choices[number] = self._choice(number, sequence, begun.request)
+        if len(begun.choices) == begun.request.n:
+            choices = [begun.choices[number] for number in sorted(begun.choices)]
+            self._write(answer(begun.request, choices, begun.prompt_tokens, self._model))
+            del self._begun[line]
+
+    def state_dict(self, unfinished: Iterable[GeneratedSequence]) -> dict[str, Any]:
+        """What was generated and not answered yet."""
+        self._file.sync()
+        sequences = [[*one.name, one.state_dict()] for one in unfinished if one.generated]
+        choices = [
+            [line, _choice_as_data(choice)] for line, begun in self._begun.items() for choice in begun.choices.values()
+        ]
+        return {"sequences": sequences, "choices": choices}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; before the first ``following``."""
+        self._kept = {(line, number): kept for line, number, kept in state["sequences"]}
+        for line, data in state["choices"]:
+            choice = _choice_from_data(data)
+            self._choices.setdefault(line, {})[choice.index] = choice
+
+    def _begin(self, line: Request | Refused) -> None:
+        if isinstance(line, Refused):
+            self._write(error_answer(line))
+            return
+        try:
+            prompt = self._prompt(line)
+            most = min(line.max_tokens or self._context, self._context - len(prompt))
+            if most < 1:
+                raise ValueError(
+                    f"the prompt has {len(prompt)} tokens; expected fewer than the context, {self._context}"
+                )
+            sequences = [self._sequence(line, prompt, most, number) for number in range(line.n)]
+            if not self._fits(sequences[0]):
+                raise ValueError(
+                    f"{len(prompt)} tokens and up to {most} more need more memory for keys and values than the job has; expected "
+                    "a smaller max_tokens, or a job with more memory"
+                )
+        except (ValueError, TaskError) as error:
+            self._write(error_answer(Refused(line.line, line.custom_id, 400, str(error), None)))
+            return
+        begun = _Begun(line, len(prompt), self._choices.pop(line.line, {}))
+        self._begun[line.line] = begun
+        self._ready.extend(one for number, one in enumerate(sequences) if number not in begun.choices)
+
+    def _prompt(self, request: Request) -> list[int]:
+        if request.chat:
+            return self._tokenizer.chat(list(request.messages))
+        if isinstance(request.prompt, str):
+            # A model needs a token to begin with.
+            return self._tokenizer.encode(request.prompt) or sorted(self._tokenizer.eos_ids)[:1]
+        tokens = list(request.prompt or ())
+        wrong = [token for token in tokens if not 0 <= token < self._tokenizer.size]
+        if wrong or not tokens:
+            raise ValueError(f"prompt has token {wrong[0]}; expected 0 to {self._tokenizer.size - 1}")
+        return tokens
+
+    def _sequence(self, request: Request, prompt: list[int], most: int, number: int) -> GeneratedSequence:
+        own = (0, self._seed & _UNSIGNED, request.line) if request.seed is None else (1, request.seed & _UNSIGNED)
+        wanted = Wanted(
+            tuple(prompt), most, request.temperature, request.top_p, (*own, number), request.stop, request.logprobs
+        )
+        sequence = GeneratedSequence(wanted, (request.line, number))
+        kept = self._kept.pop((request.line, number), None)
+        if kept is not None:
+            sequence.load_state_dict(kept)
+        return sequence
+
+    def _choice(self, number: int, sequence: GeneratedSequence, request: Request) -> Choice:
+        piece = self._tokenizer.piece
+        notes = None
+        if request.logprobs is not None:
+            notes = [
+                TokenLogprob(
+                    piece(note.token), note.logarithm, tuple((piece(other), value) for other, value in note.best)
+                )
+                for note in sequence.notes
+            ]
+        return Choice(number, sequence.text, sequence.finish or "", len(sequence.generated), notes)
+
+    def _write(self, data: dict[str, Any]) -> None:
+        self._file.write(data)
+        self.answered += 1
+
+
+def _choice_as_data(choice: Choice) -> list[Any]:
+    notes = choice.logprobs
+    noted = None if notes is None else [[note.token, note.logprob, list(map(list, note.top))] for note in notes]
+    return [choice.index, choice.text, choice.finish_reason, choice.tokens, noted]
+
+
+def _choice_from_data(data: list[Any]) -> Choice:
+    index, text, finish, tokens, noted = data
+    notes = None
+    if noted is not None:
+        notes = [
+            TokenLogprob(token, value, tuple((other, least) for other, least in top)) for token, value, top in noted
+        ]
+    return Choice(index, text, finish, tokens, notes)

@@ -1,0 +1,319 @@
+"""``BatchJob``: answers a file of requests with a language model, in OpenAI's batch format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron.fill.device.port import mib
+from megatron.fill.errors import TaskError
+from megatron.fill.given.quantities import parse_bytes
+from megatron.fill.llm.answers import AnswerFile
+from megatron.fill.llm.fitting import clock, held_bytes, pass_bytes, pieces_of, release, settle
+from megatron.fill.llm.requests import Request, read_requests
+from megatron.fill.llm.shapes import AUTO, Shape, most_nodes
+from megatron.fill.profiles import Configuration
+from megatron.fill.sidetask.checks import check_whole
+from megatron.fill.sidetask.nodes import NodeTask
+
+if TYPE_CHECKING:
+    from megatron.fill.llm.engine import Engine
+    from megatron.fill.llm.room import KeyValueRoom
+    from megatron.fill.llm.sequence import GeneratedSequence
+
+_RULES = ("matching", "multi_step", "traversal")
+_BATCH_SIZES = (8, 4, 2, 1)
+_CHUNKS = (128, 32)
+_REPORT_EVERY = 16  # answers
+_MEASURED_TOKENS = 64  # of a sequence that is only measured
+
+
+class BatchJob(NodeTask):
+    """Generates the answers to a file of requests, several at a time; with drafts, by token trees (SpecInfer).
+
+    An iteration is a round of the engine; its nodes are passes of the models, cut by layers.  The answers are written
+    to a file as they are ready.  Interrupted and resumed, every request is answered once, and one in progress goes on
+    where it stood.  It reports ``answered``, ``tokens`` and ``tokens_per_step`` (of the large model).
+    """
+
+    unit: ClassVar[str] = "requests"
+
+    def create(
+        self,
+        model: str,
+        requests: str,
+        output: str = "answers.jsonl",
+        draft: list[str] | None = None,
+        tree: list[int] | str = "auto",
+        rule: str = "traversal",
+        batch_sizes: list[int] | None = None,
+        chunks: list[int] | None = None,
+        dtype: str = "auto",
+        seed: int = 0,
+        kv_bytes: int | str | None = None,
+        pieces: int | None = None,
+    ) -> None:
+        """Load models and requests.
+
+        Args:
+            model: a folder that ``transformers`` can load a causal language model from, or a folder of Megatron's
+                checkpoints.
+            requests: a file in OpenAI's batch format.
+            output: the file of answers; relative to the job's folder.
+            draft: folders of small models with the same tokens.
+            tree: how many tokens each draft proposes below each node, by depth; ``auto`` chooses what is fastest.
+            rule: how sampled tokens are verified: ``matching``, ``multi_step`` or ``traversal``.
+            batch_sizes: how many sequences are generated at a time; None for 1 to 8.
+            chunks: how many tokens of prompts pass through the model at a time; None for 32 and 128.
+            dtype: of the weights: ``auto`` for that of the files, or ``float32``, ``bfloat16``, ``float16``.
+            seed: for requests that have none.
+            kv_bytes: of keys and values at most, such as ``1GiB``; None for what the job's memory leaves.
+            pieces: what a pass of the large model is cut into; None for pieces of a few milliseconds.
+
+        Raises:
+            ValueError: an argument is wrong.
+            ConfigError: the file of requests is none.
+            TaskError: a model cannot be loaded, or a draft has other tokens.
+        """
+        from megatron.fill.llm.models import load_language_model
+
+        self._shapes = _shapes(tree) if draft else [()]
+        if rule not in _RULES:
+            raise ValueError(f"rule is {rule!r}: expected one of {', '.join(_RULES)}")
+        self._rule = rule
+        self._batches = _whole_numbers("batch_sizes", batch_sizes, _BATCH_SIZES)
+        self._chunks = _whole_numbers("chunks", chunks, _CHUNKS)
+        check_whole(seed=(seed, 0), pieces=(1 if pieces is None else pieces, 1))
+        self._seed, self._pieces = seed, pieces
+        self._most_bytes = None if kv_bytes is None else parse_bytes(kv_bytes)
+        self._lines = list(read_requests(Path(requests)))
+        self._model_name = Path(model).name
+        self._model, self._tokenizer = load_language_model(Path(model), dtype)
+        self._drafts = []
+        for path in draft or []:
+            small, tokenizer = load_language_model(Path(path), dtype)
+            if not tokenizer.same_tokens(self._tokenizer):
+                raise TaskError(f"draft {path} has other tokens than {model}: expected a model with the same tokenizer")
+            self._drafts.append(small)
+        path = self.context.directory / output
+        self._file = AnswerFile(self.context.directory / path.name if self.context.measuring else path)
+        self._credited = sum(self._file.answered(line) for line in self._lines)
+        self.context.total_work = float(len(self._lines))
+        self._configuration = self.configurations()[0]
+        self._engine: Engine | None = None
+        self._state: dict[str, Any] = {"sequences": [], "choices": []}
+
+    def configurations(self) -> list[Configuration]:
+        """Every batch size with every length of a chunk."""
+        return [Configuration(size, chunk=chunk) for size in self._batches for chunk in self._chunks]
+
+    def configure(self, configuration: Configuration) -> None:
+        self._configuration = configuration
+        if self._engine is not None:
+            self._engine.abandon()
+            self._engine.chunk = configuration.chunk
+            self._engine.room.narrow(configuration.batch_size)
+            self.next_node = 0
+
+    def init(self) -> None:
+        """Move the models to the device, and find out how much is left for keys and values."""
+        from megatron.fill.llm import verify
+        from megatron.fill.llm.answering import Answering
+        from megatron.fill.llm.engine import Engine
+        from megatron.fill.llm.models import context_length
+        from megatron.fill.llm.passes import ModelRunner
+
+        models = [self._model, *self._drafts]
+        for one in models:
+            one.to(self.context.device).eval()
+        device, rows = self.context.device, self._most_rows()
+        pieces = [pieces_of(one, rows, device) for one in models]
+        if self._pieces is not None:
+            pieces[0] = self._pieces
+        runners = [ModelRunner(one, context_length(one), count) for one, count in zip(models, pieces, strict=True)]
+        self.split = f"layers, {runners[0].passes.pieces} pieces"
+        self._engine = Engine(
+            runners,
+            self._tokenizer.decode,
+            self._tokenizer.eos_ids,
+            getattr(verify, self._rule),
+            self._shapes[-1:] if self.context.measuring else self._shapes,
+            self._configuration.batch_size,
+            self._configuration.chunk,
+            None,
+            clock(self.context.device),
+        )
+        limit = self._key_value_bytes(self._engine.room)
+        self._engine.room.limit(limit)
+        self._answering = Answering(
+            self._lines,
+            self._file,
+            self._tokenizer,
+            runners[0].context,
+            self._model_name,
+            self._seed,
+            self._fits(limit),
+        )
+        self._answering.load_state_dict(self._state)
+
+    def node_names(self) -> tuple[str, ...]:
+        return self._running.node_names()
+
+    def iteration_work(self) -> float:
+        """A token for each sequence at least: a part of a request."""
+        most = [line.max_tokens or 256 for line in self._lines if isinstance(line, Request)]
+        return self._configuration.batch_size * len(most) / sum(most) if most else 1.0
+
+    def run_next_step(self) -> float:
+        """Run one node of the engine; the work comes with the commit.
+
+        Raises:
+            StopIteration: all requests are answered.
+        """
+        engine = self._running
+        if self.next_node == 0:
+            if self.context.measuring:
+                self._pretend(engine)
+            elif self._fill_up(engine):
+                if self._uncredited:
+                    return self._credit()
+                self._report()
+                raise StopIteration
+        self.next_node = engine.run(self.next_node)
+        settle(self.context.device)
+        if self.next_node or self.context.measuring:
+            return 0.0
+        before = self._answering.answered
+        while engine.finished:
+            self._answering.ended(engine.finished.pop())
+        if self._answering.answered // _REPORT_EVERY > before // _REPORT_EVERY:
+            self._report()
+        return self._credit()
+
+    def shrink(self, memory_bytes: int) -> bool:
+        """Give back keys and values: the youngest sequences are computed again later."""
+        engine, device = self._running, self.context.device
+        held = sum(runner.cache.held_bytes for runner in engine.runners)
+        left = memory_bytes - (held_bytes(device) - held)
+        if engine.room.bytes_for_one(self._longest(engine.runners[0].context)) > left:
+            return False
+        engine.abandon()
+        self.next_node = 0
+        engine.room.limit(left)
+        release(device)
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tokens of the sequences that have not ended; keys and values are computed again."""
+        if self._engine is None:
+            return self._state
+        room = self._engine.room
+        return self._answering.state_dict([*room.active, *room.waiting])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    @property
+    def _running(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    def _fill_up(self, engine: Engine) -> bool:
+        """Let no slot be empty for want of a sequence; whether there is nothing left to do."""
+        room = engine.room
+        while len(room.active) + len(room.waiting) < 2 * room.batch:
+            following = self._answering.following()
+            if following is None:
+                return engine.idle
+            room.waiting.append(following)
+        return False
+
+    def _pretend(self, engine: Engine) -> None:
+        """A round in which every node has as much to do as it ever has: a full batch, and a chunk of one prompt."""
+        from megatron.fill.llm.sequence import GeneratedSequence, Wanted
+
+        room, deepest = engine.room, max(map(len, self._shapes))
+        for sequence in list(room.active):
+            room.release(sequence)
+        length = min(runner.context for runner in engine.runners) - deepest - 2
+        prompt = (0,) * max(2, min(length, self._configuration.chunk + _MEASURED_TOKENS))
+        room.waiting.extend(GeneratedSequence(Wanted(prompt, deepest + 2)) for _ in range(room.batch))
+        room.admit()
+        room.waiting.clear()
+        for sequence in room.active:
+            sequence.cached = [len(prompt) - 1] * len(engine.runners)
+        first = max(0, len(prompt) - 1 - self._configuration.chunk)
+        room.active[0].cached = [first] * len(engine.runners)
+
+    def _key_value_bytes(self, room: KeyValueRoom) -> int | None:
+        """What was asked for, but no more than the job's memory leaves beside models and passes; None for no limit.
+
+        Raises:
+            TaskError: that is not enough for anything.
+        """
+        limits = [] if self._most_bytes is None else [self._most_bytes]
+        if self.context.memory_bytes is not None:
+            taken = held_bytes(self.context.device) + pass_bytes(self._model.config, self._most_rows())
+            limits.append(self.context.memory_bytes - taken)
+        if not limits:
+            return None
+        least = room.bytes_for_one(2 * _MEASURED_TOKENS)
+        if min(limits) < least:
+            raise TaskError(
+                f"{mib(min(limits))} are left for keys and values; expected {mib(least)} at least: give the job more "
+                "memory, or smaller batch_sizes and chunks"
+            )
+        return min(limits)
+
+    def _fits(self, limit: int | None) -> Callable[[GeneratedSequence], bool]:
+        room = self._running.room
+        return lambda sequence: limit is None or room.bytes_for_one(sequence.most_tokens) <= limit
+
+    def _longest(self, context: int) -> int:
+        """Tokens that no sequence exceeds: a token is a byte at least, but for a few of a chat's template."""
+        sizes = [
+            len(str(line.messages or line.prompt).encode()) + (line.max_tokens or context)
+            for line in self._lines
+            if isinstance(line, Request)
+        ]
+        return min(context, 256 + max(sizes, default=0))
+
+    def _most_rows(self) -> int:
+        """Tokens in the largest pass."""
+        nodes = max(most_nodes(shape, len(self._drafts)) for shape in self._shapes)
+        return max(max(self._chunks), max(self._batches) * (1 + nodes))
+
+    @property
+    def _uncredited(self) -> int:
+        return self._answering.answered - self._credited
+
+    def _credit(self) -> float:
+        work, self._credited = self._uncredited, self._answering.answered
+        return float(work)
+
+    def _report(self) -> None:
+        counts = self._running.counts
+        per_step = counts.tokens / counts.steps if counts.steps else 0.0
+        self.context.report(answered=self._answering.answered, tokens=counts.tokens, tokens_per_step=round(per_step, 3))
+
+
+def _shapes(tree: list[int] | str) -> list[Shape]:
+    """The shapes to choose from.
+
+    Raises:
+        ValueError: it is neither ``auto`` nor a shape.
+    """
+    if tree == "auto":
+        return list(AUTO)
+    if not isinstance(tree, list) or not tree or not all(type(width) is int and width >= 1 for width in tree):
+        raise ValueError(f"tree is {tree!r}: expected auto, or numbers of tokens by depth such as [1, 1, 3, 1]")
+    return [tuple(tree)]
+
+
+def _whole_numbers(name: str, given: list[int] | None, default: tuple[int, ...]) -> list[int]:
+    for value in given or []:
+        check_whole(**{name: (value, 1)})
+    if given == []:
+        raise ValueError(f"{name} is []: expected at least one, or none at all")
+    return list(default if given is None else given)

@@ -1,0 +1,55 @@
+"""What fits where: the memory that a language model's passes take, and the pieces that they are cut into."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megatron.fill.device.meter import resident_bytes
+
+# A piece of a pass is to take a few milliseconds: products of a weight and a token.
+_PIECE = {"cpu": 20e6, "cuda": 200e9}
+
+
+def pieces_of(model: Any, tokens: int, device: str) -> int:
+    """What a pass of so many tokens is cut into."""
+    size = sum(parameter.numel() for parameter in model.base_model.parameters())
+    return math.ceil(size * tokens / _PIECE[device.partition(":")[0]])
+
+
+def pass_bytes(config: Any, tokens: int) -> int:
+    """What a pass takes besides weights, keys and values: logits twice, and a layer's activations."""
+    inner = max(4 * config.hidden_size, getattr(config, "intermediate_size", None) or 0)
+    return tokens * (2 * config.vocab_size + 6 * inner) * 4
+
+
+def held_bytes(device: str) -> int:
+    """What this process holds of the device's memory."""
+    if device == "cpu":
+        return resident_bytes()
+    import torch
+
+    return torch.cuda.memory_reserved(device)
+
+
+def release(device: str) -> None:
+    """Give back what tensors that are gone have left in the allocator's cache."""
+    if device != "cpu":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def settle(device: str) -> None:
+    """A step ends when its kernels do."""
+    if device != "cpu":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def clock(device: str) -> Callable[[], float]:
+    """Of the time that a step has the device, in seconds: on the CPU the main job takes turns within it."""
+    return time.thread_time if device == "cpu" else time.perf_counter
