@@ -1,4 +1,4 @@
-"""Language models as fill jobs: batches of requests, and token trees that speed them up (SpecInfer, arXiv 2305.09781)."""
+"""Language models as fill jobs: batches of requests, and token trees (SpecInfer, arXiv 2305.09781)."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ class Answering:
             sequences = [self._sequence(line, prompt, most, number) for number in range(line.n)]
             if not self._fits(sequences[0]):
                 raise ValueError(
-                    f"{len(prompt)} tokens and up to {most} more need more memory for keys and values than the job has; expected "
-                    "a smaller max_tokens, or a job with more memory"
+                    f"{len(prompt)} tokens and up to {most} more need more memory for keys and values than there is; "
+                    "expected a smaller max_tokens, or a job with more memory"
                 )
         except (ValueError, TaskError) as error:
             self._write(error_answer(Refused(line.line, line.custom_id, 400, str(error), None)))

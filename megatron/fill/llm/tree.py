@@ -90,7 +90,7 @@ def drawn(probabilities: np.ndarray, count: int, chance: Chance) -> list[tuple[i
 def expand(
     prefix: Tokens, drafts: Sequence[Model], shape: Sequence[int], chance: Chance, draft: Draft = drawn
 ) -> TokenTree:
-    """The union of the trees of all drafts (definition 3.2): ``shape[i]`` draws below each draft's own nodes of depth i.
+    """The union of the trees of all drafts (definition 3.2): ``shape[i]`` draws below each own node of depth i.
 
     Args:
         prefix: the tokens so far.
