@@ -110,6 +110,7 @@ class ModelRunner:
 
     def __init__(self, model: Any, context: int, pieces: int = 1) -> None:
         self.model, self.context = model, context
+        self._device, self._dtype = model.device, model.dtype  # the model looks through its weights for them
         self.vocabulary: int = model.get_output_embeddings().weight.shape[0]
         self.cache = SlotCache(probe_shapes(model), model.dtype, str(model.device))
         self.passes = LayeredPass(decoder_layers(model), pieces)
@@ -140,7 +141,7 @@ class ModelRunner:
             count = len(row.tokens)
             ids[at, :count], columns[at, :count], positions[at, :count] = row.tokens, row.columns, row.positions
             visible[at, 0, :count, : row.visible.shape[1]] = row.visible
-        device, dtype = self.model.device, self.model.dtype
+        device, dtype = self._device, self._dtype
         mask = torch.zeros(visible.shape, dtype=dtype, device=device)
         mask.masked_fill_(torch.from_numpy(~visible).to(device), torch.finfo(dtype).min)
         view = CacheView(self.cache, [row.slot for row in rows], torch.from_numpy(columns).to(device), length)
