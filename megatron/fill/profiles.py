@@ -63,7 +63,9 @@ class Configuration:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.chunk < 0:
-            raise ValueError(f"batch_size is {self.batch_size}, chunk {self.chunk}; expected at least 1, and at least 0")
+            raise ValueError(
+                f"batch_size is {self.batch_size}, chunk {self.chunk}; expected at least 1, and at least 0"
+            )
 
     def __str__(self) -> str:
         parts = [f"b{self.batch_size}"]

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.fill.errors import TaskError
 from megatron.fill.llm.answers import AnswerFile, Choice, TokenLogprob, answer, error_answer
 from megatron.fill.llm.models import Tokenizer
 from megatron.fill.llm.requests import Refused, Request
+
+from megatron.fill.errors import TaskError
 from megatron.fill.llm.sequence import GeneratedSequence, Wanted
 
 _UNSIGNED = (1 << 64) - 1
@@ -77,6 +78,15 @@ class Answering:
             choices = [begun.choices[number] for number in sorted(begun.choices)]
             self._write(answer(begun.request, choices, begun.prompt_tokens, self._model))
             del self._begun[line]
+
+    def progress(self, unfinished: Iterable[GeneratedSequence]) -> float:
+        """Requests done so far; one in progress counts as the part of its tokens that is there."""
+        done = float(self.answered)
+        for begun in self._begun.values():
+            done += len(begun.choices) / begun.request.n
+        for sequence in unfinished:
+            done += len(sequence.generated) / sequence.wanted.most / self._begun[sequence.name[0]].request.n
+        return done
 
     def state_dict(self, unfinished: Iterable[GeneratedSequence]) -> dict[str, Any]:
         """What was generated and not answered yet."""

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megatron.fill.llm.answers import AnswerFile
+from megatron.fill.llm.requests import Request, read_requests
+
 from megatron.fill.device.port import mib
 from megatron.fill.errors import TaskError
 from megatron.fill.given.quantities import parse_bytes
-from megatron.fill.llm.answers import AnswerFile
 from megatron.fill.llm.fitting import clock, held_bytes, pass_bytes, pieces_of, release, settle
-from megatron.fill.llm.requests import Request, read_requests
 from megatron.fill.llm.shapes import AUTO, Shape, most_nodes
 from megatron.fill.profiles import Configuration
 from megatron.fill.sidetask.checks import check_whole
@@ -96,9 +97,8 @@ class BatchJob(NodeTask):
             if not tokenizer.same_tokens(self._tokenizer):
                 raise TaskError(f"draft {path} has other tokens than {model}: expected a model with the same tokenizer")
             self._drafts.append(small)
-        path = self.context.directory / output
-        self._file = AnswerFile(self.context.directory / path.name if self.context.measuring else path)
-        self._credited = sum(self._file.answered(line) for line in self._lines)
+        name = Path(output).name if self.context.measuring else output
+        self._file = AnswerFile(self.context.directory / name)
         self.context.total_work = float(len(self._lines))
         self._configuration = self.configurations()[0]
         self._engine: Engine | None = None
@@ -118,10 +118,11 @@ class BatchJob(NodeTask):
 
     def init(self) -> None:
         """Move the models to the device, and find out how much is left for keys and values."""
+        from megatron.fill.llm.models import context_length
+
         from megatron.fill.llm import verify
         from megatron.fill.llm.answering import Answering
         from megatron.fill.llm.engine import Engine
-        from megatron.fill.llm.models import context_length
         from megatron.fill.llm.passes import ModelRunner
 
         models = [self._model, *self._drafts]
@@ -156,12 +157,13 @@ class BatchJob(NodeTask):
             self._fits(limit),
         )
         self._answering.load_state_dict(self._state)
+        self._credited: float | None = None  # progress that was returned as work, or is of an earlier attempt
 
     def node_names(self) -> tuple[str, ...]:
         return self._running.node_names()
 
     def iteration_work(self) -> float:
-        """A token for each sequence at least: a part of a request."""
+        """A token for each sequence, which is a part of a request; with drafts it may be several."""
         most = [line.max_tokens or 256 for line in self._lines if isinstance(line, Request)]
         return self._configuration.batch_size * len(most) / sum(most) if most else 1.0
 
@@ -176,10 +178,10 @@ class BatchJob(NodeTask):
             if self.context.measuring:
                 self._pretend(engine)
             elif self._fill_up(engine):
-                if self._uncredited:
-                    return self._credit()
                 self._report()
                 raise StopIteration
+            elif self._credited is None:
+                self._credited = self._progress()
         self.next_node = engine.run(self.next_node)
         settle(self.context.device)
         if self.next_node or self.context.measuring:
@@ -189,7 +191,9 @@ class BatchJob(NodeTask):
             self._answering.ended(engine.finished.pop())
         if self._answering.answered // _REPORT_EVERY > before // _REPORT_EVERY:
             self._report()
-        return self._credit()
+        now, before = self._progress(), self._credited or 0.0
+        self._credited = now
+        return now - before
 
     def shrink(self, memory_bytes: int) -> bool:
         """Give back keys and values: the youngest sequences are computed again later."""
@@ -284,13 +288,8 @@ class BatchJob(NodeTask):
         nodes = max(most_nodes(shape, len(self._drafts)) for shape in self._shapes)
         return max(max(self._chunks), max(self._batches) * (1 + nodes))
 
-    @property
-    def _uncredited(self) -> int:
-        return self._answering.answered - self._credited
-
-    def _credit(self) -> float:
-        work, self._credited = self._uncredited, self._answering.answered
-        return float(work)
+    def _progress(self) -> float:
+        return self._answering.progress([*self._running.room.active, *self._running.room.waiting])
 
     def _report(self) -> None:
         counts = self._running.counts

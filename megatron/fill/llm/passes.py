@@ -21,7 +21,9 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
         TaskError: the model has none that can be found.
     """
     count = getattr(model.config, "num_hidden_layers", None)
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    lists: list[torch.nn.ModuleList] = [
+        module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count
+    ]
     if not lists:
         raise TaskError(
             f"{type(model).__name__} has no torch.nn.ModuleList of its {count} layers; expected a decoder-only model"

@@ -1,0 +1,95 @@
+"""Are greedy answers those of ``transformers``, and a tree's logits those of its sequences alone?"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.fill.llm.passes import ModelRunner, RowInput
+from megatron.fill.llm.sequence import Wanted
+from megatron.fill.llm.shapes import AUTO
+from scripts.benchmarks.llm.engines import engine, generate, models
+from scripts.benchmarks.llm.trained import CONTEXT, prompts
+
+REQUESTS = 1000
+MORE_SHAPES = ((2, 2, 1), (5, 1, 1, 1), (1, 1, 5, 1, 1, 1, 1, 1), (3, 1, 1, 1, 1, 1, 1, 1))
+TREES = 50
+
+
+def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Batches of 1 to 8, prompts and answers of mixed lengths, every shape; every third request has a stop."""
+    target, _, tokenizer = models(folder)
+    encoded = [tokenizer.encode(text) for text in prompts(REQUESTS)]
+    lengths = [4 + at * 37 % 45 for at in range(REQUESTS)]
+    expected = [_alone(target, tokenizer, prompt, most) for prompt, most in zip(encoded, lengths, strict=True)]
+    stops = [
+        (text[len(text) // 2 : len(text) // 2 + 2],) if at % 3 == 0 and len(text) > 3 else ()
+        for at, (_, text) in enumerate(expected)
+    ]
+    identical, groups = 0, [*AUTO, *MORE_SHAPES]
+    for which, shape in enumerate(groups):
+        mine = range(which, REQUESTS, len(groups))
+        made = engine(folder, [shape], 1 + which % 8)
+        wanted = [Wanted(tuple(encoded[at]), lengths[at], stop=stops[at]) for at in mine]
+        for at, found in zip(mine, generate(made, wanted), strict=True):
+            tokens, text = expected[at]
+            if stops[at]:
+                same = (
+                    found.text == text[: text.index(stops[at][0])] and tokens[: len(found.generated)] == found.generated
+                )
+            else:
+                same = (found.generated, found.text) == (tokens, text)
+            identical += same
+    error = tree_error(folder)
+    summary = {"requests": REQUESTS, "identical": identical, "tree_logit_error": error}
+    return summary, {"stops": sum(map(bool, stops)), "shapes": [list(shape) for shape in groups], "trees": TREES}
+
+
+def _alone(target: Any, tokenizer: Any, prompt: list[int], most: int) -> tuple[list[int], str]:
+    """Tokens and text of plain greedy decoding by ``transformers``."""
+    inputs = torch.tensor([prompt])
+    ends = sorted(tokenizer.eos_ids)
+    with torch.inference_mode():
+        found = target.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=most,
+            do_sample=False,
+            eos_token_id=ends,
+            pad_token_id=ends[0],
+        )
+    tokens = found[0, len(prompt) :].tolist()
+    return tokens, tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens)
+
+
+def tree_error(folder: Path) -> float:
+    """The largest difference between the logits of a tree's node and those of its sequence alone."""
+    target, _, tokenizer = models(folder)
+    runner, source, worst = ModelRunner(target, CONTEXT), random.Random(1), 0.0
+    runner.cache.resize(1, CONTEXT)
+    for text in prompts(TREES):
+        committed = tokenizer.encode(text)
+        parents, tokens = [-1], [committed[-1]]
+        for node in range(1, 20):
+            parents.append(source.randrange(node))
+            tokens.append(source.randrange(256))
+        paths: list[list[int]] = []
+        for node, parent in enumerate(parents):
+            paths.append([*paths[parent], node] if parent >= 0 else [node])
+        root = len(committed) - 1
+        if root:
+            runner.begin([RowInput.following(0, committed[:-1], 0)], logits=False)
+            runner.passes.run()
+        visible = np.ones((20, root + 20), dtype=bool)
+        visible[:, root:] = [[other in path for other in range(20)] for path in paths]
+        runner.begin([RowInput(0, tokens, range(root, root + 20), [root + len(p) - 1 for p in paths], visible)])
+        runner.passes.run()
+        for node, path in enumerate(paths):
+            with torch.inference_mode():
+                alone = target(torch.tensor([committed[:-1] + [tokens[at] for at in path]])).logits[0, -1]
+            worst = max(worst, float((runner.passes.result[0, node] - alone).abs().max()))
+    return worst

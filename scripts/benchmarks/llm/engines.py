@@ -1,0 +1,44 @@
+"""The engine with the trained models, without a job around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.fill.llm.models import load_language_model
+
+from megatron.fill.llm.engine import Engine
+from megatron.fill.llm.passes import ModelRunner
+from megatron.fill.llm.sequence import GeneratedSequence, Wanted
+from megatron.fill.llm.shapes import Shape
+from megatron.fill.llm.verify import Rule, traversal
+from scripts.benchmarks.llm.trained import CONTEXT
+
+
+@cache
+def models(folder: Path) -> tuple[Any, Any, Any]:
+    """The large model, the draft, and their tokenizer."""
+    torch.set_num_threads(1)
+    target, tokenizer = load_language_model(folder / "target")
+    return target.eval(), load_language_model(folder / "draft")[0].eval(), tokenizer
+
+
+def engine(folder: Path, shapes: Sequence[Shape], batch: int, rule: Rule = traversal, chunk: int = 128) -> Engine:
+    """An engine; with no shape but the empty one it has no draft."""
+    target, draft, tokenizer = models(folder)
+    runners = [ModelRunner(target, CONTEXT)] + ([ModelRunner(draft, CONTEXT)] if any(shapes) else [])
+    return Engine(runners, tokenizer.decode, tokenizer.eos_ids, rule, shapes, batch, chunk, None, time.thread_time)
+
+
+def generate(made: Engine, wanted: Sequence[Wanted]) -> list[GeneratedSequence]:
+    """All sequences, in the order in which they are wanted."""
+    made.room.waiting.extend(GeneratedSequence(one, name) for name, one in enumerate(wanted))
+    node = 0
+    while not made.idle:
+        node = made.run(node)
+    done, made.finished = sorted(made.finished, key=lambda sequence: sequence.name), []
+    return done
