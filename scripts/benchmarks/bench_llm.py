@@ -1,8 +1,8 @@
 """Language models as fill jobs: whether the tokens are right, how many a pass gives, how fast that is.
 
-    python scripts/benchmarks/bench_llm.py --parts models,identical,trees,speed,drawn,killed --json docs/benchmarks/llm.json
+    python scripts/benchmarks/bench_llm.py --parts identical,trees --json docs/benchmarks/llm.json
 
-The first part trains a byte-level model of about 2 million weights and a draft of about 70,000 on the sources of
+It trains a byte-level model of about 2 million weights and a draft of about 70,000 on the sources of
 Python's standard library, with this project, into ``--folder``, once.  The parts:
 
     identical   greedy answers against those of transformers itself, request by request, and the logits of tree nodes

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import string
+from pathlib import Path
 from typing import Any
 
-VOCABULARY = 40
+LETTERS = string.ascii_letters[:39] + "."
+VOCABULARY = len(LETTERS)
 CONTEXT = 192
 FAMILIES = ("llama", "gpt2", "opt", "qwen2", "qwen3", "gpt_neox")
 
@@ -50,3 +53,21 @@ def alone(made: Any, prompt: list[int], count: int) -> list[int]:
     with torch.no_grad():
         tokens = made.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False)
     return tokens[0, len(prompt) :].tolist()
+
+
+def folder(path: Path, made: Any, template: str | None = None) -> Path:
+    """The model saved with a tokenizer whose token n is a letter: the n-th of ``LETTERS``; the last one ends a text."""
+    from tokenizers import Tokenizer, decoders, models
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    letters = Tokenizer(
+        models.WordLevel({letter: number for number, letter in enumerate(LETTERS)}, unk_token=LETTERS[0])
+    )
+    letters.pre_tokenizer = Split("", "isolated")
+    letters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=LETTERS[-1])
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    made.save_pretrained(path)
+    return path

@@ -58,6 +58,7 @@ class Answering:
         self._kept: dict[tuple[int, int], dict[str, Any]] = {}
         self._choices: dict[int, dict[int, Choice]] = {}
         self.answered = file.count
+        self._counted = float(file.count)  # done, and counted as work, perhaps in another process
 
     def following(self) -> GeneratedSequence | None:
         """The next sequence; None after the last one.  Its name is its request's line and the choice."""
@@ -79,14 +80,15 @@ class Answering:
             self._write(answer(begun.request, choices, begun.prompt_tokens, self._model))
             del self._begun[line]
 
-    def progress(self, unfinished: Iterable[GeneratedSequence]) -> float:
-        """Requests done so far; one in progress counts as the part of its tokens that is there."""
+    def new_work(self, unfinished: Iterable[GeneratedSequence]) -> float:
+        """Requests done since the last call; one in progress counts as the part of its tokens that is there."""
         done = float(self.answered)
         for begun in self._begun.values():
             done += len(begun.choices) / begun.request.n
         for sequence in unfinished:
-            done += len(sequence.generated) / sequence.wanted.most / self._begun[sequence.name[0]].request.n
-        return done
+            done += _part(sequence) / self._begun[sequence.name[0]].request.n
+        new, self._counted = done - self._counted, done
+        return new
 
     def state_dict(self, unfinished: Iterable[GeneratedSequence]) -> dict[str, Any]:
         """What was generated and not answered yet."""
@@ -126,7 +128,9 @@ class Answering:
             return
         begun = _Begun(line, len(prompt), self._choices.pop(line.line, {}))
         self._begun[line.line] = begun
-        self._ready.extend(one for number, one in enumerate(sequences) if number not in begun.choices)
+        left = [one for number, one in enumerate(sequences) if number not in begun.choices]
+        self._counted += (len(begun.choices) + sum(map(_part, left))) / line.n
+        self._ready.extend(left)
 
     def _prompt(self, request: Request) -> list[int]:
         if request.chat:
@@ -166,6 +170,10 @@ class Answering:
     def _write(self, data: dict[str, Any]) -> None:
         self._file.write(data)
         self.answered += 1
+
+
+def _part(sequence: GeneratedSequence) -> float:
+    return len(sequence.generated) / sequence.wanted.most
 
 
 def _choice_as_data(choice: Choice) -> list[Any]:

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megatron.fill.llm.answers import AnswerFile
-from megatron.fill.llm.requests import Request, read_requests
-
 from megatron.fill.device.port import mib
 from megatron.fill.errors import TaskError
 from megatron.fill.given.quantities import parse_bytes
+from megatron.fill.llm.answers import AnswerFile
 from megatron.fill.llm.fitting import clock, held_bytes, pass_bytes, pieces_of, release, settle
+from megatron.fill.llm.requests import Request, read_requests
 from megatron.fill.llm.shapes import AUTO, Shape, most_nodes
 from megatron.fill.profiles import Configuration
 from megatron.fill.sidetask.checks import check_whole
@@ -87,15 +86,20 @@ class BatchJob(NodeTask):
         self._chunks = _whole_numbers("chunks", chunks, _CHUNKS)
         check_whole(seed=(seed, 0), pieces=(1 if pieces is None else pieces, 1))
         self._seed, self._pieces = seed, pieces
-        self._most_bytes = None if kv_bytes is None else parse_bytes(kv_bytes)
+        try:
+            self._most_bytes = None if kv_bytes is None else parse_bytes(kv_bytes)
+        except ValueError as error:
+            raise ValueError(f"kv_bytes is {kv_bytes!r}: {error}") from None
         self._lines = list(read_requests(Path(requests)))
         self._model_name = Path(model).name
         self._model, self._tokenizer = load_language_model(Path(model), dtype)
         self._drafts = []
-        for path in draft or []:
-            small, tokenizer = load_language_model(Path(path), dtype)
+        for folder in draft or []:
+            small, tokenizer = load_language_model(Path(folder), dtype)
             if not tokenizer.same_tokens(self._tokenizer):
-                raise TaskError(f"draft {path} has other tokens than {model}: expected a model with the same tokenizer")
+                raise TaskError(
+                    f"draft {folder} has other tokens than {model}: expected a model with the same tokenizer"
+                )
             self._drafts.append(small)
         name = Path(output).name if self.context.measuring else output
         self._file = AnswerFile(self.context.directory / name)
@@ -118,11 +122,10 @@ class BatchJob(NodeTask):
 
     def init(self) -> None:
         """Move the models to the device, and find out how much is left for keys and values."""
-        from megatron.fill.llm.models import context_length
-
         from megatron.fill.llm import verify
         from megatron.fill.llm.answering import Answering
         from megatron.fill.llm.engine import Engine
+        from megatron.fill.llm.models import context_length
         from megatron.fill.llm.passes import ModelRunner
 
         models = [self._model, *self._drafts]
@@ -157,7 +160,6 @@ class BatchJob(NodeTask):
             self._fits(limit),
         )
         self._answering.load_state_dict(self._state)
-        self._credited: float | None = None  # progress that was returned as work, or is of an earlier attempt
 
     def node_names(self) -> tuple[str, ...]:
         return self._running.node_names()
@@ -179,21 +181,19 @@ class BatchJob(NodeTask):
                 self._pretend(engine)
             elif self._fill_up(engine):
                 self._report()
+                if work := self._answering.new_work(()):
+                    return work  # answers that took no step: errors
                 raise StopIteration
-            elif self._credited is None:
-                self._credited = self._progress()
         self.next_node = engine.run(self.next_node)
         settle(self.context.device)
         if self.next_node or self.context.measuring:
             return 0.0
-        before = self._answering.answered
+        reported = self._answering.answered // _REPORT_EVERY
         while engine.finished:
             self._answering.ended(engine.finished.pop())
-        if self._answering.answered // _REPORT_EVERY > before // _REPORT_EVERY:
+        if self._answering.answered // _REPORT_EVERY > reported:
             self._report()
-        now, before = self._progress(), self._credited or 0.0
-        self._credited = now
-        return now - before
+        return self._answering.new_work([*engine.room.active, *engine.room.waiting])
 
     def shrink(self, memory_bytes: int) -> bool:
         """Give back keys and values: the youngest sequences are computed again later."""
@@ -240,6 +240,7 @@ class BatchJob(NodeTask):
         room, deepest = engine.room, max(map(len, self._shapes))
         for sequence in list(room.active):
             room.release(sequence)
+        room.waiting.clear()
         length = min(runner.context for runner in engine.runners) - deepest - 2
         prompt = (0,) * max(2, min(length, self._configuration.chunk + _MEASURED_TOKENS))
         room.waiting.extend(GeneratedSequence(Wanted(prompt, deepest + 2)) for _ in range(room.batch))
@@ -287,9 +288,6 @@ class BatchJob(NodeTask):
         """Tokens in the largest pass."""
         nodes = max(most_nodes(shape, len(self._drafts)) for shape in self._shapes)
         return max(max(self._chunks), max(self._batches) * (1 + nodes))
-
-    def _progress(self) -> float:
-        return self._answering.progress([*self._running.room.active, *self._running.room.waiting])
 
     def _report(self) -> None:
         counts = self._running.counts

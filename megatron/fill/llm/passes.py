@@ -21,14 +21,12 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
         TaskError: the model has none that can be found.
     """
     count = getattr(model.config, "num_hidden_layers", None)
-    lists: list[torch.nn.ModuleList] = [
-        module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count
-    ]
+    lists = [list(one) for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len(one) == count]
     if not lists:
         raise TaskError(
             f"{type(model).__name__} has no torch.nn.ModuleList of its {count} layers; expected a decoder-only model"
         )
-    return list(max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters())))
+    return max(lists, key=lambda layers: sum(p.numel() for layer in layers for p in layer.parameters()))
 
 
 class LayeredPass:
@@ -74,7 +72,9 @@ class LayeredPass:
 
     def _pause(self, *_: Any) -> None:
         if getcurrent() is self._running:  # not so in a pass that nobody cuts
-            self._running.parent.switch()
+            parent = self._running.parent
+            assert parent is not None
+            parent.switch()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     encoded = [tokenizer.encode(text) for text in prompts(REQUESTS)]
     lengths = [4 + at * 37 % 45 for at in range(REQUESTS)]
     expected = [_alone(target, tokenizer, prompt, most) for prompt, most in zip(encoded, lengths, strict=True)]
-    stops = [
+    stops: list[tuple[str, ...]] = [
         (text[len(text) // 2 : len(text) // 2 + 2],) if at % 3 == 0 and len(text) > 3 else ()
         for at, (_, text) in enumerate(expected)
     ]
@@ -38,9 +38,8 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         for at, found in zip(mine, generate(made, wanted), strict=True):
             tokens, text = expected[at]
             if stops[at]:
-                same = (
-                    found.text == text[: text.index(stops[at][0])] and tokens[: len(found.generated)] == found.generated
-                )
+                begun = tokens[: len(found.generated)] == found.generated
+                same = begun and found.text == text[: text.index(stops[at][0])]
             else:
                 same = (found.generated, found.text) == (tokens, text)
             identical += same

@@ -1,4 +1,4 @@
-"""Are the tokens distributed as the large model's own?  Exactly, for small vocabularies; and by a test of the engine."""
+"""Are tokens distributed as the large model's own?  Exactly, for small vocabularies; and by a test of the engine."""
 
 from __future__ import annotations
 

@@ -49,12 +49,8 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     more = {name: _per_step(folder, WIDTHS["3"], 1.0, RULES[name], 10 * TEXTS) for name in ("multi_step", "traversal")}
     summary = {"tokens_per_step": greedy, "traversal_gain": round(more["traversal"] / more["multi_step"] - 1, 4)}
-    return summary, {
-        "sampled": sampled,
-        "texts": TEXTS,
-        "tokens": TOKENS,
-        "gain_from": {k: round(v, 4) for k, v in more.items()},
-    }
+    gain_from = {name: round(value, 4) for name, value in more.items()}
+    return summary, {"sampled": sampled, "texts": TEXTS, "tokens": TOKENS, "gain_from": gain_from}
 
 
 def measure_speed(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,0 +1,129 @@
+"""Language models from local folders, with their tokenizers.  Nothing is fetched from a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.fill.errors import TaskError
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back.
+
+    Attributes:
+        size: ids are below it.
+        eos_ids: ids that end a text.
+    """
+
+    size: int
+    eos_ids: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of ids; what is no whole character yet becomes U+FFFD."""
+
+    def piece(self, token: int) -> str:
+        """One token's text."""
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The ids of a conversation, with the beginning of the answer.
+
+        Raises:
+            ValueError: the model has no template for that, or these messages do not fit it.
+        """
+
+    def same_tokens(self, other: Tokenizer) -> bool:
+        """Whether both give a text the same ids."""
+
+
+class FolderTokenizer:
+    """A tokenizer of ``transformers``.
+
+    Args:
+        ends: ids that end a text besides the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:
+        self._tokenizer = tokenizer
+        self.size = len(tokenizer)
+        own = tokenizer.eos_token_id
+        self.eos_ids = ends | (frozenset() if own is None else frozenset([own]))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text)["input_ids"])
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def piece(self, token: int) -> str:
+        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise ValueError("this model has no chat template: expected /v1/completions with a prompt")
+        try:
+            found = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # the template's own words, which are no class of ours
+            raise ValueError(f"messages do not fit the model's chat template: {error}") from error
+        return list(found)
+
+    def same_tokens(self, other: Tokenizer) -> bool:
+        return isinstance(other, FolderTokenizer) and self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
+
+
+def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer]:
+    """A causal language model in host memory, in evaluation mode, and its tokenizer.
+
+    Args:
+        path: a folder that ``transformers`` can load.
+        dtype: of the weights: ``auto`` for that of the files, or ``float32``, ``bfloat16``, ``float16``.
+
+    Raises:
+        ValueError: ``dtype`` is none.
+        TaskError: there is no such model, or a package is missing, or the model cannot be run in pieces.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(_DTYPES)}")
+    try:
+        import greenlet  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise TaskError(f"{error}: language models need pip install 'pipefill[models]'") from error
+    if not (path / "config.json").is_file():
+        raise TaskError(
+            f"model is {path}: expected a folder with a config.json and weights, as transformers saves them"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers raises whatever its parts do
+        raise TaskError(f"model {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    found = frozenset([ends] if isinstance(ends, int) else ends or [])
+    context_length(model)
+    return model.eval(), FolderTokenizer(tokenizer, found)
+
+
+def context_length(model: Any) -> int:
+    """Tokens that a sequence may have: positions, or the window of attention if that is smaller.
+
+    Raises:
+        TaskError: some layer has another attention than the full one, or there is no limit to be found.
+    """
+    config = model.config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise TaskError(
+            f"{type(model).__name__} has layers of {', '.join(sorted(kinds))}: expected full_attention only"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        raise TaskError(f"{type(model).__name__} has no max_position_embeddings in its config.json")
+    window = getattr(config, "sliding_window", None)
+    uses_window = "sliding_attention" in kinds or (window and getattr(config, "use_sliding_window", True))
+    return min(limit, window) if window and uses_window else int(limit)

@@ -1,0 +1,259 @@
+"""``BatchJob``: a file of requests, each answered once, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from megatron.fill.errors import ConfigError, TaskError
+from megatron.fill.llm import BatchJob
+from megatron.fill.profiles import Configuration
+from megatron.fill.sidetask.base import TaskContext
+from tests.unit.small_models import CONTEXT, LETTERS, alone, folder, model
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("greenlet")
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    where = tmp_path_factory.mktemp("models")
+    return folder(where / "target", model(), TEMPLATE), folder(where / "draft", model(noise=0.02))
+
+
+def request(number, url="/v1/completions", **body):
+    return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def job(models, requests, directory, memory_bytes=None, measuring=False, state=None, **args):
+    made = BatchJob()
+    directory.mkdir(exist_ok=True)
+    made.context = TaskContext("answers", directory, memory_bytes=memory_bytes, measuring=measuring)
+    target, draft = models
+    made.create(str(target), str(requests), **{"draft": [str(draft)], "tree": [1, 1, 2]} | args)
+    if state is not None:
+        made.load_state_dict(json.loads(json.dumps(state)))
+    made.configure(made.configurations()[0])
+    made.init()
+    return made
+
+
+def run(made, steps=100_000):
+    """The work of so many steps, or of all; whether it is finished."""
+    work = 0.0
+    for _ in range(steps):
+        try:
+            work += made.run_next_step()
+        except StopIteration:
+            made.stop()
+            return work, True
+    return work, False
+
+
+def answers(directory):
+    lines = [json.loads(line) for line in (directory / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines)
+    return {line["custom_id"]: line["response"] for line in lines}
+
+
+def some_requests(count=12):
+    source = random.Random(1)
+    return [
+        request(
+            number,
+            prompt="".join(source.choices(LETTERS[:-1], k=source.randint(1, 30))),
+            max_tokens=source.randint(1, 20),
+            temperature=number % 2,
+            n=1 + number % 3,
+        )
+        for number in range(count)
+    ]
+
+
+def test_greedy_answers_are_those_of_the_model_alone(models, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(models[0], local_files_only=True).eval()
+    lines = [request(at, prompt=LETTERS[at : at + 9], max_tokens=12, temperature=0) for at in range(8)]
+    work, finished = run(job(models, write(tmp_path / "in.jsonl", lines), tmp_path / "job"))
+    assert finished
+    assert work == pytest.approx(8)
+    found = answers(tmp_path / "job")
+    for at in range(8):
+        tokens = alone(target, list(range(at, at + 9)), 12)
+        body = found[f"r{at}"]["body"]
+        ended = len(LETTERS) - 1 in tokens
+        tokens = tokens[: tokens.index(len(LETTERS) - 1) + 1] if ended else tokens
+        assert body["choices"][0]["text"] == "".join(LETTERS[token] for token in tokens).rstrip(".")
+        assert body["choices"][0]["finish_reason"] == ("stop" if ended else "length")
+        assert body["usage"] == {
+            "prompt_tokens": 9,
+            "completion_tokens": len(tokens),
+            "total_tokens": 9 + len(tokens),
+        }
+    assert torch.is_grad_enabled()
+
+
+def test_a_chat_goes_through_the_models_template(models, tmp_path):
+    messages = [{"role": "user", "content": "hello"}]
+    lines = [
+        request(0, "/v1/chat/completions", messages=messages, max_tokens=6, temperature=0),
+        request(1, prompt="uhelloa", max_tokens=6, temperature=0),
+    ]
+    run(job(models, write(tmp_path / "in.jsonl", lines), tmp_path / "job"))
+    chat, plain = (answers(tmp_path / "job")[f"r{at}"]["body"] for at in range(2))
+    assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    assert chat["object"] == "chat.completion"
+
+
+def test_a_wrong_request_gets_its_own_error_and_harms_no_other(models, tmp_path):
+    lines = [
+        request(0, prompt="abc", max_tokens=2),
+        request(1, prompt="abc", max_tokens=0),
+        request(2, prompt="a" * CONTEXT, max_tokens=2),
+        request(3, prompt=[1, 2, 999], max_tokens=2),
+        request(4, prompt="abc", max_tokens=2),
+        {"method": "POST"},
+    ]
+    work, finished = run(job(models, write(tmp_path / "in.jsonl", lines), tmp_path / "job"))
+    assert finished
+    assert work == pytest.approx(6)
+    found = answers(tmp_path / "job")
+    codes = {name: answer["status_code"] for name, answer in found.items()}
+    assert codes == {"r0": 200, "r1": 400, "r2": 400, "r3": 400, "r4": 200, None: 400}
+    assert "expected fewer than the context" in found["r2"]["body"]["error"]["message"]
+    assert "999" in found["r3"]["body"]["error"]["message"]
+
+
+def test_without_a_template_a_chat_is_an_error_for_that_request(models, tmp_path):
+    lines = [request(0, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}])]
+    run(job((models[1], models[1]), write(tmp_path / "in.jsonl", lines), tmp_path / "job"))
+    assert "no chat template" in answers(tmp_path / "job")["r0"]["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_killed_at_any_step_it_answers_each_request_once_and_with_the_same_tokens(models, tmp_path, saved):
+    requests = write(tmp_path / "in.jsonl", some_requests())
+    run(job(models, requests, tmp_path / "undisturbed"))
+    source, state, finished, starts = random.Random(2), None, False, 0
+    while not finished:
+        made = job(models, requests, tmp_path / "disturbed", state=state)
+        _, finished = run(made, source.randint(20, 120))
+        if saved and not finished:
+            state = made.state_dict()
+            run(made, source.randint(0, 40))  # what is done after it was saved is done again
+        starts += 1
+        with (tmp_path / "disturbed" / "answers.jsonl").open("ab") as file:
+            file.write(b'{"id": "batch_req_torn')
+    assert starts > 3
+    cut_the_torn_line(tmp_path / "disturbed")
+    assert answers(tmp_path / "disturbed") == answers(tmp_path / "undisturbed")
+
+
+def cut_the_torn_line(directory):
+    """Cut off the torn line of the last start."""
+    path = directory / "answers.jsonl"
+    data = path.read_bytes()
+    path.write_bytes(data[: data.rindex(b"\n") + 1])
+
+
+def test_what_was_done_before_counts_once(models, tmp_path):
+    requests = write(tmp_path / "in.jsonl", some_requests())
+    made = job(models, requests, tmp_path / "job")
+    before, finished = run(made, 60)
+    assert not finished
+    after, finished = run(job(models, requests, tmp_path / "job", state=made.state_dict()))
+    assert finished
+    assert before > 0
+    assert before + after == pytest.approx(12)
+
+
+def test_memory_that_the_training_needs_is_given_back_and_nothing_changes(models, tmp_path):
+    requests = write(tmp_path / "in.jsonl", some_requests())
+    run(job(models, requests, tmp_path / "undisturbed"))
+    made = job(models, requests, tmp_path / "shrunk", kv_bytes="8MiB")
+    run(made, 50)
+    room = made._engine.room
+    assert len(room.active) > 2
+    from megatron.fill.llm.fitting import held_bytes
+
+    caches = [runner.cache for runner in made._engine.runners]
+    held = sum(cache.held_bytes for cache in caches)
+    one = room.bytes_for_one(CONTEXT)
+    assert made.shrink(held_bytes("cpu") - held + 2 * one)
+    assert sum(cache.held_bytes for cache in caches) <= 2 * one
+    assert made.next_node == 0
+    assert not made.shrink(1 << 20)
+    run(made)
+    assert answers(tmp_path / "shrunk") == answers(tmp_path / "undisturbed")
+
+
+def test_too_little_memory_is_said_before_anything_is_answered(models, tmp_path):
+    requests = write(tmp_path / "in.jsonl", some_requests())
+    with pytest.raises(TaskError, match="left for keys and values; expected"):
+        job(models, requests, tmp_path / "job", memory_bytes=64 << 20)
+
+
+def test_every_node_is_measured_in_every_configuration(models, tmp_path):
+    requests = write(tmp_path / "in.jsonl", some_requests())
+    made = job(models, requests, tmp_path / "job", measuring=True, tree="auto", batch_sizes=[4, 1], chunks=[16, 8])
+    assert made.configurations() == [Configuration(b, chunk=c) for b in (4, 1) for c in (16, 8)]
+    for configuration in made.configurations():
+        made.configure(configuration)
+        for _ in range(3):
+            visited = []
+            while not visited or made.next_node:
+                visited.append(made.next_node)
+                made.run_next_step()
+            assert visited == list(range(len(made.node_names())))
+    assert not (tmp_path / "job" / "answers.jsonl").read_bytes()
+
+
+def test_a_configuration_may_change_between_rounds(models, tmp_path):
+    requests = write(tmp_path / "in.jsonl", some_requests())
+    run(job(models, requests, tmp_path / "undisturbed"))
+    made = job(models, requests, tmp_path / "changed")
+    finished, source = False, random.Random(4)
+    while not finished:
+        _, finished = run(made, source.randint(1, 60))
+        made.configure(source.choice(made.configurations()))
+    assert answers(tmp_path / "changed") == answers(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"tree": []}, "tree is"),
+        ({"tree": "wide"}, "expected auto"),
+        ({"tree": [1, 0]}, "tree is"),
+        ({"rule": "greedy"}, "expected one of matching"),
+        ({"batch_sizes": [0]}, "batch_sizes is 0"),
+        ({"chunks": []}, "chunks is []"),
+        ({"dtype": "int8"}, "dtype is"),
+        ({"kv_bytes": "many"}, "many"),
+        ({"pieces": 0}, "pieces is 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(models, tmp_path, args, message):
+    requests = write(tmp_path / "in.jsonl", some_requests(1))
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        job(models, requests, tmp_path / "job", **args)
+
+
+def test_what_is_no_file_of_requests_or_no_model_is_refused(models, tmp_path):
+    with pytest.raises(ConfigError, match="expected a file of requests"):
+        job(models, tmp_path / "none.jsonl", tmp_path / "job")
+    requests = write(tmp_path / "in.jsonl", some_requests(1))
+    with pytest.raises(TaskError, match="expected a folder with"):
+        job((tmp_path, models[1]), requests, tmp_path / "job")
