@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.fill.errors import TaskError
 from megatron.fill.llm.answers import AnswerFile, Choice, TokenLogprob, answer, error_answer
 from megatron.fill.llm.models import Tokenizer
 from megatron.fill.llm.requests import Refused, Request
-
-from megatron.fill.errors import TaskError
 from megatron.fill.llm.sequence import GeneratedSequence, Wanted
 
 _UNSIGNED = (1 << 64) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,11 +77,39 @@ class FolderTokenizer:
         return isinstance(other, FolderTokenizer) and self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
 
 
+class ByteTokenizer:
+    """UTF-8 as token ids, as ``scripts/preprocess_text.py`` writes it.
+
+    Args:
+        size: ids are below it.
+        end: the id that ends a text; no byte of UTF-8.
+    """
+
+    def __init__(self, size: int, end: int) -> None:
+        self.size, self._end = size, end
+        self.eos_ids = frozenset([end])
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode(errors="replace"))
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < 256 and token != self._end).decode(errors="replace")
+
+    def piece(self, token: int) -> str:
+        return self.decode([token])
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        raise ValueError("a model of bytes has no chat template: expected /v1/completions with a prompt")
+
+    def same_tokens(self, other: Tokenizer) -> bool:
+        return isinstance(other, ByteTokenizer) and (self.size, self._end) == (other.size, other._end)
+
+
 def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer]:
     """A causal language model in host memory, in evaluation mode, and its tokenizer.
 
     Args:
-        path: a folder that ``transformers`` can load.
+        path: a folder that ``transformers`` can load, or one of Megatron's checkpoints (the newest is taken).
         dtype: of the weights: ``auto`` for that of the files, or ``float32``, ``bfloat16``, ``float16``.
 
     Raises:
@@ -91,22 +120,68 @@ def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer
         raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(_DTYPES)}")
     try:
         import greenlet  # noqa: F401
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        import transformers  # noqa: F401
     except ImportError as error:
         raise TaskError(f"{error}: language models need pip install 'pipefill[models]'") from error
-    if not (path / "config.json").is_file():
-        raise TaskError(
-            f"model is {path}: expected a folder with a config.json and weights, as transformers saves them"
-        )
+    from megatron.fill.llm.megatron import is_checkpoint
+
+    if is_checkpoint(path):
+        model, tokenizer = _from_megatron(path, dtype)
+    elif (path / "config.json").is_file():
+        model, tokenizer = _from_transformers(path, dtype)
+    else:
+        raise TaskError(f"model is {path}: expected a folder as transformers saves it, or of Megatron's checkpoints")
+    context_length(model)
+    return model.eval(), tokenizer
+
+
+def _from_transformers(path: Path, dtype: str) -> tuple[Any, Tokenizer]:
+    from transformers import AutoModelForCausalLM
+
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises whatever its parts do
         raise TaskError(f"model {path} cannot be loaded: {type(error).__name__}: {error}") from error
     ends = getattr(model.generation_config, "eos_token_id", None)
-    found = frozenset([ends] if isinstance(ends, int) else ends or [])
-    context_length(model)
-    return model.eval(), FolderTokenizer(tokenizer, found)
+    return model, _folder_tokenizer(path, frozenset([ends] if isinstance(ends, int) else ends or []))
+
+
+def _folder_tokenizer(path: Path, ends: frozenset[int] = frozenset()) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        return FolderTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True), ends)
+    except Exception as error:
+        raise TaskError(f"the tokenizer of {path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _from_megatron(path: Path, dtype: str) -> tuple[Any, Tokenizer]:
+    import torch
+
+    from megatron.fill.llm.megatron import load_megatron
+
+    model, args = load_megatron(path)
+    if dtype != "auto":
+        model.to(getattr(torch, dtype))
+    return model, tokenizer_of(args)
+
+
+def tokenizer_of(args: Namespace) -> Tokenizer:
+    """The tokenizer that a training had, by its arguments.
+
+    Raises:
+        TaskError: it cannot be had here.
+    """
+    kind = args.tokenizer_type
+    if kind == "NullTokenizer" and args.vocab_size in (256, 257):
+        end = getattr(args, "null_tokenizer_eod_id", None)
+        return ByteTokenizer(args.vocab_size, args.vocab_size - 1 if end is None else end)
+    if kind == "HuggingFaceTokenizer" and args.tokenizer_model and Path(args.tokenizer_model).is_dir():
+        return _folder_tokenizer(Path(args.tokenizer_model))
+    raise TaskError(
+        f"the checkpoint was trained with --tokenizer-type {kind}, --tokenizer-model {args.tokenizer_model} and "
+        f"--vocab-size {args.vocab_size}: expected NullTokenizer with 256, or HuggingFaceTokenizer with a folder"
+    )
 
 
 def context_length(model: Any) -> int:
