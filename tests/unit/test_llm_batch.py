@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,8 @@ def job(models, requests, directory, memory_bytes=None, measuring=False, state=N
     directory.mkdir(exist_ok=True)
     made.context = TaskContext("answers", directory, memory_bytes=memory_bytes, measuring=measuring)
     target, draft = models
-    made.create(str(target), str(requests), **{"draft": [str(draft)], "tree": [1, 1, 2]} | args)
+    more: dict[str, Any] = {"draft": [str(draft)], "tree": [1, 1, 2]} | args
+    made.create(str(target), str(requests), **more)
     if state is not None:
         made.load_state_dict(json.loads(json.dumps(state)))
     made.configure(made.configurations()[0])
@@ -212,7 +214,7 @@ def test_every_node_is_measured_in_every_configuration(models, tmp_path):
     for configuration in made.configurations():
         made.configure(configuration)
         for _ in range(3):
-            visited = []
+            visited: list[int] = []
             while not visited or made.next_node:
                 visited.append(made.next_node)
                 made.run_next_step()

@@ -11,7 +11,20 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from megatron.fill.cli import chaos, control, doctor, jobs, logs, plan, profile, report, simulate, speccheck, trial
+from megatron.fill.cli import (
+    batch,
+    chaos,
+    control,
+    doctor,
+    jobs,
+    logs,
+    plan,
+    profile,
+    report,
+    simulate,
+    speccheck,
+    trial,
+)
 from megatron.fill.cli.version import print_version
 
 
@@ -59,6 +72,7 @@ def options(
 
 app.command("try")(trial.try_)
 app.command("submit")(jobs.submit)
+app.command("batch")(batch.batch)
 app.command("list")(jobs.list_jobs)
 app.command("show")(jobs.show)
 app.command("logs")(logs.logs)

@@ -58,8 +58,8 @@ def converted(args: Namespace, weights: Weights) -> Any:
     else:
         raise TaskError(
             f"the checkpoint was trained with --position-embedding-type {position}, --normalization {norm}, swiglu "
-            f"{args.swiglu} and biases {args.add_bias_linear}: expected learned_absolute or rope with LayerNorm and biases "
-            "without swiglu, or rope with RMSNorm, swiglu and --disable-bias-linear"
+            f"{args.swiglu} and biases {args.add_bias_linear}: expected learned_absolute or rope with LayerNorm "
+            "and biases without swiglu, or rope with RMSNorm, swiglu and --disable-bias-linear"
         )
     if _groups(args) != args.num_attention_heads and make is not _llama:
         raise TaskError("the checkpoint was trained with --group-query-attention: expected it with swiglu only")

@@ -1,0 +1,144 @@
+"""``pipefill batch``, as a shell runs it."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+
+import pytest
+
+from megatron.fill.cli import main
+from megatron.fill.store import Progress, open_store
+from megatron.fill.types import JobState
+
+LINES = [
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}},
+    {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "n": 0}},
+]
+
+
+@pytest.fixture
+def pipefill(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("PIPEFILL_STORE", "run")
+    monkeypatch.setattr("megatron.fill.cli.batch._LOOK_S", 0.01)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "small").mkdir()
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["pipefill", "batch", "in.jsonl", "--model", "model", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        written = capsys.readouterr()
+        return int(ended.value.code or 0), written.out, written.err
+
+    return run
+
+
+def finish(folder, state=JobState.SUCCEEDED, reason=""):
+    """What an agent does with the job."""
+    with closing(open_store("run")) as store:
+        (job,) = store.list()
+        claim = store.claim("agent", [job.id], 60)
+        assert claim is not None
+        directory = folder / "run" / "jobs" / job.name
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "answers.jsonl").write_text("the answers\n")
+        store.place(claim, str(directory))
+        store.finish(claim, state, reason, Progress(2.0, 2.0), {})
+
+
+def test_it_submits_a_job_and_writes_the_output_once_it_is_there(pipefill, tmp_path):
+    status, out, _ = pipefill("--draft", "small", "--tree", "1,2", "--memory", "1GiB")
+    assert status == 0
+    assert "2 requests, 1 of them wrong:\n  line 2: n is 0" in out
+    assert "with --watch waits for it" in " ".join(out.split())
+    with closing(open_store("run")) as store:
+        (job,) = store.list()
+    assert job.work.task == "megatron.fill.llm:BatchJob"
+    assert job.work.args == {
+        "model": str(tmp_path / "model"),
+        "requests": str(tmp_path / "in.jsonl"),
+        "draft": [str(tmp_path / "small")],
+        "tree": [1, 2],
+    }
+    assert job.work.memory_bytes == 1 << 30
+    finish(tmp_path)
+    status, out, _ = pipefill("--draft", "small", "--tree", "1,2", "--memory", "1GiB", "--watch")
+    assert status == 0
+    assert "The answers are in in.answers.jsonl." in out
+    assert (tmp_path / "in.answers.jsonl").read_text() == "the answers\n"
+    with closing(open_store("run")) as store:
+        assert len(store.list()) == 1
+
+
+def test_another_file_or_another_model_is_another_job(pipefill, tmp_path):
+    pipefill()
+    pipefill("--tree", "1")
+    with (tmp_path / "in.jsonl").open("a") as file:
+        file.write(json.dumps(LINES[0] | {"custom_id": "c"}) + "\n")
+    pipefill()
+    with closing(open_store("run")) as store:
+        assert len({job.name for job in store.list()}) == 3
+
+
+def test_a_job_that_failed_is_said_and_queued_again(pipefill, tmp_path):
+    pipefill("--name", "mine")
+    finish(tmp_path, JobState.FAILED, "it broke")
+    with closing(open_store("run")) as store:
+        assert store.find("mine").state is JobState.FAILED
+    status, out, _ = pipefill("--name", "mine")
+    assert status == 0
+    assert "mine is QUEUED" in out
+    finish(tmp_path, JobState.FAILED, "it broke again")
+
+
+def test_watching_tells_of_a_failure(pipefill, tmp_path, monkeypatch):
+    pipefill("--name", "mine")
+    looked = []
+
+    def sleep(seconds):
+        looked.append(seconds)
+        if len(looked) == 2:
+            finish(tmp_path, JobState.FAILED, "it broke")
+
+    monkeypatch.setattr("time.sleep", sleep)
+    status, _, err = pipefill("--name", "mine", "--watch", "--json")
+    assert status == 1
+    assert "mine is FAILED: it broke" in err
+
+
+def test_an_interrupted_watch_leaves_the_job(pipefill, monkeypatch):
+    def sleep(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron.fill.cli.batch.time.sleep", sleep)
+    status, _, err = pipefill("--name", "mine", "--watch")
+    assert status == 130
+    assert "mine goes on" in err
+    with closing(open_store("run")) as store:
+        assert store.find("mine").state is JobState.QUEUED
+
+
+def test_json_has_the_job_and_the_counts(pipefill):
+    _, out, _ = pipefill("--json")
+    found = json.loads(out)
+    assert (found["state"], found["requests"], found["refused"], found["output"]) == ("QUEUED", 2, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tree", "wide"], "--tree is 'wide': expected auto"),
+        (["--tree", "1,0"], "--tree is '1,0'"),
+        (["--draft", "none"], "none is no folder"),
+        (["--memory", "lots"], "memory"),
+        (["--output", "in.jsonl"], "in.jsonl is there already"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(pipefill, arguments, message):
+    status, _, err = pipefill(*arguments)
+    assert status == 2
+    assert message in " ".join(err.split())
