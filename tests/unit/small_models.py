@@ -12,7 +12,15 @@ CONTEXT = 192
 FAMILIES = ("llama", "gpt2", "opt", "qwen2", "qwen3", "gpt_neox")
 
 
-def model(family: str = "llama", seed: int = 0, layers: int = 3, hidden: int = 32, noise: float = 0.0) -> Any:
+def model(
+    family: str = "llama",
+    seed: int = 0,
+    layers: int = 3,
+    hidden: int = 32,
+    noise: float = 0.0,
+    head_dim: int | None = None,
+    context: int = CONTEXT,
+) -> Any:
     """A model with random weights, large enough for its tokens to be sure.
 
     Args:
@@ -21,18 +29,18 @@ def model(family: str = "llama", seed: int = 0, layers: int = 3, hidden: int = 3
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    names = {"gpt2": {"n_embd": hidden, "n_layer": layers, "n_head": 4, "n_positions": CONTEXT}}
+    names = {"gpt2": {"n_embd": hidden, "n_layer": layers, "n_head": 4, "n_positions": context}}
     usual = {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
     }
     inner = (
         {"ffn_dim": 2 * hidden, "word_embed_proj_dim": hidden} if family == "opt" else {"intermediate_size": 2 * hidden}
     )
     grouped = {"num_key_value_heads": 2} if family in ("llama", "qwen2", "qwen3") else {}
-    wide = {"head_dim": hidden // 4} if family == "qwen3" else {}
+    wide = {"head_dim": head_dim or hidden // 4} if family == "qwen3" or head_dim else {}
     shape = names.get(family) or usual | inner | grouped | wide
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -70,4 +78,6 @@ def folder(path: Path, made: Any, template: str | None = None) -> Path:
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)
     made.save_pretrained(path)
+    for file in path.iterdir():
+        file.chmod(0o644)  # jobs run as a user without rights
     return path

@@ -53,7 +53,7 @@ def finish(folder, state=JobState.SUCCEEDED, reason=""):
 def test_it_submits_a_job_and_writes_the_output_once_it_is_there(pipefill, tmp_path):
     status, out, _ = pipefill("--draft", "small", "--tree", "1,2", "--memory", "1GiB")
     assert status == 0
-    assert "2 requests, 1 of them wrong:\n  line 2: n is 0" in out
+    assert "2 requests, 1 of them wrong:\n  line 2: n is 0;" in out
     assert "with --watch waits for it" in " ".join(out.split())
     with closing(open_store("run")) as store:
         (job,) = store.list()

@@ -35,7 +35,7 @@ RULES: dict[str, set[str]] = {
     "store": {"errors", "given", "types", "work"},
     "client": {"errors", "given", "store", "types"},
     "sidetask": {"errors", "hearsay", "linux", "models", "profiles"},
-    "llm": {"device", "errors", "given", "profiles", "sidetask"},
+    "llm": {"device", "errors", "given", "hearsay", "profiles", "sidetask"},
     # What is decided.
     "pipeline": {"profiles", "types"},
     "mainjob": {"pipeline"},

@@ -254,8 +254,8 @@ def test_wrong_arguments_are_refused(models, tmp_path, args, message):
 
 
 def test_what_is_no_file_of_requests_or_no_model_is_refused(models, tmp_path):
-    with pytest.raises(ConfigError, match="expected a file of requests"):
+    with pytest.raises(ConfigError, match="expected a batch file"):
         job(models, tmp_path / "none.jsonl", tmp_path / "job")
     requests = write(tmp_path / "in.jsonl", some_requests(1))
-    with pytest.raises(TaskError, match="expected a folder with"):
+    with pytest.raises(TaskError, match="expected a folder as"):
         job((tmp_path, models[1]), requests, tmp_path / "job")

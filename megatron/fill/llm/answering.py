@@ -56,8 +56,8 @@ class Answering:
         self._ready: deque[GeneratedSequence] = deque()
         self._kept: dict[tuple[int, int], dict[str, Any]] = {}
         self._choices: dict[int, dict[int, Choice]] = {}
-        self.answered = file.count
-        self._counted = float(file.count)  # done, and counted as work, perhaps in another process
+        self.answered = len(file)
+        self._counted = float(len(file))  # done, and counted as work, perhaps in another process
 
     def following(self) -> GeneratedSequence | None:
         """The next sequence; None after the last one.  Its name is its request's line and the choice."""
@@ -123,7 +123,7 @@ class Answering:
                     "expected a smaller max_tokens, or a job with more memory"
                 )
         except (ValueError, TaskError) as error:
-            self._write(error_answer(Refused(line.line, line.custom_id, 400, str(error), None)))
+            self._write(error_answer(Refused(line.line, line.custom_id, str(error), None)))
             return
         begun = _Begun(line, len(prompt), self._choices.pop(line.line, {}))
         self._begun[line.line] = begun
@@ -164,7 +164,8 @@ class Answering:
                 )
                 for note in sequence.notes
             ]
-        return Choice(number, sequence.text, sequence.finish or "", len(sequence.generated), notes)
+        assert sequence.finish is not None
+        return Choice(number, sequence.text, sequence.finish, len(sequence.generated), notes)
 
     def _write(self, data: dict[str, Any]) -> None:
         self._file.write(data)

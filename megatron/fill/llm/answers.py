@@ -1,95 +1,121 @@
-"""Answers in OpenAI's batch format, and the file that holds each of them once."""
+"""Answers of a batch, in OpenAI's batch format, and the file in which every request is answered exactly once."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal, Self
 
 from megatron.fill.llm.requests import Refused, Request
+
+_LEAST_LOGPROB = -9999.0  # as OpenAI gives that of a token that cannot be: JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token with the logarithm of its probability.
-
-    Attributes:
-        top: the most probable tokens at its place, the best first.
-    """
+    """How probable one generated token was."""
 
     token: str
     logprob: float
+    """Natural logarithm; may be minus infinity."""
     top: tuple[tuple[str, float], ...] = ()
+    """The most probable tokens there, best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a request's answers.
-
-    Attributes:
-        finish_reason: ``stop`` or ``length``.
-        tokens: how many were generated.
-        logprobs: of each token; None if nobody asked.
-    """
+    """One generated text."""
 
     index: int
     text: str
-    finish_reason: str
+    finish_reason: Literal["stop", "length"]
     tokens: int
+    """How many were generated."""
     logprobs: Sequence[TokenLogprob] | None = None
 
 
 def answer(request: Request, choices: Sequence[Choice], prompt_tokens: int, model: str) -> dict[str, Any]:
-    """The line that answers a request; the same for the same choices, whenever it is made."""
-    completion = sum(choice.tokens for choice in choices)
-    usage = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": prompt_tokens + completion,
-    }
+    """The output line of a request.
+
+    It depends on nothing but the arguments, so that a job that was killed gives the same file; ``created`` is 0.
+    """
+    generated = sum(choice.tokens for choice in choices)
     body = {
-        "id": ("chatcmpl-" if request.chat else "cmpl-") + _id(request),
+        "id": ("chatcmpl-" if request.chat else "cmpl-") + _digest(request),
         "object": "chat.completion" if request.chat else "text_completion",
-        "created": 0,  # nobody needs it, and an answer that is made again is to be the same
-        "model": request.model or model,
-        "choices": [_chat_choice(choice) if request.chat else _text_choice(choice) for choice in choices],
-        "usage": usage,
+        "created": 0,
+        "model": model,
+        "choices": [_chat_choice(choice) if request.chat else _completion_choice(choice) for choice in choices],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": prompt_tokens + generated,
+        },
     }
     return _line(request, 200, body)
 
 
 def error_answer(refused: Refused) -> dict[str, Any]:
-    """The line that answers a request that is wrong."""
-    error = {
-        "message": refused.message,
-        "type": "invalid_request_error",
-        "param": refused.param,
-        "code": None,
-    }
+    """The output line of a request that is wrong."""
+    error = {"message": refused.message, "type": "invalid_request_error", "param": refused.param, "code": None}
     return _line(refused, refused.status_code, {"error": error})
 
 
 def _line(request: Request | Refused, status_code: int, body: dict[str, Any]) -> dict[str, Any]:
-    name = _id(request)
-    response = {"status_code": status_code, "request_id": f"req_{name}", "body": body}
-    return {"id": f"batch_req_{name}", "custom_id": request.custom_id, "response": response, "error": None}
+    return {
+        "id": _id(request),
+        "custom_id": request.custom_id,
+        "response": {"status_code": status_code, "request_id": f"req_{_digest(request)}", "body": body},
+        "error": None,
+    }
 
 
 def _id(request: Request | Refused) -> str:
-    return sha256(f"{request.line} {request.custom_id}".encode()).hexdigest()[:24]
+    return f"batch_req_{_digest(request)}"
 
 
-def _text_choice(choice: Choice) -> dict[str, Any]:
+def _digest(request: Request | Refused) -> str:
+    """Of the line and the custom id, which together no other request of the file has."""
+    return hashlib.sha256(json.dumps([request.line, request.custom_id]).encode()).hexdigest()[:24]
+
+
+def _chat_choice(choice: Choice) -> dict[str, Any]:
     logprobs = None
     if choice.logprobs is not None:
+        content = [
+            _chat_token(each.token, each.logprob) | {"top_logprobs": [_chat_token(*other) for other in each.top]}
+            for each in choice.logprobs
+        ]
+        logprobs = {"content": content, "refusal": None}
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def _chat_token(token: str, logprob: float) -> dict[str, Any]:
+    whole = "\ufffd" not in token  # else it is a part of a character, whose bytes the text does not say
+    return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode()) if whole else None}
+
+
+def _completion_choice(choice: Choice) -> dict[str, Any]:
+    logprobs = None
+    if choice.logprobs is not None:
+        offsets = [0]
+        for each in choice.logprobs[:-1]:
+            offsets.append(offsets[-1] + len(each.token))
         logprobs = {
-            "tokens": [one.token for one in choice.logprobs],
-            "token_logprobs": [one.logprob for one in choice.logprobs],
-            "top_logprobs": [dict(one.top) for one in choice.logprobs],
+            "tokens": [each.token for each in choice.logprobs],
+            "token_logprobs": [_finite(each.logprob) for each in choice.logprobs],
+            "top_logprobs": [_by_text(each) for each in choice.logprobs],
+            "text_offset": offsets[: len(choice.logprobs)],
         }
     return {
         "index": choice.index,
@@ -99,72 +125,96 @@ def _text_choice(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _chat_choice(choice: Choice) -> dict[str, Any]:
-    logprobs = None
-    if choice.logprobs is not None:
-        content = [
-            {**_token(one.token, one.logprob), "top_logprobs": [_token(*pair) for pair in one.top]}
-            for one in choice.logprobs
-        ]
-        logprobs = {"content": content, "refusal": None}
-    message = {"role": "assistant", "content": choice.text, "refusal": None}
-    return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+def _by_text(token: TokenLogprob) -> dict[str, float]:
+    """The alternatives; of several tokens with the same text, the most probable."""
+    return {text: _finite(logprob) for text, logprob in reversed(token.top)}
 
 
-def _token(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace"))}
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
 
 
 class AnswerFile:
-    """Answers, a line each.  Only whole lines count: what a kill left of one is cut off when the file is opened again.
+    """A file of answers to which whole lines are appended.
 
-    Args:
-        path: it is made if it is not there.
-
-    Attributes:
-        count: answers that are there.
-
-    Raises:
-        OSError: it cannot be read or written.
+    Whenever its writer is killed, the next one finds which requests are answered: a line that is torn, and whatever
+    comes after it, is dropped on opening.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._answered: set[str] = set()
-        self._end = 0
-        with open(path, "rb") as file:
-            for data in file:
-                if not data.endswith(b"\n"):
-                    break
-                self._answered.add(json.loads(data)["id"])
-                self._end += len(data)
-        os.ftruncate(self._file, self._end)
-        self.count = len(self._answered)
-
-    def answered(self, request: Request | Refused) -> bool:
-        return f"batch_req_{_id(request)}" in self._answered
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Add an answer.
+    def __init__(self, path: str | Path) -> None:
+        """Open the file, and make it if it is not there.
 
         Raises:
-            OSError: there is no room; the file is as it was.
+            OSError: it cannot be read or written.
         """
-        data = json.dumps(line, ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n"
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._ids: set[str] = set()
+        self._end = 0
+        """Bytes of complete lines."""
+        try:
+            with open(self._fd, "rb", closefd=False) as file:
+                for data in file:
+                    if (found := _answered_by(data)) is None:
+                        break
+                    self._ids.add(found)
+                    self._end += len(data)
+            os.ftruncate(self._fd, self._end)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __len__(self) -> int:
+        """How many requests are answered."""
+        return len(self._ids)
+
+    def answered(self, request: Request | Refused) -> bool:
+        """Whether the file has the answer to this request."""
+        return _id(request) in self._ids
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append what ``answer`` or ``error_answer`` gave.
+
+        Raises:
+            OSError: it could not be written, and the file is as it was.
+            ValueError: the request is answered already, or a number in it is not finite.
+        """
+        if line["id"] in self._ids:
+            raise ValueError(f"request {line['custom_id']!r} is answered already")
+        data = json.dumps(line, allow_nan=False).encode() + b"\n"
         try:
             written = 0
             while written < len(data):
-                written += os.pwrite(self._file, data[written:], self._end + written)
-        except OSError:
-            os.ftruncate(self._file, self._end)
+                written += os.pwrite(self._fd, data[written:], self._end + written)
+        except BaseException:
+            os.ftruncate(self._fd, self._end)
             raise
+        self._ids.add(line["id"])
         self._end += len(data)
-        self._answered.add(line["id"])
-        self.count += 1
 
     def sync(self) -> None:
-        """What was written outlives the machine."""
-        os.fsync(self._file)
+        """Wait until all that was written would survive a power failure."""
+        os.fsync(self._fd)
 
     def close(self) -> None:
-        os.close(self._file)
+        """Close the file."""
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _answered_by(data: bytes) -> str | None:
+    """The id of the answer on a line; None if the line is not a whole answer."""
+    if not data.endswith(b"\n"):
+        return None
+    try:
+        value = json.loads(data)
+    except ValueError:
+        return None
+    found = value.get("id") if isinstance(value, dict) else None
+    return found if isinstance(found, str) else None

@@ -204,8 +204,12 @@ class BatchJob(NodeTask):
             return False
         engine.abandon()
         self.next_node = 0
+        before = len(engine.room.active)
         engine.room.limit(left)
         release(device)
+        now = sum(runner.cache.held_bytes for runner in engine.runners)
+        lost = before - len(engine.room.active)
+        self.context.logger.info("gave back %s of keys and values; %d sequences wait for room", mib(held - now), lost)
         return True
 
     def state_dict(self) -> dict[str, Any]:

@@ -91,8 +91,8 @@ class SlotCache:
             tensor[at, :, written] = tensor[at, :, read]
 
     def _empty(self, heads: int, slots: int, columns: int, size: int) -> torch.Tensor:
-        # Zeros: what is masked is multiplied by 0, and memory may hold NaN.
-        return torch.zeros(slots, heads, columns, size, dtype=self._dtype, device=self._device)
+        # What is masked is multiplied by 0, and memory may hold NaN.  Written, so that it is held from now on.
+        return torch.empty(slots, heads, columns, size, dtype=self._dtype, device=self._device).zero_()
 
 
 class CacheView(Cache):

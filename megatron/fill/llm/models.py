@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, Protocol
@@ -125,6 +126,9 @@ def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer
         raise TaskError(f"{error}: language models need pip install 'pipefill[models]'") from error
     from megatron.fill.llm.megatron import is_checkpoint
 
+    closed = [file.name for file in path.glob("*") if not os.access(file, os.R_OK)]
+    if closed:  # transformers would say that they are not there
+        raise TaskError(f"model {path}: this user may not read {', '.join(sorted(closed)[:3])}")
     if is_checkpoint(path):
         model, tokenizer = _from_megatron(path, dtype)
     elif (path / "config.json").is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Decode = Callable[[list[int]], str]
 
@@ -61,7 +61,7 @@ class GeneratedSequence:
     generated: list[int] = field(default_factory=list)
     notes: list[TokenNote] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
-    finish: str | None = None
+    finish: Literal["stop", "length"] | None = None
     text: str = ""
 
     @property
@@ -114,7 +114,7 @@ class GeneratedSequence:
         found = [at for stop in self.wanted.stop if (at := text.find(stop)) >= 0]
         return text[: min(found)] if found else None
 
-    def _end(self, finish: str, text: str) -> None:
+    def _end(self, finish: Literal["stop", "length"], text: str) -> None:
         self.finish, self.text = finish, text
 
     def state_dict(self) -> dict[str, Any]:
