@@ -34,7 +34,13 @@ def giving(folder: Path) -> dict[str, Any]:
             request = {"custom_id": str(at), "method": "POST", "url": "/v1/completions", "body": body}
             file.write(json.dumps(request) + "\n")
     args = {"model": str(model), "requests": str(requests), "batch_sizes": [8], "chunks": [128]}
-    return {"name": "giving", "task": "megatron.fill.llm:BatchJob", "args": args, "memory": "2GiB"}
+    return {"name": "giving", "task": "megatron.fill.llm:BatchJob", "args": args, "memory": "1GiB"}
+
+
+def answering(job: Job) -> bool:
+    """Whether it runs, and is neither starting nor measured."""
+    log = Path(job.directory) / "output.log"
+    return job.state is JobState.RUNNING and log.exists() and "planned as" in log.read_text()
 
 
 def answered_once(job: Job) -> bool:
@@ -82,6 +88,7 @@ def test_a_task_that_can_shrinks_and_one_that_cannot_is_saved_and_stopped(tmp_pa
     try:
         running.wait_for_jobs(dict.fromkeys(["giving", "keeping"], stepped))
         for _ in range(_TRIES):
+            running.wait(lambda: answering(running.job("giving")))
             before = running.job("giving")
             said = Path(before.directory) / "output.log"
             size = said.stat().st_size
