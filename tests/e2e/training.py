@@ -100,6 +100,7 @@ def start(
     ranks: int = 2,
     torchrun: bool = False,
     rest_ms: float = 0,
+    model: str = MODEL,
 ) -> subprocess.Popen[str]:
     """Start a training; ``{folder}`` in the flags stands for the folder.  Its warm ranks rest after each iteration."""
     launcher = [str(HERE / "launch.py"), str(ranks)]
@@ -110,7 +111,7 @@ def start(
     if rest_ms:
         environment[REST] = str(rest_ms)
     return subprocess.Popen(
-        [sys.executable, *launcher, *script, *MODEL.split(), *logs, *flags.format(folder=folder).split()],
+        [sys.executable, *launcher, *script, *model.split(), *logs, *flags.format(folder=folder).split()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -35,7 +35,7 @@ RULES: dict[str, set[str]] = {
     "store": {"errors", "given", "types", "work"},
     "client": {"errors", "given", "store", "types"},
     "sidetask": {"errors", "hearsay", "linux", "models", "profiles"},
-    "llm": {"device", "errors", "given", "hearsay", "profiles", "sidetask"},
+    "llm": {"device", "errors", "given", "hearsay", "linux", "profiles", "sidetask"},
     # What is decided.
     "pipeline": {"profiles", "types"},
     "mainjob": {"pipeline"},
@@ -123,6 +123,7 @@ TORCH_FREE = [
     "llm.speccheck",
     "llm",
     "llm.batch",
+    "llm.evaluate",
     "cli.batch",
     "trial.run",
     "trial.printed",

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.fill.llm.batch import BatchJob
+    from megatron.fill.llm.evaluate import EvaluateCheckpoints
 
-__all__ = ["BatchJob"]
+__all__ = ["BatchJob", "EvaluateCheckpoints"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +17,8 @@ def __getattr__(name: str) -> Any:
         from megatron.fill.llm.batch import BatchJob
 
         return BatchJob
+    if name == "EvaluateCheckpoints":
+        from megatron.fill.llm.evaluate import EvaluateCheckpoints
+
+        return EvaluateCheckpoints
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -86,11 +86,14 @@ class SideTask:
         unit: what a unit of work is: samples, edges, images, tokens, ...
         next_node: which kind of step comes next, for tasks whose steps are of several kinds; the runtime expects steps
             of one number to take about equally long.
+        idle: there is nothing to do now: the rest of the bubble is left to others, and a step looks again in the next
+            one.
         context: set before ``create``.
     """
 
     unit: ClassVar[str] = "steps"
     next_node: int = 0
+    idle: bool = False
     context: TaskContext
 
     def create(self, *args: Any, **kwargs: Any) -> None:

@@ -182,7 +182,7 @@ class StepLoop:
 
     def _lack(self, bubble: OpenBubble, finished: bool = False) -> Lack:
         """Why no further step is begun in it."""
-        if finished or not self.control.running or self._held_back or self.stopping():
+        if finished or self.machine.task.idle or not self.control.running or self._held_back or self.stopping():
             return Lack.JOB
         return Lack.TIME if self._has_room(bubble) else Lack.MEMORY
 
@@ -227,6 +227,8 @@ class StepLoop:
                 self.gate.wait_change(bubble.seq, self.breather_ns)
                 is_open, now_ns = self.gate.is_open(bubble.seq), clock()
             if not (is_open and self._fits(bubble, now_ns) and self._may_run(bubble)) or self.stopping():
+                break
+            if machine.task.idle:
                 break
         return False, first_ns, end_ns, spent_ns, steps
 

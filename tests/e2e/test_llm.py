@@ -1,0 +1,54 @@
+"""A training's own checkpoints are evaluated in its bubbles."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+
+from tests.e2e.training import MODEL, ROOT, train_until, write_jobs
+
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 1"
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A few files of Python's own, as bytes."""
+    folder = tmp_path_factory.mktemp("corpus")
+    folder.chmod(0o755)
+    prefix = folder / "text"
+    library = sysconfig.get_path("stdlib")
+    script = [sys.executable, "scripts/preprocess_text.py", "--append-eod", "--output-prefix", str(prefix), "--input"]
+    subprocess.run([*script, f"{library}/a*.py"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return f"{prefix}_text_document"
+
+
+@pytest.mark.parametrize("flags", ["", LLAMA], ids=["pipeline", "tensor-llama"])
+def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, flags):
+    saved = tmp_path / "saved"
+    args = {"checkpoints": str(saved), "prompts": ["def "], "new_tokens": 8}
+    job = {"name": "evaluate", "task": "megatron.fill.llm:EvaluateCheckpoints", "args": args}
+    model = MODEL.replace("--mock-data", f"--data-path {corpus} --split 80,20,0").replace("size 255", "size 256")
+    trained = train_until(
+        tmp_path,
+        f"{write_jobs(tmp_path, job)} --save {saved} --save-interval 30 --eval-interval 30 --eval-iters 3 {flags}",
+        {"evaluate": lambda job: job.progress.work_done >= 1},
+        model=model,
+    )
+    lines = trained.path("evaluate", "evaluations.jsonl").read_text().splitlines()
+    found = json.loads(lines[0])
+    said = re.search(r"validation loss at iteration 30 \| lm loss value: ([0-9.E+-]+)", trained.output)
+    assert said is not None
+    assert found["iteration"] == 30
+    assert found["loss"] == pytest.approx(float(said[1]), rel=1e-5)
+    assert found["samples"][0]["prompt"] == "def "
+    assert trained.jobs["evaluate"]["result"]["evaluated"] == len(lines)
+    assert list(trained.path("evaluate", "tensorboard").glob("events*"))
