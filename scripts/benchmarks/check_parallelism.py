@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.e2e.training import ENDLESS, UPSTREAM, Trained, start, stepped, train_until, warm, write_jobs  # noqa: E402
+from tests.e2e.training import ENDLESS, UPSTREAM, Trained, start, stepped, train_until, warm_ranks, write_jobs  # noqa: E402
 
 MODEL = "--num-layers 2 --hidden-size 32 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
 ITERATIONS = 10  # at least
@@ -239,7 +239,7 @@ def main() -> None:
             parser.error(f"--keep {options.keep}: {error.strerror}; expected a new folder that can be made")
     failed = False
     print(f"{'':<33}{'ranks':>3}{'iter.':>5}{'bubbles':>9}{'steps':>7}{'s':>7}  losses", flush=True)
-    with tempfile.TemporaryDirectory(prefix="pipefill-", dir="/var/tmp") as scratch, warm():
+    with tempfile.TemporaryDirectory(prefix="pipefill-", dir="/var/tmp") as scratch, warm_ranks():
         base = options.keep or Path(scratch)
         base.chmod(0o755)  # the jobs run as a user without rights
         for name in options.rows:

@@ -12,5 +12,5 @@ from tests.e2e import training
 @pytest.fixture(scope="session", autouse=True)
 def warm() -> Iterator[None]:
     """Ranks are forked from it; those that torchrun starts are not, and show that both are the same."""
-    with training.warm():
+    with training.warm_ranks():
         yield

@@ -2,8 +2,9 @@
 
     python launch.py RANKS PYTHON_ARGUMENTS...
 
-With PIPEFILL_TEST_WARM in the environment, the ranks are forked by the process that listens there (``warm.py``).  When
-a rank fails the others are ended, and its exit code is returned.
+With PIPEFILL_TEST_WARM or PIPEFILL_TEST_FRESH in the environment, the ranks are forked by who listens there
+(``warm.py``): one that has imported Megatron, or has not.  When a rank fails the others are ended, and its exit code is
+returned.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+WARM, FRESH = "PIPEFILL_TEST_WARM", "PIPEFILL_TEST_FRESH"
 
 
 class Cold:
@@ -64,7 +67,7 @@ def main() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    where = os.environ.get("PIPEFILL_TEST_WARM")
+    where = os.environ.get(WARM) or os.environ.get(FRESH)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     running: list[Cold | Warm] = []
     for rank in range(ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trained
         # No brake: what it leaves unfilled to compare with is a good part of so short a run.
         settings = f"{flags} {write_jobs(folder, *JOBS)} --fill-warmup-iterations 3 --fill-max-slowdown 0"
         # NVIDIA's script is run in this way, and ours is a plain Megatron script then.
-        script = PATCHED if schedule == "1f1b" else OURS
-        filled[schedule] = train_until(folder, settings, GOT_ON, script=script, ranks=ranks(flags))
+        way: dict[str, Any] = {"script": PATCHED, "fresh": True} if schedule == "1f1b" else {"script": OURS}
+        filled[schedule] = train_until(folder, settings, GOT_ON, ranks=ranks(flags), **way)
     longest: dict[str, int] = {}
     for schedule, (_, flags) in SCHEDULES.items():
         longest[flags] = max(longest.get(flags, 0), len(filled[schedule].losses))

@@ -20,6 +20,7 @@ from typing import Any
 from packaging.version import Version
 
 from megatron.fill.store import Job, JobStore, open_store
+from tests.e2e.launch import FRESH, WARM, Warm
 from tests.e2e.warm import REST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,24 +72,43 @@ class Trained:
 
 @contextmanager
 def warm() -> Iterator[None]:
-    """Ranks are forked from one warm process meanwhile; those that torchrun starts are not."""
-    if "PIPEFILL_TEST_WARM" in os.environ:
+    """Pythons are forked from one warm process meanwhile, without Megatron; those that torchrun starts are not."""
+    if FRESH in os.environ:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="pipefill-") as folder:
-        where = f"{folder}/warm"
+        where = f"{folder}/fresh"
         server = subprocess.Popen(
             [sys.executable, str(HERE / "warm.py"), where],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.environ["PIPEFILL_TEST_WARM"] = where
+        os.environ[FRESH] = where
         try:
             yield
         finally:
-            del os.environ["PIPEFILL_TEST_WARM"]
+            del os.environ[FRESH]
             server.kill()
+            server.wait()
+
+
+@contextmanager
+def warm_ranks() -> Iterator[None]:
+    """Ranks are forked from a process that has imported Megatron too, as `pretrain_gpt.py` has when it is patched."""
+    if WARM in os.environ:
+        yield
+        return
+    with warm(), Path(os.devnull).open("w") as nowhere:
+        where = f"{os.environ[FRESH]}-megatron"
+        arguments = [str(HERE / "warm.py"), where, "megatron.training"]
+        server = Warm(arguments, dict(os.environ), os.environ[FRESH], (nowhere.fileno(), nowhere.fileno()))
+        os.environ[WARM] = where
+        try:
+            yield
+        finally:
+            del os.environ[WARM]
+            os.kill(server.pid, signal.SIGKILL)
             server.wait()
 
 
@@ -99,15 +119,22 @@ def start(
     script: tuple[str, ...] = OURS,
     ranks: int = 2,
     torchrun: bool = False,
+    fresh: bool = False,
     rest_ms: float = 0,
     model: str = MODEL,
 ) -> subprocess.Popen[str]:
-    """Start a training; ``{folder}`` in the flags stands for the folder.  Its warm ranks rest after each iteration."""
+    """Start a training; ``{folder}`` in the flags stands for the folder.  Its warm ranks rest after each iteration.
+
+    Args:
+        fresh: its ranks import Megatron themselves, so the patches of a ``script`` that applies them first come first.
+    """
     launcher = [str(HERE / "launch.py"), str(ranks)]
     if torchrun:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     logs = ["--tensorboard-dir", str(folder / "tensorboard"), "--train-iters", str(iterations)]
     environment = {name: value for name, value in os.environ.items() if name != "PIPEFILL_STORE"}
+    if fresh:
+        environment.pop(WARM, None)
     if rest_ms:
         environment[REST] = str(rest_ms)
     return subprocess.Popen(

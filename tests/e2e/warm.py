@@ -1,10 +1,10 @@
 """A process that has imported what every rank imports, and forks Pythons: they start in a second instead of eight.
 
-    python warm.py SOCKET
+    python warm.py SOCKET [MODULE...]
 
 It serves one request per connection: a JSON line with ``argv``, ``cwd`` and ``env``, and standard output and error as
-descriptors; it answers with the pid of the new process, and then with its exit code.  Of Megatron nothing is imported
-here: the patches are to find it as fresh as in a process of their own.
+descriptors; it answers with the pid of the new process, and then with its exit code.  Of Megatron it has imported what
+is named: nothing where the patches are to find it as fresh as in a process of their own.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ ORPHAN_S = 30.0
 REST = "PIPEFILL_TEST_REST_MS"  # in the environment of a rank: what it sleeps after each optimizer step
 
 
-def serve(path: str) -> None:
-    for name in HEAVY:
+def serve(path: str, *modules: str) -> None:
+    for name in (*HEAVY, *modules):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()  # else the first collection in a rank copies all of it
@@ -144,4 +144,4 @@ def end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

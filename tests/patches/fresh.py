@@ -9,7 +9,7 @@ import os
 import subprocess
 from tempfile import TemporaryFile
 
-from tests.e2e.launch import Warm
+from tests.e2e.launch import FRESH, Warm
 
 
 def python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -17,7 +17,7 @@ def python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     with TemporaryFile("w+", encoding="utf-8") as output, TemporaryFile("w+", encoding="utf-8") as errors:
         descriptors = output.fileno(), errors.fileno()
         command = ["-W", "ignore", *arguments]
-        child = Warm(command, os.environ | environ, os.environ["PIPEFILL_TEST_WARM"], descriptors)
+        child = Warm(command, os.environ | environ, os.environ[FRESH], descriptors)
         code = child.wait()
         output.seek(0)
         errors.seek(0)
