@@ -94,6 +94,34 @@ def test_heartbeats_keep_a_job_and_carry_progress(flaky):
     claims.stop()
 
 
+def test_a_first_step_is_told_at_once_and_others_with_the_heartbeats(flaky):
+    claims = make(lease_s=1e6)
+    claims.every_s = 1e6
+    held = take(claims)
+    beats = flaky.calls
+    for _ in range(3):
+        claims.ask(claims._beat)
+    assert flaky.calls == beats
+    for steps in (1, 2):
+        held.progress = lambda: Progress(steps=steps)  # noqa: B023
+        claims.ask(claims._beat)
+        assert flaky.store.get(held.claim.job.id).progress.steps == 1
+
+
+def test_the_steps_of_earlier_attempts_are_no_first_step(flaky):
+    claims = make(lease_s=1e6)
+    claims.every_s = 1e6
+    before = take(claims)
+    claims.let_go(before)
+    assert claims.finish(before.claim, JobState.QUEUED, "", Progress(steps=7), {}, 1.0)
+    held = take(claims)
+    for steps, told in ((7, 7), (8, 8), (9, 8)):
+        held.progress = lambda: Progress(steps=steps, harvested_s=1.0)  # noqa: B023
+        claims.ask(claims._beat)
+        progress = flaky.store.get(held.claim.job.id).progress
+        assert (progress.steps, progress.harvested_s) == (told, float(told == 8))
+
+
 def test_a_cancellation_arrives(flaky):
     claims = make(lease_s=0.3)
     claims.start()

@@ -36,11 +36,13 @@ class HeldClaim:
     Attributes:
         progress: how far the job is now.
         standing: what the store last said of the claim.
+        stepped: the store knows of a step that it did since it was claimed.
     """
 
     claim: Claim
     progress: Callable[[], Progress]
     standing: Standing = Standing.HELD
+    stepped: bool = False
     beat_s: float = field(default_factory=time.monotonic)
 
 
@@ -220,13 +222,18 @@ class Claims:
                 store.report_device(self._device(), self.lease_s)
                 self._device_s = now_s
         with self._lock:
-            due = [held for held in self._held if now_s - held.beat_s >= self.every_s]
-        for held in due:
-            with _alone(f"the heartbeat of job {held.claim.job.name} failed"):
-                standing = store.heartbeat(held.claim, held.progress(), self.lease_s)
+            all_held = list(self._held)
+        for held in all_held:
+            job = held.claim.job
+            with _alone(f"the heartbeat of job {job.name} failed"):
+                progress = held.progress()
+                first = not held.stepped and progress.steps > job.progress.steps  # somebody waits to see that it runs
+                if not first and now_s - held.beat_s < self.every_s:
+                    continue
+                standing = store.heartbeat(held.claim, progress, self.lease_s)
                 if standing is not held.standing:
-                    logger.info("job %s: %s", held.claim.job.name, standing)
-                held.standing, held.beat_s = standing, now_s
+                    logger.info("job %s: %s", job.name, standing)
+                held.standing, held.beat_s, held.stepped = standing, now_s, held.stepped or first
 
     def look_again(self) -> None:
         """The device's load has changed: tell the store at the next tick."""
