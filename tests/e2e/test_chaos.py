@@ -12,14 +12,11 @@ import pytest
 
 from tests.e2e.training import ROOT, SCRIPT, processes
 
-FAULTS = 11
 TRAINED = 180  # iterations
-# Those that the tasks of the other end-to-end tests do not commit; `pipefill chaos` knows many more.
-CHOSEN = [
-    *("raise-load-state-dict", "sigstop-self", "hang-gil", "deaf-loop"),
-    *("checkpoint-newest", "gate-write", "disk-full"),
-    *("prlimit-rank", "env-pythonpath", "word-nested", "operator"),
-]
+# One of each way that the tasks of the other end-to-end tests have not: a worker that is stopped, or that hangs where
+# Python cannot be interrupted; a checkpoint that is damaged; a write to the rank's own pages, and a call on the rank; the
+# world around; the operator.  `pipefill chaos` knows many more.
+CHOSEN = ["sigstop-self", "hang-gil", "checkpoint-newest", "gate-write", "prlimit-rank", "disk-full", "operator"]
 
 
 if SCRIPT != "pretrain_gpt.py":
@@ -30,7 +27,7 @@ if SCRIPT != "pretrain_gpt.py":
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("chaos")
     pipefill = "from megatron.fill.cli import main; main()"
-    arguments = ["chaos", "--faults", str(FAULTS), "--kinds", ",".join(CHOSEN), "--iterations", str(TRAINED)]
+    arguments = ["chaos", "--faults", "1", "--kinds", ",".join(CHOSEN), "--iterations", str(TRAINED)]
     arguments += ["--json", str(folder / "chaos.json"), "--keep", str(folder / "kept")]
     done = subprocess.run(
         [sys.executable, "-c", pipefill, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280
@@ -44,7 +41,7 @@ def test_no_fault_reaches_the_training_and_no_job_is_lost(ran):
     assert ran["lost"] == [], ran["progress"][-4000:]
     harm = ("main_failures", "loss_differences", "jobs_lost", "leaked_processes")
     assert {name: ran["summary"][name] for name in harm} == dict.fromkeys(harm, 0)
-    assert ran["summary"]["injected"] >= FAULTS
+    assert ran["summary"]["injected"] >= len(CHOSEN) - len(ran["not_run"])
     # Where others use the machine too, their work may look like a slowdown.
     assert ran["code"] == int(bool(ran["summary"]["slowed"] or ran["summary"]["stalls"]))
 
