@@ -4,7 +4,7 @@
 
 With PIPEFILL_TEST_WARM or PIPEFILL_TEST_FRESH in the environment, the ranks are forked by who listens there
 (``warm.py``): one that has imported Megatron, or has not.  When a rank fails the others are ended, and its exit code is
-returned.
+returned.  With 0 for RANKS this process stands for one warm Python, whose environment is its own.
 """
 
 from __future__ import annotations
@@ -62,8 +62,17 @@ class Warm:
         return self._code
 
 
+def one(arguments: list[str]) -> int:
+    """Stand for a warm Python: end when it ends, and pass on that it is to end."""
+    python = Warm(arguments, dict(os.environ), os.environ[WARM])
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(python.pid, signal.SIGTERM))
+    return python.wait()
+
+
 def main() -> int:
     ranks = int(sys.argv[1])
+    if not ranks:
+        return one(sys.argv[2:])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

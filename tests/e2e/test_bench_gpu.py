@@ -6,18 +6,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.e2e.training import ROOT, benchmark
+
 VARIANT = "cpu-rehearsal-host-1f1b-tiny"
 SMALL = "--device cpu --stages 2 --microbatches 2 --warmup 2 --block 1 --pairs 1 --baseline-seconds 0.5"
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "scripts/benchmarks/bench_gpu.py", *SMALL.split(), "--json", str(folder / "gpu.json")]
+    command = [*benchmark("bench_gpu"), *SMALL.split(), "--json", str(folder / "gpu.json")]
     return subprocess.Popen(
         [*command, "--keep", str(folder / "keep"), *arguments],
         cwd=ROOT,

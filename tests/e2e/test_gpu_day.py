@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
+from tests.e2e.training import REST_MS, ROOT, benchmark
+from tests.e2e.warm import REST
 
-ROOT = Path(__file__).resolve().parents[2]
+PYTHON = """#!/bin/sh
+case $1 in
+    *gpu_identity.py) shift; exec {warm} "$@" ;;
+esac
+exec {python} "$@"
+"""
 
 
-@pytest.mark.timeout(300)
 def test_real_stages_are_rehearsed_and_kept(tmp_path):
+    python = tmp_path / "python"
+    warm = shlex.join(benchmark("gpu_identity"))
+    python.write_text(PYTHON.format(warm=warm, python=shlex.quote(sys.executable)), encoding="utf-8")
+    python.chmod(0o755)
     done = subprocess.run(
         ["bash", "scripts/gpu_day.sh", "smoke", str(tmp_path), "--device", "cpu", "--only", "stages"],
         cwd=ROOT,
-        env=os.environ | {"PYTHON": sys.executable},
+        env=os.environ | {"PYTHON": str(python), REST: str(REST_MS)},
         capture_output=True,
         text=True,
         check=False,

@@ -23,7 +23,7 @@ from scripts.benchmarks.check_parallelism import (
 from tests.e2e.training import REST_MS
 
 ROWS = {
-    "tensor-sequence-data": Row(8, f"{TENSOR} --sequence-parallel {OVERLAPPED}"),
+    "tensor-sequence": Row(4, f"{TENSOR} --sequence-parallel"),
     "context": Row(
         4,
         f"{CONTEXT} --num-layers 3 --decoder-first-pipeline-num-layers 1 --recompute-granularity selective --swiglu "
@@ -31,7 +31,7 @@ ROWS = {
     ),
     "interleaved-experts-data": Row(
         4,
-        f"{INTERLEAVED} {MOE} --moe-token-dispatcher-type alltoall --use-distributed-optimizer "
+        f"{INTERLEAVED} {MOE} --moe-token-dispatcher-type alltoall {OVERLAPPED} "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
 }

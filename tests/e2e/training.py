@@ -112,6 +112,13 @@ def warm_ranks() -> Iterator[None]:
             server.wait()
 
 
+def benchmark(name: str) -> list[str]:
+    """The command ``python scripts/benchmarks/NAME.py`` for the root of the checkout; its trainings' ranks are warm."""
+    rank = [sys.executable, str(HERE / "launch.py"), "0"]
+    code = f"from scripts.benchmarks import one_gpu, {name}; one_gpu._SCRIPT[:2] = {rank}; {name}.main()"
+    return [sys.executable, "-c", code]
+
+
 def start(
     folder: Path,
     flags: str = "",
