@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader, load
 
 from megatron.fill.errors import TaskError
 
@@ -112,9 +112,9 @@ def read_checkpoint(path: Path) -> tuple[Namespace, dict[str, torch.Tensor]]:
             common = torch.load(path / "common.pt", "cpu", inert, weights_only=False)
     except OSError as error:
         raise IncompleteCheckpoint(f"checkpoint {path}: {error}") from error
-    except Exception as error:  # the reader's own asserts and errors
-        if not (path / ".metadata").is_file():
-            raise IncompleteCheckpoint(f"checkpoint {path} is gone") from error
+    except (Exception, CheckpointException) as error:  # the reader's own, which is no Exception
+        if not (path / ".metadata").is_file() or "FileNotFoundError" in str(error):
+            raise IncompleteCheckpoint(f"checkpoint {path} is not all there") from error
         raise TaskError(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
     common = common[0] if isinstance(common, list | tuple) else common
     args = common.get("args") if isinstance(common, dict) else None
