@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,7 @@ from tests.e2e.training import MODEL, ROOT, train_until, write_jobs
 
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
-    "--num-query-groups 2 --untie-embeddings-and-output-weights --tensor-model-parallel-size 2 "
-    "--pipeline-model-parallel-size 1"
+    "--num-query-groups 2 --untie-embeddings-and-output-weights"
 )
 
 
@@ -31,15 +31,16 @@ def corpus(tmp_path_factory):
     return f"{prefix}_text_document"
 
 
-@pytest.mark.parametrize("flags", ["", LLAMA], ids=["pipeline", "tensor-llama"])
+@pytest.mark.parametrize("flags", ["", LLAMA], ids=["gpt2", "llama"])
 def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, flags):
     saved = tmp_path / "saved"
     args = {"checkpoints": str(saved), "prompts": ["def "], "new_tokens": 8}
     job = {"name": "evaluate", "task": "megatron.fill.llm:EvaluateCheckpoints", "args": args}
     model = MODEL.replace("--mock-data", f"--data-path {corpus} --split 80,20,0").replace("size 255", "size 256")
+    saving = f"--save {saved} --save-interval 30 --eval-interval 30 --eval-iters 3"
     trained = train_until(
         tmp_path,
-        f"{write_jobs(tmp_path, job)} --save {saved} --save-interval 30 --eval-interval 30 --eval-iters 3 {flags}",
+        f"{write_jobs(tmp_path, job)} --fill-bind {tmp_path} {Path(corpus).parent} {saving} {flags}",
         {"evaluate": lambda job: job.progress.work_done >= 1},
         model=model,
     )

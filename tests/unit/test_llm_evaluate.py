@@ -51,6 +51,9 @@ ARGS = {
     "split": "50,50,0",
     "eval_iters": 2,
     "global_batch_size": 3,
+    "train_iters": 20,
+    "eval_interval": 10,
+    "skip_train": False,
 }
 
 
@@ -116,7 +119,7 @@ def data(tmp_path):
 
 def test_the_samples_are_whole_documents_of_the_split_in_the_order_of_the_seed(data):
     prefix, documents = data
-    found = validation_samples(Namespace(**ARGS, data_path=[str(prefix)]))
+    found = validation_samples(Namespace(**ARGS, data_path=[str(prefix)]), 1000)
     assert found.shape == ((10 * 30 - 1) // LENGTH, LENGTH + 1)
     random = np.random.RandomState(1)
     order = np.arange(10, 20, dtype=np.int32)

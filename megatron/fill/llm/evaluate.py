@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -31,10 +32,10 @@ _LOOK_S = 1.0
 class _Loading(threading.Thread):
     """Reads a checkpoint into host memory beside the steps, since that takes long and needs no device."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, count: int | None) -> None:
         super().__init__(daemon=True)
-        self._path = path
-        self.found: tuple[Any, Any, np.ndarray | None] | None = None  # model, tokenizer, samples
+        self._path, self._count = path, count
+        self.found: tuple[Any, Any, np.ndarray] | None = None  # model, tokenizer, samples
         self.error: Exception | None = None
 
     def run(self) -> None:
@@ -44,9 +45,7 @@ class _Loading(threading.Thread):
 
         try:
             model, args = load_megatron(self._path)
-            samples = validation_samples(args)
-            usual = (args.eval_iters or 0) * args.global_batch_size
-            self.found = model, tokenizer_of(args), samples[: usual or len(samples)]
+            self.found = model, tokenizer_of(args), validation_samples(args, self._count)
         except Exception as error:
             self.error = error
 
@@ -99,6 +98,15 @@ class EvaluateCheckpoints(SideTask):
         self._looked_s = 0.0
 
     def init(self) -> None:
+        """Import what a step would take long to import."""
+        with contextlib.suppress(ImportError):
+            import torch.utils.tensorboard  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
+
+        from megatron.fill.llm import engine, heldout, megatron_weights, models, passes, verify  # noqa: F401
+
+        if not self._folder.is_dir():
+            self.context.logger.info("%s is not there, or this job may not see it (--fill-bind)", self._folder)
         self._loading: _Loading | None = None
         self._work: Iterator[tuple[int, float]] | None = None
         self._iteration = 0
@@ -151,7 +159,7 @@ class EvaluateCheckpoints(SideTask):
         if waiting:
             self._iteration, path = next(iter(waiting.items()))
             self._behind = len(waiting) - 1
-            self._loading = _Loading(path)
+            self._loading = _Loading(path, self._count)
             self._loading.start()
 
     def _leave_out(self, error: Exception | None) -> None:
@@ -172,7 +180,7 @@ class EvaluateCheckpoints(SideTask):
                 return
         raise TaskError(f"iteration {self._iteration}: {error}") from error
 
-    def _evaluation(self, model: Any, tokenizer: Any, samples: np.ndarray | None) -> Iterator[tuple[int, float]]:
+    def _evaluation(self, model: Any, tokenizer: Any, samples: np.ndarray) -> Iterator[tuple[int, float]]:
         """The steps of one evaluation, each with the kind of the next one; the last step ends it."""
         import torch
 
@@ -185,16 +193,16 @@ class EvaluateCheckpoints(SideTask):
                     setattr(module, name, torch.nn.Parameter(parameter.to(device), requires_grad=False))
                     yield _TAKE, 0.0
         model.to(device).eval()
-        if "loss" in self._metrics and samples is not None:
+        if "loss" in self._metrics:
             length = samples.shape[1] - 1
             passes = LayeredPass(decoder_layers(model), pieces_of(model, self._batch * length, device))
-            chosen, total = samples[: self._count or len(samples)], 0.0
-            for first in range(0, len(chosen), self._batch):
-                batch = torch.from_numpy(chosen[first : first + self._batch]).to(device)
+            total = 0.0
+            for first in range(0, len(samples), self._batch):
+                batch = torch.from_numpy(samples[first : first + self._batch]).to(device)
                 for piece, loss in _losses(model, passes, batch):
                     total += loss
                     yield _FORWARD + piece, 0.0
-            found["loss"] = total / (len(chosen) * length)
+            found["loss"] = total / (len(samples) * length)
         texts: list[str] = []
         if "samples" in self._metrics:
             engine = self._engine(model, tokenizer)

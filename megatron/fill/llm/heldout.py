@@ -1,7 +1,7 @@
 """The validation samples of a Megatron training, as its own data set has them.
 
-Megatron splits a data set by documents, shuffles those of a split with the training's seed, cuts their tokens into
-samples of the sequence's length, and shuffles these.  The same is done here for one epoch.
+Megatron splits a data set by documents, repeats those of a split for as many epochs as all evaluations need, shuffles
+them with the training's seed, cuts their tokens into samples of the sequence's length, and shuffles these.
 """
 
 from __future__ import annotations
@@ -49,36 +49,62 @@ class IndexedTokens:
         return self._tokens[self._starts[number] : self._starts[number + 1]]
 
 
-def validation_samples(args: Namespace, prefix: Path | None = None) -> np.ndarray:
-    """All samples of the validation split, ``[samples, sequence length + 1]`` of int64, in the order of an epoch.
+def validation_samples(args: Namespace, count: int | None = None) -> np.ndarray:
+    """The first samples of the validation split, ``[samples, sequence length + 1]`` of int64.
 
     Args:
         args: of the training.
-        prefix: of another data set, whose documents are split likewise; None for the training's own.
+        count: how many; None for those of the training's first evaluation.  Fewer where it has no more.
 
     Raises:
         TaskError: the training has no such data set, or its split has no sample.
     """
-    own = args.data_path or []
-    if prefix is None:
-        if len(own) != 1:
-            raise TaskError(
-                f"the training's --data-path is {' '.join(own) or 'not given'}: expected one prefix, or data"
-            )
-        prefix = Path(own[0])
-    data = IndexedTokens(prefix)
-    first, end = _validation_part(args.split or "969,30,1", data.documents)
+    prefixes = args.data_path or []
+    if len(prefixes) != 1:
+        raise TaskError(f"the training's --data-path is {' '.join(prefixes) or 'not given'}: expected one prefix")
+    data, length = IndexedTokens(Path(prefixes[0])), args.seq_length
+    documents = np.arange(*_validation_part(args.split or "969,30,1", data.documents), dtype=np.int32)
+    tokens = sum(len(data.document(number)) for number in documents.tolist())
+    if tokens <= length:
+        raise TaskError(f"the validation split of {prefixes[0]} has {tokens} tokens: expected more than {length}")
+    epochs = -(-(_wanted(args) * length + 1) // tokens) or 1
+    # The last epoch is shuffled apart if little of it is wanted.
+    before_last = ((epochs - 1) * tokens - 1) // length
+    apart = epochs > 1 and _wanted(args) - before_last < int(0.8 * ((tokens - 1) // length))
     random = np.random.RandomState(args.seed)
-    documents = np.arange(first, end, dtype=np.int32)
-    random.shuffle(documents)
-    tokens = np.concatenate([data.document(int(number)) for number in documents] or [np.empty(0)]).astype(np.int64)
-    length = args.seq_length
-    count = (len(tokens) - 1) // length
-    if count < 1:
-        raise TaskError(f"the validation split of {prefix} has {len(tokens)} tokens: expected more than {length}")
-    order = np.arange(count, dtype=np.uint32)
-    random.shuffle(order)
-    return np.stack([tokens[at * length : (at + 1) * length + 1] for at in order])
+    parts = [np.tile(documents, epochs - 1), documents.copy()] if apart else [np.tile(documents, epochs)]
+    for part in parts:
+        random.shuffle(part)
+    samples = (epochs * tokens - 1) // length
+    orders = [np.arange(before_last), np.arange(before_last, samples)] if apart else [np.arange(samples)]
+    for order in orders:
+        random.shuffle(order)
+    first = np.concatenate(orders)[: count or args.eval_iters * args.global_batch_size or samples]
+    order = np.concatenate(parts)
+    ends = np.cumsum([len(data.document(number)) for number in order.tolist()])
+    return np.stack([_tokens(data, order, ends, at * length, length + 1) for at in first.tolist()])
+
+
+def _tokens(data: IndexedTokens, order: np.ndarray, ends: np.ndarray, start: int, count: int) -> np.ndarray:
+    """Tokens of documents that follow each other in this order.
+
+    Args:
+        ends: of each document in that stream.
+    """
+    parts: list[np.ndarray] = []
+    at = int(np.searchsorted(ends, start, side="right"))
+    while count:
+        document = data.document(int(order[at]))
+        part = document[start - (int(ends[at]) - len(document)) :][:count].astype(np.int64)
+        parts.append(part)
+        start, count, at = start + len(part), count - len(part), at + 1
+    return np.concatenate(parts)
+
+
+def _wanted(args: Namespace) -> int:
+    """Samples that all evaluations of the training take together."""
+    evaluations = 1 if args.skip_train else args.train_iters // args.eval_interval + 1
+    return evaluations * args.eval_iters * args.global_batch_size
 
 
 def _validation_part(split: str, documents: int) -> tuple[int, int]:
