@@ -169,12 +169,24 @@ class Faulty(SideTask):
         raise ValueError("left a child behind")
 
 
-class Miser(Spin):
-    """Holds memory, and gives nothing back."""
+class Hoard(Spin):
+    """Holds memory, and gives back what it is asked for."""
 
     def create(self, milliseconds: float = 1.0, steps: int = 0, mib: int = 0) -> None:
         super().create(milliseconds, steps)
         self.hoard = [bytearray(b"x" * (1 << 20)) for _ in range(mib)]
+
+    def shrink(self, memory_bytes: int) -> bool:
+        del self.hoard[max(0, memory_bytes >> 21) :]  # half of it at least: the rest is Python's own
+        self.context.report(left_mib=len(self.hoard))
+        return True
+
+
+class Miser(Hoard):
+    """Gives nothing back."""
+
+    def shrink(self, memory_bytes: int) -> bool:
+        return False
 
 
 class Probe(SideTask):

@@ -10,7 +10,7 @@ from megatron.fill.device.port import mib
 from megatron.fill.errors import TaskError
 from megatron.fill.given.quantities import parse_bytes
 from megatron.fill.llm.answers import AnswerFile
-from megatron.fill.llm.fitting import clock, held_bytes, pass_bytes, pieces_of, release, settle
+from megatron.fill.llm.fitting import claimed_bytes, clock, held_bytes, pass_bytes, pieces_of, release, settle
 from megatron.fill.llm.requests import Request, read_requests
 from megatron.fill.llm.shapes import AUTO, Shape, most_nodes
 from megatron.fill.profiles import Configuration
@@ -263,7 +263,7 @@ class BatchJob(NodeTask):
         """
         limits = [] if self._most_bytes is None else [self._most_bytes]
         if self.context.memory_bytes is not None:
-            taken = held_bytes(self.context.device) + pass_bytes(self._model.config, self._most_rows())
+            taken = claimed_bytes(self.context.device) + pass_bytes(self._model.config, self._most_rows())
             limits.append(self.context.memory_bytes - taken)
         if not limits:
             return None

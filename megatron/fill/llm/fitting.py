@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron.fill.device.meter import resident_bytes
@@ -32,6 +33,15 @@ def held_bytes(device: str) -> int:
     import torch
 
     return torch.cuda.memory_reserved(device)
+
+
+def claimed_bytes(device: str) -> int:
+    """What this process has asked for and its cap counts: on the CPU that is more than what it holds (RLIMIT_DATA)."""
+    if device != "cpu":
+        return held_bytes(device)
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    data = next(line for line in text.splitlines() if line.startswith("VmData:"))
+    return max(resident_bytes(), int(data.split()[1]) * 1024)
 
 
 def release(device: str) -> None:
