@@ -15,7 +15,7 @@ from tests.e2e.training import MODEL, ROOT, train_until, write_jobs
 
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
-    "--num-query-groups 2 --untie-embeddings-and-output-weights"
+    "--num-query-groups 2 --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 384"
 )
 
 

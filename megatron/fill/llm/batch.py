@@ -135,7 +135,10 @@ class BatchJob(NodeTask):
         pieces = [pieces_of(one, rows, device) for one in models]
         if self._pieces is not None:
             pieces[0] = self._pieces
-        runners = [ModelRunner(one, context_length(one), count) for one, count in zip(models, pieces, strict=True)]
+        size = self._tokenizer.size
+        runners = [
+            ModelRunner(one, context_length(one), count, size) for one, count in zip(models, pieces, strict=True)
+        ]
         self.split = f"layers, {runners[0].passes.pieces} pieces"
         self._engine = Engine(
             runners,

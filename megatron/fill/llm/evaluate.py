@@ -222,7 +222,7 @@ class EvaluateCheckpoints(SideTask):
         from megatron.fill.llm.verify import matching
 
         device, context = self.context.device, context_length(model)
-        runner = ModelRunner(model, context, pieces_of(model, 64, device))
+        runner = ModelRunner(model, context, pieces_of(model, 64, device), tokenizer.size)
         engine = Engine(
             [runner], tokenizer.decode, tokenizer.eos_ids, matching, [()], self._batch, 64, None, clock(device)
         )

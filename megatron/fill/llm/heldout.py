@@ -67,10 +67,12 @@ def validation_samples(args: Namespace, count: int | None = None) -> np.ndarray:
     tokens = sum(len(data.document(number)) for number in documents.tolist())
     if tokens <= length:
         raise TaskError(f"the validation split of {prefixes[0]} has {tokens} tokens: expected more than {length}")
-    epochs = -(-(_wanted(args) * length + 1) // tokens) or 1
+    batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+    wanted = 0 if getattr(args, "full_validation", False) else _evaluations(args) * args.eval_iters * batch
+    epochs = max(1, -(-(wanted * length + 1) // tokens))
     # The last epoch is shuffled apart if little of it is wanted.
     before_last = ((epochs - 1) * tokens - 1) // length
-    apart = epochs > 1 and _wanted(args) - before_last < int(0.8 * ((tokens - 1) // length))
+    apart = epochs > 1 and wanted - before_last < int(0.8 * ((tokens - 1) // length))
     random = np.random.RandomState(args.seed)
     parts = [np.tile(documents, epochs - 1), documents.copy()] if apart else [np.tile(documents, epochs)]
     for part in parts:
@@ -79,7 +81,7 @@ def validation_samples(args: Namespace, count: int | None = None) -> np.ndarray:
     orders = [np.arange(before_last), np.arange(before_last, samples)] if apart else [np.arange(samples)]
     for order in orders:
         random.shuffle(order)
-    first = np.concatenate(orders)[: count or args.eval_iters * args.global_batch_size or samples]
+    first = np.concatenate(orders)[: count or args.eval_iters * batch or samples]
     order = np.concatenate(parts)
     ends = np.cumsum([len(data.document(number)) for number in order.tolist()])
     return np.stack([_tokens(data, order, ends, at * length, length + 1) for at in first.tolist()])
@@ -101,10 +103,12 @@ def _tokens(data: IndexedTokens, order: np.ndarray, ends: np.ndarray, start: int
     return np.concatenate(parts)
 
 
-def _wanted(args: Namespace) -> int:
-    """Samples that all evaluations of the training take together."""
-    evaluations = 1 if args.skip_train else args.train_iters // args.eval_interval + 1
-    return evaluations * args.eval_iters * args.global_batch_size
+def _evaluations(args: Namespace) -> int:
+    """How often the training evaluates."""
+    if args.skip_train:
+        return 1
+    skipped = (getattr(args, "start_eval_at_iter", None) or 0) // args.eval_interval
+    return max(0, args.train_iters // args.eval_interval + 1 - skipped)
 
 
 def _validation_part(split: str, documents: int) -> tuple[int, int]:

@@ -30,11 +30,18 @@ _USUAL = {
     "linear_attention_freq": None,
     "use_mup": False,
     "heterogeneous_layers_config_path": None,
+    "no_rope_freq": None,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "window_attn_skip_freq": None,
+    "experimental_attention_variant": None,
 }
 
 
 def converted(args: Namespace, weights: Weights) -> Any:
     """A causal language model of ``transformers`` with these weights.
+
+    The rows that fill the vocabulary up stay: Megatron's loss counts them too.
 
     Args:
         args: of the training.
@@ -97,11 +104,6 @@ def _model(kind: str, args: Namespace, found: Weights, **config: Any) -> Any:
     return model.eval()
 
 
-def _words(args: Namespace, weights: Weights, name: str) -> torch.Tensor:
-    """Without the rows that fill the vocabulary up."""
-    return weights[name][: args.vocab_size or args.padded_vocab_size]
-
-
 def _take(weights: Weights, *names: str) -> torch.Tensor | None:
     """The first that is there: Transformer Engine's layers have other names than local ones."""
     return next((weights[name] for name in names if name in weights), None)
@@ -141,7 +143,7 @@ def _qkv(args: Namespace, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _gpt2(args: Namespace, weights: Weights) -> Any:
-    found = {"transformer.wte.weight": _words(args, weights, "embedding.word_embeddings.weight")}
+    found = {"transformer.wte.weight": weights["embedding.word_embeddings.weight"]}
     found["transformer.wpe.weight"] = weights["embedding.position_embeddings.weight"]
     for place, part, tensor in _norms(args, weights):
         if place == "final":
@@ -161,7 +163,7 @@ def _gpt2(args: Namespace, weights: Weights) -> Any:
             turned = tensor.transpose(1, 2) if part == "weight" else tensor
             _by_layer(found, turned, f"transformer.h.{{}}.{name}.{part}")
     if args.untie_embeddings_and_output_weights:
-        found["lm_head.weight"] = _words(args, weights, "output_layer.weight")
+        found["lm_head.weight"] = weights["output_layer.weight"]
     if args.kv_channels * args.num_attention_heads != args.hidden_size:
         raise TaskError(f"the checkpoint was trained with --kv-channels {args.kv_channels}: expected size / heads")
     return _model(
@@ -179,7 +181,7 @@ def _gpt2(args: Namespace, weights: Weights) -> Any:
 
 
 def _gpt_neox(args: Namespace, weights: Weights) -> Any:
-    found = {"gpt_neox.embed_in.weight": _words(args, weights, "embedding.word_embeddings.weight")}
+    found = {"gpt_neox.embed_in.weight": weights["embedding.word_embeddings.weight"]}
     names = {"input": "input_layernorm", "inner": "post_attention_layernorm"}
     for place, part, tensor in _norms(args, weights):
         if place == "final":
@@ -196,7 +198,7 @@ def _gpt_neox(args: Namespace, weights: Weights) -> Any:
         for part in ("weight", "bias"):
             _by_layer(found, weights[f"decoder.layers.{name}.{part}"], f"gpt_neox.layers.{{}}.{theirs}.{part}")
     output = "output_layer.weight" if args.untie_embeddings_and_output_weights else "embedding.word_embeddings.weight"
-    found["embed_out.weight"] = _words(args, weights, output)
+    found["embed_out.weight"] = weights[output]
     return _model(
         "gpt_neox",
         args,
@@ -220,7 +222,7 @@ def _gpt_neox(args: Namespace, weights: Weights) -> Any:
 def _llama(args: Namespace, weights: Weights) -> Any:
     if args.rotary_percent != 1.0:
         raise TaskError(f"the checkpoint was trained with --rotary-percent {args.rotary_percent}: expected 1.0")
-    found = {"model.embed_tokens.weight": _words(args, weights, "embedding.word_embeddings.weight")}
+    found = {"model.embed_tokens.weight": weights["embedding.word_embeddings.weight"]}
     names = {"input": "input_layernorm", "inner": "post_attention_layernorm"}
     for place, part, tensor in _norms(args, weights):
         if place == "final":
@@ -239,7 +241,7 @@ def _llama(args: Namespace, weights: Weights) -> Any:
     _by_layer(found, up, "model.layers.{}.mlp.up_proj.weight")
     _by_layer(found, weights[f"{mlp}.linear_fc2.weight"], "model.layers.{}.mlp.down_proj.weight")
     if args.untie_embeddings_and_output_weights:
-        found["lm_head.weight"] = _words(args, weights, "output_layer.weight")
+        found["lm_head.weight"] = weights["output_layer.weight"]
     biased = f"{attention}.linear_qkv.bias" in weights
     return _model(
         "qwen2" if biased else "llama",

@@ -108,12 +108,12 @@ class ModelRunner:
         model: in evaluation mode, on its device.
         context: tokens that a sequence may have.
         pieces: what a pass is cut into.
+        vocabulary: token ids are below it; a model may have more, which stand for nothing.  None for all.
     """
 
-    def __init__(self, model: Any, context: int, pieces: int = 1) -> None:
-        self.model, self.context = model, context
+    def __init__(self, model: Any, context: int, pieces: int = 1, vocabulary: int | None = None) -> None:
+        self.model, self.context, self._vocabulary = model, context, vocabulary
         self._device, self._dtype = model.device, model.dtype  # the model looks through its weights for them
-        self.vocabulary: int = model.get_output_embeddings().weight.shape[0]
         self.cache = SlotCache(probe_shapes(model), model.dtype, str(model.device))
         self.passes = LayeredPass(decoder_layers(model), pieces)
 
@@ -127,7 +127,7 @@ class ModelRunner:
 
         def function() -> Any:
             if logits:
-                return self.model(**inputs).logits
+                return self.model(**inputs).logits[..., : self._vocabulary]
             self.model.base_model(**inputs)
             return None
 
