@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from megatron.fill.errors import TaskError  # noqa: E402
 from megatron.fill.llm.cache import LayerShape, SlotCache  # noqa: E402
 from megatron.fill.llm.room import KeyValueRoom  # noqa: E402
 from megatron.fill.llm.sequence import GeneratedSequence, Wanted  # noqa: E402
@@ -88,6 +89,13 @@ def test_what_is_kept_stays_where_its_sequence_is():
         for tensor in (*cache._keys, *cache._values):
             assert (tensor[0, :, :columns] == 3).all()
             assert (tensor[1, :, :columns] == 2).all()
+
+
+def test_one_that_does_not_fit_alone_is_said():
+    room = KeyValueRoom(caches(), 3, 0, 1000)
+    room.waiting.append(sequence(4, 100))
+    with pytest.raises(TaskError, match="a sequence of 104 tokens needs"):
+        room.admit()
 
 
 def test_the_youngest_lose_their_room_and_are_the_next_ones():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from megatron.fill.device.port import mib
+from megatron.fill.errors import TaskError
 from megatron.fill.llm.cache import SlotCache
 from megatron.fill.llm.sequence import GeneratedSequence
 
@@ -42,7 +44,11 @@ class KeyValueRoom:
         return self.bytes_for(1, self._columns(tokens))
 
     def admit(self) -> None:
-        """Give slots to those that wait, as long as they fit."""
+        """Give slots to those that wait, as long as they fit.
+
+        Raises:
+            TaskError: the next one does not fit although there is no other.
+        """
         while self.waiting and len(self.active) < self.batch:
             following = self.waiting[0]
             cache = self._caches[0]
@@ -50,6 +56,11 @@ class KeyValueRoom:
                 columns = self._columns_of([*self.active, following])
                 slots = min(self._slots_for(columns), self.batch, len(self.active) + len(self.waiting))
                 if slots <= len(self.active):
+                    if not self.active:
+                        raise TaskError(
+                            f"a sequence of {following.most_tokens} tokens needs {mib(self.bytes_for(1, columns))} of "
+                            f"keys and values; expected at most {mib(self._most_bytes or 0)}"
+                        )
                     return
                 self._resize(slots, columns)
             self.waiting.popleft()

@@ -25,7 +25,7 @@ WIDTHS: dict[str, Shape] = {
 }
 RULES: dict[str, Rule] = {"matching": matching, "multi_step": multi_step, "traversal": traversal}
 TEXTS, TOKENS = 40, 64
-PAIRS = 8
+PAIRS, REQUESTS = 6, 64
 
 
 def _wanted(folder: Path, count: int, temperature: float) -> list[Wanted]:
@@ -67,7 +67,7 @@ def _pair(folder: Path, batch: int, plain_first: bool) -> float:
     """How many times as many tokens a second."""
     seconds = {}
     for shapes in [[()], AUTO] if plain_first else [AUTO, [()]]:
-        made, wanted = engine(folder, shapes, batch), _wanted(folder, 4 * batch, 0.0)
+        made, wanted = engine(folder, shapes, batch), _wanted(folder, REQUESTS, 0.0)
         begun = time.perf_counter()
         generate(made, wanted)
         seconds[len(shapes)] = (time.perf_counter() - begun) / made.counts.tokens
