@@ -95,7 +95,7 @@ def test_every_step_is_launched_and_lands_however_it_ends(error):
         return 1.0
 
     machine: Any = SimpleNamespace(
-        task=SimpleNamespace(next_node=0), run_next_step=step, start=lambda: None, pause=lambda: None
+        task=SimpleNamespace(next_node=0, idle=False), run_next_step=step, start=lambda: None, pause=lambda: None
     )
     gate: Any = SimpleNamespace(is_open=lambda seq: not said, closed_ns=lambda seq: None)
     loop = StepLoop(machine, gate, StepLog(create_log()), lambda: False)

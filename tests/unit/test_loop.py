@@ -484,3 +484,21 @@ def test_a_profile_says_how_long_the_first_step_of_a_plain_task_takes():
     bench.bubble(6)
     assert bench.task.calls == ["start", "step", "pause"]
     assert bench.log.work_done == 2  # what the step said, and nothing of the profile's
+
+
+class Waiting(Scripted):
+    """Has something to do in every third step only."""
+
+    def run_next_step(self) -> float:
+        work = super().run_next_step()
+        self.idle = self.calls.count("step") % 3 != 0
+        return work
+
+
+def test_a_task_with_nothing_to_do_looks_once_in_each_bubble():
+    bench = Bench(*[1.0] * 20)
+    bench.task.__class__ = Waiting
+    for steps in (1, 1, 2, 1):  # the third step has something to do, and so is followed by another one
+        bench.bubble(9)
+        assert bench.uses[-1].steps == steps
+    assert {use.lack for use in bench.uses} == {Lack.JOB}

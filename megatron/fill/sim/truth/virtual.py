@@ -116,6 +116,8 @@ class VirtualGate:
 class VirtualMachine:
     """A task whose steps last as long as its script says (TaskMachine)."""
 
+    idle = False  # what was recorded were steps
+
     def __init__(self, core: Core, times: StepTimes) -> None:
         self.task = self
         self._core = core
