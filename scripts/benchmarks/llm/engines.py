@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.fill.llm.models import load_language_model
 
 from megatron.fill.llm.engine import Engine
+from megatron.fill.llm.models import load_language_model
 from megatron.fill.llm.passes import ModelRunner
 from megatron.fill.llm.sequence import GeneratedSequence, Wanted
 from megatron.fill.llm.shapes import Shape
