@@ -170,6 +170,26 @@ def cut_the_torn_line(directory):
     path.write_bytes(data[: data.rindex(b"\n") + 1])
 
 
+def test_what_was_saved_is_saved_again_before_it_is_reached_again(models, tmp_path):
+    lines = [request(at, prompt="abcdef"[at], max_tokens=30, temperature=1, n=3) for at in range(6)]
+    requests = write(tmp_path / "in.jsonl", lines)
+    made = job(models, requests, tmp_path / "job", batch_sizes=[8])
+    before, _ = run(made, 60)
+    state = made.state_dict()
+    assert len(state["sequences"]) > 2
+    one = job(models, requests, tmp_path / "job", batch_sizes=[1], state=state)
+    works = [one.run_next_step() for _ in range(15)]
+    assert min(works) >= 0
+    found = {(line, number): kept["generated"] for line, number, kept in one.state_dict()["sequences"]}
+    for line, number, kept in state["sequences"]:
+        generated = found.get((line, number), kept["generated"])
+        assert generated[: len(kept["generated"])] == kept["generated"]
+    assert len(found) >= len(state["sequences"]) - 1  # one may have ended
+    after, finished = run(one)
+    assert finished
+    assert before + sum(works) + after == pytest.approx(6)
+
+
 def test_what_was_done_before_counts_once(models, tmp_path):
     requests = write(tmp_path / "in.jsonl", some_requests())
     made = job(models, requests, tmp_path / "job")

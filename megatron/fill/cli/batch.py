@@ -63,7 +63,7 @@ def batch(
     """
     from megatron.fill.llm.requests import Refused, read_requests
 
-    lines = list(read_requests(requests))
+    lines = read_requests(requests)
     refused = [line for line in lines if isinstance(line, Refused)]
     for folder in (model, *(draft or ())):
         if not folder.is_dir():
@@ -77,12 +77,8 @@ def batch(
         _introduce(requests, len(lines), refused)
     with opened(store, create=True) as jobs:
         job = _found_or_new(jobs, called, args, memory, written)
-        if watch and not as_json:
-            job = _watched(jobs, job)
-        elif watch:
-            while not job.state.finished:
-                time.sleep(_LOOK_S)
-                job = jobs.get(job.id)
+        if watch:
+            job = _watched(jobs, job, quiet=as_json)
         now_s = jobs.now_s()
     there = job.state is JobState.SUCCEEDED
     if there:
@@ -152,14 +148,14 @@ def _found_or_new(jobs: JobStore, name: str, args: dict[str, Any], memory: str |
     return jobs.submit([new])[0]
 
 
-def _watched(jobs: JobStore, job: Job) -> Job:
-    """Show the job's progress until it has ended."""
+def _watched(jobs: JobStore, job: Job, quiet: bool) -> Job:
+    """Wait until the job has ended, and show its progress unless it is to be quiet."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=Console(file=sys.stderr)) as shown:
+        with Progress(*columns, console=Console(file=sys.stderr), disable=quiet) as shown:
             line = shown.add_task(job.name, total=None)
             while True:
                 job = jobs.get(job.id)

@@ -84,7 +84,7 @@ class Answering:
         done = float(self.answered)
         for begun in self._begun.values():
             done += len(begun.choices) / begun.request.n
-        for sequence in unfinished:
+        for sequence in (*unfinished, *self._ready):
             done += _part(sequence) / self._begun[sequence.name[0]].request.n
         new, self._counted = done - self._counted, done
         return new
@@ -92,10 +92,10 @@ class Answering:
     def state_dict(self, unfinished: Iterable[GeneratedSequence]) -> dict[str, Any]:
         """What was generated and not answered yet."""
         self._file.sync()
-        sequences = [[*one.name, one.state_dict()] for one in unfinished if one.generated]
-        choices = [
-            [line, _choice_as_data(choice)] for line, begun in self._begun.items() for choice in begun.choices.values()
-        ]
+        sequences = [[*one.name, one.state_dict()] for one in (*unfinished, *self._ready) if one.generated]
+        sequences += [[*name, kept] for name, kept in self._kept.items()]  # of requests that were not reached again
+        there = {line: begun.choices for line, begun in self._begun.items()} | self._choices
+        choices = [[line, _choice_as_data(choice)] for line, found in there.items() for choice in found.values()]
         return {"sequences": sequences, "choices": choices}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

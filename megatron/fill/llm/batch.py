@@ -90,7 +90,7 @@ class BatchJob(NodeTask):
             self._most_bytes = None if kv_bytes is None else parse_bytes(kv_bytes)
         except ValueError as error:
             raise ValueError(f"kv_bytes is {kv_bytes!r}: {error}") from None
-        self._lines = list(read_requests(Path(requests)))
+        self._lines = read_requests(requests)
         self._model_name = Path(model).name
         self._model, self._tokenizer = load_language_model(Path(model), dtype)
         self._drafts = []
@@ -214,6 +214,10 @@ class BatchJob(NodeTask):
         lost = before - len(engine.room.active)
         self.context.logger.info("gave back %s of keys and values; %d sequences wait for room", mib(held - now), lost)
         return True
+
+    def stop(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()
 
     def state_dict(self) -> dict[str, Any]:
         """The tokens of the sequences that have not ended; keys and values are computed again."""

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from megatron.fill.errors import TaskError
 
 LATEST = "latest_checkpointed_iteration.txt"
-_LAYERS = "decoder.layers."
 _PLAIN = {("argparse", "Namespace"), ("builtins", "complex"), ("builtins", "set"), ("collections", "OrderedDict")}
 
 
@@ -52,12 +51,18 @@ class _Unpickler(pickle.Unpickler):
         return _Inert()
 
 
+_INERT = SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, __name__="inert")
+
+
 class _Planner(DefaultLoadPlanner):
     """Reads what is no tensor without making its objects."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        inert = SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, __name__="inert")
-        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, "cpu", inert, weights_only=False)
+        self.original_state_dict[read_item.dest_index.fqn] = _read_inert(value)
+
+
+def _read_inert(file: io.BytesIO | Path) -> Any:
+    return torch.load(file, "cpu", _INERT, weights_only=False)
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
@@ -108,8 +113,7 @@ def read_checkpoint(path: Path) -> tuple[Namespace, dict[str, torch.Tensor]]:
         load(wanted, storage_reader=reader, planner=_Planner(), no_dist=True)
         common = next((value for name, value in wanted.items() if name.startswith("common_state/")), None)
         if common is None:  # older ones have a file for it
-            inert = SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, __name__="inert")
-            common = torch.load(path / "common.pt", "cpu", inert, weights_only=False)
+            common = _read_inert(path / "common.pt")
     except OSError as error:
         raise IncompleteCheckpoint(f"checkpoint {path}: {error}") from error
     except (Exception, CheckpointException) as error:  # the reader's own, which is no Exception
