@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import why_not
 from megatron.fill.records import last_segment
 from megatron.fill.types import Bubble, BubbleUse
-from scripts.benchmarks.results import Results
+from scripts.benchmarks.results import Results, opened
 from scripts.benchmarks.trainings import Blocks, filled, identical, iterations_of, jobs_file, p99_slowdown
 
 PARTS = ("profile", "cpu", "emulated", "identity")
@@ -198,10 +198,7 @@ def main() -> None:
         parser.error(f"--baseline-seconds is {options.baseline_seconds:g}: expected 0 to 600")
     if "emulated" in options.parts and (why := why_not()):
         parser.error(f"--parts emulated: {why}")
-    try:
-        results = Results(options.json)
-    except (OSError, ValueError) as error:
-        parser.error(f"--json {options.json}: {error}; expected a new file, or one that was written by --json")
+    results = opened(parser, options.json)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.keep or scratch)
         folder.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ from megatron.fill.given.quantities import parse_bytes
 from scripts.benchmarks.gpu_models import MODELS
 from scripts.benchmarks.gpu_parts import PARTS, Bench
 from scripts.benchmarks.one_gpu import mps
-from scripts.benchmarks.results import Results
+from scripts.benchmarks.results import Results, opened
 
 _LEAST_S = 5.0  # of the budget, to begin a part
 _LONGEST = 2000  # characters of an error that are kept
@@ -163,10 +163,7 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
 def main() -> None:
     parser, options = parsed()
     check(parser, options)
-    try:
-        results = Results(options.json)
-    except (OSError, ValueError) as error:
-        parser.error(f"--json {options.json}: {error}; expected a new file, or one that was written by --json")
+    results = opened(parser, options.json)
     if options.device == "cpu":
         os.environ["PIPEFILL_CPU_BACKEND"] = "1"
     elif reason := missing(options):

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.benchmarks.llm import answers, bubbles, draws, kills, trained, trees
-from scripts.benchmarks.results import Results
+from scripts.benchmarks.results import opened
 
 PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "identical": answers.measure,
@@ -48,10 +48,7 @@ def main() -> None:
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"--parts has {unknown[0]!r}: expected some of {', '.join(PARTS)}")
-    try:
-        results = Results(args.json)
-    except (OSError, ValueError) as error:
-        parser.error(f"--json is {args.json}: {error}")
+    results = opened(parser, args.json)
     trained.train(args.folder)
     for part in parts:
         summary, details = PARTS[part](args.folder)

@@ -42,7 +42,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import why_not
 from scripts.benchmarks.beside import Way, When, beside, colocated
-from scripts.benchmarks.results import Results
+from scripts.benchmarks.results import Results, opened
 from scripts.benchmarks.sidetasks import TASKS, tasks_of
 from scripts.benchmarks.trainings import (
     Blocks,
@@ -154,10 +154,7 @@ def main() -> None:
             parser.error(f"--step-ms is for the emulated device: expected none of --parts {' '.join(others)} with it")
     if (wanted := [name for name in options.parts if name in EMULATED]) and (why := why_not()):
         parser.error(f"--parts {' '.join(wanted)}: {why}")
-    try:
-        results = Results(options.json)
-    except (OSError, ValueError) as error:
-        parser.error(f"--json {options.json}: {error}; expected a new file, or one that was written by --json")
+    results = opened(parser, options.json)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(options.keep or scratch)
         folder.mkdir(parents=True, exist_ok=True)

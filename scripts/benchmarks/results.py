@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -55,3 +56,11 @@ class Results:
             return
         content = {"commands": self.commands, "summary": self.summary, "details": self.details}
         write_text(self._path, json.dumps(content, indent=2) + "\n")  # a call may be killed while it writes
+
+
+def opened(parser: argparse.ArgumentParser, path: Path | None) -> Results:
+    """The results of ``--json``; a file that cannot be one ends the program as a wrong flag does."""
+    try:
+        return Results(path)
+    except (OSError, ValueError) as error:
+        parser.error(f"--json {path}: {error}; expected a new file, or one that was written by --json")
