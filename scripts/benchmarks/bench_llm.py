@@ -8,6 +8,7 @@ Python's standard library, with this project, into ``--folder``, once.  The part
     identical   greedy answers against those of transformers itself, request by request, and the logits of tree nodes
     trees       tokens that a pass of the large model gives, by the shape of the tree, greedy and sampled
     speed       tokens a second with and without drafts, alone
+    tuned       the same with drafts that were tuned on the large model's answers: one, and several
     drawn       the verification rules: their exact distance, and a chi-square test of the engine's own draws
     killed      a job that is killed again and again: requests lost, answered twice, tokens that differ
     bubbles     tokens a second in the bubbles of a training, against the same job alone
@@ -25,13 +26,14 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.benchmarks.llm import answers, bubbles, draws, kills, trained, trees
+from scripts.benchmarks.llm import answers, bubbles, draws, kills, trained, trees, tuned
 from scripts.benchmarks.results import opened
 
 PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "identical": answers.measure,
     "trees": trees.measure,
     "speed": trees.measure_speed,
+    "tuned": tuned.measure,
     "drawn": draws.measure,
     "killed": kills.measure,
     "bubbles": bubbles.measure,

@@ -428,6 +428,21 @@ def test_part_of_an_iteration_is_part_of_its_work():
     assert (bench.log.work_done, bench.log.partial_work) == (10.5, 2.5)
 
 
+def test_a_look_is_no_part_of_an_iteration():
+    class Looking(TwoKinds):
+        def run_next_step(self) -> float:
+            super().run_next_step()
+            self.idle, self.next_node = True, 0
+            return 0.0
+
+    bench = two_kinds(1, 1)
+    bench.task.__class__ = Looking
+    bench.loop.expect(profile((1, 0), (3, 0)))
+    bench.bubble(2)
+    assert bench.uses[-1].steps == 1
+    assert bench.log.work_done == 0
+
+
 class Iterations(Scripted):
     """Nodes of a millisecond; the last of each iteration says what the iteration did."""
 

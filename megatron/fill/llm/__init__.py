@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.fill.llm.batch import BatchJob
     from megatron.fill.llm.evaluate import EvaluateCheckpoints
+    from megatron.fill.llm.tuning import DraftTuning
 
-__all__ = ["BatchJob", "EvaluateCheckpoints"]
+__all__ = ["BatchJob", "DraftTuning", "EvaluateCheckpoints"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from megatron.fill.llm.evaluate import EvaluateCheckpoints
 
         return EvaluateCheckpoints
+    if name == "DraftTuning":
+        from megatron.fill.llm.tuning import DraftTuning
+
+        return DraftTuning
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -110,7 +110,7 @@ class Answering:
             self._write(error_answer(line))
             return
         try:
-            prompt = self._prompt(line)
+            prompt = prompt_tokens(line, self._tokenizer)
             most = min(line.max_tokens or self._context, self._context - len(prompt))
             if most < 1:
                 raise ValueError(
@@ -130,18 +130,6 @@ class Answering:
         left = [one for number, one in enumerate(sequences) if number not in begun.choices]
         self._counted += (len(begun.choices) + sum(map(_part, left))) / line.n
         self._ready.extend(left)
-
-    def _prompt(self, request: Request) -> list[int]:
-        if request.chat:
-            return self._tokenizer.chat(list(request.messages))
-        if isinstance(request.prompt, str):
-            # A model needs a token to begin with.
-            return self._tokenizer.encode(request.prompt) or sorted(self._tokenizer.eos_ids)[:1]
-        tokens = list(request.prompt or ())
-        wrong = [token for token in tokens if not 0 <= token < self._tokenizer.size]
-        if wrong or not tokens:
-            raise ValueError(f"prompt has token {wrong[0]}; expected 0 to {self._tokenizer.size - 1}")
-        return tokens
 
     def _sequence(self, request: Request, prompt: list[int], most: int, number: int) -> GeneratedSequence:
         own = (0, self._seed & _UNSIGNED, request.line) if request.seed is None else (1, request.seed & _UNSIGNED)
@@ -170,6 +158,24 @@ class Answering:
     def _write(self, data: dict[str, Any]) -> None:
         self._file.write(data)
         self.answered += 1
+
+
+def prompt_tokens(request: Request, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of a request's prompt, or of its conversation.
+
+    Raises:
+        ValueError: it has none that the model knows.
+    """
+    if request.chat:
+        return tokenizer.chat(list(request.messages))
+    if isinstance(request.prompt, str):
+        # A model needs a token to begin with.
+        return tokenizer.encode(request.prompt) or sorted(tokenizer.eos_ids)[:1]
+    tokens = list(request.prompt or ())
+    wrong = [token for token in tokens if not 0 <= token < tokenizer.size]
+    if wrong or not tokens:
+        raise ValueError(f"prompt has token {wrong[0]}; expected 0 to {tokenizer.size - 1}")
+    return tokens
 
 
 def _part(sequence: GeneratedSequence) -> float:

@@ -94,8 +94,18 @@ def latest(folder: Path) -> Path:
     return list(found.values())[-1]
 
 
-def read_checkpoint(path: Path) -> tuple[Namespace, dict[str, torch.Tensor]]:
-    """The training's arguments, and the model's weights by their names in Megatron.
+def read_arguments(path: Path) -> Namespace:
+    """The training's arguments.
+
+    Raises:
+        IncompleteCheckpoint: some of it is not there.
+        TaskError: it is something else.
+    """
+    return read_checkpoint(path, weights=False)[0]
+
+
+def read_checkpoint(path: Path, weights: bool = True) -> tuple[Namespace, dict[str, torch.Tensor]]:
+    """The training's arguments, and the model's weights by their names in Megatron, or none of them.
 
     Raises:
         IncompleteCheckpoint: some of it is not there.
@@ -107,6 +117,8 @@ def read_checkpoint(path: Path) -> tuple[Namespace, dict[str, torch.Tensor]]:
         wanted: dict[str, Any] = {}
         for name, entry in entries.items():
             if hasattr(entry, "size") and name.startswith(("embedding.", "decoder.", "output_layer.")):
+                if not weights:
+                    continue
                 wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
             elif name.startswith("common_state/"):
                 wanted[name] = None

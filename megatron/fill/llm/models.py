@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 from megatron.fill.errors import TaskError
 
+_BYTES = "byte_tokenizer.json"  # in a model's folder: its tokens are bytes
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -41,6 +43,9 @@ class Tokenizer(Protocol):
 
     def same_tokens(self, other: Tokenizer) -> bool:
         """Whether both give a text the same ids."""
+
+    def save(self, folder: Path) -> None:
+        """Write it beside a model, for ``load_tokenizer``."""
 
 
 class FolderTokenizer:
@@ -77,6 +82,9 @@ class FolderTokenizer:
     def same_tokens(self, other: Tokenizer) -> bool:
         return isinstance(other, FolderTokenizer) and self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
 
+    def save(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(folder)
+
 
 class ByteTokenizer:
     """UTF-8 as token ids, as ``scripts/preprocess_text.py`` writes it.
@@ -104,6 +112,9 @@ class ByteTokenizer:
 
     def same_tokens(self, other: Tokenizer) -> bool:
         return isinstance(other, ByteTokenizer) and (self.size, self._end) == (other.size, other._end)
+
+    def save(self, folder: Path) -> None:
+        (folder / _BYTES).write_text(json.dumps({"size": self.size, "end": self._end}), encoding="utf-8")
 
 
 def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer]:
@@ -139,6 +150,17 @@ def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer
     return model.eval(), tokenizer
 
 
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model's folder, without the model.
+
+    Raises:
+        TaskError: there is none.
+    """
+    from megatron.fill.llm.megatron import is_checkpoint, latest, read_arguments
+
+    return tokenizer_of(read_arguments(latest(path))) if is_checkpoint(path) else _folder_tokenizer(path)
+
+
 def _from_transformers(path: Path, dtype: str) -> tuple[Any, Tokenizer]:
     from transformers import AutoModelForCausalLM
 
@@ -154,6 +176,8 @@ def _folder_tokenizer(path: Path, ends: frozenset[int] = frozenset()) -> Tokeniz
     from transformers import AutoTokenizer
 
     try:
+        if (path / _BYTES).is_file():
+            return ByteTokenizer(**json.loads((path / _BYTES).read_text(encoding="utf-8")))
         return FolderTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True), ends)
     except Exception as error:
         raise TaskError(f"the tokenizer of {path} cannot be loaded: {type(error).__name__}: {error}") from error

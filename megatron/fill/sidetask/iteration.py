@@ -52,9 +52,9 @@ class NodeIteration:
             for phase, micro, index in self._nodes
         )
 
-    def begin(self, batch: list[Any]) -> None:
-        """The nodes from the first one on are for this batch."""
-        self.batch, self.loss = batch, 0.0
+    def begin(self, batch: list[Any], learning: bool = True) -> None:
+        """The nodes from the first one on are for this batch; without learning it has forward nodes and losses only."""
+        self.batch, self.loss, self._learning = batch, 0.0, learning
 
     def group(self, node: int) -> int | None:
         """The group of parameters that a node steps; None for a node that passes the batch through."""
@@ -80,6 +80,8 @@ class NodeIteration:
         micros, pieces = -(-len(self.batch) // self._micro_batch), len(self._runner.split.segments)
         for at in range(node + 1, len(self._nodes)):
             phase, micro, index = self._nodes[at]
+            if not self._learning and phase in ("backward", "optimizer"):
+                continue
             if phase == "optimizer" or (micro < micros and (phase == "loss" or index < pieces)):
                 return at
         return 0

@@ -245,7 +245,7 @@ class StepLoop:
         if work or node >= len(self._shares):
             return work, 0.0
         begun = self.log.partial_work if node else 0.0  # whatever was counted of an earlier iteration is void
-        return 0.0, begun + self._shares[node]
+        return 0.0, begun + (0.0 if self.machine.task.idle else self._shares[node])
 
     def _await_start(self, bubble: OpenBubble) -> bool:
         """Sleep until the first step may begin; whether the bubble is still open."""

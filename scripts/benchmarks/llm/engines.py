@@ -27,11 +27,14 @@ def models(folder: Path) -> tuple[Any, Any, Any]:
     return target.eval(), load_language_model(folder / "draft")[0].eval(), tokenizer
 
 
-def engine(folder: Path, shapes: Sequence[Shape], batch: int, rule: Rule = traversal, chunk: int = 128) -> Engine:
-    """An engine; with no shape but the empty one it has no draft."""
+def engine(
+    folder: Path, shapes: Sequence[Shape], batch: int, rule: Rule = traversal, drafts: Sequence[Any] | None = None
+) -> Engine:
+    """An engine with the draft, or with others; with no shape but the empty one it has none."""
     target, draft, tokenizer = models(folder)
-    runners = [ModelRunner(target, CONTEXT)] + ([ModelRunner(draft, CONTEXT)] if any(shapes) else [])
-    return Engine(runners, tokenizer.decode, tokenizer.eos_ids, rule, shapes, batch, chunk, None, time.thread_time)
+    small = ([draft] if drafts is None else drafts) if any(shapes) else []
+    runners = [ModelRunner(one, CONTEXT) for one in (target, *small)]
+    return Engine(runners, tokenizer.decode, tokenizer.eos_ids, rule, shapes, batch, 128, None, time.thread_time)
 
 
 def generate(made: Engine, wanted: Sequence[Wanted]) -> list[GeneratedSequence]:

@@ -64,9 +64,9 @@ def train(folder: Path) -> None:
             )
 
 
-def prompts(count: int, least: int = 8, most: int = 96) -> list[str]:
-    """Pieces of the held-out files, of lengths from ``least`` to ``most`` characters, always the same ones."""
-    text = "".join(Path(file).read_text(encoding="utf-8", errors="ignore") for file in sources()[1])
+def prompts(count: int, least: int = 8, most: int = 96, held_out: bool = True) -> list[str]:
+    """Pieces of files, of lengths from ``least`` to ``most`` characters, always the same ones."""
+    text = "".join(Path(file).read_text(encoding="utf-8", errors="ignore") for file in sources()[held_out])
     text = "".join(character for character in text if ord(character) < 128)
     step = (len(text) - most) // count
     return [text[at * step : at * step + least + at * 7919 % (most - least)] for at in range(count)]
