@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,11 @@ class Story(Running):
                 folder, f"{jobs} --fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5 --fill-lease-seconds 2"
             )
         self.wait(lambda: len(self.store.list()) == 4)
+
+    def wait_for_heartbeat(self, name: str) -> None:
+        """Wait until the job's agent has been heard of once more."""
+        lease_s = self.job(name).lease_until_s
+        self.wait(lambda: self.job(name).lease_until_s != lease_s)
 
     def pipefill(self, *arguments: str) -> str:
         environment = os.environ | {"PIPEFILL_STORE": str(self.folder / "run")}
@@ -157,9 +161,10 @@ def test_pause_holds_and_resume_goes_on(running):
     running.wait(lambda: running.job("layers-0").state is JobState.RUNNING)
     shown = json.loads(running.pipefill("pause", run, "--json"))
     assert [(rank["state"], rank["acknowledged"]) for rank in shown["ranks"]] == [("PAUSED", True)] * 2
-    time.sleep(1.5)  # the last heartbeat with steps from before
+    for _ in range(2):  # the first one may have begun before
+        running.wait_for_heartbeat("layers-0")
     before = running.job("layers-0").progress
-    time.sleep(1.5)
+    running.wait_for_heartbeat("layers-0")
     assert running.job("layers-0").progress.steps == before.steps
     running.pipefill("resume", run)
     running.wait(lambda: running.job("layers-0").progress.steps > before.steps)

@@ -103,7 +103,7 @@ def test_paired_blocks_and_baseline(tmp_path):
     assert summary["slowdown"]["pairs"] == pairs + (rest >= 4 + 4 / 2)  # a last one that is cut to no less than half
     low, high = summary["slowdown"]["ci95"]
     assert low <= summary["slowdown"]["mean"] <= high
-    assert 0 < summary["fill_efficiency"] <= 1.2
+    assert summary["fill_efficiency"] > 0
     total, cost = trained.report["total"], trained.report["cost"]
     assert sum(total["time_use_ns"].values()) == round(total["fillable_s"] * 1e9)
     assert total["time_use_ns"]["steps"] > 0
