@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from megatron.fill.errors import TaskError
+from megatron.fill.llm.drafts import INNER, checked_shape, new_draft
 from megatron.fill.llm.examples import NOT_LEARNT, Left, Windows, answered
 from megatron.fill.sidetask.checks import check_whole
 from megatron.fill.sidetask.data import Samples
@@ -20,10 +21,6 @@ from megatron.fill.sidetask.training import TrainingJob
 
 if TYPE_CHECKING:
     from megatron.fill.llm.models import Tokenizer
-
-_INNER = "model."  # before the names of a draft's weights
-_POSITIONS = 131_072  # that a new draft may be asked for; rotary ones cost nothing
-_SHAPE = {"layers": 1, "hidden": 64, "heads": 4}
 
 
 class DraftTuning(TrainingJob):
@@ -82,7 +79,7 @@ class DraftTuning(TrainingJob):
         from megatron.fill.llm.models import load_tokenizer
 
         check_whole(drafts=(drafts, 1), span=(span, 1), length=(length, 2), steps=(steps, 1), seed=(seed, 0))
-        self._shape = _checked_shape(draft, shape)
+        self._shape = checked_shape(draft, shape)
         self._folder = None if draft is None else Path(draft)
         self._tokenizer: Tokenizer = load_tokenizer(Path(model))
         self._length, self._seed = length, seed
@@ -217,13 +214,13 @@ class DraftTuning(TrainingJob):
     def _write(self, weights: dict[str, Any]) -> None:
         """The present draft with these weights, as ``transformers`` saves it."""
         folder = self._output / str(self._draft)
-        inner = {name.removeprefix(_INNER): value for name, value in weights.items()}
+        inner = {name.removeprefix(INNER): value for name, value in weights.items()}
         self.model.model.save_pretrained(folder, state_dict=inner)
         self._tokenizer.save(folder)
 
     def _make(self, number: int) -> Any:
         """A draft that is not trained yet."""
-        return _new_draft(self._folder, self._shape, self._tokenizer, self._length, self._seed + number)
+        return new_draft(self._folder, self._shape, self._tokenizer, self._length, self._seed + number)
 
 
 class _Handover(threading.Thread):
@@ -251,63 +248,3 @@ class _Handover(threading.Thread):
                 self.following = self._make().state_dict()
         except Exception as error:
             self.error = error
-
-
-def _checked_shape(draft: str | None, shape: dict[str, int] | None) -> dict[str, int]:
-    if draft is not None and shape is not None:
-        raise ValueError(f"draft is {draft!r} and shape is {shape!r}: expected one of the two")
-    unknown = sorted(set(shape or {}) - set(_SHAPE))
-    if unknown:
-        raise ValueError(f"shape has {unknown[0]!r}: expected some of {', '.join(_SHAPE)}")
-    whole = _SHAPE | (shape or {})
-    check_whole(**{f"shape.{name}": (value, 1) for name, value in whole.items()})
-    if whole["hidden"] % (2 * whole["heads"]):
-        raise ValueError(f"shape is {whole}: expected hidden to be a multiple of twice the heads")
-    return whole
-
-
-def _new_draft(folder: Path | None, shape: dict[str, int], tokenizer: Tokenizer, length: int, seed: int) -> Any:
-    """A draft that takes token ids and gives logits, ``[samples, length, vocabulary]``.
-
-    Raises:
-        TaskError: the folder's model cannot be loaded, is too short, or has other tokens.
-    """
-    import torch
-
-    from megatron.fill.llm.models import context_length, load_language_model
-
-    if folder is not None:
-        model, own = load_language_model(folder, "float32")
-        if not own.same_tokens(tokenizer):
-            raise TaskError(f"draft {folder} has other tokens than the model: expected the same tokenizer")
-        if context_length(model) < length:
-            raise TaskError(f"draft {folder} takes {context_length(model)} tokens; expected length, {length}, or more")
-    else:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
-            vocab_size=tokenizer.size,
-            hidden_size=shape["hidden"],
-            intermediate_size=4 * shape["hidden"],
-            num_hidden_layers=shape["layers"],
-            num_attention_heads=shape["heads"],
-            max_position_embeddings=_POSITIONS,
-            bos_token_id=None,
-            eos_token_id=min(tokenizer.eos_ids, default=None),
-            initializer_range=shape["hidden"] ** -0.5,
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = LlamaForCausalLM(config)
-
-    class Logits(torch.nn.Module):
-        """Without the cache, which ``torch.export`` cannot give."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, input_ids: torch.Tensor) -> Any:
-            return self.model(input_ids=input_ids, use_cache=False).logits
-
-    return Logits()
