@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,47 @@ def test_a_task_that_can_shrinks_and_one_that_cannot_is_saved_and_stopped(tmp_pa
         running.wait(lambda: running.job("keeping").attempt > 1 and running.job("keeping").state is JobState.RUNNING)
         log = Path(running.job("keeping").directory) / "output.log"
         running.wait(lambda: log.exists() and "goes on from its checkpoint" in log.read_text())
+        running.end()
+    finally:
+        running.process.kill()
+
+
+def test_a_language_model_gives_keys_and_values_back_and_goes_on(tmp_path):
+    """Those of eight sequences take 500 MiB; less than half of that is asked for."""
+    for name in ("greenlet", "transformers"):
+        pytest.importorskip(name)
+    from tests.unit.small_models import folder, model
+
+    large = folder(tmp_path / "model", model(layers=2, head_dim=1024, context=2048))
+    body = {"prompt": "abc", "max_tokens": 1900, "temperature": 0}
+    lines = [{"custom_id": f"r{at}", "method": "POST", "url": "/v1/completions", "body": body} for at in range(8)]
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    args = {"model": str(large), "requests": str(requests), "batch_sizes": [8], "chunks": [32]}
+    job = {"name": "answers", "task": "megatron.fill.llm:BatchJob", "args": args, "memory": "3GiB"}
+    margin_mib = available_mib() - _SPARE_MIB
+    flags = f"{write_jobs(tmp_path, job)} --fill-bind {tmp_path} --fill-memory-margin-mib {margin_mib}"
+    running, growth = Running(tmp_path, f"{flags} --fill-warmup-iterations 2"), Growth(margin_mib - 100)
+    try:
+        for _ in range(_TRIES):
+            running.wait(lambda: running.job("answers").progress.work_done > 0)
+            before = running.job("answers")
+            log = Path(before.directory) / "output.log"
+
+            def asked() -> bool:
+                now = running.job("answers")
+                return now.attempt > before.attempt or stopped(now) or "of keys and values" in log.read_text()  # noqa: B023
+
+            growth.until(running, asked)
+            running.wait(lambda: running.job("answers").progress.work_done > before.progress.work_done)  # noqa: B023
+            if running.job("answers").attempt == before.attempt:
+                break
+        else:
+            pytest.fail(f"asked {_TRIES} times, it never gave memory back in time")
+        gave = re.search(r"gave back (\d+) MiB of keys and values; (\d) sequences wait for room", log.read_text())
+        assert gave is not None
+        assert int(gave[1]) >= 100
+        assert 0 < int(gave[2]) < 8
         running.end()
     finally:
         running.process.kill()
