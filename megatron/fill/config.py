@@ -90,6 +90,12 @@ class FillSettings(BaseModel):
     pipeline_schedule: Literal["megatron", "gpipe"] = _flag(
         "megatron", "gpipe: all forwards, then all backwards (default: Megatron's own choice, 1F1B or interleaved)"
     )
+    rank_order: Annotated[str, matching(r".*\S.*", "a file")] | None = _flag(
+        None,
+        'JSON, the same for every rank: {"order": [2, 0, 3, 1]} makes the process that the launcher calls rank 2 '
+        "Megatron's rank 0, and so on (default: the launcher's ranks)",
+        "FILE",
+    )
     paired_blocks: int = _flag(
         0,
         "N iterations with filling and N without, each first in turn, to measure the slowdown (0: off)",

@@ -1,0 +1,55 @@
+"""``--fill-rank-order``: this process takes the rank that was chosen for its place, before there are process groups.
+
+Only the rank changes.  The device, the core and the node are those of the process: ``LOCAL_RANK``, ``GROUP_RANK`` and
+their sizes stay.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: somebody serves a store at MASTER_ADDR, every rank is a client
+_served: list[Any] = []  # what this process serves, for as long as it lives
+
+
+def world_size() -> int:
+    """How many processes the launcher has started."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def take_rank(order: tuple[int, ...]) -> int:
+    """Change ``RANK`` to the logical rank of this process, and see to it that the ranks still find each other.
+
+    Args:
+        order: the physical rank of each logical one, for ``world_size()`` ranks.
+
+    Returns:
+        The logical rank.
+    """
+    physical = int(os.environ.get("RANK") or 0)
+    logical = order.index(physical)
+    _keep_place(physical, len(order))
+    if len(order) > 1 and os.environ.get(_AGENT_STORE) != str(True):
+        _serve(physical)
+    os.environ["RANK"] = str(logical)
+    return logical
+
+
+def _keep_place(physical: int, ranks: int) -> None:
+    """Say where this process is, if the launcher has not: it cannot be told from its rank any more."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or ranks)
+    local = os.environ.get("SLURM_LOCALID") or str(physical % here)
+    for name, value in (("LOCAL_RANK", local), ("GROUP_RANK", str(physical // here))):
+        if not os.environ.get(name):
+            os.environ[name] = value
+
+
+def _serve(physical: int) -> None:
+    """Have the process that runs at ``MASTER_ADDR`` serve the store there, though it may not be rank 0 any more."""
+    os.environ[_AGENT_STORE] = str(True)
+    if physical == 0:
+        from torch.distributed import TCPStore
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        _served.append(TCPStore(address, port, is_master=True, wait_for_workers=False))
