@@ -37,6 +37,10 @@ class PlanError(FillError):
     """A job fits no bubble; the message says which node is too long or too large for which bubble, and by how much."""
 
 
+class GraphError(FillError):
+    """A model's graph or a plan for it is not valid, or no plan fits the devices."""
+
+
 class ControlError(FillError):
     """A run cannot be controlled from here, or its control page is not what this version reads."""
 

@@ -39,6 +39,7 @@ RULES: dict[str, set[str]] = {
     # What is decided.
     "pipeline": {"profiles", "types"},
     "mainjob": {"pipeline"},
+    "graph": {"errors", "given", "linux", "mainjob", "pipeline", "types"},
     "planner": {"errors", "given", "profiles", "types"},
     "scheduler": {"errors", "planner", "profiles"},
     # What runs: a rank with its relay, an agent, its workers.
@@ -67,7 +68,8 @@ RULES: dict[str, set[str]] = {
         *("spec", "worker"),
     },
     "cli": {
-        *("agent", "chaos", "device", "display", "errors", "given", "hearsay", "llm", "pages", "planner", "profiles"),
+        *("agent", "chaos", "device", "display", "errors", "given", "graph", "hearsay", "linux", "llm", "mainjob"),
+        *("pages", "planner", "profiles"),
         *("records", "report", "sandbox", "sim", "store", "trial", "types", "worker"),
     },
     "__init__": {"errors", "hooks", "sidetask", "types"},
@@ -104,6 +106,11 @@ TORCH_FREE = [
     "scheduler.policies",
     "pipeline.ghosts",
     "pipeline.timeline",
+    "graph.baselines",
+    "graph.draw",
+    "graph.export",
+    "graph.files",
+    "graph.printed",
     "sim.run",
     "sim.truth.replay",
     "sim.recorded.busy",

@@ -16,6 +16,7 @@ from megatron.fill.cli import (
     chaos,
     control,
     doctor,
+    graph,
     jobs,
     logs,
     plan,
@@ -87,6 +88,10 @@ app.command("report")(report.report)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
+graphs = _App(cls=_Group, help="Pipelines for models with branches: graphs of stages.", rich_markup_mode="markdown")
+graphs.command("plan")(graph.plan)
+graphs.command("show")(graph.show)
+app.add_typer(graphs, name="graph")
 app.command("speccheck")(speccheck.speccheck)
 app.command("doctor")(doctor.doctor)
 app.command("chaos")(chaos.chaos)

@@ -1,0 +1,176 @@
+"""What a stage costs: time, memory and transfers, from its operators and the devices that it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+
+from megatron.fill.errors import GraphError
+from megatron.fill.graph.model import ModelGraph, Operator, members
+from megatron.fill.mainjob.hardware import GpuKind, Network
+from megatron.fill.mainjob.parallel import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The devices of a plan.
+
+    Attributes:
+        network: None where transfers and all-reduces take no time.
+        efficiency: the share of the GPU's peak that operators reach.
+        memory_bytes: of a device; None for what its kind has.
+    """
+
+    devices: int
+    gpu: GpuKind
+    network: Network | None
+    efficiency: float = 0.45
+    precision: Precision = Precision.BF16
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise GraphError(f"devices is {self.devices}; expected at least 1")
+        if not (isfinite(self.efficiency) and 0 < self.efficiency <= 1):
+            raise GraphError(f"efficiency is {self.efficiency}; expected more than 0, and at most 1")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise GraphError(f"memory is {self.memory_bytes} bytes; expected at least 1")
+
+    @property
+    def device_bytes(self) -> int:
+        """The memory of one device."""
+        return self.gpu.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+    def passes_s(self, operator: Operator, input_bytes: float, samples: int) -> tuple[float, float]:
+        """Forward and backward pass of so many samples on one device, in seconds.
+
+        Each takes as long as its operations at the efficiency, or as its traffic at the memory's bandwidth, whichever
+        is longer (the roofline): small micro-batches are slow because the parameters are read for each.
+
+        Args:
+            input_bytes: what the operator takes, per sample.
+        """
+        if operator.forward_s is not None:
+            backward_s = 2 * operator.forward_s if operator.backward_s is None else operator.backward_s
+            return samples * operator.forward_s, samples * backward_s
+        rate = self.gpu.peak_flops * self.efficiency
+        read = 0 if operator.lookup else operator.parameters * self.precision.weight_bytes
+        traffic_s = (
+            read + samples * (operator.moved_bytes + operator.output_bytes + input_bytes)
+        ) / self.gpu.memory_bandwidth
+        backward = 2 * operator.forward_flops if operator.backward_flops is None else operator.backward_flops
+        return (
+            max(samples * operator.forward_flops / rate, traffic_s),
+            max(samples * backward / rate, 2 * traffic_s),
+        )
+
+    def link_bytes_s(self, replicas: int) -> float:
+        """What one device of a stage has to and from other stages, per direction; all of its replicas use it at once.
+
+        Stages are taken to be on several nodes as soon as the devices are more than a node has.
+        """
+        assert self.network is not None
+        node = self.network.gpus_per_node
+        return self.network.bandwidth(self.devices > node, min(replicas, node))
+
+    def transfer_s(self, sample_bytes: float, samples: int, senders: int, receivers: int) -> float:
+        """From one stage to another: each device of the smaller stage sends or receives its part."""
+        if self.network is None:
+            return 0.0
+        fewest = min(senders, receivers)
+        return self.network.latency_s + sample_bytes * samples / fewest / self.link_bytes_s(fewest)
+
+    def reduce_s(self, parameters: int, replicas: int) -> float:
+        """The all-reduce of the gradients over the replicas of a stage, once an iteration."""
+        if self.network is None:
+            return 0.0
+        size = parameters * self.precision.gradient_bytes
+        return self.network.all_reduce_s(size, replicas, replicas > self.network.gpus_per_node, 1)
+
+    def state_bytes(self, parameters: int) -> int:
+        """Weights, gradients and Adam's state, which every replica holds."""
+        its = self.precision
+        return parameters * (its.weight_bytes + its.gradient_bytes + its.optimizer_bytes)
+
+
+class Costs:
+    """What sets of operators cost on the devices of a cluster.
+
+    Args:
+        batch: samples of an iteration.
+    """
+
+    def __init__(self, graph: ModelGraph, cluster: Cluster, batch: int) -> None:
+        self.graph = graph
+        self.cluster = cluster
+        self.batch = batch
+        self._passes: dict[tuple[int, int], tuple[float, float]] = {}
+        self._operators: dict[int, list[tuple[float, float]]] = {}
+        self._sums: dict[int, tuple[int, float, float]] = {}
+
+    @cached_property
+    def _input_bytes(self) -> list[float]:
+        of = self.graph.operators
+        return [sum(of[source].output_bytes for source in members(inputs)) for inputs in self.graph.inputs]
+
+    def each(self, samples: int) -> Sequence[tuple[float, float]]:
+        """Per operator, forward and backward pass of so many samples on one device, in seconds."""
+        if samples not in self._operators:
+            self._operators[samples] = [
+                self.cluster.passes_s(operator, taken, samples)
+                for operator, taken in zip(self.graph.operators, self._input_bytes, strict=True)
+            ]
+        return self._operators[samples]
+
+    def passes_s(self, mask: int, samples: int) -> tuple[float, float]:
+        """Forward and backward pass of a set of operators, one after another on one device, in seconds."""
+        key = mask, samples
+        if key not in self._passes:
+            each = self.each(samples)
+            found = [each[at] for at in members(mask)]
+            self._passes[key] = sum(forward for forward, _ in found), sum(backward for _, backward in found)
+        return self._passes[key]
+
+    def sums(self, mask: int) -> tuple[int, float, float]:
+        """Parameters, bytes kept per sample, and bytes per sample that cross the set's border, in or out."""
+        if mask not in self._sums:
+            graph = self.graph
+            parameters, kept, inside = 0, 0.0, 0
+            crossing = 0.0
+            for at in members(mask):
+                operator = graph.operators[at]
+                parameters += operator.parameters
+                kept += operator.kept
+                inside |= graph.inputs[at]
+                if graph.outputs[at] & ~mask:
+                    crossing += operator.output_bytes
+            crossing += sum(graph.operators[at].output_bytes for at in members(inside & ~mask))
+            self._sums[mask] = parameters, kept, crossing
+        return self._sums[mask]
+
+    def time_per_sample_s(self, mask: int, micro_batch: int, replicas: int) -> float:
+        """A stage's time per sample: its passes and its part of the all-reduce, or its transfers if these are longer.
+
+        A micro-batch is divided over the replicas.
+        """
+        parameters, _, crossing = self.sums(mask)
+        passes_s = sum(self.passes_s(mask, micro_batch // replicas)) / micro_batch
+        passes_s += self.cluster.reduce_s(parameters, replicas) / self.batch
+        if self.cluster.network is None:
+            return passes_s
+        return max(passes_s, crossing / replicas / self.cluster.link_bytes_s(replicas))
+
+    def memory_bytes(self, mask: int, in_flight: int, replicas: int) -> float:
+        """What one device of a stage holds with so many samples in flight in the stage."""
+        parameters, kept, _ = self.sums(mask)
+        return self.cluster.state_bytes(parameters) + kept * in_flight / replicas
+
+    def most_in_flight(self, mask: int, replicas: int) -> float:
+        """How many samples a stage's memory has room for; negative if not even for its parameters."""
+        parameters, kept, _ = self.sums(mask)
+        free = self.cluster.device_bytes - self.cluster.state_bytes(parameters)
+        if free < 0:
+            return -1.0
+        return free * replicas / kept if kept else float("inf")

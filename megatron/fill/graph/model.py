@@ -1,0 +1,171 @@
+"""A model as a graph of operators, each with what it costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import isfinite
+
+from megatron.fill.errors import GraphError
+
+_NAME = re.compile(r"[^\s:]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator; all costs but the parameters are per sample.
+
+    Attributes:
+        inputs: the operators whose output it takes.
+        forward_flops: floating-point operations of its forward pass.
+        backward_flops: of its backward pass; None for twice as many.
+        forward_s: seconds of its forward pass, as measured: they take the place of its operations.
+        backward_s: of its backward pass; None for twice as many.
+        parameters: how many it has.
+        lookup: its parameters are looked up, as an embedding's: a pass does not read all of them.
+        moved_bytes: what its forward pass reads and writes in memory beside parameters, inputs and output.
+        output_bytes: its output: what passes to each stage with an operator that takes it.
+        kept_bytes: what it keeps from its forward to its backward pass; None for its output.
+    """
+
+    name: str
+    inputs: tuple[str, ...] = ()
+    forward_flops: float = 0.0
+    backward_flops: float | None = None
+    forward_s: float | None = None
+    backward_s: float | None = None
+    parameters: int = 0
+    lookup: bool = False
+    moved_bytes: float = 0.0
+    output_bytes: float = 0.0
+    kept_bytes: float | None = None
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise GraphError(f"operator {self.name!r}: expected a name without spaces and colons")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int | float) and not (isfinite(value) and value >= 0):
+                raise GraphError(f"operator {self.name}: {field.name} is {value}; expected a number, not negative")
+        if self.backward_s is not None and self.forward_s is None:
+            raise GraphError(f"operator {self.name}: has backward_s; expected forward_s beside it")
+
+    @property
+    def kept(self) -> float:
+        """Bytes per sample from its forward to its backward pass."""
+        return self.output_bytes if self.kept_bytes is None else self.kept_bytes
+
+
+def members(mask: int) -> Iterator[int]:
+    """The positions of the bits of a set of operators, in order."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+@dataclass(frozen=True)
+class ModelGraph:
+    """Operators and, by their inputs, the edges between them.
+
+    A set of operators is an ``int`` with a bit for each, by position.
+
+    Raises:
+        GraphError: there are no operators, two have the same name, an input is unknown, or there is a cycle.
+    """
+
+    name: str
+    operators: tuple[Operator, ...]
+
+    def __post_init__(self) -> None:
+        if not self.operators:
+            raise GraphError(f"{self.name}: has no operators; expected at least one")
+        if len(self.position) < len(self.operators):
+            names = [operator.name for operator in self.operators]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise GraphError(f"{self.name}: operator {twice} is there twice; expected different names")
+        for operator in self.operators:
+            for name in operator.inputs:
+                if name not in self.position:
+                    raise GraphError(f"{self.name}: operator {operator.name} takes {name}, which is no operator")
+        if len(self.order) < len(self.operators):
+            raise GraphError(f"{self.name}: has the cycle {' -> '.join(self._cycle())}; expected none")
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Of each operator, by name."""
+        return {operator.name: at for at, operator in enumerate(self.operators)}
+
+    @cached_property
+    def everything(self) -> int:
+        """The set of all operators."""
+        return (1 << len(self.operators)) - 1
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """Per operator, the set of those whose output it takes."""
+        return tuple(self.mask(operator.inputs) for operator in self.operators)
+
+    @cached_property
+    def outputs(self) -> tuple[int, ...]:
+        """Per operator, the set of those that take its output."""
+        found = [0] * len(self.operators)
+        for at, inputs in enumerate(self.inputs):
+            for source in members(inputs):
+                found[source] |= 1 << at
+        return tuple(found)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Every operator after its inputs, and each branch in one piece; those on or behind a cycle are missing."""
+        done = 0
+        found: list[int] = []
+        stack = [at for at in reversed(range(len(self.operators))) if not self.inputs[at]]
+        while stack:
+            at = stack.pop()
+            found.append(at)
+            done |= 1 << at
+            after = [to for to in members(self.outputs[at]) if not self.inputs[to] & ~done]
+            stack += reversed(after)
+        return tuple(found)
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """Per operator, the set of all that it depends on."""
+        found = [0] * len(self.operators)
+        for at in self.order:
+            for source in members(self.inputs[at]):
+                found[at] |= found[source] | 1 << source
+        return tuple(found)
+
+    @cached_property
+    def after(self) -> tuple[int, ...]:
+        """Per operator, the set of all that depend on it."""
+        found = [0] * len(self.operators)
+        for at in reversed(self.order):
+            for target in members(self.outputs[at]):
+                found[at] |= found[target] | 1 << target
+        return tuple(found)
+
+    def mask(self, names: Iterable[str]) -> int:
+        """The set of these operators."""
+        found = 0
+        for name in names:
+            found |= 1 << self.position[name]
+        return found
+
+    def names(self, mask: int) -> tuple[str, ...]:
+        """The operators of a set, each after its inputs."""
+        return tuple(self.operators[at].name for at in self.order if mask >> at & 1)
+
+    def _cycle(self) -> list[str]:
+        left = set(range(len(self.operators))) - set(self.order)
+        at = next(iter(left))
+        seen: list[int] = []
+        while at not in seen:  # backwards: an operator behind a cycle may have none of them after it
+            seen.append(at)
+            at = next(source for source in members(self.inputs[at]) if source in left)
+        cycle = [*seen[seen.index(at) :], at][::-1]
+        return [self.operators[at].name for at in cycle]

@@ -1,0 +1,141 @@
+"""What a stage may be: its micro-batch and devices, within a limit on the time per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
+from typing import NamedTuple
+
+from megatron.fill.graph.cost import Costs
+from megatron.fill.graph.model import members
+from megatron.fill.graph.schedule import upstream
+
+_ROUNDING = 1e-9  # of times that are equal but for the order of their sums
+
+
+class Choice(NamedTuple):
+    """A stage of a plan that is being made."""
+
+    mask: int
+    micro_batch: int
+    replicas: int
+
+
+class Link(NamedTuple):
+    """The stages of a part of a plan, shared between the plans that have it.
+
+    Attributes:
+        parts: whose stages come before the choice's own, upstream first.
+        moved: operators of ``parts`` that stand for others, which are alike: from these positions, to these.
+    """
+
+    choice: Choice | None
+    parts: tuple[Link, ...] = ()
+    moved: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def choices(self) -> Iterator[Choice]:
+        """All stages, each after those that it depends on."""
+        if self.moved is None:
+            for part in self.parts:
+                yield from part.choices()
+        else:
+            to = dict(zip(*self.moved, strict=True))
+            for part in self.parts:
+                for its in part.choices():
+                    yield its._replace(mask=sum(1 << to[at] for at in members(its.mask)))
+        if self.choice is not None:
+            yield self.choice
+
+
+class Entry(NamedTuple):
+    """A way to run a part of the model.
+
+    Attributes:
+        devices: that it takes.
+        need: by micro-batch of a stage upstream of it, the samples that such a stage then has in flight.
+    """
+
+    devices: int
+    need: tuple[int, ...]
+    link: Link
+
+
+def best(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """Without those that another one matches in devices and in every need."""
+    kept: list[Entry] = []
+    for entry in sorted(entries, key=lambda its: (its.devices, sum(its.need))):
+        if not any(all(a <= b for a, b in zip(its.need, entry.need, strict=True)) for its in kept):
+            kept.append(entry)
+    return tuple(kept)
+
+
+class Options:
+    """The stages that keep within a time per sample.
+
+    Args:
+        sizes: the micro-batches that stages may have, in samples; divisors of the batch, ascending.
+        limit_s: the most time per sample.
+    """
+
+    def __init__(self, costs: Costs, sizes: Sequence[int], limit_s: float) -> None:
+        self.costs = costs
+        self.sizes = tuple(sizes)
+        self.limit_s = limit_s * (1 + _ROUNDING)
+        self.devices = costs.cluster.devices
+        parts = sorted({size // count for size in sizes for count in range(1, self.devices + 1) if size % count == 0})
+        tables = [[sum(passes) / part for passes in costs.each(part)] for part in parts]
+        self._least = [min(column) for column in zip(*tables, strict=True)]
+        self._loads: dict[int, float] = {}
+        self._found: dict[int, list[list[tuple[int, float]]]] = {}
+        self.first = tuple(sizes)  # the need of nothing downstream: i is the stage's own micro-batch
+        self.total = self.load(costs.graph.everything)
+
+    def load(self, mask: int) -> float:
+        """The least device time that a set of operators takes per sample, in seconds."""
+        if mask not in self._loads:
+            self._loads[mask] = sum(self._least[at] for at in members(mask))
+        return self._loads[mask]
+
+    def fewest(self, mask: int) -> int:
+        """No fewer devices can run these operators, in however many stages."""
+        return ceil(self.load(mask) / self.limit_s)
+
+    def room(self, mask: int) -> int:
+        """No more devices can be left for these operators."""
+        return self.devices - ceil((self.total - self.load(mask)) / self.limit_s)
+
+    def fits(self, mask: int, most: int) -> bool:
+        """Whether these operators may be one stage on at most so many devices, as far as their load says."""
+        return self.load(mask) <= most * self.limit_s
+
+    def stages(self, mask: int, need: tuple[int, ...], most: int) -> tuple[Entry, ...]:
+        """The stages of these operators on at most so many devices, without those that another one matches.
+
+        With a given micro-batch, more devices than its stage must have would change nothing for the stages upstream.
+
+        Args:
+            need: of the stages downstream.
+        """
+        found = []
+        for at, choices in enumerate(self._choices(mask)):
+            size, samples = self.sizes[at], need[at]
+            for replicas, room in choices:
+                if replicas <= most and samples <= room:
+                    batch = self.costs.batch
+                    left = tuple([upstream(samples, size, other, batch) for other in self.sizes])
+                    found.append(Entry(replicas, left, Link(Choice(mask, size, replicas))))
+                    break
+        return best(found)
+
+    def _choices(self, mask: int) -> list[list[tuple[int, float]]]:
+        """By micro-batch, the numbers of devices within the limit, with the samples that then fit in flight."""
+        if mask not in self._found:
+            self._found[mask] = [
+                [
+                    (replicas, self.costs.most_in_flight(mask, replicas))
+                    for replicas in range(max(1, self.fewest(mask)), min(size, self.devices) + 1)
+                    if size % replicas == 0 and self.costs.time_per_sample_s(mask, size, replicas) <= self.limit_s
+                ]
+                for size in self.sizes
+            ]
+        return self._found[mask]

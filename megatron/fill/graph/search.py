@@ -1,0 +1,235 @@
+"""The search for a plan: binary search on the time per sample, with a partition of the model for each (section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from math import ceil
+
+from megatron.fill.errors import GraphError
+from megatron.fill.graph.cost import Cluster, Costs
+from megatron.fill.graph.model import ModelGraph, members
+from megatron.fill.graph.options import Choice, Entry, Options
+from megatron.fill.graph.partition import Partitioner
+from megatron.fill.graph.plan import Plan, Stage
+from megatron.fill.graph.schedule import group, in_flight
+from megatron.fill.graph.timeline import GraphTimeline, simulate
+from megatron.fill.graph.tree import Chain, decompose
+
+type Partition = Callable[[Options], tuple[Entry, ...]]
+
+_FIRST_STEP, _LARGEST_STEP = 0.01, 1.0  # by which the limit grows until there is a plan, relative
+_TOLERANCE = 1e-3
+_WIDER = 1.1  # the steps in which plans with a longer time per sample are looked at
+_TIMED = 6  # plans of one limit
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        timeline: of the plan with the shortest iteration that was seen.
+        bottleneck_s: the least time per sample of any plan, within the tolerance.
+        steps: limits that were tried.
+        lined: operators that are not series-parallel, and were put into a line; a group each.
+    """
+
+    timeline: GraphTimeline
+    bottleneck_s: float
+    steps: int
+    lined: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        return self.timeline.plan
+
+
+def micro_batches(batch: int, count: int | None = None) -> tuple[int, ...]:
+    """The samples that a micro-batch may have.
+
+    Args:
+        count: of micro-batches in each stage; None for whatever is best for each: all powers of two that divide.
+
+    Raises:
+        GraphError: the batch is none, or does not divide.
+    """
+    if batch < 1:
+        raise GraphError(f"the batch has {batch} samples; expected at least 1")
+    if count is None:
+        return tuple(1 << at for at in range(batch.bit_length()) if not batch % (1 << at))
+    if count < 1 or batch % count:
+        raise GraphError(f"{batch} samples in {count} micro-batches; expected a divisor of {batch}")
+    return (batch // count,)
+
+
+def plan_graph(
+    graph: ModelGraph,
+    cluster: Cluster,
+    batch: int,
+    sizes: Sequence[int],
+    tolerance: float = _TOLERANCE,
+) -> Found:
+    """The graph of stages that takes the least time.
+
+    Args:
+        batch: samples of an iteration.
+        sizes: the micro-batches that stages may have, in samples; divisors of the batch, ascending.
+        tolerance: of the least time per sample, relative.
+
+    Raises:
+        GraphError: no plan fits the devices; says what does not.
+    """
+    chain, lined = decompose(graph)
+    found = search_chain(graph, cluster, batch, sizes, chain, tolerance=tolerance)
+    return Found(found.timeline, found.bottleneck_s, found.steps, tuple(map(graph.names, lined)))
+
+
+def search_chain(
+    graph: ModelGraph,
+    cluster: Cluster,
+    batch: int,
+    sizes: Sequence[int],
+    chain: Chain,
+    sequential: bool = False,
+    tolerance: float = _TOLERANCE,
+) -> Found:
+    """``plan_graph`` for a given chain.
+
+    Args:
+        sequential: each stage also waits for the one before it.
+    """
+    costs = Costs(graph, cluster, batch)
+    return search(costs, sizes, lambda options: Partitioner(graph, chain, options).entries(), sequential, tolerance)
+
+
+def search(
+    costs: Costs, sizes: Sequence[int], partition: Partition, sequential: bool, tolerance: float = _TOLERANCE
+) -> Found:
+    """The least limit on the time per sample that has a plan, and the best plan at this limit and at wider ones.
+
+    An iteration takes the batch at the bottleneck's time per sample, and what filling and draining takes.  So a plan
+    with a longer time per sample and fewer stages in a row may be quicker, and plans are compared by their timelines.
+    """
+    _check_operators(costs, sizes)
+    steps = 0
+
+    def plans(limit_s: float) -> list[Plan]:
+        nonlocal steps
+        steps += 1
+        entries = sorted(partition(Options(costs, sizes, limit_s)), key=lambda its: sum(its.need))
+        return [build(costs, entry.link.choices(), sequential) for entry in entries[:_TIMED]]
+
+    low_s = _floor(costs, sizes)
+    high_s = low_s * (1 + _FIRST_STEP / 10)
+    found = plans(high_s)
+    most_s = _ceiling(costs, sizes)
+    for step in count():
+        if found:
+            break
+        if high_s >= most_s:
+            raise GraphError(_why_not(costs, sizes))
+        low_s, high_s = high_s, min(most_s, high_s * (1 + min(_LARGEST_STEP, _FIRST_STEP * 1.5**step)))
+        found = plans(high_s)
+    seen = list(found)
+    high_s = min(plan.bottleneck_s for plan in found)
+    while high_s > low_s * (1 + tolerance):
+        middle_s = (low_s + high_s) / 2
+        if better := plans(middle_s):
+            seen += better
+            high_s = min(middle_s, *(plan.bottleneck_s for plan in better))
+        else:
+            low_s = middle_s
+    high_s = min(plan.bottleneck_s for plan in seen)
+    quickest = min(map(simulate, seen), key=_rank)
+    limit_s = high_s * _WIDER
+    while limit_s * costs.batch * 1e9 < quickest.period_ns and limit_s < most_s:
+        quickest = min([quickest, *map(simulate, plans(limit_s))], key=_rank)
+        limit_s *= _WIDER
+    return Found(quickest, high_s, steps)
+
+
+def _rank(timeline: GraphTimeline) -> tuple[int, int, int]:
+    return timeline.period_ns, timeline.plan.devices, len(timeline.plan.stages)
+
+
+def build(costs: Costs, choices: Iterable[Choice], sequential: bool = False) -> Plan:
+    """A plan of these stages, each after those that it depends on; devices are numbered through."""
+    graph, chosen = costs.graph, tuple(choices)
+    home = {at: number for number, its in enumerate(chosen) for at in members(its.mask)}
+    successors: list[set[int]] = [set() for _ in chosen]
+    for at, stage in home.items():
+        successors[stage] |= {home[to] for to in members(graph.outputs[at])} - {stage}
+    if sequential:
+        for number in range(len(chosen) - 1):
+            successors[number].add(number + 1)
+    sizes = [its.micro_batch for its in chosen]
+    flying = in_flight([sorted(its) for its in successors], sizes, costs.batch)
+    stages, device = [], 0
+    for number, its in enumerate(chosen):
+        devices = tuple(range(device, device + its.replicas))
+        device += its.replicas
+        k = group(its.micro_batch, [sizes[to] for to in successors[number]])
+        stages.append(Stage(graph.names(its.mask), devices, its.micro_batch, k, flying[number]))
+    return Plan(graph, costs.cluster, costs.batch, tuple(stages), sequential)
+
+
+def _floor(costs: Costs, sizes: Sequence[int]) -> float:
+    """No plan has a shorter time per sample: all devices share the work evenly, and one has the longest operator."""
+    options = Options(costs, sizes, float("inf"))
+    longest_s = max(
+        min(
+            costs.time_per_sample_s(1 << at, size, replicas)
+            - costs.cluster.reduce_s(costs.graph.operators[at].parameters, replicas) / costs.batch
+            for size in sizes
+            for replicas in range(1, min(size, options.devices) + 1)
+            if size % replicas == 0
+        )
+        if costs.cluster.network is None
+        else 0.0
+        for at in range(len(costs.graph.operators))
+    )
+    floor_s = max(longest_s, options.total / options.devices)
+    return floor_s or 1e-12
+
+
+def _ceiling(costs: Costs, sizes: Sequence[int]) -> float:
+    """Every stage keeps within this time per sample."""
+    everything = costs.graph.everything
+    passes_s = sum(costs.passes_s(everything, 1))
+    reduce_s = costs.cluster.reduce_s(costs.sums(everything)[0], costs.cluster.devices) / costs.batch
+    moved = 2 * sum(operator.output_bytes for operator in costs.graph.operators)
+    link_s = 0.0
+    if costs.cluster.network is not None:
+        link_s = moved / costs.cluster.link_bytes_s(costs.cluster.devices)
+    return max(passes_s + reduce_s, link_s) * 2
+
+
+def _check_operators(costs: Costs, sizes: Sequence[int]) -> None:
+    """Each operator alone fits a device, on as many of them as there are."""
+    cluster = costs.cluster
+    for at, operator in enumerate(costs.graph.operators):
+        choices = [(size, count) for size in sizes for count in range(1, cluster.devices + 1) if size % count == 0]
+        if not any(costs.most_in_flight(1 << at, count) >= size for size, count in choices):
+            size, replicas = min(choices, key=lambda its: costs.memory_bytes(1 << at, its[0], its[1]))
+            needed, have = costs.memory_bytes(1 << at, size, replicas) / 2**30, cluster.device_bytes / 2**30
+            raise GraphError(
+                f"{costs.graph.name}: operator {operator.name} fits no device: needs {needed:.2f} GiB even with"
+                f" micro-batches of {size} on {replicas} of the devices; they have {have:.2f} GiB"
+            )
+
+
+def _why_not(costs: Costs, sizes: Sequence[int]) -> str:
+    cluster, graph = costs.cluster, costs.graph
+    state = sum(cluster.state_bytes(operator.parameters) for operator in graph.operators)
+    fewest = ceil(state / cluster.device_bytes)
+    if fewest > cluster.devices:
+        return (
+            f"{graph.name}: {cluster.devices} devices are too few: parameters, gradients and optimizer take"
+            f" {state / 2**30:.1f} GiB; expected at least {fewest} devices of {cluster.device_bytes / 2**30:.2f} GiB"
+        )
+    return (
+        f"{graph.name}: no plan fits {cluster.devices} devices of {cluster.device_bytes / 2**30:.2f} GiB with"
+        f" micro-batches of {', '.join(map(str, sizes))}; expected more devices, more memory or smaller micro-batches"
+    )
