@@ -113,6 +113,7 @@ def search(
     with a longer time per sample and fewer stages in a row may be quicker, and plans are compared by their timelines.
     """
     _check_operators(costs, sizes)
+    _check_devices(costs)
     steps = 0
 
     def plans(limit_s: float) -> list[Plan]:
@@ -129,7 +130,11 @@ def search(
         if found:
             break
         if high_s >= most_s:
-            raise GraphError(_why_not(costs, sizes))
+            raise GraphError(
+                f"{costs.graph.name}: no plan fits {costs.cluster.devices} devices of"
+                f" {costs.cluster.device_bytes / 2**30:.2f} GiB with micro-batches of {', '.join(map(str, sizes))};"
+                f" expected more devices, more memory or smaller micro-batches"
+            )
         low_s, high_s = high_s, min(most_s, high_s * (1 + min(_LARGEST_STEP, _FIRST_STEP * 1.5**step)))
         found = plans(high_s)
     seen = list(found)
@@ -220,16 +225,13 @@ def _check_operators(costs: Costs, sizes: Sequence[int]) -> None:
             )
 
 
-def _why_not(costs: Costs, sizes: Sequence[int]) -> str:
+def _check_devices(costs: Costs) -> None:
+    """What is held but for activations fits all devices together."""
     cluster, graph = costs.cluster, costs.graph
     state = sum(cluster.state_bytes(operator.parameters) for operator in graph.operators)
     fewest = ceil(state / cluster.device_bytes)
     if fewest > cluster.devices:
-        return (
+        raise GraphError(
             f"{graph.name}: {cluster.devices} devices are too few: parameters, gradients and optimizer take"
             f" {state / 2**30:.1f} GiB; expected at least {fewest} devices of {cluster.device_bytes / 2**30:.2f} GiB"
         )
-    return (
-        f"{graph.name}: no plan fits {cluster.devices} devices of {cluster.device_bytes / 2**30:.2f} GiB with"
-        f" micro-batches of {', '.join(map(str, sizes))}; expected more devices, more memory or smaller micro-batches"
-    )
