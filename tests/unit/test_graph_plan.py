@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from megatron.fill.types import BubbleKind
 CLUSTER = Cluster(devices=4, gpu=GPUS["v100-16gb"], network=None)
 
 
-def model(*edges: str, **fields: object) -> ModelGraph:
+def model(*edges: str, **fields: Any) -> ModelGraph:
     """``a``, ``a>b`` or ``a,b>c``: an operator after those it takes; a second per sample forward, two backward."""
     operators = []
     for edge in edges:
@@ -50,9 +51,9 @@ class TestModel:
             model("a", "a")
 
     @pytest.mark.parametrize("field", ["forward_flops", "kept_bytes", "parameters"])
-    def test_costs_are_not_negative(self, field):
+    def test_costs_are_not_negative(self, field: Any):
         with pytest.raises(GraphError, match=f"operator a: {field} is -1; expected"):
-            Operator(name="a", **{field: -1})
+            model("a", **{field: -1})
 
     def test_each_branch_is_in_one_piece_of_the_order(self):
         graph = model("a1", "b1", "a1>a2", "b1>b2", "a2,b2>c")

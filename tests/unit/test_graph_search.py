@@ -128,7 +128,7 @@ def test_an_operator_that_fits_no_device():
 
 def test_micro_batches_that_do_not_fit_anywhere():
     graph = ModelGraph("m", tuple(replace(its, kept_bytes=1e9) for its in unit(mmt(2, 2)).operators))
-    with pytest.raises(GraphError, match="no plan fits 2 devices of 1.86 GiB with micro-batches of 1; expected more"):
+    with pytest.raises(GraphError, match=r"no plan fits 2 devices of 1.86 GiB with micro-batches of 1; expected more"):
         plan_graph(graph, replace(CLUSTER, devices=2, memory_bytes=2 * 10**9), 8, (1,))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from math import ceil
 from typing import NamedTuple
 
@@ -86,9 +87,18 @@ class Options:
         tables = [[sum(passes) / part for passes in costs.each(part)] for part in parts]
         self._least = [min(column) for column in zip(*tables, strict=True)]
         self._loads: dict[int, float] = {}
+        self._needs: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._times: dict[int, list[list[tuple[int, float, float]]]] = {}
         self._found: dict[int, list[list[tuple[int, float]]]] = {}
         self.first = tuple(sizes)  # the need of nothing downstream: i is the stage's own micro-batch
         self.total = self.load(costs.graph.everything)
+
+    def within(self, limit_s: float) -> Options:
+        """The same with another limit; what does not depend on it is shared."""
+        other = copy(self)
+        other.limit_s = limit_s * (1 + _ROUNDING)
+        other._found = {}
+        return other
 
     def load(self, mask: int) -> float:
         """The least device time that a set of operators takes per sample, in seconds."""
@@ -121,21 +131,36 @@ class Options:
             size, samples = self.sizes[at], need[at]
             for replicas, room in choices:
                 if replicas <= most and samples <= room:
-                    batch = self.costs.batch
-                    left = tuple([upstream(samples, size, other, batch) for other in self.sizes])
-                    found.append(Entry(replicas, left, Link(Choice(mask, size, replicas))))
+                    found.append(Entry(replicas, self._left(samples, size), Link(Choice(mask, size, replicas))))
                     break
         return best(found)
+
+    def _left(self, samples: int, size: int) -> tuple[int, ...]:
+        """The need that a stage leaves upstream."""
+        key = samples, size
+        if key not in self._needs:
+            self._needs[key] = tuple([upstream(samples, size, other, self.costs.batch) for other in self.sizes])
+        return self._needs[key]
 
     def _choices(self, mask: int) -> list[list[tuple[int, float]]]:
         """By micro-batch, the numbers of devices within the limit, with the samples that then fit in flight."""
         if mask not in self._found:
             self._found[mask] = [
+                [(replicas, room) for replicas, time_s, room in row if time_s <= self.limit_s]
+                for row in self._timed(mask)
+            ]
+        return self._found[mask]
+
+    def _timed(self, mask: int) -> list[list[tuple[int, float, float]]]:
+        """By micro-batch, each number of devices, with the time per sample and the samples that fit in flight."""
+        if mask not in self._times:
+            rooms = [self.costs.most_in_flight(mask, replicas) for replicas in range(self.devices + 1)]
+            self._times[mask] = [
                 [
-                    (replicas, self.costs.most_in_flight(mask, replicas))
-                    for replicas in range(max(1, self.fewest(mask)), min(size, self.devices) + 1)
-                    if size % replicas == 0 and self.costs.time_per_sample_s(mask, size, replicas) <= self.limit_s
+                    (replicas, self.costs.time_per_sample_s(mask, size, replicas), rooms[replicas])
+                    for replicas in range(1, min(size, self.devices) + 1)
+                    if size % replicas == 0 and rooms[replicas] >= size
                 ]
                 for size in self.sizes
             ]
-        return self._found[mask]
+        return self._times[mask]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import ceil
+from math import ceil, inf
 
 from megatron.fill.errors import GraphError
 from megatron.fill.graph.cost import Cluster, Costs
@@ -114,15 +114,16 @@ def search(
     """
     _check_operators(costs, sizes)
     _check_devices(costs)
+    options = Options(costs, sizes, inf)
     steps = 0
 
     def plans(limit_s: float) -> list[Plan]:
         nonlocal steps
         steps += 1
-        entries = sorted(partition(Options(costs, sizes, limit_s)), key=lambda its: sum(its.need))
+        entries = sorted(partition(options.within(limit_s)), key=lambda its: sum(its.need))
         return [build(costs, entry.link.choices(), sequential) for entry in entries[:_TIMED]]
 
-    low_s = _floor(costs, sizes)
+    low_s = _floor(options)
     high_s = low_s * (1 + _FIRST_STEP / 10)
     found = plans(high_s)
     most_s = _ceiling(costs, sizes)
@@ -180,19 +181,16 @@ def build(costs: Costs, choices: Iterable[Choice], sequential: bool = False) -> 
     return Plan(graph, costs.cluster, costs.batch, tuple(stages), sequential)
 
 
-def _floor(costs: Costs, sizes: Sequence[int]) -> float:
+def _floor(options: Options) -> float:
     """No plan has a shorter time per sample: all devices share the work evenly, and one has the longest operator."""
-    options = Options(costs, sizes, float("inf"))
+    costs = options.costs
     longest_s = max(
         min(
-            costs.time_per_sample_s(1 << at, size, replicas)
-            - costs.cluster.reduce_s(costs.graph.operators[at].parameters, replicas) / costs.batch
-            for size in sizes
+            sum(costs.passes_s(1 << at, size // replicas)) / size
+            for size in options.sizes
             for replicas in range(1, min(size, options.devices) + 1)
             if size % replicas == 0
         )
-        if costs.cluster.network is None
-        else 0.0
         for at in range(len(costs.graph.operators))
     )
     floor_s = max(longest_s, options.total / options.devices)

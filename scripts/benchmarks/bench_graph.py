@@ -1,0 +1,208 @@
+"""The planner for graph pipelines, measured: validity, quality, speed-ups by its own costs, and the time to search.
+
+    python scripts/benchmarks/bench_graph.py [PART...] [--json FILE]
+
+The parts are
+
+- ``truth``: 1,000 random series-parallel models of up to 8 operators on up to 4 devices, against trying everything;
+- ``large``: 300 random models of up to 14 operators on up to 8 devices, for the validity of their plans;
+- ``simulated``: graph against sequential pipelines, with backward passes of two forward passes, without communication;
+- ``speedup``: the same for the built-in models with communication, on V100s, over devices and batches;
+- ``search``: how long a search takes for 32 devices;
+- ``ratio``: how much longer a planner takes that tries all lines of operators (Piper).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from megatron.fill.errors import GraphError
+from megatron.fill.graph.baselines import plan_exhaustive, plan_sequential
+from megatron.fill.graph.cost import Cluster
+from megatron.fill.graph.model import ModelGraph, Operator
+from megatron.fill.graph.search import Found, micro_batches, plan_graph
+from megatron.fill.graph.zoo import MODELS, candle, dlrm, mmt
+from megatron.fill.mainjob.hardware import GPUS, NETWORKS
+from scripts.benchmarks.graph_truth import least_bottleneck_s, random_cluster, random_model
+from scripts.benchmarks.results import Results, opened
+
+_GPU, _NETWORK = GPUS["v100-16gb"], NETWORKS["p3.16xlarge"]
+_LIMIT_S = 60.0  # for the planner that tries everything
+_SWEEP = ((8, 128), (8, 256), (16, 256), (16, 512), (32, 256), (32, 512))  # devices and batch
+
+
+def truth(results: Results) -> None:
+    random = Random(1)
+    equal = violations = refused = 0
+    for _ in range(1000):
+        graph, cluster = random_model(random, random.randint(3, 8)), random_cluster(random, random.randint(1, 4))
+        batch, sizes = random.choice((4, 8)), (1, 2, 4)[: random.randint(1, 3)]
+        least_s = least_bottleneck_s(graph, cluster, batch, sizes)
+        found, violated = _planned(graph, cluster, batch, sizes)
+        violations += violated
+        refused += least_s is None
+        if found is None or least_s is None:
+            equal += found is None and least_s is None
+        else:
+            equal += abs(found.bottleneck_s - least_s) <= 1e-8 * least_s
+    print(f"truth: {violations} violations, {equal} of 1000 equal; {refused} have no plan")
+    results.add(
+        "truth", {"violations": violations, "equals_brute_force": equal / 1000}, models=1000, without_plan=refused
+    )
+
+
+def large(results: Results) -> None:
+    random = Random(2)
+    violations = 0
+    for _ in range(300):
+        graph, cluster = random_model(random, random.randint(9, 14)), random_cluster(random, random.randint(2, 8))
+        violations += _planned(graph, cluster, 8, (1, 2, 4))[1]
+    print(f"large: {violations} violations in 300 models")
+    results.add("large", {"violations_large": violations}, models=300)
+
+
+def _planned(graph: ModelGraph, cluster: Cluster, batch: int, sizes: tuple[int, ...]) -> tuple[Found | None, bool]:
+    """The plan, None if there is none; and whether the planner made one that is not valid."""
+    try:
+        return plan_graph(graph, cluster, batch, sizes, tolerance=1e-9), False
+    except GraphError as error:
+        return None, "; the plan is" in str(error)
+
+
+def _even(graph: ModelGraph) -> ModelGraph:
+    """The same graph; each operator takes 1 ms forward and 2 ms backward."""
+    operators = [Operator(name=its.name, inputs=its.inputs, forward_s=1e-3) for its in graph.operators]
+    return ModelGraph(graph.name, tuple(operators))
+
+
+def simulated(results: Results) -> None:
+    """Micro-batches of one sample, so no replicas; every operator takes as long, and no branches join."""
+    cases: list[tuple[str, ModelGraph, int, int, float | None]] = [
+        ("case study, m=32", mmt(2, 4, joined=False), 8, 32, 1.114),
+        ("candle, 16 devices, m=16", candle(joined=False), 16, 16, 1.94),
+        *(
+            (f"mmt, 32 devices, m={m}", mmt(joined=False), 32, m, aim)
+            for m, aim in ((32, 1.62), (64, 1.34), (128, 1.18))
+        ),
+    ]
+    for name, graph, devices, count, published in cases:
+        cluster = Cluster(devices=devices, gpu=_GPU, network=None)
+        found, line = (planner(_even(graph), cluster, count, (1,)) for planner in (plan_graph, plan_sequential))
+        ratio = line.timeline.period_ns / found.timeline.period_ns
+        depths = {"stages_deep": found.plan.depth, "stages_sequential": line.plan.depth, "published": published}
+        print(f"simulated: {name}: {ratio:.3f} (published {published}); {found.plan.depth} deep, not {line.plan.depth}")
+        results.add("simulated", {name: ratio}, "simulated")
+        results.details.setdefault("simulated_cases", {})[name] = depths
+    results.write()
+
+
+def speedup(results: Results) -> None:
+    """Throughput of the graph pipeline over that of the sequential one, by the same costs."""
+    best: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    for name, make in MODELS.items():
+        for devices, batch in _SWEEP:
+            cluster = Cluster(devices=devices, gpu=_GPU, network=_NETWORK)
+            sizes = micro_batches(batch)
+            try:
+                found, line = (planner(make(), cluster, batch, sizes) for planner in (plan_graph, plan_sequential))
+            except GraphError as error:
+                print(f"speedup: {name}, {devices} devices, batch {batch}: {error}")
+                continue
+            ratio = line.timeline.period_ns / found.timeline.period_ns
+            memory = [max(map(its.plan.memory_bytes, range(len(its.plan.stages)))) / 2**30 for its in (found, line)]
+            bubbles = [its.timeline.bubble_share() for its in (found, line)]
+            rows.append(
+                {"model": name, "devices": devices, "batch": batch, "speedup": ratio}
+                | {"bubbles": bubbles, "memory_gib": memory, "deep": [found.plan.depth, line.plan.depth]}
+            )
+            print(
+                f"speedup: {name}, {devices} devices, batch {batch}: {ratio:.2f}; bubbles {bubbles[0]:.0%} for"
+                f" {bubbles[1]:.0%}, {found.plan.depth} deep for {line.plan.depth}",
+                flush=True,
+            )
+            best[name] = max(best.get(name, 0.0), ratio)
+    results.add("speedup", {"best_speedup": max(best.values()), "speedup_by_model": best}, rows=rows)
+
+
+def search(results: Results) -> None:
+    for name, make in MODELS.items():
+        cluster = Cluster(devices=32, gpu=_GPU, network=_NETWORK)
+        found, seconds = _timed(plan_graph, make(), cluster, 512, micro_batches(512))
+        print(f"search: {name}, 32 devices: {seconds:.1f} s, {found.steps} limits")
+        results.add("search", {name: seconds}, "search_s")
+
+
+def _timed(planner: Callable[..., Found], *arguments: Any) -> tuple[Found, float]:
+    begin = time.perf_counter()
+    found = planner(*arguments)
+    return found, time.perf_counter() - begin
+
+
+def ratio(results: Results) -> None:
+    """Where the other planner is not done in time, its time is at least the limit."""
+    cases = {
+        "mmt, 2 branches": mmt(2),
+        "candle, 3 branches": candle(3),
+        "dlrm, 2 + 2 branches": dlrm(2, 2),
+        **{name: make() for name, make in MODELS.items()},
+    }
+    for name, graph in cases.items():
+        arguments = graph, Cluster(devices=8, gpu=_GPU, network=_NETWORK), 128, micro_batches(128, 16)
+        found, mine_s = _timed(plan_graph, *arguments)
+        other = _limited(arguments)
+        other_s, other_bottleneck_s = (_LIMIT_S, None) if other is None else other
+        quality = None if other_bottleneck_s is None else found.bottleneck_s / other_bottleneck_s
+        said = "not done in time" if quality is None else f"our time per sample is {quality:.3f} of its"
+        print(f"ratio: {name}: {mine_s:.2f} s, {other_s:.1f} s: {other_s / mine_s:.0f} times; {said}", flush=True)
+        results.add("ratio", {name: other_s / mine_s}, "search_ratio")
+        results.details.setdefault("ratio_cases", {})[name] = {
+            "graph_s": mine_s,
+            "exhaustive_s": other_s,
+            "exhaustive_done": other is not None,
+            "bottleneck_of_exhaustive": quality,
+        }
+    results.write()
+
+
+def _limited(arguments: tuple[Any, ...]) -> tuple[float, float] | None:
+    """Seconds and least time per sample of the planner that tries everything; None if it is not done in time."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, arguments))
+    process.start()
+    done = receiver.poll(_LIMIT_S)
+    if not done:
+        process.kill()
+    process.join()
+    return receiver.recv() if done else None
+
+
+def _send(sender: Any, arguments: tuple[Any, ...]) -> None:
+    found, seconds = _timed(plan_exhaustive, *arguments)
+    sender.send((seconds, found.bottleneck_s))
+
+
+PARTS = {its.__name__: its for its in (truth, large, simulated, speedup, search, ratio)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and keep those of other parts")
+    given = parser.parse_args()
+    if unknown := [part for part in given.parts if part not in PARTS]:
+        parser.error(f"PART is {unknown[0]!r}; expected some of {', '.join(PARTS)}")
+    results = opened(parser, given.json)
+    for part in given.parts or PARTS:
+        PARTS[part](results)
+
+
+if __name__ == "__main__":
+    main()
