@@ -5,7 +5,7 @@
 The parts are
 
 - ``truth``: 1,000 random series-parallel models of up to 8 operators on up to 4 devices, against trying everything;
-- ``large``: 300 random models of up to 14 operators on up to 8 devices, for the validity of their plans;
+- ``large``: 100 random models of up to 14 operators on up to 8 devices, for the validity of their plans;
 - ``simulated``: graph against sequential pipelines, with backward passes of two forward passes, without communication;
 - ``speedup``: the same for the built-in models with communication, on V100s, over devices and batches;
 - ``search``: how long a search takes for 32 devices;
@@ -44,7 +44,7 @@ def truth(results: Results) -> None:
         graph, cluster = random_model(random, random.randint(3, 8)), random_cluster(random, random.randint(1, 4))
         batch, sizes = random.choice((4, 8)), (1, 2, 4)[: random.randint(1, 3)]
         least_s = least_bottleneck_s(graph, cluster, batch, sizes)
-        found, violated = _planned(graph, cluster, batch, sizes)
+        found, violated = _planned(graph, cluster, batch, sizes, 1e-9)
         violations += violated
         refused += least_s is None
         if found is None or least_s is None:
@@ -60,17 +60,19 @@ def truth(results: Results) -> None:
 def large(results: Results) -> None:
     random = Random(2)
     violations = 0
-    for _ in range(300):
+    for _ in range(100):
         graph, cluster = random_model(random, random.randint(9, 14)), random_cluster(random, random.randint(2, 8))
-        violations += _planned(graph, cluster, 8, (1, 2, 4))[1]
-    print(f"large: {violations} violations in 300 models")
-    results.add("large", {"violations_large": violations}, models=300)
+        violations += _planned(graph, cluster, 8, (1, 2, 4), 1e-3)[1]
+    print(f"large: {violations} violations in 100 models")
+    results.add("large", {"violations_large": violations}, models=100)
 
 
-def _planned(graph: ModelGraph, cluster: Cluster, batch: int, sizes: tuple[int, ...]) -> tuple[Found | None, bool]:
+def _planned(
+    graph: ModelGraph, cluster: Cluster, batch: int, sizes: tuple[int, ...], tolerance: float
+) -> tuple[Found | None, bool]:
     """The plan, None if there is none; and whether the planner made one that is not valid."""
     try:
-        return plan_graph(graph, cluster, batch, sizes, tolerance=1e-9), False
+        return plan_graph(graph, cluster, batch, sizes, tolerance), False
     except GraphError as error:
         return None, "; the plan is" in str(error)
 
@@ -82,21 +84,24 @@ def _even(graph: ModelGraph) -> ModelGraph:
 
 
 def simulated(results: Results) -> None:
-    """Micro-batches of one sample, so no replicas; every operator takes as long, and no branches join."""
-    cases: list[tuple[str, ModelGraph, int, int, float | None]] = [
-        ("case study, m=32", mmt(2, 4, joined=False), 8, 32, 1.114),
-        ("candle, 16 devices, m=16", candle(joined=False), 16, 16, 1.94),
+    """Every operator takes as long, and no branches join.  With one sample a micro-batch there are no replicas."""
+    cases: list[tuple[str, ModelGraph, int, int, int, float | None]] = [
+        ("case study, m=32", mmt(2, 4, joined=False), 8, 32, 1, 1.114),
+        ("candle, 16 devices, m=16", candle(joined=False), 16, 16, 1, 1.94),
+        ("candle, 16 devices, m=16, two samples each", candle(joined=False), 16, 16, 2, None),
         *(
-            (f"mmt, 32 devices, m={m}", mmt(joined=False), 32, m, aim)
+            (f"mmt, 32 devices, m={m}", mmt(joined=False), 32, m, 1, aim)
             for m, aim in ((32, 1.62), (64, 1.34), (128, 1.18))
         ),
     ]
-    for name, graph, devices, count, published in cases:
+    for name, graph, devices, count, size, aim in cases:
         cluster = Cluster(devices=devices, gpu=_GPU, network=None)
-        found, line = (planner(_even(graph), cluster, count, (1,)) for planner in (plan_graph, plan_sequential))
+        arguments = _even(graph), cluster, count * size, (size,)
+        found, line = (planner(*arguments) for planner in (plan_graph, plan_sequential))
         ratio = line.timeline.period_ns / found.timeline.period_ns
-        depths = {"stages_deep": found.plan.depth, "stages_sequential": line.plan.depth, "published": published}
-        print(f"simulated: {name}: {ratio:.3f} (published {published}); {found.plan.depth} deep, not {line.plan.depth}")
+        depths = {"stages_deep": found.plan.depth, "stages_sequential": line.plan.depth, "aim": aim}
+        aimed = "" if aim is None else f" (aim {aim})"
+        print(f"simulated: {name}: {ratio:.3f}{aimed}; {found.plan.depth} deep, not {line.plan.depth}")
         results.add("simulated", {name: ratio}, "simulated")
         results.details.setdefault("simulated_cases", {})[name] = depths
     results.write()
