@@ -61,6 +61,7 @@ RULES: dict[str, set[str]] = {
         "profiles",
         *("rank", "records", "report", "scheduler", "store", "types", "worker"),
     },
+    "configure": {"errors", "given", "linux", "mainjob", "pipeline", "planner", "profiles", "sim"},
     "chaos": {"errors", "given", "linux", "pages", "records", "report", "sidetask", "store", "types"},
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {
@@ -68,9 +69,9 @@ RULES: dict[str, set[str]] = {
         *("spec", "worker"),
     },
     "cli": {
-        *("agent", "chaos", "device", "display", "errors", "given", "graph", "hearsay", "linux", "llm", "mainjob"),
-        *("pages", "planner", "profiles"),
-        *("records", "report", "sandbox", "sim", "store", "trial", "types", "worker"),
+        *("agent", "chaos", "configure", "device", "display", "errors", "given", "graph", "hearsay", "linux", "llm"),
+        *("mainjob", "pages", "planner", "profiles", "records", "report", "sandbox", "sim", "store", "trial"),
+        *("types", "worker"),
     },
     "__init__": {"errors", "hooks", "sidetask", "types"},
 }
@@ -115,6 +116,8 @@ TORCH_FREE = [
     "sim.truth.replay",
     "sim.recorded.busy",
     "sim.sliced",
+    "configure.choose",
+    "configure.pays",
     "sim.freeride.study",
     "sim.freeride.draw",
     "store.sql",

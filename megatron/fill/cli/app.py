@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from megatron.fill.cli import (
     batch,
     chaos,
+    configure,
     control,
     doctor,
     graph,
@@ -88,6 +89,8 @@ app.command("report")(report.report)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
+app.command("configure")(configure.configure)
+app.command("pays")(configure.pays)
 graphs = _App(cls=_Group, help="Pipelines for models with branches: graphs of stages.", rich_markup_mode="markdown")
 graphs.command("plan")(graph.plan)
 graphs.command("show")(graph.show)

@@ -16,7 +16,7 @@ from megatron.fill.mainjob.model import ModelSpec
 from megatron.fill.mainjob.parallel import Parallel, Recompute
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 
-_ALL_REDUCES = 2  # of tensor parallelism per layer and pass: after the attention and after the MLP
+ALL_REDUCES = 2  # of tensor parallelism per layer and pass: after the attention and after the MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +43,9 @@ class CostModel:
         )
 
     def stage(self, layers: int, is_last: bool) -> StageCost:
-        """Of one micro-batch.
-
-        A backward pass has twice the operations of the forward pass; half of those with weights are for the weights'
-        gradients, and none of the attention's core (Qi et al. 2023, arXiv 2401.10241, Table 1).
-        """
-        its, model = self.parallel, self.model
-        rate = its.tp * self.gpu.peak_flops * self.efficiency
-        matrices = layers * model.matrix_flops(its.microbatch) / rate
-        core = layers * model.attention_flops(its.microbatch) / rate
-        exchange = layers * _ALL_REDUCES * self._tensor_all_reduce_s()
-        output = model.output_flops(its.microbatch) / rate if is_last else 0.0
-        again = {
-            Recompute.NONE: 0.0,
-            Recompute.SELECTIVE: core,
-            Recompute.FULL: matrices + core + exchange,
-        }[its.recompute]
-        forward = matrices + core + output + exchange
-        backward = 2 * (matrices + core + output) + exchange + again
-        return StageCost(_ns(forward), _ns(backward), _ns(matrices + output))
-
-    def _activation_bytes(self) -> int:
-        """What passes from layer to layer of one micro-batch."""
-        its, model = self.parallel, self.model
-        return its.microbatch * model.sequence * model.hidden * its.precision.weight_bytes
+        """Of one micro-batch."""
+        exchange_s = ALL_REDUCES * self._tensor_all_reduce_s()
+        return stage_cost(self.model, self.gpu, self.parallel, self.efficiency, layers, is_last, exchange_s, exchange_s)
 
     def _tensor_all_reduce_s(self) -> float:
         """With sequence parallelism a reduce-scatter and an all-gather, which take as long.
@@ -74,28 +53,28 @@ class CostModel:
         A group that is larger than a node has it to itself: one link of its ring leaves the node.
         """
         tp = self.parallel.tp
-        return self.network.all_reduce_s(self._activation_bytes(), tp, tp > self.network.gpus_per_node, 1)
+        return self.network.all_reduce_s(
+            boundary_bytes(self.model, self.parallel), tp, tp > self.network.gpus_per_node, 1
+        )
 
     def p2p_s(self) -> float:
-        """One transfer between neighbouring stages; all ranks of a stage send at once.
-
-        With sequence parallelism a rank sends its part, else all of the activations, as Megatron does.
-        """
-        its = self.parallel
-        if its.pp == 1:
+        """One transfer between neighbouring stages; all ranks of a stage send at once."""
+        if self.parallel.pp == 1:
             return 0.0
-        size = self._activation_bytes() / (its.tp if its.sequence_parallel else 1)
-        return size / self.network.bandwidth(*self._between_stages()) + self.network.latency_s
+        return (
+            p2p_bytes(self.model, self.parallel) / self.network.bandwidth(*self._between_stages())
+            + self.network.latency_s
+        )
 
     def _between_stages(self) -> tuple[bool, int]:
         """Whether stages are on several nodes, and how many ranks of a node send to the next stage."""
         its, node = self.parallel, self.network.gpus_per_node
-        return its.tp * its.dp * its.pp > node, min(its.tp * its.dp, node)
+        return its.gpus > node, min(its.tp * its.replicas, node)
 
     def _data_parallel(self) -> tuple[bool, int]:
         """Whether data-parallel ranks are on several nodes, and how many rings leave a node then."""
         its, node = self.parallel, self.network.gpus_per_node
-        return its.tp * its.dp > node, min(its.tp, node)
+        return its.tp * its.replicas > node, min(its.tp, node)
 
     def reduce_s(self, rank: int) -> float:
         """Gradients over the data-parallel ranks, and those of a tied embedding between the first and the last stage.
@@ -104,13 +83,13 @@ class CostModel:
         """
         its, model = self.parallel, self.model
         size = stage_parameters(model, its, rank) * its.precision.gradient_bytes
-        reduce_s = self.network.all_reduce_s(size, its.dp, *self._data_parallel())
+        reduce_s = self.network.all_reduce_s(size, its.replicas, *self._data_parallel())
         if its.distributed_optimizer:
             reduce_s /= 2
         reduce_s *= 1 - self.overlap_grad_reduce
-        if model.tied_embeddings and model.vocabulary and its.pp > 1 and rank in (0, its.pp - 1):
-            embedding = model.embedding_parameters / its.tp * its.precision.gradient_bytes
-            reduce_s += self.network.all_reduce_s(embedding, 2, *self._between_stages())
+        if rank in (0, its.pp - 1):
+            size = tied_embedding_bytes(model, its)
+            reduce_s += self.network.all_reduce_s(size, 2, *self._between_stages()) if size else 0.0
         return reduce_s
 
     def optimizer_s(self, rank: int) -> float:
@@ -121,8 +100,61 @@ class CostModel:
         if not its.distributed_optimizer:
             return step_s
         weights = parameters * its.precision.weight_bytes
-        gather_s = self.network.all_reduce_s(weights, its.dp, *self._data_parallel()) / 2
-        return step_s / its.dp + gather_s
+        gather_s = self.network.all_reduce_s(weights, its.replicas, *self._data_parallel()) / 2
+        return step_s / its.replicas + gather_s
+
+
+def stage_cost(
+    model: ModelSpec,
+    gpu: GpuKind,
+    parallel: Parallel,
+    efficiency: float,
+    layers: int,
+    is_last: bool,
+    forward_exchange_s: float,
+    backward_exchange_s: float,
+) -> StageCost:
+    """What one micro-batch costs on a virtual stage.
+
+    A backward pass has twice the operations of the forward pass; half of those with weights are for the weights'
+    gradients, and none of the attention's core (Qi et al. 2023, arXiv 2401.10241, Table 1).
+
+    Args:
+        is_last: it has the output layer.
+        forward_exchange_s: what the ranks of a stage exchange in the forward pass of one layer.
+        backward_exchange_s: likewise, without what is computed again.
+    """
+    rate = parallel.tp * parallel.cp * gpu.peak_flops * efficiency
+    matrices = layers * model.matrix_flops(parallel.microbatch) / rate
+    core = layers * model.attention_flops(parallel.microbatch) / rate
+    output = model.output_flops(parallel.microbatch) / rate if is_last else 0.0
+    exchange = layers * forward_exchange_s
+    again = 0.0
+    if parallel.recompute is Recompute.SELECTIVE:
+        again = core
+    elif parallel.recompute is Recompute.FULL:
+        again = matrices + core + exchange
+    forward = matrices + core + output + exchange
+    backward = 2 * (matrices + core + output) + layers * backward_exchange_s + again
+    return StageCost(_ns(forward), _ns(backward), _ns(matrices + output))
+
+
+def boundary_bytes(model: ModelSpec, parallel: Parallel) -> float:
+    """What passes from layer to layer of one micro-batch, on all tensor-parallel ranks together."""
+    tokens = parallel.microbatch * model.sequence / parallel.cp
+    return tokens * model.hidden * parallel.precision.weight_bytes
+
+
+def p2p_bytes(model: ModelSpec, parallel: Parallel) -> float:
+    """What one rank sends to the next stage: with sequence parallelism its part, else all, as Megatron does."""
+    return boundary_bytes(model, parallel) / (parallel.tp if parallel.sequence_parallel else 1)
+
+
+def tied_embedding_bytes(model: ModelSpec, parallel: Parallel) -> float:
+    """Gradients of a tied embedding, which a rank of the first and one of the last stage reduce; 0 if there is none."""
+    if not model.tied_embeddings or parallel.pp == 1:
+        return 0.0
+    return model.embedding_parameters / parallel.tp * parallel.precision.gradient_bytes
 
 
 def _ns(seconds: float) -> int:

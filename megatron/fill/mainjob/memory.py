@@ -33,7 +33,7 @@ def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     output layer's weights, tied or not.
     """
     layers = sum(parallel.layers(model)[rank :: parallel.pp])
-    matrices = layers * model.matrix_parameters
+    matrices = layers * (model.matrix_parameters - model.expert_parameters)
     whole = layers * model.norm_parameters
     if rank == 0:
         matrices += model.embedding_parameters
@@ -41,7 +41,13 @@ def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
         whole += model.final_norm_parameters
         if parallel.pp > 1 or not model.tied_embeddings:
             matrices += model.embedding_parameters
-    return matrices / parallel.tp + whole
+    return matrices / parallel.tp + whole + expert_parameters(model, parallel, rank)
+
+
+def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
+    """Of ``stage_parameters``, those of experts: only every ``ep``-th replica has the same."""
+    layers = sum(parallel.layers(model)[rank :: parallel.pp])
+    return layers * model.expert_parameters / (parallel.tp * parallel.ep)
 
 
 def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Recompute | None = None) -> float:
@@ -54,12 +60,12 @@ def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Reco
         recompute: None for what ``parallel`` says.
     """
     kind = parallel.recompute if recompute is None else recompute
-    unit = model.sequence * parallel.microbatch * model.hidden * parallel.precision.weight_bytes / 2
+    unit = model.sequence / parallel.cp * parallel.microbatch * model.hidden * parallel.precision.weight_bytes / 2
     whole_divisor = parallel.tp if parallel.sequence_parallel else 1
     if kind is Recompute.FULL:
         return 2 * unit / whole_divisor
     attention = 4 + 4 * model.groups / model.heads  # query and what goes into the projection; key and value
-    mlp = (6 if model.swiglu else 4) * model.ffn / model.hidden
+    mlp = (6 if model.swiglu else 4) * model.ffn / model.hidden * model.experts_per_token
     core = 0.0 if kind is Recompute.SELECTIVE else 5 * model.heads * model.sequence / model.hidden
     return unit * (10 / whole_divisor + (attention + mlp + core) / parallel.tp)
 
@@ -73,7 +79,7 @@ def activation_bytes(model: ModelSpec, parallel: Parallel) -> tuple[int, ...]:
     layer = layer_activation_bytes(model, parallel)
     kept = [count * layer for count in parallel.layers(model)]
     if model.vocabulary:
-        tokens = model.sequence * parallel.microbatch
+        tokens = model.sequence / parallel.cp * parallel.microbatch
         divisor = parallel.tp if parallel.sequence_parallel else 1
         kept[0] += tokens * (8 + model.hidden) / divisor
         kept[-1] += 4 * tokens * (model.hidden / divisor + model.vocabulary / parallel.tp)
@@ -97,10 +103,13 @@ def stage_memory(model: ModelSpec, parallel: Parallel, rank: int, activations_by
     """
     parameters = stage_parameters(model, parallel, rank)
     precision = parallel.precision
-    divisor = parallel.dp if parallel.distributed_optimizer else 1
+    experts = expert_parameters(model, parallel, rank)
+    divisor = parallel.replicas if parallel.distributed_optimizer else 1
+    expert_divisor = parallel.replicas // parallel.ep if parallel.distributed_optimizer else 1
+    divided = (parameters - experts) / divisor + experts / expert_divisor
     return StageMemory(
         weights_bytes=round(parameters * precision.weight_bytes),
         gradients_bytes=round(parameters * precision.gradient_bytes),
-        optimizer_bytes=round(parameters * precision.optimizer_bytes / divisor),
+        optimizer_bytes=round(divided * precision.optimizer_bytes),
         activations_bytes=activations_bytes + working_bytes(model, parallel),
     )

@@ -24,6 +24,8 @@ class ModelSpec:
         query_groups: of grouped-query attention; None for as many as heads.
         swiglu: the MLP has a gate, which makes it half as large again.
         tied_embeddings: the output layer uses the embedding's weights.
+        experts: MLPs of each layer, of which a router chooses; 0 for one MLP without a router.
+        experts_per_token: how many of them a token passes.
         source: where the shape comes from.
     """
 
@@ -36,19 +38,23 @@ class ModelSpec:
     query_groups: int | None = None
     swiglu: bool = False
     tied_embeddings: bool = True
+    experts: int = 0
+    experts_per_token: int = 1
     source: str = ""
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            least = 0 if item.name == "vocabulary" else 1
+            least = 0 if item.name in ("vocabulary", "experts") else 1
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ValueError(f"{item.name} is {value}; expected at least {least}")
         if self.hidden % self.heads:
             raise ValueError(f"heads is {self.heads}; expected a divisor of hidden, {self.hidden}")
         if self.heads % self.groups:
             raise ValueError(f"query_groups is {self.groups}; expected a divisor of heads, {self.heads}")
+        if self.experts_per_token > max(1, self.experts):
+            raise ValueError(f"experts_per_token is {self.experts_per_token}; expected at most {max(1, self.experts)}")
 
     @property
     def groups(self) -> int:
@@ -61,10 +67,29 @@ class ModelSpec:
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
     @property
+    def attention_parameters(self) -> int:
+        """Of the matrices of one layer's attention."""
+        return 2 * self.hidden * self.hidden * (self.heads + self.groups) // self.heads
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of the matrices of one MLP, or of one expert."""
+        return (3 if self.swiglu else 2) * self.hidden * self.ffn
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts of one layer, which expert parallelism divides."""
+        return self.experts * self.mlp_parameters
+
+    @property
     def matrix_parameters(self) -> int:
-        """Of the matrices of one layer, which tensor parallelism divides."""
-        attention = 2 * self.hidden * self.hidden * (self.heads + self.groups) // self.heads
-        return attention + (3 if self.swiglu else 2) * self.hidden * self.ffn
+        """Of the matrices of one layer, which tensor parallelism divides.  A router's are neglected."""
+        return self.attention_parameters + (self.expert_parameters or self.mlp_parameters)
+
+    @property
+    def passed_parameters(self) -> int:
+        """Of the matrices of one layer, those that one token passes."""
+        return self.attention_parameters + self.experts_per_token * self.mlp_parameters
 
     @property
     def norm_parameters(self) -> int:
@@ -97,7 +122,7 @@ class ModelSpec:
 
         With ``ffn_hidden = 4 * hidden`` that is ``24 b s h^2`` (Narayanan et al. 2021, appendix).
         """
-        return 2 * microbatch * self.sequence * self.matrix_parameters
+        return 2 * microbatch * self.sequence * self.passed_parameters
 
     def attention_flops(self, microbatch: int) -> int:
         """Of one layer's forward pass, in products of activations: ``4 b s^2 h``.  What a causal mask drops counts."""

@@ -48,6 +48,8 @@ class Parallel:
         tp: tensor-parallel ranks.
         pp: pipeline-parallel ranks.
         dp: data-parallel ranks.
+        cp: context-parallel ranks: each has a part of every sequence.
+        ep: expert-parallel ranks, of the data- and context-parallel ones: each has a part of the experts.
         chunks: virtual stages per rank.
         microbatch: samples per micro-batch.
         global_batch: samples per iteration, over all data-parallel ranks.
@@ -62,6 +64,8 @@ class Parallel:
     tp: int = 1
     pp: int
     dp: int = 1
+    cp: int = 1
+    ep: int = 1
     chunks: int = 1
     microbatch: int = 1
     global_batch: int
@@ -76,7 +80,7 @@ class Parallel:
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "chunks", "microbatch", "global_batch", "group_size"):
+        for name in ("tp", "pp", "dp", "cp", "ep", "chunks", "microbatch", "global_batch", "group_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
@@ -100,7 +104,12 @@ class Parallel:
     @property
     def gpus(self) -> int:
         """All of the main job's."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights of the attention, and reduce their gradients together."""
+        return self.dp * self.cp
 
     def check(self, model: ModelSpec) -> None:
         """Whether the model can be divided so.
@@ -113,6 +122,15 @@ class Parallel:
                 raise ValueError(f"tp is {self.tp}; expected a divisor of the model's {name}, {value}")
         if self.sequence_parallel and model.sequence % self.tp:
             raise ValueError(f"tp is {self.tp}; expected a divisor of the model's sequence, {model.sequence}")
+        if self.cp > 1 and model.sequence % (2 * self.cp):
+            raise ValueError(f"cp is {self.cp}; expected a divisor of half the model's sequence, {model.sequence}")
+        if self.ep > 1 and (self.replicas % self.ep or not model.experts or model.experts % self.ep):
+            raise ValueError(
+                f"ep is {self.ep}; expected a divisor of dp * cp, {self.dp} * {self.cp}, and of the model's experts, "
+                f"{model.experts}"
+            )
+        if model.experts and self.tp > 1 and not self.sequence_parallel:
+            raise ValueError(f"tp is {self.tp} with experts; expected sequence_parallel, as Megatron does")
         self.layers(model)
 
     def layers(self, model: ModelSpec) -> tuple[int, ...]:

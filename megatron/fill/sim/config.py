@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from megatron.fill.given.presets import preset
 from megatron.fill.given.quantities import parse_bytes, parse_duration
 from megatron.fill.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind, Network
 from megatron.fill.mainjob.model import MODELS, ModelSpec
@@ -30,17 +31,6 @@ def _seconds(value: object) -> object:
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(ge=0, allow_inf_nan=False)]
 
 
-def _preset(presets: dict[str, Any]) -> BeforeValidator:
-    def choose(value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        if value not in presets:
-            raise ValueError(f"expected one of {', '.join(presets)}, or its fields")
-        return presets[value]
-
-    return BeforeValidator(choose)
-
-
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,9 +40,9 @@ class MainJobConfig(_Strict):
     ``reschedule``)."""
 
     name: str = Field(default="main", min_length=1)
-    model: Annotated[ModelSpec, _preset(MODELS)] | None = None
-    gpu: Annotated[GpuKind, _preset(GPUS)] | None = None
-    network: Annotated[Network, _preset(NETWORKS)] | None = None
+    model: Annotated[ModelSpec, preset(MODELS)] | None = None
+    gpu: Annotated[GpuKind, preset(GPUS)] | None = None
+    network: Annotated[Network, preset(NETWORKS)] | None = None
     parallel: Parallel | None = None
     efficiency: float = 0.45
     overlap_grad_reduce: float = 0.0
@@ -142,7 +132,7 @@ class FillConfig(_Strict):
     """
 
     kinds: tuple[str, ...] | None = Field(default=None, min_length=1)
-    gpu: Annotated[GpuKind, _preset(GPUS)] | None = None
+    gpu: Annotated[GpuKind, preset(GPUS)] | None = None
     profiles: Path | None = None
     report: Path | None = None
     trace: Path | None = None

@@ -66,6 +66,11 @@ class MainJob:
         for name in ("memory_reserve_bytes", "optimizer_passes_bytes"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected bytes, not negative")
+        for name in ("cp", "ep"):
+            if getattr(self.parallel, name) > 1:
+                raise ValueError(
+                    f"{name} is {getattr(self.parallel, name)}; expected 1: only pipefill configure has it"
+                )
         self.parallel.check(self.model)
         for stage in range(self.parallel.pp):
             self._check_memory(stage)

@@ -1,0 +1,158 @@
+"""``pipefill configure`` and ``pipefill pays``: which layout, on which GPUs, and what its bubbles are worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron.fill.cli.options import Json, check_writable
+from megatron.fill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.fill.configure.choose import Choice
+    from megatron.fill.configure.cluster import Cluster
+    from megatron.fill.configure.value import Valued
+
+_PAYS = 0.02  # of the GPUs: below that, filling is not worth its trouble
+
+Flags = Annotated[
+    list[str], typer.Argument(metavar="-- FLAGS...", help="Megatron's flags; those of the layout that are given hold.")
+]
+
+
+def configure(
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="A YAML file: docs/configure.md.")],
+    flags: Flags,
+    objective: Annotated[
+        str, typer.Option("--objective", metavar="NAME", help="main (fastest), combined (with fill work), or cost.")
+    ] = "main",
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, max=1000, help="How many to show.")] = 10,
+    fill: Annotated[
+        Path | None, typer.Option("--fill", metavar="JOBS", help="A jobs file, named as kinds of the catalog.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the search for a rank order.")] = 0,
+    moves: Annotated[
+        int, typer.Option("--moves", metavar="N", min=0, max=10**9, help="Of that search, for each configuration.")
+    ] = 1000,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")] = None,
+    launch: Annotated[
+        Path | None, typer.Option("--launch", metavar="FILE", help="Write a script that starts the best one.")
+    ] = None,
+) -> None:
+    """Find the best layouts of a training on a cluster, before a GPU-hour is spent.
+
+    All layouts that Megatron starts and that fit the GPUs' memory are weighed. BUBBLES is their share of the GPUs'
+    time, FILL how many GPUs of their own the fill jobs would need for what they do in them. On a measured network,
+    ranks are put on the GPUs where the iteration is shortest.
+
+    --json writes "configurations", "timed" and a list "best", each with its layout, rank order, flags and figures.
+    """
+    from megatron.fill.configure.choose import choose
+    from megatron.fill.configure.cluster import load_cluster
+    from megatron.fill.configure.flags import read_flags
+    from megatron.fill.configure.launch import write_launch
+    from megatron.fill.configure.value import Objective, fill_kinds
+
+    if objective not in list(Objective):
+        raise ConfigError(f"--objective is {objective!r}: expected one of {', '.join(Objective)}")
+    training, there = read_flags(flags), load_cluster(cluster)
+    if objective == Objective.COST and there.price_per_gpu_hour is None:
+        raise ConfigError(f"{cluster}: price_per_gpu_hour is missing; expected it with --objective cost")
+    links = there.links(cluster.resolve().parent)
+    for option, path in (("--json", json_path), ("--launch", launch)):
+        if path is not None:
+            check_writable(option, path)
+    kinds = fill_kinds(there.gpu, fill)
+    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves)
+    _print_choice(choice, there)
+    if json_path is not None:
+        _write_json(json_path, choice, there)
+    if launch is not None:
+        order = write_launch(launch, training, there, choice.best[0].proposal)
+        print(f"{launch} starts the first of them{f' in the order of {order}' if order else ''}.")
+
+
+def pays(
+    flags: Flags,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", min=1, help="Of the training (default: one replica's).")
+    ] = None,
+    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Which kind.")] = "a100-80gb",
+    network: Annotated[str, typer.Option("--network", metavar="NAME", help="Which kind of nodes.")] = "dgx-a100",
+    as_json: Json = False,
+) -> None:
+    """Say what filling would bring a training, or that it does not pay; without GPUs, in a second.
+
+    The layout is that of the flags. --json prints gpus, iteration_s, bubble_share, memory_bytes, gpus_worth and pays.
+    """
+    from megatron.fill.cli.views import print_json
+    from megatron.fill.configure.flags import read_flags
+    from megatron.fill.configure.pays import figures
+
+    found = figures(read_flags(flags), gpus, gpu, network)
+    worth = found.gpus_worth / found.proposal.parallel.gpus
+    if as_json:
+        print_json(_figures(found) | {"pays": worth >= _PAYS})
+        return
+    its = found.proposal
+    print(f"An iteration takes {its.iteration_s:.3g} s on {its.parallel.gpus} GPUs; {its.bubble_share:.1%} is bubbles.")
+    if worth >= _PAYS:
+        print(f"Inference of BERT-base in them does the work of {found.gpus_worth:.2f} GPUs ({worth:.1%}).")
+    else:
+        print(f"Filling does not pay: inference of BERT-base would do the work of {found.gpus_worth:.2f} GPUs in them.")
+        if its.parallel.chunks > 1 or its.bubble_share < _PAYS:
+            print("With virtual stages or many micro-batches, too little time is left between passes.")
+
+
+def _figures(one: Valued) -> dict[str, Any]:
+    its = one.proposal
+    return {
+        "gpus": its.parallel.gpus,
+        "iteration_s": its.iteration_s,
+        "bubble_share": its.bubble_share,
+        "memory_bytes": its.peak_bytes,
+        "gpus_worth": one.gpus_worth,
+    }
+
+
+def _write_json(path: Path, choice: Choice, cluster: Cluster) -> None:
+    import json
+    from dataclasses import asdict
+
+    from megatron.fill.configure.flags import layout_flags
+    from megatron.fill.linux.files import write_text
+
+    best = []
+    for one in choice.best:
+        its = one.proposal
+        entry = _figures(one) | {"cost": _cost(one, cluster), "parallel": asdict(its.parallel)}
+        best.append(entry | {"flags": layout_flags(its.parallel), "order": list(its.order)})
+    data = {"configurations": choice.configurations, "timed": choice.timed, "best": best}
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def _cost(one: Valued, cluster: Cluster) -> float | None:
+    """Of an iteration, less what fill work would have cost on GPUs of its own."""
+    price = cluster.price_per_gpu_hour
+    return None if price is None else one.net_gpu_s / 3600 * price
+
+
+def _print_choice(choice: Choice, cluster: Cluster) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    priced = cluster.price_per_gpu_hour is not None
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    headings = ("GPUS", "TP", "PP", "VPP", "DP", "CP", "EP", "MB", "RECOMPUTE", "SECONDS", "GIB", "BUBBLES", "FILL")
+    for heading in (*headings, *(["COST"] if priced else [])):
+        table.add_column(heading, justify="left" if heading == "RECOMPUTE" else "right", no_wrap=True)
+    for one in choice.best:
+        its, para = one.proposal, one.proposal.parallel
+        sizes = (para.gpus, para.tp, para.pp, para.chunks, para.dp, para.cp, para.ep, para.microbatch)
+        row = [*map(str, sizes), para.recompute.value, f"{its.iteration_s:.4g}", f"{its.peak_bytes / 2**30:.1f}"]
+        row += [f"{its.bubble_share:.1%}", f"{one.gpus_worth:.2f}"]
+        table.add_row(*row, *([f"{_cost(one, cluster):.3g}"] if priced else []))
+    Console(width=80 if not priced else 90).print(table)
+    print(f"The best of {choice.configurations} configurations, {choice.timed} of which were timed.")

@@ -1,0 +1,1 @@
+"""Which parallel configuration, and which rank on which device."""

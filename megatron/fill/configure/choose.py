@@ -1,0 +1,89 @@
+"""From a training and a cluster to the configurations worth starting (Pipette, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.fill.configure.cluster import Cluster
+from megatron.fill.configure.dedicate import Energy, anneal
+from megatron.fill.configure.flags import Training
+from megatron.fill.configure.links import Links
+from megatron.fill.configure.search import Evaluator, Proposal, search
+from megatron.fill.configure.space import divisors, padded
+from megatron.fill.configure.value import Objective, Valued, valued
+from megatron.fill.errors import ConfigError
+from megatron.fill.sim.values import FillKind
+
+_POOL = 4  # times as many of the fastest are valued as are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The best configurations, and how many there were; ``search.Found`` explains the counts."""
+
+    best: tuple[Valued, ...]
+    configurations: int
+    timed: int
+
+
+def choose(
+    training: Training,
+    cluster: Cluster,
+    links: Links,
+    kinds: Sequence[FillKind],
+    objective: Objective,
+    top: int,
+    seed: int = 0,
+    moves: int = 1000,
+) -> Choice:
+    """The best by an objective.
+
+    On a measured network the ranks of each are put where the iteration is shortest; its order is searched for the
+    configurations that are best in the cluster's own order.  *combined* and *cost* choose among the fastest
+    ``4 * top`` of each number of nodes.
+
+    Args:
+        seed: of the annealing; ``moves`` how many are tried for a configuration.
+
+    Raises:
+        ConfigError: nothing fits; says what excludes all.
+    """
+    sizes = [cluster.nodes]
+    if objective is Objective.COST:
+        sizes = divisors(cluster.nodes)[::-1]
+    pool = top if objective is Objective.MAIN else _POOL * top
+    found: list[Valued] = []
+    configurations = timed = 0
+    problem: ConfigError | None = None
+    for nodes in sizes:
+        gpus = nodes * cluster.gpus_per_node
+        there = links if nodes == cluster.nodes else links.first(gpus)
+        try:
+            its = search(training, cluster, there, pool, gpus)
+        except ConfigError as error:
+            problem = problem or error
+            continue
+        configurations += its.configurations
+        timed += its.timed
+        evaluator = Evaluator(training, cluster, there)
+        for one in its.proposals:
+            placed = one if cluster.measured is None else dedicated(evaluator, one, seed, moves)
+            found.append(valued(placed, kinds))
+    if not found:
+        assert problem is not None
+        raise problem
+    found.sort(key=lambda one: one.proposal.iteration_s if objective is Objective.MAIN else one.net_gpu_s)
+    return Choice(tuple(found[:top]), configurations, timed)
+
+
+def dedicated(evaluator: Evaluator, proposal: Proposal, seed: int, moves: int) -> Proposal:
+    """With its ranks where annealing puts them; as it was if the timeline is no shorter then."""
+    its, cluster = proposal.parallel, evaluator.cluster
+    model = padded(evaluator.training, its.tp)
+    energy = Energy(model, cluster.gpu, cluster.efficiency, its, evaluator.links)
+    order = anneal(energy, its, cluster.gpus_per_node, seed, moves).order
+    found = evaluator.proposal(evaluator.iteration(its, order), order)
+    if found is None or found.timeline.period_ns >= proposal.timeline.period_ns:
+        return proposal
+    return found

@@ -1,0 +1,192 @@
+"""How long an iteration takes: exactly, by the pipeline's timeline, and from below, by closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron.fill.configure.layout import Layout, StageRoutes
+from megatron.fill.configure.links import all_reduce_s
+from megatron.fill.mainjob.analytic import ALL_REDUCES, boundary_bytes, p2p_bytes, stage_cost, tied_embedding_bytes
+from megatron.fill.mainjob.hardware import GpuKind
+from megatron.fill.mainjob.memory import expert_parameters, stage_parameters
+from megatron.fill.mainjob.model import ModelSpec
+from megatron.fill.mainjob.parallel import Parallel
+from megatron.fill.pipeline.costs import PipelineCosts, StageCost
+from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.pipeline.timeline import Compiled, Timeline
+
+_OPTIMIZER_BYTES = 38  # memory traffic per parameter, as ``sim.mainjob.MainJob`` counts it
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One configuration's times, before they are put together.
+
+    Attributes:
+        costs: without transfers and reductions.
+        transfers_ns: per replica that differs, per stage: one transfer to the next stage, and one from there back.
+        reduce_ns: per stage.
+    """
+
+    parallel: Parallel
+    costs: PipelineCosts
+    transfers_ns: tuple[tuple[tuple[int, int], ...], ...]
+    reduce_ns: tuple[int, ...]
+
+
+def iteration(model: ModelSpec, gpu: GpuKind, efficiency: float, its: Parallel, layout: Layout) -> Iteration:
+    """The times of a configuration on the links of a layout.
+
+    A pass takes its operations at a share of the GPU's peak; what a stage's ranks exchange comes on top, and nothing of
+    it is hidden.  Each stage is as fast as its slowest group.
+    """
+    layers = its.layers(model)
+    last = len(layers) - 1
+    known: dict[object, StageCost] = {}
+    steps: dict[object, tuple[float, float]] = {}
+    stages, reduces, optimizers = [], [], []
+    exchanges = {routes: _exchange_s(model, its, routes) for routes in dict.fromkeys(layout.stages)}
+    for at, count in enumerate(layers):
+        exchange = exchanges[layout.stages[at % its.pp]]
+        key = count, at == last, exchange
+        if key not in known:
+            known[key] = stage_cost(model, gpu, its, efficiency, count, at == last, *exchange)
+        stages.append(known[key])
+    embedding_s = all_reduce_s(layout.ends, 2, tied_embedding_bytes(model, its))
+    for stage, routes in enumerate(layout.stages):
+        inner = 0 < stage < its.pp - 1
+        alike = (layers[stage], routes) if inner else stage
+        if alike not in steps:
+            steps[alike] = _reduce_and_step_s(model, gpu, its, stage, routes)
+        reduce_s, step_s = steps[alike]
+        reduces.append(_ns(reduce_s + (0.0 if inner else embedding_s)))
+        optimizers.append(_ns(step_s))
+    size = p2p_bytes(model, its)
+    times = {route: _ns(route.time_s(size)) for row in layout.replicas for pair in row for route in pair}
+    return Iteration(
+        its,
+        PipelineCosts(tuple(stages), 0, (0,) * its.pp, tuple(optimizers)),
+        tuple(dict.fromkeys(tuple((times[on], times[back]) for on, back in row) for row in layout.replicas)),
+        tuple(reduces),
+    )
+
+
+def _exchange_s(model: ModelSpec, its: Parallel, routes: StageRoutes) -> tuple[float, float]:
+    """In the forward and the backward pass of one layer.
+
+    Tensor parallelism reduces twice (with sequence parallelism it scatters and gathers, which takes as long); context
+    parallelism passes keys and values round, and in the backward pass their gradients too; experts are sent their
+    tokens, and send them back.
+    """
+    size = boundary_bytes(model, its)
+    reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, size)
+    keys_s = 0.0
+    if its.cp > 1:
+        keys = 2 * size * model.groups / model.heads / its.tp
+        keys_s = routes.context.time_s(keys * (its.cp - 1), its.cp - 1)
+    share = size / its.tp * model.experts_per_token / its.ep  # with experts, sequence parallelism is on
+    experts_s = 2 * sum(route.time_s(share) for route in routes.experts)
+    return reduce_s + keys_s + experts_s, reduce_s + 2 * keys_s + experts_s
+
+
+def _reduce_and_step_s(
+    model: ModelSpec, gpu: GpuKind, its: Parallel, stage: int, routes: StageRoutes
+) -> tuple[float, float]:
+    """Gradients over the replicas, and the optimizer; the distributed one scatters, does its part, and gathers."""
+    experts = expert_parameters(model, its, stage)
+    dense = stage_parameters(model, its, stage) - experts
+    if its.ep == 1:
+        dense, experts = dense + experts, 0.0
+    groups = ((dense, its.replicas, routes.replicas), (experts, its.replicas // its.ep, routes.expert_replicas))
+    reduce_s = step_s = 0.0
+    for parameters, ranks, route in groups:
+        gradients_s = all_reduce_s(route, ranks, parameters * its.precision.gradient_bytes)
+        own_s = parameters * _OPTIMIZER_BYTES / gpu.memory_bandwidth
+        if its.distributed_optimizer:
+            reduce_s += gradients_s / 2
+            step_s += own_s / ranks + all_reduce_s(route, ranks, parameters * its.precision.weight_bytes) / 2
+        else:
+            reduce_s += gradients_s
+            step_s += own_s
+    return reduce_s, step_s
+
+
+def bound_ns(its: Iteration) -> int:
+    """What the iteration takes at least: no timeline of ``timeline`` is shorter.
+
+    Let virtual stages be counted along the model.  The first pass of rank r waits for the first micro-batch to pass the
+    r virtual stages before it, and its last pass is a backward pass on its first chunk, which then passes them back: so
+
+        optimizer of rank 0 + way to r + all passes of rank r + way back from r + reduction of rank 0
+
+    is a path through the timeline, for each r; and so is the same without the way back, with r's own reduction.
+
+    With 1F1B rank 0 holds at most pp micro-batches, so forward i + pp comes after backward i (Pipette's hidden critical
+    path): ``floor((m - 1) / pp) + 1`` round trips through all stages follow each other on rank 0.
+    """
+    para = its.parallel
+    pp, m = para.pp, para.microbatches
+    stages, optimizer_ns = its.costs.stages, its.costs.optimizer_ns
+    passes = [stage.forward_ns + stage.backward_ns for stage in stages]
+    work = [m * sum(passes[rank::pp]) for rank in range(pp)]
+    longest = 0
+    for transfers in its.transfers_ns:
+        there = back_again = 0
+        for rank in range(pp):
+            begun = max(optimizer_ns[0] + there, optimizer_ns[rank])
+            longest = max(longest, begun + work[rank] + max(its.reduce_ns[rank], back_again + its.reduce_ns[0]))
+            if rank + 1 < pp:
+                there += stages[rank].forward_ns + transfers[rank][0]
+                back_again += stages[rank].backward_ns + transfers[rank][1]
+        if para.chunks == 1 and pp > 1:
+            trip = sum(passes) + sum(map(sum, transfers[:-1]))
+            trips, rest = divmod(m - 1, pp)
+            path = (trips + 1) * trip + rest * stages[0].forward_ns
+            longest = max(longest, optimizer_ns[0] + path + its.reduce_ns[0])
+    return longest
+
+
+def timeline(its: Iteration) -> Timeline:
+    """The iteration of the replica that is last; the others wait for it where they reduce."""
+    compiled, edges = compiled_schedule(its.parallel)
+    lines = []
+    for transfers in its.transfers_ns:
+        times = [[transfers[link][back] for link, back in row] for row in edges]
+        lines.append((times, compiled.run(its.costs, transfers=times)))
+    lasts = [[row[-1].end_ns for row in line.spans] for _, line in lines]
+    latest = [max(ends) for ends in zip(*lasts, strict=True)]
+    ends = [max(map(sum, zip(last, its.reduce_ns, strict=True))) for last in lasts]
+    slowest = max(range(len(lines)), key=ends.__getitem__)
+    # reductions begin when the last replica is there
+    reduce = tuple(
+        late - last + reduce_ns for late, last, reduce_ns in zip(latest, lasts[slowest], its.reduce_ns, strict=True)
+    )
+    return compiled.run(replace(its.costs, reduce_ns=reduce), transfers=lines[slowest][0])
+
+
+def compiled_schedule(its: Parallel) -> tuple[Compiled, tuple[tuple[tuple[int, bool], ...], ...]]:
+    """The schedule ready to be timed, and per rank and wait: the link, by the stage before it, and whether back."""
+    return _compiled("interleaved" if its.chunks > 1 else "1f1b", its.pp, its.microbatches, its.chunks)
+
+
+@lru_cache(maxsize=128)
+def _compiled(
+    name: str, stages: int, microbatches: int, chunks: int
+) -> tuple[Compiled, tuple[tuple[tuple[int, bool], ...], ...]]:
+    schedule = make_schedule(name, stages, microbatches, chunks)
+    passes = [rank for rank, row in enumerate(schedule.order) for _ in row]
+    rows = []
+    for rank, (row, sources) in enumerate(zip(schedule.order, schedule.sources(), strict=True)):
+        waits = []
+        for op, source in zip(row, sources, strict=True):
+            if source is None or passes[source] == rank:
+                continue
+            forward = op.kind.value == "F"
+            waits.append(((rank - 1) % stages if forward else rank, not forward))
+        rows.append(tuple(waits))
+    return Compiled(schedule), tuple(rows)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,91 @@
+"""Which links a layout's groups use, once its logical ranks are on physical ones.
+
+Ranks are numbered as Megatron does (``tp-cp-ep-dp-pp``): tensor-parallel ranks next to each other, then the replicas,
+context-parallel ones next to each other, then stages.  Expert-parallel ranks are replicas next to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.fill.configure.links import Links, Route
+from megatron.fill.mainjob.parallel import Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoutes:
+    """What the groups of one stage use; all groups of a kind exchange at once."""
+
+    tensor: Route
+    context: Route
+    experts: tuple[Route, ...]  # per distance in the group
+    replicas: Route
+    expert_replicas: Route
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A rank order's links.
+
+    Attributes:
+        stages: per stage.
+        replicas: the data-parallel replicas whose links differ: per stage, to the next stage (from the last to the
+            first, for chunks) and from there back.
+        ends: between the first and the last stage, for a tied embedding.
+    """
+
+    stages: tuple[StageRoutes, ...]
+    replicas: tuple[tuple[tuple[Route, Route], ...], ...]
+    ends: Route
+
+
+def lay_out(links: Links, its: Parallel, order: Sequence[int]) -> Layout:
+    """The links that are used.
+
+    Args:
+        order: the physical rank of each logical one.
+    """
+    size = its.tp * its.replicas
+    stages = [tuple(order[stage * size : (stage + 1) * size]) for stage in range(its.pp)]
+    routes = tuple(stage_routes(links, its, ranks) for ranks in stages)
+    following = [*stages[1:], stages[0]] if its.pp > 1 else []
+    pairs = list(zip(stages, following, strict=False))
+    boundaries = [
+        zip(boundary_routes(links, its, here, there), boundary_routes(links, its, there, here), strict=True)
+        for here, there in pairs
+    ]
+    replicas = tuple(dict.fromkeys(zip(*boundaries, strict=True))) or ((),)
+    ends = links.ring(zip(stages[0], stages[-1], strict=True)) if its.pp > 1 else Route()
+    return Layout(routes, replicas, ends)
+
+
+def stage_routes(links: Links, its: Parallel, ranks: Sequence[int]) -> StageRoutes:
+    """Of one stage's physical ranks, in logical order."""
+    rows = [ranks[replica * its.tp : (replica + 1) * its.tp] for replica in range(its.replicas)]
+    contexts = [
+        [row[tensor] for row in rows[first : first + its.cp]]
+        for first in range(0, its.replicas, its.cp)
+        for tensor in range(its.tp)
+    ]
+    columns = [[row[tensor] for row in rows] for tensor in range(its.tp)]
+    experts = [column[first : first + its.ep] for column in columns for first in range(0, its.replicas, its.ep)]
+    return StageRoutes(
+        links.ring(rows),
+        links.ring(contexts),
+        tuple(
+            links.route((group[at], group[(at + distance) % its.ep]) for group in experts for at in range(its.ep))
+            for distance in range(1, its.ep)
+        ),
+        links.ring(columns),
+        links.ring([column[first :: its.ep] for column in columns for first in range(its.ep)])
+        if its.ep > 1
+        else Route(),
+    )
+
+
+def boundary_routes(links: Links, its: Parallel, here: Sequence[int], there: Sequence[int]) -> tuple[Route, ...]:
+    """From one stage to another: a route for each data-parallel replica, all of which send at once."""
+    share = its.tp * its.cp
+    parts = [list(zip(here[at : at + share], there[at : at + share], strict=True)) for at in range(0, len(here), share)]
+    return tuple(links.routes(parts))

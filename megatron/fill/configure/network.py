@@ -1,0 +1,161 @@
+"""What a cluster's network gives each pair of ranks, as it was measured: ``pipefill network`` writes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.given.files import read_json
+from megatron.fill.given.problems import shown
+from megatron.fill.linux.files import write_text
+
+BACKENDS = ("gloo", "nccl")
+_EXPECTED = "a file that pipefill network has written"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank runs."""
+
+    host: str
+    local_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.local_rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The network between N ranks.  In each matrix the row is the sender and the column the receiver.
+
+    A message of n bytes takes ``latency_s + n / bandwidth_bytes_per_s``.
+
+    Attributes:
+        ranks: the N places, in the order of the ranks that measured; each once.
+        bandwidth_bytes_per_s: N x N, above 0; None on the diagonal.
+        latency_s: N x N, one way, above 0; 0 on the diagonal.
+        spread: N x N, the interquartile range of the time of the longest message, relative to its median; 0 on the
+            diagonal.
+        backend: what moved the messages, ``gloo`` or ``nccl``.
+        measured_at: ISO 8601, with its offset from UTC.
+
+    Raises:
+        ValueError: a field is none of this; the message begins with its name.
+    """
+
+    ranks: tuple[Place, ...]
+    bandwidth_bytes_per_s: tuple[tuple[float | None, ...], ...]
+    latency_s: tuple[tuple[float, ...], ...]
+    spread: tuple[tuple[float, ...], ...]
+    backend: str
+    measured_at: str
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) < 2:
+            raise ValueError(f"ranks has {len(self.ranks)} entries: expected two or more")
+        for number, place in enumerate(self.ranks):
+            if place in self.ranks[:number]:
+                raise ValueError(f"ranks[{number}] is {place}, as ranks[{self.ranks.index(place)}]: expected each once")
+        _check(self.bandwidth_bytes_per_s, "bandwidth_bytes_per_s", len(self.ranks), None)
+        _check(self.latency_s, "latency_s", len(self.ranks), 0)
+        _check(self.spread, "spread", len(self.ranks), 0, may_be_0=True)
+        if self.backend not in BACKENDS:
+            raise ValueError(f"backend is {shown(self.backend)}: expected {' or '.join(BACKENDS)}")
+        try:
+            aware = datetime.fromisoformat(self.measured_at).tzinfo is not None
+        except (TypeError, ValueError):
+            aware = False
+        if not aware:
+            raise ValueError(f"measured_at is {shown(self.measured_at)}: expected such as 2026-01-31T18:00:00+00:00")
+
+    @classmethod
+    def load(cls, path: Path) -> Network:
+        """Read what ``save`` has written; the diagonals may be null or 0 in each matrix.
+
+        Raises:
+            ConfigError: it cannot be read, or a field is wrong; the message names file and field.
+        """
+        data = read_json(path, _EXPECTED)
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}: found {shown(data)}: expected {_EXPECTED}")
+        fields = list(cls.__dataclass_fields__)
+        for name in data:
+            if name not in fields:
+                raise ConfigError(f"{path}: unknown field {name}; expected {', '.join(fields)}")
+        for name in fields:
+            if name not in data:
+                raise ConfigError(f"{path}: {name} is missing; expected {_EXPECTED}")
+        try:
+            return cls(
+                ranks=_places(data["ranks"]),
+                bandwidth_bytes_per_s=_matrix(data["bandwidth_bytes_per_s"], "bandwidth_bytes_per_s", None),
+                latency_s=_matrix(data["latency_s"], "latency_s", 0.0),
+                spread=_matrix(data["spread"], "spread", 0.0),
+                backend=data["backend"],
+                measured_at=data["measured_at"],
+            )
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        rows = [f" {json.dumps(name)}: {_shown(value)}" for name, value in asdict(self).items()]
+        write_text(path, "{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def _shown(value: Any) -> str:
+    """As JSON, with a line for each row of a matrix."""
+    if isinstance(value, str):
+        return json.dumps(value)
+    return "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in value) + "\n ]"
+
+
+def _check(rows: tuple[tuple[Any, ...], ...], name: str, size: int, own: float | None, may_be_0: bool = False) -> None:
+    if len(rows) != size:
+        raise ValueError(f"{name} has {len(rows)} rows: expected {size}, one for each of ranks")
+    for sender, row in enumerate(rows):
+        if len(row) != size:
+            raise ValueError(f"{name}[{sender}] has {len(row)} columns: expected {size}, one for each of ranks")
+        for receiver, value in enumerate(row):
+            where = f"{name}[{sender}][{receiver}]"
+            if sender == receiver:
+                if value != own:
+                    raise ValueError(f"{where} is {shown(value)}: expected {'null' if own is None else 'null or 0'}")
+            elif type(value) not in (int, float) or not isfinite(value) or value < 0 or (value == 0 and not may_be_0):
+                expected = "a finite number, 0 or more" if may_be_0 else "a finite number above 0"
+                raise ValueError(f"{where} is {shown(value)}: expected {expected}")
+
+
+def _places(data: Any) -> tuple[Place, ...]:
+    if not isinstance(data, list):
+        raise ValueError(f"ranks is {shown(data)}: expected a list")
+    for number, rank in enumerate(data):
+        if not isinstance(rank, dict) or set(rank) != {"host", "local_rank"}:
+            raise ValueError(f"ranks[{number}] is {shown(rank)}: expected host and local_rank")
+        if not isinstance(rank["host"], str) or not rank["host"]:
+            raise ValueError(f"ranks[{number}].host is {shown(rank['host'])}: expected a name")
+        if type(rank["local_rank"]) is not int or rank["local_rank"] < 0:
+            raise ValueError(f"ranks[{number}].local_rank is {shown(rank['local_rank'])}: expected 0 or more")
+    return tuple(Place(rank["host"], rank["local_rank"]) for rank in data)
+
+
+def _matrix(data: Any, name: str, own: float | None) -> tuple[tuple[Any, ...], ...]:
+    """Its rows, with ``own`` on the diagonal for null or 0."""
+    if not isinstance(data, list):
+        raise ValueError(f"{name} is {shown(data)}: expected a list of rows")
+    for number, row in enumerate(data):
+        if not isinstance(row, list):
+            raise ValueError(f"{name}[{number}] is {shown(row)}: expected a list")
+    return tuple(
+        tuple(own if number == column and value in (None, 0) else value for column, value in enumerate(row))
+        for number, row in enumerate(data)
+    )

@@ -1,0 +1,201 @@
+"""How good is the configurator, and how fast?  What can be said of it without a cluster.
+
+- ``timeline``: the iteration's length against an evaluation by discrete events, on random cases: uneven stages, a time
+  of its own for each link and direction, virtual stages, several replicas.
+- ``search``: whether it finds what timing everything finds, on clusters of up to 64 GPUs and models of several sizes.
+- ``speed``: 512 GPUs, all dimensions, the ten best; and how many configurations a second are bounded.
+- ``dedication``: rank orders on networks whose links differ up to 8 times, by the number of nodes: ours (--seconds) and
+  annealing as Pipette does it, without restarts (--pipette-seconds), both with the same energy; the iteration in ms,
+  and what no order is below.  On 8 nodes also the optimum of all orders.
+- ``baselines``: the iteration of the layouts that AMP's model and Megatron's rule of thumb choose, over ours.
+
+    python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication baselines --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from megatron.fill.configure.baselines import amp, rule_of_thumb
+from megatron.fill.configure.cluster import Cluster
+from megatron.fill.configure.dedicate import Energy, anneal
+from megatron.fill.configure.flags import Training, read_flags
+from megatron.fill.configure.latency import bound_ns, timeline
+from megatron.fill.configure.search import Evaluator, search
+from megatron.fill.configure.space import layouts
+from megatron.fill.errors import ConfigError
+from megatron.fill.mainjob.hardware import GPUS
+from megatron.fill.mainjob.model import MODELS
+from megatron.fill.mainjob.parallel import Parallel, Recompute
+from scripts.benchmarks.configuring import event_times, random_iteration, random_links
+from scripts.benchmarks.results import Results, opened
+
+MODEL_FLAGS = {
+    "0.1b": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 "
+    "--global-batch-size 32 --bf16",
+    "5b": "--num-layers 24 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 50257 "
+    "--global-batch-size 64 --bf16",
+    "experts": "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 32000 "
+    "--global-batch-size 32 --bf16 --num-experts 8 --moe-router-topk 2",
+}
+LARGE = (
+    "--num-layers 48 --hidden-size 8192 --num-attention-heads 64 --seq-length 2048 --vocab-size 50257 "
+    "--global-batch-size 1024 --bf16"
+)
+CLUSTERS = ((1, 4, "a100-40gb"), (1, 8, "v100-16gb"), (2, 8, "a100-80gb"), (4, 4, "v100-32gb"), (8, 8, "a100-40gb"))
+PARTS = ("timeline", "search", "speed", "dedication", "baselines")
+
+
+def cluster(nodes: int, gpus: int, gpu: str) -> Cluster:
+    fields = {"nodes": nodes, "gpus_per_node": gpus, "gpu": gpu, "network": "p3dn.24xlarge"}
+    return Cluster.model_validate(fields)
+
+
+def evaluator_of(training: Training, its: Cluster) -> Evaluator:
+    return Evaluator(training, its, its.links(Path()))
+
+
+def measure_timeline(cases: int) -> dict[str, Any]:
+    worst = above = 0.0
+    for seed in range(cases):
+        its = random_iteration(random.Random(seed))
+        found, expected = timeline(its).period_ns, event_times(its)
+        worst = max(worst, abs(found - expected) / expected)
+        above = max(above, bound_ns(its) / found)
+    return {"timeline_cases": cases, "timeline_error": worst, "bound_over_timeline": above}
+
+
+def shortest(evaluator: Evaluator, top: int) -> list[int]:
+    """Of everything that fits, each timed, in ns."""
+    times = []
+    for its in layouts(evaluator.training, evaluator.cluster.gpus, evaluator.cluster.gpus_per_node, Counter()):
+        for kind in Recompute:
+            found = evaluator.proposal(evaluator.iteration(replace(its, recompute=kind)))
+            if found is not None:
+                times.append(found.timeline.period_ns)
+                break
+    return sorted(times)[:top]
+
+
+def measure_search() -> dict[str, Any]:
+    equal = tried = over = 0
+    for (nodes, gpus, gpu), flags in itertools.product(CLUSTERS, MODEL_FLAGS.values()):
+        training, its = read_flags(flags.split()), cluster(nodes, gpus, gpu)
+        expected = shortest(evaluator_of(training, its), 10)
+        try:
+            proposals = search(training, its, its.links(Path())).proposals
+        except ConfigError:
+            proposals = ()
+        tried += 1
+        equal += [one.timeline.period_ns for one in proposals] == expected
+        over += sum(one.peak_bytes > its.room_bytes for one in proposals)
+    return {"searches": tried, "search_equals_brute_force": equal / tried, "over_limit": over}
+
+
+def measure_speed() -> dict[str, Any]:
+    training, its = read_flags(LARGE.split()), cluster(64, 8, "a100-80gb")
+    links = its.links(Path())
+    began_s = time.perf_counter()
+    found = search(training, its, links)
+    search_s = time.perf_counter() - began_s
+    evaluator = Evaluator(training, its, links)
+    excluded: Counter[str] = Counter()
+    began_s = time.perf_counter()
+    bounded = sum(bound_ns(evaluator.iteration(one)) > 0 for one in evaluator.candidates(its.gpus, excluded))
+    bound_s = time.perf_counter() - began_s
+    return {
+        "search_512_s": search_s,
+        "configurations": found.configurations,
+        "timed": found.timed,
+        "configs_per_s": (bounded + excluded["memory"]) / bound_s,
+    }
+
+
+def measure_dedication(nodes: int, seconds: float, pipette_s: float) -> dict[str, Any]:
+    """With one GPU a node, as many stages as 8 allow, and replicas of them."""
+    links = random_links(random.Random(nodes), nodes, 1)
+    its = Parallel(pp=8, dp=nodes // 8, microbatch=1, global_batch=16 * nodes)
+    energy = Energy(MODELS["gpt-5b"], GPUS["a100-80gb"], 0.45, its, links)
+    began_s = time.perf_counter()
+    ours = anneal(energy, its, 1, 0, 10**9, seconds)
+    took_s = time.perf_counter() - began_s
+    other = anneal(energy, its, 1, 0, 10**9, pipette_s, restarts=False)
+    row = {
+        "ours_ms": ours.energy_ns / 1e6,
+        "ours_s": took_s,
+        "ours_moves": ours.moves,
+        "annealing_ms": other.energy_ns / 1e6,
+        "annealing_s": pipette_s,
+        "identity_ms": ours.identity_ns / 1e6,
+        "least_ms": ours.least_ns / 1e6,
+    }
+    if nodes == 8:
+        row["optimum_ms"] = min(map(energy, itertools.permutations(range(8)))) / 1e6
+    return row
+
+
+def measure_baselines() -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for (nodes, gpus, gpu), (name, flags) in itertools.product(CLUSTERS, MODEL_FLAGS.items()):
+        training, its = read_flags(flags.split()), cluster(nodes, gpus, gpu)
+        evaluator = evaluator_of(training, its)
+        try:
+            ours_s = search(training, its, evaluator.links, 1).proposals[0].iteration_s
+        except ConfigError:
+            continue
+        row: dict[str, Any] = {"ours_s": ours_s}
+        for other, choose in (("amp", amp), ("rule", rule_of_thumb)):
+            found = choose(evaluator)
+            row[other] = None if found is None else found.iteration_s / ours_s
+        rows[f"{name} on {nodes} x {gpus} {gpu}"] = row
+    return rows
+
+
+def report(name: str, figures: dict[str, Any]) -> None:
+    print(f"{name}:")
+    for key, value in figures.items():
+        text = value if isinstance(value, dict) else {"": value}
+        print(f"  {key:<34}", *(f"{part} {its:.5g}" if its is not None else f"{part} -" for part, its in text.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which (default: all)")
+    parser.add_argument("--cases", type=int, default=10_000, help="of the timeline (default: 10000)")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64], help="multiples of 8, of dedication")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for our rank order (default: 5)")
+    parser.add_argument("--pipette-seconds", type=float, default=60.0, help="for Pipette's (default: 60)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    results: Results = opened(parser, options.json)
+    for part in options.parts:
+        if part == "dedication":
+            for nodes in options.nodes:
+                row = measure_dedication(nodes, options.seconds, options.pipette_seconds)
+                report(f"dedication, {nodes} nodes", row)
+                results.add(part, row, "dedication", str(nodes))
+        elif part == "baselines":
+            rows = measure_baselines()
+            report(part, rows)
+            results.add(part, rows, "baselines")
+        else:
+            figures = {
+                "timeline": lambda: measure_timeline(options.cases),
+                "search": measure_search,
+                "speed": measure_speed,
+            }[part]()
+            report(part, figures)
+            results.add(part, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""The configurator: links, the latency model, memory, the search, rank orders, and the value of bubbles."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.fill.configure.cluster import Cluster
+from megatron.fill.configure.dedicate import MOVES, Energy, anneal
+from megatron.fill.configure.flags import layout_flags, read_flags
+from megatron.fill.configure.latency import bound_ns, iteration, timeline
+from megatron.fill.configure.layout import lay_out
+from megatron.fill.configure.links import Links, all_reduce_s
+from megatron.fill.configure.room import least_bytes, memory
+from megatron.fill.configure.search import Evaluator, search
+from megatron.fill.configure.space import layouts
+from megatron.fill.configure.value import fill_kinds, valued
+from megatron.fill.errors import ConfigError
+from megatron.fill.mainjob.hardware import GPUS, NETWORKS, GpuKind
+from megatron.fill.mainjob.hardware import Network as NodeNetwork
+from megatron.fill.mainjob.model import ModelSpec
+from megatron.fill.mainjob.parallel import Parallel, Recompute
+from megatron.fill.sim.mainjob import MainJob
+from scripts.benchmarks.configuring import event_times, random_iteration, random_links
+
+A100 = GPUS["a100-80gb"]
+SMALL = ModelSpec(layers=12, hidden=512, heads=8, sequence=256, vocabulary=1024)
+FLAGS = (
+    "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 1024 "
+    "--global-batch-size 16 --bf16"
+)
+
+
+def cluster(nodes: int = 1, gpus: int = 4, **changes) -> Cluster:
+    return Cluster.model_validate(
+        {"nodes": nodes, "gpus_per_node": gpus, "gpu": "a100-80gb", "network": "dgx-a100"} | changes
+    )
+
+
+def links(its: Cluster) -> Links:
+    return its.links(Path())
+
+
+# Links
+
+
+def test_ranks_that_leave_a_node_at_once_share_its_way_out():
+    two = Links.uniform(NodeNetwork("n", 100.0, 40.0, 2, 0.0), 2)
+    assert two.route([(0, 1)]).time_s(200) == 2
+    assert two.route([(0, 2)]).time_s(200) == 5
+    assert two.route([(0, 2), (1, 3)]).time_s(200) == 10
+    assert replace(two, nics=2).route([(0, 2), (1, 3)]).time_s(200) == 5
+    assert all_reduce_s(two.ring([[0, 1]]), 2, 100) == 1
+    assert all_reduce_s(two.ring([[0], [1]]), 1, 100) == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tp": 2, "sequence_parallel": True}, {"dp": 4}, {"distributed_optimizer": True, "dp": 2}]
+)
+def test_on_a_network_of_a_data_sheet_costs_are_those_of_the_simulator(changes):
+    its = Parallel(**{"pp": 4, "microbatch": 1, "global_batch": 16} | changes)
+    network = replace(NETWORKS["dgx-a100"], gpus_per_node=its.gpus)
+    there = Links.uniform(network, 1)
+    found = timeline(iteration(SMALL, A100, 0.45, its, lay_out(there, its, range(its.gpus))))
+    expected = MainJob("main", SMALL, A100, network, its).timeline()
+    assert found.period_ns == pytest.approx(expected.period_ns, rel=1e-5)
+
+
+# Latency
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_the_timeline_is_that_of_discrete_events_and_no_bound_exceeds_it(seed):
+    its = random_iteration(random.Random(seed))
+    found = timeline(its)
+    assert found.period_ns == event_times(its)
+    assert bound_ns(its) <= found.period_ns
+
+
+def test_the_bound_is_exact_where_stages_are_alike_and_transfers_are_free():
+    its = Parallel(pp=4, microbatch=1, global_batch=32)
+    there = Links.uniform(NodeNetwork("n", 1e30, 1e30, 4, 0.0), 1)
+    model = replace(SMALL, vocabulary=0)
+    times = iteration(model, A100, 0.45, its, lay_out(there, its, range(4)))
+    assert bound_ns(times) == timeline(times).period_ns
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"chunks": 3}, {"recompute": "full"}, {"pp": 1}, {"pp": 2, "chunks": 2, "cp": 2}, {"microbatch": 4}],
+)
+def test_the_bound_on_memory_holds_and_is_exact_without_chunks(changes):
+    its = Parallel(**{"pp": 4, "microbatch": 1, "global_batch": 16} | changes)
+    peak = max(one.total_bytes for one in memory(SMALL, its))
+    least = least_bytes(SMALL, its)
+    assert least <= peak
+    assert its.chunks > 1 or least == peak
+
+
+def test_context_and_expert_ranks_divide_what_they_should():
+    plain = Parallel(pp=2, dp=2, global_batch=16)
+    many = replace(SMALL, experts=4, experts_per_token=2)
+    whole, part = memory(many, plain)[0], memory(many, replace(plain, ep=2))[0]
+    assert whole.weights_bytes - part.weights_bytes == 6 * many.expert_parameters // 2 * 2
+    longer = replace(plain, dp=1, cp=2)
+    assert memory(SMALL, longer)[0].activations_bytes == memory(SMALL, plain)[0].activations_bytes // 2
+    assert memory(SMALL, longer)[0].weights_bytes == memory(SMALL, plain)[0].weights_bytes
+
+
+# The search
+
+
+def brute_force(training, its: Cluster, top: int) -> list[int]:
+    """The shortest iterations of everything that fits, each timed."""
+    evaluator = Evaluator(training, its, links(its))
+    times = []
+    for one in layouts(training, its.gpus, its.gpus_per_node, Counter()):
+        for kind in Recompute:
+            proposal = evaluator.proposal(evaluator.iteration(replace(one, recompute=kind)))
+            if proposal is not None:
+                times.append(proposal.timeline.period_ns)
+                break
+    return sorted(times)[:top]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "memory"), [(1, 4, "80GiB"), (2, 4, "2700MB"), (2, 2, "2850MB"), (1, 8, "3GB")]
+)
+def test_the_search_finds_what_timing_everything_finds(nodes, gpus, memory):
+    training, its = read_flags(FLAGS.split()), cluster(nodes, gpus, memory=memory)
+    found = search(training, its, links(its), 5)
+    assert [one.timeline.period_ns for one in found.proposals] == brute_force(training, its, 5)
+    assert all(one.peak_bytes <= its.room_bytes for one in found.proposals)
+    assert found.timed < found.configurations
+
+
+def test_what_the_flags_fix_stays():
+    training = read_flags([*FLAGS.split(), "--pipeline-model-parallel-size", "2", "--micro-batch-size=2"])
+    its = cluster()
+    for one in search(training, its, links(its)).proposals:
+        assert (one.parallel.pp, one.parallel.microbatch) == (2, 2)
+
+
+def test_sequence_parallelism_and_the_distributed_optimizer_cost_nothing():
+    """What the space says of the choices that it does not search."""
+    training, its = read_flags(FLAGS.split()), cluster(2, 4)
+    evaluator = Evaluator(training, its, links(its))
+    for one in layouts(training, 8, 4, Counter()):
+        own = timeline(evaluator.iteration(one)).period_ns
+        for name in ("sequence_parallel", "distributed_optimizer"):
+            if getattr(one, name):
+                off: dict[str, Any] = {name: False}
+                other = replace(one, **off)
+                assert own <= timeline(evaluator.iteration(other)).period_ns + 8  # ns, of rounding
+                assert evaluator.least_bytes(one) <= evaluator.least_bytes(other)
+
+
+def test_layouts_can_be_read_back_from_their_flags():
+    training = read_flags([*FLAGS.split(), "--num-experts", "4"])
+    for one in itertools.islice(layouts(training, 8, 8, Counter()), 200):
+        fixed = read_flags([*training.others, *(its for its in layout_flags(one) if "decoder" not in its)]).fixed
+        assert all(getattr(one, name) == value for name, value in fixed.items())
+
+
+def test_when_nothing_fits_it_says_what_excludes_all():
+    with pytest.raises(ConfigError, match=r"the smallest needs [\d.]+ GiB of a GPU; expected at most 0.0\d GiB"):
+        search(read_flags(FLAGS.split()), cluster(memory="2100MiB"), links(cluster()))
+    odd = read_flags([*FLAGS.split(), "--tensor-model-parallel-size", "3"])
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size stays inside a node and divides the GPUs"):
+        search(odd, cluster(), links(cluster()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (FLAGS.replace("--hidden-size 512 ", ""), "--hidden-size is missing"),
+        (FLAGS + " --micro-batch-size x", "--micro-batch-size is 'x': expected a whole number above 0"),
+        (FLAGS + " --kv-channels 7", "--kv-channels: heads times channels"),
+        (FLAGS + " --num-query-groups 3", "query_groups is 3; expected a divisor of heads, 8"),
+        ("12 " + FLAGS, "'12' belongs to no flag"),
+        (FLAGS + " --recompute-granularity some", "expected selective or full"),
+    ],
+)
+def test_wrong_flags_are_named(flags, expected):
+    with pytest.raises(ConfigError, match=expected):
+        read_flags(flags.split())
+
+
+# Rank orders
+
+
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
+def test_a_move_keeps_all_units(move):
+    for one, other in itertools.permutations(range(7), 2):
+        assert sorted(move(list(range(7)), one, other)) == list(range(7))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_annealing_is_never_worse_than_the_identity_and_finds_the_best_of_small_clusters(seed):
+    there = random_links(random.Random(seed), 6, 1)
+    shape: dict[str, Any] = {"pp": 3, "dp": 2} if seed % 2 else {"pp": 6}
+    its = Parallel(**shape, microbatch=1, global_batch=12)
+    energy = Energy(SMALL, A100, 0.45, its, there)
+    found = anneal(energy, its, 1, seed, 1500)
+    assert found.least_ns <= found.energy_ns <= found.identity_ns == energy(range(6))
+    assert found.energy_ns == energy(found.order)
+    assert found.energy_ns == min(energy(order) for order in itertools.permutations(range(6)))
+    assert found == anneal(energy, its, 1, seed, 1500)
+
+
+def test_with_one_kind_of_link_annealing_has_nothing_to_do():
+    its = Parallel(pp=4, microbatch=1, global_batch=12)
+    there = Links.uniform(NodeNetwork("n", 1e9, 1e9, 4), 1)
+    assert anneal(Energy(SMALL, A100, 0.45, its, there), its, 4).moves == 0
+
+
+# The value of bubbles
+
+
+def test_bubbles_are_worth_no_more_than_their_share_and_nothing_without_any():
+    flags = (
+        "--num-layers 24 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 50257 "
+        "--global-batch-size 64 --bf16 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1"
+    )
+    training = read_flags(flags.split())
+    its = cluster(1, 8)
+    kinds = fill_kinds(its.gpu, None)
+    one = search(training, its, links(its), 1).proposals[0]
+    full = valued(one, kinds)
+    assert 0.5 * one.bubble_share * 8 < full.gpus_worth < one.bubble_share * 8
+    assert full.net_gpu_s == pytest.approx(one.iteration_s * (8 - full.gpus_worth))
+    assert valued(replace(one, room_bytes=one.peak_bytes), kinds).gpus_worth < full.gpus_worth
+    none = replace(training, fixed={"pp": 1, "tp": 4})
+    assert valued(search(none, its, links(its), 1).proposals[0], kinds).gpus_worth == 0
+
+
+def test_a_slow_gpu_takes_longer():
+    its = Parallel(pp=2, microbatch=1, global_batch=8)
+    slow = GpuKind("slow", A100.peak_flops / 2, A100.memory_bytes, A100.memory_bandwidth / 2, 1e9)
+    there = lay_out(Links.uniform(NodeNetwork("n", 1e30, 1e30, 2, 0.0), 1), its, range(2))
+    fast_ns, slow_ns = (timeline(iteration(SMALL, gpu, 0.45, its, there)).period_ns for gpu in (A100, slow))
+    assert slow_ns == pytest.approx(2 * fast_ns, rel=1e-3)
