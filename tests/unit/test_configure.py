@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron.fill.configure.baselines import amp, amp_ns, rule_of_thumb
 from megatron.fill.configure.cluster import Cluster
 from megatron.fill.configure.dedicate import MOVES, Energy, anneal
 from megatron.fill.configure.flags import layout_flags, read_flags
@@ -193,6 +194,30 @@ def test_when_nothing_fits_it_says_what_excludes_all():
 def test_wrong_flags_are_named(flags, expected):
     with pytest.raises(ConfigError, match=expected):
         read_flags(flags.split())
+
+
+@pytest.mark.parametrize("memory", ["80GiB", "2700MB"])
+def test_no_other_rule_chooses_a_faster_layout(memory):
+    training, its = read_flags(FLAGS.split()), cluster(2, 4, memory=memory)
+    evaluator = Evaluator(training, its, links(its))
+    best = search(training, its, evaluator.links, 1).proposals[0]
+    for choose in (amp, rule_of_thumb):
+        found = choose(evaluator)
+        assert found is not None
+        assert found.timeline.period_ns >= best.timeline.period_ns
+        assert found.peak_bytes <= its.room_bytes
+    thumb = rule_of_thumb(evaluator)
+    assert thumb is not None
+    assert thumb.parallel.tp == 4
+
+
+def test_amp_counts_what_1f1b_waits_for_once():
+    its = Parallel(pp=4, microbatch=1, global_batch=32)
+    times = iteration(SMALL, A100, 0.45, its, lay_out(Links.uniform(NodeNetwork("n", 1e9, 1e9, 4), 1), its, range(4)))
+    slow = iteration(SMALL, A100, 0.45, its, lay_out(Links.uniform(NodeNetwork("n", 1e7, 1e7, 4), 1), its, range(4)))
+    grown = amp_ns(slow) - slow.reduce_ns[0] - amp_ns(times) + times.reduce_ns[0]
+    assert timeline(slow).period_ns > amp_ns(slow)
+    assert grown == sum(map(sum, slow.transfers_ns[0][:-1])) - sum(map(sum, times.transfers_ns[0][:-1]))
 
 
 # Rank orders

@@ -46,6 +46,8 @@ def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
 
 def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     """Of ``stage_parameters``, those of experts: only every ``ep``-th replica has the same."""
+    if not model.experts:
+        return 0.0
     layers = sum(parallel.layers(model)[rank :: parallel.pp])
     return layers * model.expert_parameters / (parallel.tp * parallel.ep)
 
