@@ -73,6 +73,21 @@ def test_on_a_network_of_a_data_sheet_costs_are_those_of_the_simulator(changes):
     assert found.period_ns == pytest.approx(expected.period_ns, rel=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_where_the_network_repeats_itself_looking_once_is_enough(seed):
+    source = random.Random(seed)
+    node = source.choice((2, 4, 8))
+    there = Links.uniform(NodeNetwork("n", 100.0, 40.0, node, 0.1), 24 // node)
+    shapes = [
+        its
+        for its in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 3, 6, 12), (1, 2))
+        if 24 % (its[0] * its[1] * its[2]) == 0 and 24 // (its[0] * its[2]) % its[3] == 0
+    ]
+    for tp, cp, pp, ep in shapes:
+        its = Parallel(tp=tp, cp=cp, pp=pp, ep=ep, dp=24 // (tp * cp * pp), global_batch=24)
+        assert lay_out(there, its) == lay_out(there, its, range(24))
+
+
 # Latency
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from megatron.fill.configure.latency import bound_ns, iteration
-from megatron.fill.configure.layout import Layout, StageRoutes, boundary_routes, stage_routes
+from megatron.fill.configure.layout import Layout, StageRoutes, both_ways, stage_routes
 from megatron.fill.configure.links import Links, Route
 from megatron.fill.mainjob.hardware import GpuKind
 from megatron.fill.mainjob.model import ModelSpec
@@ -57,8 +57,7 @@ class Energy:
         if key not in self._boundaries:
             if len(self._boundaries) >= _KEPT:
                 self._boundaries.clear()
-            onward, back = (boundary_routes(self._links, self._its, *pair) for pair in (key, key[::-1]))
-            self._boundaries[key] = tuple(zip(onward, back, strict=True))
+            self._boundaries[key] = both_ways(self._links, self._its, here, there)
         return self._boundaries[key]
 
     def least(self) -> int:

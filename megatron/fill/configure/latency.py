@@ -46,9 +46,12 @@ def iteration(model: ModelSpec, gpu: GpuKind, efficiency: float, its: Parallel, 
     known: dict[object, StageCost] = {}
     steps: dict[object, tuple[float, float]] = {}
     stages, reduces, optimizers = [], [], []
-    exchanges = {routes: _exchange_s(model, its, routes) for routes in dict.fromkeys(layout.stages)}
+    # by identity: hashing routes for each layer takes longer than all the rest
+    distinct = {id(routes): routes for routes in layout.stages}
+    exchange_of = {number: _exchange_s(model, its, routes) for number, routes in distinct.items()}
+    exchanges = [exchange_of[id(routes)] for routes in layout.stages]
     for at, count in enumerate(layers):
-        exchange = exchanges[layout.stages[at % its.pp]]
+        exchange = exchanges[at % its.pp]
         key = count, at == last, exchange
         if key not in known:
             known[key] = stage_cost(model, gpu, its, efficiency, count, at == last, *exchange)
@@ -56,7 +59,7 @@ def iteration(model: ModelSpec, gpu: GpuKind, efficiency: float, its: Parallel, 
     embedding_s = all_reduce_s(layout.ends, 2, tied_embedding_bytes(model, its))
     for stage, routes in enumerate(layout.stages):
         inner = 0 < stage < its.pp - 1
-        alike = (layers[stage], routes) if inner else stage
+        alike = (layers[stage], id(routes)) if inner else stage
         if alike not in steps:
             steps[alike] = _reduce_and_step_s(model, gpu, its, stage, routes)
         reduce_s, step_s = steps[alike]

@@ -40,24 +40,31 @@ class Layout:
     ends: Route
 
 
-def lay_out(links: Links, its: Parallel, order: Sequence[int]) -> Layout:
+def lay_out(links: Links, its: Parallel, order: Sequence[int] | None = None) -> Layout:
     """The links that are used.
 
     Args:
-        order: the physical rank of each logical one.
+        order: the physical rank of each logical one; None for the same.
     """
     size = its.tp * its.replicas
-    stages = [tuple(order[stage * size : (stage + 1) * size]) for stage in range(its.pp)]
-    routes = tuple(stage_routes(links, its, ranks) for ranks in stages)
-    following = [*stages[1:], stages[0]] if its.pp > 1 else []
-    pairs = list(zip(stages, following, strict=False))
-    boundaries = [
-        zip(boundary_routes(links, its, here, there), boundary_routes(links, its, there, here), strict=True)
-        for here, there in pairs
-    ]
+    ranks = range(its.gpus) if order is None else order
+    stages = [tuple(ranks[stage * size : (stage + 1) * size]) for stage in range(its.pp)]
+    routes: dict[int, StageRoutes] = {}
+    onward: dict[int, tuple[tuple[Route, Route], ...]] = {}
+    # where the network repeats itself, a stage or two have the links of those before them
+    keys = [stage[0] % links.period if order is None and links.period else at for at, stage in enumerate(stages)]
+    for at, key in enumerate(keys):
+        if key not in routes:
+            routes[key] = stage_routes(links, its, stages[at])
+        if key not in onward and at + 1 < its.pp:
+            onward[key] = both_ways(links, its, stages[at], stages[at + 1])
+    boundaries = [onward[key] for key in keys[:-1]]
+    ends = Route()
+    if its.pp > 1:
+        boundaries.append(both_ways(links, its, stages[-1], stages[0]))
+        ends = links.ring(zip(stages[0], stages[-1], strict=True))
     replicas = tuple(dict.fromkeys(zip(*boundaries, strict=True))) or ((),)
-    ends = links.ring(zip(stages[0], stages[-1], strict=True)) if its.pp > 1 else Route()
-    return Layout(routes, replicas, ends)
+    return Layout(tuple(routes[key] for key in keys), replicas, ends)
 
 
 def stage_routes(links: Links, its: Parallel, ranks: Sequence[int]) -> StageRoutes:
@@ -84,8 +91,11 @@ def stage_routes(links: Links, its: Parallel, ranks: Sequence[int]) -> StageRout
     )
 
 
-def boundary_routes(links: Links, its: Parallel, here: Sequence[int], there: Sequence[int]) -> tuple[Route, ...]:
-    """From one stage to another: a route for each data-parallel replica, all of which send at once."""
+def both_ways(
+    links: Links, its: Parallel, here: Sequence[int], there: Sequence[int]
+) -> tuple[tuple[Route, Route], ...]:
+    """From one stage to another and back: of each data-parallel replica; all of them send at once."""
     share = its.tp * its.cp
     parts = [list(zip(here[at : at + share], there[at : at + share], strict=True)) for at in range(0, len(here), share)]
-    return tuple(links.routes(parts))
+    turned = [[(receiver, sender) for sender, receiver in part] for part in parts]
+    return tuple(zip(links.routes(parts), links.routes(turned), strict=True))

@@ -37,12 +37,14 @@ class Links:
         latency_s: N x N.
         nodes: per rank, the number of its node.
         nics: per node, how many of its ranks may send to other nodes at full speed at once; more of them share.
+        period: so many ranks further on, a group of ranks next to each other has the same links; 0 if that is not so.
     """
 
     bytes_per_s: Sequence[Sequence[float]]
     latency_s: Sequence[Sequence[float]]
     nodes: tuple[int, ...]
     nics: int = 1
+    period: int = 0
 
     @classmethod
     def measured(cls, network: Network, nics: int = 1) -> Links:
@@ -63,12 +65,12 @@ class Links:
             row[node * its : (node + 1) * its] = [inside] * its
             rows += [row] * its
         latency = [network.latency_s] * (nodes * its)
-        return cls(rows, [latency] * (nodes * its), tuple(rank // its for rank in range(nodes * its)))
+        return cls(rows, [latency] * (nodes * its), tuple(rank // its for rank in range(nodes * its)), period=its)
 
     def first(self, ranks: int) -> Links:
         """Those of the first ranks only."""
         cut = [row[:ranks] for row in self.bytes_per_s[:ranks]]
-        return Links(cut, [row[:ranks] for row in self.latency_s[:ranks]], self.nodes[:ranks], self.nics)
+        return Links(cut, [row[:ranks] for row in self.latency_s[:ranks]], self.nodes[:ranks], self.nics, self.period)
 
     def routes(self, parts: Sequence[Sequence[Edge]]) -> list[Route]:
         """Of transfers that all begin at once: a route for each part of them."""

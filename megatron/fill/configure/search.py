@@ -105,7 +105,7 @@ class Evaluator:
         else:
             shape = its.tp, its.cp, its.ep, its.pp, its.dp
             if shape not in self._layouts:
-                self._layouts[shape] = lay_out(self.links, its, range(its.gpus))
+                self._layouts[shape] = lay_out(self.links, its)
             layout = self._layouts[shape]
         return iteration(self._models[its.tp], self.cluster.gpu, self.cluster.efficiency, its, layout)
 
