@@ -47,3 +47,7 @@ class ControlError(FillError):
 
 class SandboxError(FillError):
     """The walls around a job cannot be built as they were asked for."""
+
+
+class NetworkError(FillError):
+    """The network between ranks cannot be measured."""

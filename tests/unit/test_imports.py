@@ -122,6 +122,11 @@ TORCH_FREE = [
     "sim.freeride.draw",
     "store.sql",
     "cli.app",
+    "cli.network",
+    "configure.network",
+    "configure.measure",
+    "configure.drift",
+    "configure.draw",
     "agent.agent",
     "agent.warden",
     "worker.worker",
@@ -215,6 +220,7 @@ OTHER_READS = {
     "app/session.py": {"(agents / f'agent{self.info.rank}.log').open"},
     "app/standin.py": {"StandInSpec.from_json"},  # likewise
     "cli/batch.py": {"partial.open", "requests.read_bytes"},  # to write; the user's own
+    "cli/network.py": {"Network.load"},  # the user's own
     "cli/options.py": {"path.open"},  # to write
     "cli/simulate.py": {"load"},
     "pages/control.py": {"os.open"},

@@ -20,6 +20,7 @@ from megatron.fill.cli import (
     graph,
     jobs,
     logs,
+    network,
     plan,
     profile,
     report,
@@ -88,6 +89,7 @@ app.command("kill")(control.kill)
 app.command("report")(report.report)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
+app.command("network")(network.network)
 app.command("simulate")(simulate.simulate)
 app.command("configure")(configure.configure)
 app.command("pays")(configure.pays)
