@@ -32,7 +32,7 @@ def start(*arguments: str, ranks: int = 3) -> subprocess.Popen[str]:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("network")
     files = ["--output", str(folder / "n.json"), "--png", str(folder / "n.png"), "--csv", str(folder / "n.csv")]
-    process = start(*files, "--sizes", "8,64KiB,4MiB", "--repeats", "2")
+    process = start(*files, "--sizes", "8,64KiB,64MiB", "--repeats", "2")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     return folder, output
