@@ -44,28 +44,36 @@ def serve(path: str, *modules: str) -> None:
             importlib.import_module(name)
     gc.freeze()  # else the first collection in a rank copies all of it
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(f"{path}.new")
         listener.listen()
+        os.rename(f"{path}.new", path)  # who finds it can connect
         while True:
             connection, _ = listener.accept()
             data, descriptors = receive(connection)
+            if not data.endswith(b"\n"):  # who asked was killed in the middle of it
+                for descriptor in (*descriptors, connection.detach()):
+                    os.close(descriptor)
+                continue
             pid = os.fork()
             if pid == 0:
                 listener.close()
                 become(json.loads(data), descriptors, connection)
             for descriptor in descriptors:
                 os.close(descriptor)
-            connection.sendall(f"{pid}\n".encode())
+            with contextlib.suppress(OSError):  # who asked may have been killed since
+                connection.sendall(f"{pid}\n".encode())
             threading.Thread(target=report, args=(connection, pid), daemon=True).start()
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
     descriptors = array.array("i")
-    data, ancillary, _, _ = connection.recvmsg(1 << 20, socket.CMSG_SPACE(2 * descriptors.itemsize))
-    for _, _, content in ancillary:
-        descriptors.frombytes(content)
-    while not data.endswith(b"\n"):
-        data += connection.recv(1 << 20)
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        data, ancillary, _, _ = connection.recvmsg(1 << 20, socket.CMSG_SPACE(2 * descriptors.itemsize))
+        for _, _, content in ancillary:
+            descriptors.frombytes(content)
+        while not data.endswith(b"\n") and (more := connection.recv(1 << 20)):
+            data += more
     return data, list(descriptors)
 
 

@@ -44,7 +44,8 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
                 same = (found.generated, found.text) == (tokens, text)
             identical += same
     error = tree_error(folder)
-    summary = {"requests": REQUESTS, "identical": identical, "tree_logit_error": error}
+    over = over_cap(folder)
+    summary = {"requests": REQUESTS, "identical": identical, "tree_logit_error": error, "kv_over_cap": over}
     return summary, {"stops": sum(map(bool, stops)), "shapes": [list(shape) for shape in groups], "trees": TREES}
 
 
@@ -63,6 +64,21 @@ def _alone(target: Any, tokenizer: Any, prompt: list[int], most: int) -> tuple[l
         )
     tokens = found[0, len(prompt) :].tolist()
     return tokens, tokenizer.decode(tokens[:-1] if tokens[-1] in ends else tokens)
+
+
+def over_cap(folder: Path) -> int:
+    """Bytes of keys and values over their cap, at most: a cap for few of eight sequences, which is halved midway."""
+    tokenizer = models(folder)[2]
+    texts = prompts(100)
+    made = engine(folder, [(3, 1, 1)], 8)
+    cap, worst = 4 * made.room.bytes_for_one(256), 0
+    for half in (texts[:50], texts[50:]):
+        made.room.limit(cap)
+        made.room.peak_bytes = 0
+        generate(made, [Wanted(tuple(tokenizer.encode(text)), 48) for text in half])
+        worst = max(worst, made.room.peak_bytes - cap)
+        cap //= 2
+    return max(0, worst)
 
 
 def tree_error(folder: Path) -> float:
