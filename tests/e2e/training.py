@@ -206,6 +206,8 @@ class Running:
         return self._store
 
     def job(self, name: str) -> Job:
+        """The job with this name; the store may be there before the launcher has put it in."""
+        self.wait_for_jobs({name: lambda _: True})
         return self.store.find(name)
 
     def ranks(self) -> list[int]:
