@@ -314,6 +314,14 @@ def test_what_kind_of_policy_it_is(text, steady, built_in):
     assert policy.most_jobs == (None if steady else MOST_JOBS)
 
 
+@pytest.mark.parametrize(
+    ("text", "does"),
+    [("priority", False), ("0.7*sjf+0.3*deadline", False), ("sjf+fair", True), (f"{__name__}:by_name_length", True)],
+)
+def test_which_policies_look_at_what_users_have_had(text, does):
+    assert parse_policy(text).weighs_users is does
+
+
 def test_the_score_of_one_job():
     one = job(1, 4.0)
     assert parse_policy("sjf").score_one(one, state(one), HERE) == (-4.0,)

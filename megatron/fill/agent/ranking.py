@@ -64,7 +64,7 @@ class Ranking:
         room: Callable[[BubbleCycle], int] | None = None,
     ) -> None:
         self.policy = parse_policy(policy)
-        self._weighs_users = any(name == "fair" or ":" in name for _, name, _ in self.policy.terms)
+        self._weighs_users = self.policy.weighs_users
         self.device = device
         self.fingerprint = fingerprint
         self.board = board

@@ -158,7 +158,9 @@ class Watch:
                 self.worker.wait()
 
     def outcome(self, unit: str) -> tuple[Outcome, bool]:
-        """How the job ended here, and whether the worker died without a word (crashed, or was killed from outside).
+        """What the worker said, and whether it died without a word (crashed, or was killed from outside).
+
+        Where it could say nothing, FAILED with a reason.  ``Judge`` decides what becomes of the job.
 
         Args:
             unit: of the job's work, where the worker left none.

@@ -80,6 +80,9 @@ POLICIES: dict[str, ScoreFunction] = {
 # time.  So it does not change while the job waits, and jobs that differ in their work only have one order everywhere.
 STEADY: frozenset[ScoreFunction] = frozenset({fifo, shortest_job_first, priority})
 
+# They read ``SchedulerState.used_s``, which takes a look at every job; for other built-in policies it is left empty.
+WEIGHS_USERS: frozenset[ScoreFunction] = frozenset({fair_share})
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -96,6 +99,11 @@ class Policy:
     def steady(self) -> bool:
         """Whether it is one of ``STEADY``: waiting jobs can be kept in order instead of being weighed at each claim."""
         return len(self.terms) == 1 and self.terms[0][2] in STEADY
+
+    @property
+    def weighs_users(self) -> bool:
+        """Whether a term reads what each user has had: one of ``WEIGHS_USERS``, or a function that is not built in."""
+        return not self.built_in or any(function in WEIGHS_USERS for _, _, function in self.terms)
 
     @property
     def built_in(self) -> bool:
