@@ -64,7 +64,7 @@ def work(gate_fd: int, log_fd: int, core: int, step_ms: float, launches: Launche
     machine = TaskMachine(CpuStep(), TaskContext("bench", Path("/")))
     machine.create({"step_ms": step_ms})
     machine.init()
-    loop = StepLoop(machine, SharedGateReader(gate_fd), StepLog(log_fd), lambda: False, preempted=launches is None)
+    loop = StepLoop(machine, SharedGateReader(gate_fd), StepLog(log_fd), lambda: False, preemptive=launches is None)
     if launches is not None:
         loop.launch, loop.land = launches.launch, launches.land
     loop.run()

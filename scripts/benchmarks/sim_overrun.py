@@ -51,7 +51,7 @@ def fill(record: RankRecord, step_ms: float, overrun: float, stages: int, noise:
     opened = open_bubbles(iterations_of(record), _KEY, rule)
     lengths = np.random.default_rng(0).lognormal(0.0, noise, 997) * step_ms * 1e6
     times = StepTimes(tuple(int(ns) for ns in lengths), wakes_ns=(150_000,), gap_ns=10_000)
-    done = replay(opened, times, preempted=False)
+    done = replay(opened, times, preemptive=False)
     first = opened.bubbles[0].iteration + rule.warmup
     fillable_ns = sum(bubble.duration_ns for bubble in opened.bubbles if bubble.iteration >= first)
     harvested_ns = sum(use.harvested_ns for use in done.uses)

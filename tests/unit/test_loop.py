@@ -172,7 +172,7 @@ def test_a_task_whose_steps_seem_too_long_gets_a_try_now_and_then():
 def test_where_the_main_job_takes_the_device_back_a_caught_step_says_nothing_of_its_length():
     starved = [2.0, 90.0] * 20
     taken_back, waited_for = Bench(*starved), Bench(*starved)
-    taken_back.loop.preempted = True
+    taken_back.loop.preemptive = True
     for bench in (taken_back, waited_for):
         for _ in range(10):
             bench.bubble(7, lasts_ms=3)
@@ -180,10 +180,10 @@ def test_where_the_main_job_takes_the_device_back_a_caught_step_says_nothing_of_
     assert waited_for.task.calls.count("step") < 20
 
 
-@pytest.mark.parametrize(("preempted", "steps"), [(True, 6), (False, 2)])
-def test_nor_does_a_caught_pause_and_the_next_bubbles_are_used(preempted: bool, steps: int):
+@pytest.mark.parametrize(("preemptive", "steps"), [(True, 6), (False, 2)])
+def test_nor_does_a_caught_pause_and_the_next_bubbles_are_used(preemptive: bool, steps: int):
     bench = Bench(*[2.0] * 20)
-    bench.loop.preempted = preempted
+    bench.loop.preemptive = preemptive
     bench.task.pauses_ms = [100.0]
     for _ in range(3):
         bench.bubble(5)
@@ -192,7 +192,7 @@ def test_nor_does_a_caught_pause_and_the_next_bubbles_are_used(preempted: bool, 
 
 def test_time_is_left_for_a_pause_that_fits():
     bench = Bench(*[2.0] * 20)
-    bench.loop.preempted = True
+    bench.loop.preemptive = True
     bench.task.pauses_ms = [1.0] * 3
     for _ in range(3):
         bench.bubble(6.5, lasts_ms=7.5)
@@ -201,7 +201,7 @@ def test_time_is_left_for_a_pause_that_fits():
 
 def test_a_use_says_when_the_worker_was_done_and_what_was_lacking():
     bench = Bench(*[2.0] * 20)
-    bench.loop.preempted = True
+    bench.loop.preemptive = True
     bench.task.pauses_ms = [0.5]
     bench.bubble(9)
     assert (bench.uses[0].left_ns, bench.uses[0].lack) == (8.5 * MS, Lack.TIME)

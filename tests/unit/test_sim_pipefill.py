@@ -144,7 +144,7 @@ def test_the_share_below_a_slowdown_is_the_last_before_the_first_that_reaches_it
 def test_a_job_of_nodes_starts_none_that_does_not_fit():
     # 10 ms and 40 ms in turn; of a job whose steps are all alike, the loop would try the long one in the last 20 ms.
     times = StepTimes((10 * MS, 40 * MS), profile_ns=(10 * MS, 40 * MS))
-    done = replay(opened([bubble(1, 1000, 1070), bubble(2, 2000, 2070)]), times, preempted=False)
+    done = replay(opened([bubble(1, 1000, 1070), bubble(2, 2000, 2070)]), times, preemptive=False)
     assert [(use.steps, use.harvested_ns, use.overrun_ns) for use in done.uses] == [(3, 60 * MS, 0), (2, 50 * MS, 0)]
 
 

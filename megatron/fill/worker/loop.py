@@ -34,7 +34,7 @@ class StepLoop:
         land: called after every step, once the time of its end is known.
         breather_ns: beyond a bubble's deadline the next step waits for so long: where the main job needs the device
             itself, and that in several short turns, to find that its wait is over.
-        preempted: the main job takes the device back with the end of a bubble, so a step or a pause that is caught by
+        preemptive: the main job takes the device back with the end of a bubble, so a step or a pause that is caught by
             it says nothing of how long it takes.
         pacer: where the device does not preempt: holds steps of which nobody knows that they fit; None elsewhere.
     """
@@ -53,7 +53,7 @@ class StepLoop:
         settle: Callable[[], None] = lambda: None,
         land: Callable[[], None] = lambda: None,
         breather_ns: int = 0,
-        preempted: bool = False,
+        preemptive: bool = False,
         pacer: Pacer | None = None,
     ) -> None:
         self.machine = machine
@@ -68,7 +68,7 @@ class StepLoop:
         self.settle = settle
         self.land = land
         self.breather_ns = breather_ns
-        self.preempted = preempted
+        self.preemptive = preemptive
         self.pacer = pacer
         self.attend: Callable[[], None] | None = None  # called between bubbles, and when a signal asks to look around
         self.hold_at_start = False  # begin no new iteration: the configuration is about to change
@@ -154,7 +154,7 @@ class StepLoop:
         before_ns = self.clock()
         self.machine.pause()
         now_ns = self.clock()
-        if not self.preempted or self.gate.is_open(bubble.seq):
+        if not self.preemptive or self.gate.is_open(bubble.seq):
             self._pause_ns = now_ns - before_ns
         closed_ns = self.gate.closed_ns(bubble.seq)
         overrun_ns = max(0, last_ns - closed_ns) if closed_ns is not None and steps else 0
@@ -215,7 +215,7 @@ class StepLoop:
             self._probing = False
             self._latest_ns = took_ns
             is_open = self.gate.is_open(bubble.seq)
-            if is_open or not self.preempted:
+            if is_open or not self.preemptive:
                 self.estimators.observe(node, took_ns)
             counts, partial = self._credit(node, work)
             log.step_ended(start_ns, end_ns, counts, bubble.alone, partial)

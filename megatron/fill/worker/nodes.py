@@ -191,7 +191,7 @@ class NodeRun:
                 settle=loop.settle,
                 land=loop.land,
                 breather_ns=loop.breather_ns,
-                preempted=loop.preempted,
+                preemptive=loop.preemptive,
                 pacer=loop.pacer,
             ).run()
 

@@ -187,9 +187,9 @@ class TaskRun:
     def _new_loop(self, machine: TaskMachine) -> StepLoop:
         """The loop for this device: held by a pacer where steps are not preempted."""
         shared, launches = self.shared, self._launches
-        preempted = self.spec.device == "cpu" and launches is None
+        preemptive = self.spec.device == "cpu" and launches is None
         pacer = None
-        if not preempted:
+        if not preemptive:
             pacer = Pacer(shared.view, self.log, self._stopping, shared.control, shared.baton)
         loop = StepLoop(
             machine,
@@ -198,7 +198,7 @@ class TaskRun:
             self._stopping,
             baton=shared.baton,
             control=shared.control,
-            preempted=preempted,
+            preemptive=preemptive,
             pacer=pacer,
         )
         if launches is not None:

@@ -149,7 +149,7 @@ def fill(job: MainJob, runs: Iterations, jobs: Sequence[StageJob], share: float 
     for stage, its in enumerate(jobs):
         rows = runs.stage(stage)
         opened = open_bubbles(rows, runs.key, rule) if share is None else open_shares(rows, share)
-        done = replay(opened, steps_of(its.profile, STEP_NOISE, stage), preempted=False)
+        done = replay(opened, steps_of(its.profile, STEP_NOISE, stage), preemptive=False)
         by_seq = {bubble.seq: bubble for bubble in opened.bubbles}
         for use in done.uses:
             bubble = by_seq[use.seq]

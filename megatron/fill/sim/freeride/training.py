@@ -137,7 +137,7 @@ class SimulatedTraining:
         else:
             times = StepTimes(steps_ns, (self.varying.wake_ns,), work=step.batch)
             key = CycleKey(self.job.schedule.name, self.job.schedule.microbatches)
-            done = replay(open_bubbles(row, key, self._rule), times, preempted=False)
+            done = replay(open_bubbles(row, key, self._rule), times, preemptive=False)
         overrun_ns = sum(use.overrun_ns for use in done.uses)
         return StageWork(done.work_done, overrun_ns, split(self.bubbles_ns(stage), done.uses, times.gap_ns))
 

@@ -107,20 +107,20 @@ def open_bubbles(iterations: Iterable[PlayedIteration], key: CycleKey, rule: Fil
     return Opened(record.bubbles, gate.told)
 
 
-def replay(opened: Opened, times: StepTimes, preempted: bool = True) -> Replayed:
+def replay(opened: Opened, times: StepTimes, preemptive: bool = True) -> Replayed:
     """Run the job's steps in the bubbles.
 
     Args:
-        preempted: as ``Core`` has it.
+        preemptive: as ``Core`` has it.
     """
     done = Replayed()
-    core = Core(opened.bubbles, preempted)
+    core = Core(opened.bubbles, preemptive)
     log = VirtualLog(core, times.gap_ns, done)
     gate = VirtualGate(core, opened.told, cycle(times.wakes_ns))
     machine = VirtualMachine(core, times)
     # The loop asks of its task, gate and log what these answer; it never gets to know what they are.
     loop = StepLoop(
-        cast(Any, machine), gate, cast(Any, log), lambda: core.over, lambda: core.now_ns, preempted=preempted
+        cast(Any, machine), gate, cast(Any, log), lambda: core.over, lambda: core.now_ns, preemptive=preemptive
     )
     loop.estimators.expect(times.profile_ns)
     loop.run()

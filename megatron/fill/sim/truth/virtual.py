@@ -33,13 +33,13 @@ class Core:
     """Virtual time, and when the rank leaves its core to the worker.
 
     Args:
-        preempted: a step loses the core with the end of its bubble, as on the CPU; else it runs to its end and the
+        preemptive: a step loses the core with the end of its bubble, as on the CPU; else it runs to its end and the
             rank waits for it, as for kernels on a GPU.
     """
 
-    def __init__(self, bubbles: Sequence[Bubble], preempted: bool = True) -> None:
+    def __init__(self, bubbles: Sequence[Bubble], preemptive: bool = True) -> None:
         self.bubbles = bubbles
-        self.preempted = preempted
+        self.preemptive = preemptive
         self._starts = [bubble.start_ns for bubble in bubbles]
         self.now_ns = 0
 
@@ -59,7 +59,7 @@ class Core:
         Args:
             resume_ns: lost at the start of each wait in which it goes on.
         """
-        if not self.preempted:
+        if not self.preemptive:
             self.now_ns = min(self.now_ns + duration_ns, max(self.now_ns, self.bubbles[-1].end_ns))
             return
         for place in range(max(0, bisect_right(self._starts, self.now_ns) - 1), len(self.bubbles)):
