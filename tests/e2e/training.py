@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from megatron.fill.errors import JobError
 from megatron.fill.store import Job, JobStore, open_store
 from tests.e2e.launch import FRESH, WARM, Warm
 from tests.e2e.warm import REST
@@ -207,6 +208,8 @@ class Running:
 
     def job(self, name: str) -> Job:
         """The job with this name; the store may be there before the launcher has put it in."""
+        with suppress(JobError):
+            return self.store.find(name)
         self.wait_for_jobs({name: lambda _: True})
         return self.store.find(name)
 

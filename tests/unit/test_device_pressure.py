@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.fill.device.port import DeviceError
 from megatron.fill.device.pressure import MemoryGuard, NoRoom, Order, cap
+from megatron.fill.linux.host import FreeHostMemory
 from tests.clock import Clock
 
 GIB = 2**30
@@ -94,3 +95,13 @@ def test_a_refusal_says_what_there_is():
     assert isinstance(refusal, NoRoom)
     assert "leaves 1024 MiB free" in refusal.reason
     assert "512 MiB of other jobs" in refusal.reason
+
+
+def test_free_memory_is_read_anew_unless_a_reading_may_hold_for_a_while(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    1000 kB\n")
+    fresh, resting = FreeHostMemory(meminfo=str(meminfo)), FreeHostMemory(rest_s=3600, meminfo=str(meminfo))
+    assert (fresh(), resting()) == (1000 * 1024, 1000 * 1024)
+    with meminfo.open("r+") as file:
+        file.write("MemTotal: 9000 kB\nMemAvailable:    2000 kB\n")
+    assert (fresh(), resting()) == (2000 * 1024, 1000 * 1024)

@@ -90,7 +90,7 @@ class HostListening:
         self, spec: RankSpec, gate: SharedGate | None, board: CycleBoard | None, control: ControlPage | None
     ) -> None:
         self._record = spec.record
-        self.free_bytes = FreeHostMemory()
+        self.free_bytes = FreeHostMemory(rest_s=0.25)
         self.listener = spec.listener(self.free_bytes, gate, board, control)
 
     def finish(self) -> None:

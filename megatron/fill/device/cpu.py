@@ -172,6 +172,7 @@ class CpuDevice:
         self._groups = limiting_groups() if groups is None else groups
 
     def free_bytes(self) -> int:
+        # Read anew each time: beside what a worker has given back since, an old reading would ask for it twice.
         return min([self._free(), *map(room_bytes, self._groups)])
 
     def limiter(self, limits: Limits, name: str) -> HostLimiter:

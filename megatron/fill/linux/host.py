@@ -66,16 +66,21 @@ def cap_memory(memory_bytes: int | None) -> None:
 
 
 class FreeHostMemory:
-    """The machine's available memory in bytes; read at most every quarter of a second."""
+    """The machine's available memory in bytes.
 
-    def __init__(self) -> None:
-        self._fd = os.open("/proc/meminfo", os.O_RDONLY | os.O_CLOEXEC)
+    Args:
+        rest_s: for how long a reading is taken to hold, where many ask and none needs it to be exact.
+    """
+
+    def __init__(self, rest_s: float = 0, meminfo: str = "/proc/meminfo") -> None:
+        self._rest_ns = round(rest_s * 1e9)
+        self._fd = os.open(meminfo, os.O_RDONLY | os.O_CLOEXEC)
         self._read_ns = 0
         self._bytes = 0
 
     def __call__(self) -> int:
         now_ns = time.monotonic_ns()
-        if now_ns - self._read_ns > 250_000_000:
+        if not self._read_ns or now_ns - self._read_ns >= self._rest_ns:
             text = os.pread(self._fd, 512, 0)
             start = text.index(b"MemAvailable:") + len(b"MemAvailable:")
             self._bytes = int(text[start : text.index(b"kB", start)]) * 1024

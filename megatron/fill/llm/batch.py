@@ -201,12 +201,17 @@ class BatchJob(NodeTask):
     def shrink(self, memory_bytes: int) -> bool:
         """Give back keys and values: the youngest sequences are computed again later."""
         engine, device = self._running, self.context.device
+        engine.abandon()  # what a pass in progress holds is given back too
+        self.next_node = 0
         held = sum(runner.cache.held_bytes for runner in engine.runners)
         left = memory_bytes - (held_bytes(device) - held)
-        if engine.room.bytes_for_one(self._longest(engine.runners[0].context)) > left:
+        needed = engine.room.bytes_for_one(self._longest(engine.runners[0].context))
+        if needed > left:
+            self.context.logger.info(
+                "of its %s of keys and values it may keep %s, and its longest sequence needs %s",
+                *map(mib, (held, max(0, left), needed)),
+            )
             return False
-        engine.abandon()
-        self.next_node = 0
         before = len(engine.room.active)
         engine.room.limit(left)
         release(device)

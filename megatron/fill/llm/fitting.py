@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron.fill.device.meter import resident_bytes
+from megatron.fill.linux.tree import private_bytes
 
 # A piece of a pass is to take a few milliseconds: products of a weight and a token.
 _PIECE = {"cpu": 20e6, "cuda": 200e9}
@@ -27,9 +29,9 @@ def pass_bytes(config: Any, tokens: int) -> int:
 
 
 def held_bytes(device: str) -> int:
-    """What this process holds of the device's memory."""
+    """What this process holds of the device's memory: on the CPU without files' pages, as the agent counts."""
     if device == "cpu":
-        return resident_bytes()
+        return private_bytes(os.getpid())
     import torch
 
     return torch.cuda.memory_reserved(device)
