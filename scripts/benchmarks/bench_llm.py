@@ -12,6 +12,7 @@ Python's standard library, with this project, into ``--folder``, once.  The part
     drawn       the verification rules: their exact distance, and a chi-square test of the engine's own draws
     killed      a job that is killed again and again: requests lost, answered twice, tokens that differ
     bubbles     tokens a second in the bubbles of a training, against the same job alone
+    lag         how many checkpoints the evaluation of a training's checkpoints is behind, in its own bubbles
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.benchmarks.llm import answers, bubbles, draws, kills, trained, trees, tuned
+from scripts.benchmarks.llm import answers, bubbles, draws, kills, lag, trained, trees, tuned
 from scripts.benchmarks.results import opened
 
 PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
@@ -37,6 +38,7 @@ PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "drawn": draws.measure,
     "killed": kills.measure,
     "bubbles": bubbles.measure,
+    "lag": lag.measure,
 }
 
 

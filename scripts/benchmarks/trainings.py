@@ -61,7 +61,7 @@ class Blocks:
         ]
 
 
-def command(iterations: int, log_dir: Path, script: list[str], *extra: str) -> list[str]:
+def command(iterations: int, log_dir: Path, script: list[str], *extra: str, model: Sequence[str] = MODEL) -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -69,7 +69,7 @@ def command(iterations: int, log_dir: Path, script: list[str], *extra: str) -> l
     return [
         *launcher,
         *script,
-        *" ".join(MODEL).split(),
+        *" ".join(model).split(),
         "--train-iters",
         str(iterations),
         "--tensorboard-dir",

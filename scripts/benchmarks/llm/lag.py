@@ -1,0 +1,49 @@
+"""How far the evaluation of checkpoints lags behind a training that saves them, in whose bubbles it runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.llm.megatron import checkpoints
+from scripts.benchmarks.trainings import MODEL, command, jobs_file, training
+
+INTERVAL, SAVES = 30, 8
+_EVALUATED = re.compile(r"^(\S+ \S+) INFO iteration (\d+): .* checkpoints behind$", re.MULTILINE)
+
+
+def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint is evaluated while the next one is trained; after the last one training goes on for as long."""
+    work, corpus = (folder / "lag").resolve(), (folder / "corpus_text_document").resolve()
+    shutil.rmtree(work, ignore_errors=True)
+    saved = work / "saved"
+    saved.mkdir(parents=True)
+    args = {"checkpoints": str(saved), "prompts": ["def "], "new_tokens": 32}
+    job = {"name": "evaluate", "task": "megatron.fill.llm:EvaluateCheckpoints", "args": args, "memory": "3GiB"}
+    flags = ["--fill-jobs", str(jobs_file(work / "jobs.yaml", [job])), "--fill-report", str(work / "run")]
+    flags += ["--fill-bind", str(work), str(corpus.parent), "--save", str(saved), "--save-interval", str(INTERVAL)]
+    flags += ["--no-save-optim", "--data-path", str(corpus), "--split", "90,10,0", "--eval-iters", "4"]
+    model = [part.replace("--mock-data ", "").replace("255", "256") for part in MODEL]
+    iterations = (SAVES + 1) * INTERVAL - 1
+    with training(command(iterations, work / "tensorboard", ["pretrain_gpt.py"], *flags, model=model), work / "log"):
+        pass
+    report = json.loads((work / "run" / "report.json").read_text(encoding="utf-8"))
+    behind = lags(saved, (Path(report["jobs"][0]["directory"]) / "output.log").read_text(encoding="utf-8"))
+    if set(behind) < {INTERVAL * (at + 1) for at in range(SAVES)}:
+        raise RuntimeError(f"only the checkpoints of iterations {sorted(behind)} were evaluated; see {work}")
+    share = report["summary"]["bubble_share"]
+    return {"evaluation_lag": max(behind.values()), "evaluation_bubble_share": share}, {"behind": behind}
+
+
+def lags(saved: Path, output: str) -> dict[int, int]:
+    """For each iteration that was evaluated, how many newer checkpoints there were when it was done."""
+    written = {at: max(file.stat().st_mtime for file in path.iterdir()) for at, path in checkpoints(saved).items()}
+    found = {}
+    for time, iteration in _EVALUATED.findall(output):
+        done_s = datetime.strptime(time, "%Y-%m-%d %H:%M:%S,%f").timestamp()
+        found[int(iteration)] = sum(at > int(iteration) and when_s < done_s for at, when_s in written.items())
+    return found
