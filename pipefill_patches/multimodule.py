@@ -77,9 +77,7 @@ def stages_after(topology: Mapping[str, Sequence[str]], depths: Mapping[str, int
 
 
 def _depths(communicator: Any) -> dict[str, int]:
-    return {
-        name: grid.shape[grid.dim_names.index("pp")] for name, grid in communicator.module_to_grid_map.items()
-    }
+    return {name: grid.shape[grid.dim_names.index("pp")] for name, grid in communicator.module_to_grid_map.items()}
 
 
 def _current_stage(self: Any) -> int:
@@ -203,7 +201,9 @@ def _joined(build: Callable[..., Any]) -> Callable[..., Any]:
                 near = sorted(out, key=lambda bridge: -after[bridge.dest_module_name] - depths[bridge.dest_module_name])
                 its.bridge_comms_as_src_module = [FanOut(near)]
             begins = after[module] + depths[module]
-            ahead = sorted(((bridge, after[bridge.src_module_name] - begins) for bridge in into), key=lambda one: one[1])
+            ahead = sorted(
+                ((bridge, after[bridge.src_module_name] - begins) for bridge in into), key=lambda one: one[1]
+            )
             if any(by for _, by in ahead):
                 its.bridge_comms_as_dest_module = FanIn(ahead).inlets
 

@@ -77,9 +77,7 @@ TOPOLOGIES = {
         {"a": 1, "b": 1, "inner": 1, "c": 1, "join": 1},
         {"a": ["inner"], "b": ["inner"], "inner": ["join"], "c": ["join"]},
     ),
-    "fan-out": Topology(
-        {"trunk": 1, "a": 1, "b": 1, "join": 1}, {"trunk": ["a", "b"], "a": ["join"], "b": ["join"]}
-    ),
+    "fan-out": Topology({"trunk": 1, "a": 1, "b": 1, "join": 1}, {"trunk": ["a", "b"], "a": ["join"], "b": ["join"]}),
     "two sinks": Topology({"a": 1, "b": 1, "left": 1, "right": 1}, {"a": ["left", "right"], "b": ["right"]}),
     "unequal fan-out": Topology(
         {"trunk": 1, "a": 2, "b": 1, "join": 1}, {"trunk": ["a", "b"], "a": ["join"], "b": ["join"]}
@@ -287,7 +285,7 @@ def launch(names: Sequence[str], upstream: bool = False, timeout_s: float = 120.
     Raises:
         RuntimeError: a rank failed; has its traceback.
     """
-    import megatron.core.pipeline_parallel.schedules  # noqa: F401 -- once, for all that are forked
+    import megatron.core.pipeline_parallel.schedules
     import megatron.training.training  # noqa: F401
 
     ranks = max(TOPOLOGIES[name].ranks for name in names)
@@ -303,19 +301,25 @@ def launch(names: Sequence[str], upstream: bool = False, timeout_s: float = 120.
         ]
         for process in processes:
             process.start()
-        end_s = time.monotonic() + timeout_s
-        while time.monotonic() < end_s and any(process.exitcode is None for process in processes):
-            if any(process.exitcode for process in processes):
-                break
-            time.sleep(0.05)
+        failed = _wait(processes, timeout_s)
         for process in processes:
             process.kill()
             process.join()
-        # a rank whose peer is gone fails too, and says so first
-        failures = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("failed.*"))]
-        if failures:
-            raise RuntimeError("a rank failed:\n" + min(failures, key=lambda text: "Connection closed" in text))
+        if failed:  # a rank whose peer is gone fails too
+            texts = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("failed.*"))]
+            raise RuntimeError("a rank failed:\n" + min(texts, key=lambda text: "Connection closed" in text))
         return [_found(folder, one) for one in names]
+
+
+def _wait(processes: Sequence[Any], timeout_s: float) -> bool:
+    """Whether one failed, when that happens; False when all have ended, or time is up."""
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        codes = [process.exitcode for process in processes]
+        if any(codes) or None not in codes:
+            return any(codes)
+        time.sleep(0.05)
+    return False
 
 
 def _found(folder: Path, name: str) -> dict[str, Any]:
