@@ -6,8 +6,8 @@ it, the first wait is the one for shapes (for a rank that only hears of its lead
 bubble opens.  It closes with the outermost call, since a module with several inputs or outputs goes from bridge to
 bridge and computes nothing between them.
 
-Upstream asks for ``nccl`` by name where it makes these groups.  Without a backend's name a group gets that of the world,
-which is ``nccl`` on a GPU.
+Upstream asks for ``nccl`` by name where it makes these groups.  Without a name a group gets the world's backend, which
+is ``nccl`` on a GPU.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ Megatron's schedule of such a pipeline is 1F1B on every rank.  Three things make
   all stages but those up to here.  Where one branch is shorter than another, that is too many, and all ranks wait for
   each other.  Here they are counted to the sink that is farthest away.
 - Where a module's output goes to several others, their gradients have to be added up.  Upstream keeps the last one.
-- A rank sends an activation and receives a gradient in one call, and its peer does the reverse in one call.  Both agree
-  on the number of calls before that if the sender has one forward pass more in its warm-up than the receiver.  Where the
-  sender has more, since another of its branches is longer, the receiver takes the others ahead.
+- A rank sends an activation and receives a gradient in one call, and its peer does the reverse in one call.  Both make
+  as many calls before that if the sender has one forward pass more in its warm-up than the receiver.  Where it has
+  more, since another of its branches is longer, the receiver takes the others ahead.
 
 Who trains a graph in a program that calls the schedule without a communicator, as ``pretrain`` does, says with ``use``
 which one it is.

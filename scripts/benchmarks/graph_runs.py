@@ -7,8 +7,8 @@ starts a process for each rank, and prints a line per topology:
     {"topology": "fan-out", "ranks": 4, "gradient_error": 2.4e-08, "order": ["F0 F1 F2 B0 ...", ...]}
 
 ``gradient_error`` is the largest difference of a gradient of any rank from that of one process, over the largest
-gradient.  A topology that is not done in time is said to hang, and so are the others after it.  With ``--upstream`` only
-what names nccl is mended: what Megatron itself makes of the graphs.
+gradient.  A topology that is not done in time is said to hang, and so are the others after it.  With ``--upstream``
+only what names nccl is mended: what Megatron itself makes of the graphs.
 """
 
 from __future__ import annotations

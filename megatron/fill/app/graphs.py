@@ -120,23 +120,19 @@ class GraphRun:
             GraphError: a flag says otherwise.
         """
         stages = len(self.plan.stages)
-        decided = {
-            "pipeline_model_parallel_size": stages,
-            "micro_batch_size": self.runnable.micro_batch,
-            "global_batch_size": self.plan.batch,
+        decided = {  # and what there is without the flag
+            "pipeline_model_parallel_size": (stages, 1),
+            "micro_batch_size": (self.runnable.micro_batch, None),
+            "global_batch_size": (self.plan.batch, None),
         }
-        for name, value in decided.items():
+        for name, (value, default) in decided.items():
             given = getattr(args, name)
-            if given not in (None, 1, value):
-                raise GraphError(
-                    f"--{name.replace('_', '-')} is {given}; the plan has {value}: expected that, or no flag"
-                )
+            if given not in (default, value):
+                raise GraphError(f"--{_flag(name)} is {given}; the plan has {value}: expected that, or no flag")
             setattr(args, name, value)
         for name in ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
             if getattr(args, name) != 1:
-                raise GraphError(
-                    f"--{name.replace('_', '-')} is {getattr(args, name)}; expected 1: a stage has one rank"
-                )
+                raise GraphError(f"--{_flag(name)} is {getattr(args, name)}; expected 1: a stage has one rank")
         args.variable_seq_lengths = True  # Megatron demands it for several modules
         self.args = args
 
@@ -201,6 +197,10 @@ def _inputs(plan: Plan, operators: Operators, name: str) -> tuple[str, ...]:
         has, wants = (", ".join(sorted(some)) or "nothing" for some in (given, expected))
         raise GraphError(f"the plan is of another model: {name} takes {has} there; expected {wants}")
     return expected
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def _key(name: str) -> str:

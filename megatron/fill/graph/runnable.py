@@ -97,17 +97,16 @@ class Runnable:
                 return f"stage {number} is on device {its.devices[0]}; expected {number}: rank {number} trains it"
             if its.micro_batch != self.micro_batch or its.k != 1:
                 return (
-                    f"stage {number} has {its.k}F{its.k}B with micro-batches of {its.micro_batch}, and stage 0 has"
-                    f" {stages[0].k}F{stages[0].k}B with {self.micro_batch}; expected 1F1B and the same size everywhere:"
-                    " a plan made with --micro-batches"
+                    f"stage {number} has {its.k}F{its.k}B with micro-batches of {its.micro_batch}; expected 1F1B with"
+                    f" {self.micro_batch}, as in stage 0: a plan made with --micro-batches"
                 )
             flight = min(self.microbatches, self.after[number] + 1) * self.micro_batch
             if its.in_flight != flight:
                 return f"stage {number} has {its.in_flight} samples in flight; expected {flight}, as the schedule has"
         if stuck := self._stuck():
             return (
-                f"stages {', '.join(map(str, stuck))} would wait for each other forever: branches that skip stages cross"
-                f" other branches; expected branches that join where the longer one ends; the plan is\n{plan}"
+                f"stages {', '.join(map(str, stuck))} would wait for each other forever, since a transfer waits for its"
+                f" receiver; expected fewer stages that others skip; the plan is\n{plan}"
             )
         return ""
 
