@@ -98,7 +98,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     import importlib
 
     module = importlib.import_module(_MODULE)
-    replace(stack, module, "dist", _OfTheWorld(module.dist))  # type: ignore[attr-defined]
+    replace(stack, module, "dist", _OfTheWorld(module.dist))
     holder, name = _SHAPES.resolve()
     replace(stack, holder, name, _opening(getattr(holder, name)))
     for targets, bridge in ((_BRIDGE_CALLS, True), (_PIPELINE_CALLS, False)):

@@ -68,7 +68,7 @@ class _Layer(torch.nn.Module):
             taken = batch[self.tower].to(self.projection.weight.dtype)
             hidden = self.projection(taken).transpose(0, 1) + self.positions
         output, _ = self.layer(hidden, attention_mask=None)
-        return output  # type: ignore[no-any-return]
+        return output
 
 
 class _Loss(torch.nn.Module):

@@ -131,7 +131,7 @@ def expected(topology: Topology) -> dict[tuple[str, int], torch.Tensor]:
                 found = [stage_output(parameters[module, stage], found)]
             outputs[module] = found[0]
             if not topology.edges.get(module):
-                (loss(found[0], data(topology, module, microbatch)) / MICROBATCHES).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+                (loss(found[0], data(topology, module, microbatch)) / MICROBATCHES).backward(retain_graph=True)
     return {place: parameter.grad for place, parameter in parameters.items() if parameter.grad is not None}
 
 
@@ -163,7 +163,7 @@ def _stage(topology: Topology, module: str, stage: int) -> Any:
             super().__init__()
             self.weight = torch.nn.Parameter(weights(topology, module, stage))
             self.config = ModelParallelConfig(pipeline_dtype=torch.float32, variable_seq_lengths=True)
-            self.config.hidden_size = WIDTH  # type: ignore[attr-defined]
+            self.config.hidden_size = WIDTH
             self.taken: dict[str, torch.Tensor] = {}
 
         def set_input_tensor(self, tensors: list[dict[str, torch.Tensor]]) -> None:

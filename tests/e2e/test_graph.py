@@ -42,6 +42,7 @@ def test_jobs_run_in_the_bubbles_of_a_graph_and_change_no_loss(tmp_path):
     assert {number: loss for number, loss in one.losses.items() if number <= 8} == other.losses
     assert other.losses[8] < other.losses[1]
     report = one.report
+    assert {path.name for path in (one.folder / "run").iterdir()} >= {"trace.json", "timeline.png"}
     assert {job["rank"] for job in one.jobs.values()} == {0, 1, 2, 3}  # the towers' ranks wait at bridges alone
     for rank in report["ranks"]:
         assert rank["bubble_s"]["interior"] > 0
