@@ -30,9 +30,9 @@ def write_plan(folder: Path, graph: ModelGraph | None = None, devices: int = 4, 
 
 
 def test_jobs_run_in_the_bubbles_of_a_graph_and_change_no_loss(tmp_path):
-    with_jobs, without = tmp_path / "with", tmp_path / "without"
-    with_jobs.mkdir()
-    without.mkdir()
+    with_jobs, without, three = (tmp_path / name for name in ("with", "without", "three"))
+    for folder in (with_jobs, without, three):
+        folder.mkdir()
     jobs = write_jobs(with_jobs, *({"name": f"spin{number}", "task": "tasks:Spin"} for number in range(4)))
     expected = {f"spin{number}": stepped for number in range(4)}
     flags = {"script": SCRIPT, "ranks": 4, "fresh": True}
@@ -41,6 +41,9 @@ def test_jobs_run_in_the_bubbles_of_a_graph_and_change_no_loss(tmp_path):
     assert len(other.losses) == 8
     assert {number: loss for number, loss in one.losses.items() if number <= 8} == other.losses
     assert other.losses[8] < other.losses[1]
+    # Another cut of the same model: three stages, and both towers in the first one, which sends two outputs.
+    cut = train(three, "", 3, model=write_plan(three, devices=3), **flags | {"ranks": 3})
+    assert list(cut.losses.values()) == pytest.approx([other.losses[number] for number in (1, 2, 3)], rel=1e-5)
     report = one.report
     assert {path.name for path in (one.folder / "run").iterdir()} >= {"trace.json", "timeline.png"}
     assert {job["rank"] for job in one.jobs.values()} == {0, 1, 2, 3}  # the towers' ranks wait at bridges alone
