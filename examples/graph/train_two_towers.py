@@ -29,6 +29,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron.fill.app.graphs import GraphRun
+from megatron.fill.errors import ConfigError
 from megatron.fill.graph.files import load_plan
 
 PATCH = 48  # numbers of a patch, or of a moment of sound
@@ -158,9 +159,14 @@ def main() -> None:
     plan = load_plan(args.graph_plan)
     run = GraphRun(plan, Towers(list(plan.graph.position)), int(os.environ.get("WORLD_SIZE", "1")))
     run.apply(args)
-    args.num_layers = args.num_layers or len(plan.stages)  # of which each operator has its own
+    if args.num_layers is not None:
+        raise ConfigError(f"--num-layers is {args.num_layers}; expected none: the plan has the towers' layers")
+    args.num_layers = len(plan.stages)  # Megatron checks that stages have as many each
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     validate_args(args)
+    args.num_layers = sum(
+        _LAYER.fullmatch(name) is not None for name in plan.graph.position
+    )  # first weights depend on it
     set_global_variables(args)
     pretrain(
         pretrain_cfg_container_from_args(args),

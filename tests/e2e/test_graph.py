@@ -43,7 +43,7 @@ def test_jobs_run_in_the_bubbles_of_a_graph_and_change_no_loss(tmp_path):
     assert other.losses[8] < other.losses[1]
     # Another cut of the same model: three stages, and both towers in the first one, which sends two outputs.
     cut = train(three, "", 3, model=write_plan(three, devices=3), **flags | {"ranks": 3})
-    assert list(cut.losses.values()) == pytest.approx([other.losses[number] for number in (1, 2, 3)], rel=1e-5)
+    assert list(cut.losses.values()) == pytest.approx([other.losses[number] for number in (1, 2, 3)], rel=1e-6)
     report = one.report
     assert {path.name for path in (one.folder / "run").iterdir()} >= {"trace.json", "timeline.png"}
     assert {job["rank"] for job in one.jobs.values()} == {0, 1, 2, 3}  # the towers' ranks wait at bridges alone

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
 from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer import MegatronModule
 
 import pipefill_patches
@@ -68,8 +70,7 @@ class _Stage(MegatronModule):
         mine = graph.names(run.plan.masks[number])
         self.operators = torch.nn.ModuleDict()
         for name in mine:
-            with torch.random.fork_rng():  # weights do not depend on which stage has them
-                torch.manual_seed(run.args.seed + 7919 * graph.position[name])
+            with _seeded(run.args.seed + 7919 * graph.position[name]):
                 self.operators[_key(name)] = run.operators.build(name, config)
         self._order = [(name, run.inputs[name]) for name in mine]
         self._taken: Mapping[str, torch.Tensor] = {}
@@ -197,6 +198,18 @@ def _inputs(plan: Plan, operators: Operators, name: str) -> tuple[str, ...]:
         has, wants = (", ".join(sorted(some)) or "nothing" for some in (given, expected))
         raise GraphError(f"the plan is of another model: {name} takes {has} there; expected {wants}")
     return expected
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Weights that are made meanwhile depend on this alone, and not on the stage that has them."""
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    with torch.random.fork_rng():
+        model_parallel_cuda_manual_seed(seed)
+        torch.manual_seed(seed)
+        yield
+    tracker.set_states(states)
 
 
 def _flag(name: str) -> str:
