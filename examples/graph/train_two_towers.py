@@ -164,9 +164,8 @@ def main() -> None:
     args.num_layers = len(plan.stages)  # Megatron checks that stages have as many each
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     validate_args(args)
-    args.num_layers = sum(
-        _LAYER.fullmatch(name) is not None for name in plan.graph.position
-    )  # first weights depend on it
+    # The spread of the first weights depends on it.
+    args.num_layers = sum(_LAYER.fullmatch(name) is not None for name in plan.graph.position)
     set_global_variables(args)
     pretrain(
         pretrain_cfg_container_from_args(args),

@@ -89,8 +89,8 @@ SHARED = changed(FAN_IN, 1, devices=(1, 5), micro_batch=2, in_flight=6)
 @pytest.mark.parametrize(
     ("given", "ranks", "said"),
     [
-        (FAN_IN, 4, "the plan has 3 stages and there are 4 ranks; expected RANKS=3"),
-        (FAN_IN, 1, "the plan has 3 stages and there are 1 ranks; expected RANKS=3"),
+        (FAN_IN, 4, "the plan has 3 stages and the run has 4 ranks; expected RANKS=3"),
+        (FAN_IN, 1, "the plan has 3 stages and the run has 1 rank; expected RANKS=3"),
         (plan([], 1), 1, "the plan has one stage, and so no pipeline; expected two or more"),
         (plan([(0, 1)], 2, sequential=True), 2, "the plan is sequential: .* expected a graph of stages"),
         (SHARED, 3, "stage 1 is on 2 devices: a stage is trained on one; .* --micro-batches 6"),

@@ -89,7 +89,8 @@ class Runnable:
                     f" with --micro-batches {plan.batch}, so that a micro-batch is one sample, which is not divided"
                 )
         if len(stages) != self.ranks:
-            return f"the plan has {len(stages)} stages and there are {self.ranks} ranks; expected RANKS={len(stages)}"
+            ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+            return f"the plan has {len(stages)} stages and the run has {ranks}; expected RANKS={len(stages)}"
         if len(stages) == 1:
             return "the plan has one stage, and so no pipeline; expected two or more"
         for number, its in enumerate(stages):
