@@ -32,7 +32,8 @@ from megatron.fill.graph.search import Found, micro_batches, plan_graph
 from megatron.fill.graph.zoo import MODELS, candle, dlrm, mmt
 from megatron.fill.mainjob.hardware import GPUS, NETWORKS
 from scripts.benchmarks.graph_filling import BLOCKS, fill
-from scripts.benchmarks.graph_runs import TOPOLOGIES, launch
+from scripts.benchmarks.graph_runs import launch
+from scripts.benchmarks.graph_topologies import TOPOLOGIES
 from scripts.benchmarks.graph_truth import least_bottleneck_s, random_cluster, random_model
 from scripts.benchmarks.results import Results, opened
 

@@ -11,7 +11,7 @@ import pytest
 from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.pipeline.schedules import make_schedule
 from pipefill_patches.multimodule import FanIn, stages_after
-from scripts.benchmarks.graph_runs import MICROBATCHES, TOPOLOGIES
+from scripts.benchmarks.graph_topologies import MICROBATCHES, TOPOLOGIES
 from tests.patches.fresh import python
 
 pytest.importorskip("megatron.core.pipeline_parallel.multimodule_communicator")
