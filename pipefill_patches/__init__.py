@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from megatron.fill.errors import PatchError
 from pipefill_patches import (
     arguments,
+    bridge,
     cpu_backend,
     ghost_flags,
     ghost_stages,
     host_p2p,
+    multimodule,
     offload,
     p2p_communicator,
     schedules,
@@ -39,6 +41,8 @@ PATCHES: dict[str, Patch] = {
         host_p2p.PATCH,
         p2p_communicator.PATCH,
         schedules.GPIPE_PATCH,
+        bridge.PATCH,
+        multimodule.PATCH,
         offload.PATCH,
     )
 }

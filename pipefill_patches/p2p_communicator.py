@@ -2,7 +2,8 @@
 
 Every pipeline send and receive goes through ``P2PCommunicator._communicate``, whose signature is the same in core 0.14
 to 0.19; it posts the transfers with one of two functions and waits for them.  A bubble opens with the first wait, when
-everything is posted and the rank has nothing left to do, and closes with the call.  A send can wait as well (gloo's
+everything is posted and the rank has nothing left to do, and closes with the call.  Where sequences vary in length, it
+exchanges shapes first, and that is the first wait.  A send can wait as well (gloo's
 waits for the receiver), so every wait counts.  With overlapped communication ``_communicate`` does not wait but returns
 the handles, and each of their waits is a bubble of its own.
 """
@@ -25,6 +26,12 @@ _COMMUNICATE = Target(
 _TRANSFERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
 _POST = Target(f"{_MODULE}:_p2p_ops", _TRANSFERS)
 _POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _TRANSFERS)
+
+
+_SHAPES = Target(
+    f"{_MODULE}:P2PCommunicator._communicate_shapes",
+    ("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
+)
 
 
 class _Call:
@@ -68,6 +75,19 @@ def _watching(post: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _exchanging(shapes: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(shapes)
+    def communicate_shapes(*args: Any, **kwargs: Any) -> Any:
+        bus.open(for_backward=_Call.for_backward)
+        try:
+            return shapes(*args, **kwargs)
+        finally:
+            if not _Call.waits:
+                bus.close()
+
+    return communicate_shapes
+
+
 def _install(stack: contextlib.ExitStack) -> None:
     holder, name = _COMMUNICATE.resolve()
     original = getattr(holder, name)
@@ -82,6 +102,8 @@ def _install(stack: contextlib.ExitStack) -> None:
                 bus.close()
 
     replace(stack, holder, name, communicate)
+    holder, name = _SHAPES.resolve()
+    replace(stack, holder, name, _exchanging(getattr(holder, name)))
     for target in (_POST, _POST_BATCHED):
         holder, name = target.resolve()
         replace(stack, holder, name, _watching(getattr(holder, name)))
@@ -91,5 +113,5 @@ PATCH = Patch(
     "p2p_communicator",
     "every pipeline transfer goes through _communicate, which posts it with one of two functions",
     _install,
-    (_COMMUNICATE, _POST, _POST_BATCHED),
+    (_COMMUNICATE, _SHAPES, _POST, _POST_BATCHED),
 )

@@ -59,7 +59,8 @@ class Target:
     def check(self) -> None:
         """Raise PatchError unless the function begins with the expected parameters and uses what it must."""
         holder, name = self.resolve()
-        function = inspect.unwrap(getattr(holder, name))
+        function = getattr(holder, name)
+        function = inspect.unwrap(function.fget if isinstance(function, property) and function.fget else function)
         found = tuple(inspect.signature(function).parameters)
         if found[: len(self.parameters)] != self.parameters:
             raise PatchError(

@@ -37,7 +37,8 @@ def _bracketed(original: Callable[..., Any], schedule: str) -> Callable[..., Any
     def run(**kwargs: Any) -> Any:
         model = kwargs["model"]
         chunks = len(model) if isinstance(model, list) else 1
-        bus.begin_schedule(CycleKey(schedule, kwargs["num_microbatches"], chunks, kwargs.get("forward_only", False)))
+        name = "graph" if hasattr(kwargs.get("p2p_communicator"), "rank_module_map") else schedule
+        bus.begin_schedule(CycleKey(name, kwargs["num_microbatches"], chunks, kwargs.get("forward_only", False)))
         try:
             return original(**kwargs)
         finally:
@@ -46,7 +47,9 @@ def _bracketed(original: Callable[..., Any], schedule: str) -> Callable[..., Any
     return run
 
 
-def _spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Callable[..., Any]:
+def spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Callable[..., Any]:
+    """Report when it began, once it has ended."""
+
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         start_ns = time.monotonic_ns()
@@ -79,7 +82,7 @@ def _install(stack: contextlib.ExitStack) -> None:
         replace(stack, holder, name, _bracketed(getattr(holder, name), schedule))
     for target, report in ((_FORWARD, bus.forward), (_BACKWARD, bus.backward)):
         holder, name = target.resolve()
-        replace(stack, holder, name, _spanned(getattr(holder, name), report))
+        replace(stack, holder, name, spanned(getattr(holder, name), report))
     holder, name = _COMBINED.resolve()
     replace(stack, holder, name, _combined(getattr(holder, name)))
 

@@ -1,4 +1,4 @@
-"""The planner for graph pipelines, measured: validity, quality, speed-ups by its own costs, and the time to search.
+"""Graph pipelines, measured: the planner's validity, quality and time to search, speed-ups by its own costs, trainings.
 
     python scripts/benchmarks/bench_graph.py [PART...] [--json FILE]
 
@@ -9,7 +9,9 @@ The parts are
 - ``simulated``: graph against sequential pipelines, with backward passes of two forward passes, without communication;
 - ``speedup``: the same for the built-in models with communication, on V100s, over devices and batches;
 - ``search``: how long a search takes for 32 devices;
-- ``ratio``: how much longer a planner takes that tries all lines of operators (Piper).
+- ``ratio``: how much longer a planner takes that tries all lines of operators (Piper);
+- ``gradients``: small graphs of modules over three to five processes, against one process (graph_runs.py);
+- ``filling``: a plan that is trained with jobs in its bubbles, and without (graph_filling.py).
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ from megatron.fill.graph.model import ModelGraph, Operator
 from megatron.fill.graph.search import Found, micro_batches, plan_graph
 from megatron.fill.graph.zoo import MODELS, candle, dlrm, mmt
 from megatron.fill.mainjob.hardware import GPUS, NETWORKS
+from scripts.benchmarks.graph_filling import BLOCKS, fill
+from scripts.benchmarks.graph_runs import launch
+from scripts.benchmarks.graph_topologies import TOPOLOGIES
 from scripts.benchmarks.graph_truth import least_bottleneck_s, random_cluster, random_model
 from scripts.benchmarks.results import Results, opened
 
@@ -194,7 +199,20 @@ def _send(sender: Any, arguments: tuple[Any, ...]) -> None:
     sender.send((seconds, found.bottleneck_s))
 
 
-PARTS = {its.__name__: its for its in (truth, large, simulated, speedup, search, ratio)}
+def gradients(results: Results) -> None:
+    for found in launch(list(TOPOLOGIES)):
+        name = found["topology"]
+        print(f"gradients: {name}, {found['ranks']} ranks: {found.get('gradient_error', 'hangs')}")
+        results.add("gradients", {name: found.get("gradient_error")}, "gradient_error")
+
+
+def filling(results: Results) -> None:
+    figures, details = fill(BLOCKS)
+    print(f"filling: {figures}")
+    results.add("filling", figures, **details)
+
+
+PARTS = {its.__name__: its for its in (truth, large, simulated, speedup, search, ratio, gradients, filling)}
 
 
 def main() -> None:

@@ -61,15 +61,32 @@ class Blocks:
         ]
 
 
-def command(iterations: int, log_dir: Path, script: list[str], *extra: str, model: Sequence[str] = MODEL) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class MainJob:
+    """What is trained.
+
+    Attributes:
+        script: a script, or ``-m`` and a module with its arguments.
+    """
+
+    script: tuple[str, ...] = ("pretrain_gpt.py",)
+    flags: tuple[str, ...] = MODEL
+    ranks: int = 2
+
+
+GPT = MainJob()
+
+
+def command(iterations: int, log_dir: Path, script: Sequence[str], *extra: str, main: MainJob = GPT) -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(main.ranks)]
+    launcher += ["--master-port", str(port)]
     return [
         *launcher,
         *script,
-        *" ".join(model).split(),
+        *" ".join(main.flags).split(),
         "--train-iters",
         str(iterations),
         "--tensorboard-dir",
@@ -104,11 +121,11 @@ def training(arguments: list[str], log: Path) -> Iterator[subprocess.Popen[str]]
         raise RuntimeError(f"the training failed with status {process.returncode}:\n{rest[-3000:]}")
 
 
-def train(folder: Path, name: str, blocks: Blocks, script: list[str], *extra: str) -> None:
+def train(folder: Path, name: str, blocks: Blocks, script: Sequence[str], *extra: str, main: MainJob = GPT) -> None:
     """Train to the end, anew; losses are in ``folder / name``, the output is in ``NAME.log`` beside it."""
     for old in (folder / name, folder / f"{name}-run"):
         shutil.rmtree(old, ignore_errors=True)
-    with training(command(blocks.iterations, folder / name, script, *extra), folder / f"{name}.log"):
+    with training(command(blocks.iterations, folder / name, script, *extra, main=main), folder / f"{name}.log"):
         pass
 
 
@@ -117,19 +134,19 @@ def jobs_file(path: Path, jobs: list[dict[str, Any]]) -> Path:
     return path
 
 
-def filled(folder: Path, name: str, jobs: Path, blocks: Blocks, *extra: str) -> dict[str, Any]:
+def filled(folder: Path, name: str, jobs: Path, blocks: Blocks, *extra: str, main: MainJob = GPT) -> dict[str, Any]:
     """Train with jobs in the bubbles, in paired blocks; the report.  The records are in ``NAME-run``."""
     run = folder / f"{name}-run"
     flags = ["--fill-jobs", str(jobs), "--fill-report", str(run), "--fill-paired-blocks", str(blocks.length)]
     flags += ["--fill-warmup-iterations", str(blocks.warmup), *extra]
-    train(folder, name, blocks, ["pretrain_gpt.py"], *flags)
+    train(folder, name, blocks, main.script, *flags, main=main)
     return json.loads((run / "report.json").read_text(encoding="utf-8"))
 
 
-def identical(folder: Path, jobs: Path, blocks: Blocks, *extra: str) -> dict[str, Any]:
+def identical(folder: Path, jobs: Path, blocks: Blocks, *extra: str, main: MainJob = GPT) -> dict[str, Any]:
     """Train with jobs and without; whether the losses are the same to the bit, and what the jobs' start costs."""
-    filled(folder, "jobs", jobs, blocks, *extra)
-    train(folder, "no-jobs", blocks, ["pretrain_gpt.py"], "--fill-report", str(folder / "no-jobs-run"))
+    filled(folder, "jobs", jobs, blocks, *extra, main=main)
+    train(folder, "no-jobs", blocks, main.script, "--fill-report", str(folder / "no-jobs-run"), main=main)
     with_jobs = losses(folder / "jobs")
     if len(with_jobs) != blocks.iterations:
         raise RuntimeError(f"{len(with_jobs)} losses of {blocks.iterations} iterations in {folder / 'jobs'}")

@@ -16,7 +16,7 @@ from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, simulate
 from megatron.fill.report.schema import Cycles, RankCycle
 from megatron.fill.sim.recorded.groups import Reschedule, recorded_groups, rescheduled_groups
-from megatron.fill.types import BubbleKind, RankRecord
+from megatron.fill.types import BubbleKind, CycleKey, RankRecord
 from tests.unit.recorded_runs import MS, SYNC_NS, cycle_bubble, records
 from tests.unit.segments import write_segment
 
@@ -167,6 +167,9 @@ def test_records_that_cannot_be_timed_again_are_refused(tmp_path):
         "several machines": [made[0], elsewhere],
         "records of 1 stages; expected all 2": made[:1],
         "no training iteration": [replace(one, schedule=None) for one in made],
+        "its schedule is graph; expected one of gpipe, 1f1b": [
+            replace(one, schedule=CycleKey("graph", 4)) for one in made
+        ],
         "no iteration has the spans": [replace(one, spans=[]) for one in made],
     }
     for number, (said, given) in enumerate(cases.items()):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.llm.megatron import checkpoints
-from scripts.benchmarks.trainings import MODEL, command, jobs_file, training
+from scripts.benchmarks.trainings import MODEL, MainJob, command, jobs_file, training
 
 INTERVAL, SAVES = 30, 8
 _EVALUATED = re.compile(r"^(\S+ \S+) INFO iteration (\d+): .* checkpoints behind$", re.MULTILINE)
@@ -27,9 +27,9 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     flags = ["--fill-jobs", str(jobs_file(work / "jobs.yaml", [job])), "--fill-report", str(work / "run")]
     flags += ["--fill-bind", str(work), str(corpus.parent), "--save", str(saved), "--save-interval", str(INTERVAL)]
     flags += ["--no-save-optim", "--data-path", str(corpus), "--split", "90,10,0", "--eval-iters", "4"]
-    model = [part.replace("--mock-data ", "").replace("255", "256") for part in MODEL]
+    main = MainJob(flags=tuple(part.replace("--mock-data ", "").replace("255", "256") for part in MODEL))
     iterations = (SAVES + 1) * INTERVAL - 1
-    with training(command(iterations, work / "tensorboard", ["pretrain_gpt.py"], *flags, model=model), work / "log"):
+    with training(command(iterations, work / "tensorboard", ["pretrain_gpt.py"], *flags, main=main), work / "log"):
         pass
     report = json.loads((work / "run" / "report.json").read_text(encoding="utf-8"))
     behind = lags(saved, (Path(report["jobs"][0]["directory"]) / "output.log").read_text(encoding="utf-8"))

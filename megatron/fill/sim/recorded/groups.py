@@ -16,7 +16,7 @@ from megatron.fill.given.files import read_json
 from megatron.fill.given.problems import explain
 from megatron.fill.pipeline.bubbles import bubble_cycle, peak_activation_bytes
 from megatron.fill.pipeline.costs import PipelineCosts
-from megatron.fill.pipeline.schedule import Schedule
+from megatron.fill.pipeline.schedule import NAMES, Schedule
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
@@ -147,6 +147,8 @@ def read_pipeline(folder: Path) -> tuple[list[RankRecord], Schedule]:
     key = records[0].schedule
     if key is None:
         raise FillError(f"{where}: no training iteration was recorded")
+    if key.schedule not in NAMES:
+        raise FillError(f"{where}: its schedule is {key.schedule}; expected one of {', '.join(NAMES)}")
     return records, make_schedule(key.schedule, stages, key.microbatches, key.chunks)
 
 

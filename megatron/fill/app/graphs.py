@@ -1,0 +1,230 @@
+"""A plan's stages as Megatron trains them: one rank each, with the operators of its stage.
+
+A training script makes a ``GraphRun`` before anything starts, and hands its parts to Megatron's ``pretrain``.  What the
+operators are is the script's: ``Operators`` says how to build one.
+
+To Megatron the stages are a pipeline as long as there are stages, so its optimizer, gradient norm, checkpoints and logs
+work as ever.  What differs is which ranks a stage receives from and sends to.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from megatron.core import mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.pipeline_parallel.multimodule_communicator import MultiModulePipelineCommunicator
+from megatron.core.process_groups_config import MultiModuleProcessGroupCollection, ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer import MegatronModule
+
+import pipefill_patches
+from megatron.fill.errors import GraphError
+from megatron.fill.graph.plan import Plan
+from megatron.fill.graph.runnable import Runnable
+from pipefill_patches import multimodule
+
+__all__ = ["GraphRun", "Operators"]
+
+Batch = Mapping[str, torch.Tensor]
+
+
+class Operators(Protocol):
+    """What a training script says of its operators."""
+
+    def inputs(self, name: str) -> tuple[str, ...] | None:
+        """The operators whose output it takes, in the order in which it wants them; None if there is no such operator.
+
+        Of those of the plan, that is: a tower may have any number of layers.
+        """
+
+    def build(self, name: str, config: Any) -> torch.nn.Module:
+        """Its module; called with a list of its inputs and a micro-batch, it returns [sequence, batch, hidden].
+
+        One whose output no other operator takes returns the loss instead: a scalar.
+
+        Args:
+            config: Megatron's ``TransformerConfig``.
+        """
+
+    def shape(self, name: str, args: Namespace) -> tuple[int, int, int]:
+        """Of its output."""
+
+
+class _Stage(MegatronModule):
+    """The operators of one stage.
+
+    Its output is the one tensor that other stages take.  If they take several operators', these are put into one.
+    """
+
+    def __init__(self, run: GraphRun, number: int, config: Any, groups: Any) -> None:
+        super().__init__(config)
+        self.pg_collection = groups
+        self._run, self._number = run, number
+        graph = run.plan.graph
+        mine = graph.names(run.plan.masks[number])
+        self.operators = torch.nn.ModuleDict()
+        for name in mine:
+            with _seeded(run.args.seed + 7919 * graph.position[name]):
+                self.operators[_key(name)] = run.operators.build(name, config)
+        self._order = [(name, run.inputs[name]) for name in mine]
+        self._taken: Mapping[str, torch.Tensor] = {}
+
+    def set_input_tensor(self, tensors: Sequence[Any]) -> None:
+        """Take what other stages sent: a dictionary by stage."""
+        self._taken = tensors[0] or {}
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        values: dict[str, torch.Tensor] = {}
+        for stage, tensor in self._taken.items():
+            values |= self._run.unpacked(int(stage), tensor)
+        for name, inputs in self._order:
+            values[name] = self.operators[_key(name)]([values[source] for source in inputs], batch)
+        if not self._run.runnable.successors[self._number]:
+            return values[self._order[-1][0]]
+        found = self._run.packed(self._number, values)
+        # Megatron frees what was sent, which a view of another tensor does not allow.
+        return found if found._base is None else found.clone()
+
+
+class GraphRun:
+    """A training of a plan.
+
+    Args:
+        ranks: how many there are.
+
+    Raises:
+        GraphError: the plan is of another model, or cannot be trained on these ranks.
+    """
+
+    def __init__(self, plan: Plan, operators: Operators, ranks: int) -> None:
+        self.plan = plan
+        self.operators = operators
+        self.inputs = {its.name: _inputs(plan, operators, its.name) for its in plan.graph.operators}
+        sinks = [its.name for its, outputs in zip(plan.graph.operators, plan.graph.outputs, strict=True) if not outputs]
+        if len(sinks) > 1:
+            raise GraphError(
+                f"{plan.graph.name} has the ends {', '.join(sinks[:5])}; expected one, which makes the loss"
+            )
+        self.runnable = Runnable(plan, ranks)
+        self.args = Namespace()
+
+    def apply(self, args: Namespace) -> None:
+        """Set what the plan decides in Megatron's arguments, after they are parsed and before they are checked.
+
+        Raises:
+            GraphError: a flag says otherwise.
+        """
+        stages = len(self.plan.stages)
+        decided = {  # and what there is without the flag
+            "pipeline_model_parallel_size": (stages, 1),
+            "micro_batch_size": (self.runnable.micro_batch, None),
+            "global_batch_size": (self.plan.batch, None),
+        }
+        for name, (value, default) in decided.items():
+            given = getattr(args, name)
+            if given not in (default, value):
+                raise GraphError(f"--{_flag(name)} is {given}; the plan has {value}: expected that, or no flag")
+            setattr(args, name, value)
+        for name in ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
+            if getattr(args, name) != 1:
+                raise GraphError(f"--{_flag(name)} is {getattr(args, name)}; expected 1: a stage has one rank")
+        args.variable_seq_lengths = True  # Megatron demands it for several modules
+        self.args = args
+
+    def model_provider(self, pre_process: bool, post_process: bool, config: Any = None, **_: Any) -> MegatronModule:
+        """Build this rank's stage, and the communicator, which every rank has to do."""
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        pipefill_patches.apply(("bridge", "multimodule"))
+        config = config or core_transformer_config_from_args(self.args)
+        config.variable_seq_lengths = True
+        config.finalize_model_grads_func = _finalize
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        multimodule.use(self._pipeline(config, groups))
+        return _Stage(self, mpu.get_pipeline_model_parallel_rank(), config, groups)
+
+    def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Any] | None]:
+        """One micro-batch's forward pass on this stage."""
+        number = mpu.get_pipeline_model_parallel_rank()
+        batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
+        output = model(batch)
+        if self.runnable.successors[number]:
+            return {str(number): output}, None
+        return output, _loss
+
+    def packed(self, stage: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What a stage sends: its outputs, in one tensor if there are several."""
+        found = [values[name] for name in self.runnable.outputs[stage]]
+        return found[0] if len(found) == 1 else torch.cat([one.reshape(1, 1, -1) for one in found], dim=-1)
+
+    def unpacked(self, stage: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The outputs of a stage, by operator."""
+        names = self.runnable.outputs[stage]
+        if len(names) == 1:
+            return {names[0]: tensor}
+        shapes = [self.operators.shape(name, self.args) for name in names]
+        parts = tensor.reshape(-1).split([length * batch * width for length, batch, width in shapes])
+        return {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+
+    def _pipeline(self, config: Any, groups: ProcessGroupCollection) -> multimodule.Pipeline:
+        mine = str(mpu.get_pipeline_model_parallel_rank())
+        grids, topology = {}, {}
+        for number, successors in enumerate(self.runnable.successors):
+            grids[str(number)] = HyperCommGrid([1, 1, 1, 1], ["tp", "cp", "pp", "dp"], rank_offset=number)
+            grids[str(number)].create_pg("pp")
+            topology[str(number)] = [str(to) for to in successors]
+        axes: Any = {"s": 0, "b": 1, "h": 2}
+        communicator = MultiModulePipelineCommunicator(grids, topology, config, dim_mapping=axes)
+        sink = None if topology[mine] else mine
+        return multimodule.Pipeline(communicator, MultiModuleProcessGroupCollection({mine: groups}, sink))
+
+
+def _inputs(plan: Plan, operators: Operators, name: str) -> tuple[str, ...]:
+    """Of one operator, in the script's order.
+
+    Raises:
+        GraphError: the script has no such operator, or has it with other inputs.
+    """
+    expected, given = operators.inputs(name), plan.graph.operators[plan.graph.position[name]].inputs
+    if expected is None:
+        raise GraphError(f"the plan is of another model: {plan.graph.name} has {name}, and this script has none")
+    if set(expected) != set(given):
+        has, wants = (", ".join(sorted(some)) or "nothing" for some in (given, expected))
+        raise GraphError(f"the plan is of another model: {name} takes {has} there; expected {wants}")
+    return expected
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Weights that are made meanwhile depend on this alone, and not on the stage that has them."""
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    with torch.random.fork_rng():
+        model_parallel_cuda_manual_seed(seed)
+        torch.manual_seed(seed)
+        yield
+    tracker.set_states(states)
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _key(name: str) -> str:
+    """As a module's name, which has no dots."""
+    return name.replace(".", "_")
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return output, {"lm loss": output.detach().clone().view(1)}
+
+
+def _finalize(model: Any, num_tokens: Any = None, pg_collection: Any = None, force_all_reduce: bool = False) -> None:
+    """Megatron's, with its own process groups: the schedule gives those of several modules, which it cannot take."""
+    finalize_model_grads(model, num_tokens, None, force_all_reduce)

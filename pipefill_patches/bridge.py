@@ -1,0 +1,115 @@
+"""Bridges between the modules of a multi-module pipeline: the process groups' backend, and bubbles around their waits.
+
+A ``BridgeCommunicator`` carries activations and gradients from one module to the next.  It posts its transfers and
+waits for them itself, so ``P2PCommunicator`` never sees them: the bridge is a second seam.  Whatever a rank calls of
+it, the first wait is the one for shapes (for a rank that only hears of its leader, the whole call is a wait): there the
+bubble opens.  It closes with the outermost call, since a module with several inputs or outputs goes from bridge to
+bridge and computes nothing between them.
+
+Upstream asks for ``nccl`` by name where it makes these groups.  Without a name a group gets the world's backend, which
+is ``nccl`` on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.fill.hooks import bus
+from pipefill_patches.registry import Patch, Target, replace
+
+_MODULE = "megatron.core.pipeline_parallel.bridge_communicator"
+_BRIDGE = f"{_MODULE}:BridgeCommunicator"
+_PIPELINE = "megatron.core.pipeline_parallel.multimodule_communicator:MultiModulePipelineCommunicator"
+_SHAPES = Target(
+    f"{_BRIDGE}._communicate_shapes", ("self", "tensor_to_send_next", "recv_next", "recv_prev", "tensor_to_send_prev")
+)
+_GROUPS = (
+    Target(f"{_BRIDGE}._get_or_create_broadcast_pg", ("ranks_list",), ("dist", "_broadcast_pg_cache")),
+    Target(f"{_BRIDGE}._get_or_create_bridge_pg", ("ranks",), ("dist", "_bridge_pg_cache")),
+)
+# What a schedule calls of a bridge and of the pipeline's communicator, and whether it waits for a gradient.
+_CALLS = {
+    "recv_forward": False,
+    "send_forward": False,
+    "recv_backward": True,
+    "send_backward": False,
+    "send_forward_recv_backward": True,
+    "send_backward_recv_forward": False,
+}
+_OWN = {"recv_forward": (), "recv_backward": (), "send_forward": ("tensor_to_send",), "send_backward": ("grad_tensor",)}
+_BRIDGE_CALLS = tuple(Target(f"{_BRIDGE}.{name}", ("self", *_OWN.get(name, ()))) for name in _CALLS)
+_PIPELINE_CALLS = tuple(Target(f"{_PIPELINE}.{name}", ("self",)) for name in _CALLS)
+
+
+class _Call:
+    """The outermost call that is running."""
+
+    depth = 0
+    for_backward = False
+
+
+def _outermost(original: Callable[..., Any], for_backward: bool, bridge: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _Call.depth:
+            _Call.for_backward = for_backward
+        if bridge and self.comm_map[self.current_rank].role.value == "MEMBER":
+            bus.open(for_backward=_Call.for_backward)  # it exchanges no shapes: it hears all from its leader
+        _Call.depth += 1
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _Call.depth -= 1
+            if not _Call.depth:
+                bus.close()
+
+    return run
+
+
+def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def communicate_shapes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bus.open(for_backward=_Call.for_backward)
+        return original(self, *args, **kwargs)
+
+    return communicate_shapes
+
+
+class _OfTheWorld:
+    """``torch.distributed`` that makes groups with the world's backend, whatever name is given."""
+
+    def __init__(self, distributed: Any) -> None:
+        self._distributed = distributed
+
+    def new_group(self, ranks: list[int], **_: Any) -> Any:
+        return self._distributed.new_group(ranks)
+
+    def new_subgroups_by_enumeration(self, ranks_per_subgroup_list: list[list[int]], **_: Any) -> Any:
+        return self._distributed.new_subgroups_by_enumeration(ranks_per_subgroup_list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._distributed, name)
+
+
+def _install(stack: contextlib.ExitStack) -> None:
+    import importlib
+
+    module = importlib.import_module(_MODULE)
+    replace(stack, module, "dist", _OfTheWorld(module.dist))
+    holder, name = _SHAPES.resolve()
+    replace(stack, holder, name, _opening(getattr(holder, name)))
+    for targets, bridge in ((_BRIDGE_CALLS, True), (_PIPELINE_CALLS, False)):
+        for target in targets:
+            holder, name = target.resolve()
+            replace(stack, holder, name, _outermost(getattr(holder, name), _CALLS[name], bridge))
+
+
+PATCH = Patch(
+    "bridge",
+    "a bridge posts its transfers and waits for them by itself, and asks for nccl by name",
+    _install,
+    (_SHAPES, *_GROUPS, *_BRIDGE_CALLS, *_PIPELINE_CALLS),
+)

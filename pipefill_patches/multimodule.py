@@ -1,0 +1,245 @@
+"""Multi-module pipelines whose modules are a graph: warm-up, fan-out, and branches of unequal length.
+
+Megatron's schedule of such a pipeline is 1F1B on every rank.  Three things make it wrong for a graph.
+
+- The warm-up is as many forward passes as there are stages after this one.  Upstream counts them from the source:
+  all stages but those up to here.  Where one branch is shorter than another, that is too many, and all ranks wait for
+  each other.  Here they are counted to the sink that is farthest away.
+- Where a module's output goes to several others, their gradients have to be added up.  Upstream keeps the last one.
+- A rank sends an activation and receives a gradient in one call, and its peer does the reverse in one call.  Both make
+  as many calls before that if the sender has one forward pass more in its warm-up than the receiver.  Where it has
+  more, since another of its branches is longer, the receiver takes the others ahead.
+
+Who trains a graph in a program that calls the schedule without a communicator, as ``pretrain`` does, says with ``use``
+which one it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.fill.hooks import bus
+from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.schedules import spanned
+
+_PIPELINE = "megatron.core.pipeline_parallel.multimodule_communicator:MultiModulePipelineCommunicator"
+_STAGE = Target(f"{_PIPELINE}.current_stage", ("self",), ("total_stages",))
+_TOTAL = Target(f"{_PIPELINE}.total_stages", ("self",))
+_BUILD = Target(f"{_PIPELINE}._build_rank_module_info_map", ("self",), ("rank_module_map", "bridge_comms"))
+_OUT = Target(f"{_PIPELINE}.send_forward_recv_backward", ("self",), ("bridge_comms_as_src_module",))
+_IN = Target(f"{_PIPELINE}.send_backward_recv_forward", ("self",), ("bridge_comms_as_dest_module",))
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_SCHEDULE = Target(
+    f"{_SCHEDULES}:forward_backward_pipelining_without_interleaving",
+    ("forward_step_func", "data_iterator", "model", "num_microbatches"),
+    ("total_stages", "current_stage", "backward_step_multimodule"),
+)
+_BACKWARD = Target(
+    f"{_SCHEDULES}:backward_step_multimodule", ("input_tensor", "output_tensor", "output_tensor_grad", "config")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What a schedule is given.
+
+    Attributes:
+        communicator: a ``MultiModulePipelineCommunicator``.
+        groups: a ``MultiModuleProcessGroupCollection``.
+    """
+
+    communicator: Any
+    groups: Any
+
+
+class _Used:
+    pipeline: Pipeline | None = None
+
+
+def use(pipeline: Pipeline | None) -> None:
+    """Have the schedule use it from now on, wherever it is called without a communicator."""
+    _Used.pipeline = pipeline
+
+
+def stages_after(topology: Mapping[str, Sequence[str]], depths: Mapping[str, int], module: str) -> int:
+    """The stages on the longest path from a module's end to a sink.
+
+    Args:
+        topology: per module, those that take its output; without a cycle.
+        depths: per module, its own pipeline stages.
+    """
+    return max((depths[to] + stages_after(topology, depths, to) for to in topology.get(module, ())), default=0)
+
+
+def _depths(communicator: Any) -> dict[str, int]:
+    return {name: grid.shape[grid.dim_names.index("pp")] for name, grid in communicator.module_to_grid_map.items()}
+
+
+def _current_stage(self: Any) -> int:
+    """The rank's stage as the schedule counts: so many are after it until the farthest sink.
+
+    A rank of no module is at the end.
+    """
+    depths = _depths(self)
+    after = (
+        stages_after(self.topology, depths, name) + its.pp_size - its.pp_rank - 1
+        for name, its in self.rank_module_map.items()
+    )
+    return int(self.total_stages - 1 - max(after, default=0))
+
+
+class FanOut:
+    """Bridges to several modules as one: the output goes to each, and their gradients are added up."""
+
+    def __init__(self, bridges: Sequence[Any]) -> None:
+        self.bridges = tuple(bridges)
+        self.src_module_name = bridges[0].src_module_name
+
+    def send_forward(self, tensor: Any) -> None:
+        for bridge in self.bridges:
+            bridge.send_forward(tensor)
+
+    def recv_backward(self) -> Any:
+        return _added([bridge.recv_backward() for bridge in self.bridges])
+
+    def send_forward_recv_backward(self, tensor: Any) -> Any:
+        return _added([bridge.send_forward_recv_backward(tensor) for bridge in self.bridges])
+
+
+def _added(gradients: list[Any]) -> Any:
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total + gradient
+    return total
+
+
+class FanIn:
+    """The bridges of a module's inputs, of which some are taken ahead: so both sides make the same calls in order.
+
+    What is due is received in turns, one of each bridge: a sender that has to wait for its turn keeps nobody else.
+
+    Args:
+        ahead: per bridge, by how many forward passes its sender's warm-up is longer than the schedule expects.
+    """
+
+    def __init__(self, ahead: Sequence[tuple[Any, int]]) -> None:
+        self.microbatches = 0
+        self.inlets = [Inlet(self, bridge, by) for bridge, by in ahead]
+
+    def begin(self, microbatches: int) -> None:
+        """A schedule of so many forward passes begins."""
+        self.microbatches = microbatches
+        for inlet in self.inlets:
+            inlet.clear()
+
+    def receive(self) -> None:
+        """Everything that has to be there for the next forward pass."""
+        while late := [inlet for inlet in self.inlets if inlet.lacks(self.microbatches)]:
+            for inlet in late:
+                inlet.receive()
+
+
+class Inlet:
+    """One bridge of them, as the communicator calls it."""
+
+    def __init__(self, fan: FanIn, bridge: Any, ahead: int) -> None:
+        self.fan = fan
+        self.bridge = bridge
+        self.src_module_name = bridge.src_module_name
+        self._ahead = ahead
+        self.clear()
+
+    def clear(self) -> None:
+        self._kept: deque[Any] = deque()
+        self._received = self._given = 0
+
+    def lacks(self, microbatches: int) -> bool:
+        """Whether something has to be received before the next input is given."""
+        return self._received < min(microbatches, self._given + 1 + self._ahead)
+
+    def receive(self) -> None:
+        self._keep(self.bridge.recv_forward())
+
+    def recv_forward(self) -> Any:
+        if self.lacks(self.fan.microbatches):
+            self.fan.receive()  # by the first of them, for all
+        return self._give()
+
+    def send_backward(self, gradient: Any) -> None:
+        self.bridge.send_backward(gradient)
+
+    def send_backward_recv_forward(self, gradient: Any) -> Any:
+        if self.lacks(self.fan.microbatches):
+            self._keep(self.bridge.send_backward_recv_forward(gradient))
+        else:  # the sender has no more to send
+            self.bridge.send_backward(gradient)
+        return self._give()
+
+    def _keep(self, tensor: Any) -> None:
+        self._kept.append(tensor)
+        self._received += 1
+
+    def _give(self) -> Any:
+        self._given += 1
+        return self._kept.popleft()
+
+
+def _joined(build: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(build)
+    def build_and_join(self: Any) -> None:
+        build(self)
+        depths = _depths(self)
+        after = {name: stages_after(self.topology, depths, name) for name in depths}
+        for module, its in self.rank_module_map.items():
+            out, into = its.bridge_comms_as_src_module, its.bridge_comms_as_dest_module
+            if len(out) > 1:
+                near = sorted(out, key=lambda bridge: -after[bridge.dest_module_name] - depths[bridge.dest_module_name])
+                its.bridge_comms_as_src_module = [FanOut(near)]
+            begins = after[module] + depths[module]
+            ahead = sorted(
+                ((bridge, after[bridge.src_module_name] - begins) for bridge in into), key=lambda one: one[1]
+            )
+            if any(by for _, by in ahead):
+                its.bridge_comms_as_dest_module = FanIn(ahead).inlets
+
+    return build_and_join
+
+
+def _with_pipeline(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(schedule)
+    def run(**kwargs: Any) -> Any:
+        used = _Used.pipeline
+        if used is not None and kwargs.get("p2p_communicator") is None and kwargs.get("pg_collection") is None:
+            kwargs |= {"p2p_communicator": used.communicator, "pg_collection": used.groups}
+        for its in getattr(kwargs.get("p2p_communicator"), "rank_module_map", {}).values():
+            for bridge in its.bridge_comms_as_dest_module[:1]:
+                if isinstance(bridge, Inlet):
+                    bridge.fan.begin(kwargs["num_microbatches"])
+        return schedule(**kwargs)
+
+    return run
+
+
+def _install(stack: contextlib.ExitStack) -> None:
+    holder, name = _STAGE.resolve()
+    replace(stack, holder, name, property(_current_stage))
+    holder, name = _BUILD.resolve()
+    replace(stack, holder, name, _joined(getattr(holder, name)))
+    holder, name = _SCHEDULE.resolve()
+    replace(stack, holder, name, _with_pipeline(getattr(holder, name)))
+    holder, name = _BACKWARD.resolve()
+    replace(stack, holder, name, spanned(getattr(holder, name), bus.backward))
+    stack.callback(use, None)
+
+
+PATCH = Patch(
+    "multimodule",
+    "one class says how long the warm-up is, and goes from bridge to bridge",
+    _install,
+    (_STAGE, _TOTAL, _BUILD, _OUT, _IN, _SCHEDULE, _BACKWARD),
+)
