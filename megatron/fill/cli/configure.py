@@ -36,6 +36,10 @@ def configure(
     moves: Annotated[
         int, typer.Option("--moves", metavar="N", min=0, max=10**9, help="Of that search, for each configuration.")
     ] = 1000,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option("--profile", metavar="RUN", help="A run folder of --fill-profile-only; may be repeated."),
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")] = None,
     launch: Annotated[
         Path | None, typer.Option("--launch", metavar="FILE", help="Write a script that starts the best one.")
@@ -45,7 +49,7 @@ def configure(
 
     All layouts that Megatron starts and that fit the GPUs' memory are weighed. BUBBLES is their share of the GPUs'
     time, FILL how many GPUs of their own the fill jobs would need for what they do in them. On a measured network,
-    ranks are put on the GPUs where the iteration is shortest.
+    ranks are put on the GPUs where the iteration is shortest. With --profile, passes take what that run's passes took.
 
     --json writes "configurations", "timed" and a list "best", each with its layout, rank order, flags and figures.
     """
@@ -53,6 +57,7 @@ def configure(
     from megatron.fill.configure.cluster import load_cluster
     from megatron.fill.configure.flags import read_flags
     from megatron.fill.configure.launch import write_launch
+    from megatron.fill.configure.passes import load_passes
     from megatron.fill.configure.value import Objective, fill_kinds
 
     if objective not in list(Objective):
@@ -65,7 +70,8 @@ def configure(
         if path is not None:
             check_writable(option, path)
     kinds = fill_kinds(there.gpu, fill)
-    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves)
+    passes = load_passes(profile, training) if profile else None
+    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes)
     _print_choice(choice, there)
     if json_path is not None:
         _write_json(json_path, choice, there)

@@ -17,6 +17,7 @@ from math import gcd
 from megatron.fill.configure.latency import bound_ns, iteration
 from megatron.fill.configure.layout import Layout, StageRoutes, both_ways, stage_routes
 from megatron.fill.configure.links import Links, Route
+from megatron.fill.configure.passes import Passes
 from megatron.fill.mainjob.hardware import GpuKind
 from megatron.fill.mainjob.model import ModelSpec
 from megatron.fill.mainjob.parallel import Parallel
@@ -29,8 +30,17 @@ _KEPT = 20_000  # entries of each cache; a few hundred bytes each
 class Energy:
     """What a configuration's iteration takes at least, in nanoseconds, by the order of its ranks."""
 
-    def __init__(self, model: ModelSpec, gpu: GpuKind, efficiency: float, its: Parallel, links: Links) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        gpu: GpuKind,
+        efficiency: float,
+        its: Parallel,
+        links: Links,
+        passes: Passes | None = None,
+    ) -> None:
         self._model, self._gpu, self._efficiency, self._its, self._links = model, gpu, efficiency, its, links
+        self._passes = passes
         self._stages: dict[tuple[int, ...], StageRoutes] = {}
         self._boundaries: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[Route, Route], ...]] = {}
 
@@ -43,7 +53,7 @@ class Energy:
         replicas = tuple(dict.fromkeys(zip(*boundaries, strict=True))) or ((),)
         ends = self._links.ring(zip(rows[0], rows[-1], strict=True)) if its.pp > 1 else Route()
         layout = Layout(tuple(self._stage(row) for row in rows), replicas, ends)
-        return bound_ns(iteration(self._model, self._gpu, self._efficiency, its, layout))
+        return bound_ns(iteration(self._model, self._gpu, self._efficiency, its, layout, self._passes))
 
     def _stage(self, ranks: tuple[int, ...]) -> StageRoutes:
         if ranks not in self._stages:
@@ -69,7 +79,7 @@ class Energy:
         speed = max(links.bytes_per_s[one][other] for one in ranks for other in ranks if one != other)
         latency = min(links.latency_s[one][other] for one in ranks for other in ranks if one != other)
         best = Links([[speed] * len(ranks)] * len(ranks), [[latency] * len(ranks)] * len(ranks), (0,) * len(ranks))
-        return Energy(self._model, self._gpu, self._efficiency, self._its, best)(ranks)
+        return Energy(self._model, self._gpu, self._efficiency, self._its, best, self._passes)(ranks)
 
 
 @dataclass(frozen=True, slots=True)
