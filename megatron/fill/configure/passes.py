@@ -103,9 +103,7 @@ class Passes:
         for is_there, end in zip(ends, (first, last), strict=True):
             if is_there:
                 forward, backward = forward + end.forward_ns, backward + end.backward_ns
-        return StageCost(
-            round(forward + layers * exchange_s[0] * 1e9), round(backward + layers * exchange_s[1] * 1e9)
-        )
+        return StageCost(round(forward + layers * exchange_s[0] * 1e9), round(backward + layers * exchange_s[1] * 1e9))
 
     def _of(self, tp: int) -> list[Profile]:
         return [one for one in self.profiles if one.tp == tp]
@@ -227,9 +225,7 @@ def layout_of_run(folder: Path, ran: Training, ranks: int) -> Parallel:
     return its
 
 
-def profile_of(
-    job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: Sequence[IterationSample]
-) -> Profile:
+def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: Sequence[IterationSample]) -> Profile:
     """What some iterations of a run say.
 
     With three virtual stages or more, those between the first and the last tell what a layer takes.  With two, all of
@@ -267,9 +263,7 @@ def _stage(job: RecordedMainJob, samples: Sequence[IterationSample], stage: int)
     row = job.schedule.order[rank]
     found = {}
     for kind in (Pass.FORWARD, Pass.BACKWARD):
-        places = [
-            at for at, op in enumerate(row) if op.kind is kind and job.schedule.virtual_stage(rank, op) == stage
-        ]
+        places = [at for at, op in enumerate(row) if op.kind is kind and job.schedule.virtual_stage(rank, op) == stage]
         found[kind] = median(fmean(sample.ranks[rank].passes_ns[at] for at in places) for sample in samples)
     return Both(found[Pass.FORWARD], found[Pass.BACKWARD])
 
