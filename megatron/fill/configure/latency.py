@@ -191,7 +191,7 @@ type Waits = tuple[tuple[tuple[tuple[int, bool], ...], ...], ...]
 
 
 def compiled_schedule(its: Parallel, rendezvous: bool = False) -> tuple[Compiled, Waits]:
-    """The schedule ready to be timed, and per rank and wait the links waited for: the stage before, and whether back."""
+    """The schedule ready to be timed; per rank and wait, the links waited for: the stage before, and whether back."""
     name = "interleaved" if its.chunks > 1 else its.schedule
     return _compiled(name, its.pp, its.microbatches, its.chunks, rendezvous)
 
