@@ -27,7 +27,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.configure.baselines import amp, rule_of_thumb
 from megatron.fill.configure.cluster import Cluster
-from megatron.fill.configure.dedicate import Energy, anneal
+from megatron.fill.configure.dedicate import anneal
+from megatron.fill.configure.energy import Energy
 from megatron.fill.configure.flags import Training, read_flags
 from megatron.fill.configure.latency import bound_ns, timeline
 from megatron.fill.configure.search import Evaluator, search
@@ -128,7 +129,7 @@ def measure_dedication(nodes: int, seconds: float, pipette_s: float) -> dict[str
     began_s = time.perf_counter()
     ours = anneal(energy, its, 1, 0, 10**9, seconds)
     took_s = time.perf_counter() - began_s
-    other = anneal(energy, its, 1, 0, 10**9, pipette_s, restarts=False)
+    other = anneal(energy, its, 1, 0, 10**9, pipette_s, as_pipette=True)
     row = {
         "ours_ms": ours.energy_ns / 1e6,
         "ours_s": took_s,

@@ -164,7 +164,8 @@ def profile(training: Training, turn: Turn) -> Passes:
     samples = [
         one
         for one in job.samples
-        if turn.start_ns <= starts.get(one.iteration - 1, 0) and starts.get(one.iteration + 1, turn.end_ns) < turn.end_ns
+        if turn.start_ns <= starts.get(one.iteration - 1, 0)
+        and starts.get(one.iteration + 1, turn.end_ns) < turn.end_ns
     ]
     return Passes([profile_of(job, model(), training.its, samples)])
 

@@ -140,14 +140,14 @@ class ForkedRanks:
 def preload() -> None:
     """Import here what every rank imports; only before the first rank is made."""
     os.environ.update(_OWN)
-    import megatron.fill.device.before_cuda  # noqa: F401 -- Megatron asks for CUDA while it is imported
+    import megatron.fill.device.before_cuda  # Megatron asks for CUDA while it is imported
 
     # isort: split
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what is not installed, once per module
-        import megatron.training  # noqa: F401
+        import megatron.training
         import torch
-        import torch.utils.tensorboard  # noqa: F401
+        import torch.utils.tensorboard
 
     torch.set_num_threads(1)  # a fork has none of its parent's threads
     gc.collect()

@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.fill.configure.baselines import amp, amp_ns, rule_of_thumb
 from megatron.fill.configure.cluster import Cluster
-from megatron.fill.configure.dedicate import MOVES, Energy, anneal
+from megatron.fill.configure.dedicate import MOVES, anneal
+from megatron.fill.configure.energy import Energy
 from megatron.fill.configure.flags import layout_flags, read_flags
 from megatron.fill.configure.latency import bound_ns, iteration, timeline
 from megatron.fill.configure.layout import lay_out
@@ -241,7 +243,10 @@ def test_amp_counts_what_1f1b_waits_for_once():
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 def test_a_move_keeps_all_units(move):
     for one, other in itertools.permutations(range(7), 2):
-        assert sorted(move(list(range(7)), one, other)) == list(range(7))
+        units = np.arange(7)
+        move(units, one, other)
+        assert sorted(units) == list(range(7))
+        assert list(units) != list(range(7))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fill.configure.cluster import Cluster
-from megatron.fill.configure.dedicate import Energy, anneal
+from megatron.fill.configure.dedicate import anneal
+from megatron.fill.configure.energy import Energy
 from megatron.fill.configure.flags import Training
 from megatron.fill.configure.links import Links
 from megatron.fill.configure.passes import Passes

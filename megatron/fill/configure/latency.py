@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -50,24 +51,15 @@ def iteration(
     measured, tensor parallelism included.
     """
     layers = its.layers(model)
-    last = len(layers) - 1
-    known: dict[object, StageCost] = {}
     steps: dict[object, tuple[float, float]] = {}
-    stages, reduces, optimizers = [], [], []
+    reduces, optimizers = [], []
     # by identity: hashing routes for each layer takes longer than all the rest
     distinct = {id(routes): routes for routes in layout.stages}
     exchange_of = {number: _exchange_s(model, its, routes, passes is None) for number, routes in distinct.items()}
     exchanges = [exchange_of[id(routes)] for routes in layout.stages]
-    for at, count in enumerate(layers):
-        exchange = exchanges[at % its.pp]
-        key = count, at == 0, at == last, exchange
-        if key not in known and passes is not None:
-            known[key] = passes.stage_cost(model, its, count, (at == 0, at == last), exchange)
-        elif key not in known:
-            known[key] = stage_cost(model, gpu, its, efficiency, count, at == last, *exchange)
-        stages.append(known[key])
+    stages = stage_times(model, gpu, efficiency, its, exchanges, passes)
     embedding_s = all_reduce_s(layout.ends, 2, tied_embedding_bytes(model, its))
-    parameter_s = _OPTIMIZER_BYTES / gpu.memory_bandwidth if passes is None else passes.step_s_per_parameter(its.tp)
+    parameter_s = _parameter_s(gpu, its, passes)
     for stage, routes in enumerate(layout.stages):
         inner = 0 < stage < its.pp - 1
         alike = (layers[stage], id(routes)) if inner else stage
@@ -85,6 +77,60 @@ def iteration(
         tuple(reduces),
         layout.rendezvous,
     )
+
+
+def stage_times(
+    model: ModelSpec,
+    gpu: GpuKind,
+    efficiency: float,
+    its: Parallel,
+    exchanges: Sequence[tuple[float, float]],
+    passes: Passes | None,
+) -> list[StageCost]:
+    """What a micro-batch costs on each virtual stage.
+
+    Args:
+        exchanges: per rank, the seconds that a forward and a backward pass of one layer exchange.
+    """
+    layers = its.layers(model)
+    last = len(layers) - 1
+    known: dict[object, StageCost] = {}
+    stages = []
+    for at, count in enumerate(layers):
+        exchange = exchanges[at % its.pp]
+        key = count, at == 0, at == last, exchange
+        if key not in known and passes is not None:
+            known[key] = passes.stage_cost(model, its, count, (at == 0, at == last), exchange)
+        elif key not in known:
+            known[key] = stage_cost(model, gpu, its, efficiency, count, at == last, *exchange)
+        stages.append(known[key])
+    return stages
+
+
+def step_sizes(
+    model: ModelSpec, gpu: GpuKind, its: Parallel, passes: Passes | None
+) -> list[tuple[float, float, float]]:
+    """Without expert parallelism, per stage: bytes of gradients and of weights, and an optimizer's own seconds."""
+    rows = []
+    for stage in range(its.pp):
+        ((count, *_), *_) = _parameter_groups(model, its, stage)
+        own_s = count * _parameter_s(gpu, its, passes)
+        rows.append((count * its.precision.gradient_bytes, count * its.precision.weight_bytes, own_s))
+    return rows
+
+
+def _parameter_s(gpu: GpuKind, its: Parallel, passes: Passes | None) -> float:
+    """What the optimizer takes for a parameter."""
+    return _OPTIMIZER_BYTES / gpu.memory_bandwidth if passes is None else passes.step_s_per_parameter(its.tp)
+
+
+def _parameter_groups(model: ModelSpec, its: Parallel, stage: int) -> tuple[tuple[float, int], tuple[float, int]]:
+    """Parameters and the ranks that reduce them together: of what replicas share, and of experts."""
+    experts = expert_parameters(model, its, stage)
+    dense = stage_parameters(model, its, stage) - experts
+    if its.ep == 1:
+        dense, experts = dense + experts, 0.0
+    return (dense, its.replicas), (experts, its.replicas // its.ep)
 
 
 def _exchange_s(model: ModelSpec, its: Parallel, routes: StageRoutes, tensor: bool) -> tuple[float, float]:
@@ -116,13 +162,9 @@ def _reduce_and_step_s(
     Args:
         parameter_s: what the optimizer takes for a parameter.
     """
-    experts = expert_parameters(model, its, stage)
-    dense = stage_parameters(model, its, stage) - experts
-    if its.ep == 1:
-        dense, experts = dense + experts, 0.0
-    groups = ((dense, its.replicas, routes.replicas), (experts, its.replicas // its.ep, routes.expert_replicas))
+    groups = _parameter_groups(model, its, stage)
     reduce_s = step_s = 0.0
-    for parameters, ranks, route in groups:
+    for (parameters, ranks), route in zip(groups, (routes.replicas, routes.expert_replicas), strict=True):
         gradients_s = all_reduce_s(route, ranks, parameters * its.precision.gradient_bytes)
         own_s = parameters * parameter_s
         if its.distributed_optimizer:
