@@ -2,9 +2,9 @@
 
 The profile is the first stretch of one training, its *reference*: pp=2 with two virtual stages, four micro-batches of
 one sample.  Everything is predicted from it.  Each of the others is then trained in turns with the reference: one is
-held while the other goes on.  A shared machine is faster in one minute than in the next, so each prediction is scaled by
-what the reference takes in these turns, over what is predicted of the reference itself.  What is judged is thus how many
-times as long as the reference each of the others takes.  ``unscaled`` is the error of the bare prediction.
+held while the other goes on.  A shared machine is faster in one minute than in the next, so each prediction is scaled
+by what the reference takes in these turns, over what is predicted of the reference itself.  What is judged is thus how
+many times as long as the reference each of the others takes.  ``unscaled`` is the error of the bare prediction.
 """
 
 from __future__ import annotations

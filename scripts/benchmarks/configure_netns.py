@@ -38,7 +38,7 @@ from scripts.benchmarks.forked import ForkedRanks, preload
 from scripts.benchmarks.netns import INTERFACE, address, linked, why_not
 
 HOSTS = 4
-MBITS = {(0, 1): 60, (0, 2): 400, (0, 3): 150, (1, 2): 100, (1, 3): 300, (2, 3): 80}  # both ways
+MBITS = {(0, 1): 20, (0, 2): 130, (0, 3): 50, (1, 2): 33, (1, 3): 100, (2, 3): 27}  # both ways
 # Little is computed for what is sent: a megabyte from stage to stage.
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 127 --global-batch-size 256 "

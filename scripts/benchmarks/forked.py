@@ -145,7 +145,7 @@ def preload() -> None:
     # isort: split
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about what is not installed, once per module
-        import megatron.training
+        import megatron.training  # noqa: F401
         import torch
         import torch.utils.tensorboard
 

@@ -41,6 +41,9 @@ def configure(
         typer.Option("--profile", metavar="RUN", help="A run folder of --fill-profile-only; may be repeated."),
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw them and their bubbles into this file.")
+    ] = None,
     launch: Annotated[
         Path | None, typer.Option("--launch", metavar="FILE", help="Write a script that starts the best one.")
     ] = None,
@@ -66,7 +69,7 @@ def configure(
     if objective == Objective.COST and there.price_per_gpu_hour is None:
         raise ConfigError(f"{cluster}: price_per_gpu_hour is missing; expected it with --objective cost")
     links = there.links(cluster.resolve().parent)
-    for option, path in (("--json", json_path), ("--launch", launch)):
+    for option, path in (("--json", json_path), ("--png", png), ("--launch", launch)):
         if path is not None:
             check_writable(option, path)
     kinds = fill_kinds(there.gpu, fill)
@@ -75,6 +78,10 @@ def configure(
     _print_choice(choice, there)
     if json_path is not None:
         _write_json(json_path, choice, there)
+    if png is not None:
+        from megatron.fill.configure.picture import draw_best
+
+        draw_best(png, choice.best)
     if launch is not None:
         order = write_launch(launch, training, there, choice.best[0].proposal)
         print(f"{launch} starts the first of them{f' in the order of {order}' if order else ''}.")
