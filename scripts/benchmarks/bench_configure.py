@@ -10,9 +10,11 @@
 - ``baselines``: the iteration of the layouts that AMP's and Varuna's models and Megatron's rule of thumb choose, over
   ours, by the timeline.
 - ``blind``: one profiled training predicts twelve others, which are then made (``configure_blind.py``).
+- ``vtrain``: trainings on GPUs that vTrain's authors measured (``--vtrain FILE``; ``configure_vtrain.py``).
 - ``netns``: rank orders on four hosts with unequal links, predicted and then trained (``configure_netns.py``; root).
 
     python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication baselines --json FILE
+    python scripts/benchmarks/bench_configure.py --parts vtrain --vtrain ground_truth_single.csv --json FILE
     python scripts/benchmarks/bench_configure.py --parts blind --json FILE
     python scripts/benchmarks/bench_configure.py --parts netns --json FILE
 """
@@ -43,6 +45,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.mainjob.hardware import GPUS
 from megatron.fill.mainjob.model import MODELS
 from megatron.fill.mainjob.parallel import Parallel, Recompute
+from scripts.benchmarks.configure_vtrain import measure_vtrain
 from scripts.benchmarks.configuring import event_times, random_iteration, random_links
 from scripts.benchmarks.results import Results, opened
 
@@ -211,6 +214,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64], help="multiples of 8, of dedication")
     parser.add_argument("--seconds", type=float, default=5.0, help="for our rank order (default: 5)")
     parser.add_argument("--pipette-seconds", type=float, default=60.0, help="for Pipette's (default: 60)")
+    parser.add_argument("--vtrain", metavar="FILE", type=Path, help="vTrain's ground_truth_single.csv, for vtrain")
     parser.add_argument("--profiled", type=int, default=20, help="iterations of blind's profile (default: 20)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each of blind's trainings (default: 3)")
     parser.add_argument("--each", type=int, default=4, help="iterations of a turn, the first not counted (default: 4)")
@@ -218,6 +222,8 @@ def main() -> None:
     parser.add_argument("--orders", type=int, default=7, help="that netns trains of each layout (default: 7)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
     options = parser.parse_args()
+    if ("vtrain" in options.parts) != (options.vtrain is not None):
+        parser.error("--parts vtrain and --vtrain FILE belong together")
     results: Results = opened(parser, options.json)
     for part in options.parts:
         if part == "dedication":
@@ -238,6 +244,7 @@ def main() -> None:
                 "timeline": lambda: measure_timeline(options.cases),
                 "search": measure_search,
                 "speed": measure_speed,
+                "vtrain": lambda: measure_vtrain(options.vtrain),
             }[part]()
             report(part, figures)
             results.add(part, figures)

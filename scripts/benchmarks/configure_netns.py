@@ -49,7 +49,7 @@ REST = (
     "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --eval-interval 100000 --log-interval 1 "
     "--fill-profile-only --fill-trace-iterations 1000"
 )
-SIZES = "8,256KiB,2MiB"
+SIZES = "8,64KiB,1MiB"
 WARMUP = 2  # iterations that do not count
 LIMIT_S = 200.0
 
@@ -87,7 +87,9 @@ class Hosts:
     def network(self) -> Network:
         """As ``pipefill network`` measures it."""
         pipefill = str(Path(sys.executable).parent / "pipefill")
-        folder = self.run([pipefill, "network", "--output", "{folder}/network.json", "--sizes", SIZES])
+        folder = self.run(
+            [pipefill, "network", "--output", "{folder}/network.json", "--sizes", SIZES, "--repeats", "2"]
+        )
         return Network.load(folder / "network.json")
 
     def train(self, its: Parallel, order: Order, iterations: int) -> list[RankRecord]:

@@ -160,6 +160,7 @@ def _become(
     """Turn this child into a rank."""
     code = 1
     try:
+        atexit._clear()  # what is this process' parent's to do: it would remove the parent's temporary folders
         os.setsid()
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
