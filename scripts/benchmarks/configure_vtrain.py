@@ -5,8 +5,8 @@ Megatron-DeepSpeed on one node of up to eight A100, all with full recomputation.
 
 As Pipette does, a few trainings serve as the profile of passes: of each hidden size, tensor parallelism and micro-batch
 size the first few rows (``PROFILED``).  From them follow, by least squares without negative figures, what a layer takes
-in each of these cases, and a few figures that all share: the output layer, the optimizer, the links.  All other rows are
-predicted by the configurator's own model: ``latency.iteration`` and the timeline.
+in each of these cases, and a few figures that all share: the output layer, the optimizer, the links.  All other rows
+are predicted by the configurator's own model: ``latency.iteration`` and the timeline.
 
 *Regret* is by how much the layout that is predicted to be the fastest is slower than the fastest, among the rows with
 one model, batch and number of GPUs.
@@ -32,7 +32,6 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_text
 from megatron.fill.mainjob.analytic import p2p_bytes
 from megatron.fill.mainjob.hardware import GPUS
-from megatron.fill.mainjob.hardware import Network as NodeNetwork
 from megatron.fill.mainjob.memory import stage_parameters
 from megatron.fill.mainjob.model import ModelSpec
 from megatron.fill.mainjob.parallel import Parallel, Precision, Recompute
@@ -88,7 +87,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _row(path: Path, number: int, line: dict[str, str]) -> Row:
-    its: dict[str, int] = {}
+    its: dict[str, Any] = {}
     for name, field in COLUMNS.items():
         text = line[name] or ""
         if not (text.isdecimal() and int(text) > 0):
