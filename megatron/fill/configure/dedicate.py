@@ -27,6 +27,7 @@ _COOLING = 0.999  # after each move, as Pipette does
 _COLD = 1e-4  # of the first temperature
 _MOST_AT_ONCE = 64
 _RUNS = 3  # from hot to cold, if there are moves enough for each
+_GUIDE = 0.1  # how much the mean of all paths counts beside the longest
 _LEAST_OF_RUN = 2000  # moves
 
 type Row = NDArray[np.int64]
@@ -123,7 +124,9 @@ class _Search:
         self._chances = None if as_pipette else np.cumsum(_CHANCES)[:-1]
         self._as_pipette = as_pipette
         self.at = self.best = np.arange(count)
-        self.identity_ns = self.at_ns = self.best_ns = int(energy.many(self.ranks(self.at)[None])[0])
+        energies, guides = self._weigh(self.at[None])
+        self.identity_ns = self.best_ns = energies[0]
+        self._at_guide = self._best_guide = guides[0]
         self.tried = 0
         self._next = 8  # candidates at once
         self._runs_done = 0
@@ -145,23 +148,28 @@ class _Search:
         run = int(share * runs)
         if not self._as_pipette and run > self._runs_done:
             self._runs_done = run
-            self.at, self.at_ns = self.best, self.best_ns
+            self.at, self._at_guide = self.best, self._best_guide
         count = min(self._next, most)
         found = self._candidates(count)
-        energies = self._energy.many(self.ranks(found)).tolist()
+        energies, guides = self._weigh(found)
         chances = self._random.random(count).tolist()
-        for number, (found_ns, chance) in enumerate(zip(energies, chances, strict=True)):
+        for number, (found_ns, guide, chance) in enumerate(zip(energies, guides, chances, strict=True)):
             cooled = _COOLING**self.tried if self._as_pipette else _COLD ** (share * runs - run) / (1 + run)
             self.tried += 1
-            if found_ns <= self.at_ns or chance < math.exp(
-                max(-700.0, (self.at_ns - found_ns) / max(1.0, hot * cooled))
-            ):
-                self.at, self.at_ns = found[number], found_ns
+            worse = (guide - self._at_guide) / max(1.0, hot * cooled)
+            if worse <= 0 or chance < math.exp(-min(worse, 700.0)):
+                self.at, self._at_guide = found[number], guide
                 if found_ns < self.best_ns:
-                    self.best, self.best_ns = self.at, found_ns
+                    self.best, self.best_ns, self._best_guide = self.at, found_ns, guide
                 self._next = max(4, min(_MOST_AT_ONCE, 2 * (number + 1)))
                 return
         self._next = min(_MOST_AT_ONCE, 2 * self._next)
+
+    def _weigh(self, rows: Row) -> tuple[list[int], list[float]]:
+        """Energies of orders of units, and what guides the search: for Pipette's the same."""
+        energies, means = self._energy.many(self.ranks(rows))
+        guides = energies if self._as_pipette else energies + _GUIDE * means
+        return energies.tolist(), guides.tolist()
 
     def _candidates(self, count: int) -> Row:
         """The present order, changed by one move each."""

@@ -74,10 +74,16 @@ class Energy:
         best = Links([[speed] * len(ranks)] * len(ranks), [[latency] * len(ranks)] * len(ranks), (0,) * len(ranks))
         return Energy(self._model, self._gpu, self._efficiency, self._its, best, self._passes)(ranks)
 
-    def many(self, orders: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of K orders, K x ranks, at once: the same numbers, where the layout allows it much faster."""
+    def many(self, orders: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Of K orders, K x ranks, at once: the same numbers, where the layout allows it much faster.
+
+        Returns:
+            the energies, and a mean over all paths of which the energy is the longest.  Of two orders with one energy,
+            that with the lower mean is nearer to a better one.
+        """
         if self._many is None and ManyOrders.fits(self._its, self._links):
             self._many = ManyOrders(self._model, self._gpu, self._efficiency, self._its, self._links, self._passes)
         if self._many is not None:
             return self._many(orders)
-        return np.array([self(order) for order in orders.tolist()], np.int64)
+        found = np.array([self(order) for order in orders.tolist()], np.int64)
+        return found, found.astype(np.float64)

@@ -61,8 +61,12 @@ class ManyOrders:
         inside = all(len(set(links.nodes[at : at + its.tp])) == 1 for at in groups)
         return its.cp == its.ep == 1 and its.pp > 1 and inside
 
-    def __call__(self, orders: Ints) -> Ints:
-        """K orders, K x ranks, whose tensor-parallel groups are in their own order: the bound of each."""
+    def __call__(self, orders: Ints) -> tuple[Ints, Floats]:
+        """K orders, K x ranks, whose tensor-parallel groups are in their own order.
+
+        Returns:
+            the bound of each, and the mean of all paths that it is the longest of.
+        """
         its = self._its
         ranks = orders.reshape(-1, its.pp, its.dp, its.tp)
         forward, passes = self._stages(ranks)
@@ -76,13 +80,14 @@ class ManyOrders:
         way_back = _before(backward[:, None, :] + back.transpose(0, 2, 1))
         begun = np.maximum(step[:, None, :1] + way_there, step[:, None, :])
         ends = begun + work[:, None, :] + np.maximum(reduce[:, None, :], way_back + reduce[:, None, :1])
-        longest = ends.max(axis=(1, 2))
+        longest, mean = ends.max(axis=(1, 2)), ends.mean(axis=(1, 2))
         if its.schedule == "1f1b" and its.chunks == 1:
             trip = passes.sum(axis=1)[:, None] + (there + back)[:, :-1].sum(axis=1)
             trips, rest = divmod(its.microbatches - 1, its.pp)
             path = (trips + 1) * trip.max(axis=1) + rest * forward[:, 0]
             longest = np.maximum(longest, step[:, 0] + path + reduce[:, 0])
-        return longest
+            mean = (mean + (trips + 1) * trip.mean(axis=1) + rest * forward[:, 0] + reduce.mean(axis=1)) / 2
+        return longest, mean
 
     def _stages(self, ranks: Ints) -> tuple[Ints, Ints]:
         """Forward passes of the first chunks, K x pp; both passes of all virtual stages, K x (chunks x pp)."""
