@@ -35,7 +35,7 @@ def configure(
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the search for a rank order.")] = 0,
     moves: Annotated[
         int, typer.Option("--moves", metavar="N", min=0, max=10**9, help="Of that search, for each configuration.")
-    ] = 1000,
+    ] = 3000,
     profile: Annotated[
         list[Path] | None,
         typer.Option("--profile", metavar="RUN", help="A run folder of --fill-profile-only; may be repeated."),

@@ -37,7 +37,7 @@ def choose(
     objective: Objective,
     top: int,
     seed: int = 0,
-    moves: int = 1000,
+    moves: int = 3000,
     passes: Passes | None = None,
 ) -> Choice:
     """The best by an objective.

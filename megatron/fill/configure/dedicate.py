@@ -27,7 +27,7 @@ _COOLING = 0.999  # after each move, as Pipette does
 _COLD = 1e-4  # of the first temperature
 _MOST_AT_ONCE = 64
 _RUNS = 3  # from hot to cold, if there are moves enough for each
-_GUIDE = 0.1  # how much the mean of all paths counts beside the longest
+_GUIDE = 0.3  # how much the mean of all paths counts beside the longest
 _LEAST_OF_RUN = 2000  # moves
 
 type Row = NDArray[np.int64]
@@ -89,7 +89,7 @@ def anneal(
     its: Parallel,
     gpus_per_node: int,
     seed: int = 0,
-    moves: int = 20_000,
+    moves: int = 3000,
     within_s: float = math.inf,
     as_pipette: bool = False,
 ) -> Dedicated:
@@ -107,10 +107,10 @@ def anneal(
     began_s = time.monotonic()
     while search.tried < moves and search.best_ns > least and search.count > 1:
         share = search.tried / moves
-        if within_s < math.inf:
-            share = max(share, (time.monotonic() - began_s) / within_s)
-            if share >= 1:
-                break
+        passed_s = time.monotonic() - began_s
+        if passed_s >= within_s:
+            break
+        share = max(share, passed_s / within_s)
         search.step(share, least, moves - search.tried)
     return Dedicated(tuple(search.ranks(search.best).tolist()), search.best_ns, search.identity_ns, least, search.tried)
 
