@@ -9,11 +9,12 @@
   and what no order is below.  On 8 nodes also the optimum of all orders.
 - ``baselines``: the iteration of the layouts that AMP's and Varuna's models and Megatron's rule of thumb choose, over
   ours, by the timeline.
+- ``studies``: what each part brings and costs, on two clusters as data (``configure_studies.py``).
 - ``blind``: one profiled training predicts twelve others, which are then made (``configure_blind.py``).
 - ``vtrain``: trainings on GPUs that vTrain's authors measured (``--vtrain FILE``; ``configure_vtrain.py``).
 - ``netns``: rank orders on four hosts with unequal links, predicted and then trained (``configure_netns.py``; root).
 
-    python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication baselines --json FILE
+    python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication baselines studies --json FILE
     python scripts/benchmarks/bench_configure.py --parts vtrain --vtrain ground_truth_single.csv --json FILE
     python scripts/benchmarks/bench_configure.py --parts blind --json FILE
     python scripts/benchmarks/bench_configure.py --parts netns --json FILE
@@ -45,6 +46,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.mainjob.hardware import GPUS
 from megatron.fill.mainjob.model import MODELS
 from megatron.fill.mainjob.parallel import Parallel, Recompute
+from scripts.benchmarks.configure_studies import measure_studies
 from scripts.benchmarks.configure_vtrain import measure_vtrain
 from scripts.benchmarks.configuring import event_times, random_iteration, random_links
 from scripts.benchmarks.results import Results, opened
@@ -62,7 +64,7 @@ LARGE = (
     "--global-batch-size 1024 --bf16"
 )
 CLUSTERS = ((1, 4, "a100-40gb"), (1, 8, "v100-16gb"), (2, 8, "a100-80gb"), (4, 4, "v100-32gb"), (8, 8, "a100-40gb"))
-PARTS = ("timeline", "search", "speed", "dedication", "baselines")
+PARTS = ("timeline", "search", "speed", "dedication", "baselines", "studies")
 TRAINED = ("blind", "netns")  # on this machine, which should do nothing else meanwhile
 
 
@@ -231,6 +233,10 @@ def main() -> None:
             rows = measure_baselines()
             report(part, rows)
             results.add(part, rows, "baselines")
+        elif part == "studies":
+            for study, rows in measure_studies().items():
+                report(study, rows)
+                results.add(part, rows, "studies", study)
         elif part in TRAINED:
             figures, details = trained(part, options)
             report(part, figures)

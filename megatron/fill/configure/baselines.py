@@ -26,15 +26,15 @@ def amp_ns(its: Iteration) -> int:
 def varuna_ns(its: Iteration) -> int:
     """The iteration as Varuna's simulator has it (Athlur et al. 2022, EuroSys: "Varuna: scalable, low-cost training").
 
-    Transfers overlap with passes: while a pipeline is full, a stage takes as long for a micro-batch as its passes or
-    as its slower link, whichever is longer, and only the first micro-batch waits for all links.  Passes compute again
-    what they did not keep.
+    Transfers overlap with passes: while a pipeline is full, a micro-batch takes as long as the passes of the slowest
+    stage or as the slowest link in one direction, whichever is longer, and only the first one waits for all links.
+    Passes compute again what they did not keep.
     """
     passes = [stage.forward_ns + stage.backward_ns for stage in its.costs.stages]
     slowest = 0
     for transfers in its.transfers_ns:
-        links = [sum(both) for both in transfers[:-1]]
-        each = max(*passes, *links) if links else max(passes)
+        links = [time_ns for both in transfers[:-1] for time_ns in both]
+        each = max([*passes, *links])
         slowest = max(slowest, (its.parallel.microbatches - 1) * each + sum(passes) + sum(links))
     return slowest + max(step + reduce for step, reduce in zip(its.costs.optimizer_ns, its.reduce_ns, strict=True))
 

@@ -81,7 +81,8 @@ def route_insert(units: Row, one: int, other: int) -> None:
 
 
 MOVES: tuple[Callable[[Row, int, int], None], ...] = (reverse, insert, swap, route_insert)
-_CHANCES = (0.1, 0.15, 0.65, 0.1)  # a swap changes least, so it is most often one that is better
+_CHANCES = (0.1, 0.15, 0.65, 0.1)  # of many units: a swap changes least, so it is most often one that is better
+_FEW = 16  # units, up to which all moves are as frequent
 
 
 def anneal(
@@ -121,7 +122,7 @@ class _Search:
     def __init__(self, energy: Energy, count: int, unit: int, seed: int, as_pipette: bool) -> None:
         self.count, self._unit, self._energy = count, unit, energy
         self._random = np.random.default_rng(seed)
-        self._chances = None if as_pipette else np.cumsum(_CHANCES)[:-1]
+        self._chances = None if as_pipette or count <= _FEW else np.cumsum(_CHANCES)[:-1]
         self._as_pipette = as_pipette
         self.at = self.best = np.arange(count)
         energies, guides = self._weigh(self.at[None])
