@@ -159,3 +159,14 @@ def test_where_transfers_hold_both_ends_iterations_are_longer_and_the_bound_stil
     its = random_iteration(random.Random(seed))
     both = timeline(replace(its, rendezvous=True)).period_ns
     assert bound_ns(its) <= timeline(its).period_ns <= both
+
+
+def test_over_gloo_what_two_ranks_send_each_other_at_once_goes_one_way_after_the_other():
+    its = Parallel(pp=2, global_batch=2)
+    links = Links(((0.0, 1.0), (1.0, 0.0)), ((0.0, 0.0), (0.0, 0.0)), (0, 0), rendezvous=True)
+    times = iteration(MODEL, GPUS["a100-80gb"], 0.45, its, lay_out(links, its))
+    costs = PipelineCosts((StageCost(0, 0),) * 2, 0, (0, 0), (0, 0))
+    free = replace(times, costs=costs, reduce_ns=(0, 0), transfers_ns=(((5, 3), (0, 0)),))
+    # forward, forward with backward, backward
+    assert timeline(free).period_ns == 5 + (5 + 3) + 3
+    assert timeline(replace(free, rendezvous=False)).period_ns == 5 + 3
