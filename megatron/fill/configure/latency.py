@@ -235,10 +235,12 @@ type Waits = tuple[tuple[tuple[tuple[tuple[int, bool], ...], ...], ...], ...]
 
 
 def compiled_schedule(its: Parallel, rendezvous: bool = False) -> tuple[Compiled, Waits]:
-    """The schedule ready to be timed; and per rank and wait the links waited for, those between one pair together.
+    """The schedule ready to be timed; and per rank and wait the links waited for, each as what goes in turn.
 
     A link is named by the stage before it, and by whether it is the way back.  Where transfers hold both their ends,
-    as over gloo, what two ranks send each other in one exchange goes one way after the other, as recorded runs show.
+    two stages send each other something in one exchange.  Over gloo the one that comes last sends at once, but that it
+    is ready to receive is told behind what it sends: so it waits for one way after the other, and the other stage for
+    what it receives only.  In 1F1B, mostly the later stage comes last; so it is taken here.
     """
     name = "interleaved" if its.chunks > 1 else its.schedule
     return _compiled(name, its.pp, its.microbatches, its.chunks, rendezvous)
@@ -251,15 +253,19 @@ def _compiled(name: str, stages: int, microbatches: int, chunks: int, both_wait:
     for program in (rendezvous if both_wait else eager)(schedule):
         waits = []
         for step in program.steps:
-            pairs: dict[frozenset[int], dict[tuple[int, bool], None]] = {}
+            links: dict[int, dict[bool, None]] = {}
             for rank, op in step.transfers:
-                link = (rank - 1) % stages if op.kind is Pass.FORWARD else rank
-                between = frozenset((link, (link + 1) % stages))
-                pairs.setdefault(between, {})[link, op.kind is not Pass.FORWARD] = None
-            if pairs:
-                waits.append(tuple(map(tuple, pairs.values())))
+                back = op.kind is not Pass.FORWARD
+                links.setdefault(rank if back else (rank - 1) % stages, {})[back] = None
+            if links:
+                waits.append(tuple(_in_turn(link, tuple(ways), program.rank) for link, ways in links.items()))
         rows.append(tuple(waits))
     return Compiled(schedule, both_wait), tuple(rows)
+
+
+def _in_turn(link: int, ways: tuple[bool, ...], rank: int) -> tuple[tuple[int, bool], ...]:
+    """What a rank waits for on one link, one after the other."""
+    return ((link, True),) if len(ways) > 1 and link == rank else tuple((link, back) for back in ways)
 
 
 def _ns(seconds: float) -> int:
