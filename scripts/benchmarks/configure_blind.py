@@ -217,4 +217,6 @@ def measure_blind(folder: Path, profiled: int, rounds: int, each: int, only: Seq
         }
     errors = [abs(row["error"]) for row in rows.values()]
     own = own_s / reference.period_s([first]) - 1
-    return {"blind_mean": fmean(errors), "blind_worst": max(errors), "blind_own": own, "blind": rows}
+    bare = fmean(abs(row["unscaled"]) for row in rows.values())
+    figures = {"blind_mean": fmean(errors), "blind_worst": max(errors), "blind_own": own, "blind_unscaled": bare}
+    return figures | {"blind": rows}
