@@ -7,9 +7,17 @@
 - ``dedication``: rank orders on networks whose links differ up to 8 times, by the number of nodes: ours (--seconds) and
   annealing as Pipette does it, without restarts (--pipette-seconds), both with the same energy; the iteration in ms,
   and what no order is below.  On 8 nodes also the optimum of all orders.
-- ``baselines``: the iteration of the layouts that AMP's model and Megatron's rule of thumb choose, over ours.
+- ``baselines``: the iteration of the layouts that AMP's and Varuna's models and Megatron's rule of thumb choose, over
+  ours, by the timeline.
+- ``studies``: what each part brings and costs, on two clusters as data (``configure_studies.py``).
+- ``blind``: one profiled training predicts twelve others, which are then made (``configure_blind.py``).
+- ``vtrain``: trainings on GPUs that vTrain's authors measured (``--vtrain FILE``; ``configure_vtrain.py``).
+- ``netns``: rank orders on four hosts with unequal links, predicted and then trained (``configure_netns.py``; root).
 
-    python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication baselines --json FILE
+    python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication baselines studies --json FILE
+    python scripts/benchmarks/bench_configure.py --parts vtrain --vtrain ground_truth_single.csv --json FILE
+    python scripts/benchmarks/bench_configure.py --parts blind --json FILE
+    python scripts/benchmarks/bench_configure.py --parts netns --json FILE
 """
 
 from __future__ import annotations
@@ -18,6 +26,7 @@ import argparse
 import itertools
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
@@ -25,9 +34,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron.fill.configure.baselines import amp, rule_of_thumb
+from megatron.fill.configure.baselines import amp, rule_of_thumb, varuna
 from megatron.fill.configure.cluster import Cluster
-from megatron.fill.configure.dedicate import Energy, anneal
+from megatron.fill.configure.dedicate import anneal
+from megatron.fill.configure.energy import Energy
 from megatron.fill.configure.flags import Training, read_flags
 from megatron.fill.configure.latency import bound_ns, timeline
 from megatron.fill.configure.search import Evaluator, search
@@ -36,6 +46,8 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.mainjob.hardware import GPUS
 from megatron.fill.mainjob.model import MODELS
 from megatron.fill.mainjob.parallel import Parallel, Recompute
+from scripts.benchmarks.configure_studies import measure_studies
+from scripts.benchmarks.configure_vtrain import measure_vtrain
 from scripts.benchmarks.configuring import event_times, random_iteration, random_links
 from scripts.benchmarks.results import Results, opened
 
@@ -52,7 +64,8 @@ LARGE = (
     "--global-batch-size 1024 --bf16"
 )
 CLUSTERS = ((1, 4, "a100-40gb"), (1, 8, "v100-16gb"), (2, 8, "a100-80gb"), (4, 4, "v100-32gb"), (8, 8, "a100-40gb"))
-PARTS = ("timeline", "search", "speed", "dedication", "baselines")
+PARTS = ("timeline", "search", "speed", "dedication", "baselines", "studies")
+TRAINED = ("blind", "netns")  # on this machine, which should do nothing else meanwhile
 
 
 def cluster(nodes: int, gpus: int, gpu: str) -> Cluster:
@@ -128,7 +141,7 @@ def measure_dedication(nodes: int, seconds: float, pipette_s: float) -> dict[str
     began_s = time.perf_counter()
     ours = anneal(energy, its, 1, 0, 10**9, seconds)
     took_s = time.perf_counter() - began_s
-    other = anneal(energy, its, 1, 0, 10**9, pipette_s, restarts=False)
+    other = anneal(energy, its, 1, 0, 10**9, pipette_s, as_pipette=True)
     row = {
         "ours_ms": ours.energy_ns / 1e6,
         "ours_s": took_s,
@@ -153,29 +166,62 @@ def measure_baselines() -> dict[str, Any]:
         except ConfigError:
             continue
         row: dict[str, Any] = {"ours_s": ours_s}
-        for other, choose in (("amp", amp), ("rule", rule_of_thumb)):
+        for other, choose in (("amp", amp), ("varuna", varuna), ("rule", rule_of_thumb)):
             found = choose(evaluator)
             row[other] = None if found is None else found.iteration_s / ours_s
         rows[f"{name} on {nodes} x {gpus} {gpu}"] = row
     return rows
 
 
+def trained(part: str, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The figures of a part that trains, and its details."""
+    with tempfile.TemporaryDirectory(prefix="pipefill-") as folder:
+        if part == "blind":
+            from scripts.benchmarks.configure_blind import measure_blind
+
+            found = measure_blind(Path(folder), options.profiled, options.rounds, options.each)
+        else:
+            from scripts.benchmarks.configure_netns import measure_netns
+
+            found = measure_netns(Path(folder), options.iterations, options.orders)
+    rows = found.pop(part, {})
+    for name, row in rows.items():
+        print(f"{name}: " + ", ".join(f"{key} {its:.4g}" for key, its in row.items() if isinstance(its, int | float)))
+        for one in row.get("orders", ()):
+            print(f"  {one['order']}: {one['measured_s']:.4g} s, error {one['error']:+.1%}")
+    return found, {part: rows} if rows else {}
+
+
 def report(name: str, figures: dict[str, Any]) -> None:
     print(f"{name}:")
     for key, value in figures.items():
         text = value if isinstance(value, dict) else {"": value}
-        print(f"  {key:<34}", *(f"{part} {its:.5g}" if its is not None else f"{part} -" for part, its in text.items()))
+        print(f"  {key:<34}", *(f"{part} {_shown(its)}" for part, its in text.items()))
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.5g}" if isinstance(value, int | float) else str(value)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which (default: all)")
+    help_text = "which (default: without vtrain, and without what trains)"
+    every = (*PARTS, "vtrain", *TRAINED)
+    parser.add_argument("--parts", nargs="+", choices=every, default=list(PARTS), help=help_text)
     parser.add_argument("--cases", type=int, default=10_000, help="of the timeline (default: 10000)")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64], help="multiples of 8, of dedication")
     parser.add_argument("--seconds", type=float, default=5.0, help="for our rank order (default: 5)")
     parser.add_argument("--pipette-seconds", type=float, default=60.0, help="for Pipette's (default: 60)")
+    parser.add_argument("--vtrain", metavar="FILE", type=Path, help="vTrain's ground_truth_single.csv, for vtrain")
+    parser.add_argument("--profiled", type=int, default=20, help="iterations of blind's profile (default: 20)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each of blind's trainings (default: 3)")
+    parser.add_argument("--each", type=int, default=4, help="iterations of a turn, the first not counted (default: 4)")
+    parser.add_argument("--iterations", type=int, default=6, help="of each of netns' trainings (default: 6)")
+    parser.add_argument("--orders", type=int, default=7, help="that netns trains of each layout (default: 7)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here")
     options = parser.parse_args()
+    if ("vtrain" in options.parts) != (options.vtrain is not None):
+        parser.error("--parts vtrain and --vtrain FILE belong together")
     results: Results = opened(parser, options.json)
     for part in options.parts:
         if part == "dedication":
@@ -187,11 +233,20 @@ def main() -> None:
             rows = measure_baselines()
             report(part, rows)
             results.add(part, rows, "baselines")
+        elif part == "studies":
+            for study, rows in measure_studies().items():
+                report(study, rows)
+                results.add(part, rows, "studies", study)
+        elif part in TRAINED:
+            figures, details = trained(part, options)
+            report(part, figures)
+            results.add(part, figures, **details)
         else:
             figures = {
                 "timeline": lambda: measure_timeline(options.cases),
                 "search": measure_search,
                 "speed": measure_speed,
+                "vtrain": lambda: measure_vtrain(options.vtrain),
             }[part]()
             report(part, figures)
             results.add(part, figures)

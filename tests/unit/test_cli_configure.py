@@ -63,6 +63,17 @@ def test_the_table_has_the_best_in_80_columns(folder):
     assert all(one["memory_bytes"] <= 78 * 2**30 for one in found["best"])
 
 
+def test_the_picture_has_a_row_for_each_of_the_best(folder):
+    run("--top", "2", "--png", "two.png")
+    run("--top", "6", "--png", "six.png")
+    heights = []
+    for name in ("two.png", "six.png"):
+        data = (folder / name).read_bytes()
+        assert data.startswith(b"\x89PNG")
+        heights.append(int.from_bytes(data[20:24]))
+    assert heights[1] > heights[0] + 150
+
+
 def test_the_script_starts_the_best_one_in_its_order(folder):
     measured().save(folder / "net.json")
     cluster = {name: value for name, value in CLUSTER.items() if name != "network"} | {"measured": "net.json"}
@@ -152,6 +163,14 @@ def test_a_wrong_objective_and_a_cost_without_a_price_are_refused(folder):
     with pytest.raises(ConfigError, match="price_per_gpu_hour is missing"):
         run("--objective", "cost", "--launch", "go.sh")
     assert not (folder / "go.sh").exists()
+
+
+def test_a_profile_that_is_none_is_refused(folder):
+    with pytest.raises(ConfigError, match="nowhere/records: holds no records of a training; expected a run folder"):
+        run("--profile", "nowhere")
+    (folder / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty/records: holds no records"):
+        run("--profile", "empty")
 
 
 def pays(*arguments: str) -> str:

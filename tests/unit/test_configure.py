@@ -9,15 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megatron.fill.configure.baselines import amp, amp_ns, rule_of_thumb
+from megatron.fill.configure.baselines import amp, amp_ns, rule_of_thumb, varuna, varuna_ns
 from megatron.fill.configure.cluster import Cluster
-from megatron.fill.configure.dedicate import MOVES, Energy, anneal
+from megatron.fill.configure.dedicate import MOVES, anneal
+from megatron.fill.configure.energy import Energy
 from megatron.fill.configure.flags import layout_flags, read_flags
 from megatron.fill.configure.latency import bound_ns, iteration, timeline
 from megatron.fill.configure.layout import lay_out
 from megatron.fill.configure.links import Links, all_reduce_s
+from megatron.fill.configure.many import ManyOrders
 from megatron.fill.configure.room import least_bytes, memory
 from megatron.fill.configure.search import Evaluator, search
 from megatron.fill.configure.space import layouts
@@ -216,7 +219,7 @@ def test_no_other_rule_chooses_a_faster_layout(memory):
     training, its = read_flags(FLAGS.split()), cluster(2, 4, memory=memory)
     evaluator = Evaluator(training, its, links(its))
     best = search(training, its, evaluator.links, 1).proposals[0]
-    for choose in (amp, rule_of_thumb):
+    for choose in (amp, varuna, rule_of_thumb):
         found = choose(evaluator)
         assert found is not None
         assert found.timeline.period_ns >= best.timeline.period_ns
@@ -235,13 +238,41 @@ def test_amp_counts_what_1f1b_waits_for_once():
     assert grown == sum(map(sum, slow.transfers_ns[0][:-1])) - sum(map(sum, times.transfers_ns[0][:-1]))
 
 
+def test_varuna_hides_transfers_behind_passes_until_they_are_longer():
+    its = Parallel(pp=4, microbatch=1, global_batch=32)
+
+    def times(speed: float):
+        links = Links.uniform(NodeNetwork("n", speed, speed, 4, 0.0), 1)
+        return iteration(replace(SMALL, tied_embeddings=False), A100, 0.45, its, lay_out(links, its, range(4)))
+
+    free, hidden, slow = times(1e30), times(1e11), times(1e8)
+    way = sum(map(sum, hidden.transfers_ns[0][:-1]))
+    assert max(map(sum, hidden.transfers_ns[0])) < max(
+        sum((one.forward_ns, one.backward_ns)) for one in free.costs.stages
+    )
+    assert varuna_ns(hidden) == varuna_ns(free) + way
+    assert varuna_ns(slow) - varuna_ns(free) > 31 * way
+    assert varuna_ns(slow) <= timeline(slow).period_ns
+
+
+def test_varuna_divides_no_layer_and_computes_everything_again():
+    training, its = read_flags(FLAGS.split()), cluster(2, 4)
+    found = varuna(Evaluator(training, its, links(its)))
+    assert found is not None
+    para = found.parallel
+    assert (para.tp, para.cp, para.chunks, para.recompute) == (1, 1, 1, Recompute.FULL)
+
+
 # Rank orders
 
 
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 def test_a_move_keeps_all_units(move):
     for one, other in itertools.permutations(range(7), 2):
-        assert sorted(move(list(range(7)), one, other)) == list(range(7))
+        units = np.arange(7)
+        move(units, one, other)
+        assert sorted(units) == list(range(7))
+        assert list(units) != list(range(7))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -255,6 +286,45 @@ def test_annealing_is_never_worse_than_the_identity_and_finds_the_best_of_small_
     assert found.energy_ns == energy(found.order)
     assert found.energy_ns == min(energy(order) for order in itertools.permutations(range(6)))
     assert found == anneal(energy, its, 1, seed, 1500)
+    assert anneal(energy, its, 1, seed, 10**9, within_s=0).order == tuple(range(6))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_orders_at_once_are_weighed_as_one_by_one(seed):
+    source = random.Random(seed)
+    node, nodes = source.choice((1, 2, 4)), source.choice((2, 4, 8))
+    there = random_links(source, nodes, node)
+    rows = [[speed * source.uniform(0.8, 1.2) for speed in row] for row in there.bytes_per_s]
+    latency = [[source.uniform(1e-6, 1e-4) for _ in row] for row in rows]
+    there = replace(there, bytes_per_s=rows, latency_s=latency, nics=source.choice((1, 2)))
+    count = node * nodes
+    tp = source.choice([tp for tp in (1, 2, 4) if node % tp == 0])
+    pp = source.choice([pp for pp in (2, 4, 8) if count % (tp * pp) == 0])
+    dp, chunks = count // (tp * pp), source.choice((1, 1, 3))
+    its = Parallel(
+        tp=tp, pp=pp, dp=dp, chunks=chunks, microbatch=1, global_batch=2 * dp * pp,
+        schedule="interleaved" if chunks > 1 else "1f1b", sequence_parallel=tp > 1,
+        distributed_optimizer=dp > 1 and source.random() < 0.5, recompute=source.choice(list(Recompute)),
+    )  # fmt: skip
+    model = replace(SMALL, layers=48, tied_embeddings=source.random() < 0.5)
+    energy = Energy(model, A100, 0.45, its, there)
+    units = [source.sample(range(count // tp), count // tp) for _ in range(5)]
+    orders = np.array([[unit * tp + rank for unit in row for rank in range(tp)] for row in units])
+    assert ManyOrders.fits(its, there)
+    energies, means = energy.many(orders)
+    assert energies.tolist() == [energy(order) for order in orders.tolist()]
+    assert (means <= energies).all()
+
+
+@pytest.mark.parametrize("as_pipette", [False, True])
+def test_annealing_goes_on_where_orders_are_weighed_one_by_one(as_pipette):
+    its = Parallel(pp=2, cp=2, dp=2, microbatch=1, global_batch=8)
+    there = random_links(random.Random(3), 8, 1)
+    assert not ManyOrders.fits(its, there)
+    energy = Energy(SMALL, A100, 0.45, its, there)
+    found = anneal(energy, its, 1, 0, 300, as_pipette=as_pipette)
+    assert found.energy_ns == energy(found.order) < found.identity_ns
+    assert found.moves == 300
 
 
 def test_with_one_kind_of_link_annealing_has_nothing_to_do():

@@ -61,7 +61,7 @@ RULES: dict[str, set[str]] = {
         "profiles",
         *("rank", "records", "report", "scheduler", "store", "types", "worker"),
     },
-    "configure": {"errors", "given", "linux", "mainjob", "pipeline", "planner", "profiles", "sim"},
+    "configure": {"errors", "given", "linux", "mainjob", "pipeline", "planner", "profiles", "records", "sim", "types"},
     "chaos": {"errors", "given", "linux", "pages", "records", "report", "sidetask", "store", "types"},
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {

@@ -102,6 +102,7 @@ speccheck --quick tests.unit.test_llm_speccheck:broken => IndexError: no leaf; e
 configure => Missing argument 'CLUSTER'
 configure none.yaml -- --num-layers 2 => --hidden-size is missing
 configure jobs.yaml => Missing argument
+configure jobs.yaml --png => Option '--png' requires an argument
 configure jobs.yaml -- --num-layers 2 --hidden-size 8 --num-attention-heads 3 => --seq-length is missing
 pays -- 7 => '7' belongs to no flag
 pays -- --num-layers two => --num-layers is 'two': expected a whole number above 0

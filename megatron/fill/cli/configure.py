@@ -35,8 +35,15 @@ def configure(
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the search for a rank order.")] = 0,
     moves: Annotated[
         int, typer.Option("--moves", metavar="N", min=0, max=10**9, help="Of that search, for each configuration.")
-    ] = 1000,
+    ] = 3000,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option("--profile", metavar="RUN", help="A run folder of --fill-profile-only; may be repeated."),
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw them and their bubbles into this file.")
+    ] = None,
     launch: Annotated[
         Path | None, typer.Option("--launch", metavar="FILE", help="Write a script that starts the best one.")
     ] = None,
@@ -45,7 +52,7 @@ def configure(
 
     All layouts that Megatron starts and that fit the GPUs' memory are weighed. BUBBLES is their share of the GPUs'
     time, FILL how many GPUs of their own the fill jobs would need for what they do in them. On a measured network,
-    ranks are put on the GPUs where the iteration is shortest.
+    ranks are put on the GPUs where the iteration is shortest. With --profile, passes take what that run's passes took.
 
     --json writes "configurations", "timed" and a list "best", each with its layout, rank order, flags and figures.
     """
@@ -53,6 +60,7 @@ def configure(
     from megatron.fill.configure.cluster import load_cluster
     from megatron.fill.configure.flags import read_flags
     from megatron.fill.configure.launch import write_launch
+    from megatron.fill.configure.passes import load_passes
     from megatron.fill.configure.value import Objective, fill_kinds
 
     if objective not in list(Objective):
@@ -61,14 +69,19 @@ def configure(
     if objective == Objective.COST and there.price_per_gpu_hour is None:
         raise ConfigError(f"{cluster}: price_per_gpu_hour is missing; expected it with --objective cost")
     links = there.links(cluster.resolve().parent)
-    for option, path in (("--json", json_path), ("--launch", launch)):
+    for option, path in (("--json", json_path), ("--png", png), ("--launch", launch)):
         if path is not None:
             check_writable(option, path)
     kinds = fill_kinds(there.gpu, fill)
-    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves)
+    passes = load_passes(profile, training) if profile else None
+    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes)
     _print_choice(choice, there)
     if json_path is not None:
         _write_json(json_path, choice, there)
+    if png is not None:
+        from megatron.fill.configure.picture import draw_best
+
+        draw_best(png, choice.best)
     if launch is not None:
         order = write_launch(launch, training, there, choice.best[0].proposal)
         print(f"{launch} starts the first of them{f' in the order of {order}' if order else ''}.")

@@ -1,8 +1,10 @@
-"""How others choose a layout, to compare with: AMP's latency model, and Megatron's rule of thumb."""
+"""How others choose a layout, to compare with: AMP's and Varuna's latency models, and Megatron's rule of thumb."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from megatron.fill.configure.latency import Iteration
 from megatron.fill.configure.search import Evaluator, Proposal
@@ -21,19 +23,52 @@ def amp_ns(its: Iteration) -> int:
     return (its.parallel.microbatches - 1) * max(passes) + sum(passes) + links + tail
 
 
+def varuna_ns(its: Iteration) -> int:
+    """The iteration as Varuna's simulator has it (Athlur et al. 2022, EuroSys: "Varuna: scalable, low-cost training").
+
+    Transfers overlap with passes: while a pipeline is full, a micro-batch takes as long as the passes of the slowest
+    stage or as the slowest link in one direction, whichever is longer, and only the first one waits for all links.
+    Passes compute again what they did not keep.
+    """
+    passes = [stage.forward_ns + stage.backward_ns for stage in its.costs.stages]
+    slowest = 0
+    for transfers in its.transfers_ns:
+        links = [time_ns for both in transfers[:-1] for time_ns in both]
+        each = max([*passes, *links])
+        slowest = max(slowest, (its.parallel.microbatches - 1) * each + sum(passes) + sum(links))
+    return slowest + max(step + reduce for step, reduce in zip(its.costs.optimizer_ns, its.reduce_ns, strict=True))
+
+
 def amp(evaluator: Evaluator) -> Proposal | None:
     """AMP's choice among the layouts that it knows: no virtual stages, no context parallelism, nothing recomputed.
 
     AMP does not look at memory; here it is spared layouts that do not fit.
     """
-    best: tuple[int, Iteration] | None = None
-    for its in evaluator.candidates(evaluator.cluster.gpus, Counter()):
-        if its.chunks > 1 or its.cp > 1 or its.recompute is not Recompute.NONE:
-            continue
-        times = evaluator.iteration(its)
-        if best is None or amp_ns(times) < best[0]:
-            best = amp_ns(times), times
-    return None if best is None else evaluator.proposal(best[1])
+    times = (
+        evaluator.iteration(its)
+        for its in evaluator.candidates(evaluator.cluster.gpus, Counter())
+        if its.chunks == its.cp == 1 and its.recompute is Recompute.NONE
+    )
+    return _least(evaluator, times, amp_ns)
+
+
+def varuna(evaluator: Evaluator) -> Proposal | None:
+    """Varuna's choice: pipeline and data parallelism alone, everything computed again, no virtual stages."""
+    times = (
+        evaluator.iteration(replace(its, recompute=Recompute.FULL))
+        for its in evaluator.candidates(evaluator.cluster.gpus, Counter())
+        if its.chunks == its.cp == its.tp == its.ep == 1
+    )
+    return _least(evaluator, times, varuna_ns)
+
+
+def _least(evaluator: Evaluator, times: Iterable[Iteration], estimate: Callable[[Iteration], int]) -> Proposal | None:
+    """The one with the least estimate, among those that fit."""
+    for one in sorted(times, key=estimate):
+        found = evaluator.proposal(one)
+        if found is not None:
+            return found
+    return None
 
 
 def rule_of_thumb(evaluator: Evaluator) -> Proposal | None:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fill.configure.cluster import Cluster
-from megatron.fill.configure.dedicate import Energy, anneal
+from megatron.fill.configure.dedicate import anneal
+from megatron.fill.configure.energy import Energy
 from megatron.fill.configure.flags import Training
 from megatron.fill.configure.links import Links
+from megatron.fill.configure.passes import Passes
 from megatron.fill.configure.search import Evaluator, Proposal, search
 from megatron.fill.configure.space import divisors, padded
 from megatron.fill.configure.value import Objective, Valued, valued
@@ -35,7 +37,8 @@ def choose(
     objective: Objective,
     top: int,
     seed: int = 0,
-    moves: int = 1000,
+    moves: int = 3000,
+    passes: Passes | None = None,
 ) -> Choice:
     """The best by an objective.
 
@@ -45,6 +48,7 @@ def choose(
 
     Args:
         seed: of the annealing; ``moves`` how many are tried for a configuration.
+        passes: as measured; None for the analytic model.
 
     Raises:
         ConfigError: nothing fits; says what excludes all.
@@ -60,13 +64,13 @@ def choose(
         gpus = nodes * cluster.gpus_per_node
         there = links if nodes == cluster.nodes else links.first(gpus)
         try:
-            its = search(training, cluster, there, pool, gpus)
+            its = search(training, cluster, there, pool, gpus, passes)
         except ConfigError as error:
             problem = problem or error
             continue
         configurations += its.configurations
         timed += its.timed
-        evaluator = Evaluator(training, cluster, there)
+        evaluator = Evaluator(training, cluster, there, passes)
         for one in its.proposals:
             placed = one if cluster.measured is None else dedicated(evaluator, one, seed, moves)
             found.append(valued(placed, kinds))
@@ -81,7 +85,7 @@ def dedicated(evaluator: Evaluator, proposal: Proposal, seed: int, moves: int) -
     """With its ranks where annealing puts them; as it was if the timeline is no shorter then."""
     its, cluster = proposal.parallel, evaluator.cluster
     model = padded(evaluator.training, its.tp)
-    energy = Energy(model, cluster.gpu, cluster.efficiency, its, evaluator.links)
+    energy = Energy(model, cluster.gpu, cluster.efficiency, its, evaluator.links, evaluator.passes)
     order = anneal(energy, its, cluster.gpus_per_node, seed, moves).order
     found = evaluator.proposal(evaluator.iteration(its, order), order)
     if found is None or found.timeline.period_ns >= proposal.timeline.period_ns:

@@ -2,74 +2,35 @@
 
 Simulated annealing over orders.  What moves are *units*: as many ranks next to each other as one tensor-parallel group
 shares with its node, so that no group leaves a node that it need not leave.  The energy of an order is
-``latency.bound_ns`` of its links; a stage's links are looked up again only where a move touched the stage.
+``latency.bound_ns`` of its links.
+
+Many orders are weighed at once, since in arrays that takes little longer than one: the next moves from the present
+order, of which the first that is accepted counts and those after it are thrown away.  So what is done is what would be
+done one by one.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 
-from megatron.fill.configure.latency import bound_ns, iteration
-from megatron.fill.configure.layout import Layout, StageRoutes, both_ways, stage_routes
-from megatron.fill.configure.links import Links, Route
-from megatron.fill.mainjob.hardware import GpuKind
-from megatron.fill.mainjob.model import ModelSpec
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.fill.configure.energy import Energy
 from megatron.fill.mainjob.parallel import Parallel
 
-_COOLING = 0.999
-_COLD = 1e-4  # of the first temperature: restart from the best order
-_KEPT = 20_000  # entries of each cache; a few hundred bytes each
+_COOLING = 0.999  # after each move, as Pipette does
+_COLD = 1e-4  # of the first temperature
+_MOST_AT_ONCE = 64
+_RUNS = 3  # from hot to cold, if there are moves enough for each
+_GUIDE = 0.3  # how much the mean of all paths counts beside the longest
+_LEAST_OF_RUN = 2000  # moves
 
-
-class Energy:
-    """What a configuration's iteration takes at least, in nanoseconds, by the order of its ranks."""
-
-    def __init__(self, model: ModelSpec, gpu: GpuKind, efficiency: float, its: Parallel, links: Links) -> None:
-        self._model, self._gpu, self._efficiency, self._its, self._links = model, gpu, efficiency, its, links
-        self._stages: dict[tuple[int, ...], StageRoutes] = {}
-        self._boundaries: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[Route, Route], ...]] = {}
-
-    def __call__(self, order: Sequence[int]) -> int:
-        its = self._its
-        size = its.tp * its.replicas
-        rows = [tuple(order[at : at + size]) for at in range(0, its.gpus, size)]
-        following = [*rows[1:], rows[0]] if its.pp > 1 else []
-        boundaries = [self._boundary(here, there) for here, there in zip(rows, following, strict=False)]
-        replicas = tuple(dict.fromkeys(zip(*boundaries, strict=True))) or ((),)
-        ends = self._links.ring(zip(rows[0], rows[-1], strict=True)) if its.pp > 1 else Route()
-        layout = Layout(tuple(self._stage(row) for row in rows), replicas, ends)
-        return bound_ns(iteration(self._model, self._gpu, self._efficiency, its, layout))
-
-    def _stage(self, ranks: tuple[int, ...]) -> StageRoutes:
-        if ranks not in self._stages:
-            if len(self._stages) >= _KEPT:
-                self._stages.clear()
-            self._stages[ranks] = stage_routes(self._links, self._its, ranks)
-        return self._stages[ranks]
-
-    def _boundary(self, here: tuple[int, ...], there: tuple[int, ...]) -> tuple[tuple[Route, Route], ...]:
-        key = here, there
-        if key not in self._boundaries:
-            if len(self._boundaries) >= _KEPT:
-                self._boundaries.clear()
-            self._boundaries[key] = both_ways(self._links, self._its, here, there)
-        return self._boundaries[key]
-
-    def least(self) -> int:
-        """What no order is below: each link of the layout is the best that there is."""
-        ranks = range(self._its.gpus)
-        links = self._links
-        if len(ranks) == 1:
-            return self(ranks)
-        speed = max(links.bytes_per_s[one][other] for one in ranks for other in ranks if one != other)
-        latency = min(links.latency_s[one][other] for one in ranks for other in ranks if one != other)
-        best = Links([[speed] * len(ranks)] * len(ranks), [[latency] * len(ranks)] * len(ranks), (0,) * len(ranks))
-        return Energy(self._model, self._gpu, self._efficiency, self._its, best)(ranks)
+type Row = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,35 +50,39 @@ class Dedicated:
     moves: int
 
 
-def reverse(units: list[int], one: int, other: int) -> list[int]:
+def reverse(units: Row, one: int, other: int) -> None:
     """The units from one place to another, backwards."""
     first, last = sorted((one, other))
-    return units[:first] + units[first : last + 1][::-1] + units[last + 1 :]
+    units[first : last + 1] = units[first : last + 1][::-1].copy()
 
 
-def insert(units: list[int], one: int, other: int) -> list[int]:
+def insert(units: Row, one: int, other: int) -> None:
     """The unit of one place, moved to another."""
-    rest = units[:one] + units[one + 1 :]
-    return [*rest[:other], units[one], *rest[other:]]
+    unit = units[one]
+    if one < other:
+        units[one:other] = units[one + 1 : other + 1].copy()
+    else:
+        units[other + 1 : one + 1] = units[other:one].copy()
+    units[other] = unit
 
 
-def swap(units: list[int], one: int, other: int) -> list[int]:
+def swap(units: Row, one: int, other: int) -> None:
     """Two units, exchanged."""
-    found = list(units)
-    found[one], found[other] = found[other], found[one]
-    return found
+    units[one], units[other] = units[other], units[one]
 
 
-def route_insert(units: list[int], one: int, other: int) -> list[int]:
+def route_insert(units: Row, one: int, other: int) -> None:
     """A stretch of up to a quarter of the units, moved elsewhere."""
     length = max(1, min(abs(one - other), len(units) // 4))
     first = min(one, len(units) - length)
-    rest = units[:first] + units[first + length :]
+    rest = np.concatenate([units[:first], units[first + length :]])
     at = min(other, len(rest))
-    return rest[:at] + units[first : first + length] + rest[at:]
+    units[:] = np.concatenate([rest[:at], units[first : first + length], rest[at:]])
 
 
-MOVES: tuple[Callable[[list[int], int, int], list[int]], ...] = (reverse, insert, swap, route_insert)
+MOVES: tuple[Callable[[Row, int, int], None], ...] = (reverse, insert, swap, route_insert)
+_CHANCES = (0.1, 0.15, 0.65, 0.1)  # of many units: a swap changes least, so it is most often one that is better
+_FEW = 16  # units, up to which all moves are as frequent
 
 
 def anneal(
@@ -127,39 +92,93 @@ def anneal(
     seed: int = 0,
     moves: int = 3000,
     within_s: float = math.inf,
-    restarts: bool = True,
+    as_pipette: bool = False,
 ) -> Dedicated:
     """The best order that was found; never worse than the identity.
 
     The same seed and number of moves give the same order, unless the time runs out first.  It ends early once nothing
-    can be better.
+    can be better.  It cools down over all the moves or all the time, whichever is over first.
 
     Args:
-        restarts: from the best order when it is cold; without, it goes on cooling, as Pipette does.
+        as_pipette: it cools by a thousandth after each move and goes on when it is cold; all moves are as frequent.
     """
     unit = gcd(its.tp, gpus_per_node)
-    source = random.Random(seed)
-    units = list(range(its.gpus // unit))
-
-    def spread(row: Sequence[int]) -> list[int]:
-        return [one * unit + within for one in row for within in range(unit)]
-
-    identity = at = best_ns = energy(spread(units))
+    search = _Search(energy, its.gpus // unit, unit, seed, as_pipette)
     least = energy.least()
-    best = units
-    hot = temperature = max(1.0, (identity - least) / 10)
-    until_s = time.monotonic() + within_s
-    tried = 0
-    while tried < moves and best_ns > least and len(units) > 1 and time.monotonic() < until_s:
-        tried += 1
-        one, other = source.sample(range(len(units)), 2)
-        found = source.choice(MOVES)(units, one, other)
-        found_ns = energy(spread(found))
-        if found_ns <= at or source.random() < math.exp((at - found_ns) / temperature):
-            units, at = found, found_ns
-            if at < best_ns:
-                best, best_ns = units, at
-        temperature *= _COOLING
-        if restarts and temperature < hot * _COLD:
-            units, at, temperature = best, best_ns, hot / 2
-    return Dedicated(tuple(spread(best)), best_ns, identity, least, tried)
+    began_s = time.monotonic()
+    while search.tried < moves and search.best_ns > least and search.count > 1:
+        share = search.tried / moves
+        passed_s = time.monotonic() - began_s
+        if passed_s >= within_s:
+            break
+        share = max(share, passed_s / within_s)
+        search.step(share, least, moves - search.tried)
+    return Dedicated(tuple(search.ranks(search.best).tolist()), search.best_ns, search.identity_ns, least, search.tried)
+
+
+class _Search:
+    """The state of an annealing."""
+
+    def __init__(self, energy: Energy, count: int, unit: int, seed: int, as_pipette: bool) -> None:
+        self.count, self._unit, self._energy = count, unit, energy
+        self._random = np.random.default_rng(seed)
+        self._chances = None if as_pipette or count <= _FEW else np.cumsum(_CHANCES)[:-1]
+        self._as_pipette = as_pipette
+        self.at = self.best = np.arange(count)
+        energies, guides = self._weigh(self.at[None])
+        self.identity_ns = self.best_ns = energies[0]
+        self._at_guide = self._best_guide = guides[0]
+        self.tried = 0
+        self._next = 8  # candidates at once
+        self._runs_done = 0
+
+    def ranks(self, units: Row) -> Row:
+        """The ranks of units, in the last axis."""
+        spread = units[..., None] * self._unit + np.arange(self._unit)
+        return spread.reshape(*units.shape[:-1], -1)
+
+    def step(self, share: float, least_ns: int, most: int) -> None:
+        """Weigh some moves from the present order, until one is accepted.
+
+        Args:
+            share: of the whole annealing that is done.
+            most: moves at most.
+        """
+        hot = max(1.0, (self.identity_ns - least_ns) / 10)
+        runs = max(1, min(_RUNS, (self.tried + most) // _LEAST_OF_RUN))
+        run = int(share * runs)
+        if not self._as_pipette and run > self._runs_done:
+            self._runs_done = run
+            self.at, self._at_guide = self.best, self._best_guide
+        count = min(self._next, most)
+        found = self._candidates(count)
+        energies, guides = self._weigh(found)
+        chances = self._random.random(count).tolist()
+        for number, (found_ns, guide, chance) in enumerate(zip(energies, guides, chances, strict=True)):
+            cooled = _COOLING**self.tried if self._as_pipette else _COLD ** (share * runs - run) / (1 + run)
+            self.tried += 1
+            worse = (guide - self._at_guide) / max(1.0, hot * cooled)
+            if worse <= 0 or chance < math.exp(-min(worse, 700.0)):
+                self.at, self._at_guide = found[number], guide
+                if found_ns < self.best_ns:
+                    self.best, self.best_ns, self._best_guide = self.at, found_ns, guide
+                self._next = max(4, min(_MOST_AT_ONCE, 2 * (number + 1)))
+                return
+        self._next = min(_MOST_AT_ONCE, 2 * self._next)
+
+    def _weigh(self, rows: Row) -> tuple[list[int], list[float]]:
+        """Energies of orders of units, and what guides the search: for Pipette's the same."""
+        energies, means = self._energy.many(self.ranks(rows))
+        guides = energies if self._as_pipette else energies + _GUIDE * means
+        return energies.tolist(), guides.tolist()
+
+    def _candidates(self, count: int) -> Row:
+        """The present order, changed by one move each."""
+        found = np.repeat(self.at[None], count, axis=0)
+        ones = self._random.integers(self.count, size=count)
+        others = (ones + self._random.integers(1, self.count, size=count)) % self.count
+        draws = self._random.random(count)
+        kinds = (draws * len(MOVES)).astype(int) if self._chances is None else np.searchsorted(self._chances, draws)
+        for row, kind, one, other in zip(found, kinds.tolist(), ones.tolist(), others.tolist(), strict=True):
+            MOVES[kind](row, one, other)
+        return found

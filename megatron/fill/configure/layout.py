@@ -33,11 +33,13 @@ class Layout:
         replicas: the data-parallel replicas whose links differ: per stage, to the next stage (from the last to the
             first, for chunks) and from there back.
         ends: between the first and the last stage, for a tied embedding.
+        rendezvous: as of ``Links``.
     """
 
     stages: tuple[StageRoutes, ...]
     replicas: tuple[tuple[tuple[Route, Route], ...], ...]
     ends: Route
+    rendezvous: bool = False
 
 
 def lay_out(links: Links, its: Parallel, order: Sequence[int] | None = None) -> Layout:
@@ -64,7 +66,7 @@ def lay_out(links: Links, its: Parallel, order: Sequence[int] | None = None) -> 
         boundaries.append(both_ways(links, its, stages[-1], stages[0]))
         ends = links.ring(zip(stages[0], stages[-1], strict=True))
     replicas = tuple(dict.fromkeys(zip(*boundaries, strict=True))) or ((),)
-    return Layout(tuple(routes[key] for key in keys), replicas, ends)
+    return Layout(tuple(routes[key] for key in keys), replicas, ends, links.rendezvous)
 
 
 def stage_routes(links: Links, its: Parallel, ranks: Sequence[int]) -> StageRoutes:

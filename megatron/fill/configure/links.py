@@ -38,6 +38,7 @@ class Links:
         nodes: per rank, the number of its node.
         nics: per node, how many of its ranks may send to other nodes at full speed at once; more of them share.
         period: so many ranks further on, a group of ranks next to each other has the same links; 0 if that is not so.
+        rendezvous: a transfer between stages holds both its ends, as gloo's does; else only its receiver waits.
     """
 
     bytes_per_s: Sequence[Sequence[float]]
@@ -45,6 +46,7 @@ class Links:
     nodes: tuple[int, ...]
     nics: int = 1
     period: int = 0
+    rendezvous: bool = False
 
     @classmethod
     def measured(cls, network: Network, nics: int = 1) -> Links:
@@ -52,7 +54,7 @@ class Links:
         number: dict[str, int] = {}
         nodes = tuple(number.setdefault(place.host, len(number)) for place in network.ranks)
         speeds = [[0.0 if its is None else float(its) for its in row] for row in network.bandwidth_bytes_per_s]
-        return cls(speeds, network.latency_s, nodes, nics)
+        return cls(speeds, network.latency_s, nodes, nics, rendezvous=network.backend == "gloo")
 
     @classmethod
     def uniform(cls, network: NodeNetwork, nodes: int) -> Links:
@@ -70,7 +72,8 @@ class Links:
     def first(self, ranks: int) -> Links:
         """Those of the first ranks only."""
         cut = [row[:ranks] for row in self.bytes_per_s[:ranks]]
-        return Links(cut, [row[:ranks] for row in self.latency_s[:ranks]], self.nodes[:ranks], self.nics, self.period)
+        latency = [row[:ranks] for row in self.latency_s[:ranks]]
+        return Links(cut, latency, self.nodes[:ranks], self.nics, self.period, self.rendezvous)
 
     def routes(self, parts: Sequence[Sequence[Edge]]) -> list[Route]:
         """Of transfers that all begin at once: a route for each part of them."""

@@ -17,6 +17,7 @@ from megatron.fill.configure.flags import Training
 from megatron.fill.configure.latency import Iteration, bound_ns, iteration, timeline
 from megatron.fill.configure.layout import Layout, lay_out
 from megatron.fill.configure.links import Links
+from megatron.fill.configure.passes import Passes
 from megatron.fill.configure.room import least_bytes, memory
 from megatron.fill.configure.space import layouts, padded
 from megatron.fill.errors import ConfigError
@@ -87,10 +88,11 @@ class Found:
 class Evaluator:
     """Costs of a training's configurations on a cluster; links of one layout are looked up once."""
 
-    def __init__(self, training: Training, cluster: Cluster, links: Links) -> None:
+    def __init__(self, training: Training, cluster: Cluster, links: Links, passes: Passes | None = None) -> None:
         self.training = training
         self.cluster = cluster
         self.links = links
+        self.passes = passes
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._models = {tp: padded(training, tp) for tp in range(1, cluster.gpus_per_node + 1)}
 
@@ -107,7 +109,8 @@ class Evaluator:
             if shape not in self._layouts:
                 self._layouts[shape] = lay_out(self.links, its)
             layout = self._layouts[shape]
-        return iteration(self._models[its.tp], self.cluster.gpu, self.cluster.efficiency, its, layout)
+        model, cluster = self._models[its.tp], self.cluster
+        return iteration(model, cluster.gpu, cluster.efficiency, its, layout, self.passes)
 
     def proposal(self, times: Iteration, order: Sequence[int] | None = None) -> Proposal | None:
         """It timed; None if it does not fit after all."""
@@ -121,6 +124,9 @@ class Evaluator:
     def candidates(self, gpus: int, excluded: Counter[str]) -> Iterator[Parallel]:
         """Those that may fit; each with the least recomputation with which it does."""
         for its in layouts(self.training, gpus, self.cluster.gpus_per_node, excluded):
+            if self.passes is not None and its.tp not in self.passes.tensors:
+                excluded[f"--profile has no run with --tensor-model-parallel-size {its.tp}"] += 1
+                continue
             kinds = [its.recompute] if "recompute" in self.training.fixed else list(Recompute)
             for kind in kinds:
                 one = its if kind is its.recompute else replace(its, recompute=kind)
@@ -130,16 +136,24 @@ class Evaluator:
                 excluded[_MEMORY] += 1
 
 
-def search(training: Training, cluster: Cluster, links: Links, top: int = 10, gpus: int | None = None) -> Found:
+def search(
+    training: Training,
+    cluster: Cluster,
+    links: Links,
+    top: int = 10,
+    gpus: int | None = None,
+    passes: Passes | None = None,
+) -> Found:
     """The fastest configurations, ranks in the cluster's own order.
 
     Args:
         gpus: of the cluster; None for all.
+        passes: as measured; None for the analytic model.
 
     Raises:
         ConfigError: none fits; says what excludes them.
     """
-    evaluator = Evaluator(training, cluster, links)
+    evaluator = Evaluator(training, cluster, links, passes)
     excluded: Counter[str] = Counter()
     bounded = []
     for number, its in enumerate(evaluator.candidates(gpus or cluster.gpus, excluded)):

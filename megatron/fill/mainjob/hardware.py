@@ -107,6 +107,8 @@ NETWORKS: dict[str, Network] = {
     for network in (
         Network("p3.16xlarge", 150e9, 25 * _GBIT, source="Amazon EC2 P3: NVLink 300 GB/s both ways, 25 Gbit/s"),
         Network("p3dn.24xlarge", 150e9, 100 * _GBIT, source="Amazon EC2 P3dn: NVLink 300 GB/s both ways, 100 Gbit/s"),
+        Network("v100-edr", 150e9, 100 * _GBIT, source="NVLink 300 GB/s both ways, one InfiniBand EDR port per node"),
+        Network("a100-hdr", 300e9, 200 * _GBIT, source="NVLink 600 GB/s both ways, one InfiniBand HDR port per node"),
         Network("dgx-a100", 300e9, 8 * 200 * _GBIT, source="NVIDIA DGX A100 data sheet: 8 x 200 Gbit/s InfiniBand"),
         Network("dgx-h100", 450e9, 8 * 400 * _GBIT, source="NVIDIA DGX H100 data sheet: 8 x 400 Gbit/s InfiniBand"),
         Network("pcie4", _PCIE4, 10 * _GBIT, 4, source="a workstation: PCIe 4.0 x16, 10 Gbit/s Ethernet (assumed)"),

@@ -1,0 +1,273 @@
+"""What passes cost as a short run measured them (Pipette's compute profiler), instead of by the analytic model."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from megatron.fill.configure.flags import Training, read_flags
+from megatron.fill.configure.space import padded
+from megatron.fill.errors import ConfigError, FillError
+from megatron.fill.mainjob.analytic import p2p_bytes
+from megatron.fill.mainjob.memory import stage_parameters
+from megatron.fill.mainjob.model import ModelSpec
+from megatron.fill.mainjob.parallel import Parallel, Recompute
+from megatron.fill.pipeline.costs import StageCost
+from megatron.fill.pipeline.schedule import Pass
+from megatron.fill.records import last_segment
+from megatron.fill.sim.recorded.busy import IterationSample, RecordedMainJob
+from megatron.fill.sim.recorded.groups import read_pipeline
+
+_EXPECTED = "a run folder of --fill-profile-only"
+_FIRST = 2  # iterations that are not counted: memory is allocated in them
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """A forward and a backward pass of one micro-batch, in nanoseconds."""
+
+    forward_ns: float
+    backward_ns: float
+
+    def less(self, other: Both, times: float) -> Both:
+        """Without so many of another; never below 0."""
+        return Both(
+            max(0.0, self.forward_ns - times * other.forward_ns), max(0.0, self.backward_ns - times * other.backward_ns)
+        )
+
+    def over(self, count: float) -> Both:
+        """A part of it."""
+        return Both(self.forward_ns / count, self.backward_ns / count)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a short run of one replica took.
+
+    Attributes:
+        tp, microbatch: of the run.
+        layer: of one layer, with what its tensor-parallel ranks exchange.
+        first: what the first stage does beside its layers (the embedding), as far as it can be told.
+        last: likewise the last one (the output layer and the loss).
+        step_s_per_parameter: between the last pass of an iteration and the first of the next.
+        transfer_bytes_s: between stages, once both sides are ready; None if nobody had to wait for a transfer.
+    """
+
+    tp: int
+    microbatch: int
+    layer: Both
+    first: Both
+    last: Both
+    step_s_per_parameter: float
+    transfer_bytes_s: float | None = None
+
+
+class Passes:
+    """What profiles say of other layouts.
+
+    A layout needs a profile of its tensor parallelism.  Over micro-batch sizes, times are interpolated between the two
+    profiles that are nearest; with one profile they are proportional.
+    """
+
+    def __init__(self, profiles: Sequence[Profile]) -> None:
+        self.profiles = tuple(sorted(profiles, key=lambda one: (one.tp, one.microbatch)))
+        self.tensors = sorted({one.tp for one in profiles})
+
+    def step_s_per_parameter(self, tp: int) -> float:
+        """Of all profiles with such tensor parallelism."""
+        return fmean(one.step_s_per_parameter for one in self._of(tp))
+
+    def stage_cost(
+        self,
+        model: ModelSpec,
+        its: Parallel,
+        layers: int,
+        ends: tuple[bool, bool],
+        exchange_s: tuple[float, float],
+    ) -> StageCost:
+        """What one micro-batch costs on a virtual stage.
+
+        Args:
+            ends: whether it is the first, and the last.
+            exchange_s: what context- and expert-parallel ranks exchange in the forward and backward pass of one layer.
+        """
+        layer, first, last = (self._at(its, part) for part in ("layer", "first", "last"))
+        forward, backward = layers * layer.forward_ns, layers * layer.backward_ns
+        if its.recompute is Recompute.SELECTIVE:
+            backward += forward * model.attention_flops(1) / model.layer_flops(1)
+        elif its.recompute is Recompute.FULL:
+            backward += forward + layers * exchange_s[0] * 1e9
+        for is_there, end in zip(ends, (first, last), strict=True):
+            if is_there:
+                forward, backward = forward + end.forward_ns, backward + end.backward_ns
+        return StageCost(round(forward + layers * exchange_s[0] * 1e9), round(backward + layers * exchange_s[1] * 1e9))
+
+    def _of(self, tp: int) -> list[Profile]:
+        return [one for one in self.profiles if one.tp == tp]
+
+    def _at(self, its: Parallel, part: str) -> Both:
+        """One part of a pass for a layout's micro-batch, divided by context parallelism."""
+        found = sorted(self._of(its.tp), key=lambda one: abs(one.microbatch - its.microbatch))
+        near: Both = getattr(found[0], part)
+        other = next((one for one in found if one.microbatch != found[0].microbatch), None)
+        if other is None:
+            share = its.microbatch / found[0].microbatch
+            both = near.over(1 / share)
+        else:
+            far: Both = getattr(other, part)
+            share = (its.microbatch - found[0].microbatch) / (other.microbatch - found[0].microbatch)
+            both = Both(
+                max(0.0, near.forward_ns + share * (far.forward_ns - near.forward_ns)),
+                max(0.0, near.backward_ns + share * (far.backward_ns - near.backward_ns)),
+            )
+        return both.over(its.cp)
+
+
+def load_passes(folders: Sequence[Path], training: Training) -> Passes:
+    """What the runs in some folders measured.
+
+    Args:
+        training: that is to be configured; the runs' model is the same but for its number of layers.
+
+    Raises:
+        ConfigError: naming the folder, and what was expected.
+    """
+    profiles: list[Profile] = []
+    for folder in folders:
+        found = _load(folder, training)
+        if any((one.tp, one.microbatch) == (found.tp, found.microbatch) for one in profiles):
+            raise ConfigError(
+                f"{folder}: is another profile of tensor parallelism {found.tp} and micro-batches of "
+                f"{found.microbatch}; expected one of each"
+            )
+        profiles.append(found)
+    return Passes(profiles)
+
+
+def _load(folder: Path, training: Training) -> Profile:
+    try:
+        segment = last_segment(folder)
+        records, schedule = read_pipeline(folder)
+    except FillError as error:
+        text = str(error)
+        raise ConfigError(f"{text if str(folder) in text else f'{folder}: {text}'} (with --profile)") from error
+    ran = flags_of_run(folder, segment.command)
+    _check_same(folder, ran, training)
+    its = layout_of_run(folder, ran, segment.ranks)
+    try:
+        job = RecordedMainJob(records, schedule, rendezvous=records[0].info.device == "cpu")
+    except ValueError as error:
+        head = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{folder}: {head}; expected a run with --fill-profile-only and --fill-trace-iterations 10 or more"
+        ) from error
+    return profile_of(job, padded(ran, its.tp), its, job.samples[_FIRST:] or job.samples)
+
+
+def flags_of_run(folder: Path, command: str) -> Training:
+    """What the command line of a run says of its training.
+
+    Raises:
+        ConfigError: naming the folder and the flag.
+    """
+    tokens = shlex.split(command)
+    first = next((at for at, token in enumerate(tokens) if token.startswith("--")), len(tokens))
+    try:
+        return read_flags(tokens[first:])
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: the command of the run: {error}") from error
+
+
+def _check_same(folder: Path, ran: Training, training: Training) -> None:
+    """The models are the same but for the number of layers."""
+    for name in ModelSpec.__dataclass_fields__:
+        there, here = getattr(ran.model, name), getattr(training.model, name)
+        if name != "layers" and there != here:
+            raise ConfigError(f"{folder}: the run's model has {name} {there}; expected {here}, as in the flags")
+    if ran.precision is not training.precision:
+        raise ConfigError(f"{folder}: the run is in {ran.precision}; expected {training.precision}, as in the flags")
+
+
+def layout_of_run(folder: Path, ran: Training, ranks: int) -> Parallel:
+    """How the training of a run was laid out.
+
+    Raises:
+        ConfigError: it is no layout that a profile can be taken from.
+    """
+    fixed = ran.fixed
+    tp, pp, chunks = (fixed.get(name, 1) for name in ("tp", "pp", "chunks"))
+    if pp == 1:
+        raise ConfigError(f"{folder}: the run has one stage; expected two or more: only waits take passes apart")
+    if ranks != tp * pp:
+        raise ConfigError(
+            f"{folder}: the run has {ranks} ranks for {tp} tensor-parallel ranks of {pp} stages; expected one replica"
+        )
+    if "recompute" in fixed:
+        raise ConfigError(f"{folder}: the run recomputes activations; expected one that does not")
+    name = "interleaved" if chunks > 1 else "1f1b"
+    try:
+        its = Parallel(
+            tp=tp,
+            pp=pp,
+            chunks=chunks,
+            microbatch=fixed.get("microbatch", 1),
+            global_batch=ran.global_batch,
+            schedule=name,
+            sequence_parallel=fixed.get("sequence_parallel", False),
+            precision=ran.precision,
+        )
+        its.check(ran.model)
+    except ValueError as error:
+        raise ConfigError(f"{folder}: the command of the run: {error}") from error
+    return its
+
+
+def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: Sequence[IterationSample]) -> Profile:
+    """What some iterations of a run say.
+
+    With three virtual stages or more, those between the first and the last tell what a layer takes.  With two, all of
+    the first one counts as its layers.
+
+    Args:
+        model: with the vocabulary as Megatron pads it.
+        its: how the run was laid out.
+    """
+    stages = [_stage(job, samples, stage) for stage in range(job.schedule.virtual_stages)]
+    counts = its.layers(model)
+    if len(stages) > 2:
+        inner = [stage.over(count) for stage, count in zip(stages[1:-1], counts[1:-1], strict=True)]
+        layer = Both(fmean(one.forward_ns for one in inner), fmean(one.backward_ns for one in inner))
+        first, last = stages[0].less(layer, counts[0]), stages[-1].less(layer, counts[-1])
+    else:
+        layer = stages[0].over(counts[0])
+        first, last = Both(0.0, 0.0), stages[1].less(layer, counts[1])
+    steps_ns = sum(median(_between_ns(sample, rank) for sample in samples) for rank in range(its.pp))
+    transfers = [sample.p2p_ns for sample in samples if sample.p2p_ns > 0]
+    return Profile(
+        its.tp,
+        its.microbatch,
+        layer,
+        first,
+        last,
+        steps_ns / 1e9 / sum(stage_parameters(model, its, rank) for rank in range(its.pp)),
+        p2p_bytes(model, its) / (median(transfers) / 1e9) if transfers else None,
+    )
+
+
+def _stage(job: RecordedMainJob, samples: Sequence[IterationSample], stage: int) -> Both:
+    """A virtual stage's passes: the medians over iterations of the mean over an iteration's micro-batches."""
+    rank = stage % job.schedule.stages
+    row = job.schedule.order[rank]
+    found = {}
+    for kind in (Pass.FORWARD, Pass.BACKWARD):
+        places = [at for at, op in enumerate(row) if op.kind is kind and job.schedule.virtual_stage(rank, op) == stage]
+        found[kind] = median(fmean(sample.ranks[rank].passes_ns[at] for at in places) for sample in samples)
+    return Both(found[Pass.FORWARD], found[Pass.BACKWARD])
+
+
+def _between_ns(sample: IterationSample, rank: int) -> int:
+    its = sample.ranks[rank]
+    return its.reduce_ns + its.after_ns + its.collectives_ns[0]
