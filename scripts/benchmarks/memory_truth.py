@@ -81,6 +81,7 @@ class _Prepared:
 
         with contextlib.redirect_stdout(io.StringIO()):
             PATCH.apply()
+        import megatron.core.tokenizers.text  # noqa: F401 -- slow, and needed by each process that is forked
         import pretrain_gpt
         from megatron.training import training
 
@@ -125,7 +126,15 @@ def _stand_ins() -> None:
     def gather_objects(found: list[Any], its: Any, group: Any = None) -> None:
         found[:] = [its] * len(found)
 
+    mixed = optimizer.MixedPrecisionOptimizer
+    unscale = mixed._unscale_main_grads_and_check_for_nan
+
+    def all_finite(self: Any) -> bool:
+        unscale(self)
+        return False  # or the step would be skipped
+
     changes: tuple[tuple[Any, str, Any], ...] = (
+        (mixed, "_unscale_main_grads_and_check_for_nan", all_finite),
         (torch.nn.functional, "dropout", dropout),
         (torch.nn.Module, "_apply", apply),
         (torch.distributed, "all_gather_object", gather_objects),

@@ -7,11 +7,13 @@ iteration in docs/configure.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron.fill.mainjob.memory import StageMemory, expert_parameters, stage_parameters
 from megatron.fill.mainjob.model import ModelSpec
-from megatron.fill.mainjob.parallel import Parallel
+from megatron.fill.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.mainjob.tape import Sizes, kept_bytes, layer_tape, peak_bytes, sizes
 
 _TOKEN_BYTES = 28  # tokens, labels, positions: 8 each; the loss mask: 4
@@ -26,77 +28,151 @@ class Pass:
         peak_bytes: the most in its backward pass, ``kept_bytes`` and gradients included.
     """
 
-    kept_bytes: int
-    peak_bytes: int
+    kept_bytes: float
+    peak_bytes: float
 
 
-def passes(model: ModelSpec, its: Parallel) -> tuple[Pass, ...]:
-    """Of each virtual stage, ``chunk * pp + rank``."""
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Of one micro-batch on one GPU, in bytes: what passes of all stages are made of.
+
+    Attributes:
+        inner: of a layer that makes its causal mask itself.
+        outer: of one on the first or the last virtual stage, which get a mask with the tokens.
+        tokens: with their masks.
+        embedding: kept; ``embedding_work`` beside it in its backward pass.
+        output: kept by the output layer and the loss; ``output_peak`` the most in their backward pass.
+        passed: what goes from stage to stage.
+        buffer: Megatron's global buffer, once for all micro-batches.
+    """
+
+    inner: Pass
+    outer: Pass
+    tokens: float
+    embedding: float
+    embedding_work: float
+    output: float
+    output_peak: float
+    passed: float
+    buffer: int
+
+
+def micro_batch(model: ModelSpec, its: Parallel) -> MicroBatch:
+    """The same for all layouts whose micro-batches are alike."""
+    return _micro_batch(
+        *(model, its.tp, its.cp, its.ep, its.sequence_parallel, its.microbatch, its.recompute, its.precision)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _micro_batch(
+    model: ModelSpec,
+    tp: int,
+    cp: int,
+    ep: int,
+    sequence_parallel: bool,
+    microbatch: int,
+    recompute: Recompute,
+    precision: Precision,
+) -> MicroBatch:
+    its = Parallel(
+        tp=tp,
+        pp=1,
+        cp=cp,
+        ep=ep,
+        microbatch=microbatch,
+        global_batch=microbatch,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        precision=precision,
+    )
     size = sizes(model, its)
-    last = its.pp * its.chunks - 1
-    layers = its.layers(model)
-    known: dict[tuple[int, bool, bool, bool, bool], Pass] = {}
-    found = []
-    for at, count in enumerate(layers):
-        key = count, at == 0, at == last, at % its.pp == 0, at % its.pp == its.pp - 1
-        if key not in known:
-            known[key] = _pass(model, its, size, count, at == 0, at == last)
-        found.append(known[key])
-    return tuple(found)
-
-
-def _pass(model: ModelSpec, its: Parallel, size: Sizes, layers: int, first: bool, last: bool) -> Pass:
     mask = model.sequence**2 / its.cp
-    layer = layer_tape(model, its, 0.0 if first or last else mask)
-    each = kept_bytes(layer)
-    before = most = 0.0
-    if first or last:
-        before = mask * its.microbatch + _TOKEN_BYTES * model.sequence * its.microbatch
-    if first and model.vocabulary:
-        before += size.mask
-        most = before + size.residual + size.whole + _embedding_bytes(model, its)
-    kept = before + layers * each
+    work = size.residual + size.whole + _embedding_bytes(model, its) + _positions_bytes(model, its)
+    output, output_peak = _output(model, its, size)
+    there = bool(model.vocabulary)
+    return MicroBatch(
+        inner=_layer(model, its, mask),
+        outer=_layer(model, its, 0.0),
+        tokens=its.microbatch * (mask + _TOKEN_BYTES * model.sequence),
+        embedding=size.mask if there else 0.0,
+        embedding_work=work if there else 0.0,
+        output=output if there else 0.0,
+        output_peak=output_peak if there else 0.0,
+        passed=size.residual,
+        buffer=_buffer_bytes(model, its, size),
+    )
+
+
+def _layer(model: ModelSpec, its: Parallel, mask_bytes: float) -> Pass:
+    tape = layer_tape(model, its, mask_bytes)
+    return Pass(kept_bytes(tape), peak_bytes(tape))
+
+
+def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int) -> list[Pass]:
+    """Of each virtual stage of a rank, in order.
+
+    Args:
+        layers: of all virtual stages, as ``its.layers`` says.
+    """
+    last = its.pp * its.chunks - 1
+    several = its.microbatches > 1
+    found: list[Pass] = []
+    for virtual in range(rank, last + 1, its.pp):
+        if 1 < len(found) and virtual != last:  # stages are uneven without virtual ones only
+            found.append(found[1])
+        else:
+            found.append(_pass(parts, layers[virtual], virtual == 0, virtual == last, several))
+    return found
+
+
+def _pass(parts: MicroBatch, layers: int, first: bool, last: bool, several: bool) -> Pass:
+    """Of a virtual stage; ``several`` micro-batches go through it."""
+    layer = parts.outer if first or last else parts.inner
+    kept = (parts.tokens if first or last else 0.0) + (parts.embedding if first else 0.0)
+    peak = kept + parts.embedding_work if first else 0.0
+    kept += layers * layer.kept_bytes
     if layers:
-        most = max(most, kept - each + peak_bytes(layer))
-    if last and model.vocabulary:
-        kept, peak = _output(model, its, size, kept)
-        most = max(most, peak)
+        peak = max(peak, kept - layer.kept_bytes + layer.peak_bytes)
+    if last:
+        before = parts.passed if several and not first else 0.0  # the micro-batch before is not let go of until the loss
+        peak = max(peak, kept + parts.output_peak + before)
+        kept += parts.output
     # A gradient that came from the next stage, and the one that the micro-batch before sent to the previous stage.
-    passed = size.residual * ((not last) + (not first and its.microbatches > 1))
-    return Pass(round(kept), round(most + passed))
+    return Pass(kept, peak + parts.passed * ((not last) + (not first and several)))
 
 
-def _output(model: ModelSpec, its: Parallel, size: Sizes, kept: float) -> tuple[float, float]:
-    """What is kept after the output layer and the loss, and the most in their backward pass.
+def _output(model: ModelSpec, its: Parallel, size: Sizes) -> tuple[float, float]:
+    """What the last layer norm, the output layer and the loss keep, and the most in their backward pass.
 
     Logits are kept in single precision for the loss, and their gradient is made in the same place.
     """
     number = its.precision.weight_bytes
     logits = model.sequence / its.cp * its.microbatch * model.vocabulary / its.tp
-    normed = kept + 2 * size.residual
     copied = number * logits if number < 4 else 0.0
-    product = normed + max(copied, 4 * logits if number == 4 else 0.0) + size.whole + _embedding_bytes(model, its, False)
-    return normed + 4 * logits, max(normed + 4 * logits + copied, product)
+    product = (copied or 4 * logits) + size.whole + _embedding_bytes(model, its)
+    kept = 2 * size.residual + 4 * logits
+    return kept, max(kept + copied, 2 * size.residual + product)
 
 
-def _embedding_bytes(model: ModelSpec, its: Parallel, positions: bool = True) -> float:
+def _embedding_bytes(model: ModelSpec, its: Parallel) -> float:
     """A gradient of the embedding's weights, in the weights' precision."""
-    numbers = model.embedding_parameters / its.tp + (model.positions * model.hidden if positions else 0)
-    return numbers * its.precision.weight_bytes
+    return model.embedding_parameters / its.tp * its.precision.weight_bytes
 
 
-def buffer_bytes(model: ModelSpec, its: Parallel) -> int:
-    """Megatron's global buffer: scores are multiplied into it, and sequences gathered."""
-    size = sizes(model, its)
-    gathered = 0.0
-    if its.tp > 1 and its.sequence_parallel:
-        gathered = size.whole
+def _positions_bytes(model: ModelSpec, its: Parallel) -> float:
+    return model.positions * model.hidden * its.precision.weight_bytes
+
+
+def _buffer_bytes(model: ModelSpec, its: Parallel, size: Sizes) -> int:
+    """Scores are multiplied into it, and sequences gathered."""
+    gathered = size.whole if its.tp > 1 and its.sequence_parallel else 0.0
     if model.experts and (its.tp > 1 or its.ep > 1):
         gathered = size.whole * its.ep
     return round(max(size.scores, gathered))
 
 
-def held_memory(model: ModelSpec, its: Parallel, rank: int, peak: int) -> StageMemory:
+def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, peak: float) -> StageMemory:
     """What one GPU of a stage holds.
 
     Args:
@@ -113,5 +189,5 @@ def held_memory(model: ModelSpec, its: Parallel, rank: int, peak: int) -> StageM
         weights_bytes=round(parameters * precision.weight_bytes),
         gradients_bytes=round(parameters * precision.gradient_bytes),
         optimizer_bytes=round(divided * min(12, precision.optimizer_bytes)),
-        activations_bytes=peak + buffer_bytes(model, its),
+        activations_bytes=round(peak) + parts.buffer,
     )

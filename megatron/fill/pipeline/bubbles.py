@@ -107,7 +107,7 @@ def peak_activation_bytes(schedule: Schedule, bytes_per_virtual_stage: Sequence[
     return tuple(max(accumulate(change(rank, op) for op in row)) for rank, row in enumerate(schedule.order))
 
 
-def peak_pass_bytes(schedule: Schedule, kept_bytes: Sequence[int], peak_bytes: Sequence[int]) -> tuple[int, ...]:
+def peak_pass_bytes(schedule: Schedule, kept_bytes: Sequence[float], peak_bytes: Sequence[float]) -> tuple[float, ...]:
     """Per rank, how many bytes its passes hold at most, if a backward pass needs more than its forward pass has kept.
 
     Args:
@@ -122,7 +122,7 @@ def peak_pass_bytes(schedule: Schedule, kept_bytes: Sequence[int], peak_bytes: S
             raise ValueError(f"{len(given)} {name}; expected {schedule.virtual_stages}: one each")
     found = []
     for rank, row in enumerate(schedule.order):
-        held = most = 0
+        held = most = 0.0
         for op in row:
             stage = schedule.virtual_stage(rank, op)
             if op.kind is Pass.FORWARD:
