@@ -82,8 +82,9 @@ class _Prepared:
         with contextlib.redirect_stdout(io.StringIO()):
             PATCH.apply()
         import megatron.core.tokenizers.text  # noqa: F401 -- slow, and needed by each process that is forked
-        import pretrain_gpt
         from megatron.training import training
+
+        import pretrain_gpt
 
         self.script: Any = pretrain_gpt
         self.training: Any = training

@@ -37,6 +37,9 @@ def configure(
         int, typer.Option("--moves", metavar="N", min=0, max=10**9, help="Of that search, for each configuration.")
     ] = 1000,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")] = None,
+    memory_model: Annotated[
+        Path | None, typer.Option("--memory-model", metavar="FILE", help="What pipefill memory-model has learned.")
+    ] = None,
     launch: Annotated[
         Path | None, typer.Option("--launch", metavar="FILE", help="Write a script that starts the best one.")
     ] = None,
@@ -51,6 +54,7 @@ def configure(
     """
     from megatron.fill.configure.choose import choose
     from megatron.fill.configure.cluster import load_cluster
+    from megatron.fill.configure.correction import Correction
     from megatron.fill.configure.flags import read_flags
     from megatron.fill.configure.launch import write_launch
     from megatron.fill.configure.value import Objective, fill_kinds
@@ -65,7 +69,8 @@ def configure(
         if path is not None:
             check_writable(option, path)
     kinds = fill_kinds(there.gpu, fill)
-    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves)
+    correction = None if memory_model is None else Correction.load(memory_model)
+    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, correction)
     _print_choice(choice, there)
     if json_path is not None:
         _write_json(json_path, choice, there)

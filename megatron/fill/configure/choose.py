@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fill.configure.cluster import Cluster
+from megatron.fill.configure.correction import Correction
 from megatron.fill.configure.dedicate import Energy, anneal
 from megatron.fill.configure.flags import Training
 from megatron.fill.configure.links import Links
@@ -36,6 +37,7 @@ def choose(
     top: int,
     seed: int = 0,
     moves: int = 1000,
+    correction: Correction | None = None,
 ) -> Choice:
     """The best by an objective.
 
@@ -45,6 +47,7 @@ def choose(
 
     Args:
         seed: of the annealing; ``moves`` how many are tried for a configuration.
+        correction: of what configurations hold.
 
     Raises:
         ConfigError: nothing fits; says what excludes all.
@@ -60,13 +63,13 @@ def choose(
         gpus = nodes * cluster.gpus_per_node
         there = links if nodes == cluster.nodes else links.first(gpus)
         try:
-            its = search(training, cluster, there, pool, gpus)
+            its = search(training, cluster, there, pool, gpus, correction)
         except ConfigError as error:
             problem = problem or error
             continue
         configurations += its.configurations
         timed += its.timed
-        evaluator = Evaluator(training, cluster, there)
+        evaluator = Evaluator(training, cluster, there, correction)
         for one in its.proposals:
             placed = one if cluster.measured is None else dedicated(evaluator, one, seed, moves)
             found.append(valued(placed, kinds))

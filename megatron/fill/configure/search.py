@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.fill.configure.cluster import Cluster
+from megatron.fill.configure.correction import Correction
 from megatron.fill.configure.flags import Training
 from megatron.fill.configure.latency import Iteration, bound_ns, iteration, timeline
 from megatron.fill.configure.layout import Layout, lay_out
@@ -85,18 +86,26 @@ class Found:
 
 
 class Evaluator:
-    """Costs of a training's configurations on a cluster; links of one layout are looked up once."""
+    """Costs of a training's configurations on a cluster; links of one layout are looked up once.
 
-    def __init__(self, training: Training, cluster: Cluster, links: Links) -> None:
+    Args:
+        correction: of what they hold; None for the accounting alone.
+    """
+
+    def __init__(
+        self, training: Training, cluster: Cluster, links: Links, correction: Correction | None = None
+    ) -> None:
         self.training = training
         self.cluster = cluster
         self.links = links
+        self.correction = correction
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._models = {tp: padded(training, tp) for tp in range(1, cluster.gpus_per_node + 1)}
 
     def least_bytes(self, its: Parallel) -> int:
         """What the fullest GPU holds at least."""
-        return least_bytes(self._models[its.tp], its)
+        least = least_bytes(self._models[its.tp], its)
+        return least if self.correction is None else int(least * self.correction.least_factor)
 
     def iteration(self, its: Parallel, order: Sequence[int] | None = None) -> Iteration:
         """A configuration's times; ``order`` None for the cluster's own."""
@@ -113,6 +122,8 @@ class Evaluator:
         """It timed; None if it does not fit after all."""
         its = times.parallel
         held = memory(self._models[its.tp], its)
+        if self.correction is not None:
+            held = self.correction.corrected(self._models[its.tp], its, held)
         if max(one.total_bytes for one in held) > self.cluster.room_bytes:
             return None
         chosen = tuple(range(its.gpus) if order is None else order)
@@ -130,16 +141,24 @@ class Evaluator:
                 excluded[_MEMORY] += 1
 
 
-def search(training: Training, cluster: Cluster, links: Links, top: int = 10, gpus: int | None = None) -> Found:
+def search(
+    training: Training,
+    cluster: Cluster,
+    links: Links,
+    top: int = 10,
+    gpus: int | None = None,
+    correction: Correction | None = None,
+) -> Found:
     """The fastest configurations, ranks in the cluster's own order.
 
     Args:
         gpus: of the cluster; None for all.
+        correction: of what configurations hold.
 
     Raises:
         ConfigError: none fits; says what excludes them.
     """
-    evaluator = Evaluator(training, cluster, links)
+    evaluator = Evaluator(training, cluster, links, correction)
     excluded: Counter[str] = Counter()
     bounded = []
     for number, its in enumerate(evaluator.candidates(gpus or cluster.gpus, excluded)):

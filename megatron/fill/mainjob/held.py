@@ -119,7 +119,7 @@ def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int) -
     several = its.microbatches > 1
     found: list[Pass] = []
     for virtual in range(rank, last + 1, its.pp):
-        if 1 < len(found) and virtual != last:  # stages are uneven without virtual ones only
+        if len(found) > 1 and virtual != last:  # stages are uneven without virtual ones only
             found.append(found[1])
         else:
             found.append(_pass(parts, layers[virtual], virtual == 0, virtual == last, several))
@@ -135,7 +135,9 @@ def _pass(parts: MicroBatch, layers: int, first: bool, last: bool, several: bool
     if layers:
         peak = max(peak, kept - layer.kept_bytes + layer.peak_bytes)
     if last:
-        before = parts.passed if several and not first else 0.0  # the micro-batch before is not let go of until the loss
+        before = (
+            parts.passed if several and not first else 0.0
+        )  # the micro-batch before is not let go of until the loss
         peak = max(peak, kept + parts.output_peak + before)
         kept += parts.output
     # A gradient that came from the next stage, and the one that the micro-batch before sent to the previous stage.
