@@ -124,7 +124,7 @@ class Evaluator:
         held = memory(self._models[its.tp], its)
         if self.correction is not None:
             held = self.correction.corrected(self._models[its.tp], its, held)
-        if max(one.total_bytes for one in held) > self.cluster.room_bytes:
+        if max(one.total_bytes for one in held) > self.cluster.limit_bytes:
             return None
         chosen = tuple(range(its.gpus) if order is None else order)
         return Proposal(its, chosen, timeline(times), held, self.cluster.room_bytes)
@@ -135,7 +135,7 @@ class Evaluator:
             kinds = [its.recompute] if "recompute" in self.training.fixed else list(Recompute)
             for kind in kinds:
                 one = its if kind is its.recompute else replace(its, recompute=kind)
-                if self.least_bytes(one) <= self.cluster.room_bytes:
+                if self.least_bytes(one) <= self.cluster.limit_bytes:
                     yield one
                     break
                 excluded[_MEMORY] += 1
@@ -208,7 +208,7 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
         )
         return (
             f"{head}: of the {excluded[_MEMORY]} that Megatron would start, the smallest needs {least / GIB:.2f} GiB "
-            f"of a GPU; expected at most {cluster.room_bytes / GIB:.2f} GiB"
+            f"of a GPU; expected at most {cluster.limit_bytes / GIB:.2f} GiB"
         )
     reasons = "; ".join(f"{count} for: {reason}" for reason, count in excluded.most_common(3))
     return f"{head}: excluded are {reasons}"

@@ -38,6 +38,7 @@ class MicroBatch:
 
     Attributes:
         inner: of a layer that makes its causal mask itself.
+        tied: a gradient of the output layer's weights, which waits for the embedding's where both are on one stage.
         outer: of one on the first or the last virtual stage, which get a mask with the tokens.
         tokens: with their masks.
         embedding: kept; ``embedding_work`` beside it in its backward pass.
@@ -48,6 +49,7 @@ class MicroBatch:
 
     inner: Pass
     outer: Pass
+    tied: float
     tokens: float
     embedding: float
     embedding_work: float
@@ -94,6 +96,7 @@ def _micro_batch(
     return MicroBatch(
         inner=_layer(model, its, mask),
         outer=_layer(model, its, 0.0),
+        tied=_embedding_bytes(model, its) if model.tied_embeddings else 0.0,
         tokens=its.microbatch * (mask + _TOKEN_BYTES * model.sequence),
         embedding=size.mask if there else 0.0,
         embedding_work=work if there else 0.0,
@@ -130,10 +133,11 @@ def _pass(parts: MicroBatch, layers: int, first: bool, last: bool, several: bool
     """Of a virtual stage; ``several`` micro-batches go through it."""
     layer = parts.outer if first or last else parts.inner
     kept = (parts.tokens if first or last else 0.0) + (parts.embedding if first else 0.0)
-    peak = kept + parts.embedding_work if first else 0.0
+    waiting = parts.tied if first and last else 0.0
+    peak = kept + parts.embedding_work + waiting if first else 0.0
     kept += layers * layer.kept_bytes
     if layers:
-        peak = max(peak, kept - layer.kept_bytes + layer.peak_bytes)
+        peak = max(peak, kept - layer.kept_bytes + layer.peak_bytes + waiting)
     if last:
         before = (
             parts.passed if several and not first else 0.0
@@ -186,10 +190,11 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
     expert_divisor = its.replicas // its.ep if its.distributed_optimizer else 1
     divided = (parameters - experts) / divisor + experts / expert_divisor
     precision = its.precision
-    # In half precision the optimizer's gradients in single precision are there during its step only.
+    # In half precision, gradients in single precision are there during the optimizer's step only, without activations.
+    step = divided * (precision.optimizer_bytes - min(12, precision.optimizer_bytes))
     return StageMemory(
         weights_bytes=round(parameters * precision.weight_bytes),
         gradients_bytes=round(parameters * precision.gradient_bytes),
         optimizer_bytes=round(divided * min(12, precision.optimizer_bytes)),
-        activations_bytes=round(peak) + parts.buffer,
+        activations_bytes=round(max(peak, step)) + parts.buffer,
     )

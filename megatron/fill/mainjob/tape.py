@@ -88,7 +88,7 @@ def layer_tape(model: ModelSpec, its: Parallel, mask_bytes: float = 0.0) -> list
     if its.recompute is not Recompute.FULL:
         return _tape(model, its, size, mask_bytes)
     inner = _tape(model, replace(its, recompute=Recompute.NONE), size, mask_bytes)
-    return [Step("layer", size.residual, peak_bytes(inner) - size.residual)]
+    return [Step("layer", size.residual, peak_bytes(inner) - size.residual + _again(size.residual))]
 
 
 def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> list[Step]:
@@ -104,7 +104,7 @@ def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> li
     core = [Step("split", plain, 2 * projected + repeated), *_core(model, size, repeated, mask_bytes)]
     if its.recompute is Recompute.SELECTIVE:
         core[0] = Step("split", 0.0, core[0].working_bytes)
-        core = [Step("core", given, peak_bytes(core))]
+        core = [Step("core", given, peak_bytes(core) + _again(size.query))]
     return [
         Step("norm", size.residual, gradient + 2 * size.residual),
         Step("qkv", size.residual, gradient + projected + size.whole + width * rows),
@@ -114,6 +114,11 @@ def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> li
         *_mlp(model, its, size),
         Step("dropout", size.mask, 2 * gradient),
     ]
+
+
+def _again(output_bytes: float) -> float:
+    """Of what is computed again: its output and the gradient of it are there while its backward pass runs."""
+    return 2 * output_bytes
 
 
 def _core(model: ModelSpec, size: Sizes, repeated: float, mask_bytes: float) -> list[Step]:
