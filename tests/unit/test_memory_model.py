@@ -156,7 +156,7 @@ def test_a_training_is_read_back_from_its_flags():
         flags = list(asked((model, its), 0).flags)
         at = flags.index("--vocab-size") + 1
         flags[at] = str(model.vocabulary)  # the benchmark's tokenizer adds one
-        assert laid_out(flags, its.gpus) == (model, its)
+        assert laid_out(flags, its.gpus) == (replace(model, ffn_hidden=model.ffn), its)
 
 
 def test_a_layout_that_is_none_is_refused():

@@ -217,12 +217,11 @@ class Correction:
             biases.append(_array(path, f"layers[{at}].biases", its.get("biases"), (1,) if last else (None,)))
             weights.append(_array(path, f"layers[{at}].weights", its.get("weights"), (count, len(biases[-1]))))
             count = len(biases[-1])
-        least, most, margin = (
-            _positive(path, name, found[name], name == "margin") for name in ("least", "most", "margin")
-        )
+        least, most, samples = (_positive(path, name, found[name]) for name in ("least", "most", "samples"))
+        margin = _positive(path, "margin", found["margin"], or_zero=True)
         if least > most or not (scale > 0).all():
             raise ConfigError(f"{path}: least or scale is out of range; expected {_EXPECTED}")
-        return cls(Network(mean, scale, tuple(weights), tuple(biases)), least, most, margin, int(found["samples"]))
+        return cls(Network(mean, scale, tuple(weights), tuple(biases)), least, most, margin, int(samples))
 
 
 def _names() -> list[str]:
