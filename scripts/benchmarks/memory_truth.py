@@ -76,7 +76,7 @@ class _Prepared:
         import torch._dynamo  # reads torch as it is
 
         self.tracker: StorageTracker | None = None
-        torch.compile = self._fused  # type: ignore[assignment]  # before Megatron names it
+        torch.compile = self._fused  # before Megatron names it
         from pipefill_patches.cpu_backend import PATCH
 
         with contextlib.redirect_stdout(io.StringIO()):

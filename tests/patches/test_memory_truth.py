@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.fill.configure.room import memory
 from megatron.fill.mainjob.model import ModelSpec
-from megatron.fill.mainjob.parallel import Parallel
+from megatron.fill.mainjob.parallel import Parallel, Recompute
 from scripts.benchmarks.memory_cases import asked
 from scripts.benchmarks.memory_tracker import StorageTracker
 from scripts.benchmarks.memory_truth import Asked, truths
@@ -33,7 +33,7 @@ EXPERTS = ModelSpec(
 )
 CASES = [
     ((GPT, Parallel(pp=2, tp=2, dp=2, global_batch=6, sequence_parallel=True, distributed_optimizer=True)), 0),
-    ((GPT, Parallel(pp=2, global_batch=3, recompute="selective")), 1),
+    ((GPT, Parallel(pp=2, global_batch=3, recompute=Recompute.SELECTIVE)), 1),
     ((EXPERTS, Parallel(pp=1, dp=2, ep=2, global_batch=2, distributed_optimizer=True)), 0),
 ]
 

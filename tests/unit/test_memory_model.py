@@ -183,14 +183,14 @@ def test_the_command_says_how_good_it_is_and_the_configurator_uses_it(tmp_path, 
     assert told["corrected_worst"] < 0.01 < told["analytic_mean"]
     training = read_flags(shlex.split(f"{FLAGS} --global-batch-size 8"))
     there = Cluster.model_validate({"nodes": 1, "gpus_per_node": 2, "gpu": "a100-40gb", "network": "dgx-a100"})
-    plain, more = (
+    plain, corrected = (
         search(training, there, there.links(tmp_path), 3, correction=its).proposals
         for its in (None, Correction.load(tmp_path / "m.json"))
     )
-    assert [one.parallel for one in plain] == [one.parallel for one in more]
-    for one, other in zip(plain, more, strict=True):
-        for held, corrected in zip(one.memory, other.memory, strict=True):
-            assert corrected.total_bytes / held.total_bytes == pytest.approx(1.3, rel=0.01)
+    assert [one.parallel for one in plain] == [one.parallel for one in corrected]
+    for one, other in zip(plain, corrected, strict=True):
+        for held, with_it in zip(one.memory, other.memory, strict=True):
+            assert with_it.total_bytes / held.total_bytes == pytest.approx(1.3, rel=0.01)
     tight = there.model_copy(update={"memory": there.memory_reserve + round(1.1 * plain[0].peak_bytes)})
     kept = search(training, tight, tight.links(tmp_path), 1).proposals[0]
     assert kept.parallel == plain[0].parallel
