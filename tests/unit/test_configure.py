@@ -131,7 +131,8 @@ def test_context_and_expert_ranks_divide_what_they_should():
     whole, part = memory(many, plain)[0], memory(many, replace(plain, ep=2))[0]
     assert whole.weights_bytes - part.weights_bytes == 6 * many.expert_parameters // 2 * 2
     longer = replace(plain, dp=1, cp=2)
-    assert memory(SMALL, longer)[0].activations_bytes == memory(SMALL, plain)[0].activations_bytes // 2
+    half = memory(SMALL, plain)[0].activations_bytes / 2  # but for the gradient of the embedding's weights
+    assert half < memory(SMALL, longer)[0].activations_bytes < 1.05 * half
     assert memory(SMALL, longer)[0].weights_bytes == memory(SMALL, plain)[0].weights_bytes
 
 

@@ -118,6 +118,8 @@ TORCH_FREE = [
     "sim.sliced",
     "configure.choose",
     "configure.pays",
+    "configure.correction",
+    "configure.peaks",
     "sim.freeride.study",
     "sim.freeride.draw",
     "store.sql",
@@ -220,6 +222,7 @@ OTHER_READS = {
     "app/session.py": {"(agents / f'agent{self.info.rank}.log').open"},
     "app/standin.py": {"StandInSpec.from_json"},  # likewise
     "cli/batch.py": {"partial.open", "requests.read_bytes"},  # to write; the user's own
+    "cli/configure.py": {"Correction.load"},  # the user's own
     "cli/network.py": {"Network.load"},  # the user's own
     "cli/options.py": {"path.open"},  # to write
     "cli/simulate.py": {"load"},

@@ -20,6 +20,7 @@ from megatron.fill.cli import (
     graph,
     jobs,
     logs,
+    memory,
     network,
     plan,
     profile,
@@ -93,6 +94,7 @@ app.command("network")(network.network)
 app.command("simulate")(simulate.simulate)
 app.command("configure")(configure.configure)
 app.command("pays")(configure.pays)
+app.command("memory-model")(memory.memory_model)
 graphs = _App(cls=_Group, help="Pipelines for models with branches: graphs of stages.", rich_markup_mode="markdown")
 graphs.command("plan")(graph.plan)
 graphs.command("show")(graph.show)

@@ -44,6 +44,9 @@ def configure(
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="Draw them and their bubbles into this file.")
     ] = None,
+    memory_model: Annotated[
+        Path | None, typer.Option("--memory-model", metavar="FILE", help="What pipefill memory-model has learned.")
+    ] = None,
     launch: Annotated[
         Path | None, typer.Option("--launch", metavar="FILE", help="Write a script that starts the best one.")
     ] = None,
@@ -58,6 +61,7 @@ def configure(
     """
     from megatron.fill.configure.choose import choose
     from megatron.fill.configure.cluster import load_cluster
+    from megatron.fill.configure.correction import Correction
     from megatron.fill.configure.flags import read_flags
     from megatron.fill.configure.launch import write_launch
     from megatron.fill.configure.passes import load_passes
@@ -74,7 +78,8 @@ def configure(
             check_writable(option, path)
     kinds = fill_kinds(there.gpu, fill)
     passes = load_passes(profile, training) if profile else None
-    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes)
+    correction = None if memory_model is None else Correction.load(memory_model)
+    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes, correction)
     _print_choice(choice, there)
     if json_path is not None:
         _write_json(json_path, choice, there)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fill.configure.cluster import Cluster
+from megatron.fill.configure.correction import Correction
 from megatron.fill.configure.dedicate import anneal
 from megatron.fill.configure.energy import Energy
 from megatron.fill.configure.flags import Training
@@ -39,6 +40,7 @@ def choose(
     seed: int = 0,
     moves: int = 3000,
     passes: Passes | None = None,
+    correction: Correction | None = None,
 ) -> Choice:
     """The best by an objective.
 
@@ -49,6 +51,7 @@ def choose(
     Args:
         seed: of the annealing; ``moves`` how many are tried for a configuration.
         passes: as measured; None for the analytic model.
+        correction: of what configurations hold.
 
     Raises:
         ConfigError: nothing fits; says what excludes all.
@@ -64,13 +67,13 @@ def choose(
         gpus = nodes * cluster.gpus_per_node
         there = links if nodes == cluster.nodes else links.first(gpus)
         try:
-            its = search(training, cluster, there, pool, gpus, passes)
+            its = search(training, cluster, there, pool, gpus, passes, correction)
         except ConfigError as error:
             problem = problem or error
             continue
         configurations += its.configurations
         timed += its.timed
-        evaluator = Evaluator(training, cluster, there, passes)
+        evaluator = Evaluator(training, cluster, there, passes, correction)
         for one in its.proposals:
             placed = one if cluster.measured is None else dedicated(evaluator, one, seed, moves)
             found.append(valued(placed, kinds))

@@ -17,6 +17,8 @@ from megatron.fill.given.quantities import parse_bytes
 from megatron.fill.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind
 from megatron.fill.mainjob.hardware import Network as NodeNetwork
 
+_ESTIMATE_ERROR = 0.005  # the worst that docs/configure.md has, of what configurations hold
+
 
 class Cluster(BaseModel):
     """Nodes that are all alike.
@@ -56,6 +58,11 @@ class Cluster(BaseModel):
     def room_bytes(self) -> int:
         """What a training may take of one GPU."""
         return (self.memory or self.gpu.memory_bytes) - self.memory_reserve
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a configuration may be estimated to hold: a little less than there is, as estimates err a little."""
+        return int(self.room_bytes * (1 - _ESTIMATE_ERROR))
 
     def links(self, folder: Path) -> Links:
         """Between its GPUs, node after node.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.fill.configure.cluster import Cluster
+from megatron.fill.configure.correction import Correction
 from megatron.fill.configure.flags import Training
 from megatron.fill.configure.latency import Iteration, bound_ns, iteration, timeline
 from megatron.fill.configure.layout import Layout, lay_out
@@ -86,19 +87,33 @@ class Found:
 
 
 class Evaluator:
-    """Costs of a training's configurations on a cluster; links of one layout are looked up once."""
+    """Costs of a training's configurations on a cluster; links of one layout are looked up once.
 
-    def __init__(self, training: Training, cluster: Cluster, links: Links, passes: Passes | None = None) -> None:
+    Args:
+        passes: as measured; None for the analytic model.
+        correction: of what they hold; None for the accounting alone.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        cluster: Cluster,
+        links: Links,
+        passes: Passes | None = None,
+        correction: Correction | None = None,
+    ) -> None:
         self.training = training
         self.cluster = cluster
         self.links = links
         self.passes = passes
+        self.correction = correction
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._models = {tp: padded(training, tp) for tp in range(1, cluster.gpus_per_node + 1)}
 
     def least_bytes(self, its: Parallel) -> int:
         """What the fullest GPU holds at least."""
-        return least_bytes(self._models[its.tp], its)
+        least = least_bytes(self._models[its.tp], its)
+        return least if self.correction is None else int(least * self.correction.least_factor)
 
     def iteration(self, its: Parallel, order: Sequence[int] | None = None) -> Iteration:
         """A configuration's times; ``order`` None for the cluster's own."""
@@ -116,7 +131,9 @@ class Evaluator:
         """It timed; None if it does not fit after all."""
         its = times.parallel
         held = memory(self._models[its.tp], its)
-        if max(one.total_bytes for one in held) > self.cluster.room_bytes:
+        if self.correction is not None:
+            held = self.correction.corrected(self._models[its.tp], its, held)
+        if max(one.total_bytes for one in held) > self.cluster.limit_bytes:
             return None
         chosen = tuple(range(its.gpus) if order is None else order)
         return Proposal(its, chosen, timeline(times), held, self.cluster.room_bytes)
@@ -130,7 +147,7 @@ class Evaluator:
             kinds = [its.recompute] if "recompute" in self.training.fixed else list(Recompute)
             for kind in kinds:
                 one = its if kind is its.recompute else replace(its, recompute=kind)
-                if self.least_bytes(one) <= self.cluster.room_bytes:
+                if self.least_bytes(one) <= self.cluster.limit_bytes:
                     yield one
                     break
                 excluded[_MEMORY] += 1
@@ -143,17 +160,19 @@ def search(
     top: int = 10,
     gpus: int | None = None,
     passes: Passes | None = None,
+    correction: Correction | None = None,
 ) -> Found:
     """The fastest configurations, ranks in the cluster's own order.
 
     Args:
         gpus: of the cluster; None for all.
         passes: as measured; None for the analytic model.
+        correction: of what configurations hold.
 
     Raises:
         ConfigError: none fits; says what excludes them.
     """
-    evaluator = Evaluator(training, cluster, links, passes)
+    evaluator = Evaluator(training, cluster, links, passes, correction)
     excluded: Counter[str] = Counter()
     bounded = []
     for number, its in enumerate(evaluator.candidates(gpus or cluster.gpus, excluded)):
@@ -203,7 +222,7 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
         )
         return (
             f"{head}: of the {excluded[_MEMORY]} that Megatron would start, the smallest needs {least / GIB:.2f} GiB "
-            f"of a GPU; expected at most {cluster.room_bytes / GIB:.2f} GiB"
+            f"of a GPU; expected at most {cluster.limit_bytes / GIB:.2f} GiB"
         )
     reasons = "; ".join(f"{count} for: {reason}" for reason, count in excluded.most_common(3))
     return f"{head}: excluded are {reasons}"

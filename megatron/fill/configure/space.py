@@ -17,6 +17,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
+from megatron.fill.configure.details import detailed
 from megatron.fill.configure.flags import Training
 from megatron.fill.mainjob.model import ModelSpec
 from megatron.fill.mainjob.parallel import Parallel, Recompute
@@ -31,8 +32,8 @@ def divisors(number: int) -> list[int]:
 
 
 def padded(training: Training, tp: int) -> ModelSpec:
-    """The model with the vocabulary that Megatron makes of it."""
-    return replace(training.model, vocabulary=training.padded(tp))
+    """The model with the vocabulary that Megatron makes of it, and with what flags say beside its shape."""
+    return replace(detailed(training.model, training.others), vocabulary=training.padded(tp))
 
 
 def layouts(training: Training, gpus: int, gpus_per_node: int, excluded: Counter[str]) -> Iterator[Parallel]:

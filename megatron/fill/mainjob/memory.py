@@ -37,6 +37,7 @@ def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     whole = layers * model.norm_parameters
     if rank == 0:
         matrices += model.embedding_parameters
+        whole += model.positions * model.hidden
     if rank == parallel.pp - 1:
         whole += model.final_norm_parameters
         if parallel.pp > 1 or not model.tied_embeddings:

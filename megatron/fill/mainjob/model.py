@@ -26,6 +26,8 @@ class ModelSpec:
         tied_embeddings: the output layer uses the embedding's weights.
         experts: MLPs of each layer, of which a router chooses; 0 for one MLP without a router.
         experts_per_token: how many of them a token passes.
+        positions: learned position embeddings; 0 where positions are rotated in or unknown.
+        hidden_dropout: the residual stream has dropout, and keeps its masks; ``attention_dropout`` likewise the scores.
         source: where the shape comes from.
     """
 
@@ -40,13 +42,16 @@ class ModelSpec:
     tied_embeddings: bool = True
     experts: int = 0
     experts_per_token: int = 1
+    positions: int = 0
+    hidden_dropout: bool = True
+    attention_dropout: bool = True
     source: str = ""
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            least = 0 if item.name in ("vocabulary", "experts") else 1
+            least = 0 if item.name in ("vocabulary", "experts", "positions") else 1
             if isinstance(value, int) and not isinstance(value, bool) and value < least:
                 raise ValueError(f"{item.name} is {value}; expected at least {least}")
         if self.hidden % self.heads:

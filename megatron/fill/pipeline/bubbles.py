@@ -105,3 +105,32 @@ def peak_activation_bytes(schedule: Schedule, bytes_per_virtual_stage: Sequence[
         return {Pass.FORWARD: held, Pass.INPUT: 0}.get(op.kind, -held)
 
     return tuple(max(accumulate(change(rank, op) for op in row)) for rank, row in enumerate(schedule.order))
+
+
+def peak_pass_bytes(schedule: Schedule, kept_bytes: Sequence[float], peak_bytes: Sequence[float]) -> tuple[float, ...]:
+    """Per rank, how many bytes its passes hold at most, if a backward pass needs more than its forward pass has kept.
+
+    Args:
+        kept_bytes: per virtual stage, of one microbatch, from its forward pass on.
+        peak_bytes: the most in its backward pass, what it has kept included.
+
+    Raises:
+        ValueError: they are not one per virtual stage.
+    """
+    for name, given in (("kept_bytes", kept_bytes), ("peak_bytes", peak_bytes)):
+        if len(given) != schedule.virtual_stages:
+            raise ValueError(f"{len(given)} {name}; expected {schedule.virtual_stages}: one each")
+    found = []
+    for rank, row in enumerate(schedule.order):
+        held = most = 0.0
+        for op in row:
+            stage = schedule.virtual_stage(rank, op)
+            if op.kind is Pass.FORWARD:
+                held += kept_bytes[stage]
+                most = max(most, held)
+                continue
+            most = max(most, held - kept_bytes[stage] + peak_bytes[stage])
+            if op.kind is not Pass.INPUT:
+                held -= kept_bytes[stage]
+        found.append(most)
+    return tuple(found)

@@ -1,0 +1,315 @@
+"""What one GPU of a training holds, found without a GPU: Megatron's own iteration under torch's fake tensors.
+
+Megatron builds model, buffers and optimizer of one rank as ``pretrain_gpt.py`` has it do, and runs its own
+``train_step`` with its own schedule.  Tensors are fake (shapes without memory), and so are the process groups: a
+collective or a transfer returns at once.  A tracker counts the storages.
+
+What stays out: what the allocator wastes, kernels' workspaces, NCCL's buffers, the CUDA context, and the optimizer's
+step, whose temporaries depend on which Adam is installed.  Functions that Megatron compiles on a GPU count with what
+they return and keep.  Experts get as many tokens each.
+
+    python scripts/benchmarks/memory_truth.py --gpus 8 --rank 0 --detailed -- MEGATRON'S FLAGS
+
+prints what is held at the peak.  ``truths`` asks for many ranks, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scripts.benchmarks.memory_tracker import StorageTracker
+
+ROOT = Path(__file__).resolve().parents[2]
+# Nothing is run again, or the tracker would count the batches that are kept for it, which real runs have on the host.
+_RUN = (
+    "--fake-process-group --mock-data --tokenizer-type NullTokenizer --lr 1e-4 --lr-decay-style constant "
+    "--train-iters 10 --eval-iters 0 --no-check-for-nan-in-loss-and-grad --rerun-mode disabled"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One rank of a training; ``flags`` are Megatron's."""
+
+    flags: tuple[str, ...]
+    rank: int
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What the rank holds.
+
+    Attributes:
+        states_bytes: between iterations: weights, gradients, optimizer.
+        peak_bytes: the most in an iteration, until its last gradient is there.
+        parameters: that the rank holds.
+    """
+
+    states_bytes: int
+    peak_bytes: int
+    parameters: int
+
+
+class _Prepared:
+    """Megatron, imported so that it runs under fake tensors.  It changes this process for good."""
+
+    def __init__(self) -> None:
+        warnings.filterwarnings("ignore")
+        os.environ.setdefault("LOCAL_RANK", str(os.getpid()))  # which core
+        import torch
+        import torch._dynamo  # reads torch as it is
+
+        self.tracker: StorageTracker | None = None
+        torch.compile = self._fused  # before Megatron names it
+        from pipefill_patches.cpu_backend import PATCH
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            PATCH.apply()
+        import megatron.core.tokenizers.text  # noqa: F401 -- slow, and needed by each process that is forked
+        from megatron.training import training
+
+        import pretrain_gpt
+
+        self.script: Any = pretrain_gpt
+        self.training: Any = training
+        logging.disable(logging.WARNING)
+        _stand_ins()
+
+    def _fused(self, function: Any = None, **_options: Any) -> Any:
+        """In the place of ``torch.compile``."""
+        if function is None:
+            return self._fused
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (self.tracker.fused(function) if self.tracker else function)(*args, **kwargs)
+
+        return run
+
+
+def _stand_ins() -> None:
+    """For what needs the values of tensors, and for what fake tensors or fake groups cannot do."""
+    import torch
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.optimizer import optimizer
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import experts, moe_utils, token_dispatcher
+
+    def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        return torch.native_dropout(input, p, True)[0] if training and p else input  # one kernel, as on a GPU
+
+    def apply(self: Any, function: Callable[[Any], Any], recurse: bool = True) -> Any:
+        for child in self.children():
+            apply(child, function)
+        with torch.no_grad():
+            for its in self._parameters.values():
+                if its is not None:
+                    its.data = function(its)  # torch swaps fake parameters, which the tracker's references forbid
+            for name, its in self._buffers.items():
+                self._buffers[name] = None if its is None else function(its)
+        return self
+
+    def gather_objects(found: list[Any], its: Any, group: Any = None) -> None:
+        found[:] = [its] * len(found)
+
+    mixed = optimizer.MixedPrecisionOptimizer
+    unscale = mixed._unscale_main_grads_and_check_for_nan
+
+    def all_finite(self: Any) -> bool:
+        unscale(self)
+        return False  # or the step would be skipped
+
+    changes: tuple[tuple[Any, str, Any], ...] = (
+        (mixed, "_unscale_main_grads_and_check_for_nan", all_finite),
+        (torch.nn.functional, "dropout", dropout),
+        (torch.nn.Module, "_apply", apply),
+        (torch.distributed, "all_gather_object", gather_objects),
+        (param_and_grad_buffer, "_coalescing_manager", lambda *_args, **_kwargs: contextlib.nullcontext()),
+        (optimizer, "get_grad_norm_fp32", lambda *_args, **_kwargs: 1.0),
+        (random.CudaRNGStatesTracker, "fork", lambda *_args, **_kwargs: contextlib.nullcontext()),
+        (random, "_get_all_rng_states", lambda: ()),
+        (random, "_set_all_rng_states", lambda *_states: None),
+        (experts.SequentialMLP, "forward", _balanced(experts.SequentialMLP.forward)),
+        (moe_utils.MoEAuxLossAutoScaler, "set_loss_scale", staticmethod(lambda _scale: None)),
+        (token_dispatcher, "permute", _permuted(token_dispatcher.permute)),
+    )
+    for holder, name, its in changes:
+        setattr(holder, name, its)
+
+
+def _balanced(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, tokens: Any, _per_expert: Any, probabilities: Any) -> Any:
+        each = tokens.shape[0] // self.num_local_experts
+        return forward(self, tokens, SimpleNamespace(tolist=lambda: [each] * self.num_local_experts), probabilities)
+
+    return run
+
+
+def _permuted(permute: Callable[..., Any]) -> Callable[..., Any]:
+    def run(tokens: Any, routing_map: Any, *args: Any, **kwargs: Any) -> Any:
+        return permute(tokens, routing_map, *args, **{**kwargs, "num_out_tokens": _routed(routing_map.shape)})
+
+    return run
+
+
+def _routed(shape: Sequence[int]) -> int:
+    """How many of a map's places, tokens by experts, a balanced router chooses."""
+    from megatron.training import get_args
+
+    its = get_args()
+    return shape[0] * shape[1] * its.moe_router_topk // its.num_experts
+
+
+def _batches(its: Any) -> Iterator[dict[str, Any]]:
+    """Micro-batches as the data loader gives them."""
+    import torch
+
+    shape = its.micro_batch_size, its.seq_length
+    while True:
+        batch = {name: torch.empty(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
+        batch["loss_mask"] = torch.empty(shape)
+        if its.create_attention_mask_in_dataloader:
+            batch["attention_mask"] = torch.empty(shape[0], 1, shape[1], shape[1], dtype=torch.bool)
+        yield batch
+
+
+def _iterate(prepared: _Prepared, asked: Asked, detailed: bool) -> tuple[Truth, StorageTracker]:
+    """Build the rank, step its optimizer so that there is a state, and run one iteration."""
+    sys.argv = ["pretrain_gpt.py", *asked.flags, *_RUN.split()]
+    os.environ |= {"RANK": str(asked.rank), "WORLD_SIZE": str(asked.gpus)}
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.rerun_state_machine import RerunDataIterator
+    from megatron.core.utils import get_model_config
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.initialize import initialize_megatron
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from scripts.benchmarks.memory_tracker import StorageTracker
+
+    its = parse_and_validate_args(args_defaults={})
+    container = pretrain_cfg_container_from_args(its, gpt_config_from_args(its))
+    initialize_megatron(get_embedding_ranks=prepared.script.get_embedding_ranks)
+    tracker = StorageTracker(_routed, detailed)
+    with FakeTensorMode(), tracker:
+        prepared.tracker = tracker
+        model, optimizer, scheduler = prepared.training.setup_model_and_optimizer(
+            ModelType.encoder_or_decoder,
+            checkpointing_context={},
+            cfg_container=container,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+        for chunk in model:
+            chunk.train()
+        optimizer.step()
+        tracker.restart()
+        states_bytes = tracker.now_bytes
+        passes_bytes = _before_step(optimizer, tracker)
+        config = get_model_config(model[0])
+        config.grad_scale_func, config.timers = optimizer.scale_loss, None
+        config.finalize_model_grads_func = finalize_model_grads
+        data = [RerunDataIterator(_batches(its)) for _ in model]
+        prepared.training.train_step(
+            *(prepared.script.forward_step, data if len(data) > 1 else data[0], model, optimizer, scheduler, config),
+            get_forward_backward_func(),
+            iteration=0,
+        )
+        parameters = sum(one.numel() for chunk in model for one in chunk.parameters())
+    return Truth(states_bytes, passes_bytes[0], parameters), tracker
+
+
+def _before_step(optimizer: Any, tracker: StorageTracker) -> list[int]:
+    """Where the peak will be that was reached when the optimizer's step begins."""
+    found: list[int] = []
+    step = optimizer.step
+
+    def run() -> Any:
+        found.append(tracker.peak_bytes)
+        tracker.detailed = False
+        return step()
+
+    optimizer.step = run
+    return found
+
+
+def _answer(prepared: _Prepared, asked: Asked) -> dict[str, Any]:
+    """The truth of one rank, by a process that is forked for it; or what went wrong."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                answer = asdict(_iterate(prepared, asked, False)[0])
+        except BaseException as error:  # the parent says it
+            answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        os.write(writer, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else {"error": "its process was killed"}
+
+
+def truths(asked: Sequence[Asked]) -> Iterator[Truth]:
+    """The truth of each rank, in order, as it is found.
+
+    Raises:
+        RuntimeError: Megatron does not run one of them; says which, and its error.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump([asdict(one) for one in asked], file)
+        file.flush()
+        command = [sys.executable, __file__, "--asked", file.name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+            assert process.stdout is not None
+            for one in asked:
+                line = process.stdout.readline()
+                found = json.loads(line) if line else {"error": "the process that finds truths ended"}
+                if "error" in found:
+                    process.kill()
+                    raise RuntimeError(f"rank {one.rank} of {' '.join(one.flags)}: {found['error']}")
+                yield Truth(**found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1, help="of the training")
+    parser.add_argument("--rank", type=int, default=0, help="which one's memory")
+    parser.add_argument("--detailed", action="store_true", help="print what is held at the peak")
+    parser.add_argument("--asked", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="Megatron's flags")
+    options = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    prepared = _Prepared()
+    if options.asked:
+        for one in json.loads(options.asked.read_text(encoding="utf-8")):
+            print(json.dumps(_answer(prepared, Asked(tuple(one["flags"]), one["rank"], one["gpus"]))), flush=True)
+        return
+    with contextlib.redirect_stdout(io.StringIO()):
+        found, tracker = _iterate(prepared, Asked(tuple(options.flags), options.rank, options.gpus), options.detailed)
+    print(json.dumps(asdict(found)))
+    for name, size in tracker.at_peak.most_common(80):
+        print(f"{size / 2**20:12.3f} MiB  {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What a stage is said to hold against Megatron's own iteration under fake tensors, and the tracker that counts it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron.fill.configure.room import memory
+from megatron.fill.mainjob.model import ModelSpec
+from megatron.fill.mainjob.parallel import Parallel, Recompute
+from scripts.benchmarks.memory_cases import asked
+from scripts.benchmarks.memory_tracker import StorageTracker
+from scripts.benchmarks.memory_truth import Asked, truths
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU backend is for machines without CUDA")
+
+GPT = ModelSpec(layers=2, hidden=256, heads=8, sequence=256, vocabulary=2048, positions=256)
+EXPERTS = ModelSpec(
+    layers=2,
+    hidden=256,
+    heads=8,
+    sequence=256,
+    vocabulary=2048,
+    query_groups=4,
+    swiglu=True,
+    experts=4,
+    experts_per_token=2,
+    hidden_dropout=False,
+    attention_dropout=False,
+)
+CASES = [
+    ((GPT, Parallel(pp=2, tp=2, dp=2, global_batch=6, sequence_parallel=True, distributed_optimizer=True)), 0),
+    ((GPT, Parallel(pp=2, global_batch=3, recompute=Recompute.SELECTIVE)), 1),
+    ((EXPERTS, Parallel(pp=1, dp=2, ep=2, global_batch=2, distributed_optimizer=True)), 0),
+]
+
+
+def test_the_accounting_is_what_megatron_allocates():
+    """Small sizes make what the accounting leaves out, biases among it, larger than it is."""
+    for (case, stage), truth in zip(CASES, truths([asked(*one) for one in CASES]), strict=True):
+        held = memory(*case)[stage]
+        assert held.total_bytes == pytest.approx(truth.peak_bytes, rel=0.02), case
+        assert held.total_bytes - held.activations_bytes == pytest.approx(truth.states_bytes, rel=0.01), case
+
+
+def test_what_megatron_does_not_run_is_an_error_that_says_which():
+    with pytest.raises(RuntimeError, match="rank 0 of --num-layers 2: "):
+        list(truths([Asked(("--num-layers", "2"), 0, 1)]))
+
+
+def test_the_tracker_counts_storages_once_and_forgets_them():
+    with FakeTensorMode(), StorageTracker() as tracker:
+        one = torch.empty(1000, dtype=torch.float32)
+        view = one.view(10, 100)[2:]
+        assert tracker.now_bytes == 4000
+        del one
+        assert tracker.now_bytes == 4000
+        del view
+        assert (tracker.now_bytes, tracker.peak_bytes) == (0, 4000)
+        tracker.restart()
+        assert tracker.peak_bytes == 0
+
+
+def test_the_tracker_sees_a_leak():
+    """Of a training step that keeps its activations; one that lets them go ends where it began."""
+    kept: list[torch.Tensor] = []
+
+    def step(weights: torch.Tensor, leaks: bool) -> None:
+        hidden = torch.empty(64, 128) @ weights
+        hidden.relu().sum().backward()
+        weights.grad = None
+        if leaks:
+            kept.append(hidden.detach())
+
+    with FakeTensorMode(), StorageTracker() as tracker:
+        weights = torch.nn.Parameter(torch.empty(128, 256))
+        step(weights, False)
+        gc.collect()
+        before = tracker.now_bytes
+        step(weights, False)
+        gc.collect()
+        assert tracker.now_bytes == before
+        step(weights, True)
+        gc.collect()
+        assert tracker.now_bytes == before + 4 * 64 * 256
+
+
+def test_a_fused_function_counts_with_what_it_returns_and_keeps():
+    def gelu(given: torch.Tensor) -> torch.Tensor:
+        return (given * 2 + 1).tanh() * 3  # tanh keeps its result; the rest is let go of
+
+    with FakeTensorMode(), StorageTracker() as tracker:
+        given = torch.empty(100, requires_grad=True)
+        tracker.restart()
+        out = tracker.fused(gelu)(given)
+        assert tracker.peak_bytes == tracker.now_bytes == 3 * 400
+        out.sum().backward()
