@@ -21,6 +21,7 @@ from packaging.version import Version
 
 from megatron.fill.store import Job, JobStore, open_store
 from tests.e2e.launch import FRESH, WARM, Warm
+from tests.e2e.warm import RANK as MODULES
 from tests.e2e.warm import REST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +102,7 @@ def warm_ranks() -> Iterator[None]:
         return
     with warm(), Path(os.devnull).open("w") as nowhere:
         where = f"{os.environ[FRESH]}-megatron"
-        arguments = [str(HERE / "warm.py"), where, "megatron.training"]
+        arguments = [str(HERE / "warm.py"), where, *MODULES]
         server = Warm(arguments, dict(os.environ), os.environ[FRESH], (nowhere.fileno(), nowhere.fileno()))
         os.environ[WARM] = where
         try:
