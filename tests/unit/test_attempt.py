@@ -64,7 +64,7 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path) -> Iterator[Bench]:
-    with post(monkeypatch, tmp_path) as made:
+    with post(tmp_path) as made:
         yield Bench(made)
 
 

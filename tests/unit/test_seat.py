@@ -38,7 +38,7 @@ SHORT = {"task": None, "command": ["true"]}
 def bench(monkeypatch, tmp_path) -> Iterator[Post]:
     # What pytest keeps of a log are tracebacks, with all that they refer to.
     monkeypatch.setattr(logging.getLogger("pipefill.agent"), "disabled", True)
-    with post(monkeypatch, tmp_path) as made:
+    with post(tmp_path) as made:
         yield made
 
 
@@ -205,7 +205,7 @@ def test_a_watcher_that_breaks_after_the_start_puts_the_job_back(bench, monkeypa
 
 
 def test_a_job_that_may_not_run_here_has_failed(monkeypatch, tmp_path):
-    with post(monkeypatch, tmp_path, allow=["other:*"]) as bench:
+    with post(tmp_path, allow=["other:*"]) as bench:
         job = bench.submit()
         assert bench.seat().serve()
         told = bench.store.get(job.id)
