@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from megatron.fill.store import Job, JobStore, open_store
 from tests.e2e.launch import FRESH, WARM, Warm
 from tests.e2e.warm import RANK as MODULES
 from tests.e2e.warm import REST
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -113,9 +113,14 @@ def warm_ranks() -> Iterator[None]:
             server.wait()
 
 
+def warm_python() -> list[str]:
+    """The arguments of Python that make it stand for one that has imported Megatron, if there is one here."""
+    return [str(HERE / "launch.py"), "0"] if WARM in os.environ else []
+
+
 def benchmark(name: str) -> list[str]:
     """The command ``python scripts/benchmarks/NAME.py`` for the root of the checkout; its trainings' ranks are warm."""
-    rank = [sys.executable, str(HERE / "launch.py"), "0"]
+    rank = [sys.executable, *warm_python()]
     code = f"from scripts.benchmarks import one_gpu, {name}; one_gpu._SCRIPT[:2] = {rank}; {name}.main()"
     return [sys.executable, "-c", code]
 
@@ -134,14 +139,18 @@ def start(
     """Start a training; ``{folder}`` in the flags stands for the folder.  Its warm ranks rest after each iteration.
 
     Args:
+        torchrun: torchrun starts its ranks; with ``fresh`` each is a Python of its own, as users have it.
         fresh: its ranks import Megatron themselves, so the patches of a ``script`` that applies them first come first.
     """
     launcher = [str(HERE / "launch.py"), str(ranks)]
     if torchrun:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher = warm_python() + run
+        if not fresh:
+            launcher += ["--no-python", sys.executable, *warm_python()]
     logs = ["--tensorboard-dir", str(folder / "tensorboard"), "--train-iters", str(iterations)]
     environment = {name: value for name, value in os.environ.items() if name != "PIPEFILL_STORE"}
-    if fresh:
+    if fresh and not torchrun:
         environment.pop(WARM, None)
     if rest_ms:
         environment[REST] = str(rest_ms)
@@ -183,12 +192,17 @@ class Running:
 
     def wait(self, condition: Callable[[], object], seconds: float = 120) -> None:
         """Wait until it holds.  Fails the test if the training ends first, or at the end of the time."""
-        end = time.monotonic() + seconds
-        while not condition():
+
+        def met() -> object:
+            if held := condition():
+                return held
             assert self.process.poll() is None, "".join(self.output[-40:])
-            late = time.monotonic() >= end
-            assert not late, [(job.name, job.state, job.reason) for job in (self._store.list() if self._store else ())]
-            time.sleep(0.1)
+            return False
+
+        until(met, seconds, every_s=0.1, late=lambda: str([(job.name, job.state, job.reason) for job in self._jobs()]))
+
+    def _jobs(self) -> list[Job]:
+        return [] if self._store is None else self._store.list()
 
     def wait_for_jobs(self, expected: Mapping[str, Callable[[Job], object]], seconds: float = 120) -> None:
         """Wait until there are jobs with these names of which this holds."""
