@@ -24,6 +24,7 @@ from megatron.fill.types import JobState
 from megatron.fill.worker.spec import Outcome
 
 TICK_S = 0.2
+STOP_S = 10.0  # how long a worker may take to save and stop
 _READ_BYTES = 64 * 1024
 
 
@@ -66,7 +67,7 @@ class Watch:
         ask_to_stop: Callable[[], None],
         watchers: Sequence[Watcher],
         tick: Callable[[], None],
-        stop_s: float = 10.0,
+        stop_s: float = STOP_S,
     ) -> None:
         self.worker = worker
         self.log = log
