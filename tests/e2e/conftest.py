@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import is_controller
 from tests.e2e import training
 
 TURNS = "PIPEFILL_TEST_TURNS"  # in the environment of xdist's workers: a folder with the locks that they share
@@ -30,7 +31,7 @@ def warm() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """What xdist's workers share is made before they start."""
-    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+    if not is_controller(config):
         return
     stack = ExitStack()
     config.add_cleanup(stack.close)
