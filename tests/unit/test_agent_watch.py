@@ -13,7 +13,8 @@ import pytest
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.agent.watch import Watch
-from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.types import JobState
 from megatron.fill.worker.spec import Outcome
 

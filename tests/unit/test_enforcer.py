@@ -16,7 +16,8 @@ import pytest
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.enforcer import Enforcer
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
-from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.types import BubbleUse
 
 GRACE_NS = 30_000_000

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.control import AlwaysRunning, RunSwitch
 from megatron.fill.pages.gate import GateReader, OpenBubble
-from megatron.fill.pages.steplog import StepLog, WorkerPhase
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import StepLog
 from megatron.fill.profiles import JobProfile
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.types import BubbleUse, Lack
