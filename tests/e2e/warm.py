@@ -87,7 +87,7 @@ def parse() -> None:
     """Have the sources ready that Megatron's parser takes its help texts from, which takes it as long."""
     from megatron.training.arguments import add_megatron_arguments
 
-    inspect.getsource = functools.cache(inspect.getsource)
+    inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
     add_megatron_arguments(argparse.ArgumentParser())
 
 

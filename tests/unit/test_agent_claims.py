@@ -46,8 +46,11 @@ def make(flaky: Flaky, names: str = "a", lease_s: float = 1.0, **settings: Any) 
     return claims_of(flaky, [NewJob(name, WORK) for name in names], lease_s, **settings)
 
 
-def claims_of(flaky: Flaky, jobs: list[NewJob] | None, lease_s: float = 1.0, **settings: Any) -> Claims:
-    settings = {"patience": Patience(0.02, 0.05), "device": lambda: DeviceEntry("rank 0", "run")} | settings
+def claims_of(flaky: Flaky, jobs: list[NewJob] | None, lease_s: float = 1.0, **others: Any) -> Claims:
+    settings: dict[str, Any] = {
+        "patience": Patience(0.02, 0.05),
+        "device": lambda: DeviceEntry("rank 0", "run"),
+    } | others
     return Claims("memory", "agent", jobs, lease_s=lease_s, connect=lambda url, create: flaky, **settings)
 
 
