@@ -190,7 +190,7 @@ class Running:
         self._store_path = store or folder / "run" / "jobs.db"
         self._store: JobStore | None = None
 
-    def wait(self, condition: Callable[[], object], seconds: float = 120) -> None:
+    def wait(self, condition: Callable[[], object], seconds: float = 240) -> None:
         """Wait until it holds.  Fails the test if the training ends first, or at the end of the time."""
 
         def met() -> object:
@@ -204,7 +204,7 @@ class Running:
     def _jobs(self) -> list[Job]:
         return [] if self._store is None else self._store.list()
 
-    def wait_for_jobs(self, expected: Mapping[str, Callable[[Job], object]], seconds: float = 120) -> None:
+    def wait_for_jobs(self, expected: Mapping[str, Callable[[Job], object]], seconds: float = 240) -> None:
         """Wait until there are jobs with these names of which this holds."""
 
         def met() -> bool:
