@@ -30,8 +30,6 @@ from megatron.fill.types import JobState
 
 __all__ = ["Job", "JobState", "Jobs"]
 
-_LOOK_S = 1.0
-
 
 class Jobs:
     """The jobs of one store.
@@ -116,8 +114,12 @@ class Jobs:
         """
         return self._store.retry(self.get(name).id)
 
-    def wait(self, *names: str, timeout_s: float | None = None) -> list[Job]:
+    def wait(self, *names: str, timeout_s: float | None = None, every_s: float = 1.0) -> list[Job]:
         """Wait until the latest jobs of these names have finished, however they did; the jobs as they are then.
+
+        Args:
+            timeout_s: how long to wait; None for ever.
+            every_s: between two looks at the store.
 
         Raises:
             JobError: there is no such job.
@@ -132,7 +134,7 @@ class Jobs:
                 return found
             if end_s is not None and time.monotonic() >= end_s:
                 raise TimeoutError(f"not finished within {timeout_s:g} s: {', '.join(rest)}")
-            time.sleep(_LOOK_S)
+            time.sleep(every_s)
 
     def list(self, *states: JobState) -> list[Job]:
         """The jobs in these states (none given: all), in the order of their submission."""

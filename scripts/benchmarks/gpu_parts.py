@@ -11,15 +11,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from megatron.fill.records import last_segment
-from megatron.fill.types import Bubble
+from scripts.benchmarks.gpu_figures import ITERATION, check_steps, of_run, per_iteration_ms, times_ms
 from scripts.benchmarks.gpu_models import model_flags
 from scripts.benchmarks.gpu_ungated import beside_the_training
 from scripts.benchmarks.one_gpu import beside_ghosts, training
@@ -38,13 +38,14 @@ JOBS: dict[str, dict[str, Any]] = {  # by device: on a GPU, nodes of some millis
     },
 }
 PIPEFILL = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
-_ITERATION = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 _LOSS = re.compile(r"lm loss: (\S+)")
 _WEIGHTS = re.compile(r"ghosts: weights after \d+ iterations: sha256 (\w+)")
 _EXPECTED = re.compile(r"ghosts: stage .* in ms of ([\d.]+): (.*)")
 WITHOUT_WAITS = 5  # iterations at the beginning, in which ghosts measure
 _IDENTITY_PAIRS = 1
-_PACE_ITERATIONS, _BUBBLES_ITERATIONS, _MARKS_ITERATIONS = 5, 20, 40
+_PACE_ITERATIONS = 5
+_BUBBLES_ITERATIONS = {"cuda": 20, "cpu": 10}  # a rehearsal is small
+_MARKS_ITERATIONS = {"cuda": 40, "cpu": 10}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Bench:
         """How long an iteration with waits takes without jobs: from a short training, unless there was one here."""
         path = self.folder / "pace.json"
         if not path.exists():
-            found = _times_ms(self.trained("pace", _PACE_ITERATIONS, *_slow(self)))[WITHOUT_WAITS:]
+            found = times_ms(self.trained("pace", _PACE_ITERATIONS, *_slow(self)))[WITHOUT_WAITS:]
             path.write_text(json.dumps(median(found)), encoding="utf-8")
         return float(json.loads(path.read_text(encoding="utf-8")))
 
@@ -154,12 +155,14 @@ def profile(bench: Bench) -> dict[str, Any]:
 def bubbles(bench: Bench) -> dict[str, Any]:
     """Without jobs: whether bubbles are as long as the ghosts wait, in ms of an iteration."""
     run = bench.run("bubbles")
-    lines = bench.trained("bubbles", bench.options.warmup + _BUBBLES_ITERATIONS, "--fill-report", str(run))
+    lines = bench.trained(
+        "bubbles", bench.options.warmup + _BUBBLES_ITERATIONS[bench.device], "--fill-report", str(run)
+    )
     period, kinds = next(match.groups() for line in lines if (match := _EXPECTED.search(line)))
     expected = {kind: float(ms) for kind, ms in re.findall(r"([\w-]+) ([\d.]+)", kinds)}
     record = next(last_segment(run).records())
     counted = {one.iteration for one in record.iterations if one.iteration > WITHOUT_WAITS + bench.options.warmup}
-    measured = _per_iteration_ms(record.bubbles, counted)
+    measured = per_iteration_ms(record.bubbles, counted)
     times_ms = [(one.end_ns - one.start_ns) / 1e6 for one in record.iterations if one.iteration in counted]
     return {
         "expected_ms": expected,
@@ -170,19 +173,10 @@ def bubbles(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _per_iteration_ms(found: Sequence[Bubble], counted: set[int]) -> dict[str, float]:
-    """Of so many iterations, by kind."""
-    sums: dict[str, float] = {}
-    for one in found:
-        if one.iteration in counted:
-            sums[one.kind] = sums.get(one.kind, 0.0) + (one.end_ns - one.start_ns) / 1e6
-    return {kind: total / len(counted) for kind, total in sums.items()}
-
-
 def filled(bench: Bench) -> dict[str, Any]:
     """With a job in the bubbles, in pairs of blocks."""
     bench.trained("filled", bench.blocks.iterations, *_slow(bench), *bench.filling("filled"), *_paired(bench))
-    return _of_run(bench.folder / "filled-run", bench.blocks)
+    return of_run(bench.folder / "filled-run", bench.blocks)
 
 
 def _slow(bench: Bench) -> list[str]:
@@ -196,44 +190,6 @@ def _paired(bench: Bench) -> list[str]:
     return ["--fill-paired-blocks", str(bench.options.block), "--fill-baseline-seconds", seconds]
 
 
-def _of_run(run: Path, blocks: Blocks) -> dict[str, Any]:
-    report = json.loads((run / "report.json").read_text(encoding="utf-8"))
-    _check_steps(report, blocks)
-    found = {name: report["summary"][name] for name in ("slowdown", "harvest_ratio", "fill_efficiency")}
-    found |= {name: report["summary"][name] for name in ("open_to_step_us", "overrun_us", "brakes")}
-    segment = last_segment(run)
-    records = list(segment.records())
-    uses = [use for files in segment.files().values() for _, worker in files.attempts() for use in worker.uses]
-    fillable_s = report["total"]["fillable_s"]
-    free = [one.free_bytes for record in records for one in record.bubbles if one.free_bytes]
-    iterations = iterations_of(run)
-    lengths = {
-        on: _per_iteration_ms(
-            [one for one in records[0].bubbles if one.filling is on],
-            {one.iteration for one in iterations if one.block >= 0 and one.filling is on},
-        )
-        for on in (True, False)
-    }
-    return found | {
-        "p99_slowdown": p99_slowdown(iterations),
-        "overrun_share": sum(use.overrun_ns for use in uses) / 1e9 / fillable_s if fillable_s else None,
-        "steps": report["total"]["steps"],
-        "bubbles_ms_with": lengths[True],
-        "bubbles_ms_without": lengths[False],
-        "least_free_bytes": min(free, default=None),
-        "iteration_ms": fmean(one.end_ns - one.start_ns for one in iterations if one.block >= 0) / 1e6,
-    }
-
-
-def _check_steps(report: dict[str, Any], blocks: Blocks) -> None:
-    """Figures of a run in which nothing was filled would be taken for those of filling."""
-    if not report["total"]["steps"]:
-        said = "; ".join(f"{job['name']} is {job['state']}: {job['reason']}" for job in report["jobs"])
-        raise RuntimeError(
-            f"no job ran a step: {blocks.warmup} iterations of warm-up may be too few (--startup-seconds); {said}"
-        )
-
-
 def identity(bench: Bench) -> dict[str, Any]:
     """With jobs and without, as many iterations: whether weights and losses are the same to the bit."""
     blocks = replace(bench.blocks, pairs=min(bench.options.pairs, _IDENTITY_PAIRS))
@@ -244,7 +200,7 @@ def identity(bench: Bench) -> dict[str, Any]:
     weights = [next(match[1] for line in one if (match := _WEIGHTS.search(line))) for one in lines]
     losses = [[match[1] for line in one if (match := _LOSS.search(line))] for one in lines]
     report = json.loads((bench.folder / "identity-run" / "report.json").read_text(encoding="utf-8"))
-    _check_steps(report, blocks)
+    check_steps(report, blocks)
     return {
         "iterations": blocks.iterations,
         "steps": report["total"]["steps"],
@@ -263,24 +219,19 @@ def no_gate(bench: Bench) -> dict[str, Any]:
         bench.begun("no-gate", plain.iterations, *_slow(bench), "--fill-report", str(run)) as lines,
     ):
         for line in lines:
-            if match := _ITERATION.search(line):
+            if match := ITERATION.search(line):
                 switched(int(match[1]) + 1)
     marked = blocks.mark(iterations_of(run))
     return {"slowdown": slowdown_of(marked), "p99_slowdown": p99_slowdown(marked)}
 
 
-def _times_ms(lines: Sequence[str]) -> list[float]:
-    """Of all iterations of a training that printed these."""
-    return [float(match[2]) for line in lines if (match := _ITERATION.search(line))]
-
-
 def marks(bench: Bench) -> dict[str, Any]:
     """What watching costs without jobs: the median iteration with PipeFill on, and with its patches alone."""
-    iterations = bench.options.warmup + _MARKS_ITERATIONS
+    iterations = bench.options.warmup + _MARKS_ITERATIONS[bench.device]
     times: dict[str, float] = {}
     for name, flags in (("watched", ("--fill-report", str(bench.run("marks")))), ("patches_alone", ())):
         lines = bench.trained(f"marks-{name}", iterations, *flags)
-        times[name] = median(_times_ms(lines)[WITHOUT_WAITS + bench.options.warmup :])
+        times[name] = median(times_ms(lines)[WITHOUT_WAITS + bench.options.warmup :])
     return {f"{name}_ms": time_ms for name, time_ms in times.items()} | {
         "cost": times["watched"] / times["patches_alone"] - 1
     }
@@ -306,7 +257,7 @@ def ranks(bench: Bench) -> dict[str, Any]:
     return (
         found
         | {"seconds": time.monotonic() - begun}
-        | (_of_run(bench.folder / "ranks-run", bench.blocks) if flags else {})
+        | (of_run(bench.folder / "ranks-run", bench.blocks) if flags else {})
     )
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from megatron.fill.errors import JobError
 from megatron.fill.store import Claim, DeviceEntry, Job, JobStore, NewJob, Progress, Standing
+from megatron.fill.store.lookup import ASK_S
 from megatron.fill.store.memory import MemoryStore
-from megatron.fill.store.queue import ASK_AGAIN_S, ASK_S
+from megatron.fill.store.queue import ASK_AGAIN_S
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.types import JobState
 from megatron.fill.work import Work

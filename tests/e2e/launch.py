@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 WARM, FRESH = "PIPEFILL_TEST_WARM", "PIPEFILL_TEST_FRESH"
@@ -30,9 +31,14 @@ class Cold:
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         self._process = subprocess.Popen([sys.executable, "-u", *arguments], env=environment, start_new_session=True)
         self.pid = self._process.pid
+        self._ended = os.pidfd_open(self.pid)
 
-    def poll(self) -> int | None:
-        return self._process.poll()
+    def fileno(self) -> int:
+        """Readable once it has ended."""
+        return self._ended
+
+    def wait(self) -> int:
+        return self._process.wait()
 
 
 class Warm:
@@ -53,8 +59,9 @@ class Warm:
         self.pid = int(self._answers.readline())
         self._code: int | None = None
 
-    def poll(self) -> int | None:
-        return self.wait() if self._code is not None or select.select([self._socket], [], [], 0)[0] else None
+    def fileno(self) -> int:
+        """Readable once it has ended."""
+        return self._socket.fileno()
 
     def wait(self) -> int:
         if self._code is None:
@@ -69,32 +76,35 @@ def one(arguments: list[str]) -> int:
     return python.wait()
 
 
+@contextlib.contextmanager
+def free_port() -> Iterator[int]:
+    """A port for a training's rank 0: nobody else gets it meanwhile, but who asks for it by its number."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as who listens there does
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
 def main() -> int:
     ranks = int(sys.argv[1])
     if not ranks:
         return one(sys.argv[2:])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     where = os.environ.get(WARM) or os.environ.get(FRESH)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     running: list[Cold | Warm] = []
-    for rank in range(ranks):
-        own = {"LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        environment = dict(os.environ) | shared | own
-        running.append(Warm(sys.argv[2:], environment, where) if where else Cold(sys.argv[2:], environment))
-    while running:
-        for process in running:
-            code = process.poll()
-            if code is not None:
-                running.remove(process)
-                if code:
+    with free_port() as port:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        for rank in range(ranks):
+            own = {"LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment = dict(os.environ) | shared | own
+            running.append(Warm(sys.argv[2:], environment, where) if where else Cold(sys.argv[2:], environment))
+        while running:
+            for ended in select.select(running, [], [])[0]:
+                running.remove(ended)
+                if code := ended.wait():
                     for other in running:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(other.pid, signal.SIGTERM)
                     return code
-                break
-        time.sleep(0.05)
     return 0
 
 

@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 from tests.e2e.training import ROOT, benchmark
+from tests.waiting import until
 
 VARIANT = "cpu-rehearsal-host-1f1b-tiny"
 SMALL = "--device cpu --stages 2 --microbatches 2 --warmup 2 --block 1 --pairs 1 --baseline-seconds 0.5"
@@ -37,11 +37,12 @@ def summary(folder: Path) -> dict[str, dict[str, dict[str, Any]]]:
 
 def test_killed_in_the_middle_it_keeps_what_it_has_and_goes_on(tmp_path):
     killed = start(tmp_path, "--parts", "profile", "bubbles", "marks", "ranks")
-    end = time.monotonic() + 240
-    while "bubbles" not in summary(tmp_path):
+
+    def measured() -> bool:
         assert killed.poll() is None, killed.communicate()[0][-3000:]
-        assert time.monotonic() < end
-        time.sleep(0.1)
+        return "bubbles" in summary(tmp_path)
+
+    until(measured, 240, every_s=0.1)
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
     kept = summary(tmp_path)

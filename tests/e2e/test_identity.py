@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.device.emulated import why_not
-from tests.e2e.training import ENDLESS, OURS, PATCHED, UPSTREAM, Trained, stepped, train, train_until, write_jobs
+from tests.e2e.training import ENDLESS, PATCHED, UPSTREAM, Trained, stepped, train, train_until, write_jobs
 
 JOBS = ({"name": "a", "task": "tasks:Spin"}, {"name": "b", "task": "tasks:Spin", "args": {"milliseconds": 0.5}})
 GOT_ON = {"a": stepped, "b": stepped}
@@ -21,51 +21,57 @@ SCHEDULES = {
     "interleaved": (INTERLEAVED, INTERLEAVED),
     "interleaved-blocking": (BLOCKING, BLOCKING),
 }
+SPARE = 20  # iterations: those of the schedules with the same flags are not as many
 if not why_not():
     SCHEDULES["not-preempting"] = ("--fill-emulate completion", "")
 
+Upstream = dict[str, Trained]  # by flags
+
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trained, Trained]]:
-    """Per schedule a training whose jobs have got on, and as many iterations with no patch but the CPU backend."""
-    filled = {}
-    for schedule, (flags, _) in SCHEDULES.items():
-        folder: Path = tmp_path_factory.mktemp(schedule)
-        # No brake: what it leaves unfilled to compare with is a good part of so short a run.
-        settings = f"{flags} {write_jobs(folder, *JOBS)} --fill-warmup-iterations 3 --fill-max-slowdown 0"
-        # NVIDIA's script is run in this way, and ours is a plain Megatron script then.
-        way: dict[str, Any] = {"script": PATCHED, "fresh": True} if schedule == "1f1b" else {"script": OURS}
-        filled[schedule] = train_until(folder, settings, GOT_ON, ranks=ranks(flags), **way)
-    longest: dict[str, int] = {}
-    for schedule, (_, flags) in SCHEDULES.items():
-        longest[flags] = max(longest.get(flags, 0), len(filled[schedule].losses))
-    upstream = {
-        flags: train(
+def upstream() -> Upstream:
+    """Trainings with no patch but the CPU backend, which schedules share."""
+    return {}
+
+
+@pytest.fixture(scope="module", params=SCHEDULES)
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, upstream: Upstream
+) -> tuple[str, Trained, Trained]:
+    """A schedule, a training whose jobs have got on, and at least as many iterations of upstream's."""
+    schedule: str = request.param
+    flags, plain = SCHEDULES[schedule]
+    folder: Path = tmp_path_factory.mktemp(schedule)
+    # No brake: what it leaves unfilled to compare with is a good part of so short a run.
+    settings = f"{flags} {write_jobs(folder, *JOBS)} --fill-warmup-iterations 3 --fill-max-slowdown 0"
+    # NVIDIA's script is run in this way, and ours is a plain Megatron script then.
+    way: dict[str, Any] = {"script": PATCHED, "torchrun": True, "fresh": True} if schedule == "1f1b" else {}
+    filled = train_until(folder, settings, GOT_ON, ranks=ranks(flags), **way)
+    count = len(filled.losses)
+    if plain not in upstream or len(upstream[plain].losses) < count:
+        upstream[plain] = train(
             tmp_path_factory.mktemp("upstream"),
-            f"{flags} --exit-interval {count}",
+            f"{plain} --exit-interval {count + SPARE}",
             ENDLESS,  # the data are shuffled for that many
             script=UPSTREAM,
-            ranks=ranks(flags),
+            ranks=ranks(plain),
         )
-        for flags, count in longest.items()
-    }
-    return {schedule: (filled[schedule], upstream[flags]) for schedule, (_, flags) in SCHEDULES.items()}
+    return schedule, filled, upstream[plain]
 
 
 def ranks(flags: str) -> int:
     return 4 if BLOCKING in flags else 2
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_losses_are_identical_to_upstream(schedule, trained):
-    losses, reference = (training.losses for training in trained[schedule])
+def test_losses_are_identical_to_upstream(trained):
+    _, filled, upstream = trained
+    losses, reference = filled.losses, upstream.losses
     assert len(losses) > 5
     assert losses == {iteration: reference[iteration] for iteration in range(1, len(losses) + 1)}
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_bubbles_are_filled(schedule, trained):
-    filled, _ = trained[schedule]
+def test_bubbles_are_filled(trained):
+    _, filled, _ = trained
     report = filled.report
     assert report["summary"]["iterations"] == len(filled.losses)
     assert 0 < report["summary"]["bubble_share"] < 1
@@ -77,10 +83,9 @@ def test_bubbles_are_filled(schedule, trained):
         assert (filled.folder / "run" / name).stat().st_size > 1000
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_kinds_are_those_of_the_schedule(schedule, trained):
-    cycle = trained[schedule][0].report["cycle"]
-    cycles = [[bubble["kind"] for bubble in rank["training"]] for rank in cycle]
+def test_the_kinds_are_those_of_the_schedule(trained):
+    schedule, filled, _ = trained
+    cycles = [[bubble["kind"] for bubble in rank["training"]] for rank in filled.report["cycle"]]
     first, last = cycles[0], cycles[-1]
     assert last[0] == "fill"
     assert "fill" not in first

@@ -159,6 +159,7 @@ def in_shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("PostgreSQL.")}
 
 
+@pytest.mark.alone  # all that is in shared memory is looked at
 @pytest.mark.parametrize("victim", ["rank 1", "launcher"])
 def test_a_crash_leaves_nothing_behind(tmp_path, victim):
     shared_memory = in_shared_memory()

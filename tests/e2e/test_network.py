@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.configure.network import Network
-from tests.e2e.launch import WARM, Warm
+from tests.e2e.launch import WARM, Warm, free_port
 from tests.e2e.training import HERE, ROOT
 
 PIPEFILL = ("-c", "from megatron.fill.cli import main; main()", "network")
@@ -83,12 +82,9 @@ main()
 
 
 def test_a_rank_that_dies_ends_all_and_nothing_is_written(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
     arguments = ["-c", DIES, "network", "--output", str(tmp_path / "n.json"), "--timeout", "100"]
-    with (tmp_path / "log").open("w+", encoding="utf-8") as log:
+    with free_port() as port, (tmp_path / "log").open("w+", encoding="utf-8") as log:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
         ranks = [
             Warm(arguments, os.environ | shared | {"RANK": str(rank)}, os.environ[WARM], (log.fileno(), log.fileno()))
             for rank in range(3)

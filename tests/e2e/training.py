@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +21,9 @@ from packaging.version import Version
 from megatron.fill.errors import JobError
 from megatron.fill.store import Job, JobStore, open_store
 from tests.e2e.launch import FRESH, WARM, Warm
+from tests.e2e.warm import RANK as MODULES
 from tests.e2e.warm import REST
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -102,7 +103,7 @@ def warm_ranks() -> Iterator[None]:
         return
     with warm(), Path(os.devnull).open("w") as nowhere:
         where = f"{os.environ[FRESH]}-megatron"
-        arguments = [str(HERE / "warm.py"), where, "megatron.training"]
+        arguments = [str(HERE / "warm.py"), where, *MODULES]
         server = Warm(arguments, dict(os.environ), os.environ[FRESH], (nowhere.fileno(), nowhere.fileno()))
         os.environ[WARM] = where
         try:
@@ -113,9 +114,14 @@ def warm_ranks() -> Iterator[None]:
             server.wait()
 
 
+def warm_python() -> list[str]:
+    """The arguments of Python that make it stand for one that has imported Megatron, if there is one here."""
+    return [str(HERE / "launch.py"), "0"] if WARM in os.environ else []
+
+
 def benchmark(name: str) -> list[str]:
     """The command ``python scripts/benchmarks/NAME.py`` for the root of the checkout; its trainings' ranks are warm."""
-    rank = [sys.executable, str(HERE / "launch.py"), "0"]
+    rank = [sys.executable, *warm_python()]
     code = f"from scripts.benchmarks import one_gpu, {name}; one_gpu._SCRIPT[:2] = {rank}; {name}.main()"
     return [sys.executable, "-c", code]
 
@@ -134,14 +140,18 @@ def start(
     """Start a training; ``{folder}`` in the flags stands for the folder.  Its warm ranks rest after each iteration.
 
     Args:
+        torchrun: torchrun starts its ranks; with ``fresh`` each is a Python of its own, as users have it.
         fresh: its ranks import Megatron themselves, so the patches of a ``script`` that applies them first come first.
     """
     launcher = [str(HERE / "launch.py"), str(ranks)]
     if torchrun:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher = warm_python() + run
+        if not fresh:
+            launcher += ["--no-python", sys.executable, *warm_python()]
     logs = ["--tensorboard-dir", str(folder / "tensorboard"), "--train-iters", str(iterations)]
     environment = {name: value for name, value in os.environ.items() if name != "PIPEFILL_STORE"}
-    if fresh:
+    if fresh and not torchrun:
         environment.pop(WARM, None)
     if rest_ms:
         environment[REST] = str(rest_ms)
@@ -181,16 +191,21 @@ class Running:
         self._store_path = store or folder / "run" / "jobs.db"
         self._store: JobStore | None = None
 
-    def wait(self, condition: Callable[[], object], seconds: float = 120) -> None:
+    def wait(self, condition: Callable[[], object], seconds: float = 240) -> None:
         """Wait until it holds.  Fails the test if the training ends first, or at the end of the time."""
-        end = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, "".join(self.output[-40:])
-            late = time.monotonic() >= end
-            assert not late, [(job.name, job.state, job.reason) for job in (self._store.list() if self._store else ())]
-            time.sleep(0.1)
 
-    def wait_for_jobs(self, expected: Mapping[str, Callable[[Job], object]], seconds: float = 120) -> None:
+        def met() -> object:
+            if held := condition():
+                return held
+            assert self.process.poll() is None, "".join(self.output[-40:])
+            return False
+
+        until(met, seconds, every_s=0.1, late=lambda: str([(job.name, job.state, job.reason) for job in self._jobs()]))
+
+    def _jobs(self) -> list[Job]:
+        return [] if self._store is None else self._store.list()
+
+    def wait_for_jobs(self, expected: Mapping[str, Callable[[Job], object]], seconds: float = 240) -> None:
         """Wait until there are jobs with these names of which this holds."""
 
         def met() -> bool:

@@ -9,11 +9,14 @@ is named: nothing where the patches are to find it as fresh as in a process of t
 
 from __future__ import annotations
 
+import argparse
 import array
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
+import inspect
 import io
 import json
 import os
@@ -34,6 +37,8 @@ HEAVY = (
     *("transformers.models.auto.tokenization_auto", "tensorboard", "numpy", "scipy", "pydantic", "sqlalchemy"),
     *("rich", "yaml", "matplotlib.figure", "matplotlib.backends.backend_agg", "torch.optim.optimizer"),
 )
+# Megatron, and what `pretrain_gpt.py` imports of PipeFill: nothing is patched by that.
+RANK = ("megatron.training", "megatron.fill.app.launch", "megatron.fill.report", "megatron.fill.store.sql")
 ORPHAN_S = 30.0
 REST = "PIPEFILL_TEST_REST_MS"  # in the environment of a rank: what it sleeps after each optimizer step
 
@@ -42,6 +47,9 @@ def serve(path: str, *modules: str) -> None:
     for name in (*HEAVY, *modules):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    draw()
+    if "megatron.training" in sys.modules:
+        parse()
     gc.freeze()  # else the first collection in a rank copies all of it
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{path}.new")
@@ -63,6 +71,24 @@ def serve(path: str, *modules: str) -> None:
             with contextlib.suppress(OSError):  # who asked may have been killed since
                 connection.sendall(f"{pid}\n".encode())
             threading.Thread(target=report, args=(connection, pid), daemon=True).start()
+
+
+def draw() -> None:
+    """Have matplotlib find and read its font, which takes it half a second."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.text(0, 0, "0")
+    FigureCanvasAgg(figure).draw()
+
+
+def parse() -> None:
+    """Have the sources ready that Megatron's parser takes its help texts from, which takes it as long."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
+    add_megatron_arguments(argparse.ArgumentParser())
 
 
 def receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.agent import claims as module
 from megatron.fill.agent.claims import Claims
 from megatron.fill.agent.crew import Crew
 from megatron.fill.agent.ledger import AttemptLedger
@@ -57,12 +56,23 @@ class Post:
             baton_fd=baton_fd,
             device=device,
             memory=memory,
-            claims=Claims("memory", "agent", None, lambda: DeviceEntry("rank 3", "run"), 60.0),
+            claims=Claims(
+                "memory",
+                "agent",
+                None,
+                lambda: DeviceEntry("rank 3", "run"),
+                60.0,
+                connect=lambda url, create: self.store,
+            ),
             ranking=Ranking(agent.policy, "rank 3", "cpu", board, 0, memory.room_bytes),
         )
         self.crew = Crew(self.station)
         self.ledger = AttemptLedger(AgentFile(folder, 3))
         self.judge = Judge()
+
+    @staticmethod
+    def _device() -> DeviceEntry:
+        return DeviceEntry("rank 3", "run")
 
     def _spec(self, folder: Path, **spec: Any) -> AgentSpec:
         values: dict[str, Any] = {
@@ -113,10 +123,9 @@ class Post:
 
 
 @contextmanager
-def post(monkeypatch: Any, folder: Path, **spec: Any) -> Iterator[Post]:
+def post(folder: Path, **spec: Any) -> Iterator[Post]:
     """One whose store answers; what this process runs otherwise is not taken for its orphans."""
     made = Post(folder, **spec)
-    monkeypatch.setattr(module, "open_store", lambda url, create: made.store)
     others = set(children(os.getpid())) - OWN
     OWN.update(others)
     try:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.agent import claims as module
-from megatron.fill.agent.claims import Claims, HeldClaim, progress_of
+from megatron.fill.agent.claims import Claims, HeldClaim, Patience, progress_of
 from megatron.fill.errors import StoreError
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.store.memory import MemoryStore
@@ -39,17 +38,20 @@ class Flaky:
 
 
 @pytest.fixture
-def flaky(monkeypatch: pytest.MonkeyPatch) -> Flaky:
-    store = Flaky(MemoryStore())
-    monkeypatch.setattr(module, "open_store", lambda url, create: store)
-    monkeypatch.setattr(module, "_TICK_S", 0.02)
-    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.05)
-    return store
+def flaky() -> Flaky:
+    return Flaky(MemoryStore())
 
 
-def make(names: str = "a", lease_s: float = 1.0) -> Claims:
-    jobs = [NewJob(name, WORK) for name in names]
-    return Claims("memory", "agent", jobs, lambda: DeviceEntry("rank 0", "run"), lease_s)
+def make(flaky: Flaky, names: str = "a", lease_s: float = 1.0, **settings: Any) -> Claims:
+    return claims_of(flaky, [NewJob(name, WORK) for name in names], lease_s, **settings)
+
+
+def claims_of(flaky: Flaky, jobs: list[NewJob] | None, lease_s: float = 1.0, **others: Any) -> Claims:
+    settings: dict[str, Any] = {
+        "patience": Patience(0.02, 0.05),
+        "device": lambda: DeviceEntry("rank 0", "run"),
+    } | others
+    return Claims("memory", "agent", jobs, lease_s=lease_s, connect=lambda url, create: flaky, **settings)
 
 
 def take(claims: Claims, work: Callable[[], float] = lambda: 0.0) -> HeldClaim:
@@ -61,7 +63,7 @@ def take(claims: Claims, work: Callable[[], float] = lambda: 0.0) -> HeldClaim:
 
 
 def test_jobs_are_submitted_and_the_device_is_known(flaky):
-    claims = make("ab")
+    claims = make(flaky, "ab")
     claims.start()
     until(lambda: len(flaky.store.list()) == 2)
     until(lambda: [device.name for device in flaky.store.devices()] == ["rank 0"])
@@ -71,13 +73,13 @@ def test_jobs_are_submitted_and_the_device_is_known(flaky):
 
 def test_a_job_whose_name_is_taken_does_not_keep_the_others_out(flaky):
     flaky.store.submit([NewJob("a", replace(WORK, task="other:C"))])
-    claims = make("ab")
+    claims = make(flaky, "ab")
     assert claims.ask(lambda store: len(store.list())) == 2
     assert [name for name, _ in claims.refused] == ["a"]
 
 
 def test_heartbeats_keep_a_job_and_carry_progress(flaky):
-    claims = make(lease_s=0.3)
+    claims = make(flaky, lease_s=0.3)
     claims.start()
     work = [0.0]
     held = take(claims, lambda: work[0])
@@ -95,7 +97,7 @@ def test_heartbeats_keep_a_job_and_carry_progress(flaky):
 
 
 def test_a_first_step_is_told_at_once_and_others_with_the_heartbeats(flaky):
-    claims = make(lease_s=1e6)
+    claims = make(flaky, lease_s=1e6)
     claims.every_s = 1e6
     held = take(claims)
     beats = flaky.calls
@@ -109,7 +111,7 @@ def test_a_first_step_is_told_at_once_and_others_with_the_heartbeats(flaky):
 
 
 def test_the_steps_of_earlier_attempts_are_no_first_step(flaky):
-    claims = make(lease_s=1e6)
+    claims = make(flaky, lease_s=1e6)
     claims.every_s = 1e6
     before = take(claims)
     claims.let_go(before)
@@ -123,7 +125,7 @@ def test_the_steps_of_earlier_attempts_are_no_first_step(flaky):
 
 
 def test_a_cancellation_arrives(flaky):
-    claims = make(lease_s=0.3)
+    claims = make(flaky, lease_s=0.3)
     claims.start()
     held = take(claims)
     flaky.store.cancel(held.claim.job.id)
@@ -132,7 +134,7 @@ def test_a_cancellation_arrives(flaky):
 
 
 def test_a_store_that_is_away_is_asked_again_and_the_job_goes_on(flaky):
-    claims = make(lease_s=5.0)
+    claims = make(flaky, lease_s=5.0)
     claims.every_s = 0.02
     claims.start()
     held = take(claims)
@@ -149,9 +151,8 @@ def test_a_store_that_is_away_is_asked_again_and_the_job_goes_on(flaky):
     claims.stop()
 
 
-def test_threads_that_find_the_store_away_at_once_lengthen_the_pause_once(flaky, caplog, monkeypatch):
-    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 60.0)
-    claims = make()
+def test_threads_that_find_the_store_away_at_once_lengthen_the_pause_once(flaky, caplog):
+    claims = make(flaky, patience=Patience(0.02, 60.0))
     flaky.down = True
     for _ in range(3):
         assert claims.ask(lambda store: store.list(), 0.001) is None
@@ -160,7 +161,7 @@ def test_threads_that_find_the_store_away_at_once_lengthen_the_pause_once(flaky,
 
 
 def test_a_job_whose_lease_ran_out_is_not_finished_twice(flaky):
-    claims = make(lease_s=0.2)
+    claims = make(flaky, lease_s=0.2)
     held = take(claims)  # no heartbeats: the claims was not started
     time.sleep(0.3)
     other = flaky.store.claim("other", [held.claim.job.id], 60.0)
@@ -203,7 +204,7 @@ def test_a_worker_that_serves_says_how_long_it_took_and_whether_it_can_go_on_els
 
 
 def test_that_another_rank_asks_for_the_job_arrives(flaky):
-    claims = make(lease_s=0.3)
+    claims = make(flaky, lease_s=0.3)
     claims.start()
     held = take(claims)
     flaky.store.report_device(DeviceEntry("rank 1", "run"), 60)
@@ -216,15 +217,7 @@ def test_what_a_dead_agent_held_is_given_back_once_the_store_answers(flaky):
     flaky.store.submit([NewJob("a", WORK)])
     assert flaky.store.claim("dead agent", [1], 60.0) is not None
     told = []
-    claims = Claims(
-        "memory",
-        "agent",
-        None,
-        lambda: DeviceEntry("rank 0", "run"),
-        1.0,
-        ["dead agent"],
-        submitted=lambda: told.append(1),
-    )
+    claims = claims_of(flaky, None, dead=["dead agent"], submitted=lambda: told.append(1))
     flaky.down = True
     assert claims.ask(lambda store: store.list()) is None
     flaky.down = False
@@ -248,27 +241,20 @@ def test_an_agent_that_follows_another_makes_no_store(tmp_path):
 def test_where_one_is_in_the_way_the_others_are_submitted_each_after_what_it_is_after(flaky):
     flaky.store.submit([NewJob("a", replace(WORK, task="other:C"))])
     jobs = [NewJob("c", replace(WORK, after=("b",))), NewJob("a", WORK), NewJob("b", WORK)]
-    claims = Claims("memory", "agent", jobs, lambda: DeviceEntry("rank 0", "run"), 1.0)
+    claims = claims_of(flaky, jobs)
     assert claims.ask(lambda store: [job.name for job in store.list()]) == ["a", "b", "c"]
     assert [name for name, _ in claims.refused] == ["a"]
 
 
 def test_that_the_jobs_are_submitted_is_told(flaky):
     told = []
-    claims = Claims(
-        "memory",
-        "agent",
-        [NewJob("a", WORK)],
-        lambda: DeviceEntry("rank 0", "run"),
-        1.0,
-        submitted=lambda: told.append(1),
-    )
+    claims = make(flaky, submitted=lambda: told.append(1))
     assert claims.ask(lambda store: len(store.list())) == 1
     assert told == [1]
 
 
 def test_the_end_of_a_job_is_said_later_if_nobody_hears_it_now(flaky):
-    claims = make(lease_s=60.0)
+    claims = make(flaky, lease_s=60.0)
     claims.start()
     held = take(claims)
     flaky.down = True
@@ -281,7 +267,7 @@ def test_the_end_of_a_job_is_said_later_if_nobody_hears_it_now(flaky):
 
 
 def test_an_end_that_cannot_be_said_stops_nothing_else(flaky):
-    claims = make("ab", lease_s=5.0)
+    claims = make(flaky, "ab", lease_s=5.0)
     claims.every_s = 0.02
     said: list[str] = []
 
@@ -302,7 +288,7 @@ def test_an_end_that_cannot_be_said_stops_nothing_else(flaky):
 
 
 def test_a_device_that_cannot_be_described_stops_no_heartbeat(flaky):
-    claims = Claims("memory", "agent", [NewJob("a", WORK)], lambda: 1 / 0, 5.0)  # type: ignore[arg-type,return-value]
+    claims = make(flaky, lease_s=5.0, device=lambda: 1 / 0)
     claims.every_s = 0.02
     held = take(claims)
     before_s = held.beat_s
@@ -312,7 +298,7 @@ def test_a_device_that_cannot_be_described_stops_no_heartbeat(flaky):
 
 
 def test_one_job_s_broken_progress_stops_no_other_heartbeat(flaky):
-    claims = make("ab", lease_s=5.0)
+    claims = make(flaky, "ab", lease_s=5.0)
     claims.every_s = 0.02
     broken, sound = take(claims), take(claims)
     broken.progress = lambda: Progress(work_done=1 / 0)

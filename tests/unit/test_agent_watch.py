@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.agent import watch
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.agent.watch import Watch
-from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.types import JobState
 from megatron.fill.worker.spec import Outcome
 
@@ -54,7 +54,7 @@ class Limiter:
 
 
 class Bench:
-    def __init__(self, folder: Path, code: str, most_output: int = 1 << 20) -> None:
+    def __init__(self, folder: Path, code: str, most_output: int = 1 << 20, stop_s: float = 10.0) -> None:
         worker = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
         )
@@ -73,6 +73,7 @@ class Bench:
             worker.terminate,
             [self],
             self.tick,
+            stop_s,
         )
 
     def look(self) -> Ending | None:
@@ -112,9 +113,8 @@ def test_a_worker_is_asked_to_stop(tmp_path):
     assert bench.ticks > 0
 
 
-def test_a_worker_that_does_not_stop_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "STOP_S", 0.5)
-    bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
+def test_a_worker_that_does_not_stop_is_killed(tmp_path):
+    bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)", stop_s=0.5)
     bench.wants = [Ending(How.STOP, "the main job is over")]
     state, reason, _, crashed = bench.outcome()
     assert (state, crashed) == (JobState.FAILED, False)

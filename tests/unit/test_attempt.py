@@ -21,7 +21,8 @@ from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.agent.verdict import End, Judge, Verdict
 from megatron.fill.device.port import Limits
 from megatron.fill.pages.control import RunState
-from megatron.fill.pages.steplog import Saving, StepLog, create_log
+from megatron.fill.pages.phases import Saving
+from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.records import AgentFile, read_agent
 from megatron.fill.store.port import Claim, Progress, Standing
 from megatron.fill.types import BubbleUse, JobRecord, JobState, WorkerRecord
@@ -64,7 +65,7 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path) -> Iterator[Bench]:
-    with post(monkeypatch, tmp_path) as made:
+    with post(tmp_path) as made:
         yield Bench(made)
 
 

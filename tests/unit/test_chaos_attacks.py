@@ -166,9 +166,9 @@ def test_what_stands_in_for_the_free_memory_is_changed_in_place_and_restored(tmp
     assert (path.read_text(), path.stat().st_ino) == (true, inode)
 
 
-def test_a_task_that_holds_memory_gives_it_back_if_it_can(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.fill.chaos.holder._HELD_BYTES", 1 << 10)
+def test_a_task_that_holds_memory_gives_it_back_if_it_can(tmp_path):
     for task, kept in ((Shrinking(), 0), (MemoryHolder(), 1 << 10)):
+        task.held_bytes = 1 << 10
         marks = tmp_path / type(task).__name__
         prepare(marks)
         task.context = TaskContext("job", tmp_path)

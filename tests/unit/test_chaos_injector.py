@@ -15,7 +15,7 @@ import pytest
 from megatron.fill.chaos import marks, memfiles, processes
 from megatron.fill.chaos.clock import JumpingClock
 from megatron.fill.chaos.disk import SmallDisk
-from megatron.fill.chaos.injector import Injector
+from megatron.fill.chaos.injector import Injector, Spans
 from megatron.fill.errors import StoreError
 from megatron.fill.pages.gate import SharedGate
 from megatron.fill.store import NewJob, open_store
@@ -25,11 +25,8 @@ from megatron.fill.work import Work
 @pytest.fixture
 def injector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Injector:
     monkeypatch.setattr("megatron.fill.chaos.disk._mount", lambda folder: "not in a test")
-    monkeypatch.setattr("megatron.fill.chaos.injector._OUTAGE_S", 0.3)
-    monkeypatch.setattr("megatron.fill.chaos.injector._STOP_S", 0.3)
-    monkeypatch.setattr("megatron.fill.chaos.injector._BACK_S", 1.0)
     clock = JumpingClock(tmp_path / "clock")
-    return Injector(clock, SmallDisk(tmp_path / "disk"), tmp_path / "jobs.db", lambda: None)
+    return Injector(clock, SmallDisk(tmp_path / "disk"), tmp_path / "jobs.db", lambda: None, Spans(0.3, 0.3, 1.0))
 
 
 @pytest.fixture

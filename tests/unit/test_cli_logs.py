@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron.fill.cli import main
 from megatron.fill.store import Claim, JobStore, NewJob, Progress, open_store
 from megatron.fill.types import JobState
 from megatron.fill.work import Work
@@ -32,40 +33,54 @@ def start(store: JobStore, folder: Path) -> Claim:
     return claim
 
 
-def command(tmp_path: Path, *arguments: str) -> list[str]:
-    return [str(Path(sys.executable).with_name("pipefill")), "logs", "digits", "--store", str(tmp_path), *arguments]
+Run = Callable[..., subprocess.CompletedProcess[bytes]]
 
 
-def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(command(tmp_path, *arguments), capture_output=True, check=False)
+def logs(tmp_path: Path, *arguments: str) -> list[str]:
+    return ["logs", "digits", "--store", str(tmp_path), *arguments]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
+    """The command in this process."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+        monkeypatch.setattr(sys, "argv", ["pipefill", *logs(tmp_path, *arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        written = capfdbinary.readouterr()
+        return subprocess.CompletedProcess(sys.argv, int(ended.value.code or 0), written.out, written.err)
+
+    return call
 
 
 def follow(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command(tmp_path, "-f", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [str(Path(sys.executable).with_name("pipefill")), *logs(tmp_path, "-f", *arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_the_output_with_what_is_no_text_made_visible(store, tmp_path):
+def test_the_output_with_what_is_no_text_made_visible(run, store, tmp_path):
     start(store, tmp_path / "job")
     (tmp_path / "job" / "output.log").write_bytes(b"one\ntwo \xff\nthree")
-    assert run(tmp_path).stdout == b"one\ntwo \\xff\nthree"
-    assert run(tmp_path, "--lines", "2").stdout == b"two \\xff\nthree"
-    assert run(tmp_path, "-n", "0").stdout == b""
-    lines = [json.loads(line) for line in run(tmp_path, "--json").stdout.splitlines()]
+    assert run().stdout == b"one\ntwo \\xff\nthree"
+    assert run("--lines", "2").stdout == b"two \\xff\nthree"
+    assert run("-n", "0").stdout == b""
+    lines = [json.loads(line) for line in run("--json").stdout.splitlines()]
     assert lines == [{"job": "digits", "line": line} for line in ("one", "two �", "three")]
 
 
-def test_nothing_that_it_printed_commands_the_terminal(store, tmp_path):
+def test_nothing_that_it_printed_commands_the_terminal(run, store, tmp_path):
     start(store, tmp_path / "job")
     printed = "\x1b]0;title\x07\r\t1\n\x9b2J caf\u00e9 \u202e\U0001f680\x7f"
     (tmp_path / "job" / "output.log").write_text(printed, encoding="utf-8", newline="")
     shown = "^[]0;title^G^M\t1\n\\x9b2J caf\u00e9 \\u202e\U0001f680^?"
-    assert run(tmp_path).stdout.decode() == shown
-    lines = [json.loads(line)["line"] for line in run(tmp_path, "--json").stdout.splitlines()]
+    assert run().stdout.decode() == shown
+    lines = [json.loads(line)["line"] for line in run("--json").stdout.splitlines()]
     assert lines == printed.split("\n")
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "flood", "folder that is a link"])
-def test_what_no_agent_wrote_is_not_read(store, tmp_path, kind):
+def test_what_no_agent_wrote_is_not_read(run, store, tmp_path, kind):
     folder = tmp_path / "job"
     start(store, folder)
     (tmp_path / "secret").mkdir()
@@ -80,17 +95,17 @@ def test_what_no_agent_wrote_is_not_read(store, tmp_path, kind):
     else:
         folder.rmdir()
         folder.symlink_to(tmp_path / "secret")
-    ran = run(tmp_path)
+    ran = run()
     assert (ran.returncode, ran.stdout) == (2, b"")
     assert b"output.log, cannot be read: " in ran.stderr
 
 
-def test_none_yet_and_none_here(store, tmp_path):
-    ran = run(tmp_path)
+def test_none_yet_and_none_here(run, store, tmp_path):
+    ran = run()
     assert (ran.returncode, ran.stdout) == (2, b"")
     assert ran.stderr == (b"pipefill: error: job digits (1) is QUEUED and has printed nothing yet; -f waits for it\n")
     start(store, tmp_path / "job")
-    ran = run(tmp_path)
+    ran = run()
     assert ran.returncode == 2
     assert b"is RUNNING, rank 0 of runs/first on host; its output" in ran.stderr
     assert b"is not there, or not on this machine" in ran.stderr

@@ -7,15 +7,13 @@ import time
 
 import pytest
 
-from megatron.fill import client
 from megatron.fill.client import Jobs, JobState
 from megatron.fill.errors import ConfigError, JobError
 from megatron.fill.store import Progress, open_store
 
 
 @pytest.fixture
-def jobs(tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "_LOOK_S", 0.01)
+def jobs(tmp_path):
     with Jobs(tmp_path / "jobs.db") as made:
         yield made
 
@@ -57,11 +55,11 @@ def test_jobs_are_waited_for(jobs, tmp_path):
     jobs.submit(name="two", task="m:A")
     finish(tmp_path / "jobs.db", "one")
     with pytest.raises(TimeoutError, match=r"not finished within 0\.05 s: two"):
-        jobs.wait("one", "two", timeout_s=0.05)
+        jobs.wait("one", "two", timeout_s=0.05, every_s=0.01)
     later = threading.Timer(0.2, finish, (tmp_path / "jobs.db", "two"))
     later.start()
     began_s = time.monotonic()
-    done = jobs.wait("two", "one", timeout_s=60)
+    done = jobs.wait("two", "one", timeout_s=60, every_s=0.01)
     later.join()
     assert time.monotonic() - began_s < 60
     assert [(job.name, job.result) for job in done] == [("two", {"loss": 0.5}), ("one", {"loss": 0.5})]

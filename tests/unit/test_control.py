@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fill.cli import main
+from megatron.fill.cli.control import change
 from megatron.fill.errors import ControlError
 from megatron.fill.pages.control import ControlPage, ControlReader, RunState, damaged_notes, find_pages
 from megatron.fill.pages.watcher import ControlWatcher
@@ -210,14 +212,14 @@ class TestCommands:
             ],
         }
 
-    def test_an_agent_that_does_not_answer_makes_it_fail(self, tmp_path, monkeypatch, capsys, child):
+    def test_an_agent_that_does_not_answer_makes_it_fail(self, tmp_path, capsys, child):
         page = ControlPage.create(0)
         page.announce(tmp_path)
         os.read(child(an_agent(page, acts=False)).out, 5)
-        monkeypatch.setattr("megatron.fill.cli.control._WAIT_S", 0.05)
-        code, out, _ = self.run(monkeypatch, capsys, "pause", tmp_path)
-        assert code == 1
-        assert out.split()[-1] == "no"
+        with pytest.raises(typer.Exit) as ended:
+            change(tmp_path, "PAUSED", as_json=False, wait_s=0.05)
+        assert ended.value.exit_code == 1
+        assert capsys.readouterr().out.split()[-1] == "no"
         assert page.state is RunState.PAUSED
 
     def test_a_rank_that_nobody_can_tell_makes_it_fail_and_the_others_are_told(

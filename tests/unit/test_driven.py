@@ -184,15 +184,16 @@ def test_wrong_arguments_are_those_of_create(tmp_path):
         begin(Counts(), tmp_path, pages=3)
 
 
-def test_one_that_does_not_stop_is_killed(tmp_path, monkeypatch):
+def test_one_that_does_not_stop_is_killed(tmp_path):
     class Deaf(Counts):
         def run_gpu_workload(self) -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
             while True:
                 time.sleep(1)
 
-    monkeypatch.setattr("megatron.fill.worker.driven._STOP_S", 0.05)
-    machine = begin(Deaf(), tmp_path)
+    machine = TaskMachine(Driven(Deaf(), lambda: None, stop_s=0.05), TaskContext("test", tmp_path))
+    machine.create({})
+    machine.init()
     machine.start()
     machine.run_next_step()
     pid = machine.task._pid  # type: ignore[attr-defined]

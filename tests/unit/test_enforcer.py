@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.fill.agent import enforcer as module
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.enforcer import Enforcer
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
-from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.types import BubbleUse
 
 GRACE_NS = 30_000_000
@@ -33,7 +33,12 @@ class Bench:
         self.gate = SharedGate()
         self.log = StepLog(create_log())
         self.enforcer = Enforcer(
-            self.worker.pid, SharedGateReader(self.gate.reader_fd()), self.log, GRACE_NS, max_overruns=2
+            self.worker.pid,
+            SharedGateReader(self.gate.reader_fd()),
+            self.log,
+            GRACE_NS,
+            max_overruns=2,
+            hung_ns=100_000_000,
         )
 
     def begin_step(self, phase: WorkerPhase = WorkerPhase.STEP) -> int:
@@ -71,8 +76,7 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(module, "_HUNG_NS", 100_000_000)
+def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
     made.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.fill.errors import ConfigError
 from megatron.fill.given import plainyaml
 from megatron.fill.given.files import read_json, read_text, read_yaml
-from megatron.fill.given.plainyaml import PlainYamlError, parse_yaml
+from megatron.fill.given.plainyaml import READER, PlainYamlError, parse_yaml
 from megatron.fill.given.problems import shown
 from megatron.fill.given.quantities import parse_bytes, parse_deadline, parse_duration
 
@@ -30,10 +31,8 @@ same: *d
 
 
 @pytest.fixture(params=["libyaml", "without"])
-def parse(request, monkeypatch):
-    if request.param == "without":
-        monkeypatch.setattr(plainyaml, "_READER", yaml.SafeLoader)
-    return parse_yaml
+def parse(request):
+    return partial(parse_yaml, reader=READER if request.param == "libyaml" else yaml.SafeLoader)
 
 
 def test_anchors_and_merges(parse):

@@ -136,7 +136,7 @@ class FakeHolder:
 def bench(monkeypatch, tmp_path) -> Iterator[Post]:
     monkeypatch.setattr(FakeHolder, "made", [], raising=False)
     monkeypatch.setattr(crew_module, "Holder", FakeHolder)
-    with post(monkeypatch, tmp_path) as made:
+    with post(tmp_path) as made:
         yield made
 
 

@@ -9,11 +9,12 @@ from megatron.fill.models import MODELS
 from megatron.fill.sidetask import models
 from megatron.fill.sidetask.inference import BatchInferenceJob
 from megatron.fill.sidetask.training import TrainingJob
+from tests.extras import needs
 from tests.unit.drive import drive
 
 pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra models")
-pytest.importorskip("transformers", reason="needs the extra models")
-pytest.importorskip("timm", reason="needs the extra models")
+needs("transformers", "models")
+needs("timm", "models")
 TINY = {"model_args": {"size": "tiny"}, "data_args": {"samples": 6}}
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from megatron.fill.errors import TaskError
 from megatron.fill.pages.gate import OpenBubble
-from megatron.fill.pages.steplog import StepLog, WorkerPhase, create_log
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.profiles import Configuration
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
@@ -280,11 +281,11 @@ class Stepping(SideTask):
         return 1.0
 
 
-def loop_over(bench: Bench, lengths_ms: list[float]) -> StepLoop:
+def loop_over(bench: Bench, lengths_ms: list[float], **settings: int) -> StepLoop:
     machine = TaskMachine(Stepping(bench, lengths_ms), TaskContext("t", Path("/")))
     machine.create({})
     machine.init()
-    return StepLoop(machine, bench.gate, bench.log, lambda: False, bench.gate.clock, pacer=bench.pacer)
+    return StepLoop(machine, bench.gate, bench.log, lambda: False, bench.gate.clock, pacer=bench.pacer, **settings)  # type: ignore[arg-type]
 
 
 def test_a_step_that_nobody_knows_begins_in_a_long_bubble_only(monkeypatch):
@@ -314,10 +315,8 @@ def test_the_first_step_of_a_kind_is_held_whatever_its_profile_says(monkeypatch)
 
 
 def test_no_step_is_tried_in_a_bubble_that_is_short(monkeypatch):
-    monkeypatch.setattr("megatron.fill.worker.loop._PROBE_AFTER", 3)
-    monkeypatch.setattr("megatron.fill.worker.loop._PATIENCE", 100)
     bench = Bench(monkeypatch, [*SEEN, LONG, *[SHORT] * 8, LONG, *[SHORT] * 5])
-    loop_over(bench, [30, 1, 1, 1]).run()
+    loop_over(bench, [30, 1, 1, 1], probe_after=3, patience=100).run()
     uses = bench.log.record("t", 0).uses
     assert [(use.seq, use.steps) for use in uses if use.steps] == [(16, 1), (26, 3)]
 

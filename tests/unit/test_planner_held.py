@@ -132,7 +132,7 @@ def test_a_gpus_worker_plans_with_the_very_number_that_its_limiter_keeps(free_mi
 
 @pytest.mark.parametrize(("device", "cycle", "asks"), [("cuda:0", None, 0), ("cuda:0", ROOMY, 1), ("cpu", None, 1)])
 def test_a_gpu_serves_no_job_before_it_is_known_what_the_main_job_leaves(monkeypatch, tmp_path, device, cycle, asks):
-    with post(monkeypatch, tmp_path, device=FakeDevice(name=device)) as bench:
+    with post(tmp_path, device=FakeDevice(name=device)) as bench:
         if cycle is not None:
             bench.board.show(cycle)
         asked: list[object] = []

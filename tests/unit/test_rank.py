@@ -141,11 +141,9 @@ def test_the_guard_is_kept_free():
     assert bubble.deadline_ns == drive.now_ns + 17 * MS
 
 
-def test_a_long_run_keeps_sums_of_its_older_bubbles(monkeypatch):
-    from megatron.fill.rank import recorder
-
-    monkeypatch.setattr(recorder, "_KEPT_BUBBLES", 100)
-    listener = make(FakeGate())
+def test_a_long_run_keeps_sums_of_its_older_bubbles():
+    recorder = Recorder(INFO, 3, kept_bubbles=100)
+    listener = RankListener(FakeGate(), recorder, BubblePredictor(FillRule(warmup=2)), lambda: 7)
     drive = Drive(listener)
     for _ in range(500):
         drive.iteration(20)

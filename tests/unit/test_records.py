@@ -374,10 +374,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_rank(tmp_path / "rank7.jsonl")
 
 
-def test_waiting_bubbles_of_a_disk_that_hangs_are_folded(monkeypatch) -> None:
-    monkeypatch.setattr("megatron.fill.rank.recorder._KEPT_BUBBLES", 8)
+def test_waiting_bubbles_of_a_disk_that_hangs_are_folded() -> None:
     record = synthetic_run()[0][0]
-    recorder = Recorder(record.info, 3)
+    recorder = Recorder(record.info, 3, kept_bubbles=8)
     for bubble in record.bubbles:
         recorder.bubble(bubble)
     assert len(recorder.bubbles) < 16

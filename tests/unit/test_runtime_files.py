@@ -20,7 +20,8 @@ from megatron.fill.agent.claims import progress_of
 from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.errors import TaskError
 from megatron.fill.pages import steplog
-from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog, WorkerPhase, create_log
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog, create_log
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import NewJob

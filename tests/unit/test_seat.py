@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from megatron.fill.agent.forecast import JobForecast
 from megatron.fill.agent.holder import Holder
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.orders import Orders
+from megatron.fill.agent.ranking import Resident
+from megatron.fill.agent.seat import Seat
 from megatron.fill.agent.verdict import Judge
 from megatron.fill.agent.watch import Watch
 from megatron.fill.device.cpu import CpuDevice, HostLimiter
@@ -38,7 +42,7 @@ SHORT = {"task": None, "command": ["true"]}
 def bench(monkeypatch, tmp_path) -> Iterator[Post]:
     # What pytest keeps of a log are tracebacks, with all that they refer to.
     monkeypatch.setattr(logging.getLogger("pipefill.agent"), "disabled", True)
-    with post(monkeypatch, tmp_path) as made:
+    with post(tmp_path) as made:
         yield made
 
 
@@ -87,6 +91,29 @@ def test_a_failure_is_counted_in_what_the_store_hears(bench, monkeypatch):
     told = bench.store.get(job.id)
     assert (told.state, told.progress.failures) == (JobState.QUEUED, 1)
     assert told.reason.endswith("; retry 1 of 2")
+
+
+def test_an_empty_tail_seat_looks_again_once_the_job_beside_it_serves(bench):
+    job = bench.submit(**LONG)
+    besides: list[Resident | None] = [None]
+    tail = Seat(bench.station, bench.crew, bench.ledger, bench.judge, beside=lambda: besides[0])
+    for change in (lambda: besides.__setitem__(0, Resident(job, bench.folder)), bench.station.baton.hold):
+        resting = threading.Thread(target=tail.rest, args=(600.0,))
+        resting.start()
+        time.sleep(0.05)
+        assert resting.is_alive()
+        change()
+        resting.join(60)
+        assert not resting.is_alive()
+
+
+def test_an_empty_seat_rests_as_long_as_it_is_told_or_until_the_end(bench):
+    seat = bench.seat()
+    begun_s = time.monotonic()
+    seat.rest(0.1)
+    assert time.monotonic() - begun_s >= 0.1
+    bench.gate.end()
+    seat.rest(3600.0)
 
 
 def test_an_empty_seat_reads_the_jobs_only_when_others_wait(bench, monkeypatch):
@@ -205,7 +232,7 @@ def test_a_watcher_that_breaks_after_the_start_puts_the_job_back(bench, monkeypa
 
 
 def test_a_job_that_may_not_run_here_has_failed(monkeypatch, tmp_path):
-    with post(monkeypatch, tmp_path, allow=["other:*"]) as bench:
+    with post(tmp_path, allow=["other:*"]) as bench:
         job = bench.submit()
         assert bench.seat().serve()
         told = bench.store.get(job.id)

@@ -11,9 +11,10 @@ from megatron.fill.given.jobs import load_jobs
 from megatron.fill.sidetask.digits import DigitsTraining
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.worker import checkpoint
+from tests.extras import needs
 from tests.unit.drive import begin, drive, finish, task_of
 
-pytest.importorskip("sklearn", reason="needs the extra tasks")
+needs("sklearn", "tasks")
 TRAINED, TESTED = 1437, 360
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

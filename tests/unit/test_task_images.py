@@ -12,9 +12,10 @@ from PIL import Image, ImageDraw
 from megatron.fill.sidetask import images
 from megatron.fill.sidetask.images import ImageResize
 from megatron.fill.worker import checkpoint
+from tests.extras import needs
 from tests.unit.drive import begin, drive, finish
 
-pytest.importorskip("sklearn", reason="needs the extra tasks")
+needs("sklearn", "tasks")
 _sklearn = find_spec("sklearn")
 assert _sklearn is not None
 PHOTOS = Path((_sklearn.submodule_search_locations or [""])[0]) / "datasets" / "images"

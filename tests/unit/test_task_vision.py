@@ -12,9 +12,10 @@ from torch.nn.functional import cross_entropy
 from megatron.fill.sidetask.models import build_model
 from megatron.fill.sidetask.vision import ImageTraining
 from megatron.fill.worker import checkpoint
+from tests.extras import needs
 from tests.unit.drive import begin, drive, finish, task_of
 
-pytest.importorskip("timm", reason="needs the extra models")
+needs("timm", "models")
 TINY: dict[str, Any] = {"model_args": {"size": "tiny"}, "data_args": {"samples": 10}, "batch_size": 4}
 
 

@@ -164,17 +164,12 @@ class Agent:
                 logger.exception("%s failed", seat)
                 served = False
             if not served:
-                self._pause(looks_s)
-
-    def _pause(self, seconds: float) -> None:
-        end_s = time.monotonic() + seconds
-        while not self.station.over and time.monotonic() < end_s:
-            time.sleep(0.2)
+                seat.rest(looks_s)
 
     def _show(self) -> None:
         """Write down what runs, again and again: of an agent that is killed, that is the last word."""
         while not self.station.over:
-            self._pause(_SHOW_S)
+            self.resident.rest(_SHOW_S)
             try:
                 self.ledger.write()
             except Exception:

@@ -23,10 +23,22 @@ from megatron.fill.types import JobState
 
 logger = logging.getLogger("pipefill.agent")
 
-_TICK_S = 0.5
 _BEAT_S = 3.0  # at most between two heartbeats: they also carry progress out, and cancellations in
 _LAST_S = 5.0  # how long a store that does not answer is waited for at the end
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """With a store.
+
+    Attributes:
+        tick_s: between two looks at what is to be said to it.
+        first_pause_s, longest_pause_s: after it has not answered; twice as long each time.
+    """
+
+    tick_s: float = 0.5
+    first_pause_s: float = 1.0
+    longest_pause_s: float = 30.0
 
 
 @dataclass(slots=True)
@@ -58,6 +70,7 @@ class Claims:
         device: this agent's device as it is now.
         lease_s: how long the store waits for a heartbeat.
         dead: owners that are known to be dead: what they hold is given back.
+        connect: opens the store of a URL.
     """
 
     def __init__(
@@ -69,6 +82,8 @@ class Claims:
         lease_s: float,
         dead: Sequence[str] = (),
         submitted: Callable[[], None] = lambda: None,
+        patience: Patience = Patience(),
+        connect: Callable[..., JobStore] = open_store,
     ) -> None:
         self.url = url
         self.owner = owner
@@ -83,7 +98,9 @@ class Claims:
         self._held: list[HeldClaim] = []
         self._unsaid: list[Callable[[JobStore], bool]] = []  # ends of jobs that the store has not heard of
         self._lock = threading.Lock()
-        self._pause_s = _FIRST_PAUSE_S
+        self._patience = patience
+        self._connect = connect
+        self._pause_s = patience.first_pause_s
         self._again_s = 0.0
         self._device_s = 0.0
         self._done = threading.Event()
@@ -113,7 +130,7 @@ class Claims:
                     self._failed(error)
             if time.monotonic() >= end:
                 return None
-            time.sleep(min(_TICK_S, max(0.0, end - time.monotonic())))
+            time.sleep(min(self._patience.tick_s, max(0.0, end - time.monotonic())))
 
     def claim(self, wanted: Callable[[JobStore], Sequence[int]], device: str) -> Claim | None:
         """Take the first free one of the jobs that ``wanted`` names."""
@@ -163,12 +180,12 @@ class Claims:
 
     def _connected(self) -> JobStore:
         if self._store is None:
-            self._store = open_store(self.url, create=self._submit is not None)
+            self._store = self._connect(self.url, create=self._submit is not None)
         if self._submit is not None:
             self._submit_jobs(self._store)
         if self._dead:
             self._disown(self._store)
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s = self._patience.first_pause_s
         return self._store
 
     def _submit_jobs(self, store: JobStore) -> None:
@@ -205,10 +222,10 @@ class Claims:
             return  # known already, from another thread
         logger.warning("the job store does not answer, trying again in %g s: %s", self._pause_s, error)
         self._again_s = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s, self._patience.longest_pause_s)
 
     def _run(self) -> None:
-        while not self._done.wait(_TICK_S):
+        while not self._done.wait(self._patience.tick_s):
             try:
                 self.ask(self._beat)
             except Exception:  # one heartbeat's trouble is not the next one's

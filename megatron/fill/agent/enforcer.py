@@ -20,7 +20,6 @@ _LOOK_S = 0.2  # between two looks while all is well
 _SOON_S = 0.02  # while a step is overdue
 _SCHEDULED = 2  # the kind of clock that counts a process's time on a core: with its number it names the clock
 _ASLEEP = set("SDIZX")  # the kernel's letters; what is stopped could not have gone on
-_HUNG_NS = 800_000_000  # a step that has used up its grace has this long to end, in the bubbles that come
 
 
 class Enforcer:
@@ -42,6 +41,7 @@ class Enforcer:
         max_overruns: the number of steps (or starts, or pauses) that may offend before the worker must end.
         overtime: its account of CPU time outside bubbles; None for no limit.
         off: whether nothing is to run: paused by the operator, or by the brake.
+        hung_ns: how long a step that has used up its grace has to end, in the bubbles that come.
 
     Attributes:
         offences: so far.
@@ -57,6 +57,7 @@ class Enforcer:
         max_overruns: int,
         overtime: Overtime | None = None,
         off: Callable[[], bool] = lambda: False,
+        hung_ns: int = 800_000_000,
     ) -> None:
         self.pid = pid
         self.gate = gate
@@ -65,6 +66,7 @@ class Enforcer:
         self.max_overruns = max_overruns
         self.overtime = overtime
         self.off = off
+        self.hung_ns = hung_ns
         self.offences = 0
         self.ending: Ending | None = None
         self._overdue: int | None = None  # the bubble that has ended, and that it has not left
@@ -106,7 +108,7 @@ class Enforcer:
         self._look(now_ns)
         left_ns = self.grace_ns - (now_ns - ended_ns)
         if left_ns < 0:
-            self._hangs_at_ns = now_ns + _HUNG_NS
+            self._hangs_at_ns = now_ns + self.hung_ns
             self._overdue_in = callback
             self._ration(lambda: self.log.step_seq == seq, self._charge)
             return _SOON_S

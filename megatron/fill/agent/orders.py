@@ -10,7 +10,8 @@ from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.station import Station
 from megatron.fill.agent.verdict import MOVES, OVER, TIMEOUT
 from megatron.fill.pages.control import RunState
-from megatron.fill.pages.steplog import Saving, StepLog
+from megatron.fill.pages.phases import Saving
+from megatron.fill.pages.steplog import StepLog
 from megatron.fill.store.port import Standing
 
 _KILLED = "ended by pipefill kill"

@@ -26,6 +26,7 @@ from megatron.fill.types import JobState
 logger = logging.getLogger("pipefill.agent")
 
 _LOOK_AGAIN_S = 5.0  # leases run out, and devices become busy or free, without a change of what waits
+_REST_S = 0.2  # between two looks whether it is worth to look again
 _SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
 
 
@@ -101,6 +102,18 @@ class Seat:
             self.job_name, self._attempt = "", None
             station.claims.look_again()
         return True
+
+    def rest(self, seconds: float) -> None:
+        """Wait so long, or until the main job is over, or until there is another job beside this seat to look at."""
+        end_s, beside = time.monotonic() + seconds, self._neighbour
+        while not self.station.over and self._neighbour == beside and time.monotonic() < end_s:
+            time.sleep(_REST_S)
+
+    @property
+    def _neighbour(self) -> tuple[Resident | None, bool]:
+        """The job beside this seat, and whether it serves bubbles."""
+        beside = self._beside()
+        return beside, beside is not None and self.station.baton.held
 
     def may_run(self, job: Job) -> bool:
         """Whether the job may run here, and there is memory for it now."""

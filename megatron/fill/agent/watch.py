@@ -49,6 +49,7 @@ class Watch:
         ask_to_stop: asks the worker to save and stop.
         watchers: who else may end it.
         tick: called every tick.
+        stop_s: how long the worker may take to save and stop.
 
     Attributes:
         ending: what was decided about the worker; None as long as nothing is.
@@ -66,6 +67,7 @@ class Watch:
         ask_to_stop: Callable[[], None],
         watchers: Sequence[Watcher],
         tick: Callable[[], None],
+        stop_s: float = STOP_S,
     ) -> None:
         self.worker = worker
         self.log = log
@@ -75,6 +77,7 @@ class Watch:
         self.limiter = limiter
         self.ask_to_stop = ask_to_stop
         self.tick = tick
+        self.stop_s = stop_s
         self.ending: Ending | None = None
         self.ended_ns = 0
         self._watchers = (*watchers, output)
@@ -127,14 +130,14 @@ class Watch:
             if found is not None and found.how is How.STOP:
                 self.enforcer.release()
                 self.ask_to_stop()
-                self._deadline_s = now_s + STOP_S
+                self._deadline_s = now_s + self.stop_s
             elif found is not None:
                 self._kill()
         elif found is not None and found.how > How.STOP:
             self.ending = replace(found, stop=before.why)
             self._kill()
         elif now_s > self._deadline_s:
-            late = f"{self.log.phase.callback} did not return within {STOP_S:g} s of the stop: {before.why}"
+            late = f"{self.log.phase.callback} did not return within {self.stop_s:g} s of the stop: {before.why}"
             self.ending = Ending(How.LATE, late, before.why)
             self._kill()
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from megatron.fill.chaos.marks import Note, mark
 from megatron.fill.chaos.tasks import Honest
 
-_HELD_BYTES = 256 << 20
-
 
 class MemoryHolder(Honest):
     """Holds memory, and cannot give it back: it is saved and stopped, and goes on when there is room."""
 
+    held_bytes = 256 << 20
+
     def init(self) -> None:
-        self.memory = bytearray(b"x") * _HELD_BYTES
+        self.memory = bytearray(b"x") * self.held_bytes
         if self.done:
             mark(self.marks, Note.HELD, f"it goes on from step {self.done}")
 

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.chaos import marks, processes
@@ -15,12 +16,26 @@ from megatron.fill.chaos.clock import JumpingClock
 from megatron.fill.chaos.deed import Deed
 from megatron.fill.chaos.disk import SmallDisk
 
-_OUTAGE_S, _FULL_S, _JUMP_S, _STOP_S = 3.0, 2.0, 2.0, 1.0
+_FULL_S, _JUMP_S = 2.0, 2.0
 _HOUR_S = 3600.0
 _READY_S = 40.0  # how long a victim may take to run
-_BACK_S = 15.0  # how long an agent may take to come back
 _LOOK_S = 0.02
 _PARTS = ("", "-wal", "-shm")  # of an SQLite database
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """How long it takes.
+
+    Attributes:
+        outage_s: the store is out of reach.
+        stop_s: a worker stays stopped, and may take to be.
+        back_s: an agent may take to come back.
+    """
+
+    outage_s: float = 3.0
+    stop_s: float = 1.0
+    back_s: float = 15.0
 
 
 class Injector:
@@ -31,11 +46,14 @@ class Injector:
         tick: called while it waits; it keeps a training running.
     """
 
-    def __init__(self, clock: JumpingClock, disk: SmallDisk, database: Path, tick: Callable[[], None]) -> None:
+    def __init__(
+        self, clock: JumpingClock, disk: SmallDisk, database: Path, tick: Callable[[], None], spans: Spans = Spans()
+    ) -> None:
         self.clock = clock
         self.disk = disk
         self.database = database
         self.tick = tick
+        self.spans = spans
         self._turn = 0
 
     def commit(self, kind: str, run_dir: Path) -> Deed | None:
@@ -43,8 +61,8 @@ class Injector:
         actions: dict[str, Callable[[str, Path], Deed | None]] = {
             "agent-kill": self._kill_agent,
             "agent-stop": self._stop_agent,
-            "store-locked": lambda name, _: self._during(name, self._locked_store(), _OUTAGE_S),
-            "store-away": lambda name, _: self._during(name, self.store_away(), _OUTAGE_S),
+            "store-locked": lambda name, _: self._during(name, self._locked_store(), self.spans.outage_s),
+            "store-away": lambda name, _: self._during(name, self.store_away(), self.spans.outage_s),
             "clock-forward": lambda name, folder: self._jump(name, folder, _HOUR_S),
             "clock-back": lambda name, folder: self._jump(name, folder, -_HOUR_S),
             "disk-full": lambda name, _: self._during(name, self._full_disk(), _FULL_S),
@@ -65,12 +83,16 @@ class Injector:
             return None
         start_ns = time.monotonic_ns()
         if kind == "sigkill-outside":
-            if not processes.send(pid, signal.SIGKILL) or not self.until(lambda: not processes.alive(pid), _BACK_S):
+            if not processes.send(pid, signal.SIGKILL) or not self.until(
+                lambda: not processes.alive(pid), self.spans.back_s
+            ):
                 return None
         else:
-            if not processes.send(pid, signal.SIGSTOP) or not self.until(lambda: processes.state(pid) == "T", _STOP_S):
+            if not processes.send(pid, signal.SIGSTOP) or not self.until(
+                lambda: processes.state(pid) == "T", self.spans.stop_s
+            ):
                 return None
-            self.until(lambda: False, _STOP_S)
+            self.until(lambda: False, self.spans.stop_s)
             processes.send(pid, signal.SIGCONT)
         return Deed(kind, start_ns, time.monotonic_ns())
 
@@ -79,7 +101,7 @@ class Injector:
         if pid is None or not processes.send(pid, signal.SIGKILL):
             return None
         start_ns = time.monotonic_ns()
-        back = self.until(lambda: processes.agents(run_dir).get(rank, pid) != pid, _BACK_S)
+        back = self.until(lambda: processes.agents(run_dir).get(rank, pid) != pid, self.spans.back_s)
         return Deed(kind, start_ns, time.monotonic_ns(), rank) if back else None
 
     def _stop_agent(self, kind: str, run_dir: Path) -> Deed | None:
@@ -87,8 +109,8 @@ class Injector:
         if pid is None or not processes.send(pid, signal.SIGSTOP):
             return None
         start_ns = time.monotonic_ns()
-        stopped = self.until(lambda: processes.state(pid) == "T", _STOP_S)
-        continued = self.until(lambda: processes.state(pid) != "T", _BACK_S)
+        stopped = self.until(lambda: processes.state(pid) == "T", self.spans.stop_s)
+        continued = self.until(lambda: processes.state(pid) != "T", self.spans.back_s)
         processes.send(pid, signal.SIGCONT)
         return Deed(kind, start_ns, time.monotonic_ns(), rank) if stopped and continued else None
 

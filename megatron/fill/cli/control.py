@@ -16,7 +16,6 @@ from megatron.fill.cli.options import Json
 if TYPE_CHECKING:
     from megatron.fill.pages.control import ControlPage
 
-_WAIT_S = 2.0  # for the agents to acknowledge
 _LOOK_S = 0.005
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, as the training printed it.")]
@@ -30,7 +29,7 @@ def pause(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
-    _change(run, "PAUSED", as_json)
+    change(run, "PAUSED", as_json)
 
 
 def resume(run: Run, as_json: Json = False) -> None:
@@ -38,7 +37,7 @@ def resume(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
-    _change(run, "RUNNING", as_json)
+    change(run, "RUNNING", as_json)
 
 
 def drain(run: Run, as_json: Json = False) -> None:
@@ -46,7 +45,7 @@ def drain(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
-    _change(run, "DRAINING", as_json)
+    change(run, "DRAINING", as_json)
 
 
 def kill(run: Run, as_json: Json = False) -> None:
@@ -56,7 +55,7 @@ def kill(run: Run, as_json: Json = False) -> None:
 
     Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
-    _change(run, "KILLED", as_json)
+    change(run, "KILLED", as_json)
 
 
 def status(run: Run, as_json: Json = False) -> None:
@@ -71,13 +70,21 @@ def status(run: Run, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _change(run: Path, state: str, as_json: bool) -> None:
+def change(run: Path, state: str, as_json: bool, wait_s: float = 2.0) -> None:
+    """Put the ranks of a run on this node into a state, and show what became of it.
+
+    Args:
+        wait_s: for the agents to acknowledge it.
+
+    Raises:
+        typer.Exit: with 1: one did not, or a rank's note of where it is was damaged.
+    """
     from megatron.fill.pages.control import RunState, find_pages
 
     pages = find_pages(run)
     for page in pages:  # all are open already: they change within microseconds of one another
         page.change(RunState[state])
-    end_s = time.monotonic() + _WAIT_S
+    end_s = time.monotonic() + wait_s
     while _silent(pages) and time.monotonic() < end_s:
         time.sleep(_LOOK_S)
     _show(pages, as_json)

@@ -22,7 +22,7 @@ from yaml.nodes import ScalarNode
 MOST_DEPTH = 32  # of lists and mappings in one another, aliases followed
 MOST_VALUES = 1_000_000  # likewise
 
-_READER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may have been built without libyaml
+READER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may have been built without libyaml
 _TAG = "tag:yaml.org,2002:"
 _OWN = SafeConstructor()
 _SCALARS = {
@@ -71,16 +71,19 @@ class PlainYaml:
         return line
 
 
-def parse_yaml(text: str) -> PlainYaml:
+def parse_yaml(text: str, reader: Any = READER) -> PlainYaml:
     """What a text with one document says; nothing (None) if it is empty.
+
+    Args:
+        reader: a loader of PyYAML, which takes the text apart.
 
     Raises:
         PlainYamlError: it is no YAML; has a key twice, tags, infinite numbers or ones of more than 64 bits; refers to
             itself; or exceeds ``MOST_DEPTH`` or ``MOST_VALUES``.
     """
-    reader = _Reader(text)
+    read = _Reader(text, reader)
     try:
-        return PlainYaml(reader.document(), reader.lines)
+        return PlainYaml(read.document(), read.lines)
     except yaml.MarkedYAMLError as error:
         line = None if error.problem_mark is None else error.problem_mark.line + 1
         raise PlainYamlError(f"is not YAML: {error.problem}", line) from error
@@ -91,9 +94,9 @@ def parse_yaml(text: str) -> PlainYaml:
 
 
 class _Reader:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, reader: Any) -> None:
         self.lines: dict[int, dict[Any, int]] = {}
-        self._events: Iterator[Any] = yaml.parse(text, Loader=_READER)
+        self._events: Iterator[Any] = yaml.parse(text, Loader=reader)
         self._anchors: dict[str, tuple[Any, int, int]] = {}  # the value, its depth and size
         self._values = 0
 

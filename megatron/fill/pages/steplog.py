@@ -11,10 +11,10 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Iterator
-from enum import IntEnum
 
 from megatron.fill.hearsay import plain
 from megatron.fill.linux import memfd
+from megatron.fill.pages.phases import Saving, WorkerPhase
 from megatron.fill.profiles import is_amount
 from megatron.fill.types import BubbleUse, Lack, WorkerRecord
 
@@ -32,49 +32,10 @@ _SERVING, _RESUMABLE, _SAVING, _SINCE = range(10, 14)
 _WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
 _UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
 _LONGEST = 40  # and on: the longest stay in each phase
-
-
-class WorkerPhase(IntEnum):
-    """What a worker is at; the agent names it when the worker dies."""
-
-    STARTING = 0
-    CREATE = 1
-    INIT = 2
-    ASLEEP = 3
-    START = 4
-    STEP = 5
-    PAUSE = 6
-    STOP = 7
-    LOAD = 8
-    SAVE = 9
-    STOPPED = 10
-
-    @property
-    def callback(self) -> str:
-        return _NAMES.get(self, f"{self.name.lower()}()")
-
-
-_NAMES = {
-    WorkerPhase.STARTING: "while starting",
-    WorkerPhase.ASLEEP: "between bubbles",
-    WorkerPhase.STEP: "run_next_step()",
-    WorkerPhase.LOAD: "load_state_dict()",
-    WorkerPhase.SAVE: "state_dict()",
-    WorkerPhase.STOPPED: "after it had stopped",
-}
 _TIMED = (  # phases that are one call each
     *(WorkerPhase.CREATE, WorkerPhase.LOAD, WorkerPhase.INIT, WorkerPhase.START, WorkerPhase.PAUSE),
     *(WorkerPhase.SAVE, WorkerPhase.STOP),
 )
-
-
-class Saving(IntEnum):
-    """Whether the agent wants the task saved before anything else, and what came of it."""
-
-    NONE = 0
-    WANTED = 1
-    SAVED = 2
-    FAILED = 3
 
 
 def create_log() -> int:

@@ -9,7 +9,6 @@ from megatron.fill.records import RankWriter, add_up, as_bubbles
 from megatron.fill.types import BrakeEvent, Bubble, CycleKey, Iteration, RankInfo, RankRecord, Span
 
 WRITE_EVERY = 10  # iterations; the same ones on all ranks, so that their pauses do not add up
-_KEPT_BUBBLES = 200_000  # that may wait to be written
 _MORE_SPANS = 20  # than are drawn, in iterations: the last ones may be a block without filling, or cut short
 _LAST_S = 10.0  # how long the disk is waited for at the end
 
@@ -20,9 +19,12 @@ class Recorder:
     Args:
         trace_iterations: of how many last iterations the compute spans are kept.
         path: the rank's record; None to keep all of it here.
+        kept_bubbles: the most that may wait to be written; of more than these, sums are kept.
     """
 
-    def __init__(self, info: RankInfo, trace_iterations: int, path: Path | None = None) -> None:
+    def __init__(
+        self, info: RankInfo, trace_iterations: int, path: Path | None = None, kept_bubbles: int = 200_000
+    ) -> None:
         self.info = info
         self.bubbles: list[Bubble] = []
         self.iterations: list[Iteration] = []
@@ -32,6 +34,7 @@ class Recorder:
         self._spans: deque[list[Span]] = deque(maxlen=spans)
         self._writer = None if path is None else RankWriter(path, info, -(-spans // WRITE_EVERY))
         self._brakes_written = 0
+        self._kept_bubbles = kept_bubbles
 
     def iteration_started(self) -> None:
         self._spans.append([])
@@ -48,7 +51,7 @@ class Recorder:
 
     def bubble(self, bubble: Bubble) -> None:
         self.bubbles.append(bubble)
-        if len(self.bubbles) >= _KEPT_BUBBLES:
+        if len(self.bubbles) >= self._kept_bubbles:
             self._fold()
 
     def record(self) -> RankRecord:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron.fill.errors import JobError
-from megatron.fill.store import checks
+from megatron.fill.store import adding, checks, lookup
 from megatron.fill.store.port import Claim, DeviceEntry, Job, NewJob, Progress, Standing
 from megatron.fill.store.transaction import Transaction
 from megatron.fill.types import JobState
 
-ASK_S = 60.0  # how long a job that was asked for is kept for the asker: it has to be saved first
 ASK_AGAIN_S = 300.0  # between two times that one job is asked for: each costs it a pause
-_NAMES_COMPARED = 10_000
 
 
 class JobQueue(ABC):
@@ -37,15 +34,15 @@ class JobQueue(ABC):
 
         def work(transaction: Transaction) -> list[Job]:
             transaction.lock_names()
-            return _submit(transaction, checked)
+            return adding.add(transaction, checked)
 
         return self._run(work)
 
     def get(self, job_id: int) -> Job:
-        return self._run(lambda transaction: _existing(transaction, job_id), write=False)
+        return self._run(lambda transaction: lookup.existing(transaction, job_id), write=False)
 
     def find(self, name: str) -> Job:
-        return self._run(lambda transaction: _find(transaction, name), write=False)
+        return self._run(lambda transaction: lookup.find(transaction, name), write=False)
 
     def list(self, states: Collection[JobState] = (), limit: int | None = None) -> list[Job]:
         if limit is not None and limit < 0:
@@ -64,7 +61,7 @@ class JobQueue(ABC):
 
         def work(transaction: Transaction) -> Claim | None:
             _recover(transaction)
-            job = _first_free(transaction, ids, device)
+            job = lookup.first_free(transaction, ids, device)
             if job is None:
                 return None
             now_s = transaction.now_s
@@ -93,7 +90,7 @@ class JobQueue(ABC):
             if job is None or (job.state, job.attempt, job.cancelling) != (JobState.RUNNING, attempt, False):
                 return False
             lately = job.asked_s is not None and now_s < job.asked_s + ASK_AGAIN_S
-            if lately or job.device == device or not _idle(transaction, device):
+            if lately or job.device == device or not lookup.idle(transaction, device):
                 return False
             transaction.put(replace(job, asked_by=device, asked_s=now_s))
             return True
@@ -104,13 +101,13 @@ class JobQueue(ABC):
         checks.check_lease(lease_s)
 
         def work(transaction: Transaction) -> Standing:
-            job = _held(transaction, claim)
+            job = lookup.held(transaction, claim)
             if job is None:
                 return Standing.LOST
             transaction.put(replace(job, lease_until_s=transaction.now_s + lease_s, progress=progress))
             if job.cancelling:
                 return Standing.CANCELLED
-            return Standing.MOVE if _awaited(transaction, job) else Standing.HELD
+            return Standing.MOVE if lookup.awaited(transaction, job) else Standing.HELD
 
         return self._run(work)
 
@@ -125,7 +122,7 @@ class JobQueue(ABC):
         plain = checks.plain("result", result)
 
         def work(transaction: Transaction) -> bool:
-            job = _held(transaction, claim)
+            job = lookup.held(transaction, claim)
             if job is None:
                 # Done already by an earlier call whose answer got lost on its way: nobody else ends this attempt so.
                 last = transaction.job(claim.job.id)
@@ -145,7 +142,7 @@ class JobQueue(ABC):
     def disown(self, owner: str, reason: str) -> int:
         def work(transaction: Transaction) -> int:
             running = transaction.jobs({JobState.RUNNING}, None)
-            theirs = [_existing(transaction, job.id) for job in running if job.owner == owner]
+            theirs = [lookup.existing(transaction, job.id) for job in running if job.owner == owner]
             for job in theirs:
                 transaction.put(_returned(job, reason, transaction.now_s))
             return len(theirs)
@@ -157,7 +154,7 @@ class JobQueue(ABC):
 
     def cancel(self, job_id: int) -> Job:
         def work(transaction: Transaction) -> Job:
-            job = _existing(transaction, job_id)
+            job = lookup.existing(transaction, job_id)
             if job.state.finished:
                 raise JobError(f"job {_label(job)} is {job.state}; expected a job that has not finished")
             if job.state is JobState.RUNNING and not job.lost(transaction.now_s):
@@ -171,7 +168,7 @@ class JobQueue(ABC):
 
     def note(self, job_id: int, reason: str) -> None:
         def work(transaction: Transaction) -> None:
-            job = _existing(transaction, job_id)
+            job = lookup.existing(transaction, job_id)
             if job.state is JobState.QUEUED:
                 transaction.put(replace(job, reason=checks.storable(reason)))
 
@@ -179,7 +176,7 @@ class JobQueue(ABC):
 
     def retry(self, job_id: int) -> Job:
         def work(transaction: Transaction) -> Job:
-            job = _existing(transaction, job_id)
+            job = lookup.existing(transaction, job_id)
             lost = job.lost(transaction.now_s)
             if not lost and job.state not in (JobState.FAILED, JobState.CANCELLED):
                 raise JobError(f"job {_label(job)} is {job.state}; expected a FAILED or CANCELLED job")
@@ -226,89 +223,12 @@ class JobQueue(ABC):
         """Change a job that is still its owner's; False if it is not."""
 
         def work(transaction: Transaction) -> bool:
-            job = _held(transaction, claim)
+            job = lookup.held(transaction, claim)
             if job is not None:
                 transaction.put(change(job, transaction.now_s))
             return job is not None
 
         return self._run(work)
-
-
-def _submit(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
-    known = transaction.unfinished({job.name for job in new})
-    fresh: dict[str, NewJob] = {}
-    for job in new:
-        namesake = known.get(job.name)
-        if namesake is not None and namesake.work.identity() != job.work.identity():
-            raise JobError(
-                f"the name {job.name!r} is in use by the {namesake.state} job {namesake.id}, which is another one; "
-                "expected another name, or that job cancelled first"
-            )
-        first = fresh.setdefault(job.name, job) if namesake is None else job
-        if first is not job and first.work.identity() != job.work.identity():
-            raise JobError(f"two different jobs are named {job.name!r}; expected different names")
-    _check_after(transaction, fresh)
-    known |= {job.name: job for job in transaction.add(list(fresh.values()))}
-    return [known[job.name] for job in new]
-
-
-def _check_after(transaction: Transaction, fresh: Mapping[str, NewJob]) -> None:
-    """Raises JobError where a new job is after one that there is not: it would wait for ever."""
-    firsts = {first for job in fresh.values() for first in job.work.after} - fresh.keys()
-    missing = firsts - transaction.states(firsts).keys()
-    for job in fresh.values():
-        for first in job.work.after:
-            if first in missing:
-                close = _closest(first, [*fresh, *transaction.names(_NAMES_COMPARED)])
-                raise JobError(f"job {job.name!r} is after {first!r}, but there is no job {first!r}{close}")
-
-
-def _find(transaction: Transaction, name: str) -> Job:
-    job = transaction.latest(checks.storable(name))
-    if job is None and name.isdecimal() and checks.possible(int(name)):
-        job = transaction.job(int(name))
-    if job is not None:
-        return job
-    raise JobError(f"there is no job {name!r}{_closest(name, transaction.names(_NAMES_COMPARED))}")
-
-
-def _closest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(set(names)))
-    return f"; the closest: {', '.join(close)}" if close else ""
-
-
-def _existing(transaction: Transaction, job_id: int) -> Job:
-    job = transaction.job(job_id) if checks.possible(job_id) else None
-    if job is None:
-        raise JobError(f"there is no job {job_id}")
-    return job
-
-
-def _held(transaction: Transaction, claim: Claim) -> Job | None:
-    """The claimed job, if nobody has taken or put it back since."""
-    job = transaction.job(claim.job.id)
-    held = job is not None and (job.state, job.owner, job.attempt) == (JobState.RUNNING, claim.owner, claim.attempt)
-    return job if held else None
-
-
-def _first_free(transaction: Transaction, ids: Sequence[int], device: str) -> Job | None:
-    """The first of ``ids`` that is QUEUED and not kept for another device."""
-    job = transaction.first_queued(ids)
-    while job is not None and job.asked_by != checks.storable(device) and _awaited(transaction, job):
-        ids = ids[ids.index(job.id) + 1 :]
-        job = transaction.first_queued(ids)
-    return job
-
-
-def _awaited(transaction: Transaction, job: Job) -> bool:
-    """Whether the device that asked for the job still waits for it."""
-    if not job.asked_by or job.asked_s is None or transaction.now_s >= job.asked_s + ASK_S:
-        return False
-    return _idle(transaction, job.asked_by)
-
-
-def _idle(transaction: Transaction, name: str) -> bool:
-    return any(device.name == name and device.busy_until_s is None for device in transaction.devices())
 
 
 def _recover(transaction: Transaction) -> int:

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from megatron.fill.linux import host
 from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateReader, SharedGateReader
-from megatron.fill.pages.steplog import StepLog, WorkerPhase
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import StepLog
 from megatron.fill.pages.watcher import ControlWatcher
 from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command
 from megatron.fill.types import BubbleUse, JobState, Lack

@@ -28,7 +28,6 @@ from megatron.fill.sidetask.imperative import ImperativeTask
 
 _PAUSE = signal.SIGUSR2
 _SLICE_S = 0.001  # of a step
-_STOP_S = 2.0  # how long ``stop`` may take before its process is killed
 _READ_BYTES = 1 << 16
 
 
@@ -37,12 +36,14 @@ class Driven(SideTask):
 
     Args:
         enter: called in the task's own process before and after ``init``: its limits on the device (``cuda.Entrance``).
+        stop_s: how long ``stop`` may take before its process is killed.
     """
 
-    def __init__(self, task: ImperativeTask, enter: Callable[[], None]) -> None:
+    def __init__(self, task: ImperativeTask, enter: Callable[[], None], stop_s: float = 2.0) -> None:
         self.unit = task.unit  # type: ignore[misc]
         self._task = task
         self._enter = enter
+        self._stop_s = stop_s
         self._pid = 0
         self._state = ""  # what the other side has said last
         self._work = 0.0  # done since the last step
@@ -95,7 +96,7 @@ class Driven(SideTask):
             return
         os.kill(self._pid, _PAUSE)
         self._command(b"x")
-        end_s = time.monotonic() + _STOP_S
+        end_s = time.monotonic() + self._stop_s
         while os.waitpid(self._pid, os.WNOHANG)[0] == 0:
             if time.monotonic() > end_s:
                 os.kill(self._pid, signal.SIGKILL)

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.control import AlwaysRunning, RunSwitch
 from megatron.fill.pages.gate import GateReader, OpenBubble
-from megatron.fill.pages.steplog import StepLog, WorkerPhase
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import StepLog
 from megatron.fill.profiles import JobProfile
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.types import BubbleUse, Lack
 from megatron.fill.worker.estimate import NodeEstimators
 from megatron.fill.worker.pacing import Pacer, Turn
 
-_PROBE_AFTER = 32  # bubbles without a step before one is tried all the same
-_PATIENCE = 4  # times as many where no long bubble comes
 _PROBE_AT_MOST = 1024  # where it does not fit: twice as many each time, up to here
 
 
@@ -37,6 +36,8 @@ class StepLoop:
         preemptive: the main job takes the device back with the end of a bubble, so a step or a pause that is caught by
             it says nothing of how long it takes.
         pacer: where the device does not preempt: holds steps of which nobody knows that they fit; None elsewhere.
+        probe_after: bubbles without a step before one is tried all the same.
+        patience: times as many where no long bubble comes.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class StepLoop:
         breather_ns: int = 0,
         preemptive: bool = False,
         pacer: Pacer | None = None,
+        probe_after: int = 32,
+        patience: int = 4,
     ) -> None:
         self.machine = machine
         self.gate = gate
@@ -70,6 +73,8 @@ class StepLoop:
         self.breather_ns = breather_ns
         self.preemptive = preemptive
         self.pacer = pacer
+        self.probe_after = probe_after
+        self.patience = patience
         self.attend: Callable[[], None] | None = None  # called between bubbles, and when a signal asks to look around
         self.hold_at_start = False  # begin no new iteration: the configuration is about to change
         self.estimators = NodeEstimators()
@@ -77,7 +82,7 @@ class StepLoop:
         self._shares: Sequence[float] = ()  # of an iteration's work, by node
         self._pause_ns = 0
         self._skipped = 0
-        self._probe_after = _PROBE_AFTER
+        self._probe_after = self.probe_after
         self._probing = False
         self._latest_ns = 0  # how long the latest step took
         self._last_end_ns = 0  # of a step
@@ -141,7 +146,7 @@ class StepLoop:
                 self._skip(bubble, now_ns)
                 return False
         else:
-            self._probe_after = _PROBE_AFTER
+            self._probe_after = self.probe_after
         self._skipped = 0
         log = self.log
         # A step that was caught by the end of an earlier bubble may have gone on into this one.
@@ -174,7 +179,7 @@ class StepLoop:
         """
         if self._skipped < self._probe_after:
             return False
-        patient = self._skipped < _PATIENCE * self._probe_after
+        patient = self._skipped < self.patience * self._probe_after
         return not patient or self.pacer is None or self.pacer.is_long(bubble, self.clock())
 
     def _skip(self, bubble: OpenBubble, now_ns: int) -> None:

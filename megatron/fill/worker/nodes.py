@@ -15,7 +15,8 @@ from megatron.fill.errors import PlanError, StaleProfile
 from megatron.fill.linux.files import write_text
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.gate import GateReader
-from megatron.fill.pages.steplog import StepLog, WorkerPhase
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import StepLog
 from megatron.fill.planner.cycles import drifted
 from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan

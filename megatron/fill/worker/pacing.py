@@ -25,7 +25,8 @@ from typing import Protocol
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.control import RunSwitch
 from megatron.fill.pages.gate import GateReader, OpenBubble
-from megatron.fill.pages.steplog import StepLog, WorkerPhase
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import StepLog
 
 logger = logging.getLogger("pipefill.pacing")
 

@@ -20,7 +20,8 @@ from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import AlwaysRunning, RunSwitch
 from megatron.fill.pages.gate import GateReader
-from megatron.fill.pages.steplog import StepLog, WorkerPhase
+from megatron.fill.pages.phases import WorkerPhase
+from megatron.fill.pages.steplog import StepLog
 from megatron.fill.profiles import JobProfile
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.blame import task_traceback

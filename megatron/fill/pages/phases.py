@@ -1,0 +1,44 @@
+"""What a worker is at, and what its agent and it tell each other of it through the step log."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class WorkerPhase(IntEnum):
+    """What a worker is at; the agent names it when the worker dies."""
+
+    STARTING = 0
+    CREATE = 1
+    INIT = 2
+    ASLEEP = 3
+    START = 4
+    STEP = 5
+    PAUSE = 6
+    STOP = 7
+    LOAD = 8
+    SAVE = 9
+    STOPPED = 10
+
+    @property
+    def callback(self) -> str:
+        return _NAMES.get(self, f"{self.name.lower()}()")
+
+
+_NAMES = {
+    WorkerPhase.STARTING: "while starting",
+    WorkerPhase.ASLEEP: "between bubbles",
+    WorkerPhase.STEP: "run_next_step()",
+    WorkerPhase.LOAD: "load_state_dict()",
+    WorkerPhase.SAVE: "state_dict()",
+    WorkerPhase.STOPPED: "after it had stopped",
+}
+
+
+class Saving(IntEnum):
+    """Whether the agent wants the task saved before anything else, and what came of it."""
+
+    NONE = 0
+    WANTED = 1
+    SAVED = 2
+    FAILED = 3

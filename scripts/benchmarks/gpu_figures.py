@@ -1,0 +1,73 @@
+"""The figures of bench_gpu.py's trainings: from their records, reports and output."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megatron.fill.records import last_segment
+from megatron.fill.types import Bubble
+from scripts.benchmarks.trainings import Blocks, iterations_of, p99_slowdown
+
+ITERATION = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
+
+
+def per_iteration_ms(found: Sequence[Bubble], counted: set[int]) -> dict[str, float]:
+    """Of so many iterations, by kind."""
+    sums: dict[str, float] = {}
+    for one in found:
+        if one.iteration in counted:
+            sums[one.kind] = sums.get(one.kind, 0.0) + (one.end_ns - one.start_ns) / 1e6
+    return {kind: total / len(counted) for kind, total in sums.items()}
+
+
+def of_run(run: Path, blocks: Blocks) -> dict[str, Any]:
+    """Of a training with jobs, in pairs of blocks.
+
+    Raises:
+        RuntimeError: no job ran a step.
+    """
+    report = json.loads((run / "report.json").read_text(encoding="utf-8"))
+    check_steps(report, blocks)
+    found = {name: report["summary"][name] for name in ("slowdown", "harvest_ratio", "fill_efficiency")}
+    found |= {name: report["summary"][name] for name in ("open_to_step_us", "overrun_us", "brakes")}
+    segment = last_segment(run)
+    records = list(segment.records())
+    uses = [use for files in segment.files().values() for _, worker in files.attempts() for use in worker.uses]
+    fillable_s = report["total"]["fillable_s"]
+    free = [one.free_bytes for record in records for one in record.bubbles if one.free_bytes]
+    iterations = iterations_of(run)
+    lengths = {
+        on: per_iteration_ms(
+            [one for one in records[0].bubbles if one.filling is on],
+            {one.iteration for one in iterations if one.block >= 0 and one.filling is on},
+        )
+        for on in (True, False)
+    }
+    return found | {
+        "p99_slowdown": p99_slowdown(iterations),
+        "overrun_share": sum(use.overrun_ns for use in uses) / 1e9 / fillable_s if fillable_s else None,
+        "steps": report["total"]["steps"],
+        "bubbles_ms_with": lengths[True],
+        "bubbles_ms_without": lengths[False],
+        "least_free_bytes": min(free, default=None),
+        "iteration_ms": fmean(one.end_ns - one.start_ns for one in iterations if one.block >= 0) / 1e6,
+    }
+
+
+def check_steps(report: dict[str, Any], blocks: Blocks) -> None:
+    """Figures of a run in which nothing was filled would be taken for those of filling."""
+    if not report["total"]["steps"]:
+        said = "; ".join(f"{job['name']} is {job['state']}: {job['reason']}" for job in report["jobs"])
+        raise RuntimeError(
+            f"no job ran a step: {blocks.warmup} iterations of warm-up may be too few (--startup-seconds); {said}"
+        )
+
+
+def times_ms(lines: Sequence[str]) -> list[float]:
+    """Of all iterations of a training that printed these."""
+    return [float(match[2]) for line in lines if (match := ITERATION.search(line))]
