@@ -86,6 +86,9 @@ def parse_yaml(text: str, reader: Any = READER) -> PlainYaml:
         return PlainYaml(read.document(), read.lines)
     except yaml.MarkedYAMLError as error:
         line = None if error.problem_mark is None else error.problem_mark.line + 1
+        # libyaml (from PyYAML 6.0.4 on) has a bound of its own, and looks ahead, so it may come to that one first.
+        if error.problem == "exceeded maximum nesting depth":
+            raise _too_deep(line) from error
         raise PlainYamlError(f"is not YAML: {error.problem}", line) from error
     except yaml.YAMLError as error:
         raise PlainYamlError(f"is not YAML: {' '.join(str(error).split())}") from error
@@ -143,7 +146,7 @@ class _Reader:
         if self._values > MOST_VALUES:
             raise PlainYamlError(f"has more than {MOST_VALUES} values, its aliases followed", _line(event))
         if depth > MOST_DEPTH:
-            raise PlainYamlError(f"is nested deeper than {MOST_DEPTH} levels", _line(event))
+            raise _too_deep(_line(event))
 
     def _list(self, depth: int) -> tuple[list[Any], int]:
         value: list[Any] = []
@@ -234,3 +237,7 @@ def _line(event: Any) -> int:
 def _tagged(event: Any) -> PlainYamlError:
     tag = event.tag.replace(_TAG, "!!")
     return PlainYamlError(f"the tag {tag}; expected plain data", _line(event))
+
+
+def _too_deep(line: int | None) -> PlainYamlError:
+    return PlainYamlError(f"is nested deeper than {MOST_DEPTH} levels", line)
