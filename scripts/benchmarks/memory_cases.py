@@ -143,6 +143,7 @@ def model_flags(model: ModelSpec) -> list[str]:
     if model.experts:
         flags += ["--num-experts", str(model.experts), "--moe-router-topk", str(model.experts_per_token)]
     switches = {
+        "--moe-router-pre-softmax": bool(model.experts) and model.experts_per_token == 1,  # as Megatron demands
         "--swiglu": model.swiglu,
         "--disable-bias-linear": model.swiglu,
         "--untie-embeddings-and-output-weights": not model.tied_embeddings,
