@@ -286,6 +286,8 @@ def test_annealing_is_never_worse_than_the_identity_and_finds_the_best_of_small_
     assert found.least_ns <= found.energy_ns <= found.identity_ns == energy(range(6))
     assert found.energy_ns == energy(found.order)
     assert found.energy_ns == min(energy(order) for order in itertools.permutations(range(6)))
+    assert [energy(order) for order in found.orders] == sorted(energy(order) for order in found.orders)
+    assert 1 < len(found.orders) == len(set(found.orders))
     assert found == anneal(energy, its, 1, seed, 1500)
     assert anneal(energy, its, 1, seed, 10**9, within_s=0).order == tuple(range(6))
 

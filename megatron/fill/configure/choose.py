@@ -85,12 +85,10 @@ def choose(
 
 
 def dedicated(evaluator: Evaluator, proposal: Proposal, seed: int, moves: int) -> Proposal:
-    """With its ranks where annealing puts them; as it was if the timeline is no shorter then."""
+    """With its ranks where annealing puts them: of its best orders, the one with the shortest timeline, or as it was."""
     its, cluster = proposal.parallel, evaluator.cluster
     model = padded(evaluator.training, its.tp)
     energy = Energy(model, cluster.gpu, cluster.efficiency, its, evaluator.links, evaluator.passes)
-    order = anneal(energy, its, cluster.gpus_per_node, seed, moves).order
-    found = evaluator.proposal(evaluator.iteration(its, order), order)
-    if found is None or found.timeline.period_ns >= proposal.timeline.period_ns:
-        return proposal
-    return found
+    orders = anneal(energy, its, cluster.gpus_per_node, seed, moves).orders
+    found = (evaluator.proposal(evaluator.iteration(its, order), order) for order in orders)
+    return min(filter(None, (proposal, *found)), key=lambda one: one.timeline.period_ns)

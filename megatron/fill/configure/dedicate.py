@@ -29,6 +29,7 @@ _MOST_AT_ONCE = 64
 _RUNS = 3  # from hot to cold, if there are moves enough for each
 _GUIDE = 0.3  # how much the mean of all paths counts beside the longest
 _LEAST_OF_RUN = 2000  # moves
+_FINALISTS = 8  # orders
 
 type Row = NDArray[np.int64]
 
@@ -38,16 +39,21 @@ class Dedicated:
     """What annealing found.
 
     Attributes:
-        order: the physical rank of each logical one.
-        energy_ns: of the order; ``identity_ns`` that of the cluster's own order, ``least_ns`` what none is below.
+        orders: the best ones, the one with the least energy first: the physical rank of each logical one.
+        energy_ns: of the first; ``identity_ns`` that of the cluster's own order, ``least_ns`` what none is below.
         moves: how many were tried.
     """
 
-    order: tuple[int, ...]
+    orders: tuple[tuple[int, ...], ...]
     energy_ns: int
     identity_ns: int
     least_ns: int
     moves: int
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The one with the least energy."""
+        return self.orders[0]
 
 
 def reverse(units: Row, one: int, other: int) -> None:
@@ -94,7 +100,9 @@ def anneal(
     within_s: float = math.inf,
     as_pipette: bool = False,
 ) -> Dedicated:
-    """The best order that was found; never worse than the identity.
+    """The best orders that were found; the first is never worse than the identity.
+
+    Their energies are bounds, and close to each other: the timeline says which is the shortest.
 
     The same seed and number of moves give the same order, unless the time runs out first.  It ends early once nothing
     can be better.  It cools down over all the moves or all the time, whichever is over first.
@@ -113,7 +121,8 @@ def anneal(
             break
         share = max(share, passed_s / within_s)
         search.step(share, least, moves - search.tried)
-    return Dedicated(tuple(search.ranks(search.best).tolist()), search.best_ns, search.identity_ns, least, search.tried)
+    orders = tuple(tuple(search.ranks(np.array(units)).tolist()) for units in search.finalists())
+    return Dedicated(orders, search.best_ns, search.identity_ns, least, search.tried)
 
 
 class _Search:
@@ -128,9 +137,16 @@ class _Search:
         energies, guides = self._weigh(self.at[None])
         self.identity_ns = self.best_ns = energies[0]
         self._at_guide = self._best_guide = guides[0]
+        self._found = {tuple(self.at.tolist()): self.best_ns}  # of those accepted, the best, with their energies
         self.tried = 0
         self._next = 8  # candidates at once
         self._runs_done = 0
+
+    def finalists(self) -> list[tuple[int, ...]]:
+        """The best orders of units that were accepted, the best first."""
+        return sorted(self._found, key=lambda units: (self._found[units], units != tuple(self.best.tolist())))[
+            :_FINALISTS
+        ]
 
     def ranks(self, units: Row) -> Row:
         """The ranks of units, in the last axis."""
@@ -160,6 +176,9 @@ class _Search:
             worse = (guide - self._at_guide) / max(1.0, hot * cooled)
             if worse <= 0 or chance < math.exp(-min(worse, 700.0)):
                 self.at, self._at_guide = found[number], guide
+                self._found[tuple(self.at.tolist())] = found_ns
+                if len(self._found) > 8 * _FINALISTS:
+                    self._found = {units: self._found[units] for units in self.finalists()}
                 if found_ns < self.best_ns:
                     self.best, self.best_ns, self._best_guide = self.at, found_ns, guide
                 self._next = max(4, min(_MOST_AT_ONCE, 2 * (number + 1)))
