@@ -72,8 +72,7 @@ def _outermost(original: Callable[..., Any], for_backward: bool, bridge: bool) -
 def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def communicate_shapes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bus.open(for_backward=_Call.for_backward)
-        return original(self, *args, **kwargs)
+        return bus.wait(functools.partial(original, self, *args, **kwargs), for_backward=_Call.for_backward)
 
     return communicate_shapes
 

@@ -85,9 +85,8 @@ def _watched(collective: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not waits_in_drain(args, kwargs):
             return collective(*args, **kwargs)
-        bus.open()
         try:
-            return collective(*args, **kwargs)
+            return bus.wait(functools.partial(collective, *args, **kwargs))
         finally:
             bus.close()
 

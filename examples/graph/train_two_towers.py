@@ -157,7 +157,7 @@ def add_graph_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 def main() -> None:
     args = parse_args(add_graph_arguments)
     plan = load_plan(args.graph_plan)
-    run = GraphRun(plan, Towers(list(plan.graph.position)), int(os.environ.get("WORLD_SIZE", "1")))
+    run = GraphRun(plan, Towers(list(plan.graph.by_name)), int(os.environ.get("WORLD_SIZE", "1")))
     run.apply(args)
     if args.num_layers is not None:
         raise ConfigError(f"--num-layers is {args.num_layers}; expected none: the plan has the towers' layers")
@@ -165,16 +165,19 @@ def main() -> None:
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     validate_args(args)
     # The spread of the first weights depends on it.
-    args.num_layers = sum(_LAYER.fullmatch(name) is not None for name in plan.graph.position)
+    args.num_layers = sum(_LAYER.fullmatch(name) is not None for name in plan.graph.by_name)
     set_global_variables(args)
-    pretrain(
-        pretrain_cfg_container_from_args(args),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        run.forward_step,
-        model_provider=run.model_provider,
-        get_embedding_ranks=lambda ranks: ranks[:1],
-    )
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args),
+            datasets_provider,
+            ModelType.encoder_or_decoder,
+            run.forward_step,
+            model_provider=run.model_provider,
+            get_embedding_ranks=lambda ranks: ranks[:1],
+        )
+    finally:  # it may exit, on a signal or after --exit-interval
+        run.report()
 
 
 if __name__ == "__main__":

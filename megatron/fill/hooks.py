@@ -62,6 +62,20 @@ class Listener(Protocol):
         """It is taken off after a failure: no bubble may open any more."""
 
 
+class OwnWork(Protocol):
+    """Work of the training itself that a rank can do while it waits."""
+
+    def cycle_started(self) -> None:
+        """A schedule of a training iteration begins: the waits that follow are numbered from 0 again."""
+
+    def beside[T](self, call: Callable[[], T]) -> Callable[[], T]:
+        """Work while a call waits, until it has ended or there is nothing to do.
+
+        Returns:
+            What gives the call's result, as soon as it has ended.
+        """
+
+
 class Lifecycle(Protocol):
     """What begins with the training."""
 
@@ -113,12 +127,14 @@ class BubbleBus:
 
     Attributes:
         on_iteration, on_last_backward: patches that have to do something at that moment; not guarded.
+        own_work: comes before jobs in every wait of a training iteration; not guarded, since the training needs it.
     """
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
         self.on_iteration: Callable[[], None] | None = None
         self.on_last_backward: Callable[[], None] | None = None
+        self.own_work: OwnWork | None = None
         self.clock: Callable[[], int] = time.monotonic_ns
         self._training = False
         self._in_cycle = False
@@ -152,6 +168,8 @@ class BubbleBus:
         self._forward_only = key.forward_only
         self._index = self._forwards = self._backwards = 0
         self._passes = key.microbatches * key.chunks
+        if self.own_work is not None and self._training:
+            self.own_work.cycle_started()
         if self.listener is not None:
             self._guarded(self.listener.cycle_started, key, self.clock())
 
@@ -167,6 +185,16 @@ class BubbleBus:
         """
         if self._in_cycle:
             self._begin(self._kind(for_backward), None)
+
+    def wait[T](self, call: Callable[[], T], *, for_backward: bool = False) -> T:
+        """Call what waits for another stage.  The rank's own work comes first; what it leaves of the wait is a bubble.
+
+        The bubble goes on until ``close``, or the next wait.
+        """
+        if self.own_work is not None and self._in_cycle and self._training:
+            call = self.own_work.beside(call)
+        self.open(for_backward=for_backward)
+        return call()
 
     def close(self) -> None:
         """The wait is over; a bubble that is marked goes on."""

@@ -11,7 +11,8 @@ The parts are
 - ``search``: how long a search takes for 32 devices;
 - ``ratio``: how much longer a planner takes that tries all lines of operators (Piper);
 - ``gradients``: small graphs of modules over three to five processes, against one process (graph_runs.py);
-- ``filling``: a plan that is trained with jobs in its bubbles, and without (graph_filling.py).
+- ``filling``: plans that are trained with jobs in their bubbles, and without (graph_filling.py);
+- ``encoder``: frozen towers in the bubbles of the language model behind them (graph_ahead.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megatron.fill.graph.model import ModelGraph, Operator
 from megatron.fill.graph.search import Found, micro_batches, plan_graph
 from megatron.fill.graph.zoo import MODELS, candle, dlrm, mmt
 from megatron.fill.mainjob.hardware import GPUS, NETWORKS
+from scripts.benchmarks.graph_ahead import measure as measure_ahead
 from scripts.benchmarks.graph_filling import BLOCKS, fill
 from scripts.benchmarks.graph_runs import launch
 from scripts.benchmarks.graph_topologies import TOPOLOGIES
@@ -38,6 +40,7 @@ from scripts.benchmarks.graph_truth import least_bottleneck_s, random_cluster, r
 from scripts.benchmarks.results import Results, opened
 
 _GPU, _NETWORK = GPUS["v100-16gb"], NETWORKS["p3.16xlarge"]
+ROUNDS, EACH = 8, 4  # turns of each of encoder's trainings, and the iterations of a turn
 _LIMIT_S = 60.0  # for the planner that tries everything
 _SWEEP = ((8, 128), (8, 256), (16, 256), (16, 512), (32, 256), (32, 512))  # devices and batch
 
@@ -207,12 +210,24 @@ def gradients(results: Results) -> None:
 
 
 def filling(results: Results) -> None:
-    figures, details = fill(BLOCKS)
-    print(f"filling: {figures}")
-    results.add("filling", figures, **details)
+    """On as many cores as stages, and with twice as many stages as cores."""
+    details = {}
+    for stages, where in ((2, ()), (4, ("filling_four_stages",))):
+        figures, details[f"{stages}_stages"] = fill(BLOCKS, stages)
+        print(f"filling, {stages} stages: {figures}", flush=True)
+        results.add("filling", figures, *where, **details)
 
 
-PARTS = {its.__name__: its for its in (truth, large, simulated, speedup, search, ratio, gradients, filling)}
+def encoder(results: Results) -> None:
+    for microbatches in (2, 4):
+        found = measure_ahead(ROUNDS, EACH, microbatches)
+        print(f"encoder, {microbatches} micro-batches: {found}", flush=True)
+        results.add("encoder", found, "encoder", f"{microbatches} micro-batches")
+        if microbatches == 2:
+            results.add("encoder", {"encoder_gain": found["gain"]})
+
+
+PARTS = {its.__name__: its for its in (truth, large, simulated, speedup, search, ratio, gradients, filling, encoder)}
 
 
 def main() -> None:

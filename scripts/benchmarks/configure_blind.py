@@ -9,12 +9,9 @@ many times as long as the reference each of the others takes.  ``unscaled`` is t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from megatron.fill.configure.flags import layout_flags, read_flags
@@ -26,20 +23,18 @@ from megatron.fill.configure.space import padded
 from megatron.fill.mainjob.hardware import GPUS
 from megatron.fill.mainjob.model import ModelSpec
 from megatron.fill.mainjob.parallel import Parallel, Precision
-from megatron.fill.records import last_segment
 from megatron.fill.sim.recorded.busy import RecordedMainJob
 from megatron.fill.sim.recorded.groups import read_pipeline
-from megatron.fill.types import RankRecord
-from scripts.benchmarks.forked import ForkedRanks, preload
+from scripts.benchmarks.forked import preload
+from scripts.benchmarks.turns import Training, Turn
 
-MODEL = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --vocab-size 255"
+# Passes are long for what Python takes for each, which does not grow with a pass' layers and samples.
+MODEL = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 255"
 REST = (
-    "--max-position-embeddings 512 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --lr-decay-style constant "
+    "--max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --lr-decay-style constant "
     "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --eval-interval 100000 --log-interval 1 "
     "--train-iters 100000 --exit-signal-handler --fill-profile-only --fill-trace-iterations 5000"
 )
-WARMUP = 3  # iterations of each training that nobody counts
-ENDLESS_S = 300.0
 
 
 def layout(pp: int, microbatches: int, microbatch: int = 1, chunks: int = 1, schedule: str = "1f1b") -> Parallel:
@@ -71,76 +66,14 @@ OTHERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """When one of two trainings ran alone; ns of CLOCK_MONOTONIC."""
-
-    start_ns: int
-    end_ns: int
-
-
 def flags(its: Parallel) -> list[str]:
     """All that a training of the layout is started with, but for its run folder."""
     schedule = ["--fill-pipeline-schedule", "gpipe"] if its.schedule == "gpipe" else []
     return [*MODEL.split(), "--global-batch-size", str(its.global_batch), *layout_flags(its), *REST.split(), *schedule]
 
 
-class Training:
-    """One that goes on until it is told to end, and is held between its turns."""
-
-    def __init__(self, folder: Path, its: Parallel) -> None:
-        self.its = its
-        self.folder = folder
-        self._turns: list[Turn] = []
-        program = ["pretrain_gpt.py", *flags(its), "--fill-report", str(folder / "run")]
-        folder.mkdir()
-        self._ranks = ForkedRanks(program, folder / "log", its.pp)
-        try:
-            self._ranks.wait_for(f" iteration {WARMUP:8}/", ENDLESS_S)
-            begun_s = time.monotonic()
-            self._ranks.wait_for(f" iteration {WARMUP + 2:8}/", ENDLESS_S)
-        except BaseException:
-            self._ranks.kill()
-            raise
-        self.about_s = (time.monotonic() - begun_s) / 2
-        self._ranks.hold()
-
-    def turn(self, iterations: int) -> Turn:
-        """Let it run for about so many iterations, and then hold it."""
-        start_ns = time.monotonic_ns()
-        self._ranks.let_go()
-        time.sleep(self.about_s * (iterations + 0.5))
-        end_ns = time.monotonic_ns()
-        self._ranks.hold()
-        self._turns.append(Turn(start_ns, end_ns))
-        return self._turns[-1]
-
-    def end(self) -> None:
-        """Well, with its records written."""
-        self._ranks.ask_to_end()
-        self._ranks.wait(ENDLESS_S)
-
-    def kill(self) -> None:
-        self._ranks.kill()
-
-    def records(self) -> list[RankRecord]:
-        return list(last_segment(self.folder / "run").records())
-
-    def period_s(self, turns: Sequence[Turn] | None = None) -> float:
-        """The median time from one iteration's start to the next one's, inside of turns (None: all its own)."""
-        chosen = self._turns if turns is None else turns
-        return median(periods_s([one.start_ns for one in self.records()[0].iterations], chosen))
-
-
-def periods_s(starts_ns: Sequence[int], turns: Sequence[Turn]) -> list[float]:
-    """From start to start of the iterations that were whole inside of a turn, but for the first of each."""
-    found = []
-    for turn in turns:
-        inside = [start for start in starts_ns if turn.start_ns <= start <= turn.end_ns]
-        found += [(after - before) / 1e9 for before, after in pairwise(inside[1:])]
-    if not found:
-        raise RuntimeError("no turn had three whole iterations; expected longer turns")
-    return found
+def train(folder: Path, its: Parallel) -> Training:
+    return Training(folder, ["pretrain_gpt.py", *flags(its), "--fill-report", str(folder / "run")], its.pp)
 
 
 def model() -> ModelSpec:
@@ -156,7 +89,7 @@ def predicted_s(passes: Passes, its: Parallel) -> float:
     return timeline(times).period_ns / 1e9
 
 
-def profile(training: Training, turn: Turn) -> Passes:
+def profile(training: Training, its: Parallel, turn: Turn) -> Passes:
     """From what the records of the reference say of a turn."""
     records, schedule = read_pipeline(training.folder / "run")
     starts = {one.iteration: one.start_ns for one in records[0].iterations}
@@ -167,7 +100,7 @@ def profile(training: Training, turn: Turn) -> Passes:
         if turn.start_ns <= starts.get(one.iteration - 1, 0)
         and starts.get(one.iteration + 1, turn.end_ns) < turn.end_ns
     ]
-    return Passes([profile_of(job, model(), training.its, samples)])
+    return Passes([profile_of(job, model(), its, samples)])
 
 
 def measure_blind(folder: Path, profiled: int, rounds: int, each: int, only: Sequence[str] = ()) -> dict[str, Any]:
@@ -180,14 +113,14 @@ def measure_blind(folder: Path, profiled: int, rounds: int, each: int, only: Seq
         only: names of ``OTHERS``; all if empty.
     """
     preload()
-    reference = Training(folder / "reference", REFERENCE)
+    reference = train(folder / "reference", REFERENCE)
     measured: dict[str, tuple[float, list[Turn]]] = {}
     try:
         first = reference.turn(profiled)
         for number, (name, its) in enumerate(OTHERS.items()):
             if only and name not in only:
                 continue
-            other = Training(folder / str(number), its)
+            other = train(folder / str(number), its)
             beside = []
             try:
                 for _ in range(rounds):
@@ -202,7 +135,7 @@ def measure_blind(folder: Path, profiled: int, rounds: int, each: int, only: Seq
     except BaseException:
         reference.kill()
         raise
-    passes = profile(reference, first)
+    passes = profile(reference, REFERENCE, first)
     own_s = predicted_s(passes, REFERENCE)
     rows = {}
     for name, (found_s, beside) in measured.items():

@@ -39,8 +39,8 @@ from scripts.benchmarks.netns import INTERFACE, address, linked, why_not
 
 HOSTS = 4
 MBITS = {(0, 1): 20, (0, 2): 130, (0, 3): 50, (1, 2): 33, (1, 3): 100, (2, 3): 27}  # both ways
-# Little is computed for what is sent, a megabyte from stage to stage: four ranks may have fewer cores, on which passes of
-# several replicas take longer than those of the one that is profiled.
+# Little is computed for what is sent, a megabyte from stage to stage: four ranks may have fewer cores, on which passes
+# of several replicas take longer than those of the one that is profiled.
 MODEL = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 64 --num-attention-heads 1 --seq-length 16 --vocab-size 127 "
     "--global-batch-size 1024 --untie-embeddings-and-output-weights"

@@ -1,9 +1,10 @@
 """A graph of stages that is trained on the CPU with jobs in its bubbles, and without.
 
-Two towers into a language model, in four stages: examples/graph/train_two_towers.py.  Filling is on and off in paired
-blocks.  Each rank has a core where there are four; where there are fewer, ranks share them, and a job has a core only
-while no rank on it computes.  So the harvest is given twice: by the time that jobs were in steps, as the report has it,
-and by the CPU time that their steps used.
+Two towers into a language model: examples/graph/train_two_towers.py.  Filling is on and off in paired blocks.  With
+more stages than cores, ranks share a core, and a job in one rank's bubble competes with the other rank on its core,
+which no GPU does: there the slowdown says nothing of filling, and a job has a core only while no rank on it computes.
+So the harvest is given twice: by the time that jobs were in steps, as the report has it, and by the CPU time that they
+used.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from scripts.benchmarks.trainings import (
     slowdown_of,
 )
 
-STAGES, BATCH, STEP_MS = 4, 8, 2.4
+BATCH, STEP_MS = 8, 2.4
 BLOCKS = Blocks(length=5, pairs=8, warmup=30)
 _SCRIPT = ("-m", "pipefill_patches", "examples/graph/train_two_towers.py")
 _FLAGS = (
@@ -38,13 +39,13 @@ _FLAGS = (
 )
 
 
-def fill(blocks: Blocks) -> tuple[dict[str, Any], dict[str, Any]]:
+def fill(blocks: Blocks, stages: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train; the figures, and their details."""
     with tempfile.TemporaryDirectory(prefix="pipefill-") as name:
         folder = Path(name)
         folder.chmod(0o755)  # the jobs run as a user without rights
         graph = load_model(ROOT / "examples" / "graph" / "two_towers.yaml")
-        cluster = Cluster(devices=STAGES, gpu=GPUS["v100-16gb"], network=None)
+        cluster = Cluster(devices=stages, gpu=GPUS["v100-16gb"], network=None)
         plan = plan_graph(graph, cluster, BATCH, (1,)).plan
         file = folder / "plan.json"
         file.write_text(plan_text(plan), encoding="utf-8")

@@ -157,13 +157,13 @@ def identical(folder: Path, jobs: Path, blocks: Blocks, *extra: str, main: MainJ
     }
 
 
-def losses(log_dir: Path) -> dict[int, float]:
-    """The loss of every iteration as TensorBoard has it: float32, to the bit."""
+def losses(log_dir: Path, scalar: str = "lm loss") -> dict[int, float]:
+    """The loss of every iteration, or another scalar, as TensorBoard has it: float32, to the bit."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(log_dir), size_guidance={"scalars": 0})
     events.Reload()
-    return {event.step: event.value for event in events.Scalars("lm loss")}
+    return {event.step: event.value for event in events.Scalars(scalar)}
 
 
 def iterations_of(run: Path) -> Sequence[Iteration]:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from megatron.fill.errors import ConfigError
-from scripts.benchmarks.configure_blind import OTHERS, REFERENCE, Turn, flags, periods_s
+from scripts.benchmarks.configure_blind import OTHERS, REFERENCE, flags
 from scripts.benchmarks.configure_netns import HOSTS, LAYOUTS, MBITS, sample
 from scripts.benchmarks.configure_vtrain import COLUMNS, TIME, least_squares, measure_vtrain, read_rows
+from scripts.benchmarks.turns import Turn, periods_s
 
 LAYER_MS = {1: 1.0, 2: 0.75}  # of a micro-batch of one, forward, again and backward, by tensor parallelism
 HEADER = ",".join([*COLUMNS, TIME])

@@ -83,6 +83,10 @@ def changed(its: Plan, stage: int, **fields: object) -> Plan:
 FAN_IN = plan([(0, 2), (1, 2)], 3)
 
 
+CHAIN = plan([(0, 1), (1, 2)], 3)
+FROZEN = replace(
+    CHAIN, graph=ModelGraph("toy", (replace(CHAIN.graph.operators[0], frozen=True), *CHAIN.graph.operators[1:]))
+)
 SHARED = changed(FAN_IN, 1, devices=(1, 5), micro_batch=2, in_flight=6)
 
 
@@ -93,6 +97,7 @@ SHARED = changed(FAN_IN, 1, devices=(1, 5), micro_batch=2, in_flight=6)
         (FAN_IN, 1, "the plan has 3 stages and the run has 1 rank; expected RANKS=3"),
         (plan([], 1), 1, "the plan has one stage, and so no pipeline; expected two or more"),
         (plan([(0, 1)], 2, sequential=True), 2, "the plan is sequential: .* expected a graph of stages"),
+        (FROZEN, 3, "stage 0 sends only what frozen operators return, .* a plan made with --ahead"),
         (SHARED, 3, "stage 1 is on 2 devices: a stage is trained on one; .* --micro-batches 6"),
         (changed(FAN_IN, 1, devices=(5,)), 3, "stage 1 is on device 5; expected 1: rank 1 trains it"),
         (changed(FAN_IN, 1, micro_batch=2, in_flight=4), 3, "stage 1 .* micro-batches of 2; expected 1F1B with 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.fill.hooks import BubbleBus
@@ -34,6 +35,40 @@ def make() -> tuple[BubbleBus, Heard]:
 def wait(bus: BubbleBus, for_backward: bool = False) -> None:
     bus.open(for_backward=for_backward)
     bus.close()
+
+
+class Working:
+    """Own work that says what it does."""
+
+    def __init__(self, events: list[tuple[Any, ...]]) -> None:
+        self._events = events
+
+    def cycle_started(self) -> None:
+        self._events.append(("own work begins anew",))
+
+    def beside[T](self, call: Callable[[], T]) -> Callable[[], T]:
+        self._events.append(("own work",))
+        return call
+
+
+def test_own_work_comes_before_the_bubble_and_only_in_training():
+    bus, heard = make()
+    bus.own_work = Working(heard.events)
+    bus.begin_iteration(1)
+    bus.begin_schedule(CycleKey("1f1b", 2))
+    assert bus.wait(lambda: len(heard.events)) == 5
+    bus.close()
+    bus.end_schedule()
+    bus.end_iteration()
+    names = [event[0] for event in heard.events]
+    expected = ["own work begins anew", "cycle_started", "own work", "bubble_opened", "bubble_closed"]
+    assert names[1:6] == expected
+    bus.begin_schedule(CycleKey("1f1b", 2, forward_only=True))  # an evaluation
+    assert bus.wait(lambda: 7) == 7
+    bus.close()
+    bus.end_schedule()
+    assert "own work" not in [event[0] for event in heard.events[len(names) :]]
+    assert bus.wait(lambda: 8) == 8
 
 
 def test_1f1b_last_of_two_stages():

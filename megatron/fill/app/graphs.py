@@ -9,6 +9,7 @@ work as ever.  What differs is which ranks a stage receives from and sends to.
 
 from __future__ import annotations
 
+import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,10 +25,13 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from megatron.core.transformer import MegatronModule
 
 import pipefill_patches
+from megatron.fill.app.ahead import Ahead, Frozen
 from megatron.fill.errors import GraphError
+from megatron.fill.graph.model import ModelGraph
 from megatron.fill.graph.plan import Plan
 from megatron.fill.graph.runnable import Runnable
-from pipefill_patches import multimodule
+from megatron.fill.hooks import bus
+from pipefill_patches import cpu_backend, multimodule
 
 __all__ = ["GraphRun", "Operators"]
 
@@ -70,8 +74,7 @@ class _Stage(MegatronModule):
         mine = graph.names(run.plan.masks[number])
         self.operators = torch.nn.ModuleDict()
         for name in mine:
-            with _seeded(run.args.seed + 7919 * graph.position[name]):
-                self.operators[_key(name)] = run.operators.build(name, config)
+            self.operators[_key(name)] = run.build(name, config)
         self._order = [(name, run.inputs[name]) for name in mine]
         self._taken: Mapping[str, torch.Tensor] = {}
 
@@ -80,7 +83,8 @@ class _Stage(MegatronModule):
         self._taken = tensors[0] or {}
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        values: dict[str, torch.Tensor] = {}
+        ahead = self._run.ahead
+        values: dict[str, torch.Tensor] = {} if ahead is None else ahead.outputs(batch, self.training)
         for stage, tensor in self._taken.items():
             values |= self._run.unpacked(int(stage), tensor)
         for name, inputs in self._order:
@@ -105,7 +109,8 @@ class GraphRun:
     def __init__(self, plan: Plan, operators: Operators, ranks: int) -> None:
         self.plan = plan
         self.operators = operators
-        self.inputs = {its.name: _inputs(plan, operators, its.name) for its in plan.graph.operators}
+        self.inputs = {name: _inputs(plan, operators, name) for name in plan.graph.by_name}
+        self.ahead: Ahead | None = None
         sinks = [its.name for its, outputs in zip(plan.graph.operators, plan.graph.outputs, strict=True) if not outputs]
         if len(sinks) > 1:
             raise GraphError(
@@ -134,6 +139,11 @@ class GraphRun:
         for name in ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
             if getattr(args, name) != 1:
                 raise GraphError(f"--{_flag(name)} is {getattr(args, name)}; expected 1: a stage has one rank")
+        if self.plan.graph.ahead and not cpu_backend.PATCH.applied:
+            raise GraphError(
+                "the plan has operators that run ahead, which works on the CPU alone so far; expected a plan made"
+                " without --ahead, or --fill-cpu-backend"
+            )
         args.variable_seq_lengths = True  # Megatron demands it for several modules
         self.args = args
 
@@ -147,16 +157,29 @@ class GraphRun:
         config.finalize_model_grads_func = _finalize
         groups = ProcessGroupCollection.use_mpu_process_groups()
         multimodule.use(self._pipeline(config, groups))
+        if self.plan.graph.ahead:
+            self.ahead = bus.own_work = self._ahead(config)
         return _Stage(self, mpu.get_pipeline_model_parallel_rank(), config, groups)
+
+    def build(self, name: str, config: Any) -> torch.nn.Module:
+        """An operator's module; its first weights depend on its name alone, and not on the stage that has it."""
+        with _seeded(self.args.seed + zlib.crc32(name.encode())):
+            module = self.operators.build(name, config)
+        return module.requires_grad_(not self.plan.graph.by_name[name].frozen)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Any] | None]:
         """One micro-batch's forward pass on this stage."""
         number = mpu.get_pipeline_model_parallel_rank()
-        batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(data_iterator).items()}
-        output = model(batch)
+        taken = next(data_iterator) if self.ahead is None else self.ahead.next_batch(data_iterator, model.training)
+        output = model({name: tensor.cuda(non_blocking=True) for name, tensor in taken.items()})
         if self.runnable.successors[number]:
             return {str(number): output}, None
         return output, _loss
+
+    def report(self) -> None:
+        """Say at the end how much of what runs ahead was done in bubbles."""
+        if self.ahead is not None:
+            print(self.ahead, flush=True)
 
     def packed(self, stage: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What a stage sends: its outputs, in one tensor if there are several."""
@@ -171,6 +194,21 @@ class GraphRun:
         shapes = [self.operators.shape(name, self.args) for name in names]
         parts = tensor.reshape(-1).split([length * batch * width for length, batch, width in shapes])
         return {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+
+    def _ahead(self, config: Any) -> Ahead:
+        args, plan = self.args, self.plan
+        order = ModelGraph(plan.graph.name, plan.graph.ahead)
+        names = order.names(order.everything)
+        # They are not part of the model: neither optimizer nor checkpoints have them.
+        modules = {name: self.build(name, config).to(config.params_dtype).eval() for name in names}
+        return Ahead(
+            [Frozen(name, modules[name], self.inputs[name], self.operators.shape(name, args)) for name in names],
+            self.runnable.ahead,
+            mpu.get_pipeline_model_parallel_rank(),
+            torch.distributed.new_group(),
+            self.runnable.microbatches,
+            lambda: (args.train_iters - args.iteration) * self.runnable.microbatches,
+        )
 
     def _pipeline(self, config: Any, groups: ProcessGroupCollection) -> multimodule.Pipeline:
         mine = str(mpu.get_pipeline_model_parallel_rank())
@@ -191,7 +229,7 @@ def _inputs(plan: Plan, operators: Operators, name: str) -> tuple[str, ...]:
     Raises:
         GraphError: the script has no such operator, or has it with other inputs.
     """
-    expected, given = operators.inputs(name), plan.graph.operators[plan.graph.position[name]].inputs
+    expected, given = operators.inputs(name), plan.graph.by_name[name].inputs
     if expected is None:
         raise GraphError(f"the plan is of another model: {plan.graph.name} has {name}, and this script has none")
     if set(expected) != set(given):

@@ -46,6 +46,9 @@ def plan(
     network: Net = _NETWORK,
     memory: Memory = None,
     efficiency: Efficiency = _EFFICIENCY,
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="Frozen operators are in no stage: their passes run ahead, in bubbles.")
+    ] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also plan a sequential pipeline, and one of layers side by side.")
     ] = False,
@@ -71,7 +74,7 @@ def plan(
     for option, path in (("--png", png), ("--json", json)):
         if path is not None:
             check_writable(option, path)
-    graph = _model(model)
+    graph = _model(model).running_ahead() if ahead else _model(model)
     planners: dict[str, Callable[[ModelGraph, Cluster, int, Sequence[int]], Found]] = {"graph": plan_graph}
     if compare:
         planners |= {"sequential": plan_sequential, "atomic": plan_atomic}

@@ -85,7 +85,7 @@ def choose(
 
 
 def dedicated(evaluator: Evaluator, proposal: Proposal, seed: int, moves: int) -> Proposal:
-    """With its ranks where annealing puts them: of its best orders, the one with the shortest timeline, or as it was."""
+    """With its ranks where annealing puts them: its best order by the timeline, or as it was."""
     its, cluster = proposal.parallel, evaluator.cluster
     model = padded(evaluator.training, its.tp)
     energy = Energy(model, cluster.gpu, cluster.efficiency, its, evaluator.links, evaluator.passes)

@@ -47,11 +47,16 @@ class Cluster:
         """Forward and backward pass of so many samples on one device, in seconds.
 
         Each takes as long as its operations at the efficiency, or as its traffic at the memory's bandwidth, whichever
-        is longer (the roofline): small micro-batches are slow because the parameters are read for each.
+        is longer (the roofline): small micro-batches are slow because the parameters are read for each.  A frozen
+        operator has no backward pass.
 
         Args:
             input_bytes: what the operator takes, per sample.
         """
+        forward_s, backward_s = self._passes_s(operator, input_bytes, samples)
+        return forward_s, 0.0 if operator.frozen else backward_s
+
+    def _passes_s(self, operator: Operator, input_bytes: float, samples: int) -> tuple[float, float]:
         if operator.forward_s is not None:
             backward_s = 2 * operator.forward_s if operator.backward_s is None else operator.backward_s
             return samples * operator.forward_s, samples * backward_s
@@ -108,12 +113,22 @@ class Costs:
         self.batch = batch
         self._passes: dict[tuple[int, int], tuple[float, float]] = {}
         self._operators: dict[int, list[tuple[float, float]]] = {}
-        self._sums: dict[int, tuple[int, float, float]] = {}
+        self._sums: dict[int, tuple[int, int, float, float]] = {}
+        self._ahead_bytes = sum(its.parameters for its in graph.ahead) * cluster.precision.weight_bytes
 
     @cached_property
     def _input_bytes(self) -> list[float]:
         of = self.graph.operators
         return [sum(of[source].output_bytes for source in members(inputs)) for inputs in self.graph.inputs]
+
+    @property
+    def ahead_s(self) -> float:
+        """What the operators that run ahead take for an iteration, on one device, in seconds."""
+        every = self.graph.by_name
+        return sum(
+            self.cluster.passes_s(its, sum(every[name].output_bytes for name in its.inputs), self.batch)[0]
+            for its in self.graph.ahead
+        )
 
     def each(self, samples: int) -> Sequence[tuple[float, float]]:
         """Per operator, forward and backward pass of so many samples on one device, in seconds."""
@@ -133,21 +148,22 @@ class Costs:
             self._passes[key] = sum(forward for forward, _ in found), sum(backward for _, backward in found)
         return self._passes[key]
 
-    def sums(self, mask: int) -> tuple[int, float, float]:
-        """Parameters, bytes kept per sample, and bytes per sample that cross the set's border, in or out."""
+    def sums(self, mask: int) -> tuple[int, int, float, float]:
+        """Trained and frozen parameters, bytes kept per sample, and those per sample that cross the set's border."""
         if mask not in self._sums:
             graph = self.graph
-            parameters, kept, inside = 0, 0.0, 0
-            crossing = 0.0
+            trained = frozen = inside = 0
+            kept = crossing = 0.0
             for at in members(mask):
                 operator = graph.operators[at]
-                parameters += operator.parameters
+                trained += 0 if operator.frozen else operator.parameters
+                frozen += operator.parameters if operator.frozen else 0
                 kept += operator.kept
                 inside |= graph.inputs[at]
                 if graph.outputs[at] & ~mask:
                     crossing += operator.output_bytes
             crossing += sum(graph.operators[at].output_bytes for at in members(inside & ~mask))
-            self._sums[mask] = parameters, kept, crossing
+            self._sums[mask] = trained, frozen, kept, crossing
         return self._sums[mask]
 
     def time_per_sample_s(self, mask: int, micro_batch: int, replicas: int) -> float:
@@ -155,22 +171,27 @@ class Costs:
 
         A micro-batch is divided over the replicas.
         """
-        parameters, _, crossing = self.sums(mask)
+        trained, _, _, crossing = self.sums(mask)
         passes_s = sum(self.passes_s(mask, micro_batch // replicas)) / micro_batch
-        passes_s += self.cluster.reduce_s(parameters, replicas) / self.batch
+        passes_s += self.cluster.reduce_s(trained, replicas) / self.batch
         if self.cluster.network is None:
             return passes_s
         return max(passes_s, crossing / replicas / self.cluster.link_bytes_s(replicas))
 
     def memory_bytes(self, mask: int, in_flight: int, replicas: int) -> float:
         """What one device of a stage holds with so many samples in flight in the stage."""
-        parameters, kept, _ = self.sums(mask)
-        return self.cluster.state_bytes(parameters) + kept * in_flight / replicas
+        return self._state_bytes(mask) + self.sums(mask)[2] * in_flight / replicas
 
     def most_in_flight(self, mask: int, replicas: int) -> float:
         """How many samples a stage's memory has room for; negative if not even for its parameters."""
-        parameters, kept, _ = self.sums(mask)
-        free = self.cluster.device_bytes - self.cluster.state_bytes(parameters)
+        kept = self.sums(mask)[2]
+        free = self.cluster.device_bytes - self._state_bytes(mask)
         if free < 0:
             return -1.0
         return free * replicas / kept if kept else float("inf")
+
+    def _state_bytes(self, mask: int) -> int:
+        """What each device of a stage holds whatever is in flight; of frozen operators that is their weights alone."""
+        trained, frozen, _, _ = self.sums(mask)
+        its = self.cluster
+        return its.state_bytes(trained) + frozen * its.precision.weight_bytes + self._ahead_bytes

@@ -44,6 +44,7 @@ class _Operator(_Strict):
     backward_s: Number | None = None
     parameters: int = Field(default=0, ge=0)
     lookup: bool = False
+    frozen: bool = False
     moved_bytes: Size = 0.0
     output_bytes: Size = 0.0
     kept_bytes: Size | None = None
@@ -52,9 +53,11 @@ class _Operator(_Strict):
 class _Model(_Strict):
     name: str = Field(min_length=1)
     operators: tuple[_Operator, ...] = Field(min_length=1)
+    ahead: tuple[_Operator, ...] = ()
 
     def graph(self) -> ModelGraph:
-        return ModelGraph(self.name, tuple(Operator(**dict(operator)) for operator in self.operators))
+        operators, ahead = (tuple(Operator(**dict(one)) for one in some) for some in (self.operators, self.ahead))
+        return ModelGraph(self.name, operators, ahead)
 
 
 class _Cluster(_Strict):
@@ -100,12 +103,16 @@ def load_model(path: Path) -> ModelGraph:
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan with its model and devices, as ``load_plan`` reads it."""
-    operators = [
-        {name: value for name, value in asdict(its).items() if value != _Operator.model_fields[name].default}
-        for its in plan.graph.operators
-    ]
+    graph = plan.graph
+    operators, ahead = (
+        [
+            {name: value for name, value in asdict(its).items() if value != _Operator.model_fields[name].default}
+            for its in some
+        ]
+        for some in (graph.operators, graph.ahead)
+    )
     return {
-        "model": {"name": plan.graph.name, "operators": operators},
+        "model": {"name": graph.name, "operators": operators} | ({"ahead": ahead} if ahead else {}),
         "cluster": asdict(plan.cluster),
         "batch": plan.batch,
         "sequential": plan.sequential,

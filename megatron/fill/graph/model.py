@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import isfinite
 
@@ -28,6 +28,7 @@ class Operator:
         moved_bytes: what its forward pass reads and writes in memory beside parameters, inputs and output.
         output_bytes: its output: what passes to each stage with an operator that takes it.
         kept_bytes: what it keeps from its forward to its backward pass; None for its output.
+        frozen: its parameters are not trained, so it has no backward pass.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Operator:
     backward_s: float | None = None
     parameters: int = 0
     lookup: bool = False
+    frozen: bool = False
     moved_bytes: float = 0.0
     output_bytes: float = 0.0
     kept_bytes: float | None = None
@@ -55,6 +57,8 @@ class Operator:
     @property
     def kept(self) -> float:
         """Bytes per sample from its forward to its backward pass."""
+        if self.frozen:
+            return 0.0
         return self.output_bytes if self.kept_bytes is None else self.kept_bytes
 
 
@@ -72,24 +76,38 @@ class ModelGraph:
 
     A set of operators is an ``int`` with a bit for each, by position.
 
+    Attributes:
+        ahead: frozen operators that are in no stage: every device has them, and their passes run ahead, in bubbles.
+
     Raises:
-        GraphError: there are no operators, two have the same name, an input is unknown, or there is a cycle.
+        GraphError: there are no operators, two have the same name, an input is unknown, there is a cycle, or a frozen
+            operator takes the output of one that is trained.
     """
 
     name: str
     operators: tuple[Operator, ...]
+    ahead: tuple[Operator, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.operators:
             raise GraphError(f"{self.name}: has no operators; expected at least one")
-        if len(self.position) < len(self.operators):
-            names = [operator.name for operator in self.operators]
+        if len(self.by_name) < len(self.operators) + len(self.ahead):
+            names = [operator.name for operator in (*self.operators, *self.ahead)]
             twice = next(name for name in names if names.count(name) > 1)
             raise GraphError(f"{self.name}: operator {twice} is there twice; expected different names")
-        for operator in self.operators:
+        for operator in self.by_name.values():
             for name in operator.inputs:
-                if name not in self.position:
+                if name not in self.by_name:
                     raise GraphError(f"{self.name}: operator {operator.name} takes {name}, which is no operator")
+                if operator.frozen and not self.by_name[name].frozen:
+                    raise GraphError(
+                        f"{self.name}: operator {operator.name} is frozen and takes {name}, which is trained; expected"
+                        " frozen operators before all others"
+                    )
+        if trained := next((operator.name for operator in self.ahead if not operator.frozen), None):
+            raise GraphError(f"{self.name}: operator {trained} runs ahead; expected a frozen one")
+        if self.ahead:
+            ModelGraph(self.name, self.ahead)  # a cycle among them is found there
         if len(self.order) < len(self.operators):
             raise GraphError(f"{self.name}: has the cycle {' -> '.join(self._cycle())}; expected none")
 
@@ -99,14 +117,19 @@ class ModelGraph:
         return {operator.name: at for at, operator in enumerate(self.operators)}
 
     @cached_property
+    def by_name(self) -> dict[str, Operator]:
+        """All operators, also those that run ahead."""
+        return {operator.name: operator for operator in (*self.operators, *self.ahead)}
+
+    @cached_property
     def everything(self) -> int:
         """The set of all operators."""
         return (1 << len(self.operators)) - 1
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:
-        """Per operator, the set of those whose output it takes."""
-        return tuple(self.mask(operator.inputs) for operator in self.operators)
+        """Per operator, the set of those whose output it takes, of those in stages."""
+        return tuple(self.mask(name for name in its.inputs if name in self.position) for its in self.operators)
 
     @cached_property
     def outputs(self) -> tuple[int, ...]:
@@ -148,6 +171,20 @@ class ModelGraph:
             for target in members(self.outputs[at]):
                 found[at] |= found[target] | 1 << target
         return tuple(found)
+
+    def running_ahead(self) -> ModelGraph:
+        """The same with its frozen operators in no stage.
+
+        Raises:
+            GraphError: there are none, or only such.
+        """
+        frozen = tuple(its for its in self.operators if its.frozen)
+        if not frozen:
+            raise GraphError(f"{self.name}: no operator is frozen; expected some to run ahead")
+        if len(frozen) == len(self.operators):
+            raise GraphError(f"{self.name}: all operators are frozen; expected some to train")
+        trained = tuple(its for its in self.operators if not its.frozen)
+        return replace(self, operators=trained, ahead=(*self.ahead, *frozen))
 
     def mask(self, names: Iterable[str]) -> int:
         """The set of these operators."""

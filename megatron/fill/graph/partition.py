@@ -225,7 +225,7 @@ class Partitioner:
             for at in order:
                 its = graph.operators[at]
                 costs = (its.forward_flops, its.backward_flops, its.forward_s, its.backward_s, its.parameters)
-                traffic = (its.lookup, its.moved_bytes, its.output_bytes, its.kept_bytes)
+                traffic = (its.lookup, its.moved_bytes, its.output_bytes, its.kept_bytes, its.frozen)
                 taken = [
                     (place.get(source, -1), graph.operators[source].output_bytes)
                     for source in members(graph.inputs[at])

@@ -14,6 +14,7 @@ from megatron.fill.graph.schedule import passes
 from megatron.fill.pipeline.schedule import Op, Pass, execution_order
 
 _HEAD = re.compile(r"graph plan of (.+): (\d+) samples, (\d+) stages?(, sequential)?")
+_AHEAD = "ahead: "
 _LINE = re.compile(r"(\d+): devices (\S+), micro-batch (\d+), (\d+)F(\d+)B, in flight (\d+): (.+)")
 
 
@@ -52,6 +53,8 @@ class Plan:
         graph plan of toy: 8 samples, 2 stages:
         0: devices 0-1, micro-batch 2, 1F1B, in flight 4: a b
         1: devices 2, micro-batch 2, 1F1B, in flight 2: c
+
+    and, if frozen operators run ahead and are in no stage, ``ahead:`` and their names.
 
     Attributes:
         batch: samples of an iteration.
@@ -248,11 +251,16 @@ class Plan:
         for number, its in enumerate(self.stages):
             shape = f"devices {_ranges(its.devices)}, micro-batch {its.micro_batch}, {its.k}F{its.k}B"
             lines.append(f"{number}: {shape}, in flight {its.in_flight}: {' '.join(its.operators)}")
+        if self.graph.ahead:
+            lines.append(_AHEAD + " ".join(its.name for its in self.graph.ahead))
         return "\n".join(lines)
 
     @classmethod
     def parse(cls, text: str, graph: ModelGraph, cluster: Cluster) -> Plan:
         """Read the text form.
+
+        Args:
+            graph: with all operators in stages.
 
         Raises:
             GraphError: it is none, names the line; or the plan is not valid.
@@ -261,6 +269,14 @@ class Plan:
         match = _HEAD.fullmatch(head.strip().removesuffix(":"))
         if match is None:
             raise GraphError(f"line 1 is {head!r}; expected such as 'graph plan of mmt: 32 samples, 4 stages:'")
+        if rows and rows[-1].strip().startswith(_AHEAD):
+            graph = graph.running_ahead()
+            names, given = {its.name for its in graph.ahead}, set(rows.pop().split()[1:])
+            if given != names:
+                wrong = ", ".join(sorted(given ^ names)[:5])
+                raise GraphError(
+                    f"the last line runs other operators ahead than the frozen ones of {graph.name}: {wrong}"
+                )
         stages = []
         for number, row in enumerate(rows):
             found = _LINE.fullmatch(row.strip())

@@ -47,6 +47,12 @@ def print_timeline(timeline: GraphTimeline) -> None:
     )
     print(f"time per sample at the bottleneck: {_time(plan.bottleneck_s)}")
     print(f"bubbles: {timeline.bubble_share():.1%} of the time of these devices")
+    if plan.graph.ahead:
+        bubble_s = timeline.bubble_share() * timeline.period_ns / 1e9
+        print(
+            f"ahead: {len(plan.graph.ahead)} operators, {_time(plan.costs.ahead_s / plan.devices)} of each device's"
+            f" {_time(bubble_s)} of bubbles"
+        )
 
 
 def print_comparison(found: Mapping[str, Found], seconds: Mapping[str, float]) -> None:

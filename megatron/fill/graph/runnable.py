@@ -70,13 +70,24 @@ class Runnable:
         graph = self.plan.graph
         homes = {name: number for number, stage in enumerate(self.plan.stages) for name in stage.operators}
         taken = {
-            name for operator in graph.operators for name in operator.inputs if homes[name] != homes[operator.name]
+            name
+            for operator in graph.operators
+            for name in operator.inputs
+            if homes.get(name, homes[operator.name]) != homes[operator.name]
         }
         order = [graph.operators[at].name for at in graph.order]
         return tuple(
             tuple(name for name in order if name in taken and homes[name] == number)
             for number in range(len(self.plan.stages))
         )
+
+    @cached_property
+    def ahead(self) -> tuple[tuple[str, ...], ...]:
+        """Per stage, the operators that run ahead whose output it takes."""
+        graph = self.plan.graph
+        names = [operator.name for operator in graph.ahead]
+        taken = [{name for its in stage.operators for name in graph.by_name[its].inputs} for stage in self.plan.stages]
+        return tuple(tuple(name for name in names if name in some) for some in taken)
 
     def _problem(self) -> str:
         plan, stages = self.plan, self.plan.stages
@@ -104,6 +115,11 @@ class Runnable:
             flight = min(self.microbatches, self.after[number] + 1) * self.micro_batch
             if its.in_flight != flight:
                 return f"stage {number} has {its.in_flight} samples in flight; expected {flight}, as the schedule has"
+            if self.successors[number] and all(plan.graph.by_name[name].frozen for name in self.outputs[number]):
+                return (
+                    f"stage {number} sends only what frozen operators return, so no gradient comes back to it; expected"
+                    " a trained operator's output, or a plan made with --ahead"
+                )
         if stuck := self._stuck():
             return (
                 f"stages {', '.join(map(str, stuck))} would wait for each other forever, since a transfer waits for its"

@@ -226,7 +226,7 @@ def _check_operators(costs: Costs, sizes: Sequence[int]) -> None:
 def _check_devices(costs: Costs) -> None:
     """What is held but for activations fits all devices together."""
     cluster, graph = costs.cluster, costs.graph
-    state = sum(cluster.state_bytes(operator.parameters) for operator in graph.operators)
+    state = costs.memory_bytes(graph.everything, 0, 1)
     fewest = ceil(state / cluster.device_bytes)
     if fewest > cluster.devices:
         raise GraphError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.llm.megatron import checkpoints
+from scripts.benchmarks.llm.trained import write_corpus
 from scripts.benchmarks.trainings import MODEL, MainJob, command, jobs_file, training
 
 INTERVAL, SAVES = 30, 8
@@ -18,7 +19,7 @@ _EVALUATED = re.compile(r"^(\S+ \S+) INFO iteration (\d+): .* checkpoints behind
 
 def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """A checkpoint is evaluated while the next one is trained; after the last one training goes on for as long."""
-    work, corpus = (folder / "lag").resolve(), (folder / "corpus_text_document").resolve()
+    work, corpus = (folder / "lag").resolve(), write_corpus(folder)
     shutil.rmtree(work, ignore_errors=True)
     saved = work / "saved"
     saved.mkdir(parents=True)

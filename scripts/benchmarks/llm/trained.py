@@ -38,20 +38,26 @@ def sources() -> tuple[list[str], list[str]]:
     return [f for at, f in enumerate(files) if at % HELD_OUT], files[::HELD_OUT]
 
 
-def train(folder: Path) -> None:
-    """Train what is not there yet."""
+def write_corpus(folder: Path) -> Path:
+    """What is trained on, unless it is there; what Megatron's ``--data-path`` takes."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     corpus = folder / "corpus"
     if not Path(f"{corpus}_text_document.idx").exists():
         script = [sys.executable, "scripts/preprocess_text.py", "--append-eod", "--output-prefix", str(corpus)]
         subprocess.run([*script, "--input", *sources()[0]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return Path(f"{corpus}_text_document")
+
+
+def train(folder: Path) -> None:
+    """Train what is not there yet."""
+    folder, corpus = folder.resolve(), write_corpus(folder)
     for name, (ranks, iterations, flags) in _MODELS.items():
         where = folder / name
         if (where / "latest_checkpointed_iteration.txt").exists():
             continue
         print(f"training {name}: the log is {where}.log", flush=True)
-        arguments = [*flags.split(), *_COMMON.split(), "--data-path", f"{corpus}_text_document"]
+        arguments = [*flags.split(), *_COMMON.split(), "--data-path", str(corpus)]
         save = ["--train-iters", str(iterations), "--save", str(where), "--save-interval", str(iterations)]
         with open(f"{where}.log", "w", encoding="utf-8") as log:
             subprocess.run(

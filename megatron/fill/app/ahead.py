@@ -1,0 +1,250 @@
+"""Frozen operators of a graph pipeline, computed ahead in the bubbles of all ranks.
+
+What a frozen encoder makes of a micro-batch depends on the data alone, so it can be computed at any time before it is
+needed, and on any rank.  Here every rank has the frozen operators, and computes some of the micro-batches of this and
+the next iteration while it waits for other stages; the outputs go to the stages that take them.  They are those that
+the operators have in their place, to the bit.  Optimus (USENIX ATC 2025) has the idea: an encoder's work in the bubbles
+of the language model.
+
+This is work of the training itself, in its own process: unlike a job's, its results are used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipefill_patches import cpu_backend
+
+_REMEMBERED = 8  # waits at one place of the schedule
+
+Batch = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """An operator whose passes run ahead.
+
+    Attributes:
+        inputs: the operators whose output it takes, which run ahead, too.
+        shape: of its output.
+    """
+
+    name: str
+    module: torch.nn.Module
+    inputs: tuple[str, ...]
+    shape: tuple[int, int, int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its output."""
+        return next((one.dtype for one in self.module.parameters()), torch.get_default_dtype())
+
+
+class _Sent(NamedTuple):
+    unit: int
+    request: Any
+    tensor: torch.Tensor  # to be kept until it is received
+
+
+class Ahead:
+    """What one rank does of it.
+
+    Micro-batches are counted from the first of the run.  Those of the first iteration are computed where they are
+    needed, and each other one by the rank whose turn it is.  A rank is at most two iterations ahead of its own forward
+    passes.  A micro-batch that is late is computed at the next wait, whatever it delays, so no rank waits forever.
+
+    Args:
+        operators: each after its inputs.
+        takers: per rank, the operators whose output its stage takes.
+        rank: this one.
+        group: a process group of all ranks for this alone, with ``takers`` as many.
+        microbatches: of an iteration.
+        total: how many micro-batches the run will have; asked when it has begun.
+    """
+
+    def __init__(
+        self,
+        operators: Sequence[Frozen],
+        takers: Sequence[tuple[str, ...]],
+        rank: int,
+        group: Any,
+        microbatches: int,
+        total: Callable[[], int],
+    ) -> None:
+        self.operators = tuple(operators)
+        self.in_bubbles = self.in_passes = 0  # operators that were run
+        self._takers, self._rank, self._group, self._microbatches = takers, rank, group, microbatches
+        self._by_name = {its.name: its for its in operators}
+        self._total_of, self._total = total, 0
+        self._source: Iterator[Batch] | None = None
+        self._batches: dict[int, Batch] = {}
+        self._fetched = 0
+        self._begun = 0  # forward passes
+        self._next = self._own_after(microbatches - 1)
+        self._running: Iterator[str] | None = None
+        self._ready: dict[int, dict[str, torch.Tensor]] = {}
+        self._coming: dict[int, list[tuple[str, torch.Tensor, Any]]] = {}
+        self._posted = microbatches
+        self._sent: deque[_Sent] = deque()
+        self._wait = 0
+        self._lengths: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        self._took_ns: dict[str, int] = {}
+        self._watcher = ThreadPoolExecutor(1, "pipefill-waits", _adopt)
+
+    def __str__(self) -> str:
+        every = self.in_bubbles + self.in_passes
+        return f"rank {self._rank}: {self.in_bubbles} of {every} passes of frozen operators were in bubbles"
+
+    # What the bus calls.
+
+    def cycle_started(self) -> None:
+        self._wait = 0
+
+    def beside[T](self, call: Callable[[], T]) -> Callable[[], T]:
+        """Run operators while a call waits, as long as they fit before the shortest of the last waits here ends."""
+        lengths = self._lengths[self._wait]
+        self._wait += 1
+        shortest_ns = min(lengths) if len(lengths) == _REMEMBERED else 0
+        start_ns = time.monotonic_ns()
+
+        def timed() -> T:
+            try:
+                return call()
+            finally:
+                lengths.append(time.monotonic_ns() - start_ns)
+
+        if not self._may_begin(start_ns + shortest_ns):
+            return timed
+        watched = self._watcher.submit(timed)
+        while not watched.done() and self._may_begin(start_ns + shortest_ns):
+            self._step()
+            self.in_bubbles += 1
+        return watched.result
+
+    # What a stage calls.
+
+    def next_batch(self, source: Iterator[Batch], training: bool) -> Batch:
+        """The data of the stage's next forward pass."""
+        if not training:
+            return next(source)
+        if self._source is None:
+            self._total = self._total_of()
+        self._source = source
+        batch = self._batch(self._begun)
+        self._begun += 1
+        self._receive()
+        for number in [one for one in self._batches if one < min(self._begun, self._next)]:
+            del self._batches[number]
+        while self._sent and self._sent[0].unit < self._begun - 2 * self._microbatches:
+            self._sent.popleft().request.wait()
+        return batch
+
+    def outputs(self, batch: Batch, training: bool) -> dict[str, torch.Tensor]:
+        """The outputs that this rank's stage takes, of the micro-batch whose data ``next_batch`` gave last."""
+        wanted, unit = self._takers[self._rank], self._begun - 1
+        if not wanted:
+            return {}
+        if not training or unit < self._microbatches:
+            values: dict[str, torch.Tensor] = {}
+            for _ in self._passes(batch, values):
+                self.in_passes += training
+            return {name: values[name] for name in wanted}
+        if self._owner(unit) != self._rank:
+            coming = self._coming.pop(unit)
+            for _, _, request in coming:
+                request.wait()
+            return {name: tensor for name, tensor, _ in coming}
+        while unit not in self._ready:
+            self._step()
+            self.in_passes += 1
+        return self._ready.pop(unit)
+
+    def _owner(self, unit: int) -> int:
+        return unit % len(self._takers)
+
+    def _own_after(self, unit: int) -> int:
+        """The next of this rank's own."""
+        return unit + 1 + (self._rank - unit - 1) % len(self._takers)
+
+    @property
+    def _horizon(self) -> int:
+        return min(self._begun + 2 * self._microbatches, self._total)
+
+    def _may_begin(self, end_ns: int) -> bool:
+        """Whether there is an operator to run that is late, or surely has ended by then."""
+        if self._source is None or self._next >= self._horizon:
+            return False
+        longest_ns = max((self._took_ns.get(its.name, 0) for its in self.operators), default=0)
+        return self._next <= self._begun or time.monotonic_ns() + longest_ns < end_ns
+
+    def _step(self) -> None:
+        """Run an operator on the first micro-batch of this rank's that is not done."""
+        if self._running is None:
+            self._values: dict[str, torch.Tensor] = {}
+            self._running = self._passes(self._batch(self._next), self._values)
+        start_ns = time.monotonic_ns()
+        name = next(self._running)
+        self._took_ns[name] = time.monotonic_ns() - start_ns
+        if name == self.operators[-1].name:
+            self._running = None
+            self._deliver(self._next, self._values)
+            self._next = self._own_after(self._next)
+
+    @torch.no_grad()
+    def _passes(self, batch: Batch, values: dict[str, torch.Tensor]) -> Iterator[str]:
+        """Run one operator after another, and name it."""
+        for its in self.operators:
+            values[its.name] = its.module([values[name] for name in its.inputs], batch)
+            yield its.name
+
+    def _deliver(self, unit: int, values: Mapping[str, torch.Tensor]) -> None:
+        for rank, wanted in enumerate(self._takers):
+            if rank == self._rank:
+                if wanted:
+                    self._ready[unit] = {name: values[name] for name in wanted}
+                continue
+            for name in wanted:
+                tensor = values[name].contiguous()
+                request = dist.isend(tensor, group=self._group, group_dst=rank, tag=self._tag(unit, name))
+                self._sent.append(_Sent(unit, request, tensor))
+
+    def _receive(self) -> None:
+        """Ask for what other ranks will send."""
+        for unit in range(self._posted, self._horizon):
+            if self._owner(unit) != self._rank:
+                self._coming[unit] = [self._asked(unit, name) for name in self._takers[self._rank]]
+        self._posted = max(self._posted, self._horizon)
+
+    def _asked(self, unit: int, name: str) -> tuple[str, torch.Tensor, Any]:
+        its = self._by_name[name]
+        tensor = torch.empty(its.shape, dtype=its.dtype)
+        request = dist.irecv(tensor, group=self._group, group_src=self._owner(unit), tag=self._tag(unit, name))
+        return name, tensor, request
+
+    def _tag(self, unit: int, name: str) -> int:
+        """Of a message, unlike those of all others that are on their way."""
+        place = [its.name for its in self.operators].index(name)
+        return unit % (8 * self._microbatches) * len(self.operators) + place
+
+    def _batch(self, number: int) -> Batch:
+        assert self._source is not None
+        while self._fetched <= number:
+            self._batches[self._fetched] = next(self._source)
+            self._fetched += 1
+        return self._batches[number]
+
+
+def _adopt() -> None:
+    """Have this thread run torch as the main one does: that is a setting of each thread."""
+    if cpu_backend.PATCH.applied:
+        from pipefill_patches.cpu_torch import CudaOnCpu
+
+        CudaOnCpu().__enter__()

@@ -1,0 +1,180 @@
+"""Frozen towers in the bubbles of a language model, against the same towers in the first stage.
+
+Two stages on two cores.  The towers are computed in the first stage, with every way to divide the language model's
+layers among the stages that may be the fastest; and ahead, in the bubbles of both ranks.  These trainings take turns.
+Afterwards the training with the best division, and the one with the division that runs ahead, each with and without
+running ahead, are compared loss by loss and gradient norm by gradient norm.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from megatron.fill.graph.cost import Cluster
+from megatron.fill.graph.files import plan_text
+from megatron.fill.graph.model import ModelGraph, Operator
+from megatron.fill.graph.plan import Plan, Stage
+from megatron.fill.graph.timeline import simulate
+from megatron.fill.mainjob.hardware import GPUS
+from scripts.benchmarks.forked import ForkedRanks, preload
+from scripts.benchmarks.trainings import losses
+from scripts.benchmarks.turns import Training
+
+VISION, LANGUAGE = 20, 8  # layers
+HIDDEN, SEQUENCE = 256, 128
+BATCH = 8
+COMPARED = 6  # iterations, loss by loss
+_SAID = re.compile(r"(\d+) of (\d+) passes of frozen operators were in bubbles")
+
+
+def model(vision: int, language: int) -> ModelGraph:
+    """Work in the unit of one position of a tower's layer, forward."""
+    positions = {"vision": SEQUENCE, "audio": SEQUENCE // 2, "language": 5 * SEQUENCE // 2}
+    operators = []
+    for tower, layers in (("vision", vision), ("audio", 1), ("language", language)):
+        for number in range(layers):
+            inputs: tuple[str, ...] = (f"{tower}.{number - 1}",) if number else ()
+            if tower == "language" and not number:
+                inputs = (f"vision.{vision - 1}", "audio.0")
+            frozen = tower != "language"
+            work_s = positions[tower] * 1e-6
+            operators.append(Operator(name=f"{tower}.{number}", inputs=inputs, forward_s=work_s, frozen=frozen))
+    return ModelGraph("towers", (*operators, Operator(name="loss", inputs=(f"language.{language - 1}",))))
+
+
+def plan(graph: ModelGraph, first: int, microbatches: int) -> Plan:
+    """Two stages; the first one has all towers that are in stages, and so many layers of the language model."""
+    language = [its.name for its in graph.operators if not its.frozen]
+    towers = [its.name for its in graph.operators if its.frozen]
+    size = BATCH // microbatches
+    cluster = Cluster(devices=2, gpu=GPUS["v100-16gb"], network=None)
+    stages = (
+        Stage((*towers, *language[:first]), (0,), size, 1, min(2, microbatches) * size),
+        Stage(tuple(language[first:]), (1,), size, 1, size),
+    )
+    return Plan(graph, cluster, BATCH, stages)
+
+
+def encoder_share(graph: ModelGraph) -> float:
+    """Of the work of an iteration: a frozen operator has a forward pass alone, the others three times as much."""
+    work = {frozen: sum(its.forward_s or 0.0 for its in graph.operators if its.frozen is frozen) for frozen in (0, 1)}
+    return work[1] / (work[1] + 3 * work[0])
+
+
+def _program(folder: Path, its: Plan, *flags: str) -> list[str]:
+    (folder / "plan.json").write_text(plan_text(its), encoding="utf-8")
+    program = [
+        "-m",
+        "pipefill_patches",
+        "examples/graph/train_two_towers.py",
+        "--graph-plan",
+        str(folder / "plan.json"),
+    ]
+    program += f"--hidden-size {HIDDEN} --seq-length {SEQUENCE} --lr 1e-3 --lr-decay-style constant".split()
+    return [*program, "--log-interval", "1", "--fill-report", str(folder / "run"), *flags]
+
+
+def _endless(folder: Path, name: str, its: Plan) -> Training:
+    """One that takes turns."""
+    (folder / f"{name}-plan").mkdir()
+    flags = [
+        "--train-iters",
+        "100000",
+        "--exit-signal-handler",
+        "--fill-profile-only",
+        "--fill-trace-iterations",
+        "5000",
+    ]
+    program = _program(folder / f"{name}-plan", its, *flags)
+    program[program.index("--fill-report") + 1] = str(folder / name / "run")
+    return Training(folder / name, program, 2)
+
+
+def _losses(folder: Path, name: str, its: Plan) -> list[tuple[float, float]]:
+    """Of a training of a few iterations: losses and gradient norms, to the bit."""
+    own = folder / f"{name}-compared"
+    own.mkdir()
+    flags = f"--train-iters {COMPARED} --tensorboard-log-interval 1 --tensorboard-dir {own}/tensorboard".split()
+    ranks = ForkedRanks(_program(own, its, *flags), own / "log", 2)
+    try:
+        ranks.wait(300.0)
+    except BaseException:
+        ranks.kill()
+        raise
+    found, norms = losses(own / "tensorboard"), losses(own / "tensorboard", "grad-norm")
+    return [(found[at], norms[at]) for at in sorted(found)]
+
+
+def measure(rounds: int, each: int, microbatches: int) -> dict[str, Any]:
+    """Train all in turns.
+
+    Args:
+        rounds: how often each has its turn; ``each`` its iterations in a turn.
+    """
+    graph = model(VISION, LANGUAGE)
+    divisions = sorted(range(1, LANGUAGE + 1), key=lambda at: simulate(plan(graph, at, microbatches)).period_ns)[:3]
+    apart = graph.running_ahead()
+    best = min(range(1, LANGUAGE + 1), key=lambda at: simulate(plan(apart, at, microbatches)).period_ns)
+    plans = {f"in place, {at} layers first": plan(graph, at, microbatches) for at in divisions}
+    plans["ahead"] = plan(apart, best, microbatches)
+    preload()
+    with tempfile.TemporaryDirectory(prefix="pipefill-") as name:
+        folder = Path(name)
+        trainings: dict[str, Training] = {}
+        order = list(plans)
+        try:
+            for number, (title, its) in enumerate(plans.items()):
+                trainings[title] = _endless(folder, str(number), its)
+            source = random.Random(0)
+            for _ in range(rounds):
+                source.shuffle(order)  # so that no one always follows the same other
+                for title in order:
+                    trainings[title].turn(each)
+            for one in trainings.values():
+                one.end()
+        except BaseException:
+            for one in trainings.values():
+                one.kill()
+            raise
+        times = {title: one.periods_s() for title, one in trainings.items()}
+        in_bubbles = _in_bubbles(trainings["ahead"].folder / "log")
+        compared = [
+            _losses(folder, kind, plan(its, best, microbatches)) for kind, its in (("own", graph), ("go", apart))
+        ]
+    usual = {title: median(one) for title, one in times.items()}
+    fastest = min((title for title in usual if title != "ahead"), key=lambda title: usual[title])
+    return {
+        "share": encoder_share(graph),
+        "gain": 1 - usual["ahead"] / usual[fastest],
+        "gain_ci95": _interval(times["ahead"], times[fastest]),
+        "against": fastest,
+        "iteration_s": usual,
+        "iterations": {title: len(one) for title, one in times.items()},
+        "layers_first": best,
+        "in_bubbles": in_bubbles,
+        "compared": len(compared[0]),
+        "identical": compared[0] == compared[1] and len(compared[0]) == COMPARED,
+    }
+
+
+def _in_bubbles(log: Path) -> float:
+    """The share of the frozen operators' passes, of all ranks."""
+    found = [tuple(map(int, match)) for match in _SAID.findall(log.read_text(encoding="utf-8"))]
+    if len(found) != 2:
+        raise RuntimeError(f"{len(found)} of 2 ranks said what they ran ahead; see the end of {log}")
+    return sum(one for one, _ in found) / sum(every for _, every in found)
+
+
+def _interval(ahead: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Of the gain, by bootstrap over iterations."""
+    source = np.random.default_rng(0)
+    draws = [np.median(source.choice(np.array(one), (2000, len(one))), axis=1) for one in (ahead, other)]
+    return [float(one) for one in np.percentile(1 - draws[0] / draws[1], [2.5, 97.5])]

@@ -1,0 +1,92 @@
+"""Trainings that take turns on one machine: one is held while another goes on.
+
+A shared machine is faster in one minute than in the next.  What two trainings take in turns can be compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from megatron.fill.records import last_segment
+from megatron.fill.types import RankRecord
+from scripts.benchmarks.forked import ForkedRanks
+
+WARMUP = 3  # iterations of each training that nobody counts
+_ENDLESS_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """When one of the trainings ran alone; ns of CLOCK_MONOTONIC."""
+
+    start_ns: int
+    end_ns: int
+
+
+class Training:
+    """One that goes on until it is told to end, and is held between its turns.
+
+    Args:
+        program: as of ``ForkedRanks``; with ``--exit-signal-handler``, and its records in ``folder / "run"``.
+    """
+
+    def __init__(self, folder: Path, program: Sequence[str], ranks: int) -> None:
+        self.folder = folder
+        self._turns: list[Turn] = []
+        folder.mkdir()
+        self._ranks = ForkedRanks(program, folder / "log", ranks)
+        try:
+            self._ranks.wait_for(f" iteration {WARMUP:8}/", _ENDLESS_S)
+            begun_s = time.monotonic()
+            self._ranks.wait_for(f" iteration {WARMUP + 2:8}/", _ENDLESS_S)
+        except BaseException:
+            self._ranks.kill()
+            raise
+        self.about_s = (time.monotonic() - begun_s) / 2
+        self._ranks.hold()
+
+    def turn(self, iterations: int) -> Turn:
+        """Let it run for about so many iterations, and then hold it."""
+        start_ns = time.monotonic_ns()
+        self._ranks.let_go()
+        time.sleep(self.about_s * (iterations + 0.5))
+        end_ns = time.monotonic_ns()
+        self._ranks.hold()
+        self._turns.append(Turn(start_ns, end_ns))
+        return self._turns[-1]
+
+    def end(self) -> None:
+        """Well, with its records written."""
+        self._ranks.ask_to_end()
+        self._ranks.wait(_ENDLESS_S)
+
+    def kill(self) -> None:
+        self._ranks.kill()
+
+    def records(self) -> list[RankRecord]:
+        return list(last_segment(self.folder / "run").records())
+
+    def periods_s(self, turns: Sequence[Turn] | None = None) -> list[float]:
+        """From one iteration's start to the next one's, inside of turns (None: all its own)."""
+        chosen = self._turns if turns is None else turns
+        return periods_s([one.start_ns for one in self.records()[0].iterations], chosen)
+
+    def period_s(self, turns: Sequence[Turn] | None = None) -> float:
+        """The median of them."""
+        return median(self.periods_s(turns))
+
+
+def periods_s(starts_ns: Sequence[int], turns: Sequence[Turn]) -> list[float]:
+    """From start to start of the iterations that were whole inside of a turn, but for the first of each."""
+    found = []
+    for turn in turns:
+        inside = [start for start in starts_ns if turn.start_ns <= start <= turn.end_ns]
+        found += [(after - before) / 1e9 for before, after in pairwise(inside[1:])]
+    if not found:
+        raise RuntimeError("no turn had three whole iterations; expected longer turns")
+    return found

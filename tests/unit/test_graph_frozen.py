@@ -1,0 +1,203 @@
+"""Frozen operators: what they cost, in a stage and ahead of it; and ahead, when a rank runs them."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.fill import cli
+from megatron.fill.app.ahead import Ahead, Frozen
+from megatron.fill.errors import GraphError
+from megatron.fill.graph.cost import Cluster, Costs
+from megatron.fill.graph.files import load_plan, plan_text
+from megatron.fill.graph.model import ModelGraph, Operator
+from megatron.fill.graph.plan import Plan
+from megatron.fill.graph.search import plan_graph
+from megatron.fill.mainjob.hardware import GPUS, NETWORKS
+
+CLUSTER = Cluster(devices=2, gpu=GPUS["v100-16gb"], network=NETWORKS["p3.16xlarge"])
+TOWER = Operator(name="tower", forward_flops=1e9, parameters=1000, output_bytes=8.0, kept_bytes=4.0)
+FROZEN = replace(TOWER, frozen=True)
+HEAD = Operator(name="head", inputs=("tower",), forward_flops=1e9, parameters=500, output_bytes=4.0)
+END = Operator(name="end", inputs=("head",), forward_flops=1e9, parameters=500, output_bytes=4.0)
+GRAPH = ModelGraph("model", (FROZEN, HEAD, END))
+
+
+def test_a_frozen_operator_has_no_backward_pass_and_nothing_to_keep():
+    trained, frozen = (Costs(ModelGraph("model", (its, HEAD)), CLUSTER, 8) for its in (TOWER, FROZEN))
+    assert frozen.passes_s(1, 4) == (trained.passes_s(1, 4)[0], 0.0)
+    assert trained.passes_s(1, 4)[1] > 0
+    its = CLUSTER.precision
+    assert frozen.memory_bytes(1, 8, 1) == 1000 * its.weight_bytes
+    assert trained.memory_bytes(1, 8, 1) == CLUSTER.state_bytes(1000) + 8 * 4.0
+    assert frozen.sums(3)[:2] == (500, 1000)
+    measured = replace(FROZEN, forward_flops=0.0, forward_s=1.0)
+    assert CLUSTER.passes_s(measured, 0.0, 2) == (2.0, 0.0)
+
+
+def test_what_runs_ahead_is_in_no_stage_and_on_every_device():
+    ahead = GRAPH.running_ahead()
+    assert [its.name for its in ahead.operators] == ["head", "end"]
+    assert ahead.ahead == (FROZEN,)
+    assert ahead.inputs[0] == 0
+    costs, without = Costs(ahead, CLUSTER, 8), Costs(ModelGraph("model", (replace(HEAD, inputs=()), END)), CLUSTER, 8)
+    assert costs.passes_s(1, 4) == without.passes_s(1, 4)
+    assert costs.memory_bytes(1, 8, 1) - without.memory_bytes(1, 8, 1) == 1000 * CLUSTER.precision.weight_bytes
+    assert costs.ahead_s == CLUSTER.passes_s(FROZEN, 0.0, 8)[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda: ModelGraph("m", (TOWER, replace(HEAD, frozen=True))),
+            "operator head is frozen and takes tower, which is trained; expected frozen operators before all others",
+        ),
+        (lambda: ModelGraph("m", (HEAD,), (TOWER,)), "operator tower runs ahead; expected a frozen one"),
+        (lambda: ModelGraph("m", (TOWER, HEAD)).running_ahead(), "no operator is frozen; expected some to run ahead"),
+        (lambda: ModelGraph("m", (FROZEN,)).running_ahead(), "all operators are frozen; expected some to train"),
+        (lambda: ModelGraph("m", (HEAD,), (FROZEN, FROZEN)), "operator tower is there twice"),
+        (lambda: ModelGraph("m", (HEAD,), (replace(FROZEN, inputs=("tower",)),)), "has the cycle tower -> tower"),
+    ],
+)
+def test_what_can_not_be_frozen_is_said(make, said):
+    with pytest.raises(GraphError, match=said):
+        make()
+
+
+def test_a_plan_with_operators_ahead_is_read_back(tmp_path):
+    plan = plan_graph(GRAPH.running_ahead(), CLUSTER, 8, (1,)).plan
+    (tmp_path / "plan.json").write_text(plan_text(plan), encoding="utf-8")
+    assert load_plan(tmp_path / "plan.json") == plan
+    assert str(plan).splitlines()[-1] == "ahead: tower"
+    assert Plan.parse(str(plan), GRAPH, CLUSTER) == plan
+    with pytest.raises(
+        GraphError, match="the last line runs other operators ahead than the frozen ones of model: other"
+    ):
+        Plan.parse(str(plan) + " other", GRAPH, CLUSTER)
+
+
+def pipefill(monkeypatch: pytest.MonkeyPatch, line: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["pipefill", *line.split()])
+    try:
+        cli.main()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def test_the_command_says_what_runs_ahead(capsys, monkeypatch):
+    line = "graph plan examples/graph/frozen_towers.yaml --devices 2 --batch 8 --micro-batches 8 --network none"
+    assert pipefill(monkeypatch, f"{line} --ahead") == 0
+    assert re.search(r"^ahead: 7 operators, .* of each device's .* of bubbles$", capsys.readouterr().out, re.MULTILINE)
+    assert pipefill(monkeypatch, line) == 0
+    assert "ahead:" not in capsys.readouterr().out
+    assert pipefill(monkeypatch, "graph plan mmt --devices 2 --ahead") == 2
+    assert "mmt: no operator is frozen; expected some to run ahead" in capsys.readouterr().err
+
+
+class Scale(torch.nn.Module):
+    """Multiplies what it takes, and counts how often."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+        self.calls = 0
+
+    def forward(self, inputs: list[torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        return (inputs[0] if inputs else batch["data"]) * self.by
+
+
+class Alone:
+    """An ``Ahead`` of one rank, which takes what it computes."""
+
+    def __init__(self, total: int = 100, microbatches: int = 2) -> None:
+        self.first, self.second = Scale(2.0), Scale(3.0)
+        operators = [Frozen("first", self.first, (), (1, 1, 1)), Frozen("second", self.second, ("first",), (1, 1, 1))]
+        self.ahead = Ahead(operators, [("second",)], 0, None, microbatches, lambda: total)
+        self.data = self.batches()
+        self.microbatches = microbatches
+
+    @staticmethod
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        number = 0
+        while True:
+            yield {"data": torch.full((1, 1, 1), float(number))}
+            number += 1
+
+    def forward(self) -> float:
+        batch = self.ahead.next_batch(self.data, True)
+        return float(self.ahead.outputs(batch, True)["second"])
+
+    def wait(self, call: Callable[[], Any] = lambda: None) -> Any:
+        return self.ahead.beside(call)()
+
+    def iterate(self, call: Callable[[], Any] = lambda: None) -> list[float]:
+        """An iteration with one wait at its end."""
+        self.ahead.cycle_started()
+        found = [self.forward() for _ in range(self.microbatches)]
+        self.wait(call)
+        return found
+
+
+def long_wait() -> None:
+    threading.Event().wait(0.05)
+
+
+def test_passes_run_while_a_rank_waits_and_are_taken_from_there():
+    run = Alone()
+    found = [value for _ in range(12) for value in run.iterate(long_wait)]
+    assert found == [6.0 * number for number in range(24)]  # each micro-batch's own, in order
+    # The wait is known from its eighth time on, and two iterations fit into it.
+    assert run.ahead.in_bubbles >= 2 * 2 * 4
+    assert run.first.calls == run.second.calls <= 24 + 2 * 2
+
+
+def test_nothing_but_what_is_needed_next_begins_in_a_wait_that_may_be_short():
+    run = Alone()
+    for iteration in range(12):
+        run.iterate()
+        assert run.second.calls <= 2 * (iteration + 1) + 1
+    assert run.ahead.in_bubbles + run.ahead.in_passes <= 2 * 25
+
+
+def test_a_rank_is_at_most_two_iterations_ahead_and_never_beyond_the_run():
+    run = Alone(total=2 * 10)
+    for _ in range(9):
+        run.iterate(long_wait)
+    assert run.second.calls == 20  # all that there are
+    run.iterate(long_wait)
+    assert run.second.calls == 20
+    run = Alone()
+    for _ in range(9):
+        run.iterate(long_wait)
+    assert run.second.calls <= 9 * 2 + 2 * 2
+
+
+def test_an_evaluation_computes_its_own():
+    run = Alone()
+    run.iterate()
+    other = iter([{"data": torch.full((1, 1, 1), 7.0)}])
+    batch = run.ahead.next_batch(other, False)
+    assert float(run.ahead.outputs(batch, False)["second"]) == 42.0
+    assert run.iterate() == [12.0, 18.0]
+
+
+def test_a_wait_that_fails_fails():
+    def fails() -> None:
+        long_wait()
+        raise ConnectionError("the peer is gone")
+
+    run = Alone()
+    for _ in range(8):
+        run.iterate(long_wait)
+    with pytest.raises(ConnectionError, match="the peer is gone"):
+        run.iterate(fails)
