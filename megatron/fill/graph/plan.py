@@ -10,6 +10,7 @@ from itertools import pairwise
 from megatron.fill.errors import GraphError
 from megatron.fill.graph.cost import Cluster, Costs
 from megatron.fill.graph.model import ModelGraph, members
+from megatron.fill.graph.ranges import parse_ranges, say_ranges
 from megatron.fill.graph.schedule import passes
 from megatron.fill.pipeline.schedule import Op, Pass, execution_order
 
@@ -249,7 +250,7 @@ class Plan:
         count = f"{len(self.stages)} stage{'' if len(self.stages) == 1 else 's'}"
         lines = [f"graph plan of {self.graph.name}: {self.batch} samples, {count}{', sequential' * self.sequential}:"]
         for number, its in enumerate(self.stages):
-            shape = f"devices {_ranges(its.devices)}, micro-batch {its.micro_batch}, {its.k}F{its.k}B"
+            shape = f"devices {say_ranges(its.devices)}, micro-batch {its.micro_batch}, {its.k}F{its.k}B"
             lines.append(f"{number}: {shape}, in flight {its.in_flight}: {' '.join(its.operators)}")
         if self.graph.ahead:
             lines.append(_AHEAD + " ".join(its.name for its in self.graph.ahead))
@@ -285,31 +286,8 @@ class Plan:
                     f"line {number + 2} is {row!r}; expected such as"
                     f" '{number}: devices 0-1, micro-batch 2, 1F1B, in flight 4: a b'"
                 )
-            devices = _parse_ranges(found[2], number + 2)
+            devices = parse_ranges(found[2], number + 2)
             stages.append(Stage(tuple(found[7].split()), devices, int(found[3]), int(found[4]), int(found[6])))
         if len(stages) != int(match[3]):
             raise GraphError(f"line 1 says {match[3]} stages, and there are {len(stages)}")
         return cls(graph, cluster, int(match[2]), tuple(stages), match[4] is not None)
-
-
-def _ranges(numbers: tuple[int, ...]) -> str:
-    """``0-2,5`` for 0, 1, 2 and 5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs) or "none"
-
-
-def _parse_ranges(text: str, line: int) -> tuple[int, ...]:
-    if text == "none":
-        return ()
-    found: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
-        if match is None:
-            raise GraphError(f"line {line}: devices are {text!r}; expected such as 0-2,5")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(found)
