@@ -8,6 +8,8 @@ The parts are
 - ``large``: 100 random models of up to 14 operators on up to 8 devices, for the validity of their plans;
 - ``simulated``: graph against sequential pipelines, with backward passes of two forward passes, without communication;
 - ``speedup``: the same for the built-in models with communication, on V100s, over devices and batches;
+- ``filled``: what filling their bubbles adds, with graph and with sequential pipelines (graph_filled.py);
+- ``ablation``: the same over the number of branches, and with one size of micro-batches for all stages;
 - ``search``: how long a search takes for 32 devices;
 - ``ratio``: how much longer a planner takes that tries all lines of operators (Piper);
 - ``gradients``: small graphs of modules over three to five processes, against one process (graph_runs.py);
@@ -21,6 +23,7 @@ import argparse
 import multiprocessing
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,6 +36,7 @@ from megatron.fill.graph.search import Found, micro_batches, plan_graph
 from megatron.fill.graph.zoo import MODELS, candle, dlrm, mmt
 from megatron.fill.mainjob.hardware import GPUS, NETWORKS
 from scripts.benchmarks.graph_ahead import measure as measure_ahead
+from scripts.benchmarks.graph_filled import measure as measure_filled
 from scripts.benchmarks.graph_filling import BLOCKS, fill
 from scripts.benchmarks.graph_runs import launch
 from scripts.benchmarks.graph_topologies import TOPOLOGIES
@@ -144,6 +148,41 @@ def speedup(results: Results) -> None:
     results.add("speedup", {"best_speedup": max(best.values()), "speedup_by_model": best}, rows=rows)
 
 
+def ablation(results: Results) -> None:
+    """What branches bring, and what a micro-batch for each stage: iterations of the one over those of the other."""
+    for branches in (1, 2, 4, 8):
+        cluster = Cluster(devices=16, gpu=_GPU, network=_NETWORK)
+        arguments = mmt(branches, 32 // branches), cluster, 256, micro_batches(256)
+        found, line = (planner(*arguments).timeline.period_ns for planner in (plan_graph, plan_sequential))
+        print(f"ablation: {branches} branches of {32 // branches} layers: {line / found:.3f}", flush=True)
+        results.add("ablation", {str(branches): line / found}, "speedup_by_branches")
+    for name, make in MODELS.items():
+        cluster = Cluster(devices=16, gpu=_GPU, network=_NETWORK)
+        free = plan_graph(make(), cluster, 256, micro_batches(256)).timeline.period_ns
+        uniform = min(_period_ns(make(), cluster, size) for size in micro_batches(256))
+        print(f"ablation: {name}, one size of micro-batches for all stages: {uniform / free:.3f}", flush=True)
+        results.add("ablation", {name: uniform / free}, "uniform_micro_batches")
+
+
+def _period_ns(graph: ModelGraph, cluster: Cluster, size: int) -> float:
+    """With one size of micro-batches; infinite if there is no such plan."""
+    try:
+        return plan_graph(graph, cluster, 256, (size,)).timeline.period_ns
+    except GraphError:
+        return inf
+
+
+def filled(results: Results) -> None:
+    """Models whose bubbles are filled with inference of BERT-base."""
+    for name, make in MODELS.items():
+        rows = measure_filled(make(), Cluster(devices=32, gpu=_GPU, network=_NETWORK), 256)
+        for planner, row in rows.items():
+            print(
+                f"filled: {name}, {planner}: " + ", ".join(f"{key} {its:.4g}" for key, its in row.items()), flush=True
+            )
+            results.add("filled", row, "filled", name, planner)
+
+
 def search(results: Results) -> None:
     for name, make in MODELS.items():
         cluster = Cluster(devices=32, gpu=_GPU, network=_NETWORK)
@@ -227,7 +266,8 @@ def encoder(results: Results) -> None:
             results.add("encoder", {"encoder_gain": found["gain"]})
 
 
-PARTS = {its.__name__: its for its in (truth, large, simulated, speedup, search, ratio, gradients, filling, encoder)}
+_ALL = truth, large, simulated, speedup, ablation, filled, search, ratio, gradients, filling, encoder
+PARTS = {its.__name__: its for its in _ALL}
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from megatron.fill.configure.search import Proposal
 from megatron.fill.mainjob.hardware import GpuKind
 from megatron.fill.planner.held import MARGIN_BYTES, RESERVE_NS, held_cycle, room_bytes
 from megatron.fill.planner.search import find_plan
+from megatron.fill.profiles import BubbleCycle
 from megatron.fill.sim.filljobs.catalog import catalog_kinds
 from megatron.fill.sim.filljobs.jobs import jobs_from_file
 from megatron.fill.sim.values import FillKind
@@ -59,13 +60,17 @@ def fill_kinds(gpu: GpuKind, jobs: Path | None) -> tuple[FillKind, ...]:
 
 def valued(proposal: Proposal, kinds: Sequence[FillKind]) -> Valued:
     """With each GPU's bubbles packed by the kind that does most there, and nothing else lost or won."""
-    worth = 0.0
-    for cycle in proposal.cycles():
-        held = held_cycle(cycle, room_bytes(cycle, MARGIN_BYTES))
-        best = 0.0
-        for kind in kinds:
-            if held.slots and (plan := find_plan(held, kind.profiles, RESERVE_NS)):
-                best = max(best, plan.work_per_cycle / (cycle.period_ns / 1e9) / kind.alone_rate)
-        worth += best
+    worth = sum(gpus_worth(cycle, kinds) for cycle in proposal.cycles())
     its = proposal.parallel
     return Valued(proposal, worth * its.tp * its.replicas)
+
+
+def gpus_worth(cycle: BubbleCycle, kinds: Sequence[FillKind]) -> float:
+    """The share of a GPU of its own that one GPU's bubbles are worth, packed by the kind that does most there."""
+    held = held_cycle(cycle, room_bytes(cycle, MARGIN_BYTES))
+    if not held.slots:
+        return 0.0
+    plans = [(kind, find_plan(held, kind.profiles, RESERVE_NS)) for kind in kinds]
+    return max(
+        (plan.work_per_cycle / (cycle.period_ns / 1e9) / kind.alone_rate for kind, plan in plans if plan), default=0.0
+    )
