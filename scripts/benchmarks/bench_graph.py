@@ -44,6 +44,7 @@ from scripts.benchmarks.graph_truth import least_bottleneck_s, random_cluster, r
 from scripts.benchmarks.results import Results, opened
 
 _GPU, _NETWORK = GPUS["v100-16gb"], NETWORKS["p3.16xlarge"]
+ENCODERS = (28, 2), (20, 2), (28, 4)  # layers of the larger frozen tower, and micro-batches
 ROUNDS, EACH = 8, 4  # turns of each of encoder's trainings, and the iterations of a turn
 _LIMIT_S = 60.0  # for the planner that tries everything
 _SWEEP = ((8, 128), (8, 256), (16, 256), (16, 512), (32, 256), (32, 512))  # devices and batch
@@ -258,12 +259,11 @@ def filling(results: Results) -> None:
 
 
 def encoder(results: Results) -> None:
-    for microbatches in (2, 4):
-        found = measure_ahead(ROUNDS, EACH, microbatches)
-        print(f"encoder, {microbatches} micro-batches: {found}", flush=True)
-        results.add("encoder", found, "encoder", f"{microbatches} micro-batches")
-        if microbatches == 2:
-            results.add("encoder", {"encoder_gain": found["gain"]})
+    for vision, microbatches in ENCODERS:
+        found = measure_ahead(ROUNDS, EACH, vision, microbatches)
+        print(f"encoder, {vision} layers, {microbatches} micro-batches: {found}", flush=True)
+        results.add("encoder", found, "encoder", f"{vision} layers, {microbatches} micro-batches")
+    results.add("encoder", {"encoder_gain": {case: row["gain"] for case, row in results.summary["encoder"].items()}})
 
 
 _ALL = truth, large, simulated, speedup, ablation, filled, search, ratio, gradients, filling, encoder

@@ -28,7 +28,7 @@ from scripts.benchmarks.forked import ForkedRanks, preload
 from scripts.benchmarks.trainings import losses
 from scripts.benchmarks.turns import Training
 
-VISION, LANGUAGE = 20, 8  # layers
+LANGUAGE = 8  # layers
 HIDDEN, SEQUENCE = 256, 128
 BATCH = 8
 COMPARED = 6  # iterations, loss by loss
@@ -65,8 +65,10 @@ def plan(graph: ModelGraph, first: int, microbatches: int) -> Plan:
 
 def encoder_share(graph: ModelGraph) -> float:
     """Of the work of an iteration: a frozen operator has a forward pass alone, the others three times as much."""
-    work = {frozen: sum(its.forward_s or 0.0 for its in graph.operators if its.frozen is frozen) for frozen in (0, 1)}
-    return work[1] / (work[1] + 3 * work[0])
+    frozen_s, trained_s = (
+        sum(its.forward_s or 0.0 for its in graph.operators if its.frozen is of) for of in (True, False)
+    )
+    return frozen_s / (frozen_s + 3 * trained_s)
 
 
 def _program(folder: Path, its: Plan, *flags: str) -> list[str]:
@@ -113,13 +115,14 @@ def _losses(folder: Path, name: str, its: Plan) -> list[tuple[float, float]]:
     return [(found[at], norms[at]) for at in sorted(found)]
 
 
-def measure(rounds: int, each: int, microbatches: int) -> dict[str, Any]:
+def measure(rounds: int, each: int, vision: int, microbatches: int) -> dict[str, Any]:
     """Train all in turns.
 
     Args:
+        vision: layers of the larger tower.
         rounds: how often each has its turn; ``each`` its iterations in a turn.
     """
-    graph = model(VISION, LANGUAGE)
+    graph = model(vision, LANGUAGE)
     divisions = sorted(range(1, LANGUAGE + 1), key=lambda at: simulate(plan(graph, at, microbatches)).period_ns)[:3]
     apart = graph.running_ahead()
     best = min(range(1, LANGUAGE + 1), key=lambda at: simulate(plan(apart, at, microbatches)).period_ns)
