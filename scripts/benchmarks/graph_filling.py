@@ -34,7 +34,7 @@ BATCH, STEP_MS = 8, 2.4
 BLOCKS = Blocks(length=5, pairs=8, warmup=30)
 _SCRIPT = ("-m", "pipefill_patches", "examples/graph/train_two_towers.py")
 _FLAGS = (
-    "--hidden-size 256 --seq-length 128 --lr 1e-3 --lr-decay-style constant --log-interval 1",
+    "--hidden-size 384 --seq-length 128 --lr 1e-3 --lr-decay-style constant --log-interval 1",
     "--tensorboard-log-interval 1 --fill-cpu-backend",
 )
 
