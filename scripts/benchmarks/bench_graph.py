@@ -44,7 +44,7 @@ from scripts.benchmarks.graph_truth import least_bottleneck_s, random_cluster, r
 from scripts.benchmarks.results import Results, opened
 
 _GPU, _NETWORK = GPUS["v100-16gb"], NETWORKS["p3.16xlarge"]
-ENCODERS = (28, 2), (20, 2), (28, 4)  # layers of the larger frozen tower, and micro-batches
+ENCODERS = (28, 2), (20, 2)  # layers of the larger frozen tower, and micro-batches
 ROUNDS, EACH = 8, 4  # turns of each of encoder's trainings, and the iterations of a turn
 _LIMIT_S = 60.0  # for the planner that tries everything
 _SWEEP = ((8, 128), (8, 256), (16, 256), (16, 512), (32, 256), (32, 512))  # devices and batch

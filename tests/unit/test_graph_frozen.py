@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.fill import cli
-from megatron.fill.app.ahead import Ahead, Frozen
+from megatron.fill.app.ahead import Ahead, Frozen, turns
 from megatron.fill.errors import GraphError
 from megatron.fill.graph.cost import Cluster, Costs
 from megatron.fill.graph.files import load_plan, plan_text
@@ -131,7 +131,7 @@ class Alone:
     def __init__(self, total: int = 100, microbatches: int = 2) -> None:
         self.first, self.second = Scale(2.0), Scale(3.0)
         operators = [Frozen("first", self.first, (), (1, 1, 1)), Frozen("second", self.second, ("first",), (1, 1, 1))]
-        self.ahead = Ahead(operators, [("second",)], 0, None, microbatches, lambda: total)
+        self.ahead = Ahead(operators, [("second",)], (0,), 0, None, microbatches, lambda: total)
         self.data = self.batches()
         self.microbatches = microbatches
 
@@ -155,6 +155,18 @@ class Alone:
         found = [self.forward() for _ in range(self.microbatches)]
         self.wait(call)
         return found
+
+
+@pytest.mark.parametrize(
+    ("bubbles", "counts"),
+    [((1, 1), (16, 16)), ((3, 1), (24, 8)), ((0, 5), (0, 32)), ((0, 0), (16, 16)), ((1, 2, 1), (8, 16, 8))],
+)
+def test_ranks_have_turns_by_their_bubbles(bubbles, counts):
+    found = turns(bubbles)
+    assert tuple(found.count(rank) for rank in range(len(bubbles))) == counts
+    for begin in range(0, 32, 8):  # evenly spread
+        for rank, count in enumerate(counts):
+            assert found[begin : begin + 8].count(rank) == count / 4
 
 
 def long_wait() -> None:

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from pipefill_patches import cpu_backend
 
 _REMEMBERED = 8  # waits at one place of the schedule
+_NEVER = 1 << 62  # a micro-batch
+_TURNS = 32  # after which the order repeats itself
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -58,12 +60,13 @@ class Ahead:
     """What one rank does of it.
 
     Micro-batches are counted from the first of the run.  Those of the first iteration are computed where they are
-    needed, and each other one by the rank whose turn it is.  A rank is at most two iterations ahead of its own forward
+    needed, and each other one by the rank whose turn it is: a rank with longer bubbles has more turns.  A rank is at most two iterations ahead of its own forward
     passes.  A micro-batch that is late is computed at the next wait, whatever it delays, so no rank waits forever.
 
     Args:
         operators: each after its inputs.
         takers: per rank, the operators whose output its stage takes.
+        turns: ranks in turn, over and over.
         rank: this one.
         group: a process group of all ranks for this alone, with ``takers`` as many.
         microbatches: of an iteration.
@@ -74,6 +77,7 @@ class Ahead:
         self,
         operators: Sequence[Frozen],
         takers: Sequence[tuple[str, ...]],
+        turns: Sequence[int],
         rank: int,
         group: Any,
         microbatches: int,
@@ -81,7 +85,8 @@ class Ahead:
     ) -> None:
         self.operators = tuple(operators)
         self.in_bubbles = self.in_passes = 0  # operators that were run
-        self._takers, self._rank, self._group, self._microbatches = takers, rank, group, microbatches
+        self._takers, self._turns, self._rank = takers, turns, rank
+        self._group, self._microbatches = group, microbatches
         self._by_name = {its.name: its for its in operators}
         self._total_of, self._total = total, 0
         self._source: Iterator[Batch] | None = None
@@ -168,11 +173,12 @@ class Ahead:
         return self._ready.pop(unit)
 
     def _owner(self, unit: int) -> int:
-        return unit % len(self._takers)
+        return self._turns[unit % len(self._turns)]
 
     def _own_after(self, unit: int) -> int:
-        """The next of this rank's own."""
-        return unit + 1 + (self._rank - unit - 1) % len(self._takers)
+        """The next of this rank's own; one that never comes if it has none."""
+        following = range(unit + 1, unit + 1 + len(self._turns))
+        return next((one for one in following if self._owner(one) == self._rank), _NEVER)
 
     @property
     def _horizon(self) -> int:
@@ -240,6 +246,19 @@ class Ahead:
             self._batches[self._fetched] = next(self._source)
             self._fetched += 1
         return self._batches[number]
+
+
+def turns(bubbles: Sequence[float]) -> tuple[int, ...]:
+    """Whose turn it is, over and over: each rank as often as its bubbles are long, and spread evenly."""
+    weights = list(bubbles) if any(bubbles) else [1.0] * len(bubbles)
+    credits = [0.0] * len(weights)
+    found = []
+    for _ in range(_TURNS):
+        credits = [credit + weight for credit, weight in zip(credits, weights, strict=True)]
+        chosen = max(range(len(credits)), key=lambda rank: credits[rank])
+        credits[chosen] -= sum(weights)
+        found.append(chosen)
+    return tuple(found)
 
 
 def _adopt() -> None:

@@ -25,11 +25,12 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_par
 from megatron.core.transformer import MegatronModule
 
 import pipefill_patches
-from megatron.fill.app.ahead import Ahead, Frozen
+from megatron.fill.app.ahead import Ahead, Frozen, turns
 from megatron.fill.errors import GraphError
 from megatron.fill.graph.model import ModelGraph
 from megatron.fill.graph.plan import Plan
 from megatron.fill.graph.runnable import Runnable
+from megatron.fill.graph.timeline import simulate
 from megatron.fill.hooks import bus
 from pipefill_patches import cpu_backend, multimodule
 
@@ -204,6 +205,7 @@ class GraphRun:
         return Ahead(
             [Frozen(name, modules[name], self.inputs[name], self.operators.shape(name, args)) for name in names],
             self.runnable.ahead,
+            turns([sum(wait.duration_ns for wait in waits) for waits in simulate(plan).waits]),
             mpu.get_pipeline_model_parallel_rank(),
             torch.distributed.new_group(),
             self.runnable.microbatches,
