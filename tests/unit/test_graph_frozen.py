@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -125,14 +125,26 @@ class Scale(torch.nn.Module):
         return (inputs[0] if inputs else batch["data"]) * self.by
 
 
+KNOWN = 8  # waits, after which one is known
+LONG_NS = 50_000_000
+
+
+class Clock(threading.local):
+    """Each thread's own time."""
+
+    now = 0
+
+
 class Alone:
     """An ``Ahead`` of one rank, which takes what it computes."""
 
     def __init__(self, total: int = 100, microbatches: int = 2) -> None:
         self.first, self.second = Scale(2.0), Scale(3.0)
         operators = [Frozen("first", self.first, (), (1, 1, 1)), Frozen("second", self.second, ("first",), (1, 1, 1))]
-        self.ahead = Ahead(operators, [("second",)], (0,), 0, None, microbatches, lambda: total)
+        self.ahead = Ahead(operators, [("second",)], (0,), 0, None, microbatches, lambda: total, lambda: self.clock.now)
         self.data = self.batches()
+        self.waits = 0
+        self.clock = Clock()
         self.microbatches = microbatches
 
     @staticmethod
@@ -146,14 +158,33 @@ class Alone:
         batch = self.ahead.next_batch(self.data, True)
         return float(self.ahead.outputs(batch, True)["second"])
 
-    def wait(self, call: Callable[[], Any] = lambda: None) -> Any:
-        return self.ahead.beside(call)()
+    def iterate(self, passes: int = 1, then: Callable[[], None] = lambda: None) -> list[float]:
+        """An iteration with one wait at its end; if that is known to be long, until so many passes are done in it.
 
-    def iterate(self, call: Callable[[], Any] = lambda: None) -> list[float]:
-        """An iteration with one wait at its end."""
+        Passes themselves take no time.
+        """
         self.ahead.cycle_started()
         found = [self.forward() for _ in range(self.microbatches)]
-        self.wait(call)
+        self.waits += 1
+        wanted = self.second.calls + passes * (self.waits > KNOWN)
+
+        def wait() -> None:
+            for _ in range(10_000):
+                if self.second.calls >= wanted:
+                    break
+                time.sleep(1e-3)
+            self.clock.now = start + LONG_NS  # in the thread that waits, and not in the one that computes
+            then()
+
+        start = self.clock.now
+        self.ahead.beside(wait)()
+        self.clock.now = start + LONG_NS
+        return found
+
+    def iterate_without_waiting(self) -> list[float]:
+        self.ahead.cycle_started()
+        found = [self.forward() for _ in range(self.microbatches)]
+        self.ahead.beside(lambda: None)()
         return found
 
 
@@ -169,56 +200,51 @@ def test_ranks_have_turns_by_their_bubbles(bubbles, counts):
             assert found[begin : begin + 8].count(rank) == count / 4
 
 
-def long_wait() -> None:
-    threading.Event().wait(0.05)
-
-
 def test_passes_run_while_a_rank_waits_and_are_taken_from_there():
     run = Alone()
-    found = [value for _ in range(12) for value in run.iterate(long_wait)]
-    assert found == [6.0 * number for number in range(24)]  # each micro-batch's own, in order
-    # The wait is known from its eighth time on, and two iterations fit into it.
-    assert run.ahead.in_bubbles >= 2 * 2 * 4
-    assert run.first.calls == run.second.calls <= 24 + 2 * 2
+    found = [value for _ in range(KNOWN + 4) for value in run.iterate()]
+    assert found == [6.0 * number for number in range(2 * (KNOWN + 4))]  # each micro-batch's own, in order
+    assert run.ahead.in_bubbles >= 4 * 2
+    assert run.first.calls == run.second.calls <= 2 * (KNOWN + 4) + 2 * 2
 
 
 def test_nothing_but_what_is_needed_next_begins_in_a_wait_that_may_be_short():
     run = Alone()
     for iteration in range(12):
-        run.iterate()
+        run.iterate_without_waiting()
         assert run.second.calls <= 2 * (iteration + 1) + 1
     assert run.ahead.in_bubbles + run.ahead.in_passes <= 2 * 25
 
 
 def test_a_rank_is_at_most_two_iterations_ahead_and_never_beyond_the_run():
-    run = Alone(total=2 * 10)
-    for _ in range(9):
-        run.iterate(long_wait)
-    assert run.second.calls == 20  # all that there are
-    run.iterate(long_wait)
-    assert run.second.calls == 20
+    run = Alone(total=2 * (KNOWN + 3))
+    for _ in range(KNOWN):
+        run.iterate()
+    for passes in (2, 2, 0):
+        run.iterate(min(passes, 2 * (KNOWN + 3) - run.second.calls))
+    assert run.second.calls == 2 * (KNOWN + 3)  # all that there are
     run = Alone()
-    for _ in range(9):
-        run.iterate(long_wait)
-    assert run.second.calls <= 9 * 2 + 2 * 2
+    for _ in range(KNOWN):
+        run.iterate()
+    run.iterate(4 - (run.second.calls - 2 * KNOWN))
+    assert run.second.calls == 2 * (KNOWN + 1) + 4
 
 
 def test_an_evaluation_computes_its_own():
     run = Alone()
-    run.iterate()
+    run.iterate_without_waiting()
     other = iter([{"data": torch.full((1, 1, 1), 7.0)}])
     batch = run.ahead.next_batch(other, False)
     assert float(run.ahead.outputs(batch, False)["second"]) == 42.0
-    assert run.iterate() == [12.0, 18.0]
+    assert run.iterate_without_waiting() == [12.0, 18.0]
 
 
 def test_a_wait_that_fails_fails():
     def fails() -> None:
-        long_wait()
         raise ConnectionError("the peer is gone")
 
     run = Alone()
-    for _ in range(8):
-        run.iterate(long_wait)
+    for _ in range(KNOWN):
+        run.iterate()
     with pytest.raises(ConnectionError, match="the peer is gone"):
-        run.iterate(fails)
+        run.iterate(then=fails)

@@ -60,8 +60,9 @@ class Ahead:
     """What one rank does of it.
 
     Micro-batches are counted from the first of the run.  Those of the first iteration are computed where they are
-    needed, and each other one by the rank whose turn it is: a rank with longer bubbles has more turns.  A rank is at most two iterations ahead of its own forward
-    passes.  A micro-batch that is late is computed at the next wait, whatever it delays, so no rank waits forever.
+    needed, and each other one by the rank whose turn it is: a rank with longer bubbles has more turns.  A rank is at
+    most two iterations ahead of its own forward passes.  A micro-batch that is late is computed at the next wait,
+    whatever it delays, so no rank waits forever.
 
     Args:
         operators: each after its inputs.
@@ -82,13 +83,14 @@ class Ahead:
         group: Any,
         microbatches: int,
         total: Callable[[], int],
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.operators = tuple(operators)
         self.in_bubbles = self.in_passes = 0  # operators that were run
         self._takers, self._turns, self._rank = takers, turns, rank
         self._group, self._microbatches = group, microbatches
         self._by_name = {its.name: its for its in operators}
-        self._total_of, self._total = total, 0
+        self._total_of, self._total, self._clock = total, 0, clock
         self._source: Iterator[Batch] | None = None
         self._batches: dict[int, Batch] = {}
         self._fetched = 0
@@ -118,13 +120,13 @@ class Ahead:
         lengths = self._lengths[self._wait]
         self._wait += 1
         shortest_ns = min(lengths) if len(lengths) == _REMEMBERED else 0
-        start_ns = time.monotonic_ns()
+        start_ns = self._clock()
 
         def timed() -> T:
             try:
                 return call()
             finally:
-                lengths.append(time.monotonic_ns() - start_ns)
+                lengths.append(self._clock() - start_ns)
 
         if not self._may_begin(start_ns + shortest_ns):
             return timed
@@ -189,16 +191,16 @@ class Ahead:
         if self._source is None or self._next >= self._horizon:
             return False
         longest_ns = max((self._took_ns.get(its.name, 0) for its in self.operators), default=0)
-        return self._next <= self._begun or time.monotonic_ns() + longest_ns < end_ns
+        return self._next <= self._begun or self._clock() + longest_ns < end_ns
 
     def _step(self) -> None:
         """Run an operator on the first micro-batch of this rank's that is not done."""
         if self._running is None:
             self._values: dict[str, torch.Tensor] = {}
             self._running = self._passes(self._batch(self._next), self._values)
-        start_ns = time.monotonic_ns()
+        start_ns = self._clock()
         name = next(self._running)
-        self._took_ns[name] = time.monotonic_ns() - start_ns
+        self._took_ns[name] = self._clock() - start_ns
         if name == self.operators[-1].name:
             self._running = None
             self._deliver(self._next, self._values)
