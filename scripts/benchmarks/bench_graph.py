@@ -1,6 +1,7 @@
 """Graph pipelines, measured: the planner's validity, quality and time to search, speed-ups by its own costs, trainings.
 
     python scripts/benchmarks/bench_graph.py [PART...] [--json FILE]
+    python scripts/benchmarks/bench_graph.py --png docs/images
 
 The parts are
 
@@ -31,6 +32,7 @@ from typing import Any
 from megatron.fill.errors import GraphError
 from megatron.fill.graph.baselines import plan_exhaustive, plan_sequential
 from megatron.fill.graph.cost import Cluster
+from megatron.fill.graph.draw import draw_plan
 from megatron.fill.graph.model import ModelGraph, Operator
 from megatron.fill.graph.search import Found, micro_batches, plan_graph
 from megatron.fill.graph.zoo import MODELS, candle, dlrm, mmt
@@ -118,6 +120,13 @@ def simulated(results: Results) -> None:
         results.add("simulated", {name: ratio}, "simulated")
         results.details.setdefault("simulated_cases", {})[name] = depths
     results.write()
+
+
+def draw_case_study(folder: Path) -> None:
+    """Two branches of four layers on eight devices, as a graph and as a sequential pipeline; eight micro-batches."""
+    arguments = _even(mmt(2, 4, joined=False)), Cluster(devices=8, gpu=_GPU, network=None), 8, (1,)
+    for name, planner in (("graph", plan_graph), ("sequential", plan_sequential)):
+        draw_plan(folder / f"graph-case-{name}.png", planner(*arguments).timeline)
 
 
 def speedup(results: Results) -> None:
@@ -274,7 +283,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and keep those of other parts")
+    parser.add_argument("--png", type=Path, metavar="DIR", help="only draw the case study into this folder")
     given = parser.parse_args()
+    if given.png is not None:
+        draw_case_study(given.png)
+        return
     if unknown := [part for part in given.parts if part not in PARTS]:
         parser.error(f"PART is {unknown[0]!r}; expected some of {', '.join(PARTS)}")
     results = opened(parser, given.json)

@@ -143,7 +143,7 @@ class Alone:
         operators = [Frozen("first", self.first, (), (1, 1, 1)), Frozen("second", self.second, ("first",), (1, 1, 1))]
         self.ahead = Ahead(operators, [("second",)], (0,), 0, None, microbatches, lambda: total, lambda: self.clock.now)
         self.data = self.batches()
-        self.waits = 0
+        self.waits, self.total = 0, total
         self.clock = Clock()
         self.microbatches = microbatches
 
@@ -158,15 +158,15 @@ class Alone:
         batch = self.ahead.next_batch(self.data, True)
         return float(self.ahead.outputs(batch, True)["second"])
 
-    def iterate(self, passes: int = 1, then: Callable[[], None] = lambda: None) -> list[float]:
-        """An iteration with one wait at its end; if that is known to be long, until so many passes are done in it.
+    def iterate(self, then: Callable[[], None] = lambda: None) -> list[float]:
+        """An iteration with one wait at its end; if that is known to be long, until all is done that may begin.
 
         Passes themselves take no time.
         """
         self.ahead.cycle_started()
         found = [self.forward() for _ in range(self.microbatches)]
         self.waits += 1
-        wanted = self.second.calls + passes * (self.waits > KNOWN)
+        wanted = self.may_be_done() if self.waits > KNOWN else 0
 
         def wait() -> None:
             for _ in range(10_000):
@@ -180,6 +180,10 @@ class Alone:
         self.ahead.beside(wait)()
         self.clock.now = start + LONG_NS
         return found
+
+    def may_be_done(self) -> int:
+        """Micro-batches: those of the forward passes up to now, and of two iterations more."""
+        return min(self.microbatches * (self.waits + 2), self.total)
 
     def iterate_without_waiting(self) -> list[float]:
         self.ahead.cycle_started()
@@ -204,8 +208,8 @@ def test_passes_run_while_a_rank_waits_and_are_taken_from_there():
     run = Alone()
     found = [value for _ in range(KNOWN + 4) for value in run.iterate()]
     assert found == [6.0 * number for number in range(2 * (KNOWN + 4))]  # each micro-batch's own, in order
-    assert run.ahead.in_bubbles >= 4 * 2
-    assert run.first.calls == run.second.calls <= 2 * (KNOWN + 4) + 2 * 2
+    assert run.ahead.in_bubbles >= 4 * 2 * 2
+    assert run.first.calls == run.second.calls == run.may_be_done()
 
 
 def test_nothing_but_what_is_needed_next_begins_in_a_wait_that_may_be_short():
@@ -217,17 +221,11 @@ def test_nothing_but_what_is_needed_next_begins_in_a_wait_that_may_be_short():
 
 
 def test_a_rank_is_at_most_two_iterations_ahead_and_never_beyond_the_run():
-    run = Alone(total=2 * (KNOWN + 3))
-    for _ in range(KNOWN):
+    run = Alone(total=2 * (KNOWN + 4))
+    for iteration in range(KNOWN + 4):
         run.iterate()
-    for passes in (2, 2, 0):
-        run.iterate(min(passes, 2 * (KNOWN + 3) - run.second.calls))
-    assert run.second.calls == 2 * (KNOWN + 3)  # all that there are
-    run = Alone()
-    for _ in range(KNOWN):
-        run.iterate()
-    run.iterate(4 - (run.second.calls - 2 * KNOWN))
-    assert run.second.calls == 2 * (KNOWN + 1) + 4
+        if iteration >= KNOWN:
+            assert run.second.calls == min(2 * (iteration + 3), 2 * (KNOWN + 4))
 
 
 def test_an_evaluation_computes_its_own():

@@ -11,11 +11,13 @@ This is work of the training itself, in its own process: unlike a job's, its res
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +50,31 @@ class Frozen:
     def dtype(self) -> torch.dtype:
         """Of its output."""
         return next((one.dtype for one in self.module.parameters()), torch.get_default_dtype())
+
+
+class _Watcher:
+    """A thread that makes calls, one at a time.  It does not keep the process, if that fails while a call waits."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        threading.Thread(target=self._make, name="pipefill-waits", daemon=True).start()
+
+    def submit[T](self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def _make(self) -> None:
+        if cpu_backend.PATCH.applied:  # how torch runs is a setting of each thread
+            from pipefill_patches.cpu_torch import CudaOnCpu
+
+            CudaOnCpu().__enter__()
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
 
 
 class _Sent(NamedTuple):
@@ -104,7 +131,7 @@ class Ahead:
         self._wait = 0
         self._lengths: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._took_ns: dict[str, int] = {}
-        self._watcher = ThreadPoolExecutor(1, "pipefill-waits", _adopt)
+        self._watcher = _Watcher()
 
     def __str__(self) -> str:
         every = self.in_bubbles + self.in_passes
@@ -261,11 +288,3 @@ def turns(bubbles: Sequence[float]) -> tuple[int, ...]:
         credits[chosen] -= sum(weights)
         found.append(chosen)
     return tuple(found)
-
-
-def _adopt() -> None:
-    """Have this thread run torch as the main one does: that is a setting of each thread."""
-    if cpu_backend.PATCH.applied:
-        from pipefill_patches.cpu_torch import CudaOnCpu
-
-        CudaOnCpu().__enter__()

@@ -140,6 +140,8 @@ class GraphRun:
         for name in ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
             if getattr(args, name) != 1:
                 raise GraphError(f"--{_flag(name)} is {getattr(args, name)}; expected 1: a stage has one rank")
+        if args.rampup_batch_size is not None:
+            raise GraphError("--rampup-batch-size is given; expected none: the plan says what the batch is")
         if self.plan.graph.ahead and not cpu_backend.PATCH.applied:
             raise GraphError(
                 "the plan has operators that run ahead, which works on the CPU alone so far; expected a plan made"
