@@ -47,7 +47,7 @@ from scripts.benchmarks.results import Results, opened
 
 _GPU, _NETWORK = GPUS["v100-16gb"], NETWORKS["p3.16xlarge"]
 ENCODERS = (28, 2), (20, 2)  # layers of the larger frozen tower, and micro-batches
-ROUNDS, EACH = 8, 4  # turns of each of encoder's trainings, and the iterations of a turn
+ROUNDS, EACH = 6, 4  # turns of each of encoder's trainings, and the iterations of a turn
 _LIMIT_S = 60.0  # for the planner that tries everything
 _SWEEP = ((8, 128), (8, 256), (16, 256), (16, 512), (32, 256), (32, 512))  # devices and batch
 

@@ -31,6 +31,7 @@ from scripts.benchmarks.turns import Training
 LANGUAGE = 8  # layers
 HIDDEN, SEQUENCE = 256, 128
 BATCH = 8
+_KNOWN = 14  # iterations until it is known how long waits are, and passes are as far ahead as they get
 COMPARED = 6  # iterations, loss by loss
 _SAID = re.compile(r"(\d+) of (\d+) passes of frozen operators were in bubbles")
 
@@ -142,6 +143,8 @@ def measure(rounds: int, each: int, vision: int, microbatches: int) -> dict[str,
         try:
             for number, (title, its) in enumerate(plans.items()):
                 trainings[title] = _endless(folder, str(number), its)
+            for one in trainings.values():
+                one.turn(_KNOWN, counts=False)
             source = random.Random(0)
             for _ in range(rounds):
                 source.shuffle(order)  # so that no one always follows the same other

@@ -50,15 +50,21 @@ class Training:
         self.about_s = (time.monotonic() - begun_s) / 2
         self._ranks.hold()
 
-    def turn(self, iterations: int) -> Turn:
-        """Let it run for about so many iterations, and then hold it."""
+    def turn(self, iterations: int, counts: bool = True) -> Turn:
+        """Let it run for about so many iterations, and then hold it.
+
+        Args:
+            counts: whether its iterations are among its own (``periods_s``).
+        """
         start_ns = time.monotonic_ns()
         self._ranks.let_go()
         time.sleep(self.about_s * (iterations + 0.5))
         end_ns = time.monotonic_ns()
         self._ranks.hold()
-        self._turns.append(Turn(start_ns, end_ns))
-        return self._turns[-1]
+        turn = Turn(start_ns, end_ns)
+        if counts:
+            self._turns.append(turn)
+        return turn
 
     def end(self) -> None:
         """Well, with its records written."""

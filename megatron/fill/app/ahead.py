@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.fill.errors import GraphError
 from pipefill_patches import cpu_backend
 
 _REMEMBERED = 8  # waits at one place of the schedule
@@ -38,18 +39,14 @@ class Frozen:
 
     Attributes:
         inputs: the operators whose output it takes, which run ahead, too.
-        shape: of its output.
+        shape, dtype: of its output.
     """
 
     name: str
     module: torch.nn.Module
     inputs: tuple[str, ...]
     shape: tuple[int, int, int]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its output."""
-        return next((one.dtype for one in self.module.parameters()), torch.get_default_dtype())
+    dtype: torch.dtype = torch.float32
 
 
 class _Watcher:
@@ -88,8 +85,8 @@ class Ahead:
 
     Micro-batches are counted from the first of the run.  Those of the first iteration are computed where they are
     needed, and each other one by the rank whose turn it is: a rank with longer bubbles has more turns.  A rank is at
-    most two iterations ahead of its own forward passes.  A micro-batch that is late is computed at the next wait,
-    whatever it delays, so no rank waits forever.
+    most two iterations ahead of its own forward passes.  A micro-batch that is late is computed in the next wait,
+    however short that may be, so no rank waits forever.
 
     Args:
         operators: each after its inputs.
@@ -99,6 +96,8 @@ class Ahead:
         group: a process group of all ranks for this alone, with ``takers`` as many.
         microbatches: of an iteration.
         total: how many micro-batches the run will have; asked when it has begun.
+        slack: by how many micro-batches some stage receives more than its next forward pass needs
+            (``Runnable.received_ahead``): so many before that pass, a micro-batch is late.
     """
 
     def __init__(
@@ -111,9 +110,11 @@ class Ahead:
         microbatches: int,
         total: Callable[[], int],
         clock: Callable[[], int] = time.monotonic_ns,
+        slack: int = 0,
     ) -> None:
         self.operators = tuple(operators)
-        self.in_bubbles = self.in_passes = 0  # operators that were run
+        self.in_bubbles = self.late = self.in_passes = 0  # operators that were run
+        self._slack = slack
         self._takers, self._turns, self._rank = takers, turns, rank
         self._group, self._microbatches = group, microbatches
         self._by_name = {its.name: its for its in operators}
@@ -134,8 +135,11 @@ class Ahead:
         self._watcher = _Watcher()
 
     def __str__(self) -> str:
-        every = self.in_bubbles + self.in_passes
-        return f"rank {self._rank}: {self.in_bubbles} of {every} passes of frozen operators were in bubbles"
+        every = self.in_bubbles + self.late + self.in_passes
+        return (
+            f"rank {self._rank}: {self.in_bubbles} of {every} passes of frozen operators were in bubbles, and"
+            f" {self.late} in waits that they may have made longer"
+        )
 
     # What the bus calls.
 
@@ -143,10 +147,13 @@ class Ahead:
         self._wait = 0
 
     def beside[T](self, call: Callable[[], T]) -> Callable[[], T]:
-        """Run operators while a call waits, as long as they fit before the shortest of the last waits here ends."""
+        """Run operators while a call waits, as long as each fits before a wait here usually ends.
+
+        The end may catch one operator, which is short.  Not to run it costs the whole of it later.
+        """
         lengths = self._lengths[self._wait]
         self._wait += 1
-        shortest_ns = min(lengths) if len(lengths) == _REMEMBERED else 0
+        usual_ns = sorted(lengths)[_REMEMBERED // 2] if len(lengths) == _REMEMBERED else 0
         start_ns = self._clock()
 
         def timed() -> T:
@@ -155,12 +162,18 @@ class Ahead:
             finally:
                 lengths.append(self._clock() - start_ns)
 
-        if not self._may_begin(start_ns + shortest_ns):
+        end_ns = start_ns + usual_ns
+        if not (self._is_late() or self._fits(end_ns)):
             return timed
         watched = self._watcher.submit(timed)
-        while not watched.done() and self._may_begin(start_ns + shortest_ns):
+        while not watched.done():
+            if self._fits(end_ns):
+                self.in_bubbles += 1
+            elif self._is_late():
+                self.late += 1
+            else:
+                break
             self._step()
-            self.in_bubbles += 1
         return watched.result
 
     # What a stage calls.
@@ -213,12 +226,16 @@ class Ahead:
     def _horizon(self) -> int:
         return min(self._begun + 2 * self._microbatches, self._total)
 
-    def _may_begin(self, end_ns: int) -> bool:
-        """Whether there is an operator to run that is late, or surely has ended by then."""
+    def _is_late(self) -> bool:
+        """Whether somebody may be waiting for the next operator already."""
+        return self._source is not None and self._next < self._horizon and self._next <= self._begun + self._slack
+
+    def _fits(self, end_ns: int) -> bool:
+        """Whether there is an operator to run that will have ended by then."""
         if self._source is None or self._next >= self._horizon:
             return False
         longest_ns = max((self._took_ns.get(its.name, 0) for its in self.operators), default=0)
-        return self._next <= self._begun or self._clock() + longest_ns < end_ns
+        return self._clock() + longest_ns < end_ns
 
     def _step(self) -> None:
         """Run an operator on the first micro-batch of this rank's that is not done."""
@@ -247,7 +264,11 @@ class Ahead:
                     self._ready[unit] = {name: values[name] for name in wanted}
                 continue
             for name in wanted:
-                tensor = values[name].contiguous()
+                tensor, its = values[name].contiguous(), self._by_name[name]
+                if tensor.shape != its.shape or tensor.dtype != its.dtype:
+                    raise GraphError(
+                        f"{name} returns {tuple(tensor.shape)} in {tensor.dtype}; expected {its.shape} in {its.dtype}"
+                    )
                 request = dist.isend(tensor, group=self._group, group_dst=rank, tag=self._tag(unit, name))
                 self._sent.append(_Sent(unit, request, tensor))
 

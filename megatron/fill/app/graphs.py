@@ -79,6 +79,14 @@ class _Stage(MegatronModule):
         self._order = [(name, run.inputs[name]) for name in mine]
         self._taken: Mapping[str, torch.Tensor] = {}
 
+    def train(self, mode: bool = True) -> _Stage:
+        """As any module; frozen operators always work as in an evaluation, in their place as ahead."""
+        super().train(mode)
+        for name, _ in self._order:
+            if self._run.plan.graph.by_name[name].frozen:
+                self.operators[_key(name)].eval()
+        return self
+
     def set_input_tensor(self, tensors: Sequence[Any]) -> None:
         """Take what other stages sent: a dictionary by stage."""
         self._taken = tensors[0] or {}
@@ -140,15 +148,32 @@ class GraphRun:
         for name in ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size"):
             if getattr(args, name) != 1:
                 raise GraphError(f"--{_flag(name)} is {getattr(args, name)}; expected 1: a stage has one rank")
-        if args.rampup_batch_size is not None:
-            raise GraphError("--rampup-batch-size is given; expected none: the plan says what the batch is")
-        if self.plan.graph.ahead and not cpu_backend.PATCH.applied:
+        self._refuse(args, ("step_batch_size_schedule",), "the plan says what the batch is")
+        if self.plan.graph.ahead:
+            self._apply_ahead(args)
+        args.variable_seq_lengths = True  # Megatron demands it for several modules
+        self.args = args
+
+    def _apply_ahead(self, args: Namespace) -> None:
+        """Operators that run ahead take their data ahead, so all ranks have to take the same batches in order."""
+        if not cpu_backend.PATCH.applied:
             raise GraphError(
                 "the plan has operators that run ahead, which works on the CPU alone so far; expected a plan made"
                 " without --ahead, or --fill-cpu-backend"
             )
-        args.variable_seq_lengths = True  # Megatron demands it for several modules
-        self.args = args
+        skipping = ("iterations_to_skip", "result_rejected_tracker_filename", "phase_transition_iterations")
+        self._refuse(args, skipping, "operators that run ahead take the data ahead")
+        if args.rerun_mode == "report_stats":
+            raise GraphError(
+                "--rerun-mode is report_stats; expected disabled: operators that run ahead take data ahead"
+            )
+        args.rerun_mode = "disabled"  # an iteration that was run again would have the next one's data
+
+    @staticmethod
+    def _refuse(args: Namespace, names: Sequence[str], why: str) -> None:
+        for name in names:
+            if getattr(args, name, None):
+                raise GraphError(f"--{_flag(name)} is given; expected none: {why}")
 
     def model_provider(self, pre_process: bool, post_process: bool, config: Any = None, **_: Any) -> MegatronModule:
         """Build this rank's stage, and the communicator, which every rank has to do."""
@@ -205,13 +230,17 @@ class GraphRun:
         # They are not part of the model: neither optimizer nor checkpoints have them.
         modules = {name: self.build(name, config).to(config.params_dtype).eval() for name in names}
         return Ahead(
-            [Frozen(name, modules[name], self.inputs[name], self.operators.shape(name, args)) for name in names],
+            [
+                Frozen(name, modules[name], self.inputs[name], self.operators.shape(name, args), config.params_dtype)
+                for name in names
+            ],
             self.runnable.ahead,
             turns([sum(wait.duration_ns for wait in waits) for waits in simulate(plan).waits]),
             mpu.get_pipeline_model_parallel_rank(),
             torch.distributed.new_group(),
             self.runnable.microbatches,
             lambda: (args.train_iters - args.iteration) * self.runnable.microbatches,
+            slack=self.runnable.received_ahead,
         )
 
     def _pipeline(self, config: Any, groups: ProcessGroupCollection) -> multimodule.Pipeline:

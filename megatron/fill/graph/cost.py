@@ -114,21 +114,25 @@ class Costs:
         self._passes: dict[tuple[int, int], tuple[float, float]] = {}
         self._operators: dict[int, list[tuple[float, float]]] = {}
         self._sums: dict[int, tuple[int, int, float, float]] = {}
-        self._ahead_bytes = sum(its.parameters for its in graph.ahead) * cluster.precision.weight_bytes
+        # Of what runs ahead a device holds the weights, and at most two iterations' outputs that stages take.
+        taken = {name for its in graph.operators for name in its.inputs}
+        kept = sum(its.output_bytes for its in graph.ahead if its.name in taken)
+        weights = sum(its.parameters for its in graph.ahead) * cluster.precision.weight_bytes
+        self._ahead_bytes = weights + (2 * batch * kept if graph.ahead else 0)
 
     @cached_property
     def _input_bytes(self) -> list[float]:
         of = self.graph.operators
         return [sum(of[source].output_bytes for source in members(inputs)) for inputs in self.graph.inputs]
 
-    @property
-    def ahead_s(self) -> float:
+    def ahead_s(self, micro_batch: int) -> float:
         """What the operators that run ahead take for an iteration, on one device, in seconds."""
         every = self.graph.by_name
-        return sum(
-            self.cluster.passes_s(its, sum(every[name].output_bytes for name in its.inputs), self.batch)[0]
+        passes_s = (
+            self.cluster.passes_s(its, sum(every[name].output_bytes for name in its.inputs), micro_batch)[0]
             for its in self.graph.ahead
         )
+        return self.batch / micro_batch * sum(passes_s)
 
     def each(self, samples: int) -> Sequence[tuple[float, float]]:
         """Per operator, forward and backward pass of so many samples on one device, in seconds."""
@@ -190,7 +194,7 @@ class Costs:
             return -1.0
         return free * replicas / kept if kept else float("inf")
 
-    def _state_bytes(self, mask: int) -> int:
+    def _state_bytes(self, mask: int) -> float:
         """What each device of a stage holds whatever is in flight; of frozen operators that is their weights alone."""
         trained, frozen, _, _ = self.sums(mask)
         its = self.cluster

@@ -49,9 +49,9 @@ def print_timeline(timeline: GraphTimeline) -> None:
     print(f"bubbles: {timeline.bubble_share():.1%} of the time of these devices")
     if plan.graph.ahead:
         bubble_s = timeline.bubble_share() * timeline.period_ns / 1e9
+        ahead_s = plan.costs.ahead_s(min(its.micro_batch for its in plan.stages)) / plan.devices
         print(
-            f"ahead: {len(plan.graph.ahead)} operators, {_time(plan.costs.ahead_s / plan.devices)} of each device's"
-            f" {_time(bubble_s)} of bubbles"
+            f"ahead: {len(plan.graph.ahead)} operators, {_time(ahead_s)} of each device's {_time(bubble_s)} of bubbles"
         )
 
 

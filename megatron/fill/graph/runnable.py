@@ -81,6 +81,11 @@ class Runnable:
             for number in range(len(self.plan.stages))
         )
 
+    @property
+    def received_ahead(self) -> int:
+        """By how many micro-batches a stage at most receives more than its next forward pass needs."""
+        return max((self.after[source] - self.after[to] - 1 for source, to in self.plan.edges), default=0)
+
     @cached_property
     def ahead(self) -> tuple[tuple[str, ...], ...]:
         """Per stage, the operators that run ahead whose output it takes."""
