@@ -188,8 +188,7 @@ def test_a_job_on_a_lost_node_runs_again(slurm, submit, place):
     until(lambda: started(place))
     slurm.lose_node("n2")
     slurm.call("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
-    slurm.start_node("n2")
-    slurm.call("scontrol", "update", "NodeName=n2", "State=RESUME")
+    slurm.start_node("n2")  # it is in service again as soon as it has registered (ReturnToService)
     assert slurm.wait_for(job, "COMPLETED", "FAILED", "NODE_FAIL") == "COMPLETED", output(place, job)
     assert [its["restarts"] for its in told(place)] == ["0", "1"]
 
