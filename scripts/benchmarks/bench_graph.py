@@ -286,6 +286,8 @@ def main() -> None:
     parser.add_argument("--png", type=Path, metavar="DIR", help="only draw the case study into this folder")
     given = parser.parse_args()
     if given.png is not None:
+        if not given.png.is_dir():
+            parser.error(f"--png is {given.png}: expected a folder")
         draw_case_study(given.png)
         return
     if unknown := [part for part in given.parts if part not in PARTS]:

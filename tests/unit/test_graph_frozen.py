@@ -139,10 +139,12 @@ class Clock(threading.local):
 class Alone:
     """An ``Ahead`` of one rank, which takes what it computes."""
 
-    def __init__(self, total: int = 100, microbatches: int = 2) -> None:
+    def __init__(self, total: int = 100, microbatches: int = 2, slack: int = 0) -> None:
         self.first, self.second = Scale(2.0), Scale(3.0)
         operators = [Frozen("first", self.first, (), (1, 1, 1)), Frozen("second", self.second, ("first",), (1, 1, 1))]
-        self.ahead = Ahead(operators, [("second",)], (0,), 0, None, microbatches, lambda: total, lambda: self.clock.now)
+        self.ahead = Ahead(
+            operators, [("second",)], (0,), 0, None, microbatches, lambda: total, lambda: self.clock.now, slack
+        )
         self.data = self.batches()
         self.waits, self.total = 0, total
         self.clock = Clock()
@@ -228,6 +230,38 @@ def test_a_rank_is_at_most_two_iterations_ahead_and_never_beyond_the_run():
         run.iterate()
         if iteration >= KNOWN:
             assert run.second.calls == min(2 * (iteration + 3), 2 * (KNOWN + 4))
+
+
+@pytest.mark.parametrize("slack", [0, 1, 2])
+def test_what_another_stage_may_wait_for_already_is_late(slack):
+    run = Alone(slack=slack)
+    run.ahead.cycle_started()
+    for _ in range(2):
+        run.forward()
+    done = threading.Event()
+    wanted = 2 + slack + 1  # the first iteration's, and all that may be needed before the next forward pass ends
+
+    def wait() -> None:
+        for _ in range(10_000):
+            if run.second.calls >= wanted:
+                done.set()
+                return
+            time.sleep(1e-3)
+
+    run.ahead.beside(wait)()
+    assert done.is_set()
+    assert run.second.calls == wanted
+    assert run.ahead.late == 2 * (slack + 1)
+
+
+def test_an_output_of_another_shape_than_the_script_says_is_refused():
+    operator = Frozen("first", Scale(2.0), (), (1, 2, 1))
+    ahead = Ahead([operator], [(), ("first",)], (0,), 0, None, 1, lambda: 9)
+    source = Alone.batches()
+    for _ in range(2):
+        ahead.next_batch(source, True)
+    with pytest.raises(GraphError, match=r"first returns \(1, 1, 1\) in torch.float32; expected \(1, 2, 1\)"):
+        ahead.beside(lambda: time.sleep(0.5))()
 
 
 def test_an_evaluation_computes_its_own():

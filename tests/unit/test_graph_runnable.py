@@ -68,6 +68,12 @@ def test_a_branch_that_skips_stages_is_taken_ahead():
     Runnable(plan([(0, 1), (1, 2), (2, 3), (0, 3)], 4), 4)
 
 
+def test_what_stages_receive_ahead_is_counted():
+    assert Runnable(plan([(0, 2), (1, 2)], 3), 3).received_ahead == 0
+    assert Runnable(plan([(0, 1), (1, 2), (0, 2)], 3), 3).received_ahead == 1
+    assert Runnable(plan([(0, 1), (1, 2), (2, 3), (0, 3)], 4), 4).received_ahead == 2
+
+
 def test_stages_that_would_wait_for_each_other_are_named():
     edges = [(0, 1), (1, 2), (2, 3), (0, 2), (0, 3)]  # a stage that all others take from
     with pytest.raises(GraphError, match=r"stages 0, 1, 2, 3 would wait for each other forever.*\ngraph plan of toy"):

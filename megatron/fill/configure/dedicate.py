@@ -144,9 +144,8 @@ class _Search:
 
     def finalists(self) -> list[tuple[int, ...]]:
         """The best orders of units that were accepted, the best first."""
-        return sorted(self._found, key=lambda units: (self._found[units], units != tuple(self.best.tolist())))[
-            :_FINALISTS
-        ]
+        best = tuple(self.best.tolist())
+        return sorted(self._found, key=lambda units: (self._found[units], units != best))[:_FINALISTS]
 
     def ranks(self, units: Row) -> Row:
         """The ranks of units, in the last axis."""

@@ -118,7 +118,7 @@ class Costs:
         taken = {name for its in graph.operators for name in its.inputs}
         kept = sum(its.output_bytes for its in graph.ahead if its.name in taken)
         weights = sum(its.parameters for its in graph.ahead) * cluster.precision.weight_bytes
-        self._ahead_bytes = weights + (2 * batch * kept if graph.ahead else 0)
+        self._ahead_bytes = weights + 2 * batch * kept
 
     @cached_property
     def _input_bytes(self) -> list[float]:
