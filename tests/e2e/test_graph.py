@@ -75,6 +75,28 @@ def test_frozen_towers_that_run_ahead_have_the_losses_of_those_in_their_place(tm
 
 
 @pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--iterations-to-skip 3",
+            "--iterations-to-skip is given; expected none: operators that run ahead take the data",
+        ),
+        ("--rerun-mode report_stats", "--rerun-mode is report_stats; expected disabled"),
+        (
+            "--step-batch-size-schedule 0:4",
+            "--step-batch-size-schedule is given; expected none: the plan says what the",
+        ),
+    ],
+)
+def test_flags_with_which_ranks_would_have_other_data_are_refused(tmp_path, flags, said):
+    graph = load_model(ROOT / "examples" / "graph" / "frozen_towers.yaml").running_ahead()
+    process = start(tmp_path, model=f"{write_plan(tmp_path, graph, devices=2)} {flags}", script=SCRIPT, ranks=2)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 2
+    assert f"train_two_towers.py: error: {said}" in output
+
+
+@pytest.mark.parametrize(
     ("graph", "said"),
     [
         (None, "the plan has 4 stages and the run has 1 rank; expected RANKS=4"),
