@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.memory import DeviceMemory, MemoryShare, worker_cap
 from megatron.fill.device.port import MIB, Limits
-from megatron.fill.device.pressure import NoRoom
+from megatron.fill.device.pressure import MemoryGuard, NoRoom
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import BubbleKind
 from tests.fake_device import FakeDevice, FakeMachine
@@ -43,14 +43,16 @@ def test_the_overhead_of_a_process_comes_on_top():
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = 60.0) -> None:
         self.device = FakeDevice(FakeMachine(1000 * MIB))
         self.machine = self.device.machine
         self.worker = self.machine.start(600 * MIB)
         self.limiter = self.device.limiter(Limits(None), "job")
         self.limiter.adopt(self.worker)
-        self.wanted: list[int] = []
-        self.room = MemoryShare(self.device, self.limiter, 700 * MIB, MARGIN, self.wanted.append)
+        self.wanted: list[int | None] = []
+        self.shrinking = False
+        guard = MemoryGuard(MARGIN, patience_s)
+        self.room = MemoryShare(self.device, self.limiter, 700 * MIB, guard, self.wanted.append, lambda: self.shrinking)
         self.main_job = self.machine.start()
 
     def look(self, main_job_mib: int) -> Ending | None:
@@ -74,9 +76,21 @@ def test_a_growth_is_answered_with_shrinking():
     assert bench.look(340) is None
 
 
-def test_one_that_does_not_shrink_is_stopped(monkeypatch):
+def test_one_that_is_at_it_is_only_reminded():
+    """While it copies what it keeps, it holds more; that is not to be given back too."""
     bench = Bench()
-    bench.room._guard.patience_s = 0.0
+    assert bench.look(340) is None
+    bench.shrinking = True
+    bench.machine.processes[bench.worker].held_bytes = 620 * MIB
+    assert bench.look(340) is None
+    bench.shrinking = False
+    bench.machine.processes[bench.worker].held_bytes = 570 * MIB
+    assert bench.look(340) is None
+    assert bench.wanted == [560 * MIB, None, 560 * MIB]
+
+
+def test_one_that_does_not_shrink_is_stopped():
+    bench = Bench(patience_s=0.0)
     ending = bench.look(340)
     assert ending is not None
     assert ending.how is How.STOP
@@ -96,8 +110,20 @@ def test_what_a_worker_was_promised_is_not_promised_again_while_it_runs():
     device = FakeDevice(FakeMachine(1000 * MIB))
     memory = DeviceMemory(device, MARGIN)
     limiter = device.limiter(Limits(None), "job")
-    with memory.shared(limiter, 300 * MIB, lambda size: None) as share:
+    with memory.shared(limiter, 300 * MIB, lambda size: None, lambda: False) as share:
         assert share.claim_bytes == 300 * MIB
         assert memory.room_bytes(cycle(0)) == 600 * MIB
         assert isinstance(memory.cap(700 * MIB, None), NoRoom)
     assert memory.room_bytes(cycle(0)) == 900 * MIB
+
+
+def test_how_long_a_worker_has_to_shrink_is_the_memorys_to_say():
+    device = FakeDevice(FakeMachine(1000 * MIB))
+    limiter = device.limiter(Limits(None), "job")
+    limiter.adopt(device.machine.start(950 * MIB))
+    limiter.look()
+    for patience_s, how in ((0.0, How.STOP), (60.0, None)):
+        memory = DeviceMemory(device, MARGIN, patience_s)
+        with memory.shared(limiter, 0, lambda size: None, lambda: False) as share:
+            ending = share.look()
+            assert (ending and ending.how) is how

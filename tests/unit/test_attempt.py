@@ -195,10 +195,13 @@ def test_a_task_is_asked_to_shrink_and_nobody_else(bench):
     attempt = bench.attempt(task.pid)
     attempt._ask_to_shrink(0)  # all of it: that is a wish, too
     assert attempt._begun.log.wanted_bytes == 0
+    assert attempt._shrinking()
     assert task.stdout.readline() == "asked\n"
     assert task.wait() == 0
-    attempt._ask_to_shrink(1 << 32)  # it has ended just now
-    assert attempt._begun.log.wanted_bytes == 1 << 32
+    attempt._ask_to_shrink(None)  # it has ended just now
+    assert attempt._begun.log.wanted_bytes == 0
+    attempt._begun.log.wanted_bytes = None
+    assert not attempt._shrinking()
 
 
 def test_a_command_cannot_shrink_and_is_not_signalled(bench, monkeypatch):

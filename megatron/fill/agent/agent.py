@@ -45,6 +45,7 @@ from megatron.fill.store.port import DeviceEntry
 logger = logging.getLogger("pipefill.agent")
 
 _KILL_S = 1.5  # how long a kill may take
+_SHRINK_S = 1.0  # how long a worker may take to give memory back, once its step has ended
 _RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # how often an empty seat looks for a job
 _SHOW_S = 10.0  # how often what runs is written down
 
@@ -71,7 +72,8 @@ class Agent:
     def _station(self, spec: AgentSpec, name: str, dead: list[int]) -> Station:
         mps = MpsDaemon.existing(Path(spec.mps_pipe)) if spec.mps_pipe is not None else None
         device = open_device(spec.device, spec.sharing, mps, spec.device_uuid, spec.parent)
-        memory = DeviceMemory(device, spec.margin_bytes)
+        # It gives memory back between two steps, and a step may run on for its grace.
+        memory = DeviceMemory(device, spec.margin_bytes, _SHRINK_S + spec.grace_ns / 1e9)
         board, control, baton_fd = CycleBoardReader(spec.board_fd), ControlPage(spec.control_fd), Baton.create()
         margin_bytes = spec.margin_bytes + device.overhead_bytes
         ranking = Ranking(spec.policy, name, fingerprint(spec.device), board, margin_bytes, memory.room_bytes)

@@ -217,7 +217,7 @@ class Attempt:
             off=lambda: station.gate.braked or not station.control.running,
         )
         promised_bytes = self.job.work.memory_bytes or 0
-        with station.memory.shared(begun.limiter, promised_bytes, self._ask_to_shrink) as memory:
+        with station.memory.shared(begun.limiter, promised_bytes, self._ask_to_shrink, self._shrinking) as memory:
             watch = Watch(
                 begun.holder.process,
                 log,
@@ -261,12 +261,17 @@ class Attempt:
         else:
             self._begun.holder.process.terminate()
 
-    def _ask_to_shrink(self, to_bytes: int) -> None:
+    def _ask_to_shrink(self, to_bytes: int | None) -> None:
         """Have the task give memory back at its next look around, which a signal brings about; a command cannot."""
         assert self._begun is not None
         if self.job.work.command is None:
-            self._begun.log.wanted_bytes = to_bytes
+            if to_bytes is not None:
+                self._begun.log.wanted_bytes = to_bytes
             self._signal(signal.SIGUSR1)
+
+    def _shrinking(self) -> bool:
+        assert self._begun is not None
+        return self._begun.log.wanted_bytes is not None
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._begun is not None

@@ -33,11 +33,16 @@ def worker_cap(
 
 
 class DeviceMemory:
-    """The memory of one device, and the workers that share it with the main job; for any thread."""
+    """The memory of one device, and the workers that share it with the main job; for any thread.
 
-    def __init__(self, device: WorkerDevice, margin_bytes: int) -> None:
+    Args:
+        patience_s: how long a worker has to give memory back once it is asked.
+    """
+
+    def __init__(self, device: WorkerDevice, margin_bytes: int, patience_s: float = 1.0) -> None:
         self._device = device
         self._margin_bytes = margin_bytes
+        self._patience_s = patience_s
         self._shares: list[MemoryShare] = []
 
     def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom | None:
@@ -51,9 +56,16 @@ class DeviceMemory:
         return found if isinstance(found, int) else 0
 
     @contextmanager
-    def shared(self, limiter: Limiter, promised_bytes: int, shrink: Callable[[int], None]) -> Iterator[MemoryShare]:
+    def shared(
+        self,
+        limiter: Limiter,
+        promised_bytes: int,
+        shrink: Callable[[int | None], None],
+        shrinking: Callable[[], bool],
+    ) -> Iterator[MemoryShare]:
         """The watch over one worker's part, as long as it runs; the arguments are those of ``MemoryShare``."""
-        share = MemoryShare(self._device, limiter, promised_bytes, self._margin_bytes, shrink)
+        guard = MemoryGuard(self._margin_bytes, self._patience_s)
+        share = MemoryShare(self._device, limiter, promised_bytes, guard, shrink, shrinking)
         self._shares.append(share)
         try:
             yield share
@@ -68,8 +80,9 @@ class MemoryShare:
 
     Args:
         promised_bytes: what the job asked for; 0 if it did not say.
-        margin_bytes: what is to stay free.
-        shrink: tells the worker to hold no more than so many bytes.
+        guard: says what the worker has to do.
+        shrink: tells the worker to hold no more than so many bytes; None reminds it of what it was told.
+        shrinking: whether it has not answered yet.
 
     Attributes:
         ending: that the worker has to go, and why; None while it may stay.
@@ -81,14 +94,15 @@ class MemoryShare:
         device: WorkerDevice,
         limiter: Limiter,
         promised_bytes: int,
-        margin_bytes: int,
-        shrink: Callable[[int], None],
+        guard: MemoryGuard,
+        shrink: Callable[[int | None], None],
+        shrinking: Callable[[], bool],
     ) -> None:
         self._device = device
         self._limiter = limiter
         self._promised_bytes = promised_bytes
-        self._guard = MemoryGuard(margin_bytes)
-        self._shrink = shrink
+        self._guard = guard
+        self._shrink, self._shrinking = shrink, shrinking
         self._order = Order.OK
         self.ending: Ending | None = None
         self.request = ""
@@ -99,6 +113,7 @@ class MemoryShare:
         return max(0, self._promised_bytes - self._limiter.held_bytes())
 
     def look(self) -> Ending | None:
+        shrinking = self._shrinking()  # asked first: meanwhile it may hold more, where it copies what it keeps
         verdict = self._guard.judge(self._device.free_bytes(), self._limiter.held_bytes())
         if self.ending or (verdict.order is self._order and verdict.order is not Order.SHRINK):
             return self.ending
@@ -109,7 +124,7 @@ class MemoryShare:
             case Order.SHRINK:
                 self.request = verdict.reason
                 assert verdict.held_bytes is not None
-                self._shrink(verdict.held_bytes)
+                self._shrink(None if shrinking else verdict.held_bytes)
             case Order.STOP:
                 self.ending = Ending(How.STOP, verdict.reason)
             case Order.KILL:

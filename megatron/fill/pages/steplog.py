@@ -176,7 +176,10 @@ class StepLog:
 
     @property
     def wanted_bytes(self) -> int | None:
-        """Written by the agent: the task should hold no more memory than this from now on; None for no such wish."""
+        """Written by the agent: the task should hold no more memory than this from now on.
+
+        The worker sets it to None when the task has given memory back, or could not.
+        """
         word = self._words[_WANTED]
         return word - 1 if word else None
 

@@ -234,9 +234,9 @@ class TaskRun:
     def _attend(self, saver: Saver, machine: TaskMachine) -> None:
         """Do what the agent has asked for."""
         saver.save_if_wanted()
-        wanted_bytes, self.log.wanted_bytes = self.log.wanted_bytes, None
-        if wanted_bytes is not None and not machine.shrink(wanted_bytes):
-            self._crowded = True
+        if (wanted_bytes := self.log.wanted_bytes) is not None:
+            self._crowded = not machine.shrink(wanted_bytes)
+            self.log.wanted_bytes = None
 
     def _stopping(self) -> bool:
         return self._crowded or self._asked_to_stop()
