@@ -7,6 +7,7 @@ Python's standard library, with this project, into ``--folder``, once.  The part
 
     identical   greedy answers against those of transformers itself, request by request, and the logits of tree nodes
     trees       tokens that a pass of the large model gives, by the shape of the tree, greedy and sampled
+    reads       what passes read for a generated token: weights, and keys and values
     speed       tokens a second with and without drafts, alone
     tuned       the same with drafts that were tuned on the large model's answers: one, and several
     drawn       the verification rules: their exact distance, and a chi-square test of the engine's own draws
@@ -33,6 +34,7 @@ from scripts.benchmarks.results import opened
 PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "identical": answers.measure,
     "trees": trees.measure,
+    "reads": trees.measure_reads,
     "speed": trees.measure_speed,
     "tuned": tuned.measure,
     "drawn": draws.measure,

@@ -1,15 +1,19 @@
 """One profiled training of this machine predicts others: what they take is measured afterwards, on the same machine.
 
-The profile is the first stretch of one training, its *reference*: pp=2 with two virtual stages, four micro-batches of
-one sample.  Everything is predicted from it.  Each of the others is then trained in turns with the reference: one is
-held while the other goes on.  A shared machine is faster in one minute than in the next, so each prediction is scaled
-by what the reference takes in these turns, over what is predicted of the reference itself.  What is judged is thus how
-many times as long as the reference each of the others takes.  ``unscaled`` is the error of the bare prediction.
+The profile is one training, the *reference*: pp=2 with two virtual stages, four micro-batches of one sample, and six
+layers, of which the second rank has four.  So it tells what a pass takes beside its layers.  All others are predicted
+from it alone.
+
+A shared machine is faster in one minute than in the next.  So all trainings take turns, round after round: one goes on
+while the others are held.  One of a single stage has another like it beside it, so that all cores are busy, as in the
+others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,10 +30,11 @@ from megatron.fill.mainjob.parallel import Parallel, Precision
 from megatron.fill.sim.recorded.busy import RecordedMainJob
 from megatron.fill.sim.recorded.groups import read_pipeline
 from scripts.benchmarks.forked import preload
-from scripts.benchmarks.turns import Training, Turn
+from scripts.benchmarks.turns import Training
 
 # Passes are long for what Python takes for each, which does not grow with a pass' layers and samples.
-MODEL = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 255"
+MODEL = "--hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 255"
+LAYERS = 4
 REST = (
     "--max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --lr-decay-style constant "
     "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --eval-interval 100000 --log-interval 1 "
@@ -49,7 +54,7 @@ def layout(pp: int, microbatches: int, microbatch: int = 1, chunks: int = 1, sch
     )
 
 
-REFERENCE = layout(2, 4, chunks=2)
+REFERENCE, REFERENCE_LAYERS = replace(layout(2, 4, chunks=2), first_layers=2), 6
 OTHERS = {
     "1 stage, 2 micro-batches": layout(1, 2),
     "1 stage, 1 micro-batch of 2": layout(1, 1, 2),
@@ -66,90 +71,81 @@ OTHERS = {
 }
 
 
-def flags(its: Parallel) -> list[str]:
+def flags(its: Parallel, layers: int = LAYERS) -> list[str]:
     """All that a training of the layout is started with, but for its run folder."""
     schedule = ["--fill-pipeline-schedule", "gpipe"] if its.schedule == "gpipe" else []
-    return [*MODEL.split(), "--global-batch-size", str(its.global_batch), *layout_flags(its), *REST.split(), *schedule]
+    size = ["--num-layers", str(layers), "--global-batch-size", str(its.global_batch)]
+    return [*MODEL.split(), *size, *layout_flags(its), *REST.split(), *schedule]
 
 
-def train(folder: Path, its: Parallel) -> Training:
-    return Training(folder, ["pretrain_gpt.py", *flags(its), "--fill-report", str(folder / "run")], its.pp)
+def train(folder: Path, its: Parallel, layers: int = LAYERS, core: int = 0) -> Training:
+    return Training(
+        folder, ["pretrain_gpt.py", *flags(its, layers), "--fill-report", str(folder / "run")], its.pp, core
+    )
 
 
-def model() -> ModelSpec:
-    return padded(read_flags([*MODEL.split(), "--global-batch-size", "1"]), 1)
+def model(layers: int = LAYERS) -> ModelSpec:
+    return padded(read_flags(["--num-layers", str(layers), *MODEL.split(), "--global-batch-size", "1"]), 1)
 
 
-def predicted_s(passes: Passes, its: Parallel) -> float:
+def predicted_s(passes: Passes, its: Parallel, layers: int = LAYERS) -> float:
     """One iteration, with ranks of one host and gloo between them."""
     speed = passes.profiles[0].transfer_bytes_s or 1e12
     row = (speed,) * its.gpus
     links = Links((row,) * its.gpus, ((0.0,) * its.gpus,) * its.gpus, (0,) * its.gpus, rendezvous=True)
-    times = iteration(model(), GPUS["a100-80gb"], 1.0, its, lay_out(links, its, range(its.gpus)), passes)
+    times = iteration(model(layers), GPUS["a100-80gb"], 1.0, its, lay_out(links, its, range(its.gpus)), passes)
     return timeline(times).period_ns / 1e9
 
 
-def profile(training: Training, its: Parallel, turn: Turn) -> Passes:
-    """From what the records of the reference say of a turn."""
-    records, schedule = read_pipeline(training.folder / "run")
+def profile(reference: Training) -> Passes:
+    """From what the records of the reference say of its turns."""
+    records, schedule = read_pipeline(reference.folder / "run")
     starts = {one.iteration: one.start_ns for one in records[0].iterations}
+
+    def whole(iteration: int) -> bool:
+        before_ns, after_ns = starts.get(iteration - 1), starts.get(iteration + 1)
+        if before_ns is None or after_ns is None:
+            return False
+        return any(turn.start_ns <= before_ns and after_ns <= turn.end_ns for turn in reference.turns)
+
     job = RecordedMainJob(records, schedule)
-    samples = [
-        one
-        for one in job.samples
-        if turn.start_ns <= starts.get(one.iteration - 1, 0)
-        and starts.get(one.iteration + 1, turn.end_ns) < turn.end_ns
-    ]
-    return Passes([profile_of(job, model(), its, samples)])
+    samples = [one for one in job.samples if whole(one.iteration)]
+    return Passes([profile_of(job, model(REFERENCE_LAYERS), REFERENCE, samples)])
 
 
-def measure_blind(folder: Path, profiled: int, rounds: int, each: int, only: Sequence[str] = ()) -> dict[str, Any]:
+def measure_blind(folder: Path, rounds: int, each: int) -> dict[str, Any]:
     """Train all, then compare.
 
     Args:
-        profiled: iterations of the profile.
-        rounds: how often a training and the reference take turns; ``each`` the iterations of a turn, the first of
-            which does not count.
-        only: names of ``OTHERS``; all if empty.
+        rounds: turns of each training; ``each`` the iterations of a turn, the first of which does not count.
     """
     preload()
-    reference = train(folder / "reference", REFERENCE)
-    measured: dict[str, tuple[float, list[Turn]]] = {}
-    try:
-        first = reference.turn(profiled)
-        for number, (name, its) in enumerate(OTHERS.items()):
-            if only and name not in only:
-                continue
-            other = train(folder / str(number), its)
-            beside = []
-            try:
-                for _ in range(rounds):
-                    beside.append(reference.turn(each))
-                    other.turn(each)
-                other.end()
-            except BaseException:
-                other.kill()
-                raise
-            measured[name] = other.period_s(), beside
-        reference.end()
-    except BaseException:
-        reference.kill()
-        raise
-    passes = profile(reference, REFERENCE, first)
-    own_s = predicted_s(passes, REFERENCE)
-    rows = {}
-    for name, (found_s, beside) in measured.items():
-        said_s, beside_s = predicted_s(passes, OTHERS[name]), reference.period_s(beside)
-        scale = beside_s / own_s
-        rows[name] = {
-            "measured_s": found_s,
-            "predicted_s": said_s * scale,
-            "error": said_s * scale / found_s - 1,
-            "scale": scale,
-            "unscaled": said_s / found_s - 1,
+    with ExitStack() as stack:
+
+        def started(name: str, *given: Any, **named: Any) -> Training:
+            training = train(folder / name, *given, **named)
+            stack.callback(training.kill)
+            return training
+
+        reference = started("reference", REFERENCE, REFERENCE_LAYERS)
+        others = {
+            name: [started(f"{number}-{core}", its, core=core) for core in range(2 if its.pp == 1 else 1)]
+            for number, (name, its) in enumerate(OTHERS.items())
         }
+        order = [[reference], *others.values()]
+        shuffled = random.Random(0)
+        for _ in range(rounds):
+            shuffled.shuffle(order)  # else what comes again every minute might always meet the same one
+            for like in order:
+                like[0].turn(each, beside=like[1:])
+        for like in order:
+            for one in like:
+                one.end()
+    passes = profile(reference)
+    rows = {}
+    for name, like in others.items():
+        found_s, said_s = like[0].period_s(), predicted_s(passes, OTHERS[name])
+        rows[name] = {"measured_s": found_s, "predicted_s": said_s, "error": said_s / found_s - 1}
     errors = [abs(row["error"]) for row in rows.values()]
-    own = own_s / reference.period_s([first]) - 1
-    bare = fmean(abs(row["unscaled"]) for row in rows.values())
-    figures = {"blind_mean": fmean(errors), "blind_worst": max(errors), "blind_own": own, "blind_unscaled": bare}
-    return figures | {"blind": rows}
+    own = predicted_s(passes, REFERENCE, REFERENCE_LAYERS) / reference.period_s() - 1
+    return {"blind_mean": fmean(errors), "blind_worst": max(errors), "blind_own": own, "blind": rows}

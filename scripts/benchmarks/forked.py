@@ -37,6 +37,7 @@ class ForkedRanks:
         environment: of each rank, beside the launcher's variables.
         namespaces: files of network namespaces, one per rank, that they enter; their host names are ``node0`` and so on
             then.
+        core: which of the machine's cores the first of them takes.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ForkedRanks:
         ranks: int,
         environment: Mapping[str, str] | None = None,
         namespaces: Sequence[int] = (),
+        core: int = 0,
     ) -> None:
         self.log = log
         log.touch()
@@ -58,7 +60,7 @@ class ForkedRanks:
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in range(ranks):
-            own = shared | {"RANK": str(rank), "LOCAL_RANK": "0" if namespaces else str(rank)}
+            own = shared | {"RANK": str(rank), "LOCAL_RANK": "0" if namespaces else str(core + rank)}
             pid = os.fork()
             if pid == 0:
                 _become(program, log, own, (namespaces[rank], f"node{rank}") if namespaces else None)

@@ -33,13 +33,17 @@ class Training:
 
     Args:
         program: as of ``ForkedRanks``; with ``--exit-signal-handler``, and its records in ``folder / "run"``.
+        core: as of ``ForkedRanks``.
+
+    Attributes:
+        turns: those that count.
     """
 
-    def __init__(self, folder: Path, program: Sequence[str], ranks: int) -> None:
+    def __init__(self, folder: Path, program: Sequence[str], ranks: int, core: int = 0) -> None:
         self.folder = folder
-        self._turns: list[Turn] = []
+        self.turns: list[Turn] = []
         folder.mkdir()
-        self._ranks = ForkedRanks(program, folder / "log", ranks)
+        self._ranks = ForkedRanks(program, folder / "log", ranks, core=core)
         try:
             self._ranks.wait_for(f" iteration {WARMUP:8}/", _ENDLESS_S)
             begun_s = time.monotonic()
@@ -50,20 +54,23 @@ class Training:
         self.about_s = (time.monotonic() - begun_s) / 2
         self._ranks.hold()
 
-    def turn(self, iterations: int, counts: bool = True) -> Turn:
+    def turn(self, iterations: int, counts: bool = True, beside: Sequence[Training] = ()) -> Turn:
         """Let it run for about so many iterations, and then hold it.
 
         Args:
             counts: whether its iterations are among its own (``periods_s``).
+            beside: others that run meanwhile.
         """
         start_ns = time.monotonic_ns()
-        self._ranks.let_go()
+        for one in (self, *beside):
+            one._ranks.let_go()
         time.sleep(self.about_s * (iterations + 0.5))
         end_ns = time.monotonic_ns()
-        self._ranks.hold()
+        for one in (self, *beside):
+            one._ranks.hold()
         turn = Turn(start_ns, end_ns)
         if counts:
-            self._turns.append(turn)
+            self.turns.append(turn)
         return turn
 
     def end(self) -> None:
@@ -79,7 +86,7 @@ class Training:
 
     def periods_s(self, turns: Sequence[Turn] | None = None) -> list[float]:
         """From one iteration's start to the next one's, inside of turns (None: all its own)."""
-        chosen = self._turns if turns is None else turns
+        chosen = self.turns if turns is None else turns
         return periods_s([one.start_ns for one in self.records()[0].iterations], chosen)
 
     def period_s(self, turns: Sequence[Turn] | None = None) -> float:

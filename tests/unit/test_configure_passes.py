@@ -29,14 +29,25 @@ from tests.unit.recorded_runs import MS, records
 
 MODEL = ModelSpec(layers=8, hidden=64, heads=4, sequence=64, vocabulary=128)
 FLAGS = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 100"
-LAYER = Both(3 * MS, 5 * MS)
+LAYER, NONE = Both(3 * MS, 5 * MS), Both(0, 0)
 EMBEDDING_MS, OUTPUT_MS, STEP_MS = 1, 2, 4
 
 
-def ran(folder: Path, flags: str = "", chunks: int = 2, microbatch: int = 1, slower: int = 1) -> Path:
-    """The folder of a run of two stages whose passes took what the constants say, times ``slower``."""
-    layers = 8 // (2 * chunks)
-    passes = [StageCost(slower * layers * 3 * MS, slower * layers * 5 * MS) for _ in range(2 * chunks)]
+def ran(
+    folder: Path,
+    flags: str = "",
+    chunks: int = 2,
+    microbatch: int = 1,
+    slower: int = 1,
+    first_layers: int = 4,
+    fixed: Both = NONE,
+) -> Path:
+    """The folder of a run of two stages whose passes took what the constants say, times ``slower``, and ``fixed``."""
+    counts = [first_layers // chunks, (8 - first_layers) // chunks] * chunks
+    passes = [
+        StageCost(slower * layers * 3 * MS + int(fixed.forward_ns), slower * layers * 5 * MS + int(fixed.backward_ns))
+        for layers in counts
+    ]
     passes[0] = replace(passes[0], backward_ns=passes[0].backward_ns + EMBEDDING_MS * MS)
     passes[-1] = replace(passes[-1], forward_ns=passes[-1].forward_ns + OUTPUT_MS * MS)
     schedule = make_schedule("interleaved" if chunks > 1 else "1f1b", 2, 4, chunks)
@@ -45,6 +56,8 @@ def ran(folder: Path, flags: str = "", chunks: int = 2, microbatch: int = 1, slo
     layout = f"--pipeline-model-parallel-size 2 --micro-batch-size {microbatch} --global-batch-size {4 * microbatch}"
     if chunks > 1:
         layout += f" --num-virtual-stages-per-pipeline-rank {chunks}"
+    if first_layers != 4:
+        layout += f" --decoder-first-pipeline-num-layers {first_layers}"
     command = f"pretrain_gpt.py {FLAGS} {layout} {flags} --fill-profile-only"
     segment = begin_segment(folder, shlex.join(command.split()), 2).segment
     for record in records(schedule, [line] * 6, [MS, MS]):
@@ -63,6 +76,26 @@ def test_a_run_with_virtual_stages_tells_layers_from_ends(tmp_path):
     assert one.last == Both(OUTPUT_MS * MS, 0)
     assert (one.tp, one.microbatch) == (1, 1)
     assert one.step_s_per_parameter > 0
+
+
+def test_virtual_stages_with_other_numbers_of_layers_tell_what_a_pass_takes_beside_them(tmp_path):
+    fixed = Both(2 * MS, MS)
+    passes = load_passes([ran(tmp_path / "a", first_layers=2, fixed=fixed)], training())
+    (one,) = passes.profiles
+    assert (one.fixed, one.layer) == (fixed, LAYER)
+    assert one.first == Both(0, EMBEDDING_MS * MS)
+    assert one.last == Both(OUTPUT_MS * MS, 0)
+    its = Parallel(pp=1, microbatch=4, global_batch=8)
+    assert passes.stage_cost(MODEL, its, 2, (False, False), (0, 0)) == StageCost((2 + 4 * 6) * MS, (1 + 4 * 10) * MS)
+    divided = passes.stage_cost(MODEL, replace(its, cp=2), 2, (False, False), (0, 0))
+    assert divided == StageCost((2 + 2 * 6) * MS, (1 + 2 * 10) * MS)
+
+
+def test_there_is_no_fixed_part_where_it_would_be_below_zero(tmp_path):
+    (one,) = load_passes([ran(tmp_path / "a", first_layers=2, fixed=Both(-2 * MS, 0))], training()).profiles
+    assert one.fixed == NONE
+    assert one.layer.forward_ns == (MS + 7 * MS / 3) / 2  # of a stage with one layer, and of one with three
+    assert one.layer.backward_ns == LAYER.backward_ns
 
 
 def test_of_two_stages_the_first_is_all_layers(tmp_path):

@@ -114,7 +114,8 @@ def test_presets_have_sources():
         ({"schedule": "zigzag"}, "'zigzag' is no schedule; expected one of"),
         ({"first_layers": 24}, "first_layers is 24; expected 1 to 23"),
         ({"first_layers": 5, "last_layers": 4}, "leave layers that divide evenly among 2 of 4 stages, not 15 of 24"),
-        ({"chunks": 2, "first_layers": 5}, "chunks is 2; expected 1 with first_layers"),
+        ({"chunks": 2, "first_layers": 5}, "first_layers is 5; expected a multiple of chunks, 2"),
+        ({"chunks": 2, "first_layers": 4}, "evenly among 3 of 4 stages in 2 chunks, not 20 of 24"),
         ({"efficiency": 0}, "efficiency is 0; expected more than 0"),
         ({"overlap_grad_reduce": 1.5}, "overlap_grad_reduce is 1.5; expected 0 to 1"),
         ({"memory_reserve_bytes": -1}, "memory_reserve_bytes is -1"),
@@ -140,12 +141,13 @@ def test_every_layer_is_on_one_virtual_stage(pp, chunks, data):
     assert len(set(layers)) == 1
 
 
-@given(st.integers(2, 8), st.integers(1, 5), st.integers(1, 9), st.integers(1, 9))
+@given(st.integers(2, 8), st.integers(1, 3), st.integers(1, 5), st.integers(1, 9), st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
-def test_the_ends_may_have_other_numbers_of_layers(pp, each, first, last):
-    model = replace(SMALL, layers=(pp - 2) * each + first + last)
-    layers = Parallel(pp=pp, global_batch=1, first_layers=first, last_layers=last).layers(model)
-    assert layers == (first, *(each,) * (pp - 2), last)
+def test_the_ends_may_have_other_numbers_of_layers(pp, chunks, each, first, last):
+    model = replace(SMALL, layers=chunks * ((pp - 2) * each + first + last))
+    ends = {"first_layers": chunks * first, "last_layers": chunks * last}
+    layers = Parallel(pp=pp, chunks=chunks, global_batch=1, **ends).layers(model)
+    assert layers == (first, *(each,) * (pp - 2), last) * chunks
 
 
 # Costs

@@ -31,6 +31,7 @@ _LAYOUT = {
     "--num-virtual-stages-per-pipeline-rank": "chunks",
     "--num-layers-per-virtual-pipeline-stage": "chunk_layers",
 }
+_ENDS = {"--decoder-first-pipeline-num-layers": "first_layers", "--decoder-last-pipeline-num-layers": "last_layers"}
 _SWITCHES = {"--sequence-parallel": "sequence_parallel", "--use-distributed-optimizer": "distributed_optimizer"}
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
 # What changes costs or memory in ways that are not modelled.
@@ -40,8 +41,7 @@ _REFUSED = {
     "--moe-layer-freq": "layers without experts between those with them",
     "--expert-tensor-parallel-size": "experts divided otherwise than --tensor-model-parallel-size",
     "--pipeline-model-parallel-layout": "a layout given by hand",
-    "--decoder-first-pipeline-num-layers": "layers given by hand",
-    "--decoder-last-pipeline-num-layers": "layers given by hand",
+    **dict.fromkeys(_ENDS, "layers given by hand"),
     "--fp8-format": "FP8",
     "--use-torch-fsdp2": "FSDP",
     "--use-megatron-fsdp": "FSDP",
@@ -71,8 +71,11 @@ class Training:
         return -(-self.model.vocabulary // unit) * unit
 
 
-def read_flags(tokens: Sequence[str]) -> Training:
+def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     """What Megatron's flags say of a training.
+
+    Args:
+        ends: whether they may say how many layers the first and the last stage have: of a training that ran.
 
     Raises:
         ConfigError: naming the flag, its value, and what was expected.
@@ -81,13 +84,14 @@ def read_flags(tokens: Sequence[str]) -> Training:
     fixed: dict[str, Any] = {}
     others: list[str] = []
     given = _pairs(tokens)
+    layout = _LAYOUT | _ENDS if ends else _LAYOUT
     for flag, value in given:
-        if flag in _REFUSED:
+        if flag in _REFUSED and flag not in layout:
             raise ConfigError(f"{flag}: {_REFUSED[flag]} is not weighed; expected it to be left out")
         if flag in _MODEL or flag == "--global-batch-size":
             values[flag] = _number(flag, value)
-        elif flag in _LAYOUT:
-            fixed[_LAYOUT[flag]] = _number(flag, value)
+        elif flag in layout:
+            fixed[layout[flag]] = _number(flag, value)
             continue
         elif flag in _SWITCHES:
             fixed[_SWITCHES[flag]] = True
@@ -137,9 +141,9 @@ def layout_flags(parallel: Parallel) -> list[str]:
         flags += ["--expert-model-parallel-size", str(parallel.ep)]
     if parallel.chunks > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(parallel.chunks)]
-    for flag, count in (("first", parallel.first_layers), ("last", parallel.last_layers)):
-        if count is not None:
-            flags += [f"--decoder-{flag}-pipeline-num-layers", str(count)]
+    for flag, name in _ENDS.items():
+        if (count := getattr(parallel, name)) is not None:
+            flags += [flag, str(count)]
     flags += [flag for flag, name in _SWITCHES.items() if getattr(parallel, name)]
     if parallel.recompute is not Recompute.NONE:
         flags += ["--recompute-granularity", parallel.recompute.value]

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
 
 from megatron.fill.configure.flags import Training, read_flags
 from megatron.fill.configure.space import padded
@@ -54,6 +54,7 @@ class Profile:
         last: likewise the last one (the output layer and the loss).
         step_s_per_parameter: between the last pass of an iteration and the first of the next.
         transfer_bytes_s: between stages, once both sides are ready; None if nobody had to wait for a transfer.
+        fixed: of each pass of a virtual stage, whatever its layers and samples, as far as it can be told.
     """
 
     tp: int
@@ -63,13 +64,14 @@ class Profile:
     last: Both
     step_s_per_parameter: float
     transfer_bytes_s: float | None = None
+    fixed: Both = Both(0.0, 0.0)
 
 
 class Passes:
     """What profiles say of other layouts.
 
     A layout needs a profile of its tensor parallelism.  Over micro-batch sizes, times are interpolated between the two
-    profiles that are nearest; with one profile they are proportional.
+    profiles that are nearest; with one profile all but the fixed part of a pass is proportional.
     """
 
     def __init__(self, profiles: Sequence[Profile]) -> None:
@@ -94,7 +96,7 @@ class Passes:
             ends: whether it is the first, and the last.
             exchange_s: what context- and expert-parallel ranks exchange in the forward and backward pass of one layer.
         """
-        layer, first, last = (self._at(its, part) for part in ("layer", "first", "last"))
+        layer, first, last, fixed = (self._at(its, part) for part in ("layer", "first", "last", "fixed"))
         forward, backward = layers * layer.forward_ns, layers * layer.backward_ns
         if its.recompute is Recompute.SELECTIVE:
             backward += forward * model.attention_flops(1) / model.layer_flops(1)
@@ -103,19 +105,19 @@ class Passes:
         for is_there, end in zip(ends, (first, last), strict=True):
             if is_there:
                 forward, backward = forward + end.forward_ns, backward + end.backward_ns
+        forward, backward = forward + fixed.forward_ns, backward + fixed.backward_ns
         return StageCost(round(forward + layers * exchange_s[0] * 1e9), round(backward + layers * exchange_s[1] * 1e9))
 
     def _of(self, tp: int) -> list[Profile]:
         return [one for one in self.profiles if one.tp == tp]
 
     def _at(self, its: Parallel, part: str) -> Both:
-        """One part of a pass for a layout's micro-batch, divided by context parallelism."""
+        """One part of a pass for a layout's micro-batch; what grows with samples is divided by context parallelism."""
         found = sorted(self._of(its.tp), key=lambda one: abs(one.microbatch - its.microbatch))
         near: Both = getattr(found[0], part)
         other = next((one for one in found if one.microbatch != found[0].microbatch), None)
         if other is None:
-            share = its.microbatch / found[0].microbatch
-            both = near.over(1 / share)
+            both = near if part == "fixed" else near.over(found[0].microbatch / its.microbatch)
         else:
             far: Both = getattr(other, part)
             share = (its.microbatch - found[0].microbatch) / (other.microbatch - found[0].microbatch)
@@ -123,7 +125,7 @@ class Passes:
                 max(0.0, near.forward_ns + share * (far.forward_ns - near.forward_ns)),
                 max(0.0, near.backward_ns + share * (far.backward_ns - near.backward_ns)),
             )
-        return both.over(its.cp)
+        return both if part == "fixed" else both.over(its.cp)
 
 
 def load_passes(folders: Sequence[Path], training: Training) -> Passes:
@@ -176,7 +178,7 @@ def flags_of_run(folder: Path, command: str) -> Training:
     tokens = shlex.split(command)
     first = next((at for at, token in enumerate(tokens) if token.startswith("--")), len(tokens))
     try:
-        return read_flags(tokens[first:])
+        return read_flags(tokens[first:], ends=True)
     except ConfigError as error:
         raise ConfigError(f"{folder}: the command of the run: {error}") from error
 
@@ -218,6 +220,8 @@ def layout_of_run(folder: Path, ran: Training, ranks: int) -> Parallel:
             schedule=name,
             sequence_parallel=fixed.get("sequence_parallel", False),
             precision=ran.precision,
+            first_layers=fixed.get("first_layers"),
+            last_layers=fixed.get("last_layers"),
         )
         its.check(ran.model)
     except ValueError as error:
@@ -228,8 +232,8 @@ def layout_of_run(folder: Path, ran: Training, ranks: int) -> Parallel:
 def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: Sequence[IterationSample]) -> Profile:
     """What some iterations of a run say.
 
-    With three virtual stages or more, those between the first and the last tell what a layer takes.  With two, all of
-    the first one counts as its layers.
+    With three virtual stages or more, those between the first and the last tell what a layer takes; if not all of these
+    have as many layers, also what each pass takes beside them.  With two, all of the first one counts as its layers.
 
     Args:
         model: with the vocabulary as Megatron pads it.
@@ -238,12 +242,11 @@ def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: S
     stages = [_stage(job, samples, stage) for stage in range(job.schedule.virtual_stages)]
     counts = its.layers(model)
     if len(stages) > 2:
-        inner = [stage.over(count) for stage, count in zip(stages[1:-1], counts[1:-1], strict=True)]
-        layer = Both(fmean(one.forward_ns for one in inner), fmean(one.backward_ns for one in inner))
-        first, last = stages[0].less(layer, counts[0]), stages[-1].less(layer, counts[-1])
+        fixed, layer = _inner(stages[1:-1], counts[1:-1])
+        first, last = (stages[at].less(fixed, 1).less(layer, counts[at]) for at in (0, -1))
     else:
         layer = stages[0].over(counts[0])
-        first, last = Both(0.0, 0.0), stages[1].less(layer, counts[1])
+        fixed, first, last = Both(0.0, 0.0), Both(0.0, 0.0), stages[1].less(layer, counts[1])
     steps_ns = sum(median(_between_ns(sample, rank) for sample in samples) for rank in range(its.pp))
     transfers = [sample.p2p_ns for sample in samples if sample.p2p_ns > 0]
     return Profile(
@@ -254,7 +257,24 @@ def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: S
         last,
         steps_ns / 1e9 / sum(stage_parameters(model, its, rank) for rank in range(its.pp)),
         p2p_bytes(model, its) / (median(transfers) / 1e9) if transfers else None,
+        fixed,
     )
+
+
+def _inner(stages: Sequence[Both], counts: Sequence[int]) -> tuple[Both, Both]:
+    """What a pass takes beside its layers, and a layer, from stages that are neither the first nor the last."""
+    forward = _line(counts, [one.forward_ns for one in stages])
+    backward = _line(counts, [one.backward_ns for one in stages])
+    return Both(forward[0], backward[0]), Both(forward[1], backward[1])
+
+
+def _line(counts: Sequence[int], times_ns: Sequence[float]) -> tuple[float, float]:
+    """The start and the slope of the line that is nearest; without a start where it would be below 0 or is not told."""
+    if len(set(counts)) > 1:
+        slope, start = linear_regression(counts, times_ns)
+        if start >= 0 and slope > 0:
+            return start, slope
+    return 0.0, fmean(time_ns / count for time_ns, count in zip(times_ns, counts, strict=True))
 
 
 def _stage(job: RecordedMainJob, samples: Sequence[IterationSample], stage: int) -> Both:

@@ -26,11 +26,6 @@ LEAST_SAMPLES = 20
 _HELD_OUT = 5  # every so manieth
 _EXPECTED = 'a JSON file with a list "peaks" of flags, gpus, stage and peak_bytes'
 
-_ENDS = {
-    "--decoder-first-pipeline-num-layers": "first_layers",
-    "--decoder-last-pipeline-num-layers": "last_layers",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Peak:
@@ -89,26 +84,14 @@ def laid_out(flags: Sequence[str], gpus: int) -> tuple[ModelSpec, Parallel]:
     Raises:
         ConfigError: naming the flag, its value, and what was expected.
     """
-    ends: dict[str, int] = {}
-    others: list[str] = []
-    tokens = iter(flags)
-    for token in tokens:
-        name, equals, value = token.partition("=")
-        if name in _ENDS:
-            value = value if equals else next(tokens, "")
-            if not (value.isdecimal() and value.isascii()):
-                raise ConfigError(f"{name} is {value[:60]!r}: expected a whole number")
-            ends[_ENDS[name]] = int(value)
-        else:
-            others.append(token)
-    training = read_flags(others)
+    training = read_flags(flags, ends=True)
     fixed: dict[str, Any] = {"recompute": Recompute.NONE} | dict(training.fixed)
     tp, pp, cp = (fixed.get(name, 1) for name in ("tp", "pp", "cp"))
     if gpus % (tp * pp * cp):
         raise ConfigError(f"gpus is {gpus}: expected a multiple of the {tp * pp * cp} that one replica has")
     try:
         its = Parallel(
-            **{**fixed, "tp": tp, "pp": pp, "cp": cp, **ends},
+            **{**fixed, "tp": tp, "pp": pp, "cp": cp},
             dp=gpus // (tp * pp * cp),
             global_batch=training.global_batch,
             precision=training.precision,

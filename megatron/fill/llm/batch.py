@@ -12,9 +12,9 @@ from megatron.fill.given.quantities import parse_bytes
 from megatron.fill.llm.answers import AnswerFile
 from megatron.fill.llm.fitting import claimed_bytes, clock, held_bytes, pass_bytes, pieces_of, release, settle
 from megatron.fill.llm.requests import Request, read_requests
-from megatron.fill.llm.shapes import AUTO, Shape, most_nodes
+from megatron.fill.llm.shapes import most_nodes, read_shapes
 from megatron.fill.profiles import Configuration
-from megatron.fill.sidetask.checks import check_whole
+from megatron.fill.sidetask.checks import check_whole, whole_numbers
 from megatron.fill.sidetask.nodes import NodeTask
 
 if TYPE_CHECKING:
@@ -78,12 +78,12 @@ class BatchJob(NodeTask):
         """
         from megatron.fill.llm.models import load_language_model
 
-        self._shapes = _shapes(tree) if draft else [()]
+        self._shapes = read_shapes(tree) if draft else [()]
         if rule not in _RULES:
             raise ValueError(f"rule is {rule!r}: expected one of {', '.join(_RULES)}")
         self._rule = rule
-        self._batches = _whole_numbers("batch_sizes", batch_sizes, _BATCH_SIZES)
-        self._chunks = _whole_numbers("chunks", chunks, _CHUNKS)
+        self._batches = whole_numbers("batch_sizes", batch_sizes, _BATCH_SIZES)
+        self._chunks = whole_numbers("chunks", chunks, _CHUNKS)
         check_whole(seed=(seed, 0), pieces=(1 if pieces is None else pieces, 1))
         self._seed, self._pieces = seed, pieces
         try:
@@ -181,7 +181,7 @@ class BatchJob(NodeTask):
         engine = self._running
         if self.next_node == 0:
             if self.context.measuring:
-                self._pretend(engine)
+                engine.fill_to_measure(_MEASURED_TOKENS)
             elif self._fill_up(engine):
                 self._report()
                 if work := self._answering.new_work(()):
@@ -249,24 +249,6 @@ class BatchJob(NodeTask):
             room.waiting.append(following)
         return False
 
-    def _pretend(self, engine: Engine) -> None:
-        """A round in which every node has as much to do as it ever has: a full batch, and a chunk of one prompt."""
-        from megatron.fill.llm.sequence import GeneratedSequence, Wanted
-
-        room, deepest = engine.room, max(map(len, self._shapes))
-        for sequence in list(room.active):
-            room.release(sequence)
-        room.waiting.clear()
-        length = min(runner.context for runner in engine.runners) - deepest - 2
-        prompt = (0,) * max(2, min(length, self._configuration.chunk + _MEASURED_TOKENS))
-        room.waiting.extend(GeneratedSequence(Wanted(prompt, deepest + 2)) for _ in range(room.batch))
-        room.admit()
-        room.waiting.clear()
-        for sequence in room.active:
-            sequence.cached = [len(prompt) - 1] * len(engine.runners)
-        first = max(0, len(prompt) - 1 - self._configuration.chunk)
-        room.active[0].cached = [first] * len(engine.runners)
-
     def _key_value_bytes(self, room: KeyValueRoom) -> int | None:
         """What was asked for, but no more than the job's memory leaves beside models and passes; None for no limit.
 
@@ -309,24 +291,3 @@ class BatchJob(NodeTask):
         counts = self._running.counts
         per_step = counts.tokens / counts.steps if counts.steps else 0.0
         self.context.report(answered=self._answering.answered, tokens=counts.tokens, tokens_per_step=round(per_step, 3))
-
-
-def _shapes(tree: list[int] | str) -> list[Shape]:
-    """The shapes to choose from.
-
-    Raises:
-        ValueError: it is neither ``auto`` nor a shape.
-    """
-    if tree == "auto":
-        return list(AUTO)
-    if not isinstance(tree, list) or not tree or not all(type(width) is int and width >= 1 for width in tree):
-        raise ValueError(f"tree is {tree!r}: expected auto, or numbers of tokens by depth such as [1, 1, 3, 1]")
-    return [tuple(tree)]
-
-
-def _whole_numbers(name: str, given: list[int] | None, default: tuple[int, ...]) -> list[int]:
-    for value in given or []:
-        check_whole(**{name: (value, 1)})
-    if given == []:
-        raise ValueError(f"{name} is []: expected at least one, or none at all")
-    return list(default if given is None else given)

@@ -8,46 +8,29 @@ begun again at any time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from megatron.fill.llm.branching import Branching
 from megatron.fill.llm.chance import Sampled
 from megatron.fill.llm.passes import ModelRunner, RowInput
 from megatron.fill.llm.room import KeyValueRoom
-from megatron.fill.llm.sampling import distribution, logarithms
-from megatron.fill.llm.sequence import Decode, GeneratedSequence, TokenNote
+from megatron.fill.llm.sequence import Decode, GeneratedSequence, Wanted
 from megatron.fill.llm.shapes import Shape, ShapeChooser, most_nodes
-from megatron.fill.llm.tree import TokenTree, drawn
-from megatron.fill.llm.verify import Rule, follow
+from megatron.fill.llm.verify import Rule
 
-_UNKNOWN = np.empty(0)  # the distribution of a token that was not drawn
 _BEHIND = 2  # tokens that a draft's first pass of a round catches up with besides the last one
-
-
-@dataclass(slots=True, eq=False)
-class _Branching:
-    """A sequence in this round.
-
-    Attributes:
-        levels: of each draft that takes part: its own nodes, by depth.
-    """
-
-    sequence: GeneratedSequence
-    slot: int
-    shape: Shape
-    levels: dict[int, list[list[int]]]
-    chance: Sampled
-    tree: TokenTree = field(default_factory=TokenTree)
 
 
 @dataclass(slots=True)
 class _Round:
     shape: Shape = ()
     prefill: dict[int, list[RowInput]] = field(default_factory=dict)  # by model
-    branching: list[_Branching] = field(default_factory=list)
+    branching: list[Branching] = field(default_factory=list)
     logits: Any = None
     tokens: int = 0
     seconds: float = 0.0
@@ -58,12 +41,20 @@ class EngineCounts:
     """What was done so far.
 
     Attributes:
-        tokens: generated.
-        steps: of the large model: a pass over five sequences counts as five.
+        taken: how many steps of the large model gave so many tokens; a pass over five sequences is five steps.
     """
 
-    tokens: int = 0
-    steps: int = 0
+    taken: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def tokens(self) -> int:
+        """Generated in all."""
+        return sum(tokens * steps for tokens, steps in self.taken.items())
+
+    @property
+    def steps(self) -> int:
+        """Of the large model."""
+        return self.taken.total()
 
 
 class Engine:
@@ -152,6 +143,25 @@ class Engine:
             runner.passes.abandon()
         self._round = _Round()
 
+    def fill_to_measure(self, tokens: int) -> None:
+        """Have a full batch, and a chunk of one prompt: so every node has as much to do as it ever has.
+
+        Args:
+            tokens: of each sequence, before what a round does.
+        """
+        room = self.room
+        for sequence in list(room.active):
+            room.release(sequence)
+        room.waiting.clear()
+        length = min(runner.context for runner in self.runners) - self._deepest - 2
+        prompt = (0,) * max(2, min(length, self.chunk + tokens))
+        room.waiting.extend(GeneratedSequence(Wanted(prompt, self._deepest + 2)) for _ in range(room.batch))
+        room.admit()
+        room.waiting.clear()
+        for sequence in room.active:
+            sequence.cached = [len(prompt) - 1] * len(self.runners)
+        room.active[0].cached = [max(0, len(prompt) - 1 - self.chunk)] * len(self.runners)
+
     def _list_nodes(self) -> list[tuple[str, int, int, int]]:
         """Kind, model, level, piece of each."""
         nodes = [("admit", 0, 0, 0)]
@@ -170,7 +180,7 @@ class Engine:
         if kind == "prefill":
             return model in self._round.prefill
         if kind == "draft":
-            return any(self._grows(one, model, level) for one in self._round.branching)
+            return bool(self._growing(model, level))
         return kind == "commit" or bool(self._round.branching)
 
     def _begin_round(self) -> None:
@@ -199,29 +209,23 @@ class Engine:
             if slot not in late:
                 this.branching.append(self._branch(slot, drafting.get(slot, [])))
 
-    def _branch(self, slot: int, drafts: list[int]) -> _Branching:
+    def _branch(self, slot: int, drafts: list[int]) -> Branching:
         sequence = self.room.active[slot]
         shape = self._round.shape[: sequence.left - 1] if drafts else ()
         # By place: a round that is begun again, in another process too, draws the same.
         chance = Sampled(np.random.default_rng((*sequence.wanted.seed, len(sequence.generated))))
-        return _Branching(sequence, slot, shape, {model: [[0]] for model in drafts if shape}, chance)
-
-    def _grows(self, one: _Branching, model: int, level: int) -> bool:
-        return model in one.levels and level < len(one.shape)
+        return Branching(sequence, slot, shape, {model: [[0]] for model in drafts if shape}, chance)
 
     def _rows(self, kind: str, model: int, level: int) -> list[RowInput]:
         if kind == "prefill":
             return self._round.prefill[model]
         if kind == "verify":
-            return [_nodes_of(one, list(range(len(one.tree.tokens)))) for one in self._round.branching]
-        growing = [one for one in self._round.branching if self._grows(one, model, level)]
-        if level:
-            return [_nodes_of(one, one.levels[model][level]) for one in growing]
-        rows = []
-        for one in growing:
-            cached = min(one.sequence.cached[model], one.sequence.length - 1)
-            rows.append(RowInput.following(one.slot, one.sequence.tokens[cached:], cached))
-        return rows
+            return [one.all_nodes() for one in self._round.branching]
+        growing = self._growing(model, level)
+        return [one.row(one.levels[model][level]) if level else one.first_row(model) for one in growing]
+
+    def _growing(self, model: int, level: int) -> list[Branching]:
+        return [one for one in self._round.branching if one.grows(model, level)]
 
     def _ended(self, kind: str, model: int, level: int, logits: Any) -> None:
         if kind == "prefill":
@@ -230,32 +234,8 @@ class Engine:
         elif kind == "verify":
             self._round.logits = logits
         else:
-            growing = [one for one in self._round.branching if self._grows(one, model, level)]
-            for at, one in enumerate(growing):
-                nodes, sequence = one.levels[model][level], one.sequence
-                if level == 0:  # its answer is in the place of the last token
-                    last = max(0, sequence.length - 1 - sequence.cached[model])
-                    sequence.cached[model] = sequence.length
-                    found = self._grow(one, nodes, one.shape[level], logits[at, last : last + 1])
-                else:
-                    found = self._grow(one, nodes, one.shape[level], logits[at, : len(nodes)])
-                one.levels[model].append(found)
-
-    def _grow(self, one: _Branching, nodes: list[int], width: int, logits: Any) -> list[int]:
-        """Add what a draft expects after nodes, ``[nodes, vocabulary]``; the nodes that this leads to."""
-        wanted = one.sequence.wanted
-        found: dict[int, None] = {}  # in order
-        if wanted.temperature == 0:
-            best = logits.topk(min(width, logits.shape[-1]), dim=-1).indices.tolist()
-            for node, tokens in zip(nodes, best, strict=True):
-                for token in tokens:
-                    found[one.tree.add(node, token, _UNKNOWN)] = None
-            return list(found)
-        for node, row in zip(nodes, logits.float().cpu().numpy(), strict=True):
-            probabilities = distribution(row, wanted.temperature, wanted.top_p)
-            for token, origin in drawn(probabilities, width, one.chance):
-                found[one.tree.add(node, token, origin)] = None
-        return list(found)
+            for one, its in zip(self._growing(model, level), logits, strict=True):
+                one.grow(model, level, its)
 
     def _commit(self) -> None:
         """Verify the trees, and keep what was taken."""
@@ -266,23 +246,20 @@ class Engine:
         moves: list[tuple[list[int], list[list[int]], list[list[int]]]] = [([], [], []) for _ in self.runners]
         for at, one in enumerate(this.branching):
             sequence, nodes = one.sequence, len(one.tree.tokens)
-            tokens = self._verified(one, this.logits[at, :nodes], best[at])
-            path = _path(one.tree, tokens)
-            notes = self._notes(one, tokens, path, this.logits[at, :nodes])
+            tokens = one.verified(self._rule, this.logits[at, :nodes], best[at])
+            path = one.path(tokens)
+            notes = one.notes(tokens, path, this.logits[at, :nodes])
             last = sequence.length - 1  # the column of the root
-            this.tokens += sequence.take(tokens, notes, self._ends, self._decode)
+            taken = sequence.take(tokens, notes, self._ends, self._decode)
+            self.counts.taken[taken] += 1
+            this.tokens += taken
             for model in (0, *one.levels):
-                kept = path
-                if model:  # it has seen its own nodes, but for the leaves
-                    levels = one.levels[model][1 : len(one.shape)]
-                    kept = [node for node, level in zip(path, levels, strict=False) if node in level]
+                kept = one.seen(model, path)
                 sequence.cached[model] = last + 1 + len(kept)
                 moved = [(last + node, last + place) for place, node in enumerate(kept, 1) if node != place]
                 moves[model][0].append(one.slot)
                 moves[model][1].append([source for source, _ in moved])
                 moves[model][2].append([target for _, target in moved])
-        self.counts.tokens += this.tokens
-        self.counts.steps += len(this.branching)
         for runner, (slots, sources, targets) in zip(self.runners, moves, strict=True):
             runner.cache.compact(slots, sources, targets)
         for one in this.branching:
@@ -290,48 +267,8 @@ class Engine:
                 room.release(one.sequence)
                 self.finished.append(one.sequence)
 
-    def _verified(self, one: _Branching, logits: Any, best: list[int]) -> list[int]:
-        wanted = one.sequence.wanted
-        if wanted.temperature == 0:
-            return follow(one.tree, best.__getitem__)
-        rows = logits.float().cpu().numpy()
-        return self._rule(one.tree, lambda node: distribution(rows[node], wanted.temperature, wanted.top_p), one.chance)
-
-    def _notes(self, one: _Branching, tokens: list[int], path: list[int], logits: Any) -> list[TokenNote]:
-        alternatives = one.sequence.wanted.alternatives
-        if alternatives is None:
-            return []
-        notes = []
-        for token, node in zip(tokens, [0, *path], strict=True):
-            row = logarithms(logits[node].float().cpu().numpy())
-            order = np.argsort(-row, kind="stable")[:alternatives]
-            notes.append(TokenNote(token, float(row[token]), tuple((int(index), float(row[index])) for index in order)))
-        return notes
-
     def _learn(self) -> None:
         """Note what the round says of its shape: nothing, if prompts were computed too."""
         this = self._round
         if this.branching:
             self._chooser.observe(this.shape, None if this.prefill else this.tokens, this.seconds)
-
-
-def _nodes_of(one: _Branching, nodes: list[int]) -> RowInput:
-    """Nodes of a tree; the root's column is that of the last token."""
-    tree, root, end = one.tree, one.sequence.length - 1, max(nodes) + 1
-    depths = tree.depths()
-    tokens = [tree.tokens[node] if node else one.sequence.tokens[-1] for node in nodes]
-    visible = np.ones((len(nodes), root + end), dtype=bool)
-    visible[:, root:] = tree.mask()[nodes, :end]
-    columns = [root + node for node in nodes]
-    return RowInput(one.slot, tokens, columns, [root + depths[node] for node in nodes], visible)
-
-
-def _path(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
-    """The nodes that tokens lead to from the root; the last token is not in the tree, or below a leaf."""
-    nodes, node = [], 0
-    for token in tokens[:-1]:
-        child = tree.child(node, token)
-        assert child is not None
-        nodes.append(child)
-        node = child
-    return nodes

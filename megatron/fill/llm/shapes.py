@@ -20,6 +20,19 @@ _EXPLORING = 0.02  # of the time
 _ROUNDS = 2  # of each shape before any is judged
 
 
+def read_shapes(tree: list[int] | str) -> list[Shape]:
+    """The shapes to choose from, as a jobs file says it.
+
+    Raises:
+        ValueError: it is neither ``auto`` nor a shape.
+    """
+    if tree == "auto":
+        return list(AUTO)
+    if not isinstance(tree, list) or not tree or not all(type(width) is int and width >= 1 for width in tree):
+        raise ValueError(f"tree is {tree!r}: expected auto, or numbers of tokens by depth such as [1, 1, 3, 1]")
+    return [tuple(tree)]
+
+
 def most_nodes(shape: Shape, drafts: int) -> int:
     """Nodes of a tree of this shape at most, without the root."""
     level, nodes = 1, 0

@@ -122,7 +122,7 @@ def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int) -
     several = its.microbatches > 1
     found: list[Pass] = []
     for virtual in range(rank, last + 1, its.pp):
-        if len(found) > 1 and virtual != last:  # stages are uneven without virtual ones only
+        if len(found) > 1 and virtual != last:  # all of a rank have as many layers
             found.append(found[1])
         else:
             found.append(_pass(parts, layers[virtual], virtual == 0, virtual == last, several))

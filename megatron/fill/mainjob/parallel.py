@@ -57,8 +57,8 @@ class Parallel:
         group_size: micro-batches in a group of the interleaved schedule; None for ``pp``.
         sequence_parallel: what tensor parallelism leaves whole is divided along the sequence.
         distributed_optimizer: the optimizer's state is divided over the data-parallel ranks.
-        first_layers: of the first stage; None for as many as the others.
-        last_layers: of the last stage; None for as many as the others.
+        first_layers: of the first rank, in all of its chunks; None for as many as the others.
+        last_layers: of the last rank; None for as many as the others.
     """
 
     tp: int = 1
@@ -93,8 +93,10 @@ class Parallel:
                 f"global_batch is {self.global_batch}; expected a multiple of microbatch * dp, "
                 f"{self.microbatch} * {self.dp}"
             )
-        if self.chunks > 1 and (self.first_layers is not None or self.last_layers is not None):
-            raise ValueError(f"chunks is {self.chunks}; expected 1 with first_layers or last_layers")
+        for name in ("first_layers", "last_layers"):
+            value = getattr(self, name)
+            if value is not None and value % self.chunks:
+                raise ValueError(f"{name} is {value}; expected a multiple of chunks, {self.chunks}")
 
     @property
     def microbatches(self) -> int:
@@ -153,10 +155,13 @@ class Parallel:
                 raise ValueError(f"{name} is {value}; expected 1 to {model.layers - 1}")
         given = [count for count in (first, last) if count is not None]
         between, rest = self.pp - len(given), model.layers - sum(given)
-        if between < 0 or rest < between or (rest % between if between else rest):
+        parts = between * self.chunks
+        if between < 0 or rest < parts or (rest % parts if parts else rest):
+            among = f"{max(0, between)} of {self.pp} stages" + (f" in {self.chunks} chunks" if self.chunks > 1 else "")
             raise ValueError(
                 f"first_layers is {first} and last_layers is {last}; expected them to leave layers that divide evenly "
-                f"among {max(0, between)} of {self.pp} stages, not {rest} of {model.layers}"
+                f"among {among}, not {rest} of {model.layers}"
             )
         head, tail = [first] if first else [], [last] if last else []
-        return tuple(head + [rest // between if between else 0] * between + tail)
+        ranks = head + [rest // between if between else 0] * between + tail
+        return tuple(count // self.chunks for count in ranks) * self.chunks

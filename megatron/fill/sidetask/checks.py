@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def check_whole(**arguments: tuple[object, int]) -> None:
@@ -14,6 +15,19 @@ def check_whole(**arguments: tuple[object, int]) -> None:
     for name, (value, least) in arguments.items():
         if type(value) is not int or value < least:
             raise ValueError(f"{name} is {value!r}: expected a whole number of at least {least}")
+
+
+def whole_numbers(name: str, given: list[int] | None, default: Sequence[int]) -> list[int]:
+    """A list of whole numbers from 1; the default if there is none.
+
+    Raises:
+        ValueError: naming the argument, its value, and what was expected.
+    """
+    for value in given or []:
+        check_whole(**{name: (value, 1)})
+    if given == []:
+        raise ValueError(f"{name} is []: expected at least one, or none at all")
+    return list(default if given is None else given)
 
 
 def check_number(name: str, value: object, below: float = math.inf) -> None:

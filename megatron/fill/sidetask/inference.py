@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from megatron.fill.profiles import Configuration, Offload
-from megatron.fill.sidetask.checks import check_whole
+from megatron.fill.sidetask.checks import check_whole, whole_numbers
 from megatron.fill.sidetask.modeljob import ModelJob
 from megatron.fill.sidetask.parquet import ParquetFile
 
@@ -54,11 +54,7 @@ class BatchInferenceJob(ModelJob):
             TaskError: something cannot be built, or a package is missing.
         """
         check_whole(part_rows=(part_rows, 1))
-        self._sizes = list(_BATCH_SIZES) if batch_sizes is None else batch_sizes
-        if not self._sizes:
-            raise ValueError("batch_sizes is []: expected at least one, or none at all")
-        for size in self._sizes:
-            check_whole(batch_sizes=(size, 1))
+        self._sizes = whole_numbers("batch_sizes", batch_sizes, _BATCH_SIZES)
         self._offloads = self._ways_to_offload(offload)
         args = {"model": model, "model_args": model_args, "data": data, "data_args": data_args}
         self._prepare(args, seed, pieces, split)

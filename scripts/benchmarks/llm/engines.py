@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,50 @@ import torch
 
 from megatron.fill.llm.engine import Engine
 from megatron.fill.llm.models import load_language_model
-from megatron.fill.llm.passes import ModelRunner
+from megatron.fill.llm.passes import ModelRunner, RowInput
 from megatron.fill.llm.sequence import GeneratedSequence, Wanted
 from megatron.fill.llm.shapes import Shape
 from megatron.fill.llm.verify import Rule, traversal
 from scripts.benchmarks.llm.trained import CONTEXT
+
+
+@dataclass(slots=True)
+class Reads:
+    """What passes of one model have read.
+
+    Attributes:
+        weight_bytes: all of its weights in each pass.
+        cache_bytes: the keys and values of each of a pass' sequences.
+        products: multiplications with weights and with keys and values.
+    """
+
+    passes: int = 0
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    products: int = 0
+
+
+class CountingRunner(ModelRunner):
+    """Counts what its passes read."""
+
+    def __init__(self, model: Any, context: int) -> None:
+        super().__init__(model, context)
+        self.reads = Reads()
+        # Of the embedding a pass reads a row for each token.
+        self._weights = sum(one.numel() for one in model.parameters()) - model.get_input_embeddings().weight.numel()
+        if model.config.tie_word_embeddings:
+            self._weights += model.get_input_embeddings().weight.numel()
+        self._size = model.dtype.itemsize
+
+    def begin(self, rows: Sequence[RowInput], logits: bool = True) -> None:
+        token_bytes = self.cache.token_bytes
+        self.reads.passes += 1
+        self.reads.weight_bytes += self._weights * self._size
+        for row in rows:
+            columns = row.visible.shape[1]
+            self.reads.cache_bytes += columns * token_bytes
+            self.reads.products += len(row.tokens) * (self._weights + columns * token_bytes // self._size)
+        super().begin(rows, logits)
 
 
 @cache
@@ -28,12 +68,17 @@ def models(folder: Path) -> tuple[Any, Any, Any]:
 
 
 def engine(
-    folder: Path, shapes: Sequence[Shape], batch: int, rule: Rule = traversal, drafts: Sequence[Any] | None = None
+    folder: Path,
+    shapes: Sequence[Shape],
+    batch: int,
+    rule: Rule = traversal,
+    drafts: Sequence[Any] | None = None,
+    runner: type[ModelRunner] = ModelRunner,
 ) -> Engine:
     """An engine with the draft, or with others; with no shape but the empty one it has none."""
     target, draft, tokenizer = models(folder)
     small = ([draft] if drafts is None else drafts) if any(shapes) else []
-    runners = [ModelRunner(one, CONTEXT) for one in (target, *small)]
+    runners = [runner(one, CONTEXT) for one in (target, *small)]
     return Engine(runners, tokenizer.decode, tokenizer.eos_ids, rule, shapes, batch, 128, None, time.thread_time)
 
 

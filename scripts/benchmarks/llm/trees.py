@@ -1,4 +1,4 @@
-"""Tokens that a pass of the large model gives, and tokens a second, by the shape of the tree."""
+"""Tokens that a step of the large model gives, what passes read for them, and tokens a second, by shape of tree."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron.fill.llm.engine import EngineCounts
 from megatron.fill.llm.sequence import Wanted
 from megatron.fill.llm.shapes import AUTO, Shape
 from megatron.fill.llm.verify import Rule, matching, multi_step, traversal
-from scripts.benchmarks.llm.engines import engine, generate, models
+from scripts.benchmarks.llm.engines import CountingRunner, engine, generate, models
 from scripts.benchmarks.llm.trained import prompts
 
 WIDTHS: dict[str, Shape] = {
@@ -34,23 +35,66 @@ def _wanted(folder: Path, count: int, temperature: float) -> list[Wanted]:
     return [Wanted(tuple(tokens), TOKENS, temperature, seed=(1, at)) for at, tokens in enumerate(encoded)]
 
 
-def _per_step(folder: Path, shape: Shape, temperature: float, rule: Rule, count: int = TEXTS) -> float:
+def _counts(folder: Path, shape: Shape, temperature: float, rule: Rule, count: int = TEXTS) -> EngineCounts:
     made = engine(folder, [shape], 4, rule)
     generate(made, _wanted(folder, count, temperature))
-    return made.counts.tokens / made.counts.steps
+    return made.counts
+
+
+def _per_step(counts: EngineCounts) -> float:
+    return round(counts.tokens / counts.steps, 4)
+
+
+def _at_least(counts: EngineCounts) -> dict[str, float]:
+    """The share of the steps that gave so many tokens or more."""
+    most = max(counts.taken)
+    return {
+        str(tokens): round(sum(steps for taken, steps in counts.taken.items() if taken >= tokens) / counts.steps, 3)
+        for tokens in range(1, most + 1)
+    }
 
 
 def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Greedy by width; sampled at temperature 1 by rule, with the same trees."""
-    greedy = {width: round(_per_step(folder, shape, 0.0, traversal), 3) for width, shape in WIDTHS.items()}
-    sampled = {
-        name: {width: round(_per_step(folder, shape, 1.0, rule), 3) for width, shape in WIDTHS.items()}
-        for name, rule in RULES.items()
+    runs = {"greedy": (0.0, traversal)} | {name: (1.0, rule) for name, rule in RULES.items()}
+    found = {
+        name: {width: _counts(folder, shape, temperature, rule) for width, shape in WIDTHS.items()}
+        for name, (temperature, rule) in runs.items()
     }
-    more = {name: _per_step(folder, WIDTHS["3"], 1.0, RULES[name], 10 * TEXTS) for name in ("multi_step", "traversal")}
-    summary = {"tokens_per_step": greedy, "traversal_gain": round(more["traversal"] / more["multi_step"] - 1, 4)}
-    gain_from = {name: round(value, 4) for name, value in more.items()}
-    return summary, {"sampled": sampled, "texts": TEXTS, "tokens": TOKENS, "gain_from": gain_from}
+    per_step = {name: {width: _per_step(one) for width, one in row.items()} for name, row in found.items()}
+    at_least = {name: {width: _at_least(one) for width, one in row.items()} for name, row in found.items()}
+    gain_from = {
+        name: _per_step(_counts(folder, WIDTHS["3"], 1.0, RULES[name], 10 * TEXTS))
+        for name in ("multi_step", "traversal")
+    }
+    gain = round(gain_from["traversal"] / gain_from["multi_step"] - 1, 4)
+    summary = {"tokens_per_step": per_step.pop("greedy"), "traversal_gain": gain}
+    details = {"sampled": per_step, "at_least": at_least, "texts": TEXTS, "tokens": TOKENS, "gain_from": gain_from}
+    return summary, details
+
+
+def measure_reads(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What passes of all models read for a generated token, by batch and tree (SpecInfer, section 2: its argument).
+
+    A pass reads all weights once, and of each of its sequences the keys and values so far once, whatever the number of
+    new tokens.  Counted, not timed.
+    """
+    rows = {}
+    for batch in (1, 4):
+        for name, shape in (("plain", ()), *WIDTHS.items()):
+            made = engine(folder, [shape], batch, runner=CountingRunner)
+            generate(made, _wanted(folder, TEXTS, 0.0))
+            tokens = made.counts.tokens
+            reads = [runner.reads for runner in made.runners if isinstance(runner, CountingRunner)]
+            rows[f"batch {batch}, {name}"] = {
+                "passes_of_large": round(reads[0].passes / tokens, 4),
+                "weights_mb": round(sum(one.weight_bytes for one in reads) / tokens / 1e6, 4),
+                "keys_values_mb": round(sum(one.cache_bytes for one in reads) / tokens / 1e6, 4),
+                "multiplications_per_byte": round(
+                    sum(one.products for one in reads) / sum(one.weight_bytes + one.cache_bytes for one in reads), 3
+                ),
+            }
+    return {"reads": rows}, {}
 
 
 def measure_speed(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

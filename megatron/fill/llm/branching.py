@@ -1,0 +1,133 @@
+"""One sequence in a round of the engine: its token tree grows, is verified, and gives the next tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron.fill.llm.chance import Sampled
+from megatron.fill.llm.passes import RowInput
+from megatron.fill.llm.sampling import distribution, logarithms
+from megatron.fill.llm.sequence import GeneratedSequence, TokenNote
+from megatron.fill.llm.shapes import Shape
+from megatron.fill.llm.tree import TokenTree, drawn
+from megatron.fill.llm.verify import Rule, follow
+
+_UNKNOWN = np.empty(0)  # the distribution of a token that was not drawn
+
+
+@dataclass(slots=True, eq=False)
+class Branching:
+    """A sequence in a round.
+
+    Attributes:
+        shape: of its tree.
+        levels: of each draft that takes part: its own nodes, by depth.
+        chance: of the round.
+    """
+
+    sequence: GeneratedSequence
+    slot: int
+    shape: Shape
+    levels: dict[int, list[list[int]]]
+    chance: Sampled
+    tree: TokenTree = field(default_factory=TokenTree)
+
+    def grows(self, draft: int, level: int) -> bool:
+        """Whether a draft is to propose what follows this level."""
+        return draft in self.levels and level < len(self.shape)
+
+    def row(self, nodes: list[int]) -> RowInput:
+        """Nodes of the tree as tokens of a pass; the root's column is that of the sequence's last token."""
+        tree, root, end = self.tree, self.sequence.length - 1, max(nodes) + 1
+        depths = tree.depths()
+        tokens = [tree.tokens[node] if node else self.sequence.tokens[-1] for node in nodes]
+        visible = np.ones((len(nodes), root + end), dtype=bool)
+        visible[:, root:] = tree.mask()[nodes, :end]
+        columns = [root + node for node in nodes]
+        return RowInput(self.slot, tokens, columns, [root + depths[node] for node in nodes], visible)
+
+    def all_nodes(self) -> RowInput:
+        """The whole tree, for the pass that verifies it."""
+        return self.row(list(range(len(self.tree.tokens))))
+
+    def first_row(self, draft: int) -> RowInput:
+        """What a draft computes before it proposes the first level: the last token, and what it has not seen yet."""
+        cached = min(self.sequence.cached[draft], self.sequence.length - 1)
+        return RowInput.following(self.slot, self.sequence.tokens[cached:], cached)
+
+    def grow(self, draft: int, level: int, logits: Any) -> None:
+        """Add a level of what a draft proposes.
+
+        Args:
+            logits: of the pass over ``first_row`` or over the nodes of the level, ``[tokens, vocabulary]``.
+        """
+        nodes, sequence = self.levels[draft][level], self.sequence
+        if level == 0:  # its answer is in the place of the last token
+            last = max(0, sequence.length - 1 - sequence.cached[draft])
+            sequence.cached[draft] = sequence.length
+            logits = logits[last : last + 1]
+        else:
+            logits = logits[: len(nodes)]
+        self.levels[draft].append(self._proposed(nodes, self.shape[level], logits))
+
+    def _proposed(self, nodes: list[int], width: int, logits: Any) -> list[int]:
+        """The new nodes below some nodes."""
+        wanted = self.sequence.wanted
+        found: dict[int, None] = {}  # in order
+        if wanted.temperature == 0:
+            best = logits.topk(min(width, logits.shape[-1]), dim=-1).indices.tolist()
+            for node, tokens in zip(nodes, best, strict=True):
+                for token in tokens:
+                    found[self.tree.add(node, token, _UNKNOWN)] = None
+            return list(found)
+        for node, row in zip(nodes, logits.float().cpu().numpy(), strict=True):
+            probabilities = distribution(row, wanted.temperature, wanted.top_p)
+            for token, origin in drawn(probabilities, width, self.chance):
+                found[self.tree.add(node, token, origin)] = None
+        return list(found)
+
+    def verified(self, rule: Rule, logits: Any, best: list[int]) -> list[int]:
+        """The next tokens.
+
+        Args:
+            logits: of the large model at each node, ``[nodes, vocabulary]``.
+            best: its most probable token at each node.
+        """
+        wanted = self.sequence.wanted
+        if wanted.temperature == 0:
+            return follow(self.tree, best.__getitem__)
+        rows = logits.float().cpu().numpy()
+        return rule(self.tree, lambda node: distribution(rows[node], wanted.temperature, wanted.top_p), self.chance)
+
+    def path(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes that tokens lead to from the root; the last token is not in the tree, or below a leaf."""
+        nodes, node = [], 0
+        for token in tokens[:-1]:
+            child = self.tree.child(node, token)
+            assert child is not None
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def seen(self, model: int, path: list[int]) -> list[int]:
+        """The first nodes of a path whose keys and values a model has: a draft has its own, but for the leaves."""
+        if not model:
+            return path
+        levels = self.levels[model][1 : len(self.shape)]
+        return [node for node, level in zip(path, levels, strict=False) if node in level]
+
+    def notes(self, tokens: list[int], path: list[int], logits: Any) -> list[TokenNote]:
+        """What the request wants to know of each token."""
+        alternatives = self.sequence.wanted.alternatives
+        if alternatives is None:
+            return []
+        notes = []
+        for token, node in zip(tokens, [0, *path], strict=True):
+            row = logarithms(logits[node].float().cpu().numpy())
+            order = np.argsort(-row, kind="stable")[:alternatives]
+            notes.append(TokenNote(token, float(row[token]), tuple((int(index), float(row[index])) for index in order)))
+        return notes
