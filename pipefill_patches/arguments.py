@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import difflib
 import functools
-import os
 import re
 from types import UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, cast, get_args, get_origin
@@ -14,6 +13,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, cast, get_args, get
 from pydantic.fields import FieldInfo
 
 from megatron.fill.config import FillSettings
+from megatron.fill.errors import exit_saying
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.hooks import attached
 from pipefill_patches.ghost_flags import add_ghost_arguments, check_unused
@@ -73,8 +73,7 @@ def tell_briefly(parser: argparse.ArgumentParser) -> None:
         flags = parser._option_string_actions
         close = [found for flag in unknown for found in difflib.get_close_matches(flag, flags, 1)]
         hint = f"did you mean {', '.join(close)}?" if close else "--help lists the flags"
-        rank_0 = os.environ.get("RANK", "0") == "0"
-        parser.exit(2, f"{parser.prog}: error: {message}; {hint}\n" if rank_0 else None)
+        exit_saying(f"{parser.prog}: error: {message}; {hint}")
 
     parser.error = error  # type: ignore[method-assign]
 

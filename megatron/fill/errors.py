@@ -1,5 +1,14 @@
 """The errors that a user can cause.  Each message says what was wrong, where, and what was expected."""
 
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import NoReturn
+
+RANK_0_S = 10.0  # how long other ranks wait for rank 0 to say what is wrong
+
 
 class FillError(Exception):
     """The root of PipeFill's own errors."""
@@ -51,3 +60,15 @@ class SandboxError(FillError):
 
 class NetworkError(FillError):
     """The network between ranks cannot be measured."""
+
+
+def exit_saying(error: str) -> NoReturn:
+    """End this rank with status 2; rank 0 says why.
+
+    The launcher ends all ranks when the first one has failed, so the others wait: else rank 0 might be ended before it
+    has said anything.  One that is still there then has an error of its own, and says it.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(RANK_0_S)
+    print(error, file=sys.stderr, flush=True)
+    sys.exit(2)

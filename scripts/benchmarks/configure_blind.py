@@ -1,8 +1,9 @@
 """One profiled training of this machine predicts others: what they take is measured afterwards, on the same machine.
 
 The profile is one training, the *reference*: pp=2 with two virtual stages, four micro-batches of one sample, and six
-layers, of which the second rank has four.  So it tells what a pass takes beside its layers.  All others are predicted
-from it alone.
+layers, of which the second rank has four.  So it tells what a pass takes beside its layers, where cores are alike.  On
+a shared machine they are not, so it is trained twice, with the ranks on each other's cores, and the mean counts.  All
+others are predicted from it alone.
 
 A shared machine is faster in one minute than in the next.  So all trainings take turns, round after round: one goes on
 while the others are held.  One of a single stage has another like it beside it, so that all cores are busy, as in the
@@ -12,6 +13,7 @@ others.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from megatron.fill.configure.flags import layout_flags, read_flags
 from megatron.fill.configure.latency import iteration, timeline
 from megatron.fill.configure.layout import lay_out
 from megatron.fill.configure.links import Links
-from megatron.fill.configure.passes import Passes, profile_of
+from megatron.fill.configure.passes import Both, Passes, Profile, profile_of
 from megatron.fill.configure.space import padded
 from megatron.fill.mainjob.hardware import GPUS
 from megatron.fill.mainjob.model import ModelSpec
@@ -97,7 +99,7 @@ def predicted_s(passes: Passes, its: Parallel, layers: int = LAYERS) -> float:
     return timeline(times).period_ns / 1e9
 
 
-def profile(reference: Training) -> Passes:
+def profile(reference: Training) -> Profile:
     """From what the records of the reference say of its turns."""
     records, schedule = read_pipeline(reference.folder / "run")
     starts = {one.iteration: one.start_ns for one in records[0].iterations}
@@ -110,7 +112,26 @@ def profile(reference: Training) -> Passes:
 
     job = RecordedMainJob(records, schedule)
     samples = [one for one in job.samples if whole(one.iteration)]
-    return Passes([profile_of(job, model(REFERENCE_LAYERS), REFERENCE, samples)])
+    return profile_of(job, model(REFERENCE_LAYERS), REFERENCE, samples)
+
+
+def mean_profile(profiles: Sequence[Profile]) -> Profile:
+    """Of several of one layout."""
+
+    def mean(part: str) -> Both:
+        each: list[Both] = [getattr(one, part) for one in profiles]
+        return Both(fmean(one.forward_ns for one in each), fmean(one.backward_ns for one in each))
+
+    transfers = [one.transfer_bytes_s for one in profiles if one.transfer_bytes_s]
+    return replace(
+        profiles[0],
+        layer=mean("layer"),
+        first=mean("first"),
+        last=mean("last"),
+        fixed=mean("fixed"),
+        step_s_per_parameter=fmean(one.step_s_per_parameter for one in profiles),
+        transfer_bytes_s=fmean(transfers) if transfers else None,
+    )
 
 
 def measure_blind(folder: Path, rounds: int, each: int) -> dict[str, Any]:
@@ -127,12 +148,12 @@ def measure_blind(folder: Path, rounds: int, each: int) -> dict[str, Any]:
             stack.callback(training.kill)
             return training
 
-        reference = started("reference", REFERENCE, REFERENCE_LAYERS)
+        references = [started(f"reference-{core}", REFERENCE, REFERENCE_LAYERS, core) for core in range(2)]
         others = {
             name: [started(f"{number}-{core}", its, core=core) for core in range(2 if its.pp == 1 else 1)]
             for number, (name, its) in enumerate(OTHERS.items())
         }
-        order = [[reference], *others.values()]
+        order = [*([one] for one in references), *others.values()]
         shuffled = random.Random(0)
         for _ in range(rounds):
             shuffled.shuffle(order)  # else what comes again every minute might always meet the same one
@@ -141,11 +162,11 @@ def measure_blind(folder: Path, rounds: int, each: int) -> dict[str, Any]:
         for like in order:
             for one in like:
                 one.end()
-    passes = profile(reference)
+    passes = Passes([mean_profile([profile(one) for one in references])])
     rows = {}
     for name, like in others.items():
         found_s, said_s = like[0].period_s(), predicted_s(passes, OTHERS[name])
         rows[name] = {"measured_s": found_s, "predicted_s": said_s, "error": said_s / found_s - 1}
     errors = [abs(row["error"]) for row in rows.values()]
-    own = predicted_s(passes, REFERENCE, REFERENCE_LAYERS) / reference.period_s() - 1
+    own = predicted_s(passes, REFERENCE, REFERENCE_LAYERS) / fmean(one.period_s() for one in references) - 1
     return {"blind_mean": fmean(errors), "blind_worst": max(errors), "blind_own": own, "blind": rows}

@@ -16,7 +16,7 @@ import pytest
 from megatron.fill.app.launch import Launch
 from megatron.fill.chaos.campaign import Campaign
 from megatron.fill.cli import main
-from megatron.fill.errors import FillError
+from megatron.fill.errors import RANK_0_S, FillError
 from megatron.fill.given.plainyaml import parse_yaml
 from megatron.fill.store import NewJob, open_store
 from megatron.fill.work import Work
@@ -169,10 +169,22 @@ def test_a_wrong_call_of_a_script(tmp_path, monkeypatch, capsys, call, expected)
     assert sorted(tmp_path.iterdir()) == before, "something was made"
 
 
-def test_other_ranks_leave_it_to_the_first_to_say(told, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_other_ranks_let_the_first_say_what_is_wrong(told, monkeypatch, capsys, rank):
+    """The launcher ends them as soon as it has; one that it does not end has an error of its own."""
+    waited = []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        assert capsys.readouterr() == ("", "")
+
+    monkeypatch.setattr("megatron.fill.errors.time.sleep", sleep)
+    monkeypatch.setenv("RANK", rank)
     parser = argparse.ArgumentParser(allow_abbrev=False)
     tell_briefly(add_fill_arguments(parser))
     with pytest.raises(SystemExit) as ended:
         parser.parse_args(["--fill-guard-us", "much"])
-    assert (ended.value.code, *capsys.readouterr()) == (2, "", "")
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert "--fill-guard-us" in err
+    assert waited == [RANK_0_S] * int(rank)

@@ -39,7 +39,7 @@ from megatron.fill.app.share import share, why_no_client
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon
 from megatron.fill.device.meter import own_version
-from megatron.fill.errors import ConfigError, FillError
+from megatron.fill.errors import ConfigError, FillError, exit_saying
 from megatron.fill.given.rankorder import load_rank_order
 from megatron.fill.hooks import attached, bus
 from megatron.fill.planner.offload import weigh_offload
@@ -262,9 +262,7 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
         pipefill_patches.apply(patches if patches is not None else pipefill_patches.defaults(sys.argv))
         _run(main, run)
     except FillError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        exit_saying(f"{os.path.basename(sys.argv[0])}: error: {error}")
     finally:
         attached.lifecycle = attached.offload = None
 

@@ -235,7 +235,7 @@ class TaskRun:
         """Do what the agent has asked for."""
         saver.save_if_wanted()
         if (wanted_bytes := self.log.wanted_bytes) is not None:
-            self._crowded = not machine.shrink(wanted_bytes)
+            self._crowded = not machine.shrink(wanted_bytes) or self._crowded
             self.log.wanted_bytes = None
 
     def _stopping(self) -> bool:
