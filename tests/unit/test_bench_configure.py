@@ -8,8 +8,9 @@ import random
 import numpy as np
 import pytest
 
+from megatron.fill.configure.passes import Both, Profile
 from megatron.fill.errors import ConfigError
-from scripts.benchmarks.configure_blind import OTHERS, REFERENCE, flags
+from scripts.benchmarks.configure_blind import OTHERS, REFERENCE, flags, mean_profile
 from scripts.benchmarks.configure_netns import HOSTS, LAYOUTS, MBITS, sample
 from scripts.benchmarks.configure_vtrain import COLUMNS, TIME, least_squares, measure_vtrain, read_rows
 from scripts.benchmarks.turns import Turn, periods_s
@@ -83,6 +84,16 @@ def test_twelve_others_are_predicted_and_none_is_the_reference():
     assert {one.schedule for one in OTHERS.values()} == {"1f1b", "gpipe", "interleaved"}
     assert "--num-virtual-stages-per-pipeline-rank" in flags(REFERENCE)
     assert flags(OTHERS["gpipe, 4 micro-batches"])[-2:] == ["--fill-pipeline-schedule", "gpipe"]
+
+
+def test_of_two_profiles_the_mean_counts():
+    def profile(at: int, transfer_bytes_s: float | None) -> Profile:
+        parts = [Both(at * size, at * size + 2) for size in (10, 20, 30, 40)]
+        return Profile(1, 1, *parts[:3], at * 1e-9, transfer_bytes_s, parts[3])
+
+    expected = profile(2, 6.0)
+    assert mean_profile([profile(1, 6.0), profile(3, None)]) == expected
+    assert mean_profile([profile(1, 4.0), profile(3, 8.0)]) == expected
 
 
 def test_the_chosen_order_the_hosts_own_and_the_worst_are_trained():
