@@ -88,8 +88,8 @@ def test_twelve_others_are_predicted_and_none_is_the_reference():
 
 def test_of_two_profiles_the_mean_counts():
     def profile(at: int, transfer_bytes_s: float | None) -> Profile:
-        parts = [Both(at * size, at * size + 2) for size in (10, 20, 30, 40)]
-        return Profile(1, 1, *parts[:3], at * 1e-9, transfer_bytes_s, parts[3])
+        layer, first, last, fixed = (Both(at * size, at * size + 2) for size in (10, 20, 30, 40))
+        return Profile(1, 1, layer, first, last, at * 1e-9, transfer_bytes_s, fixed)
 
     expected = profile(2, 6.0)
     assert mean_profile([profile(1, 6.0), profile(3, None)]) == expected
