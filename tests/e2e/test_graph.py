@@ -104,7 +104,6 @@ def test_flags_with_which_ranks_would_have_other_data_are_refused(tmp_path, flag
     ],
 )
 def test_a_plan_that_cannot_be_trained_is_refused(tmp_path, graph, said):
-    # Of several ranks the first to fail ends the others, which may be the one that says why.
     process = start(tmp_path, model=write_plan(tmp_path, graph), script=SCRIPT, ranks=1)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2

@@ -42,10 +42,9 @@ class CountingRunner(ModelRunner):
     def __init__(self, model: Any, context: int) -> None:
         super().__init__(model, context)
         self.reads = Reads()
-        # Of the embedding a pass reads a row for each token.
-        self._weights = sum(one.numel() for one in model.parameters()) - model.get_input_embeddings().weight.numel()
-        if model.config.tie_word_embeddings:
-            self._weights += model.get_input_embeddings().weight.numel()
+        self._weights = sum(one.numel() for one in model.parameters())
+        if not model.config.tie_word_embeddings:  # a pass reads only a row of it for each token
+            self._weights -= model.get_input_embeddings().weight.numel()
         self._size = model.dtype.itemsize
 
     def begin(self, rows: Sequence[RowInput], logits: bool = True) -> None:
