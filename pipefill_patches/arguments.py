@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, NoReturn, Union, cast, get_args, get
 
 from pydantic.fields import FieldInfo
 
+from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import exit_saying
 from megatron.fill.given.jobs import JobSpec
-from megatron.fill.hooks import attached
 from pipefill_patches.ghost_flags import add_ghost_arguments, check_unused
 from pipefill_patches.registry import Patch, Target, replace
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from megatron.fill.hooks import attached, bus
+from megatron.fill.attached import attached
+from megatron.fill.hooks import bus
 from pipefill_patches.registry import Patch, Target, replace
 
 _SETUP = Target("megatron.training.training:setup_model_and_optimizer", ())  # its arguments are only passed on

@@ -14,7 +14,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from megatron.fill.hooks import attached, bus
+from megatron.fill.attached import attached
+from megatron.fill.hooks import bus
 from megatron.fill.types import RankInfo
 from pipefill_patches import cpu_backend
 from pipefill_patches.registry import Patch, Target, replace

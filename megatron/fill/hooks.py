@@ -4,21 +4,17 @@ The patches report plain facts (a schedule began, a forward ran, the rank is abo
 bubbles with a kind and a position in the cycle, and passes these to one listener.  A listener that raises is taken
 off and the training goes on: nothing behind the bus may harm the main job.  Who writes a schedule can mark bubbles by
 hand (``bubble``).
-
-What else the patches tell and ask, at the start and of the optimizer's state, is answered by who is ``attached``.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
-from megatron.fill.types import BubbleKind, CycleKey, RankInfo
+from megatron.fill.types import BubbleKind, CycleKey
 
 logger = logging.getLogger(__name__)
 
@@ -74,52 +70,6 @@ class OwnWork(Protocol):
         Returns:
             What gives the call's result, as soon as it has ended.
         """
-
-
-class Lifecycle(Protocol):
-    """What begins with the training."""
-
-    def on_parse(self, args: Namespace) -> None:
-        """The command line is parsed.
-
-        Raises:
-            ConfigError: a ``--fill-*`` flag has a wrong value; the run must not start.
-        """
-
-    def on_start(self, info: RankInfo, args: Namespace) -> None:
-        """Megatron is initialised: its arguments are parsed and its process groups exist."""
-
-
-class OffloadAdvice(Protocol):
-    """Who decides where the optimizer's state is between steps."""
-
-    def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
-        """Whether to go on moving it to the host, given what that gains and costs an iteration."""
-
-
-@dataclass(slots=True)
-class Attached:
-    """Who hears of the training beside the bubbles' listener; None for nobody."""
-
-    lifecycle: Lifecycle | None = None
-    offload: OffloadAdvice | None = None
-
-    def parsed(self, args: Namespace) -> None:
-        """As ``Lifecycle.on_parse``."""
-        if self.lifecycle is not None:
-            self.lifecycle.on_parse(args)
-
-    def started(self, info: RankInfo, args: Namespace) -> None:
-        """As ``Lifecycle.on_start``; what fails there does not harm the training."""
-        if self.lifecycle is not None:
-            try:
-                self.lifecycle.on_start(info, args)
-            except Exception:
-                logger.exception(_OFF)
-
-    def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
-        """As ``OffloadAdvice.offload_pays``."""
-        return self.offload is not None and self.offload.offload_pays(gained_bytes, lost_ns, iteration_ns)
 
 
 class BubbleBus:
@@ -284,7 +234,6 @@ class BubbleBus:
 
 
 bus = BubbleBus()
-attached = Attached()
 
 
 @contextmanager

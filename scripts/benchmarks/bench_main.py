@@ -41,7 +41,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import why_not
-from scripts.benchmarks.beside import Way, When, beside, colocated
+from scripts.benchmarks.beside import Way, When, beside
+from scripts.benchmarks.colocated import colocated
 from scripts.benchmarks.results import Results, opened
 from scripts.benchmarks.sidetasks import TASKS, tasks_of
 from scripts.benchmarks.trainings import (

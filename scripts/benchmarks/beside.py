@@ -1,6 +1,6 @@
 """Side tasks beside a training without PipeFill's runtime: what bench_main.py compares with.
 
-``beside``: a task in each rank's own session, on the rank's core, in one of these ways:
+A task in each rank's own session, on the rank's core, in one of these ways:
 
 * no gate: step after step, whenever a block is one with filling; between its steps the task is at idle priority, so
   on the emulated device this costs less than on a GPU, whose host would launch the next step at once;
@@ -13,20 +13,15 @@
 Where this is not FreeRide, it is to FreeRide's advantage: shared memory stands for its remote procedure calls, and the
 manager of each rank takes no time from the main job.  Each bubble's profiled length is its shortest of the last five
 iterations of the warm-up; the artifact has the shortest of each kind in one iteration.
-
-``colocated``: a task on each core in the benchmark's own session.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
-import signal
 import statistics
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -47,16 +42,13 @@ from megatron.fill.rank.listener import RankListener
 from megatron.fill.records import last_segment
 from megatron.fill.sim.freeride.reserving import MANAGER_NS, PYTHON, reserved_ns
 from megatron.fill.types import BubbleKind
-from scripts.benchmarks.sidetasks import TASKS, started, tasks_of
+from scripts.benchmarks.sidetasks import started, tasks_of
 from scripts.benchmarks.trainings import (
     ROOT,
     Blocks,
-    command,
-    iterations_of,
     p99_slowdown,
     slowdown_of,
     train,
-    training,
 )
 
 MANAGER_POLL_S, TASK_POLL_S = MANAGER_NS / 1e9, PYTHON.sleep_ns / 1e9
@@ -94,7 +86,7 @@ def beside(folder: Path, name: str, way: Way, blocks: Blocks) -> dict[str, Any]:
     """
     run_dir, log = folder / f"{name}-run", folder / f"{name}-steps"
     asked = {"way": asdict(way), "blocks": asdict(blocks), "log": str(log)}
-    train(folder, name, blocks, [__file__, "rank", json.dumps(asked)], "--fill-report", str(run_dir))
+    train(folder, name, blocks, [__file__, json.dumps(asked)], "--fill-report", str(run_dir))
     records = list(last_segment(run_dir).records())
     inside = np.zeros(2)
     bubbles_ns = 0
@@ -267,45 +259,5 @@ def step_as_freeride(step: Callable[[], None], gate: SharedGateReader, reserve_n
         time.sleep(TASK_POLL_S)
 
 
-def colocated(folder: Path, name: str, idle: bool, blocks: Blocks) -> dict[str, Any]:
-    """Train while tasks run beside it, ungated, continued and stopped in blocks; the slowdown."""
-    run_dir = folder / f"{name}-run"
-    arguments = command(blocks.iterations, folder / name, ["pretrain_gpt.py"], "--fill-report", str(run_dir))
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    workers = [
-        subprocess.Popen([sys.executable, __file__, "drive", task, str(core), *["idle"] * idle])
-        for task, core in zip(TASKS, cores, strict=True)
-    ]
-    time.sleep(10)  # until they are set up
-    try:
-        for worker in workers:
-            worker.send_signal(signal.SIGSTOP)
-        with training(arguments, folder / f"{name}.log") as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                seen = re.search(r"iteration +(\d+)/", line)
-                if seen:
-                    on = blocks.fills(int(seen[1]) + 1)
-                    for worker in workers:
-                        worker.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
-                    if int(seen[1]) == blocks.iterations:
-                        break
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    return slowdown_of(blocks.mark(iterations_of(run_dir)))
-
-
-def drive(name: str, core: int, idle: bool) -> None:
-    """Run a side task's steps for ever."""
-    with started(*TASKS[name], core, idle=idle) as task:
-        while True:
-            task.run_next_step()
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "rank":
-        rank_with_task(json.loads(sys.argv[2]), sys.argv[3:])
-    else:
-        drive(sys.argv[2], int(sys.argv[3]), sys.argv[4:] == ["idle"])
+    rank_with_task(json.loads(sys.argv[1]), sys.argv[2:])

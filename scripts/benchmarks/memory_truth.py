@@ -25,10 +25,9 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -85,11 +84,12 @@ class _Prepared:
         from megatron.training import training
 
         import pretrain_gpt
+        from scripts.benchmarks.memory_stand_ins import stand_in
 
         self.script: Any = pretrain_gpt
         self.training: Any = training
         logging.disable(logging.WARNING)
-        _stand_ins()
+        stand_in()
 
     def _fused(self, function: Any = None, **_options: Any) -> Any:
         """In the place of ``torch.compile``."""
@@ -100,79 +100,6 @@ class _Prepared:
             return (self.tracker.fused(function) if self.tracker else function)(*args, **kwargs)
 
         return run
-
-
-def _stand_ins() -> None:
-    """For what needs the values of tensors, and for what fake tensors or fake groups cannot do."""
-    import torch
-    from megatron.core.distributed import param_and_grad_buffer
-    from megatron.core.optimizer import optimizer
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import experts, moe_utils, token_dispatcher
-
-    def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        return torch.native_dropout(input, p, True)[0] if training and p else input  # one kernel, as on a GPU
-
-    def apply(self: Any, function: Callable[[Any], Any], recurse: bool = True) -> Any:
-        for child in self.children():
-            apply(child, function)
-        with torch.no_grad():
-            for its in self._parameters.values():
-                if its is not None:
-                    its.data = function(its)  # torch swaps fake parameters, which the tracker's references forbid
-            for name, its in self._buffers.items():
-                self._buffers[name] = None if its is None else function(its)
-        return self
-
-    def gather_objects(found: list[Any], its: Any, group: Any = None) -> None:
-        found[:] = [its] * len(found)
-
-    mixed = optimizer.MixedPrecisionOptimizer
-    unscale = mixed._unscale_main_grads_and_check_for_nan
-
-    def all_finite(self: Any) -> bool:
-        unscale(self)
-        return False  # or the step would be skipped
-
-    changes: tuple[tuple[Any, str, Any], ...] = (
-        (mixed, "_unscale_main_grads_and_check_for_nan", all_finite),
-        (torch.nn.functional, "dropout", dropout),
-        (torch.nn.Module, "_apply", apply),
-        (torch.distributed, "all_gather_object", gather_objects),
-        (param_and_grad_buffer, "_coalescing_manager", lambda *_args, **_kwargs: contextlib.nullcontext()),
-        (optimizer, "get_grad_norm_fp32", lambda *_args, **_kwargs: 1.0),
-        (random.CudaRNGStatesTracker, "fork", lambda *_args, **_kwargs: contextlib.nullcontext()),
-        (random, "_get_all_rng_states", lambda: ()),
-        (random, "_set_all_rng_states", lambda *_states: None),
-        (experts.SequentialMLP, "forward", _balanced(experts.SequentialMLP.forward)),
-        (moe_utils.MoEAuxLossAutoScaler, "set_loss_scale", staticmethod(lambda _scale: None)),
-        (token_dispatcher, "permute", _permuted(token_dispatcher.permute)),
-    )
-    for holder, name, its in changes:
-        setattr(holder, name, its)
-
-
-def _balanced(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(self: Any, tokens: Any, _per_expert: Any, probabilities: Any) -> Any:
-        each = tokens.shape[0] // self.num_local_experts
-        return forward(self, tokens, SimpleNamespace(tolist=lambda: [each] * self.num_local_experts), probabilities)
-
-    return run
-
-
-def _permuted(permute: Callable[..., Any]) -> Callable[..., Any]:
-    def run(tokens: Any, routing_map: Any, *args: Any, **kwargs: Any) -> Any:
-        return permute(tokens, routing_map, *args, **{**kwargs, "num_out_tokens": _routed(routing_map.shape)})
-
-    return run
-
-
-def _routed(shape: Sequence[int]) -> int:
-    """How many of a map's places, tokens by experts, a balanced router chooses."""
-    from megatron.training import get_args
-
-    its = get_args()
-    return shape[0] * shape[1] * its.moe_router_topk // its.num_experts
 
 
 def _batches(its: Any) -> Iterator[dict[str, Any]]:
@@ -203,12 +130,13 @@ def _iterate(prepared: _Prepared, asked: Asked, detailed: bool) -> tuple[Truth, 
     from megatron.training.initialize import initialize_megatron
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from scripts.benchmarks.memory_stand_ins import routed
     from scripts.benchmarks.memory_tracker import StorageTracker
 
     its = parse_and_validate_args(args_defaults={})
     container = pretrain_cfg_container_from_args(its, gpt_config_from_args(its))
     initialize_megatron(get_embedding_ranks=prepared.script.get_embedding_ranks)
-    tracker = StorageTracker(_routed, detailed)
+    tracker = StorageTracker(routed, detailed)
     with FakeTensorMode(), tracker:
         prepared.tracker = tracker
         model, optimizer, scheduler = prepared.training.setup_model_and_optimizer(

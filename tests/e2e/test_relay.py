@@ -18,7 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 sys.path.insert(0, {str(ROOT)!r})
 import pipefill_patches
-from megatron.fill.hooks import attached, bus
+from megatron.fill.attached import attached
+from megatron.fill.hooks import bus
 from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.rank.spec import RankSpec

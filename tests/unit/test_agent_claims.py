@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.agent.claims import Claims, HeldClaim, Patience, progress_of
+from megatron.fill.agent.claims import Claims, HeldClaim, Patience
+from megatron.fill.agent.progress import progress_of
 from megatron.fill.errors import StoreError
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.store.memory import MemoryStore

@@ -23,6 +23,7 @@ RULES: dict[str, set[str]] = {
     "work": set(),
     "display": {"types"},
     "hooks": {"types"},
+    "attached": {"types"},
     "spec": set(),
     # The machine.
     "linux": set(),
@@ -79,6 +80,7 @@ TORCH_FREE = [
     "types",
     "errors",
     "config",
+    "attached",
     "hooks",
     "pages.gate",
     "pages.control",
@@ -195,7 +197,7 @@ def test_a_room_imports_only_what_it_may(path):
 
 
 def test_patches_import_only_the_hooks_schedules_settings_and_values():
-    allowed = {"config", "given", "hooks", "types", "errors", "pipeline"}
+    allowed = {"attached", "config", "given", "hooks", "types", "errors", "pipeline"}
     for path in (ROOT / "pipefill_patches").glob("*.py"):
         if path.name == "__main__.py":  # an entry point, which starts the app
             continue

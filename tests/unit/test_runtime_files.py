@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.agent import output
-from megatron.fill.agent.claims import progress_of
 from megatron.fill.agent.output import BoundedOutput
+from megatron.fill.agent.progress import progress_of
 from megatron.fill.errors import TaskError
 from megatron.fill.pages import steplog
 from megatron.fill.pages.phases import WorkerPhase

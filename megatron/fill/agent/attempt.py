@@ -8,11 +8,10 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.fill.agent.claims import HeldClaim, progress_of
+from megatron.fill.agent.claims import HeldClaim
 from megatron.fill.agent.crew import Crew
 from megatron.fill.agent.ending import How
 from megatron.fill.agent.enforcer import Enforcer
@@ -24,6 +23,7 @@ from megatron.fill.agent.memory import MemoryShare
 from megatron.fill.agent.orders import Orders
 from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.agent.overtime import Overtime
+from megatron.fill.agent.progress import progress_of
 from megatron.fill.agent.ranking import Resident
 from megatron.fill.agent.station import Station
 from megatron.fill.agent.verdict import End
@@ -111,7 +111,7 @@ class Attempt:
         Raises:
             NotStarted: it did not begin.
         """
-        with ExitStack() as always, ExitStack() as on_failure:
+        with contextlib.ExitStack() as always, contextlib.ExitStack() as on_failure:
             with starting():
                 self._begun = begun = self._start(always, on_failure)
             self.resident = Resident(self.job, self.directory)
@@ -149,7 +149,7 @@ class Attempt:
         )
         return record, self._begun.log.record(self.job.name, self.station.spec.rank)
 
-    def _start(self, always: ExitStack, on_failure: ExitStack) -> _Begun:
+    def _start(self, always: contextlib.ExitStack, on_failure: contextlib.ExitStack) -> _Begun:
         """Let the job begin once it is kept in.
 
         Args:

@@ -16,9 +16,8 @@ from graphlib import TopologicalSorter
 from typing import Any
 
 from megatron.fill.errors import JobError, StoreError
-from megatron.fill.pages.steplog import StepLog
 from megatron.fill.store import open_store
-from megatron.fill.store.port import Claim, DeviceEntry, Job, JobStore, NewJob, Progress, Standing
+from megatron.fill.store.port import Claim, DeviceEntry, JobStore, NewJob, Progress, Standing
 from megatron.fill.types import JobState
 
 logger = logging.getLogger("pipefill.agent")
@@ -277,26 +276,3 @@ def _firsts_first(jobs: Iterable[NewJob]) -> list[NewJob]:
     by_name = {job.name: job for job in jobs}
     before = {job.name: [first for first in job.work.after if first in by_name] for job in by_name.values()}
     return [by_name[name] for name in TopologicalSorter(before).static_order()]
-
-
-def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
-    """How far a job is, from its worker's step log."""
-    # Before the checkpoint is loaded, the log knows of no earlier work.
-    began = bool(log.serving_ns or log.step_count)
-    done = log.base_work + log.work_done if began else job.progress.work_done
-    elapsed_s = time.monotonic() - began_s
-    rate = log.work_done / elapsed_s if log.work_done and elapsed_s > 0 else job.progress.rate
-    before = job.progress
-    startup_s = log.serving_ns / 1e9 - began_s
-    return Progress(
-        work_done=done,
-        total_work=log.total_work or before.total_work,
-        unit=log.unit or before.unit,
-        rate=rate,
-        steps=before.steps + log.step_count,
-        harvested_s=before.harvested_s + log.harvested_ns / 1e9,
-        checkpoint_s=log.checkpoint_s or before.checkpoint_s,
-        resumable=log.resumable,
-        startup_s=startup_s if 0 <= startup_s <= elapsed_s else None,
-        failures=before.failures,
-    )

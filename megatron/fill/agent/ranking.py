@@ -6,12 +6,13 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.fill import hearsay
+from megatron.fill.agent.waiting import for_tails, may_begin
 from megatron.fill.errors import FillError, PlanError
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
@@ -110,7 +111,7 @@ class Ranking:
     def wanted(self, store: JobStore, beside: Resident | None) -> list[int]:
         """The jobs that wait, best first: for the resident seat, or for the tail seat ``beside`` a resident job."""
         tail = beside is not None
-        waiting = _may_begin(store, store.list({JobState.QUEUED}))
+        waiting = may_begin(store, store.list({JobState.QUEUED}))
         if tail:
             waiting = for_tails(waiting, store.devices())
         jobs = [job for job in waiting[: self.policy.most_jobs] if self._may_fit(job, tail)]
@@ -257,28 +258,6 @@ class Ranking:
 def _for_job(cycle: BubbleCycle, job: Job) -> BubbleCycle:
     """The cycle with the memory of a worker of this job: no more than it asked for."""
     return held_cycle(cycle, room_bytes(cycle, 0), job.work.memory_bytes)
-
-
-def _may_begin(store: JobStore, waiting: Sequence[Job]) -> Sequence[Job]:
-    """Without the jobs that are after others, as long as not all of those have succeeded."""
-    firsts = {first for job in waiting for first in job.work.after}
-    if not firsts:
-        return waiting
-    done = {name for name, state in store.states(firsts).items() if state is JobState.SUCCEEDED}
-    return [job for job in waiting if done.issuperset(job.work.after)]
-
-
-def for_tails(waiting: Sequence[Job], devices: Sequence[DeviceEntry]) -> list[Job]:
-    """The jobs that no idle device would run whole: each idle one gets the first that it does not refuse."""
-    idle = [device for device in devices if device.busy_until_s is None]
-    left = []
-    for job in waiting:
-        taker = next((device for device in idle if job.id not in device.refuses), None)
-        if taker is None:
-            left.append(job)
-        else:
-            idle.remove(taker)
-    return left
 
 
 def _used_s(store: JobStore) -> dict[str, float]:

@@ -11,20 +11,17 @@ This is work of the training itself, in its own process: unlike a job's, its res
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron.fill.app.calls import CallThread
 from megatron.fill.errors import GraphError
-from pipefill_patches import cpu_backend
 
 _REMEMBERED = 8  # waits at one place of the schedule
 _NEVER = 1 << 62  # a micro-batch
@@ -47,31 +44,6 @@ class Frozen:
     inputs: tuple[str, ...]
     shape: tuple[int, int, int]
     dtype: torch.dtype = torch.float32
-
-
-class _Watcher:
-    """A thread that makes calls, one at a time.  It does not keep the process, if that fails while a call waits."""
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        threading.Thread(target=self._make, name="pipefill-waits", daemon=True).start()
-
-    def submit[T](self, call: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._calls.put((call, future))
-        return future
-
-    def _make(self) -> None:
-        if cpu_backend.PATCH.applied:  # how torch runs is a setting of each thread
-            from pipefill_patches.cpu_torch import CudaOnCpu
-
-            CudaOnCpu().__enter__()
-        while True:
-            call, future = self._calls.get()
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)
 
 
 class _Sent(NamedTuple):
@@ -132,7 +104,7 @@ class Ahead:
         self._wait = 0
         self._lengths: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
         self._took_ns: dict[str, int] = {}
-        self._watcher = _Watcher()
+        self._watcher = CallThread()
 
     def __str__(self) -> str:
         every = self.in_bubbles + self.late + self.in_passes

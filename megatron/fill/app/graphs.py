@@ -164,9 +164,7 @@ class GraphRun:
         skipping = ("iterations_to_skip", "result_rejected_tracker_filename", "phase_transition_iterations")
         self._refuse(args, skipping, "operators that run ahead take the data ahead")
         if args.rerun_mode == "report_stats":
-            raise GraphError(
-                "--rerun-mode is report_stats; expected disabled: operators that run ahead take data ahead"
-            )
+            raise GraphError("--rerun-mode is report_stats; expected disabled: operators that run ahead take the data")
         args.rerun_mode = "disabled"  # an iteration that was run again would have the next one's data
 
     @staticmethod

@@ -36,12 +36,13 @@ from megatron.fill.app.runfolder import (
 )
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share, why_no_client
+from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon
 from megatron.fill.device.meter import own_version
 from megatron.fill.errors import ConfigError, FillError, exit_saying
 from megatron.fill.given.rankorder import load_rank_order
-from megatron.fill.hooks import attached, bus
+from megatron.fill.hooks import bus
 from megatron.fill.planner.offload import weigh_offload
 from megatron.fill.records import OpenSegment, SegmentEnding, begin_segment
 from megatron.fill.scheduler.policies import parse_policy

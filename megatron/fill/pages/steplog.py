@@ -287,10 +287,8 @@ class StepLog:
 
 
 def _sensible(use: BubbleUse) -> bool:
-    times = (use.harvested_ns, use.overrun_ns, use.latency_ns + 1)
-    counts = (use.seq, use.steps, use.left_ns)
-    whole = all(0 <= its < _MOST for its in counts) and 0 <= use.lack < len(Lack)
-    return whole and all(0 <= its <= _LONGEST_NS for its in times)
+    whole = all(0 <= its < _MOST for its in (use.seq, use.steps, use.left_ns)) and 0 <= use.lack < len(Lack)
+    return whole and all(0 <= its <= _LONGEST_NS for its in (use.harvested_ns, use.overrun_ns, use.latency_ns + 1))
 
 
 def _recent(ring: memoryview, width: int, count: int, most: int) -> Iterator[tuple[int, ...]]:

@@ -30,6 +30,19 @@ def whole_numbers(name: str, given: list[int] | None, default: Sequence[int]) ->
     return list(default if given is None else given)
 
 
+def divisors(name: str, given: list[int] | None, size: int) -> list[int]:
+    """Some of the divisors of ``size``, or all of them, the largest first.
+
+    Raises:
+        ValueError: naming the argument, its value, and what was expected.
+    """
+    found = [value for value in range(size, 0, -1) if size % value == 0]
+    for value in whole_numbers(name, given, found):
+        if value not in found:
+            raise ValueError(f"{name} is {given}: expected divisors of batch_size {size}; {value} is not")
+    return [value for value in found if given is None or value in given]
+
+
 def check_number(name: str, value: object, below: float = math.inf) -> None:
     """Check that ``value`` is a number of at least 0 and less than ``below``.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.fill.errors import TaskError
 from megatron.fill.profiles import Configuration, Offload
-from megatron.fill.sidetask.checks import check_whole
+from megatron.fill.sidetask.checks import check_whole, divisors
 from megatron.fill.sidetask.data import classification_loss, load_object
 from megatron.fill.sidetask.iteration import Course, NodeIteration
 from megatron.fill.sidetask.modeljob import ModelJob
@@ -71,7 +71,7 @@ class TrainingJob(ModelJob):
         if (epochs is None) == (steps is None):
             raise ValueError(f"epochs is {epochs!r} and steps is {steps!r}: expected one of the two")
         check_whole(**({"epochs": (epochs, 1)} if steps is None else {"steps": (steps, 1)}))
-        self._micro_sizes = _divisors(batch_size, micro_batch_sizes)
+        self._micro_sizes = divisors("micro_batch_sizes", micro_batch_sizes, batch_size)
         args = {"model": model, "model_args": model_args, "data": data, "data_args": data_args, "loss": loss}
         self._prepare(args | {"optimizer": optimizer, "optimizer_args": optimizer_args or {}}, seed, pieces, split)
         self._loss_function = self._find_loss()
@@ -257,13 +257,8 @@ class TrainingJob(ModelJob):
     def _runner(self, split: Any, random: Any, inputs: Any) -> Any:
         from megatron.fill.sidetask.split import Call, PieceRunner
 
-        runner = PieceRunner(
-            split,
-            random,
-            training=True,
-            checkpointing=self._configuration.checkpointing,
-            resident=self._offloaded.weights,
-        )
+        again, resident = self._configuration.checkpointing, self._offloaded.weights
+        runner = PieceRunner(split, random, training=True, checkpointing=again, resident=resident)
         runner.begin(Call(inputs).leaves)
         return runner
 
@@ -299,16 +294,3 @@ class TrainingJob(ModelJob):
                 parameter.grad = gradients[name].to(self.context.device)
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-
-def _divisors(batch_size: int, wanted: list[int] | None) -> list[int]:
-    if wanted is None:
-        return [size for size in range(batch_size, 0, -1) if batch_size % size == 0]
-    for size in wanted:
-        if type(size) is not int or size < 1 or batch_size % size:
-            raise ValueError(
-                f"micro_batch_sizes is {wanted}: expected divisors of batch_size {batch_size}; {size} is not"
-            )
-    if not wanted:
-        raise ValueError("micro_batch_sizes is []: expected at least one, or none at all")
-    return sorted(set(wanted), reverse=True)

@@ -1,0 +1,64 @@
+"""Who is attached to a training: the patches tell it that the training starts, and ask it about the optimizer's state.
+
+Its bubbles are told to the bus (``hooks``).
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.fill.types import RankInfo
+
+logger = logging.getLogger(__name__)
+
+
+class Lifecycle(Protocol):
+    """What begins with the training."""
+
+    def on_parse(self, args: Namespace) -> None:
+        """The command line is parsed.
+
+        Raises:
+            ConfigError: a ``--fill-*`` flag has a wrong value; the run must not start.
+        """
+
+    def on_start(self, info: RankInfo, args: Namespace) -> None:
+        """Megatron is initialised: its arguments are parsed and its process groups exist."""
+
+
+class OffloadAdvice(Protocol):
+    """Who decides where the optimizer's state is between steps."""
+
+    def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
+        """Whether to go on moving it to the host, given what that gains and costs an iteration."""
+
+
+@dataclass(slots=True)
+class Attached:
+    """Who hears of the training beside the bubbles' listener; None for nobody."""
+
+    lifecycle: Lifecycle | None = None
+    offload: OffloadAdvice | None = None
+
+    def parsed(self, args: Namespace) -> None:
+        """As ``Lifecycle.on_parse``."""
+        if self.lifecycle is not None:
+            self.lifecycle.on_parse(args)
+
+    def started(self, info: RankInfo, args: Namespace) -> None:
+        """As ``Lifecycle.on_start``; what fails there does not harm the training."""
+        if self.lifecycle is not None:
+            try:
+                self.lifecycle.on_start(info, args)
+            except Exception:
+                logger.exception("PipeFill failed to start; the training goes on without it")
+
+    def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
+        """As ``OffloadAdvice.offload_pays``."""
+        return self.offload is not None and self.offload.offload_pays(gained_bytes, lost_ns, iteration_ns)
+
+
+attached = Attached()
