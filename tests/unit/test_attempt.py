@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -277,6 +278,28 @@ def test_what_runs_is_written_down_with_what_it_did_so_far(bench):
     assert (worker.steps_done, worker.work_done, worker.harvested_ns, len(worker.uses)) == (3000, 6000.0, 3000, 1)
     assert len(worker.steps) == 2000  # the most recent ones
     assert worker.steps[-1] == (2999, 3000)
+
+
+def test_what_a_running_job_is_said_to_have_done_is_what_its_worker_is_said_to_have_done(bench):
+    """Whatever it does while it is written down."""
+    attempt = bench.attempt()
+    log, done = attempt._begun.log, threading.Event()
+    log.step_ended(1, 2, 1.0, alone=True)
+
+    def step() -> None:
+        while not done.is_set():
+            log.step_ended(1, 2, 1.0, alone=False)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    try:
+        found = [attempt.so_far() for _ in range(20)]
+    finally:
+        done.set()
+        thread.join()
+    assert found[-1][0].steps > found[0][0].steps
+    for job, worker in found:
+        assert (job.steps, job.work_done) == (worker.steps_done + 1, worker.work_done + 1)
 
 
 def test_one_that_has_not_begun_has_no_record_and_is_as_far_as_before(bench):

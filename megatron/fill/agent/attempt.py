@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.agent.overtime import Overtime
 from megatron.fill.agent.progress import progress_of
 from megatron.fill.agent.ranking import Resident
+from megatron.fill.agent.starting import starting
 from megatron.fill.agent.station import Station
 from megatron.fill.agent.verdict import End
 from megatron.fill.agent.watch import Watch
@@ -32,7 +32,7 @@ from megatron.fill.agent.workerspec import write_spec
 from megatron.fill.device.port import Limiter, Limits
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.store.port import Claim, Progress
-from megatron.fill.types import JobRecord, JobState
+from megatron.fill.types import JobRecord, JobState, WorkerRecord
 from megatron.fill.worker.confined import Confined
 
 logger = logging.getLogger("pipefill.agent")
@@ -40,28 +40,6 @@ logger = logging.getLogger("pipefill.agent")
 _CONFINED_S, _LOOK_S = 60.0, 0.2  # how long a worker may take until its job can begin, on a machine that is busy
 _MOST_SAID = 2000
 _SHOWN = 2000  # bubbles and steps, the most recent ones, in the record of a job that runs
-
-
-class NotStarted(Exception):
-    """A job did not begin, through no fault of its own; the message says why.  Nothing of it is left."""
-
-
-@contextlib.contextmanager
-def starting() -> Iterator[None]:
-    """What is raised in here means that a job was not started.
-
-    Raises:
-        NotStarted: instead.
-    """
-    try:
-        yield
-    except NotStarted:
-        raise
-    except OSError as error:  # a full disk, say: another rank may do better, or this one later
-        raise NotStarted(f"it could not be started: {error}") from error
-    except Exception as error:
-        logger.exception("a job could not be started")
-        raise NotStarted(f"it could not be started: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,22 +110,23 @@ class Attempt:
         if (begun := self._begun) is None:
             return None
         unit = begun.log.unit or self.job.progress.unit
-        record = replace(self._record(begun, JobState.RUNNING, ""), unit=unit, total_work=begun.log.total_work)
-        return record, begun.log.record(self.job.name, self.station.spec.rank, _SHOWN)
+        worker = begun.log.record(self.job.name, self.station.spec.rank, _SHOWN)
+        record = self._record(begun, worker, JobState.RUNNING, "")
+        return replace(record, unit=unit, total_work=begun.log.total_work), worker
 
     def record(self, state: JobState, reason: str, end: End) -> Record:
         """The record of a job that has ended."""
         assert self._begun is not None
-        outcome = end.outcome
+        outcome, worker = end.outcome, self._begun.log.record(self.job.name, self.station.spec.rank)
         record = replace(
-            self._record(self._begun, state, reason),
+            self._record(self._begun, worker, state, reason),
             unit=outcome.unit,
             total_work=outcome.total_work,
             result=outcome.result,
             ended_ns=end.ended_ns,
             offences=end.offences,
         )
-        return record, self._begun.log.record(self.job.name, self.station.spec.rank)
+        return record, worker
 
     def _start(self, always: contextlib.ExitStack, on_failure: contextlib.ExitStack) -> _Begun:
         """Let the job begin once it is kept in.
@@ -278,18 +257,19 @@ class Attempt:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._begun.confined.pid, number)
 
-    def _record(self, begun: _Begun, state: JobState, reason: str) -> JobRecord:
+    def _record(self, begun: _Begun, worker: WorkerRecord, state: JobState, reason: str) -> JobRecord:
+        """The job's, with the counts of its worker's: the log itself has gone on since then."""
         job, log, now_ns = self.job, begun.log, time.monotonic_ns()
         return JobRecord(
             name=job.name,
             what=job.work.what,
             state=state,
             reason=reason,
-            work_done=log.work_done,
+            work_done=worker.work_done + worker.alone_work,
             unit="",
-            rank=self.station.spec.rank,
-            steps=log.step_count,
-            harvested_s=log.harvested_ns / 1e9,
+            rank=worker.rank,
+            steps=worker.steps_done + log.alone_steps,
+            harvested_s=worker.harvested_ns / 1e9,
             directory=str(self.directory),
             ended_s=time.time(),
             attempt=job.attempt,

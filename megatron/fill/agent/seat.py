@@ -10,11 +10,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from megatron.fill.agent.admission import refusal
-from megatron.fill.agent.attempt import Attempt, NotStarted, starting
+from megatron.fill.agent.attempt import Attempt
 from megatron.fill.agent.crew import Crew
 from megatron.fill.agent.folder import job_folder, occupied
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.ranking import Resident
+from megatron.fill.agent.starting import NotStarted, starting
 from megatron.fill.agent.station import Station
 from megatron.fill.agent.verdict import Judge
 from megatron.fill.device.port import Limits

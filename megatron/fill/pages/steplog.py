@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Iterator
 
 from megatron.fill.hearsay import plain
 from megatron.fill.linux import memfd
 from megatron.fill.pages.phases import Saving, WorkerPhase
+from megatron.fill.pages.recent import recent
 from megatron.fill.profiles import is_amount
 from megatron.fill.types import BubbleUse, Lack, WorkerRecord
 
@@ -28,7 +28,7 @@ _MOST = 1 << 62  # what no honest count comes to
 _LONGEST_NS = 10**15  # what no bubble or step comes to: eleven days
 
 _PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS, _READY, _WANTED, _WORD = range(10)
-_SERVING, _RESUMABLE, _SAVING, _SINCE = range(10, 14)
+_SERVING, _RESUMABLE, _SAVING, _SINCE, _ALONE_STEPS = range(10, 15)
 _WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
 _UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
 _LONGEST = 40  # and on: the longest stay in each phase
@@ -84,6 +84,10 @@ class StepLog:
     def step_count(self) -> int:
         """All the steps so far, those alone included."""
         return self._count(_STEP_COUNT)
+
+    @property
+    def alone_steps(self) -> int:
+        return self._count(_ALONE_STEPS)
 
     @property
     def work_done(self) -> float:
@@ -227,6 +231,7 @@ class StepLog:
         self._steps[slot + 1] = end_ns
         words[_STEP_COUNT] = count + 1
         if alone:
+            words[_ALONE_STEPS] += 1
             words[_ALONE_NS] += end_ns - start_ns
             floats[_ALONE_WORK] += work + partial_work - floats[_PARTIAL_WORK]
         else:
@@ -267,8 +272,8 @@ class StepLog:
         """
         now_ns = time.monotonic_ns()
         given = self._count(_USE_COUNT)
-        uses = (BubbleUse(*row) for row in _recent(self._uses, _USE_FIELDS, given, most))
-        steps = _recent(self._steps, 2, self.step_count, most)
+        uses = (BubbleUse(*row) for row in recent(self._uses, _USE_FIELDS, given, most))
+        steps = recent(self._steps, 2, self.step_count, most)
         alone_work = self._amount(_ALONE_WORK)
         return WorkerRecord(
             job=job,
@@ -289,11 +294,3 @@ class StepLog:
 def _sensible(use: BubbleUse) -> bool:
     whole = all(0 <= its < _MOST for its in (use.seq, use.steps, use.left_ns)) and 0 <= use.lack < len(Lack)
     return whole and all(0 <= its <= _LONGEST_NS for its in (use.harvested_ns, use.overrun_ns, use.latency_ns + 1))
-
-
-def _recent(ring: memoryview, width: int, count: int, most: int) -> Iterator[tuple[int, ...]]:
-    """The rows of a ring buffer that were written last, oldest first."""
-    rows = len(ring) // width
-    for row in range(max(0, count - min(rows, most)), count):
-        at = row % rows * width
-        yield tuple(ring[at : at + width])
