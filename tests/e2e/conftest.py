@@ -17,7 +17,6 @@ from tests.conftest import is_controller
 from tests.e2e import training
 
 TURNS = "PIPEFILL_TEST_TURNS"  # in the environment of xdist's workers: a folder with the locks that they share
-ALONE = {"test_memory.py"}  # they look at what the whole machine has
 # Each test of these has trainings of its own; those of other files share theirs.
 APART = re.compile(r"test_(bench_gpu|ghosts|llm|main_job|memory|relay|strict_gloo|try)\.py")
 
@@ -61,7 +60,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """One that is to be alone waits until no other is run, and no other begins before it has had its turn."""
     with ExitStack() as held:
         if TURNS in os.environ:
-            alone = item.get_closest_marker("alone") is not None or item.path.name in ALONE
+            alone = item.get_closest_marker("alone") is not None
             with ExitStack() as turn:
                 _lock(turn, "turn", fcntl.LOCK_EX)
                 _lock(held, "running", fcntl.LOCK_EX if alone else fcntl.LOCK_SH)

@@ -3,76 +3,101 @@
 from __future__ import annotations
 
 import json
-import mmap
+import os
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron.fill.chaos.meminfo import FreeMemory
+from megatron.fill.linux import tree
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
-from tests.e2e.training import Running, stepped, write_jobs
+from tests.e2e.training import WORKER, Running, processes, stepped, write_jobs
 
 MIB = 1 << 20
-_SPARE_MIB = 4 * 1024  # free beyond the margin before anything is started
+_MARGIN, _SPARE = 1024 * MIB, 4096 * MIB  # what jobs have to leave free, and what is free beyond before they start
+_MISSING = 60 * MIB  # of the margin, once the main job has grown
 _TRIES = 4
+_LOOK_S = 0.1
 # A job that gets little of a busy machine has the grace to give memory back.  All of a language model's is written in
 # one step, which takes a second where the machine has to find that much first.
-_FLAGS = "--fill-warmup-iterations 2 --fill-grace-ms 10000"
-_MISSING_MIB = 60  # of the margin, once it has grown
+_FLAGS = f"--fill-warmup-iterations 2 --fill-grace-ms 10000 --fill-memory-margin-mib {_MARGIN // MIB}"
 _JOBS = (
     {"name": "giving", "task": "tasks:Hoard", "args": {"mib": 400}, "memory": "1GiB"},
     {"name": "keeping", "task": "tasks:Miser", "args": {"mib": 400}, "memory": "1GiB"},
 )
 
-
-def available_mib() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("MemAvailable:"))
+if os.geteuid() != 0:
+    pytest.skip("only root can mount what the training is to see of the memory", allow_module_level=True)
 
 
-class Growth:
-    """In place of the main job's: what is free is free for everyone.
+class Machine:
+    """What a training sees of the machine's memory: that of its jobs is measured, and its own is made up.
+
+    So it is large enough whatever else there is, and nobody else's memory is in it.
 
     Args:
-        margin_mib: what the main job's jobs have to leave free.
+        folder: the training's, which its workers name.
     """
 
-    def __init__(self, margin_mib: int) -> None:
-        self._margin_mib = margin_mib
-        self._blocks: list[mmap.mmap] = []
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._grown = folder, 0
+        self._memory = FreeMemory(folder)
+        self.file = self._memory.path
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._show)
+        self._memory.show(self._available())
 
-    def until(self, running: Running, condition: Callable[[], bool]) -> None:
-        """Be so large until the condition holds that a little of the margin is missing; then give it all back.
+    def __enter__(self) -> Machine:
+        self._thread.start()
+        return self
 
-        It grows at once: growing on while memory is given back would ask for it again and again.
-        """
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
 
-        def met() -> bool:
-            if not condition() and available_mib() > self._margin_mib:
-                size = (available_mib() - self._margin_mib + _MISSING_MIB) * MIB
-                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-                self._blocks.append(mmap.mmap(-1, size, flags=flags))
-            return condition()
+    def grow(self) -> None:
+        """A little of the margin is missing from now on, until a job gives memory back."""
+        self._grown += self._available() - (_MARGIN - _MISSING)
 
+    def shrink(self) -> None:
+        """The main job is as it was at first."""
+        self._grown = 0
+
+    def grown_until(self, running: Running, condition: Callable[[], object]) -> None:
+        """Wait until it holds; meanwhile the main job is larger."""
+        self.grow()
         try:
-            running.wait(met)
+            running.wait(condition)
         finally:
-            while self._blocks:
-                self._blocks.pop().close()
+            self.shrink()
+
+    def _available(self) -> int:
+        held = sum(map(tree.private_bytes, processes(WORKER, str(self._folder))))
+        return _MARGIN + _SPARE - held - self._grown
+
+    def _show(self) -> None:
+        while not self._done.wait(_LOOK_S):
+            self._memory.show(self._available())
 
 
-def test_a_task_that_can_shrinks_and_one_that_cannot_is_saved_and_stopped(tmp_path):
-    margin_mib = available_mib() - _SPARE_MIB
-    flags = f"{write_jobs(tmp_path, *_JOBS)} --fill-memory-margin-mib {margin_mib} {_FLAGS}"
-    running, growth = Running(tmp_path, flags), Growth(margin_mib)
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    with Machine(tmp_path) as made:
+        yield made
+
+
+def test_a_task_that_can_shrinks_and_one_that_cannot_is_saved_and_stopped(tmp_path, machine):
+    running = Running(tmp_path, f"{write_jobs(tmp_path, *_JOBS)} {_FLAGS}", meminfo=machine.file)
     try:
         running.wait_for_jobs(dict.fromkeys(["giving", "keeping"], stepped))
         given = Path(running.job("giving").directory) / "result.json"
         for _ in range(_TRIES):
             before = running.job("giving")
-            growth.until(running, given.exists)
+            machine.grown_until(running, given.exists)
             running.wait(lambda: running.job("giving").progress.steps > before.progress.steps)  # noqa: B023
             if running.job("giving").attempt == before.attempt:
                 break
@@ -80,7 +105,7 @@ def test_a_task_that_can_shrinks_and_one_that_cannot_is_saved_and_stopped(tmp_pa
         else:
             pytest.fail(f"asked {_TRIES} times, it never gave memory back in time")
         assert json.loads(given.read_text())["left_mib"] < 400
-        growth.until(running, lambda: running.job("keeping").attempt > 1 or stopped(running.job("keeping")))
+        machine.grown_until(running, lambda: running.job("keeping").attempt > 1 or stopped(running.job("keeping")))
         running.wait(lambda: running.job("keeping").attempt > 1 and running.job("keeping").state is JobState.RUNNING)
         log = Path(running.job("keeping").directory) / "output.log"
         running.wait(lambda: log.exists() and "goes on from its checkpoint" in log.read_text())
@@ -89,7 +114,7 @@ def test_a_task_that_can_shrinks_and_one_that_cannot_is_saved_and_stopped(tmp_pa
         running.process.kill()
 
 
-def test_a_language_model_gives_keys_and_values_back_and_goes_on(tmp_path):
+def test_a_language_model_gives_keys_and_values_back_and_goes_on(tmp_path, machine):
     """Those of eight sequences take 500 MiB; less than half of that is asked for."""
     for name in ("greenlet", "transformers"):
         pytest.importorskip(name)
@@ -102,10 +127,8 @@ def test_a_language_model_gives_keys_and_values_back_and_goes_on(tmp_path):
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     args = {"model": str(large), "requests": str(requests), "batch_sizes": [8], "chunks": [32]}
     job = {"name": "answers", "task": "megatron.fill.llm:BatchJob", "args": args, "memory": "3GiB"}
-    margin_mib = available_mib() - _SPARE_MIB
-    flags = f"{write_jobs(tmp_path, job)} --fill-bind {tmp_path} --fill-memory-margin-mib {margin_mib}"
-    flags += f" {_FLAGS}"
-    running, growth = Running(tmp_path, flags), Growth(margin_mib)
+    flags = f"{write_jobs(tmp_path, job)} --fill-bind {tmp_path} {_FLAGS}"
+    running = Running(tmp_path, flags, meminfo=machine.file)
     try:
         for _ in range(_TRIES):
             running.wait(lambda: running.job("answers").progress.work_done > 0)
@@ -117,7 +140,7 @@ def test_a_language_model_gives_keys_and_values_back_and_goes_on(tmp_path):
                 now = running.job("answers")
                 return now.attempt > before.attempt or stopped(now) or "of keys and values" in log.read_text()  # noqa: B023
 
-            growth.until(running, asked)
+            machine.grown_until(running, asked)
             running.wait(lambda: goes_on(running.job("answers"), before))  # noqa: B023
             if running.job("answers").attempt == before.attempt:
                 break

@@ -24,6 +24,7 @@ import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -40,7 +41,9 @@ HEAVY = (
 # Megatron, and what `pretrain_gpt.py` imports of PipeFill: nothing is patched by that.
 RANK = ("megatron.training", "megatron.fill.app.launch", "megatron.fill.report", "megatron.fill.store.sql")
 ORPHAN_S = 30.0
-REST = "PIPEFILL_TEST_REST_MS"  # in the environment of a rank: what it sleeps after each optimizer step
+# In the environment of a rank:
+REST = "PIPEFILL_TEST_REST_MS"  # what it sleeps after each optimizer step
+MEMINFO = "PIPEFILL_TEST_MEMINFO"  # a file that it and its agent see in place of /proc/meminfo
 
 
 def serve(path: str, *modules: str) -> None:
@@ -131,6 +134,8 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
     sys.stdout.reconfigure(line_buffering=True)
     if REST in os.environ:
         rest(float(os.environ[REST]) / 1e3)
+    if MEMINFO in os.environ:
+        stand_in(os.environ[MEMINFO])
     argv = request["argv"]
     code = 0
     if argv[0] == "-W":
@@ -159,6 +164,13 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
         sys.excepthook(*sys.exc_info())
         code = 1
     end(code)
+
+
+def stand_in(path: str) -> None:
+    """Put a file in the place of /proc/meminfo, for this process and those that it starts."""
+    os.unshare(os.CLONE_NEWNS)
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", path, "/proc/meminfo"], check=True)
 
 
 def rest(seconds: float) -> None:

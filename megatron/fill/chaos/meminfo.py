@@ -19,18 +19,21 @@ class FreeMemory:
 
     Args:
         folder: for the file.
+
+    Attributes:
+        path: the file's.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / "meminfo"
+        self.path = folder / "meminfo"
         self._true = _MEMINFO.read_text(encoding="ascii")
-        self._path.write_text(self._true, encoding="ascii")
+        self.path.write_text(self._true, encoding="ascii")
         self._mounted = False
 
     def mount(self) -> bool:
         """Put it in the kernel's place, for whatever opens that from now on; whether it is there."""
         if not self._mounted:
-            done = subprocess.run(["mount", "--bind", str(self._path), str(_MEMINFO)], capture_output=True, check=False)
+            done = subprocess.run(["mount", "--bind", str(self.path), str(_MEMINFO)], capture_output=True, check=False)
             self._mounted = done.returncode == 0
         return self._mounted
 
@@ -44,5 +47,5 @@ class FreeMemory:
         self._write(self._true)
 
     def _write(self, text: str) -> None:
-        with self._path.open("r+", encoding="ascii") as file:  # in place: it is open
+        with self.path.open("r+", encoding="ascii") as file:  # in place: it is open
             file.write(text)
