@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
-import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +12,6 @@ import pytest
 from tests.conftest import is_controller
 from tests.e2e import training
 
-TURNS = "PIPEFILL_TEST_TURNS"  # in the environment of xdist's workers: a folder with the locks that they share
 # Each test of these has trainings of its own; those of other files share theirs.
 APART = re.compile(r"test_(bench_gpu|ghosts|llm|main_job|memory|relay|strict_gloo|try)\.py")
 
@@ -34,8 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     stack = ExitStack()
     config.add_cleanup(stack.close)
-    os.environ[TURNS] = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipefill-"))
-    stack.callback(os.environ.pop, TURNS)
     stack.enter_context(training.warm_ranks())
 
 
@@ -53,22 +46,3 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # the dearest are not those with the most tests
     return Trainings(config, log)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """One that is to be alone waits until no other is run, and no other begins before it has had its turn."""
-    with ExitStack() as held:
-        if TURNS in os.environ:
-            alone = item.get_closest_marker("alone") is not None
-            with ExitStack() as turn:
-                _lock(turn, "turn", fcntl.LOCK_EX)
-                _lock(held, "running", fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-                if alone:
-                    held.enter_context(turn.pop_all())
-        return (yield)
-
-
-def _lock(held: ExitStack, name: str, kind: int) -> None:
-    file = held.enter_context((Path(os.environ[TURNS]) / name).open("w"))
-    fcntl.flock(file, kind)

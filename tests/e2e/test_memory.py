@@ -46,7 +46,7 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         self._folder, self._grown = folder, 0
         self._memory = FreeMemory(folder)
-        self.file = self._memory.path
+        self.mounts = {"/proc/meminfo": self._memory.path}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._show)
         self._memory.show(self._available())
@@ -91,7 +91,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def test_a_task_that_can_shrinks_and_one_that_cannot_is_saved_and_stopped(tmp_path, machine):
-    running = Running(tmp_path, f"{write_jobs(tmp_path, *_JOBS)} {_FLAGS}", meminfo=machine.file)
+    running = Running(tmp_path, f"{write_jobs(tmp_path, *_JOBS)} {_FLAGS}", mounts=machine.mounts)
     try:
         running.wait_for_jobs(dict.fromkeys(["giving", "keeping"], stepped))
         given = Path(running.job("giving").directory) / "result.json"
@@ -128,7 +128,7 @@ def test_a_language_model_gives_keys_and_values_back_and_goes_on(tmp_path, machi
     args = {"model": str(large), "requests": str(requests), "batch_sizes": [8], "chunks": [32]}
     job = {"name": "answers", "task": "megatron.fill.llm:BatchJob", "args": args, "memory": "3GiB"}
     flags = f"{write_jobs(tmp_path, job)} --fill-bind {tmp_path} {_FLAGS}"
-    running = Running(tmp_path, flags, meminfo=machine.file)
+    running = Running(tmp_path, flags, mounts=machine.mounts)
     try:
         for _ in range(_TRIES):
             running.wait(lambda: running.job("answers").progress.work_done > 0)

@@ -21,7 +21,7 @@ from packaging.version import Version
 from megatron.fill.errors import JobError
 from megatron.fill.store import Job, JobStore, open_store
 from tests.e2e.launch import FRESH, WARM, Warm
-from tests.e2e.warm import MEMINFO, REST
+from tests.e2e.warm import MOUNTS, REST
 from tests.e2e.warm import RANK as MODULES
 from tests.waiting import until
 
@@ -136,14 +136,14 @@ def start(
     fresh: bool = False,
     rest_ms: float = 0,
     model: str = MODEL,
-    meminfo: Path | None = None,
+    mounts: Mapping[str, Path] | None = None,
 ) -> subprocess.Popen[str]:
     """Start a training; ``{folder}`` in the flags stands for the folder.  Its warm ranks rest after each iteration.
 
     Args:
         torchrun: torchrun starts its ranks; with ``fresh`` each is a Python of its own, as users have it.
         fresh: its ranks import Megatron themselves, so the patches of a ``script`` that applies them first come first.
-        meminfo: a file that warm ranks and their agents see in place of /proc/meminfo.
+        mounts: what warm ranks and their agents see in the place of some files and folders; only for root.
     """
     launcher = [str(HERE / "launch.py"), str(ranks)]
     if torchrun:
@@ -157,8 +157,8 @@ def start(
         environment.pop(WARM, None)
     if rest_ms:
         environment[REST] = str(rest_ms)
-    if meminfo is not None:
-        environment[MEMINFO] = str(meminfo)
+    if mounts:
+        environment[MOUNTS] = json.dumps({place: str(shown) for place, shown in mounts.items()})
     return subprocess.Popen(
         [sys.executable, *launcher, *script, *model.split(), *logs, *flags.format(folder=folder).split()],
         cwd=ROOT,

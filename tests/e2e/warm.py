@@ -43,7 +43,7 @@ RANK = ("megatron.training", "megatron.fill.app.launch", "megatron.fill.report",
 ORPHAN_S = 30.0
 # In the environment of a rank:
 REST = "PIPEFILL_TEST_REST_MS"  # what it sleeps after each optimizer step
-MEMINFO = "PIPEFILL_TEST_MEMINFO"  # a file that it and its agent see in place of /proc/meminfo
+MOUNTS = "PIPEFILL_TEST_MOUNTS"  # what it and its agent see in the place of some files and folders, as JSON
 
 
 def serve(path: str, *modules: str) -> None:
@@ -134,8 +134,8 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
     sys.stdout.reconfigure(line_buffering=True)
     if REST in os.environ:
         rest(float(os.environ[REST]) / 1e3)
-    if MEMINFO in os.environ:
-        stand_in(os.environ[MEMINFO])
+    if MOUNTS in os.environ:
+        mount(json.loads(os.environ[MOUNTS]))
     argv = request["argv"]
     code = 0
     if argv[0] == "-W":
@@ -166,11 +166,12 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
     end(code)
 
 
-def stand_in(path: str) -> None:
-    """Put a file in the place of /proc/meminfo, for this process and those that it starts."""
+def mount(places: dict[str, str]) -> None:
+    """Put one file or folder in the place of another, for this process and those that it starts."""
     os.unshare(os.CLONE_NEWNS)
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
-    subprocess.run(["mount", "--bind", path, "/proc/meminfo"], check=True)
+    for place, shown in places.items():
+        subprocess.run(["mount", "--bind", shown, place], check=True)
 
 
 def rest(seconds: float) -> None:
