@@ -136,11 +136,12 @@ class Checked:
         return self.identical and self.stages_right and self.peers_alike and bool(self.steps) and min(self.steps) > 0
 
 
-def check(row: Row, folder: Path, rest_ms: float = 0) -> Checked:
+def check(row: Row, folder: Path, iterations: int = ITERATIONS, rest_ms: float = 0) -> Checked:
     """Train a row with jobs and without.
 
     Args:
         folder: an empty one, that others may enter.
+        iterations: how many at least.
         rest_ms: that each rank sleeps after an iteration with jobs, so that they start sooner.
 
     Raises:
@@ -149,9 +150,9 @@ def check(row: Row, folder: Path, rest_ms: float = 0) -> Checked:
     begun = time.monotonic()
     (folder / "upstream").mkdir()
     try:
-        filled = fill(row, folder, rest_ms)
+        filled = fill(row, folder, iterations, rest_ms)
     except AssertionError:
-        error = train_upstream(row, folder / "upstream", ITERATIONS)
+        error = train_upstream(row, folder / "upstream", iterations)
         if error:
             return Checked(row.ranks, row.flags, error=error)
         raise
@@ -184,14 +185,14 @@ def kinds(cycle: Mapping[str, Any]) -> Iterator[str]:
     return (bubble["kind"] for bubble in cycle["training"])
 
 
-def fill(row: Row, folder: Path, rest_ms: float) -> Trained:
+def fill(row: Row, folder: Path, iterations: int, rest_ms: float) -> Trained:
     """Train until a job on each rank has stepped, and for some iterations."""
     names = [f"spin-{number}" for number in range(row.ranks)]
     jobs = [{"name": name, "task": "tasks:Spin", "args": {"milliseconds": 0.2}} for name in names]
     # No brake: what it leaves unfilled to compare with is a good part of so short a run.
     settings = "--fill-warmup-iterations 3 --fill-max-slowdown 0 --fill-min-bubble-us 300"
     flags = f"{MODEL} {row.flags} {write_jobs(folder, *jobs)} {settings}"
-    return train_until(folder, flags, dict.fromkeys(names, stepped), ITERATIONS, ranks=row.ranks, rest_ms=rest_ms)
+    return train_until(folder, flags, dict.fromkeys(names, stepped), iterations, ranks=row.ranks, rest_ms=rest_ms)
 
 
 def train_upstream(row: Row, folder: Path, iterations: int) -> str:

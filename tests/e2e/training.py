@@ -36,7 +36,7 @@ MODEL = (
 )
 ENDLESS = 100_000  # iterations
 # Agents and workers have low priorities: in these rests they start at once, in bubbles alone it takes them long.
-REST_MS = 100
+REST_MS = 200
 SCRIPT = "pretrain_gpt.py" if Version(version("megatron-core")) >= Version("0.19") else "tests/e2e/older_gpt.py"
 UPSTREAM = ("-m", "pipefill_patches", "--only", "cpu_backend", SCRIPT)
 PATCHED = ("-m", "pipefill_patches", SCRIPT)
