@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.training import ROOT, SCRIPT, processes
 
-TRAINED = 180  # iterations
+TRAINED = 220  # iterations
 # One of each way that the tasks of the other end-to-end tests have not: a worker that is stopped, or that hangs where
 # Python cannot be interrupted; a checkpoint that is damaged; a write to the rank's own pages, and a call on the rank;
 # the world around; the operator.  `pipefill chaos` knows many more.

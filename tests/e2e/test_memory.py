@@ -59,21 +59,21 @@ class Machine:
         self._done.set()
         self._thread.join()
 
-    def grow(self) -> None:
-        """A little of the margin is missing from now on, until a job gives memory back."""
-        self._grown += self._available() - (_MARGIN - _MISSING)
-
-    def shrink(self) -> None:
-        """The main job is as it was at first."""
-        self._grown = 0
-
     def grown_until(self, running: Running, condition: Callable[[], object]) -> None:
-        """Wait until it holds; meanwhile the main job is larger."""
-        self.grow()
+        """Wait until it holds.  Meanwhile the main job is so large that a little of the margin is missing.
+
+        It grows again only when a job has given memory back: growing on would ask for it again and again.
+        """
+
+        def met() -> object:
+            if not condition() and (available := self._available()) > _MARGIN:
+                self._grown += available - (_MARGIN - _MISSING)
+            return condition()
+
         try:
-            running.wait(condition)
+            running.wait(met)
         finally:
-            self.shrink()
+            self._grown = 0
 
     def _available(self) -> int:
         held = sum(map(tree.private_bytes, processes(WORKER, str(self._folder))))
