@@ -27,7 +27,7 @@ def mounts(tmp_path, monkeypatch):
 
     def see(text):
         (tmp_path / "mountinfo").write_text(text)
-        monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "mountinfo")
+        monkeypatch.setattr(filesystem, "MOUNTS", tmp_path / "mountinfo")
 
     return see
 
@@ -50,7 +50,7 @@ def test_the_innermost_mount_counts(mounts, path, kind):
 
 
 def test_without_proc_nothing_is_known(monkeypatch, tmp_path):
-    monkeypatch.setattr(filesystem, "_MOUNTS", tmp_path / "nothing")
+    monkeypatch.setattr(filesystem, "MOUNTS", tmp_path / "nothing")
     assert network_file_system("/home") == ""
 
 

@@ -100,7 +100,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 
 def test_all_parts_find_what_the_stand_in_does(stage, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(parts, "_CONNECTIONS", (8,))
+    monkeypatch.setattr(parts, "CONNECTIONS", (8,))
     path = tmp_path / "micro.json"
     failed = gpu_micro.measure(stage, list(parts.PARTS), 0.4, 5, path, {"device": "a stand-in"})
     content = json.loads(path.read_text(encoding="utf-8"))

@@ -34,8 +34,7 @@ def popen(command, **kwargs):
     at = command.index("megatron.fill.agent.agent")
     return start([sys.executable, "-c", {agent!r}, *command[at + 1:]], **kwargs)
 warden.subprocess.Popen = popen
-warden._CONTINUE_S = 0.2
-warden.main()
+warden.main(continue_s=0.2)
 """
 
 

@@ -24,7 +24,6 @@ from megatron.fill.linux.reap import end_descendants
 
 logger = logging.getLogger("pipefill.warden")
 
-_CONTINUE_S = 1.5  # how long an agent may stay stopped
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before an agent is started again
 _HEALTHY_S = 30.0  # an agent that has lived this long is not part of a series of deaths
 _END_S = 15.0  # how long an agent may take to end its jobs in order when the rank is gone
@@ -35,15 +34,17 @@ class Warden:
 
     Args:
         spec_path: the agent's; the warden reads from it only what descriptors to pass on.
+        continue_s: how long an agent may stay stopped.
     """
 
-    def __init__(self, spec_path: Path) -> None:
+    def __init__(self, spec_path: Path, continue_s: float) -> None:
         spec = json.loads(spec_path.read_text(encoding="utf-8"))
         self.spec_path = spec_path
         self.rank: int = spec["rank"]
         self.parent: int = spec["parent"]
         self.descriptors = [value for name, value in spec.items() if name.endswith("_fd")]
         self.dead: list[int] = []  # the agents before this one, whose jobs are to be given back
+        self._continue_s = continue_s
         self._ending = False
         self._pause_s = _FIRST_PAUSE_S
         self._signalled, wakeup = os.pipe()
@@ -93,15 +94,15 @@ class Warden:
                 agent.returncode = os.waitstatus_to_exitcode(status)
                 return agent.returncode
             if self._ending and deadline_s is None:
-                deadline_s, stopped_s = now_s + _END_S, now_s - _CONTINUE_S
+                deadline_s, stopped_s = now_s + _END_S, now_s - self._continue_s
                 os.kill(agent.pid, signal.SIGTERM)  # Popen's own would collect it
-            if stopped_s is not None and now_s - stopped_s >= _CONTINUE_S:
+            if stopped_s is not None and now_s - stopped_s >= self._continue_s:
                 stopped_s = None
                 os.kill(agent.pid, signal.SIGCONT)
             if deadline_s is not None and now_s >= deadline_s:
                 os.kill(agent.pid, signal.SIGKILL)
             if not pid:
-                ends = [stopped_s + _CONTINUE_S if stopped_s is not None else None, deadline_s]
+                ends = [stopped_s + self._continue_s if stopped_s is not None else None, deadline_s]
                 self._wait(min((end - now_s for end in ends if end is not None), default=3600.0))
 
     def _wait(self, seconds: float) -> None:
@@ -113,9 +114,9 @@ class Warden:
             return
 
 
-def main() -> None:
+def main(continue_s: float = 1.5) -> None:
     os.nice(19)  # nothing from here on is in a hurry, and the main job is: not even what its agent imports
-    warden = Warden(Path(sys.argv[1]))
+    warden = Warden(Path(sys.argv[1]), continue_s)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {warden.rank} %(message)s")
     signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it reaches the wake-up descriptor
     signal.signal(signal.SIGTERM, warden.end)

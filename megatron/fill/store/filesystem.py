@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-_MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK = {
     *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "smbfs", "glusterfs", "panfs", "afs"),
     *("orangefs", "pvfs2", "wekafs", "ocfs2", "gfs2", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs"),
@@ -31,6 +31,6 @@ def network_file_system(path: str | Path) -> str:
 
 def _lines() -> list[str]:
     try:
-        return _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+        return MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []

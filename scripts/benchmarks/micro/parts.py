@@ -11,7 +11,7 @@ from scripts.benchmarks.micro.actor import Actor, ActorError
 from scripts.benchmarks.micro.figures import delays_us, followed_us, spread
 from scripts.benchmarks.micro.stage import CAP_BYTES, MPS, TIMESLICE, Stage
 
-_CONNECTIONS = (8, 1)  # as by default, and as tensor and context parallelism want it
+CONNECTIONS = (8, 1)  # as by default, and as tensor and context parallelism want it
 _FRACTION_BYTES = 4096 * MIB
 _LONG_S = 20.0  # a kernel that is killed long before it ends
 
@@ -19,13 +19,13 @@ _LONG_S = 20.0  # a kernel that is killed long before it ends
 def marks(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
     """M1: what a mark costs; how long until the relay has heard of it, and until a worker's first kernel is done."""
     found: dict[str, Any] = {}
-    for connections in _CONNECTIONS:
+    for connections in CONNECTIONS:
         with stage.actors(TIMESLICE, "main", "side", connections=connections) as (main, side):
             _both_ready(main, side)
             costs = main.do("costs")
             alone = {"mark_host_us": spread(costs["host_us"]), "mark_stream_us": costs["stream_us"]}
             found[f"idle, {connections} connections"] = alone | _heard(main, side, count)
-            if connections == _CONNECTIONS[0]:
+            if connections == CONNECTIONS[0]:
                 found["written instead"] = _written(main, side, count)
                 side.begin("gemm", seconds=seconds)
                 main.do("open_gate")
