@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,8 +61,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 
 def test_a_job_that_fits_no_bubble_says_by_how_much(running):
-    running.wait(lambda: "too long for bubble" in running.job("big").reason)
-    assert "node 'forward 0' of b1" in running.job("big").reason
+    # On a busy machine the first cycle may have no bubble that is long enough for anything.
+    running.wait(lambda: re.search("too long for bubble|the longest bubble is", running.job("big").reason))
+    said = running.job("big").reason
+    assert re.search(r"node 'forward 0' of b1|the longest bubble is \d+\.\d+ ms; expected more than", said)
     assert running.job("big").state is JobState.QUEUED
 
 

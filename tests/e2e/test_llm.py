@@ -37,7 +37,7 @@ def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, fla
     args = {"checkpoints": str(saved), "prompts": ["def "], "new_tokens": 8}
     job = {"name": "evaluate", "task": "megatron.fill.llm:EvaluateCheckpoints", "args": args}
     model = MODEL.replace("--mock-data", f"--data-path {corpus} --split 80,20,0").replace("size 255", "size 256")
-    saving = f"--save {saved} --save-interval 30 --eval-interval 30 --eval-iters 3"
+    saving = f"--save {saved} --save-interval 12 --eval-interval 12 --eval-iters 3"
     trained = train_until(
         tmp_path,
         f"{write_jobs(tmp_path, job)} --fill-bind {tmp_path} {Path(corpus).parent} {saving} {flags}",
@@ -46,9 +46,9 @@ def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, fla
     )
     lines = trained.path("evaluate", "evaluations.jsonl").read_text().splitlines()
     found = json.loads(lines[0])
-    said = re.search(r"validation loss at iteration 30 \| lm loss value: ([0-9.E+-]+)", trained.output)
+    said = re.search(r"validation loss at iteration 12 \| lm loss value: ([0-9.E+-]+)", trained.output)
     assert said is not None
-    assert found["iteration"] == 30
+    assert found["iteration"] == 12
     assert found["loss"] == pytest.approx(float(said[1]), rel=1e-5)
     assert found["samples"][0]["prompt"] == "def "
     assert trained.jobs["evaluate"]["result"]["evaluated"] == len(lines)
