@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,18 +29,23 @@ class Story(Running):
     """A training, its store, and what a user does meanwhile."""
 
     def __init__(self, folder: Path) -> None:
-        jobs = write_jobs(folder, LAYERS, BIG, TAIL)
+        jobs = write_jobs(folder, BIG)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HF_TOKEN", "secret")
             super().__init__(
                 folder, f"{jobs} --fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5 --fill-lease-seconds 2"
             )
-        self.wait(lambda: len(self.store.list()) == 4)
+        self.job("big")
 
     def wait_for_heartbeat(self, name: str) -> None:
         """Wait until the job's agent has been heard of once more."""
         lease_s = self.job(name).lease_until_s
         self.wait(lambda: self.job(name).lease_until_s != lease_s)
+
+    def submit(self, *jobs: dict[str, Any]) -> None:
+        path = self.folder / "more.yaml"
+        path.write_text(json.dumps({"jobs": jobs}))
+        self.pipefill("submit", str(path))
 
     def pipefill(self, *arguments: str) -> str:
         environment = os.environ | {"PIPEFILL_STORE": str(self.folder / "run")}
@@ -61,14 +65,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 
 def test_a_job_that_fits_no_bubble_says_by_how_much(running):
-    # On a busy machine the first cycle may have no bubble that is long enough for anything.
-    running.wait(lambda: re.search("too long for bubble|the longest bubble is", running.job("big").reason))
-    said = running.job("big").reason
-    assert re.search(r"node 'forward 0' of b1|the longest bubble is \d+\.\d+ ms; expected more than", said)
+    # No other job waits yet: where the first cycle has no bubble for anything, a free seat looks again at the next one.
+    running.wait(lambda: "too long for bubble" in running.job("big").reason)
+    assert "node 'forward 0' of b1" in running.job("big").reason
     assert running.job("big").state is JobState.QUEUED
 
 
 def test_jobs_are_measured_planned_and_get_on(running):
+    running.submit(LAYERS, TAIL)
     for name in ("layers-0", "layers-1"):
         running.wait(lambda: running.job(name).progress.work_done > 0)  # noqa: B023
         folder = Path(running.job(name).directory)
@@ -90,14 +94,12 @@ def test_a_running_job_is_cancelled(running):
 
 
 def test_a_job_submitted_later_is_run(running):
-    (running.folder / "later.yaml").write_text(json.dumps({"jobs": [LATER]}))
-    running.pipefill("submit", str(running.folder / "later.yaml"))
+    running.submit(LATER)
     running.wait(lambda: running.job("later").state is JobState.SUCCEEDED)
     assert running.job("later").progress.work_done == 5
 
 
 def test_failures_limits_and_order(running):
-    file = running.folder / "order.yaml"
     twice = ["sh", "-c", "echo $PIPEFILL_ATTEMPT >> tries; test $(wc -l < tries) -ge 2"]
     jobs: list[dict[str, Any]] = [
         {"name": "last", "command": "true", "after": ["flaky"]},
@@ -105,8 +107,7 @@ def test_failures_limits_and_order(running):
         {"name": "endless", "command": "sleep 100000", "timeout": "1s"},
     ]
     jobs = [job | {"memory": "1GiB"} for job in jobs]  # so they may run beside others
-    file.write_text(json.dumps({"jobs": jobs}))
-    running.pipefill("submit", str(file))
+    running.submit(*jobs)
     running.wait(lambda: all(running.job(job["name"]).state.finished for job in jobs))
     last, flaky, endless = (running.job(job["name"]) for job in jobs)
     assert (flaky.state, flaky.progress.failures) == (JobState.SUCCEEDED, 1)
@@ -143,8 +144,7 @@ def test_a_killed_agents_job_comes_back(running):
 
 def test_a_job_sees_and_reaches_nothing_of_the_training(running):
     probe = {"name": "probe", "task": "tasks:Probe", "memory": "1GiB", "priority": 9, "env": {"MODE": "fast"}}
-    (running.folder / "probe.yaml").write_text(json.dumps({"jobs": [probe]}))
-    running.pipefill("submit", str(running.folder / "probe.yaml"))
+    running.submit(probe)
     running.wait(lambda: running.job("probe").state.finished)
     seen = running.job("probe").result
     assert "MODE" in seen["environment"]
