@@ -288,7 +288,8 @@ def main() -> None:
     if given.png is not None:
         if not given.png.is_dir():
             parser.error(f"--png is {given.png}: expected a folder")
-        return draw_case_study(given.png)
+        draw_case_study(given.png)
+        return
     if unknown := [part for part in given.parts if part not in PARTS]:
         parser.error(f"PART is {unknown[0]!r}; expected some of {', '.join(PARTS)}")
     results = opened(parser, given.json)

@@ -162,9 +162,10 @@ class GraphRun:
                 " without --ahead, or --fill-cpu-backend"
             )
         skipping = ("iterations_to_skip", "result_rejected_tracker_filename", "phase_transition_iterations")
-        self._refuse(args, skipping, "operators that run ahead take the data ahead")
+        why = "operators that run ahead take the data ahead"
+        self._refuse(args, skipping, why)
         if args.rerun_mode == "report_stats":
-            raise GraphError("--rerun-mode is report_stats; expected disabled: operators that run ahead take the data")
+            raise GraphError(f"--rerun-mode is report_stats; expected disabled: {why}")
         args.rerun_mode = "disabled"  # an iteration that was run again would have the next one's data
 
     @staticmethod

@@ -142,13 +142,13 @@ class Outside:
         for word in ("status", "pause", "resume", "kill", "resume"):
             said = command.pipefill(word, str(self.main.run_dir))
             # Agents have the lowest priority: on a machine that others use, one may take longer than is waited for.
-            late = said.code == 1 and not said.errors and self.injector.until(self._acknowledged, _LONG_S)
+            late = said.code == 1 and not said.errors and self.injector.until(self._heard, _LONG_S)
             if said.code != 0 and not late:
                 wrong.append(f"{word}: {said.code} {' '.join((said.output + said.errors).split())[:200]}")
         return "; ".join(wrong)
 
-    def _acknowledged(self) -> bool:
-        return all(page.acknowledged for page in find_pages(self.main.run_dir))
+    def _heard(self) -> bool:
+        return not any(page.silent for page in find_pages(self.main.run_dir))
 
     def _paused_daemons(self) -> str | None:
         submitted = self.submitter.command("burn_long")

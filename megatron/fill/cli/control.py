@@ -85,11 +85,11 @@ def change(run: Path, state: str, as_json: bool, wait_s: float = 2.0) -> None:
     for page in pages:  # all are open already: they change within microseconds of one another
         page.change(RunState[state])
     end_s = time.monotonic() + wait_s
-    while _silent(pages) and time.monotonic() < end_s:
+    while any(page.silent for page in pages) and time.monotonic() < end_s:
         time.sleep(_LOOK_S)
     _show(pages, as_json)
     damaged = _damaged(run)
-    if _silent(pages) or damaged:
+    if any(page.silent for page in pages) or damaged:
         raise typer.Exit(1)
 
 
@@ -101,11 +101,6 @@ def _damaged(run: Path) -> bool:
     for line in lines:
         typer.echo(line, err=True)
     return bool(lines)
-
-
-def _silent(pages: Sequence[ControlPage]) -> list[ControlPage]:
-    """Those whose agent lives and has not acknowledged the last change."""
-    return [page for page in pages if not page.acknowledged and page.agent_lives]
 
 
 def _show(pages: Sequence[ControlPage], as_json: bool) -> None:

@@ -155,6 +155,11 @@ class ControlPage(ControlReader):
         """Whether the agent has acted on the last change."""
         return self._words[_ACKNOWLEDGED] == self.word
 
+    @property
+    def silent(self) -> bool:
+        """Whether the agent lives and has not acted on the last change."""
+        return not self.acknowledged and self.agent_lives
+
     def acknowledge(self, word: int) -> None:
         """The calling agent has acted on ``word``."""
         if self.agent != os.getpid():
