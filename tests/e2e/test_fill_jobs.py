@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,7 +68,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 def test_a_job_that_fits_no_bubble_says_by_how_much(running):
     # No other job waits yet: where the first cycle has no bubble for anything, a free seat looks again at the next one.
     running.wait(lambda: "too long for bubble" in running.job("big").reason)
-    assert "node 'forward 0' of b1" in running.job("big").reason
+    assert re.match("does not fit rank .*: node 'forward 0' of b1", running.job("big").reason)
     assert running.job("big").state is JobState.QUEUED
 
 

@@ -43,7 +43,7 @@ class Post:
         self.store = MemoryStore()
         agent = self._spec(folder, **spec)
         device = device or CpuDevice()
-        memory = DeviceMemory(device, agent.margin_bytes)
+        memory = DeviceMemory(device, agent.margin_bytes, 1.0)
         board, baton_fd = CycleBoardReader(agent.board_fd), Baton.create()
         self.station = Station(
             spec=agent,

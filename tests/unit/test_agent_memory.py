@@ -108,7 +108,7 @@ def test_a_sudden_growth_ends_the_worker():
 
 def test_what_a_worker_was_promised_is_not_promised_again_while_it_runs():
     device = FakeDevice(FakeMachine(1000 * MIB))
-    memory = DeviceMemory(device, MARGIN)
+    memory = DeviceMemory(device, MARGIN, 1.0)
     limiter = device.limiter(Limits(None), "job")
     with memory.shared(limiter, 300 * MIB, lambda size: None, lambda: False) as share:
         assert share.claim_bytes == 300 * MIB

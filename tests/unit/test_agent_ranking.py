@@ -78,10 +78,36 @@ def test_jobs_known_not_to_fit_are_left_out_until_the_bubbles_change():
     assert bench.store.find("small").reason == ""
     bench.show(40)
     assert bench.wanted() == ["long", "unknown", "small"]
-    bench.ranking.unfit(bench.store.find("unknown").id, tail=False)
+    bench.ranking.misfits.tried(bench.store.find("unknown").id, tail=False)
     assert bench.wanted() == ["long", "small"]
     bench.show(41)
     assert bench.wanted() == ["long", "unknown", "small"]
+
+
+def test_those_that_wait_are_told_why_also_while_no_seat_is_free():
+    bench = Bench()
+    reasons = {name: lambda name=name: bench.store.find(name).reason for name in ("long", "unknown", "others")}
+    for name, found in (("long", profile(30)), ("unknown", None), ("others", profile(3))):
+        bench.submit(name, found)
+    bench.show(1)
+    for name in ("unknown", "others"):
+        bench.store.note(bench.store.find(name).id, bench.ranking.misfits.reason("no bubble"))
+    bench.store.note(bench.store.find("others").id, "does not fit rank 1: no bubble")
+    bench.ranking.explain(bench.store)
+    assert "29.300 ms too long for bubble 0" in reasons["long"]()
+    assert reasons["unknown"]() == ""  # that was said of another cycle
+    assert reasons["others"]().startswith("does not fit rank 0: node 'forward 0'")
+    bench.show(20)
+    bench.ranking.misfits.tried(bench.store.find("unknown").id, tail=True)
+    bench.store.note(bench.store.find("unknown").id, bench.ranking.misfits.reason("no bubble"))
+    bench.ranking.explain(bench.store)
+    assert "10.300 ms too long for bubble 0" in reasons["long"]()
+    assert reasons["unknown"]() == "does not fit rank 0: no bubble"
+    assert reasons["others"]() == ""
+    bench.store.note(bench.store.find("others").id, "does not fit rank 1: no bubble")
+    bench.show(40)
+    bench.ranking.explain(bench.store)
+    assert [reason() for reason in reasons.values()] == ["", "", "does not fit rank 1: no bubble"]
 
 
 def test_shortest_job_first_uses_the_work_that_is_left():
@@ -181,13 +207,13 @@ def test_what_fits_no_bubble_and_what_was_tried_in_vain_is_refused_until_the_bub
     bench = Bench()
     long, tried = bench.submit("long", profile(30)), bench.submit("tried")
     bench.submit("small", profile(3))
-    assert bench.ranking.refused == ()
+    assert bench.ranking.misfits.refused == ()
     bench.wanted()
-    bench.ranking.unfit(tried.id, tail=False)
-    bench.ranking.unfit(bench.store.find("small").id, tail=True)  # only beside another one
-    assert bench.ranking.refused == (long.id, tried.id)
+    bench.ranking.misfits.tried(tried.id, tail=False)
+    bench.ranking.misfits.tried(bench.store.find("small").id, tail=True)  # only beside another one
+    assert bench.ranking.misfits.refused == (long.id, tried.id)
     bench.show(40)
-    assert bench.ranking.refused == ()
+    assert bench.ranking.misfits.refused == ()
 
 
 def test_how_long_a_unit_of_work_takes_here_is_known_from_its_profile():
@@ -196,7 +222,7 @@ def test_how_long_a_unit_of_work_takes_here_is_known_from_its_profile():
     assert bench.ranking.unit_s(bench.store, bench.submit("long", profile(30))) == float("inf")
     small = bench.submit("small", profile(18))
     assert bench.ranking.unit_s(bench.store, small) == pytest.approx(0.1)  # one in each bubble
-    bench.ranking.unfit(small.id, tail=False)
+    bench.ranking.misfits.tried(small.id, tail=False)
     assert bench.ranking.unit_s(bench.store, small) == float("inf")
 
 

@@ -16,7 +16,7 @@ GIB = 2**30
 
 def test_a_worker_is_asked_then_stopped():
     clock = Clock(100.0)
-    guard = MemoryGuard(8 * GIB, clock=clock)
+    guard = MemoryGuard(8 * GIB, 1.0, clock=clock)
     assert guard.judge(8 * GIB, 4 * GIB).order is Order.OK
     asked = guard.judge(5 * GIB, 4 * GIB)
     assert (asked.order, asked.held_bytes) == (Order.SHRINK, GIB)
@@ -31,7 +31,7 @@ def test_a_worker_is_asked_then_stopped():
 
 def test_a_worker_that_shrank_has_its_second_again():
     clock = Clock(100.0)
-    guard = MemoryGuard(8 * GIB, clock=clock)
+    guard = MemoryGuard(8 * GIB, 1.0, clock=clock)
     assert guard.judge(5 * GIB, 4 * GIB).order is Order.SHRINK
     clock.now += 0.9
     assert guard.judge(8 * GIB, GIB).order is Order.OK
@@ -40,14 +40,14 @@ def test_a_worker_that_shrank_has_its_second_again():
 
 
 def test_there_is_no_asking_below_a_quarter_of_the_margin():
-    guard = MemoryGuard(8 * GIB, clock=Clock(100.0))
+    guard = MemoryGuard(8 * GIB, 1.0, clock=Clock(100.0))
     assert guard.judge(2 * GIB, 1).order is Order.SHRINK
     assert guard.judge(2 * GIB - 1, 1).order is Order.KILL
 
 
 def test_a_negative_margin_is_refused():
     with pytest.raises(DeviceError, match="expected 0 or more"):
-        MemoryGuard(-1)
+        MemoryGuard(-1, 1.0)
 
 
 amounts = st.integers(min_value=0, max_value=100 * GIB)
@@ -56,7 +56,7 @@ amounts = st.integers(min_value=0, max_value=100 * GIB)
 @given(amounts, st.lists(st.tuples(amounts, amounts, st.floats(0, 3)), min_size=1, max_size=30))
 def test_the_margin_is_never_eaten_for_longer_than_the_patience(margin, looks):
     clock = Clock(100.0)
-    guard = MemoryGuard(margin, clock=clock)
+    guard = MemoryGuard(margin, 1.0, clock=clock)
     since_s = None
     for free, held, passed_s in looks:
         clock.now += passed_s

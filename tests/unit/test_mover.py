@@ -118,7 +118,7 @@ def test_one_that_does_not_fit_here_is_not_asked_for(bench):
 
 
 def test_one_that_was_refused_here_is_not_asked_for(bench):
-    bench.ranking.unfit(bench.claims["tail"].job.id, tail=False)
+    bench.ranking.misfits.tried(bench.claims["tail"].job.id, tail=False)
     bench.go_on(60, 0.001)
     assert not bench.asked()
 

@@ -163,7 +163,7 @@ def test_what_is_raised_at_the_start_means_not_started_and_leaves_nothing(bench,
     serve(bench, monkeypatch)
     told = bench.store.get(job.id)
     assert (told.state, told.reason) == (JobState.QUEUED, "it could not be started: KeyError: 'of ours'")
-    assert bench.station.ranking.refused == (job.id,)  # not here again
+    assert bench.station.ranking.misfits.refused == (job.id,)  # not here again
 
 
 def test_what_is_raised_when_the_next_worker_is_made_ready_means_not_started(bench, monkeypatch):

@@ -47,7 +47,7 @@ logger = logging.getLogger("pipefill.agent")
 _KILL_S = 1.5  # how long a kill may take
 _SHRINK_S = 1.0  # how long a worker may take to give memory back, once its step has ended
 _RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # how often an empty seat looks for a job
-_SHOW_S = 10.0  # how often what runs is written down
+_SHOW_S = 10.0  # how often what runs is written down, and what waits is told why
 
 
 class Agent:
@@ -118,7 +118,7 @@ class Agent:
             busy_until_s=math.inf if paused else self.resident.busy_until_s,
             job=self.resident.job_name,
             cycle=None if cycle is None else cycle_to_dict(cycle),
-            refuses=station.ranking.refused,
+            refuses=station.ranking.misfits.refused,
         )
 
     def run(self) -> None:
@@ -169,13 +169,17 @@ class Agent:
                 seat.rest(looks_s)
 
     def _show(self) -> None:
-        """Write down what runs, again and again: of an agent that is killed, that is the last word."""
+        """Write down what runs, and tell why the others wait, again and again.
+
+        Of an agent that is killed, what is written down is the last word.
+        """
         while not self.station.over:
             self.resident.rest(_SHOW_S)
-            try:
-                self.ledger.write()
-            except Exception:
-                logger.exception("what its jobs did cannot be written down now")
+            for show in (self.ledger.write, lambda: self.station.claims.ask(self.station.ranking.explain)):
+                try:
+                    show()
+                except Exception:
+                    logger.exception("what its jobs did, or why others wait, cannot be shown now")
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ class DeviceMemory:
         patience_s: how long a worker has to give memory back once it is asked.
     """
 
-    def __init__(self, device: WorkerDevice, margin_bytes: int, patience_s: float = 1.0) -> None:
+    def __init__(self, device: WorkerDevice, margin_bytes: int, patience_s: float) -> None:
         self._device = device
         self._margin_bytes = margin_bytes
         self._patience_s = patience_s

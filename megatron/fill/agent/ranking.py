@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill import hearsay
+from megatron.fill.agent.misfits import Misfits
 from megatron.fill.agent.waiting import for_tails, may_begin
 from megatron.fill.errors import FillError, PlanError
 from megatron.fill.pages.board import CycleBoardReader
@@ -43,8 +44,7 @@ class Resident:
 class Ranking:
     """Ranks the jobs that wait for one device.
 
-    For the threads of both seats; what they tell it is kept by job and by profile, so neither is in the other's way.
-    That of the claims reads ``refused``.
+    For any thread; what they tell it is kept by job and by profile, so none is in another's way.
 
     Args:
         policy: as ``parse_policy`` reads it.
@@ -53,6 +53,9 @@ class Ranking:
         board: its bubble cycle.
         margin_bytes: of memory, that stays free on every device.
         room: how much memory a worker here would be held to, by what is free now too; None to go by the cycle alone.
+
+    Attributes:
+        misfits: the jobs that were found not to fit the bubbles here.
     """
 
     def __init__(
@@ -71,30 +74,17 @@ class Ranking:
         self.board = board
         self.margin_bytes = margin_bytes
         self.room = room or (lambda cycle: room_bytes(cycle, margin_bytes))
-        self._unfit: dict[tuple[int, bool], int] = {}  # (job, as tail job) -> the board's version then
-        self._told: dict[int, int] = {}  # job -> the board's version then
+        self.misfits = Misfits(device, board)
+        self._explained = 0  # the board's version when those that wait were last told why
         self._profiles: dict[str, tuple[float, MeasuredJob | None]] = {}
 
     def key(self, job: Job) -> str:
         return job.work.profile_key(self.fingerprint)
 
-    def unfit(self, job_id: int, tail: bool) -> None:
-        """A worker found that this job fits no bubble here: do not try it again until the cycle is another one."""
-        self._unfit[job_id, tail] = self.board.version
-
-    @property
-    def refused(self) -> tuple[int, ...]:
-        """The jobs that were found not to fit the bubbles here, as long as the cycle is the same."""
-        version = self.board.version
-        # Copies: the seats' threads write them meanwhile.
-        tried = {job_id for (job_id, tail), then in self._unfit.copy().items() if then == version and not tail}
-        planned = {job_id for job_id, then in self._told.copy().items() if then == version}
-        return tuple(sorted(tried | planned))
-
     def unit_s(self, store: JobStore, job: Job) -> float | None:
         """Wall-clock seconds for a unit of the job's work here; infinity if it fits no bubble, None if nobody knows."""
         self._learn(store, job)
-        if not self._may_fit(job, tail=False):
+        if not self.misfits.may_fit(job.id, tail=False):
             return math.inf
         cycle = self._cycle()
         return estimate_s(None if cycle is None else _for_job(cycle, job), self._parsed(job), 1.0, RESERVE_NS)
@@ -114,7 +104,7 @@ class Ranking:
         waiting = may_begin(store, store.list({JobState.QUEUED}))
         if tail:
             waiting = for_tails(waiting, store.devices())
-        jobs = [job for job in waiting[: self.policy.most_jobs] if self._may_fit(job, tail)]
+        jobs = [job for job in waiting[: self.policy.most_jobs] if self.misfits.may_fit(job.id, tail)]
         if not jobs:
             return []
         for job in jobs:
@@ -187,10 +177,6 @@ class Ranking:
                 found[device.name] = held_cycle(cycle, max(least_bytes, room_bytes(cycle, self.margin_bytes)))
         return found
 
-    def _may_fit(self, job: Job, tail: bool) -> bool:
-        version = self._unfit.get((job.id, tail))
-        return version is None or version != self.board.version
-
     def _learn(self, store: JobStore, job: Job) -> None:
         key, now_s = self.key(job), time.monotonic()
         asked_s, kept = self._profiles.get(key, (-math.inf, None))
@@ -210,15 +196,26 @@ class Ranking:
             return job.work.memory_bytes
         return min((profile.memory_bytes for profile in self._parsed(job)), default=math.inf)
 
-    def _say_why(self, store: JobStore, job: Job, cycle: BubbleCycle) -> None:
-        """Tell the user why this job waits, once for each cycle."""
-        if self._told.get(job.id) == self.board.version:
+    def explain(self, store: JobStore) -> None:
+        """Tell users which jobs wait because they do not fit, once for each cycle: while no seat is free, none does."""
+        version, cycle = self.board.version, self._cycle()
+        if cycle is None or version == self._explained:
             return
-        self._told[job.id] = self.board.version
+        self._explained = version
+        for job in may_begin(store, store.list({JobState.QUEUED}))[:MOST_JOBS]:
+            self._learn(store, job)
+            if not (self._parsed(job) and self._say_why(store, job, cycle)):
+                self.misfits.withdraw(store, job)
+
+    def _say_why(self, store: JobStore, job: Job, cycle: BubbleCycle) -> bool:
+        """Tell the user why this job has no plan here, once for each cycle; whether it has none."""
         try:
             best_plan(_for_job(cycle, job), self._parsed(job), RESERVE_NS)
         except PlanError as error:
-            store.note(job.id, f"does not fit {self.device}: {error}")
+            if self.misfits.planned(job.id):
+                store.note(job.id, self.misfits.reason(str(error)))
+            return True
+        return False
 
     def _view(
         self, job: Job, cycles: Mapping[str, BubbleCycle | None], unit_s: dict[tuple[str, str], float | None]

@@ -145,7 +145,7 @@ class Seat:
             logger.exception("job %s: its agent failed", job.name)
             reason = f"its agent failed: {type(error).__name__}: {error}; it is tried again"
         if state is JobState.QUEUED:
-            station.ranking.unfit(job.id, self.tail)
+            station.ranking.misfits.tried(job.id, self.tail)
         logger.warning("job %s: %s %s", job.name, state, reason)
         station.claims.finish(claim, state, reason, self._progress(job), {}, _SAY_S)
 
@@ -172,13 +172,15 @@ class Seat:
             end = attempt.run()
             verdict = self.judge.verdict(job, end)
             state, reason, progress = verdict.state, verdict.reason, attempt.progress()
+            if end.outcome.unfit and state is JobState.QUEUED:
+                reason = station.ranking.misfits.reason(reason)
             if verdict.failed:
                 progress = replace(progress, failures=progress.failures + 1)
             result, lost = end.outcome.result, end.standing is Standing.LOST
             if not lost and not station.claims.finish(claim, state, reason, progress, result, _SAY_S):
                 reason += " (the store did not hear of it)"
             if end.unfit:
-                station.ranking.unfit(job.id, self.tail)
+                station.ranking.misfits.tried(job.id, self.tail)
             logger.info("job %s: %s %s", job.name, state, reason)
             self.ledger.keep(*attempt.record(state, reason, end))
 

@@ -24,7 +24,7 @@ from megatron.fill.agent.submitted import forget_submitted, not_yet_submitted
 from megatron.fill.app.alone import measure_alone, turns
 from megatron.fill.app.expected import warn_of_few_bubbles
 from megatron.fill.app.keptin import KeptIn, check_emulation, check_flags, keep_in
-from megatron.fill.app.placing import take_rank, world_size
+from megatron.fill.app.placing import Place, world_size
 from megatron.fill.app.runfolder import (
     STORE,
     check_owner,
@@ -61,7 +61,7 @@ class Launch:
     def __init__(self) -> None:
         self.settings: FillSettings | None = None
         self.session: Session | None = None
-        self._placed = False
+        self._place = Place()
         self._run_dir: Path | None = None
         self._segment: OpenSegment | None = None  # on rank 0
         self._jobs: list[NewJob] = []
@@ -72,9 +72,8 @@ class Launch:
 
     def on_parse(self, args: Namespace) -> None:
         self.settings = settings = FillSettings.from_args(args)
-        if settings.rank_order is not None and not self._placed:  # a script may parse its flags twice
-            args.rank = take_rank(load_rank_order(settings.rank_order, world_size()))
-            self._placed = True
+        if settings.rank_order is not None and self._place.rank is None:  # a script may parse its flags twice
+            args.rank = self._place.take_rank(load_rank_order(settings.rank_order, world_size()))
         if settings.report is not None:
             try:
                 Path(settings.report).mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ import os
 from typing import Any
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: somebody serves a store at MASTER_ADDR, every rank is a client
-_served: list[Any] = []  # what this process serves, for as long as it lives
 
 
 def world_size() -> int:
@@ -18,22 +17,33 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def take_rank(order: tuple[int, ...]) -> int:
-    """Change ``RANK`` to the logical rank of this process, and see to it that the ranks still find each other.
+class Place:
+    """Where this process runs, and which rank it has there.  What it serves lives as long as this object.
 
-    Args:
-        order: the physical rank of each logical one, for ``world_size()`` ranks.
-
-    Returns:
-        The logical rank.
+    Attributes:
+        rank: the logical one; None before it is taken.
     """
-    physical = int(os.environ.get("RANK") or 0)
-    logical = order.index(physical)
-    _keep_place(physical, len(order))
-    if len(order) > 1 and os.environ.get(_AGENT_STORE) != str(True):
-        _serve(physical)
-    os.environ["RANK"] = str(logical)
-    return logical
+
+    def __init__(self) -> None:
+        self.rank: int | None = None
+        self._store: Any = None
+
+    def take_rank(self, order: tuple[int, ...]) -> int:
+        """Change ``RANK`` to the logical rank of this process, and see to it that the ranks still find each other.
+
+        Args:
+            order: the physical rank of each logical one, for ``world_size()`` ranks.
+
+        Returns:
+            The logical rank.
+        """
+        physical = int(os.environ.get("RANK") or 0)
+        self.rank = order.index(physical)
+        _keep_place(physical, len(order))
+        if len(order) > 1 and os.environ.get(_AGENT_STORE) != str(True):
+            self._store = _serve(physical)
+        os.environ["RANK"] = str(self.rank)
+        return self.rank
 
 
 def _keep_place(physical: int, ranks: int) -> None:
@@ -45,11 +55,12 @@ def _keep_place(physical: int, ranks: int) -> None:
             os.environ[name] = value
 
 
-def _serve(physical: int) -> None:
+def _serve(physical: int) -> Any:
     """Have the process that runs at ``MASTER_ADDR`` serve the store there, though it may not be rank 0 any more."""
     os.environ[_AGENT_STORE] = str(True)
-    if physical == 0:
-        from torch.distributed import TCPStore
+    if physical != 0:
+        return None
+    from torch.distributed import TCPStore
 
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        _served.append(TCPStore(address, port, is_master=True, wait_for_workers=False))
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, is_master=True, wait_for_workers=False)

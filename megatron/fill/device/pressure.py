@@ -58,7 +58,7 @@ class MemoryGuard:
         DeviceError: the margin is negative.
     """
 
-    def __init__(self, margin_bytes: int, patience_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, margin_bytes: int, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         if margin_bytes < 0:
             raise DeviceError(f"a memory margin of {margin_bytes} bytes: expected 0 or more")
         self.margin_bytes = margin_bytes
