@@ -7,12 +7,15 @@ GPU, which MPS has, makes bubbles in which it is idle.
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-_SCRIPT = [sys.executable, "-u", "pretrain_gpt.py"]
+SCRIPT = [sys.executable, "-u", "pretrain_gpt.py"]
 # Compiling Megatron's few small functions takes longer than they do in a short training, and a C++ compiler.
 _COMMON = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -47,11 +50,7 @@ def training(
     Raises:
         RuntimeError: a rank failed, or it took too long; the message has the end of its output.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(stages), "LOCAL_RANK": "0"}
-    shared |= {"LOCAL_WORLD_SIZE": str(stages), "PIPEFILL_HOST_P2P": "1"}
+    shared = {"WORLD_SIZE": str(stages), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(stages), "PIPEFILL_HOST_P2P": "1"}
     shared["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # the host's name may lead nowhere
     if sharing == "mps":
         shared["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // stages)
@@ -59,8 +58,19 @@ def training(
     if os.environ.get("PIPEFILL_CPU_BACKEND") == "1":  # a core each: on one, no stage would leave anything idle
         ranks = [own | {"LOCAL_RANK": own["RANK"]} for own in ranks]
     arguments = [*arguments, "--distributed-backend", "gloo", *(["--exit-signal-handler"] if enough else [])]
-    with _processes(ranks, arguments, log, limit_s, enough) as lines:
-        yield lines
+    with free_port() as port:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with _processes([meeting | own for own in ranks], arguments, log, limit_s, enough) as lines:
+            yield lines
+
+
+@contextmanager
+def free_port() -> Iterator[int]:
+    """A port of this machine for rank 0: nobody gets it meanwhile but who asks for it by its number."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as who listens there does
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @contextmanager
@@ -90,21 +100,14 @@ def _processes(
     """Processes with environments of their own; yields what the last one prints."""
     inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
     ranks: list[subprocess.Popen[str]] = []
-    late = threading.Event()
-
-    def end_late() -> None:
-        late.set()
-        end(ranks)
-
+    logs = [log.with_suffix(f".rank{rank}.log") for rank in range(len(own) - 1)] + [log]
     with ExitStack() as stack:
         stack.callback(end, ranks)
         for rank, environment in enumerate(own):
-            where: Any = subprocess.PIPE
-            if rank < len(own) - 1:
-                where = stack.enter_context(log.with_suffix(f".rank{rank}.log").open("w"))
+            where: Any = subprocess.PIPE if logs[rank] is log else stack.enter_context(logs[rank].open("w"))
             ranks.append(
                 subprocess.Popen(
-                    [*_SCRIPT, *arguments],
+                    [*SCRIPT, *arguments],
                     cwd=ROOT,
                     env=inherited | _COMMON | environment,
                     stdout=where,
@@ -112,10 +115,8 @@ def _processes(
                     text=True,
                 )
             )
-        if limit_s is not None:
-            timer = threading.Timer(max(0.0, limit_s), end_late)
-            stack.callback(timer.cancel)
-            timer.start()
+        watch = _Watch(ranks, limit_s)
+        watch.start()
         seen: list[str] = []
         assert ranks[-1].stdout is not None
         lines = _kept(ranks[-1].stdout, seen)
@@ -124,11 +125,46 @@ def _processes(
         yield lines
         deque(lines, maxlen=0)  # what its user has not read
         log.write_text("".join(seen), encoding="utf-8")
-        codes = [process.wait() for process in ranks]
-        if late.is_set():
+        watch.join()
+        if watch.late:
             raise RuntimeError(f"the training was ended after {limit_s:.0f} s, which it had")
-        if any(codes):
-            raise RuntimeError(f"the ranks of the training ended with {codes}:\n{''.join(seen)[-3000:]}")
+        if watch.failed is not None:
+            said = logs[watch.failed].read_text(encoding="utf-8", errors="replace")[-3000:]
+            code = ranks[watch.failed].returncode
+            raise RuntimeError(f"rank {watch.failed} of the training ended with exit code {code}:\n{said}")
+
+
+class _Watch(threading.Thread):
+    """Ends all ranks when one of them has failed, which the others would wait for, or when they are late.
+
+    Attributes:
+        late: they were.
+        failed: the first that failed; None if none has.
+    """
+
+    def __init__(self, ranks: Sequence[subprocess.Popen[str]], limit_s: float | None) -> None:
+        super().__init__(name="ranks", daemon=True)
+        self.late = False
+        self.failed: int | None = None
+        self._ranks = ranks
+        self._end_s = math.inf if limit_s is None else time.monotonic() + limit_s
+
+    def run(self) -> None:
+        running = {os.pidfd_open(process.pid): rank for rank, process in enumerate(self._ranks)}
+        while running:
+            left_s = None if self._end_s == math.inf else max(0.0, self._end_s - time.monotonic())
+            ready = [] if self.late else select.select([*running], [], [], left_s)[0]
+            self.late = self.late or not ready
+            for ended in ready:
+                os.close(ended)
+                rank = running.pop(ended)
+                if self._ranks[rank].wait() and self.failed is None:
+                    self.failed = rank
+            if self.late or self.failed is not None:
+                end(self._ranks)
+                break
+        for descriptor in running:
+            os.close(descriptor)
 
 
 def _ended(
@@ -149,7 +185,7 @@ def _kept(lines: Iterable[str], seen: list[str]) -> Iterator[str]:
         yield line
 
 
-def end(processes: list[subprocess.Popen[str]]) -> None:
+def end(processes: Sequence[subprocess.Popen[str]]) -> None:
     """End what still runs: politely, since a client of MPS should end by itself, and after half a minute at once."""
     for process in processes:
         if process.poll() is None:

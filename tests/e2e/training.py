@@ -122,7 +122,7 @@ def warm_python() -> list[str]:
 def benchmark(name: str) -> list[str]:
     """The command ``python scripts/benchmarks/NAME.py`` for the root of the checkout; its trainings' ranks are warm."""
     rank = [sys.executable, *warm_python()]
-    code = f"from scripts.benchmarks import one_gpu, {name}; one_gpu._SCRIPT[:2] = {rank}; {name}.main()"
+    code = f"from scripts.benchmarks import one_gpu, {name}; one_gpu.SCRIPT[:2] = {rank}; {name}.main()"
     return [sys.executable, "-c", code]
 
 
