@@ -25,7 +25,18 @@ def test_real_stages_are_rehearsed_and_kept(tmp_path):
     python.write_text(PYTHON.format(warm=warm, python=shlex.quote(sys.executable)), encoding="utf-8")
     python.chmod(0o755)
     done = subprocess.run(
-        ["bash", "scripts/gpu_day.sh", "smoke", str(tmp_path), "--device", "cpu", "--only", "stages"],
+        [
+            "bash",
+            "scripts/gpu_day.sh",
+            "smoke",
+            str(tmp_path),
+            "--device",
+            "cpu",
+            "--only",
+            "stages",
+            "--seconds",
+            "250",
+        ],
         cwd=ROOT,
         env=os.environ | {"PYTHON": str(python), REST: str(REST_MS)},
         capture_output=True,
@@ -34,11 +45,12 @@ def test_real_stages_are_rehearsed_and_kept(tmp_path):
     )
     content = json.loads((tmp_path / "smoke.json").read_text(encoding="utf-8"))
     (step,) = content["steps"]
-    assert (done.returncode, step["result"]) == (0, "ran"), step
+    log = (tmp_path / "smoke.log").read_text(encoding="utf-8")
+    assert (done.returncode, step["result"]) == (0, "ran"), (step, log)
     assert (content["rehearsal"], content["device"]) == (True, "cpu")
     assert step["found"]["identical"]
     assert step["found"]["iterations"] >= 20
     assert step["found"]["harvest_ratio"] > 0
     assert "REHEARSAL on the CPU" in done.stdout
     assert "iterations: the same, to the bit" in done.stdout
-    assert "gpu_identity.py" in (tmp_path / "smoke.log").read_text(encoding="utf-8")
+    assert "gpu_identity.py" in log
