@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import select
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from megatron.fill.linux.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, "-u", "pretrain_gpt.py"]
@@ -62,15 +63,6 @@ def training(
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         with _processes([meeting | own for own in ranks], arguments, log, limit_s, enough) as lines:
             yield lines
-
-
-@contextmanager
-def free_port() -> Iterator[int]:
-    """A port of this machine for rank 0: nobody gets it meanwhile but who asks for it by its number."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as who listens there does
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
 
 
 @contextmanager
@@ -153,8 +145,8 @@ class _Watch(threading.Thread):
         running = {os.pidfd_open(process.pid): rank for rank, process in enumerate(self._ranks)}
         while running:
             left_s = None if self._end_s == math.inf else max(0.0, self._end_s - time.monotonic())
-            ready = [] if self.late else select.select([*running], [], [], left_s)[0]
-            self.late = self.late or not ready
+            ready = select.select([*running], [], [], left_s)[0]
+            self.late = not ready
             for ended in ready:
                 os.close(ended)
                 rank = running.pop(ended)

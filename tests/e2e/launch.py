@@ -19,8 +19,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+
+from megatron.fill.linux.ports import free_port
 
 WARM, FRESH = "PIPEFILL_TEST_WARM", "PIPEFILL_TEST_FRESH"
 
@@ -74,15 +75,6 @@ def one(arguments: list[str]) -> int:
     python = Warm(arguments, dict(os.environ), os.environ[WARM])
     signal.signal(signal.SIGTERM, lambda *_: os.kill(python.pid, signal.SIGTERM))
     return python.wait()
-
-
-@contextlib.contextmanager
-def free_port() -> Iterator[int]:
-    """A port for a training's rank 0: nobody else gets it meanwhile, but who asks for it by its number."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as who listens there does
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
 
 
 def main() -> int:

@@ -24,19 +24,9 @@ def test_real_stages_are_rehearsed_and_kept(tmp_path):
     warm = shlex.join(benchmark("gpu_identity"))
     python.write_text(PYTHON.format(warm=warm, python=shlex.quote(sys.executable)), encoding="utf-8")
     python.chmod(0o755)
+    flags = ["--device", "cpu", "--only", "stages", "--seconds", "250"]  # less than this test may take
     done = subprocess.run(
-        [
-            "bash",
-            "scripts/gpu_day.sh",
-            "smoke",
-            str(tmp_path),
-            "--device",
-            "cpu",
-            "--only",
-            "stages",
-            "--seconds",
-            "250",
-        ],
+        ["bash", "scripts/gpu_day.sh", "smoke", str(tmp_path), *flags],
         cwd=ROOT,
         env=os.environ | {"PYTHON": str(python), REST: str(REST_MS)},
         capture_output=True,

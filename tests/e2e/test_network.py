@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.configure.network import Network
-from tests.e2e.launch import WARM, Warm, free_port
+from megatron.fill.linux.ports import free_port
+from tests.e2e.launch import WARM, Warm
 from tests.e2e.training import HERE, ROOT
 
 PIPEFILL = ("-c", "from megatron.fill.cli import main; main()", "network")

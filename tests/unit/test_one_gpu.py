@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fill.linux.ports import free_port
 from scripts.benchmarks import one_gpu
 
 RANK = """
@@ -40,8 +41,8 @@ def test_a_training_that_takes_too_long_is_ended(tmp_path, monkeypatch):
         train(tmp_path, monkeypatch, 2, limit_s=1.0)
 
 
-def test_the_port_of_rank_0_is_nobody_elses(monkeypatch):
-    with one_gpu.free_port() as port, socket.socket() as other, socket.socket() as rank0:
+def test_the_port_of_rank_0_is_nobody_elses():
+    with free_port() as port, socket.socket() as other, socket.socket() as rank0:
         with pytest.raises(OSError, match="in use"):
             other.bind(("127.0.0.1", port))
         rank0.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -48,5 +48,5 @@ class Misfits:
 
     def withdraw(self, store: JobStore, job: Job) -> None:
         """The job has a plan here, or nobody knows: what its user was told of another cycle is not so any more."""
-        if job.reason.startswith(self._says) and all(self.may_fit(job.id, tail) for tail in (False, True)):
+        if job.reason.startswith(self._says):
             store.note(job.id, "")

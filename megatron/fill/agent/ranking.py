@@ -203,19 +203,21 @@ class Ranking:
             return
         self._explained = version
         for job in may_begin(store, store.list({JobState.QUEUED}))[:MOST_JOBS]:
-            self._learn(store, job)
-            if not (self._parsed(job) and self._say_why(store, job, cycle)):
+            if not all(self.misfits.may_fit(job.id, tail) for tail in (False, True)):
+                continue  # what its worker found stands
+            if self.unit_s(store, job) == math.inf:
+                self._say_why(store, job, cycle)
+            else:
                 self.misfits.withdraw(store, job)
 
-    def _say_why(self, store: JobStore, job: Job, cycle: BubbleCycle) -> bool:
-        """Tell the user why this job has no plan here, once for each cycle; whether it has none."""
+    def _say_why(self, store: JobStore, job: Job, cycle: BubbleCycle) -> None:
+        """Tell the user why this job has no plan here, once for each cycle."""
+        if not self.misfits.planned(job.id):
+            return
         try:
             best_plan(_for_job(cycle, job), self._parsed(job), RESERVE_NS)
         except PlanError as error:
-            if self.misfits.planned(job.id):
-                store.note(job.id, self.misfits.reason(str(error)))
-            return True
-        return False
+            store.note(job.id, self.misfits.reason(str(error)))
 
     def _view(
         self, job: Job, cycles: Mapping[str, BubbleCycle | None], unit_s: dict[tuple[str, str], float | None]

@@ -172,7 +172,7 @@ class Seat:
             end = attempt.run()
             verdict = self.judge.verdict(job, end)
             state, reason, progress = verdict.state, verdict.reason, attempt.progress()
-            if end.outcome.unfit and state is JobState.QUEUED:
+            if end.outcome.unfit and state is JobState.QUEUED and reason == end.outcome.reason:
                 reason = station.ranking.misfits.reason(reason)
             if verdict.failed:
                 progress = replace(progress, failures=progress.failures + 1)
