@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -52,14 +51,11 @@ def train(tree: Path, folder: Path, iterations: int, block: int, warmup: int) ->
     folder.chmod(0o755)  # the jobs run as a user without rights
     jobs = folder / "jobs.yaml"
     jobs.write_text(json.dumps({"jobs": JOBS}), encoding="utf-8")  # JSON is YAML
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     flags = [
         *("--train-iters", str(iterations), "--fill-jobs", str(jobs), "--fill-report", str(folder / "run")),
         *("--fill-paired-blocks", str(block), "--fill-warmup-iterations", str(warmup)),
     ]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, str(tree / "pretrain_gpt.py"), *MODEL.split(), *flags],
         cwd=tree,

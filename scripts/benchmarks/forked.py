@@ -17,11 +17,12 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
 
 from megatron.fill.linux.libc import PR_SET_PDEATHSIG, prctl
+from megatron.fill.linux.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 _OWN = {"OMP_NUM_THREADS": "1", "PIPEFILL_CPU_BACKEND": "1"}
@@ -51,9 +52,8 @@ class ForkedRanks:
     ) -> None:
         self.log = log
         log.touch()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._port = ExitStack()
+        port = self._port.enter_context(free_port())
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         shared |= {"LOCAL_WORLD_SIZE": "1" if namespaces else str(ranks), **(environment or {})}
         self._pids = {}
@@ -92,6 +92,7 @@ class ForkedRanks:
                 self.kill()
                 raise RuntimeError(f"the ranks have not ended in {within_s:.0f} s:\n{self.tail()}")
             time.sleep(0.02)
+        self._port.close()
 
     def check(self) -> bool:
         """Whether some still run.
@@ -132,6 +133,7 @@ class ForkedRanks:
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         self._pids.clear()
+        self._port.close()
 
     def _signal(self, number: signal.Signals) -> None:
         for pid in self._pids:

@@ -18,7 +18,6 @@ import json
 import logging
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 import traceback
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.fill.hooks import bus
+from megatron.fill.linux.ports import free_port
 from scripts.benchmarks.graph_topologies import (
     BATCH,
     LENGTH,
@@ -202,12 +202,9 @@ def launch(names: Sequence[str], upstream: bool = False, timeout_s: float = 120.
     import megatron.training.training  # noqa: F401
 
     ranks = max(TOPOLOGIES[name].ranks for name in names)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="pipefill-") as name:
+    with free_port() as port, tempfile.TemporaryDirectory(prefix="pipefill-") as name:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         folder = Path(name)
         processes = [
             context.Process(target=_rank, args=(rank, names, upstream, folder), daemon=True) for rank in range(ranks)

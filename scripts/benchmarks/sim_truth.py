@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -67,13 +66,10 @@ def train(folder: Path, schedule: str, mix: str, iterations: int, blocks: int) -
     jobs = folder / "jobs.yaml"
     entries = [{"name": name, "task": task, "args": args} for name, (task, args) in MIXES[mix].items()]
     jobs.write_text(json.dumps({"jobs": entries}), encoding="utf-8")  # JSON is YAML
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     flags = f"{' '.join(MODEL)} {SCHEDULES[schedule]} --train-iters {iterations}"
     fill = f"--fill-paired-blocks {blocks} --fill-warmup-iterations {WARMUP} --fill-trace-iterations {iterations}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(STAGES), "--master-port"]
-    command = [*launcher, str(port), "pretrain_gpt.py", *flags.split(), *fill.split(), "--fill-max-slowdown", "0"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(STAGES)]
+    command = [*launcher, "pretrain_gpt.py", *flags.split(), *fill.split(), "--fill-max-slowdown", "0"]
     command += ["--fill-jobs", str(jobs), "--fill-report", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)

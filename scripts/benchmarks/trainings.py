@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -78,13 +77,8 @@ GPT = MainJob()
 
 
 def command(iterations: int, log_dir: Path, script: Sequence[str], *extra: str, main: MainJob = GPT) -> list[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(main.ranks)]
-    launcher += ["--master-port", str(port)]
     return [
-        *launcher,
+        *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(main.ranks)],
         *script,
         *" ".join(main.flags).split(),
         "--train-iters",

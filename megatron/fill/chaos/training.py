@@ -7,15 +7,16 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import termios
 import time
 import tty
+from contextlib import ExitStack
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.linux.ports import free_port
 
 SCRIPT = "pretrain_gpt.py"
 RANKS = 2
@@ -60,9 +61,8 @@ class ChaosTraining:
         folder.mkdir(parents=True)
         self._log = folder / "output.log"
         self._seen, self._seen_s = 0, time.monotonic()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._port = ExitStack()
+        port = self._port.enter_context(free_port())
         shared = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PIPEFILL_")},
             "MASTER_ADDR": "127.0.0.1",
@@ -148,6 +148,7 @@ class ChaosTraining:
 
     def end(self) -> None:
         """Kill what is left of it."""
+        self._port.close()
         for rank in self._ranks:
             if rank.poll() is None:
                 os.killpg(rank.pid, signal.SIGKILL)
