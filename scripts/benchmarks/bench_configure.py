@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="for our rank order (default: 5)")
     parser.add_argument("--pipette-seconds", type=float, default=60.0, help="for Pipette's (default: 60)")
     parser.add_argument("--vtrain", metavar="FILE", type=Path, help="vTrain's ground_truth_single.csv, for vtrain")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each of blind's trainings (default: 8)")
+    parser.add_argument("--rounds", type=int, default=24, help="turns of each of blind's trainings (default: 24)")
     parser.add_argument("--each", type=int, default=4, help="iterations of a turn, the first not counted (default: 4)")
     parser.add_argument("--iterations", type=int, default=6, help="of each of netns' trainings (default: 6)")
     parser.add_argument("--orders", type=int, default=7, help="that netns trains of each layout (default: 7)")

@@ -6,8 +6,8 @@ a shared machine they are not, so it is trained twice, with the ranks on each ot
 others are predicted from it alone.
 
 A shared machine is faster in one minute than in the next.  So all trainings take turns, round after round: one goes on
-while the others are held.  One of a single stage has another like it beside it, so that all cores are busy, as in the
-others.
+while the others are held.  Turns of one training still differ by 4 to 5%, so 24 of them tell what it takes to 1%.  One
+of a single stage has another like it beside it, so that all cores are busy, as in the others.
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ def mean_profile(profiles: Sequence[Profile]) -> Profile:
         fixed=mean("fixed"),
         step_s_per_parameter=fmean(one.step_s_per_parameter for one in profiles),
         transfer_bytes_s=fmean(transfers) if transfers else None,
+        step_s=fmean(one.step_s for one in profiles),
+        waits=fmean(one.waits for one in profiles),
     )
 
 
@@ -166,7 +168,12 @@ def measure_blind(folder: Path, rounds: int, each: int) -> dict[str, Any]:
     rows = {}
     for name, like in others.items():
         found_s, said_s = like[0].period_s(), predicted_s(passes, OTHERS[name])
-        rows[name] = {"measured_s": found_s, "predicted_s": said_s, "error": said_s / found_s - 1}
+        rows[name] = {
+            "measured_s": found_s,
+            "standard_error": like[0].standard_error_s() / found_s,
+            "predicted_s": said_s,
+            "error": said_s / found_s - 1,
+        }
     errors = [abs(row["error"]) for row in rows.values()]
     own = predicted_s(passes, REFERENCE, REFERENCE_LAYERS) / fmean(one.period_s() for one in references) - 1
     return {"blind_mean": fmean(errors), "blind_worst": max(errors), "blind_own": own, "blind": rows}

@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf, pi, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 
 from megatron.fill.records import last_segment
 from megatron.fill.types import RankRecord
@@ -92,6 +93,16 @@ class Training:
     def period_s(self, turns: Sequence[Turn] | None = None) -> float:
         """The median of them."""
         return median(self.periods_s(turns))
+
+    def standard_error_s(self) -> float:
+        """Of ``period_s``: from how its own turns differ, as each is of another minute."""
+        starts_ns = [one.start_ns for one in self.records()[0].iterations]
+        return median_error([median(periods_s(starts_ns, [turn])) for turn in self.turns])
+
+
+def median_error(values: Sequence[float]) -> float:
+    """The standard error of the median of values that are about normal; infinite of a single one."""
+    return sqrt(pi / 2) * stdev(values) / sqrt(len(values)) if len(values) > 1 else inf
 
 
 def periods_s(starts_ns: Sequence[int], turns: Sequence[Turn]) -> list[float]:

@@ -18,9 +18,11 @@ from megatron.fill.configure.passes import Both, Passes, Profile, load_passes
 from megatron.fill.configure.search import search
 from megatron.fill.errors import ConfigError
 from megatron.fill.mainjob.hardware import GPUS
+from megatron.fill.mainjob.memory import stage_parameters
 from megatron.fill.mainjob.model import ModelSpec
 from megatron.fill.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
+from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.records import begin_segment, rank_file, write_rank
@@ -31,6 +33,7 @@ MODEL = ModelSpec(layers=8, hidden=64, heads=4, sequence=64, vocabulary=128)
 FLAGS = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 100"
 LAYER, NONE = Both(3 * MS, 5 * MS), Both(0, 0)
 EMBEDDING_MS, OUTPUT_MS, STEP_MS = 1, 2, 4
+_COST = {Pass.FORWARD: "forward_ns", Pass.BACKWARD: "backward_ns"}
 
 
 def ran(
@@ -41,8 +44,15 @@ def ran(
     slower: int = 1,
     first_layers: int = 4,
     fixed: Both = NONE,
+    step_ns: int = 0,
+    varying_ns: int = 0,
 ) -> Path:
-    """The folder of a run of two stages whose passes took what the constants say, times ``slower``, and ``fixed``."""
+    """The folder of a run of two stages whose passes took what the constants say, times ``slower``, and ``fixed``.
+
+    Args:
+        step_ns: what a step takes for each layer, beside ``STEP_MS``.
+        varying_ns: by how much passes of every other micro-batch are longer than usual, and of the others shorter.
+    """
     counts = [first_layers // chunks, (8 - first_layers) // chunks] * chunks
     passes = [
         StageCost(slower * layers * 3 * MS + int(fixed.forward_ns), slower * layers * 5 * MS + int(fixed.backward_ns))
@@ -51,8 +61,17 @@ def ran(
     passes[0] = replace(passes[0], backward_ns=passes[0].backward_ns + EMBEDDING_MS * MS)
     passes[-1] = replace(passes[-1], forward_ns=passes[-1].forward_ns + OUTPUT_MS * MS)
     schedule = make_schedule("interleaved" if chunks > 1 else "1f1b", 2, 4, chunks)
-    costs = PipelineCosts(tuple(passes), 0, (0, 0), (STEP_MS * MS, STEP_MS * MS))
-    line = simulate(schedule, costs, rendezvous=True)
+    steps = tuple(STEP_MS * MS + step_ns * layers * chunks for layers in counts[:2])
+    costs = PipelineCosts(tuple(passes), 0, (0, 0), steps)
+    durations = [
+        [
+            getattr(passes[schedule.virtual_stage(rank, op)], _COST[op.kind])
+            + (varying_ns if op.microbatch % 2 else -varying_ns)
+            for op in row
+        ]
+        for rank, row in enumerate(schedule.order)
+    ]
+    line = simulate(schedule, costs, rendezvous=True, durations=durations)
     layout = f"--pipeline-model-parallel-size 2 --micro-batch-size {microbatch} --global-batch-size {4 * microbatch}"
     if chunks > 1:
         layout += f" --num-virtual-stages-per-pipeline-rank {chunks}"
@@ -89,6 +108,33 @@ def test_virtual_stages_with_other_numbers_of_layers_tell_what_a_pass_takes_besi
     assert passes.stage_cost(MODEL, its, 2, (False, False), (0, 0)) == StageCost((2 + 4 * 6) * MS, (1 + 4 * 10) * MS)
     divided = passes.stage_cost(MODEL, replace(its, cp=2), 2, (False, False), (0, 0))
     assert divided == StageCost((2 + 2 * 6) * MS, (1 + 2 * 10) * MS)
+
+
+def test_stages_with_other_numbers_of_parameters_tell_what_a_step_takes_beside_them(tmp_path):
+    (alike,) = load_passes([ran(tmp_path / "a", step_ns=MS)], training()).profiles
+    assert alike.step_s == 0
+    passes = load_passes([ran(tmp_path / "b", step_ns=MS, first_layers=2)], training())
+    few, many = (
+        stage_parameters(replace(MODEL, layers=layers), Parallel(pp=1, global_batch=1), 0) for layers in (2, 8)
+    )
+    of_layer = (many - few) / 6
+    assert passes.step_s_per_parameter(1) * of_layer == pytest.approx(1e-3, rel=0.05)  # the ends have parameters, too
+    # the drain's two collectives, and what is between and around them, are of every iteration
+    assert STEP_MS / 1e3 < passes.step_s(1) < (STEP_MS + 3) / 1e3
+
+
+def test_stages_that_vary_wait_for_each_other_and_a_single_one_does_not(tmp_path):
+    (even,) = load_passes([ran(tmp_path / "a")], training()).profiles
+    assert even.waits == 1
+    passes = load_passes([ran(tmp_path / "b", varying_ns=2 * MS)], training())
+    (uneven,) = passes.profiles
+    assert 1.02 < uneven.waits < 1.5
+    assert (uneven.layer, uneven.last) == (even.layer, even.last)
+    its = Parallel(pp=2, global_batch=8)
+    two = passes.stage_cost(MODEL, its, 4, (True, False), (0, 0))
+    assert two.forward_ns == round(4 * 3 * MS * uneven.waits)
+    one = passes.stage_cost(MODEL, replace(its, pp=1), 4, (True, False), (0, 0))
+    assert one.forward_ns == 4 * 3 * MS
 
 
 def test_there_is_no_fixed_part_where_it_would_be_below_zero(tmp_path):

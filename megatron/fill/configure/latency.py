@@ -60,6 +60,7 @@ def iteration(
     stages = stage_times(model, gpu, efficiency, its, exchanges, passes)
     embedding_s = all_reduce_s(layout.ends, 2, tied_embedding_bytes(model, its))
     parameter_s = _parameter_s(gpu, its, passes)
+    fixed_s = 0.0 if passes is None else passes.step_s(its.tp)
     for stage, routes in enumerate(layout.stages):
         inner = 0 < stage < its.pp - 1
         alike = (layers[stage], id(routes)) if inner else stage
@@ -67,7 +68,7 @@ def iteration(
             steps[alike] = _reduce_and_step_s(model, parameter_s, its, stage, routes)
         reduce_s, step_s = steps[alike]
         reduces.append(_ns(reduce_s + (0.0 if inner else embedding_s)))
-        optimizers.append(_ns(step_s))
+        optimizers.append(_ns(fixed_s + step_s))
     size = p2p_bytes(model, its)
     times = {route: _ns(route.time_s(size)) for row in layout.replicas for pair in row for route in pair}
     return Iteration(

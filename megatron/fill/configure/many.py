@@ -40,6 +40,7 @@ class ManyOrders:
         self._p2p_bytes = p2p_bytes(model, its)
         self._tied_bytes = tied_embedding_bytes(model, its)
         self._sizes = step_sizes(model, gpu, its, passes)
+        self._fixed_s = 0.0 if passes is None else passes.step_s(its.tp)
         units = range(its.gpus // its.tp)
         rings = [links.ring([range(unit * its.tp, (unit + 1) * its.tp)]) for unit in units]
         reduces = [ALL_REDUCES * all_reduce_s(ring, its.tp, boundary_bytes(model, its)) for ring in rings]
@@ -124,7 +125,7 @@ class ManyOrders:
             latency, speed = self._route(ends[:, :, ::-1], ends, 1)
             tied_s = (2 * latency + self._tied_bytes * 2 / 2 / speed).max(axis=(1, 2, 3, 4))
             reduce_s[:, [0, -1]] += tied_s[:, None]
-        return _ns(reduce_s), _ns(step_s)
+        return _ns(reduce_s), _ns(self._fixed_s + step_s)
 
     def _transfers_ns(self, senders: Ints, receivers: Ints) -> Ints:
         """From each stage to the next, or back: K x pp x dp."""

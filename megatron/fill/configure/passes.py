@@ -15,13 +15,15 @@ from megatron.fill.mainjob.analytic import p2p_bytes
 from megatron.fill.mainjob.memory import stage_parameters
 from megatron.fill.mainjob.model import ModelSpec
 from megatron.fill.mainjob.parallel import Parallel, Recompute
-from megatron.fill.pipeline.costs import StageCost
+from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Pass
+from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.records import last_segment
 from megatron.fill.sim.recorded.busy import IterationSample, RecordedMainJob
 from megatron.fill.sim.recorded.groups import read_pipeline
 
 _EXPECTED = "a run folder of --fill-profile-only"
+_UNLIKE = 1.5  # counts with such a ratio tell a line; between counts that are alike, noise would draw it
 _FIRST = 2  # iterations that are not counted: memory is allocated in them
 
 
@@ -53,6 +55,9 @@ class Profile:
         first: what the first stage does beside its layers (the embedding), as far as it can be told.
         last: likewise the last one (the output layer and the loss).
         step_s_per_parameter: between the last pass of an iteration and the first of the next.
+        step_s: the same of each iteration, however few its parameters are, as far as it can be told.
+        waits: how much longer an iteration is than the timeline of its mean passes.  Of two stages that wait for each
+            other the later one counts, and which one that is differs from pass to pass.
         transfer_bytes_s: between stages, once both sides are ready; None if nobody had to wait for a transfer.
         fixed: of each pass of a virtual stage, whatever its layers and samples, as far as it can be told.
     """
@@ -65,6 +70,8 @@ class Profile:
     step_s_per_parameter: float
     transfer_bytes_s: float | None = None
     fixed: Both = Both(0.0, 0.0)
+    step_s: float = 0.0
+    waits: float = 1.0
 
 
 class Passes:
@@ -81,6 +88,10 @@ class Passes:
     def step_s_per_parameter(self, tp: int) -> float:
         """Of all profiles with such tensor parallelism."""
         return fmean(one.step_s_per_parameter for one in self._of(tp))
+
+    def step_s(self, tp: int) -> float:
+        """Likewise of each iteration."""
+        return fmean(one.step_s for one in self._of(tp))
 
     def stage_cost(
         self,
@@ -106,6 +117,9 @@ class Passes:
             if is_there:
                 forward, backward = forward + end.forward_ns, backward + end.backward_ns
         forward, backward = forward + fixed.forward_ns, backward + fixed.backward_ns
+        if its.pp > 1:
+            waits = fmean(one.waits for one in self._of(its.tp))
+            forward, backward = forward * waits, backward * waits
         return StageCost(round(forward + layers * exchange_s[0] * 1e9), round(backward + layers * exchange_s[1] * 1e9))
 
     def _of(self, tp: int) -> list[Profile]:
@@ -232,8 +246,9 @@ def layout_of_run(folder: Path, ran: Training, ranks: int) -> Parallel:
 def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: Sequence[IterationSample]) -> Profile:
     """What some iterations of a run say.
 
-    With three virtual stages or more, those between the first and the last tell what a layer takes; if not all of these
-    have as many layers, also what each pass takes beside them.  With two, all of the first one counts as its layers.
+    With three virtual stages or more, those between the first and the last tell what a layer takes; if some of these
+    have half as many layers again as others, also what each pass takes beside them.  With two, all of the first one
+    counts as its layers.  Likewise ranks with unlike numbers of parameters tell what a step takes beside them.
 
     Args:
         model: with the vocabulary as Megatron pads it.
@@ -247,7 +262,9 @@ def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: S
     else:
         layer = stages[0].over(counts[0])
         fixed, first, last = Both(0.0, 0.0), Both(0.0, 0.0), stages[1].less(layer, counts[1])
-    steps_ns = sum(median(_between_ns(sample, rank) for sample in samples) for rank in range(its.pp))
+    ranks = range(its.pp)
+    betweens_ns = [median(_between_ns(sample, rank) for sample in samples) for rank in ranks]
+    step_ns, parameter_ns = _line([stage_parameters(model, its, rank) for rank in ranks], betweens_ns)
     transfers = [sample.p2p_ns for sample in samples if sample.p2p_ns > 0]
     return Profile(
         its.tp,
@@ -255,10 +272,28 @@ def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: S
         layer,
         first,
         last,
-        steps_ns / 1e9 / sum(stage_parameters(model, its, rank) for rank in range(its.pp)),
+        parameter_ns / 1e9,
         p2p_bytes(model, its) / (median(transfers) / 1e9) if transfers else None,
         fixed,
+        step_ns / 1e9,
+        _waits(job, samples, stages),
     )
+
+
+def _waits(job: RecordedMainJob, samples: Sequence[IterationSample], stages: Sequence[Both]) -> float:
+    """How much longer iterations are than what the schedule makes of mean passes."""
+    ranks = range(job.schedule.stages)
+    costs = PipelineCosts(
+        tuple(StageCost(round(one.forward_ns), round(one.backward_ns)) for one in stages),
+        int(median(sample.p2p_ns for sample in samples)),
+        tuple(
+            int(median(sample.ranks[rank].reduce_ns + sample.ranks[rank].collectives_ns[0] for sample in samples))
+            for rank in ranks
+        ),
+        tuple(int(median(sample.ranks[rank].after_ns for sample in samples)) for rank in ranks),
+    )
+    found_ns = median(sample.end_ns - sample.start_ns for sample in samples)
+    return max(1.0, found_ns / simulate(job.schedule, costs, rendezvous=job.rendezvous).period_ns)
 
 
 def _inner(stages: Sequence[Both], counts: Sequence[int]) -> tuple[Both, Both]:
@@ -268,9 +303,9 @@ def _inner(stages: Sequence[Both], counts: Sequence[int]) -> tuple[Both, Both]:
     return Both(forward[0], backward[0]), Both(forward[1], backward[1])
 
 
-def _line(counts: Sequence[int], times_ns: Sequence[float]) -> tuple[float, float]:
+def _line(counts: Sequence[float], times_ns: Sequence[float]) -> tuple[float, float]:
     """The start and the slope of the line that is nearest; without a start where it would be below 0 or is not told."""
-    if len(set(counts)) > 1:
+    if max(counts) >= _UNLIKE * min(counts):
         slope, start = linear_regression(counts, times_ns)
         if start >= 0 and slope > 0:
             return start, slope

@@ -97,6 +97,7 @@ class RecordedMainJob:
 
     Attributes:
         samples: the iterations that could be taken apart whole, in order.
+        rendezvous: as given.
 
     Raises:
         ValueError: the records are not those of such a schedule.
@@ -108,6 +109,7 @@ class RecordedMainJob:
             stages = [record.info.stage for record in ordered]
             raise ValueError(f"there are records of stages {stages}; expected one of each of {schedule.stages}")
         self.schedule = schedule
+        self.rendezvous = rendezvous
         self._compiled = Compiled(schedule, rendezvous)
         parts = [parts_of(record, row) for record, row in zip(ordered, schedule.order, strict=True)]
         common = [number for number in parts[0] if all(number in part for part in parts)]
