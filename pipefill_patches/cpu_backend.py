@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.fill.errors import ConfigError
-from pipefill_patches import cpu_layers, cpu_torch, wheel
+from pipefill_patches import cpu_gloo, cpu_layers, cpu_torch, wheel
 from pipefill_patches.registry import Patch, Target, replace
 
 __all__ = ["PATCH", "needed", "pin_to_core"]
@@ -46,6 +46,18 @@ def pin_to_core(local_rank: int) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(thread, {core})
     return core
+
+
+def _placed(ranks: int) -> str:
+    """How the ranks of this machine are placed on its cores; asked before this one is pinned."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ranks
+    if ranks <= cores:
+        return "one core per rank"
+    # launchers give each rank a session, and the kernel shares a core among sessions, whatever their processes' classes
+    return (
+        f"{ranks} ranks on {cores} cores: one computes in another's bubbles, and jobs take its time; expected a core "
+        "for each rank"
+    )
 
 
 def _pin_until_closed(stack: contextlib.ExitStack, local_rank: int) -> None:
@@ -117,8 +129,10 @@ def _install(stack: contextlib.ExitStack) -> None:
     from megatron.training import arguments
 
     reason = "CUDA is left alone" if torch.cuda.is_available() else "no CUDA device"
+    placed = _placed(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     _pin_until_closed(stack, int(os.environ.get("LOCAL_RANK", "0")))
     cpu_torch.install(stack)
+    cpu_gloo.install(stack)
     replace(stack, arguments, "add_megatron_arguments", _with_cpu_defaults(arguments.add_megatron_arguments))
     replace(stack, dataset_utils, "compile_helpers", wheel.unless_shipped(dataset_utils.compile_helpers))
     wheel.resumable_adam(stack)
@@ -127,7 +141,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     logger.addFilter(_is_news)
     stack.callback(logger.removeFilter, _is_news)
     if os.environ.get("RANK", "0") == "0":
-        print(f"PipeFill: {reason}: Megatron runs on the CPU over gloo, one core per rank", flush=True)
+        print(f"PipeFill: {reason}: Megatron runs on the CPU over gloo, {placed}", flush=True)
 
 
 PATCH = Patch(

@@ -176,6 +176,29 @@ args = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=Fal
 assert (args.distributed_backend, args.num_workers) == ("nccl", 2)
 """
 
+GLOO = """
+import os, torch, torch.distributed as dist
+from datetime import timedelta
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=77))
+before = len(os.listdir("/proc/self/task"))
+groups = [dist.new_group([0]) for _ in range(5)]
+more = len(os.listdir("/proc/self/task")) - before
+assert more == 5 * 2, f"{more} threads of five groups: expected two of each, and none of a device of its own"
+for group in (None, *groups):
+    ones = torch.ones(3, device="cuda")
+    dist.all_reduce(ones, group=group)
+    assert ones.tolist() == [1.0] * 3 and dist.get_backend(group) == "gloo"
+options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+assert options._timeout == timedelta(seconds=77)
+dist.destroy_process_group()
+PATCH.revert()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+before = len(os.listdir("/proc/self/task"))
+dist.new_group([0])
+assert len(os.listdir("/proc/self/task")) == before + 3
+"""
+
 
 def test_applied_before_megatron_is_imported() -> None:
     assert run(BEFORE + USE).stdout == LINE
@@ -187,8 +210,19 @@ def test_applied_after_megatron_is_imported_on_another_rank() -> None:
     assert run(core + AFTER + pinned + USE, RANK="1", LOCAL_RANK="1").stdout == ""
 
 
+def test_more_ranks_than_cores_are_told_what_jobs_cost_them() -> None:
+    said = run(BEFORE, LOCAL_WORLD_SIZE="9999").stdout
+    assert said.startswith("PipeFill: no CUDA device: Megatron runs on the CPU over gloo, 9999 ranks on ")
+    assert said.endswith("jobs take its time; expected a core for each rank\n")
+
+
 def test_it_is_idempotent_and_reverts_to_the_initial_state() -> None:
     assert run(REVERT).stdout == LINE * 2
+
+
+@pytest.mark.parametrize("environ", [{}, {"GLOO_SOCKET_IFNAME": "lo"}])
+def test_process_groups_share_a_device(environ) -> None:
+    run(BEFORE + GLOO, **environ)
 
 
 def test_rng_helpers_use_the_cpu_generator_and_parser_defaults_suit_the_cpu() -> None:
