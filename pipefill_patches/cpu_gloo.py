@@ -20,8 +20,12 @@ _THREADS = 2  # of each group, for what is asked of it asynchronously; torch's o
 
 
 @functools.cache
-def _devices() -> list[Any]:
-    """Those that a group of torch's would make: of the interfaces that are named, else of the host's name."""
+def _devices(process: int) -> list[Any]:
+    """Those that a group of torch's would make: of the interfaces that are named, else of the host's name.
+
+    Args:
+        process: this one; a fork has the devices of its parent, but not their threads.
+    """
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     gloo = c10d.ProcessGroupGloo
     if not interfaces:
@@ -38,7 +42,7 @@ def install(stack: contextlib.ExitStack) -> None:
             self, store: Any, rank: int, size: int, timeout: timedelta = c10d.default_pg_timeout, **others: Any
         ) -> None:
             options = gloo._Options()
-            options._devices, options._threads, options._timeout = _devices(), _THREADS, timeout
+            options._devices, options._threads, options._timeout = _devices(os.getpid()), _THREADS, timeout
             for name, value in others.items():
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
