@@ -229,6 +229,8 @@ def main() -> None:
     options = parser.parse_args()
     if ("vtrain" in options.parts) != (options.vtrain is not None):
         parser.error("--parts vtrain and --vtrain FILE belong together")
+    if options.rounds < 2:
+        parser.error(f"--rounds is {options.rounds}: expected 2 or more, as turns are compared with each other")
     results: Results = opened(parser, options.json)
     for part in options.parts:
         if part == "dedication":

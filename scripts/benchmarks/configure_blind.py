@@ -6,8 +6,8 @@ a shared machine they are not, so it is trained twice, with the ranks on each ot
 others are predicted from it alone.
 
 A shared machine is faster in one minute than in the next.  So all trainings take turns, round after round: one goes on
-while the others are held.  Turns of one training still differ by 4 to 5%, so 24 of them tell what it takes to 1%.  One
-of a single stage has another like it beside it, so that all cores are busy, as in the others.
+while the others are held.  Turns of one training still differ, so each has many, and its time a standard error.  One of
+a single stage has another like it beside it, so that all cores are busy, as in the others.
 """
 
 from __future__ import annotations

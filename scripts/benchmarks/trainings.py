@@ -77,8 +77,9 @@ GPT = MainJob()
 
 
 def command(iterations: int, log_dir: Path, script: Sequence[str], *extra: str, main: MainJob = GPT) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(main.ranks)]
     return [
-        *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(main.ranks)],
+        *launcher,
         *script,
         *" ".join(main.flags).split(),
         "--train-iters",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf, pi, sqrt
+from math import pi, sqrt
 from pathlib import Path
 from statistics import median, stdev
 
@@ -101,8 +101,8 @@ class Training:
 
 
 def median_error(values: Sequence[float]) -> float:
-    """The standard error of the median of values that are about normal; infinite of a single one."""
-    return sqrt(pi / 2) * stdev(values) / sqrt(len(values)) if len(values) > 1 else inf
+    """The standard error of the median of two or more values that are about normal."""
+    return sqrt(pi / 2) * stdev(values) / sqrt(len(values))
 
 
 def periods_s(starts_ns: Sequence[int], turns: Sequence[Turn]) -> list[float]:

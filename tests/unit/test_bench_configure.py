@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +16,8 @@ from megatron.fill.errors import ConfigError
 from scripts.benchmarks.configure_blind import OTHERS, REFERENCE, flags, mean_profile
 from scripts.benchmarks.configure_netns import HOSTS, LAYOUTS, MBITS, sample
 from scripts.benchmarks.configure_vtrain import COLUMNS, TIME, least_squares, measure_vtrain, read_rows
-from scripts.benchmarks.turns import Turn, periods_s
+from scripts.benchmarks.trainings import ROOT
+from scripts.benchmarks.turns import Turn, median_error, periods_s
 
 LAYER_MS = {1: 1.0, 2: 0.75}  # of a micro-batch of one, forward, again and backward, by tensor parallelism
 HEADER = ",".join([*COLUMNS, TIME])
@@ -89,11 +93,25 @@ def test_twelve_others_are_predicted_and_none_is_the_reference():
 def test_of_two_profiles_the_mean_counts():
     def profile(at: int, transfer_bytes_s: float | None) -> Profile:
         layer, first, last, fixed = (Both(at * size, at * size + 2) for size in (10, 20, 30, 40))
-        return Profile(1, 1, layer, first, last, at * 1e-9, transfer_bytes_s, fixed)
+        return Profile(1, 1, layer, first, last, at * 1e-9, transfer_bytes_s, fixed, step_s=at * 1e-3, waits=1 + at / 8)
 
     expected = profile(2, 6.0)
     assert mean_profile([profile(1, 6.0), profile(3, None)]) == expected
     assert mean_profile([profile(1, 4.0), profile(3, 8.0)]) == expected
+
+
+def test_the_standard_error_of_a_median_is_how_far_medians_of_such_values_lie_apart():
+    draw = random.Random(0)
+    medians = [statistics.median(draw.gauss(10, 2) for _ in range(25)) for _ in range(4000)]
+    errors = [median_error([draw.gauss(10, 2) for _ in range(25)]) for _ in range(4000)]
+    assert statistics.fmean(errors) == pytest.approx(statistics.stdev(medians), rel=0.05)
+
+
+def test_a_single_turn_is_refused():
+    command = [sys.executable, "scripts/benchmarks/bench_configure.py", "--parts", "blind", "--rounds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--rounds is 1: expected 2 or more" in done.stderr
 
 
 def test_the_chosen_order_the_hosts_own_and_the_worst_are_trained():

@@ -60,7 +60,7 @@ def iteration(
     stages = stage_times(model, gpu, efficiency, its, exchanges, passes)
     embedding_s = all_reduce_s(layout.ends, 2, tied_embedding_bytes(model, its))
     parameter_s = _parameter_s(gpu, its, passes)
-    fixed_s = 0.0 if passes is None else passes.step_s(its.tp)
+    fixed_s = fixed_step_s(its, passes)
     for stage, routes in enumerate(layout.stages):
         inner = 0 < stage < its.pp - 1
         alike = (layers[stage], id(routes)) if inner else stage
@@ -118,6 +118,11 @@ def step_sizes(
         own_s = count * _parameter_s(gpu, its, passes)
         rows.append((count * its.precision.gradient_bytes, count * its.precision.weight_bytes, own_s))
     return rows
+
+
+def fixed_step_s(its: Parallel, passes: Passes | None) -> float:
+    """What each rank takes between iterations beside its optimizer, whatever its parameters."""
+    return 0.0 if passes is None else passes.step_s(its.tp)
 
 
 def _parameter_s(gpu: GpuKind, its: Parallel, passes: Passes | None) -> float:

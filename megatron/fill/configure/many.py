@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.fill.configure.latency import stage_times, step_sizes
+from megatron.fill.configure.latency import fixed_step_s, stage_times, step_sizes
 from megatron.fill.configure.links import Links, all_reduce_s
 from megatron.fill.configure.passes import Passes
 from megatron.fill.mainjob.analytic import ALL_REDUCES, boundary_bytes, p2p_bytes, tied_embedding_bytes
@@ -40,7 +40,7 @@ class ManyOrders:
         self._p2p_bytes = p2p_bytes(model, its)
         self._tied_bytes = tied_embedding_bytes(model, its)
         self._sizes = step_sizes(model, gpu, its, passes)
-        self._fixed_s = 0.0 if passes is None else passes.step_s(its.tp)
+        self._fixed_s = fixed_step_s(its, passes)
         units = range(its.gpus // its.tp)
         rings = [links.ring([range(unit * its.tp, (unit + 1) * its.tp)]) for unit in units]
         reduces = [ALL_REDUCES * all_reduce_s(ring, its.tp, boundary_bytes(model, its)) for ring in rings]

@@ -13,7 +13,7 @@ from scripts.benchmarks.trainings import Blocks, filled, identical, jobs_file
 
 BLOCKS = Blocks(length=5, pairs=5, warmup=60)
 ALONE_S = 20
-# A machine that others share is up to 8% faster in one minute than in another, and a job is alone at the end of a run.
+# A machine that others share is faster in one minute than in another, and a job is alone at the end of a run.
 RUNS = 4
 
 
