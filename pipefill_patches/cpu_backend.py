@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.launcher import cores_by_srun, local_rank, ranks_here
 from pipefill_patches import cpu_gloo, cpu_layers, cpu_torch, wheel
 from pipefill_patches.registry import Patch, Target, replace
 
@@ -51,12 +52,13 @@ def pin_to_core(local_rank: int) -> int:
 def _placed(ranks: int) -> str:
     """How the ranks of this machine are placed on its cores; asked before this one is pinned."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ranks
-    if ranks <= cores:
+    if ranks <= cores or cores <= cores_by_srun():  # it binds each rank to cores of its own, and shows it no others
         return "one core per rank"
     # launchers give each rank a session, and the kernel shares a core among sessions, whatever their processes' classes
+    few = f"{cores} core{'s' * (cores != 1)}"
     return (
-        f"{ranks} ranks on {cores} cores: one computes in another's bubbles, and jobs take its time; expected a core "
-        "for each rank"
+        f"{ranks} ranks on {few}: one computes in another's bubbles, and jobs take its time; expected a core for each "
+        "rank"
     )
 
 
@@ -129,8 +131,8 @@ def _install(stack: contextlib.ExitStack) -> None:
     from megatron.training import arguments
 
     reason = "CUDA is left alone" if torch.cuda.is_available() else "no CUDA device"
-    placed = _placed(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    _pin_until_closed(stack, int(os.environ.get("LOCAL_RANK", "0")))
+    placed = _placed(ranks_here(1))
+    _pin_until_closed(stack, local_rank(0))
     cpu_torch.install(stack)
     cpu_gloo.install(stack)
     replace(stack, arguments, "add_megatron_arguments", _with_cpu_defaults(arguments.add_megatron_arguments))

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.fill.attached import attached
 from megatron.fill.hooks import bus
+from megatron.fill.launcher import local_rank, ranks_here
 from megatron.fill.types import RankInfo
 from pipefill_patches import cpu_backend
 from pipefill_patches.registry import Patch, Target, replace
@@ -42,12 +43,11 @@ def _rank_info() -> RankInfo:
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if torch.distributed.get_backend() == "fake":  # this process is all there is
         rank, world_size = 0, 1
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or world_size)
-    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or rank % local_world_size)
+    local_world_size = ranks_here(world_size)
     return RankInfo(
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank,
+        local_rank=local_rank(rank % local_world_size),
         local_world_size=local_world_size,
         node=int(os.environ.get("GROUP_RANK") or rank // local_world_size),
         nodes=int(os.environ.get("GROUP_WORLD_SIZE") or max(1, world_size // local_world_size)),

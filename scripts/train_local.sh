@@ -7,7 +7,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 "$root/scripts/setup.sh"
 python=$root/.venv/bin/python
 ranks=${RANKS:-$("$python" -c 'import torch; print(torch.cuda.device_count() or 2)')}
-launch=("$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks")
+launch=("$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$ranks")
 # OMP_NUM_THREADS keeps the launcher from warning; on the CPU each rank has one core anyway.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ -n "${SCRIPT:-}" ]; then

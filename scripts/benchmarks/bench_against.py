@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from scripts.benchmarks.trainings import launcher
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
     "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
@@ -55,9 +57,8 @@ def train(tree: Path, folder: Path, iterations: int, block: int, warmup: int) ->
         *("--train-iters", str(iterations), "--fill-jobs", str(jobs), "--fill-report", str(folder / "run")),
         *("--fill-paired-blocks", str(block), "--fill-warmup-iterations", str(warmup)),
     ]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launcher, str(tree / "pretrain_gpt.py"), *MODEL.split(), *flags],
+        [*launcher(2), str(tree / "pretrain_gpt.py"), *MODEL.split(), *flags],
         cwd=tree,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), "PIPEFILL_CPU_BACKEND": "1"},
         capture_output=True,

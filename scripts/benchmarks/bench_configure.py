@@ -231,6 +231,8 @@ def main() -> None:
         parser.error("--parts vtrain and --vtrain FILE belong together")
     if options.rounds < 2:
         parser.error(f"--rounds is {options.rounds}: expected 2 or more, as turns are compared with each other")
+    if options.each < 3:
+        parser.error(f"--each is {options.each}: expected 3 or more, as the first of a turn does not count")
     results: Results = opened(parser, options.json)
     for part in options.parts:
         if part == "dedication":

@@ -167,13 +167,13 @@ def measure_blind(folder: Path, rounds: int, each: int) -> dict[str, Any]:
     passes = Passes([mean_profile([profile(one) for one in references])])
     rows = {}
     for name, like in others.items():
-        found_s, said_s = like[0].period_s(), predicted_s(passes, OTHERS[name])
+        (found_s, error_s), said_s = like[0].period_s(), predicted_s(passes, OTHERS[name])
         rows[name] = {
             "measured_s": found_s,
-            "standard_error": like[0].standard_error_s() / found_s,
+            "standard_error": error_s / found_s,
             "predicted_s": said_s,
             "error": said_s / found_s - 1,
         }
     errors = [abs(row["error"]) for row in rows.values()]
-    own = predicted_s(passes, REFERENCE, REFERENCE_LAYERS) / fmean(one.period_s() for one in references) - 1
+    own = predicted_s(passes, REFERENCE, REFERENCE_LAYERS) / fmean(one.period_s()[0] for one in references) - 1
     return {"blind_mean": fmean(errors), "blind_worst": max(errors), "blind_own": own, "blind": rows}

@@ -12,6 +12,7 @@ import random
 import re
 import tempfile
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -156,7 +157,7 @@ def measure(rounds: int, each: int, vision: int, microbatches: int) -> dict[str,
             for one in trainings.values():
                 one.kill()
             raise
-        times = {title: one.periods_s() for title, one in trainings.items()}
+        times = {title: list(chain.from_iterable(one.periods_s())) for title, one in trainings.items()}
         usual = {title: median(one) for title, one in times.items()}
         place, ahead = (
             min((one for one in usual if kind in one), key=usual.__getitem__) for kind in ("place", "ahead")

@@ -27,6 +27,7 @@ from megatron.fill.app.listening import fill_rule
 from megatron.fill.config import FillSettings
 from megatron.fill.sim.truth.compare import RUN, Figure, compare, load
 from megatron.fill.sim.truth.table import summary, table
+from scripts.benchmarks.trainings import launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES, MICROBATCHES, CHUNKS, LAYERS = 2, 4, 2, 4
@@ -68,8 +69,7 @@ def train(folder: Path, schedule: str, mix: str, iterations: int, blocks: int) -
     jobs.write_text(json.dumps({"jobs": entries}), encoding="utf-8")  # JSON is YAML
     flags = f"{' '.join(MODEL)} {SCHEDULES[schedule]} --train-iters {iterations}"
     fill = f"--fill-paired-blocks {blocks} --fill-warmup-iterations {WARMUP} --fill-trace-iterations {iterations}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(STAGES)]
-    command = [*launcher, "pretrain_gpt.py", *flags.split(), *fill.split(), "--fill-max-slowdown", "0"]
+    command = [*launcher(STAGES), "pretrain_gpt.py", *flags.split(), *fill.split(), "--fill-max-slowdown", "0"]
     command += ["--fill-jobs", str(jobs), "--fill-report", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)

@@ -76,10 +76,15 @@ class MainJob:
 GPT = MainJob()
 
 
+def launcher(ranks: int) -> list[str]:
+    """Start a script, which comes next, on so many ranks of this machine, whatever its name leads to."""
+    standalone = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
+    return [sys.executable, "-m", "torch.distributed.run", *standalone]
+
+
 def command(iterations: int, log_dir: Path, script: Sequence[str], *extra: str, main: MainJob = GPT) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(main.ranks)]
     return [
-        *launcher,
+        *launcher(main.ranks),
         *script,
         *" ".join(main.flags).split(),
         "--train-iters",

@@ -85,19 +85,15 @@ class Training:
     def records(self) -> list[RankRecord]:
         return list(last_segment(self.folder / "run").records())
 
-    def periods_s(self, turns: Sequence[Turn] | None = None) -> list[float]:
-        """From one iteration's start to the next one's, inside of turns (None: all its own)."""
-        chosen = self.turns if turns is None else turns
-        return periods_s([one.start_ns for one in self.records()[0].iterations], chosen)
+    def periods_s(self) -> list[list[float]]:
+        """From one iteration's start to the next one's, in each of its turns."""
+        first = next(last_segment(self.folder / "run").records())
+        return periods_s([one.start_ns for one in first.iterations], self.turns)
 
-    def period_s(self, turns: Sequence[Turn] | None = None) -> float:
-        """The median of them."""
-        return median(self.periods_s(turns))
-
-    def standard_error_s(self) -> float:
-        """Of ``period_s``: from how its own turns differ, as each is of another minute."""
-        starts_ns = [one.start_ns for one in self.records()[0].iterations]
-        return median_error([median(periods_s(starts_ns, [turn])) for turn in self.turns])
+    def period_s(self) -> tuple[float, float]:
+        """The median over turns, and its standard error: from how they differ, as each is of another minute."""
+        each = [median(turn) for turn in self.periods_s()]
+        return median(each), median_error(each)
 
 
 def median_error(values: Sequence[float]) -> float:
@@ -105,12 +101,21 @@ def median_error(values: Sequence[float]) -> float:
     return sqrt(pi / 2) * stdev(values) / sqrt(len(values))
 
 
-def periods_s(starts_ns: Sequence[int], turns: Sequence[Turn]) -> list[float]:
-    """From start to start of the iterations that were whole inside of a turn, but for the first of each."""
+def periods_s(starts_ns: Sequence[int], turns: Sequence[Turn]) -> list[list[float]]:
+    """From start to start of the iterations that were whole inside of a turn, but for the first of each.
+
+    A turn without one is left out: in a slow minute turns have fewer iterations.
+
+    Raises:
+        RuntimeError: fewer than two turns are left.
+    """
     found = []
     for turn in turns:
         inside = [start for start in starts_ns if turn.start_ns <= start <= turn.end_ns]
-        found += [(after - before) / 1e9 for before, after in pairwise(inside[1:])]
-    if not found:
-        raise RuntimeError("no turn had three whole iterations; expected longer turns")
-    return found
+        found.append([(after - before) / 1e9 for before, after in pairwise(inside[1:])])
+    whole = [one for one in found if one]
+    if len(whole) < 2:
+        raise RuntimeError(
+            f"{len(whole)} turns of {len(turns)} had three iterations; expected more turns, or longer ones"
+        )
+    return whole

@@ -147,8 +147,8 @@ def start(
     """
     launcher = [str(HERE / "launch.py"), str(ranks)]
     if torchrun:
-        run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        launcher = warm_python() + run
+        run = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        launcher = [*warm_python(), *run, "--nproc-per-node", str(ranks)]
         if not fresh:
             launcher += ["--no-python", sys.executable, *warm_python()]
     logs = ["--tensorboard-dir", str(folder / "tensorboard"), "--train-iters", str(iterations)]

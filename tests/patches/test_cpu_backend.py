@@ -216,6 +216,57 @@ def test_more_ranks_than_cores_are_told_what_jobs_cost_them() -> None:
     assert said.endswith("jobs take its time; expected a core for each rank\n")
 
 
+def test_a_rank_that_srun_binds_has_a_core_of_its_own() -> None:
+    one_core = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    ranks = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    srun = ranks | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_CPUS_PER_TASK": "1"}
+    assert run(one_core + BEFORE, **srun).stdout == LINE
+    # torchrun is one task, and its ranks share what that has
+    for of_one_task in (ranks, srun | {"SLURM_STEP_NUM_TASKS": "1"}):
+        assert " 2 ranks on 1 core: " in run(one_core + BEFORE, **of_one_task).stdout
+
+
+def test_a_variable_that_is_empty_counts_as_unset() -> None:
+    assert run(BEFORE, LOCAL_WORLD_SIZE="", LOCAL_RANK="", SLURM_NTASKS_PER_NODE="", SLURM_LOCALID="").stdout == LINE
+
+
+LIKE_TORCH = """
+import contextlib, os, torch.distributed as dist, torch.distributed.distributed_c10d as c10d
+from datetime import timedelta
+from pipefill_patches import cpu_gloo
+
+def made(*given, **named):
+    try:
+        options = c10d.ProcessGroupGloo(dist.HashStore(), 0, 1, *given, **named).options
+    except (RuntimeError, TypeError) as error:
+        return type(error)
+    return options._threads, len(options._devices), options._timeout
+
+plain, ten = c10d.ProcessGroupGloo, timedelta(seconds=10)
+options = plain._Options()
+options._devices, options._threads, options._timeout = [plain.create_device(interface="lo")] * 3, 5, ten
+found = {}
+for names in ("", "lo", "lo,lo", "lo,", ",lo", "lo,,", "not-there"):
+    os.environ["GLOO_SOCKET_IFNAME"] = names
+    with contextlib.ExitStack() as stack:
+        for shares in (False, True):
+            if shares:
+                cpu_gloo.install(stack)
+            assert (c10d.ProcessGroupGloo is plain) is not shares
+            found[shares] = [
+                made(ten), made(timeout=ten), made(), made(options), made(10), made(ten, ten), made(ten, not_there=True)
+            ]
+    assert found[True] == found[False], (names, found)
+    if names == "lo,lo":
+        assert found[True][0] == (4, 2, ten) and found[True][-1] is TypeError, found
+assert c10d.ProcessGroupGloo is plain
+"""
+
+
+def test_groups_that_share_a_device_are_as_torch_makes_them() -> None:
+    assert run(LIKE_TORCH).stdout == ""
+
+
 def test_it_is_idempotent_and_reverts_to_the_initial_state() -> None:
     assert run(REVERT).stdout == LINE * 2
 

@@ -76,10 +76,10 @@ def test_least_squares_are_those_without_negative_figures():
 
 def test_only_iterations_that_are_whole_inside_of_a_turn_count_and_not_the_first():
     starts = [0, 10, 21, 33, 46, 100, 150, 210, 280]
-    assert periods_s(starts, [Turn(5, 50)]) == pytest.approx([12e-9, 13e-9])
-    assert periods_s(starts, [Turn(5, 50), Turn(100, 300)]) == pytest.approx([12e-9, 13e-9, 60e-9, 70e-9])
-    with pytest.raises(RuntimeError, match="three whole iterations"):
-        periods_s(starts, [Turn(40, 140)])
+    first, last = periods_s(starts, [Turn(5, 50), Turn(40, 140), Turn(100, 300)])
+    assert (first, last) == (pytest.approx([12e-9, 13e-9]), pytest.approx([60e-9, 70e-9]))
+    with pytest.raises(RuntimeError, match="1 turns of 2 had three iterations; expected more turns"):
+        periods_s(starts, [Turn(5, 50), Turn(40, 140)])
 
 
 def test_twelve_others_are_predicted_and_none_is_the_reference():
@@ -107,11 +107,12 @@ def test_the_standard_error_of_a_median_is_how_far_medians_of_such_values_lie_ap
     assert statistics.fmean(errors) == pytest.approx(statistics.stdev(medians), rel=0.05)
 
 
-def test_a_single_turn_is_refused():
-    command = [sys.executable, "scripts/benchmarks/bench_configure.py", "--parts", "blind", "--rounds", "1"]
+@pytest.mark.parametrize(("flag", "value", "least"), [("--rounds", "1", 2), ("--each", "2", 3)])
+def test_turns_that_tell_nothing_are_refused(flag, value, least):
+    command = [sys.executable, "scripts/benchmarks/bench_configure.py", "--parts", "blind", flag, value]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "--rounds is 1: expected 2 or more" in done.stderr
+    assert f"{flag} is {value}: expected {least} or more" in done.stderr
 
 
 def test_the_chosen_order_the_hosts_own_and_the_worst_are_trained():

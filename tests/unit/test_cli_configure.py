@@ -13,8 +13,11 @@ from typer.testing import CliRunner
 
 from megatron.fill.cli.app import app
 from megatron.fill.configure.network import Network, Place
+from megatron.fill.configure.passes import Both
 from megatron.fill.errors import ConfigError
 from scripts.benchmarks.configuring import random_links
+from tests.unit.test_configure_passes import FLAGS as PROFILE_FLAGS
+from tests.unit.test_configure_passes import ran
 
 FLAGS = (
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 "
@@ -171,6 +174,16 @@ def test_a_profile_that_is_none_is_refused(folder):
     (folder / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty/records: holds no records"):
         run("--profile", "empty")
+
+
+def test_what_a_profile_does_not_tell_is_said(folder):
+    flags = f"{PROFILE_FLAGS} --global-batch-size 8"
+    told = "The run with tensor parallelism 1 and micro-batches of 1 does not tell "
+    ran(folder / "alike")
+    pass_, step = "what a pass takes beside its layers", "what a step takes beside its parameters"
+    assert f"{told}{pass_} or {step}." in run("--profile", "alike", flags=flags)
+    ran(folder / "unlike", first_layers=2, fixed=Both(2e6, 1e6), step_ns=1_000_000)
+    assert told not in run("--profile", "unlike", flags=flags)
 
 
 def pays(*arguments: str) -> str:

@@ -21,6 +21,7 @@ from megatron.fill.configure.latency import bound_ns, iteration, timeline
 from megatron.fill.configure.layout import lay_out
 from megatron.fill.configure.links import Links, all_reduce_s
 from megatron.fill.configure.many import ManyOrders
+from megatron.fill.configure.passes import Both, Passes, Profile
 from megatron.fill.configure.room import least_bytes, memory
 from megatron.fill.configure.search import Evaluator, search
 from megatron.fill.configure.space import layouts
@@ -310,7 +311,8 @@ def test_many_orders_at_once_are_weighed_as_one_by_one(seed):
         distributed_optimizer=dp > 1 and source.random() < 0.5, recompute=source.choice(list(Recompute)),
     )  # fmt: skip
     model = replace(SMALL, layers=48, tied_embeddings=source.random() < 0.5)
-    energy = Energy(model, A100, 0.45, its, there)
+    profile = Profile(tp, 1, Both(3e6, 5e6), Both(1e6, 0), Both(0, 2e6), 1e-10, step_s=0.1, waits=1.1)
+    energy = Energy(model, A100, 0.45, its, there, Passes([profile]) if source.random() < 0.5 else None)
     units = [source.sample(range(count // tp), count // tp) for _ in range(5)]
     orders = np.array([[unit * tp + rank for unit in row for rank in range(tp)] for row in units])
     assert ManyOrders.fits(its, there)

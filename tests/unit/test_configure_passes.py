@@ -26,6 +26,7 @@ from megatron.fill.pipeline.schedule import Pass
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.records import begin_segment, rank_file, write_rank
+from megatron.fill.records.rank import read_rank
 from scripts.benchmarks.configuring import random_iteration
 from tests.unit.recorded_runs import MS, records
 
@@ -137,10 +138,39 @@ def test_stages_that_vary_wait_for_each_other_and_a_single_one_does_not(tmp_path
     assert one.forward_ns == 4 * 3 * MS
 
 
+@pytest.mark.parametrize("step_ns", [0, 10 * MS, 50 * MS])
+def test_what_waits_cost_is_told_whatever_a_step_takes(tmp_path, step_ns):
+    passes = load_passes([ran(tmp_path / "a", varying_ns=2 * MS, step_ns=step_ns)], training())
+    (one,) = passes.profiles
+    (free,) = load_passes([ran(tmp_path / "b", varying_ns=2 * MS)], training()).profiles
+    assert one.waits == pytest.approx(free.waits, rel=1e-3)
+
+
+def test_what_a_step_takes_of_itself_is_counted_for_each_rank():
+    profile = Profile(1, 1, LAYER, NONE, NONE, 1e-9)
+    its = Parallel(pp=2, global_batch=4)
+    links = Links(((0.0, 1.0), (1.0, 0.0)), ((0.0, 0.0), (0.0, 0.0)), (0, 0))
+    without, with_it = (
+        iteration(MODEL, GPUS["a100-80gb"], 0.45, its, lay_out(links, its), Passes([one]))
+        for one in (profile, replace(profile, step_s=0.25))
+    )
+    assert with_it.costs.optimizer_ns == tuple(own + 250 * MS for own in without.costs.optimizer_ns)
+    assert timeline(with_it).period_ns == timeline(without).period_ns + 250 * MS
+
+
+def test_a_run_whose_iterations_were_all_filled_is_refused(tmp_path):
+    folder = ran(tmp_path / "a")
+    for path in (folder / "records" / "1").glob("rank*.jsonl"):
+        record = read_rank(path)
+        write_rank(path, replace(record, iterations=[replace(one, filling=True) for one in record.iterations]))
+    with pytest.raises(ConfigError, match="jobs filled all its iterations; expected a run with --fill-profile-only"):
+        load_passes([folder], training())
+
+
 def test_there_is_no_fixed_part_where_it_would_be_below_zero(tmp_path):
     (one,) = load_passes([ran(tmp_path / "a", first_layers=2, fixed=Both(-2 * MS, 0))], training()).profiles
     assert one.fixed == NONE
-    assert one.layer.forward_ns == (MS + 7 * MS / 3) / 2  # of a stage with one layer, and of one with three
+    assert one.layer.forward_ns == (MS + 7 * MS) / (1 + 3)  # of a stage with one layer, and of one with three
     assert one.layer.backward_ns == LAYER.backward_ns
 
 

@@ -25,6 +25,7 @@ RULES: dict[str, set[str]] = {
     "hooks": {"types"},
     "attached": {"types"},
     "spec": set(),
+    "launcher": set(),
     # The machine.
     "linux": set(),
     "pages": {"errors", "hearsay", "linux", "profiles", "types"},
@@ -62,7 +63,10 @@ RULES: dict[str, set[str]] = {
         "profiles",
         *("rank", "records", "report", "scheduler", "store", "types", "worker"),
     },
-    "configure": {"errors", "given", "linux", "mainjob", "pipeline", "planner", "profiles", "records", "sim", "types"},
+    "configure": {
+        *("errors", "given", "launcher", "linux", "mainjob", "pipeline", "planner", "profiles", "records", "sim"),
+        "types",
+    },
     "chaos": {"errors", "given", "linux", "pages", "records", "report", "sidetask", "store", "types"},
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {
@@ -197,7 +201,7 @@ def test_a_room_imports_only_what_it_may(path):
 
 
 def test_patches_import_only_the_hooks_schedules_settings_and_values():
-    allowed = {"attached", "config", "given", "hooks", "types", "errors", "pipeline"}
+    allowed = {"attached", "config", "given", "hooks", "launcher", "types", "errors", "pipeline"}
     for path in (ROOT / "pipefill_patches").glob("*.py"):
         if path.name == "__main__.py":  # an entry point, which starts the app
             continue

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from megatron.fill.launcher import ranks_here
+
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: somebody serves a store at MASTER_ADDR, every rank is a client
 
 
@@ -48,7 +50,7 @@ class Place:
 
 def _keep_place(physical: int, ranks: int) -> None:
     """Say where this process is, if the launcher has not: it cannot be told from its rank any more."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or ranks)
+    here = ranks_here(ranks)
     local = os.environ.get("SLURM_LOCALID") or str(physical % here)
     for name, value in (("LOCAL_RANK", local), ("GROUP_RANK", str(physical // here))):
         if not os.environ.get(name):

@@ -13,6 +13,7 @@ from megatron.fill.errors import ConfigError
 if TYPE_CHECKING:
     from megatron.fill.configure.choose import Choice
     from megatron.fill.configure.cluster import Cluster
+    from megatron.fill.configure.passes import Profile
     from megatron.fill.configure.value import Valued
 
 _PAYS = 0.02  # of the GPUs: below that, filling is not worth its trouble
@@ -81,6 +82,8 @@ def configure(
     correction = None if memory_model is None else Correction.load(memory_model)
     choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes, correction)
     _print_choice(choice, there)
+    for one in passes.profiles if passes else ():
+        _print_untold(one)
     if json_path is not None:
         _write_json(json_path, choice, there)
     if png is not None:
@@ -155,6 +158,17 @@ def _cost(one: Valued, cluster: Cluster) -> float | None:
     """Of an iteration, less what fill work would have cost on GPUs of its own."""
     price = cluster.price_per_gpu_hour
     return None if price is None else one.net_gpu_s / 3600 * price
+
+
+def _print_untold(one: Profile) -> None:
+    """What a profile does not tell is counted as if there were nothing of it."""
+    from megatron.fill.configure.passes import Both
+
+    untold = ["what a pass takes beside its layers"] if one.fixed == Both(0.0, 0.0) else []
+    untold += ["what a step takes beside its parameters"] if one.step_s == 0.0 else []
+    if untold:
+        run = f"The run with tensor parallelism {one.tp} and micro-batches of {one.microbatch}"
+        print(f"{run} does not tell {' or '.join(untold)}.")
 
 
 def _print_choice(choice: Choice, cluster: Cluster) -> None:

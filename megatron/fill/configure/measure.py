@@ -13,6 +13,7 @@ from megatron.fill.configure.network import Place
 from megatron.fill.configure.rounds import rounds
 from megatron.fill.configure.samples import Measured, Reduction, Transfer
 from megatron.fill.errors import NetworkError
+from megatron.fill.launcher import local_rank
 
 _TIMED = 3  # messages of a size each time that a pair's turn comes, after one that is not timed
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -74,7 +75,7 @@ def measure(
     import torch.distributed as dist
 
     rank = int(os.environ["RANK"])
-    place = Place(socket.gethostname(), int(os.environ.get("LOCAL_RANK") or 0))
+    place = Place(socket.gethostname(), local_rank(0))
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a peer that is gone is an error, not the watchdog's abort
     limit = timedelta(seconds=timeout_s)

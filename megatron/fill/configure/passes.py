@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, linear_regression, median
 
@@ -15,9 +15,8 @@ from megatron.fill.mainjob.analytic import p2p_bytes
 from megatron.fill.mainjob.memory import stage_parameters
 from megatron.fill.mainjob.model import ModelSpec
 from megatron.fill.mainjob.parallel import Parallel, Recompute
-from megatron.fill.pipeline.costs import PipelineCosts, StageCost
+from megatron.fill.pipeline.costs import StageCost
 from megatron.fill.pipeline.schedule import Pass
-from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.records import last_segment
 from megatron.fill.sim.recorded.busy import IterationSample, RecordedMainJob
 from megatron.fill.sim.recorded.groups import read_pipeline
@@ -55,11 +54,12 @@ class Profile:
         first: what the first stage does beside its layers (the embedding), as far as it can be told.
         last: likewise the last one (the output layer and the loss).
         step_s_per_parameter: between the last pass of an iteration and the first of the next.
-        step_s: the same of each iteration, however few its parameters are, as far as it can be told.
-        waits: how much longer an iteration is than the timeline of its mean passes.  Of two stages that wait for each
-            other the later one counts, and which one that is differs from pass to pass.
         transfer_bytes_s: between stages, once both sides are ready; None if nobody had to wait for a transfer.
         fixed: of each pass of a virtual stage, whatever its layers and samples, as far as it can be told.
+        step_s: of each iteration, between its last pass and the first of the next, whatever its parameters, as far as
+            it can be told.
+        waits: how much longer passes seem than they are.  Of two stages that wait for each other the later one counts,
+            and which one that is differs from pass to pass: so an iteration is longer than its mean passes make it.
     """
 
     tp: int
@@ -87,11 +87,11 @@ class Passes:
 
     def step_s_per_parameter(self, tp: int) -> float:
         """Of all profiles with such tensor parallelism."""
-        return fmean(one.step_s_per_parameter for one in self._of(tp))
+        return self._mean(tp, "step_s_per_parameter")
 
     def step_s(self, tp: int) -> float:
-        """Likewise of each iteration."""
-        return fmean(one.step_s for one in self._of(tp))
+        """Of all profiles with such tensor parallelism, too."""
+        return self._mean(tp, "step_s")
 
     def stage_cost(
         self,
@@ -118,9 +118,12 @@ class Passes:
                 forward, backward = forward + end.forward_ns, backward + end.backward_ns
         forward, backward = forward + fixed.forward_ns, backward + fixed.backward_ns
         if its.pp > 1:
-            waits = fmean(one.waits for one in self._of(its.tp))
+            waits = self._mean(its.tp, "waits")
             forward, backward = forward * waits, backward * waits
         return StageCost(round(forward + layers * exchange_s[0] * 1e9), round(backward + layers * exchange_s[1] * 1e9))
+
+    def _mean(self, tp: int, part: str) -> float:
+        return fmean(getattr(one, part) for one in self._of(tp))
 
     def _of(self, tp: int) -> list[Profile]:
         return [one for one in self.profiles if one.tp == tp]
@@ -175,12 +178,15 @@ def _load(folder: Path, training: Training) -> Profile:
     its = layout_of_run(folder, ran, segment.ranks)
     try:
         job = RecordedMainJob(records, schedule, rendezvous=records[0].info.device == "cpu")
+        samples = [one for one in job.samples if not one.filling]
+        if not samples:
+            raise ValueError("jobs filled all its iterations")
+        return profile_of(job, padded(ran, its.tp), its, samples[_FIRST:] or samples)
     except ValueError as error:
         head = str(error).splitlines()[0]
         raise ConfigError(
             f"{folder}: {head}; expected a run with --fill-profile-only and --fill-trace-iterations 10 or more"
         ) from error
-    return profile_of(job, padded(ran, its.tp), its, job.samples[_FIRST:] or job.samples)
 
 
 def flags_of_run(folder: Path, command: str) -> Training:
@@ -263,37 +269,33 @@ def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: S
         layer = stages[0].over(counts[0])
         fixed, first, last = Both(0.0, 0.0), Both(0.0, 0.0), stages[1].less(layer, counts[1])
     ranks = range(its.pp)
-    betweens_ns = [median(_between_ns(sample, rank) for sample in samples) for rank in ranks]
+    betweens_ns = [
+        median(sample.ranks[rank].reduced_ns + sample.ranks[rank].after_ns for sample in samples) for rank in ranks
+    ]
     step_ns, parameter_ns = _line([stage_parameters(model, its, rank) for rank in ranks], betweens_ns)
-    transfers = [sample.p2p_ns for sample in samples if sample.p2p_ns > 0]
+    transfer_ns = median([sample.p2p_ns for sample in samples if sample.p2p_ns > 0] or [0])
     return Profile(
         its.tp,
         its.microbatch,
         layer,
         first,
         last,
-        parameter_ns / 1e9,
-        p2p_bytes(model, its) / (median(transfers) / 1e9) if transfers else None,
-        fixed,
-        step_ns / 1e9,
-        _waits(job, samples, stages),
+        step_s_per_parameter=parameter_ns / 1e9,
+        transfer_bytes_s=p2p_bytes(model, its) / (transfer_ns / 1e9) if transfer_ns else None,
+        fixed=fixed,
+        step_s=step_ns / 1e9,
+        waits=_waits(job, samples, stages, int(transfer_ns)),
     )
 
 
-def _waits(job: RecordedMainJob, samples: Sequence[IterationSample], stages: Sequence[Both]) -> float:
-    """How much longer iterations are than what the schedule makes of mean passes."""
-    ranks = range(job.schedule.stages)
-    costs = PipelineCosts(
-        tuple(StageCost(round(one.forward_ns), round(one.backward_ns)) for one in stages),
-        int(median(sample.p2p_ns for sample in samples)),
-        tuple(
-            int(median(sample.ranks[rank].reduce_ns + sample.ranks[rank].collectives_ns[0] for sample in samples))
-            for rank in ranks
-        ),
-        tuple(int(median(sample.ranks[rank].after_ns for sample in samples)) for rank in ranks),
-    )
+def _waits(job: RecordedMainJob, samples: Sequence[IterationSample], stages: Sequence[Both], transfer_ns: int) -> float:
+    """How much longer passes would have to be for the schedule to make an iteration of them that is as long."""
+    means = tuple(StageCost(round(one.forward_ns), round(one.backward_ns)) for one in stages)
+    costs = replace(job.costs(samples), stages=means, p2p_ns=transfer_ns)
+    said_ns = job.timeline(costs).period_ns
+    rest_ns = job.timeline(replace(costs, stages=(StageCost(0, 0),) * len(stages))).period_ns
     found_ns = median(sample.end_ns - sample.start_ns for sample in samples)
-    return max(1.0, found_ns / simulate(job.schedule, costs, rendezvous=job.rendezvous).period_ns)
+    return max(1.0, (found_ns - rest_ns) / (said_ns - rest_ns)) if said_ns > rest_ns else 1.0
 
 
 def _inner(stages: Sequence[Both], counts: Sequence[int]) -> tuple[Both, Both]:
@@ -309,7 +311,7 @@ def _line(counts: Sequence[float], times_ns: Sequence[float]) -> tuple[float, fl
         slope, start = linear_regression(counts, times_ns)
         if start >= 0 and slope > 0:
             return start, slope
-    return 0.0, fmean(time_ns / count for time_ns, count in zip(times_ns, counts, strict=True))
+    return 0.0, sum(times_ns) / sum(counts)
 
 
 def _stage(job: RecordedMainJob, samples: Sequence[IterationSample], stage: int) -> Both:
@@ -321,8 +323,3 @@ def _stage(job: RecordedMainJob, samples: Sequence[IterationSample], stage: int)
         places = [at for at, op in enumerate(row) if op.kind is kind and job.schedule.virtual_stage(rank, op) == stage]
         found[kind] = median(fmean(sample.ranks[rank].passes_ns[at] for at in places) for sample in samples)
     return Both(found[Pass.FORWARD], found[Pass.BACKWARD])
-
-
-def _between_ns(sample: IterationSample, rank: int) -> int:
-    its = sample.ranks[rank]
-    return its.reduce_ns + its.after_ns + its.collectives_ns[0]

@@ -40,5 +40,6 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         report = filled(work, f"jobs-{number}", path, BLOCKS, "--fill-baseline-seconds", str(ALONE_S))
         figures = {name: report["summary"][name] for name in ("slowdown", "harvest_ratio", "fill_efficiency")}
         runs.append({"bubble_efficiency": step_efficiency(work / f"jobs-{number}-run"), **figures})
-    found = {"bubble_efficiency": fmean(run["bubble_efficiency"] for run in runs), "bubbles": runs}
+    known = [run["bubble_efficiency"] for run in runs if run["bubble_efficiency"] is not None]
+    found = {"bubble_efficiency": fmean(known) if known else None, "bubbles": runs}
     return found, identical(work, path, Blocks(5, 2, 60))

@@ -18,7 +18,7 @@ from statistics import median
 
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedule import Pass, Schedule
-from megatron.fill.pipeline.timeline import Compiled, Wait
+from megatron.fill.pipeline.timeline import Compiled, Timeline, Wait
 from megatron.fill.sim.recorded.parts import RecordedIteration, RecordedTransfers, parts_of
 from megatron.fill.types import BubbleKind, RankRecord
 
@@ -43,6 +43,11 @@ class RankSample:
     tail_ns: tuple[int, ...]
     collectives_ns: tuple[int, ...]
     outside_ns: int
+
+    @property
+    def reduced_ns(self) -> int:
+        """From the last pass until it has left the first collective, but for the wait for the other ranks."""
+        return self.reduce_ns + self.collectives_ns[0]
 
     @property
     def after_ns(self) -> int:
@@ -97,7 +102,6 @@ class RecordedMainJob:
 
     Attributes:
         samples: the iterations that could be taken apart whole, in order.
-        rendezvous: as given.
 
     Raises:
         ValueError: the records are not those of such a schedule.
@@ -109,7 +113,6 @@ class RecordedMainJob:
             stages = [record.info.stage for record in ordered]
             raise ValueError(f"there are records of stages {stages}; expected one of each of {schedule.stages}")
         self.schedule = schedule
-        self.rendezvous = rendezvous
         self._compiled = Compiled(schedule, rendezvous)
         parts = [parts_of(record, row) for record, row in zip(ordered, schedule.order, strict=True)]
         common = [number for number in parts[0] if all(number in part for part in parts)]
@@ -181,8 +184,8 @@ class RecordedMainJob:
     def costs(self, samples: Iterable[IterationSample] | None = None) -> PipelineCosts:
         """The median costs of some iterations (default: all), for simulations of other sizes.
 
-        What follows the first collective is part of ``optimizer_ns``, further collectives included: they are too short
-        to be filled.
+        The first collective is part of ``reduce_ns``, and what follows it of ``optimizer_ns``, further collectives
+        included: they are too short to be filled.
         """
         chosen = self.samples if samples is None else list(samples)
         if not chosen:
@@ -200,9 +203,13 @@ class RecordedMainJob:
         return PipelineCosts(
             stages,
             int(median(sample.p2p_ns for sample in chosen)),
-            tuple(int(median(sample.ranks[rank].reduce_ns for sample in chosen)) for rank in ranks),
+            tuple(int(median(sample.ranks[rank].reduced_ns for sample in chosen)) for rank in ranks),
             tuple(int(median(sample.ranks[rank].after_ns for sample in chosen)) for rank in ranks),
         )
+
+    def timeline(self, costs: PipelineCosts) -> Timeline:
+        """An iteration of the same schedule with such costs."""
+        return self._compiled.run(costs)
 
 
 def _rank_sample(part: RecordedIteration, begin_ns: int, end_ns: int, met_ns: list[int]) -> RankSample:
