@@ -17,7 +17,7 @@ RULES: dict[str, set[str]] = {
     # Values, and what knows no other part.
     "types": set(),
     "errors": set(),
-    "hearsay": set(),
+    "untrusted": set(),
     "models": set(),
     "profiles": {"types"},
     "work": set(),
@@ -28,16 +28,16 @@ RULES: dict[str, set[str]] = {
     "launcher": set(),
     # The machine.
     "linux": set(),
-    "pages": {"errors", "hearsay", "linux", "profiles", "types"},
+    "pages": {"errors", "linux", "profiles", "types", "untrusted"},
     "sandbox": {"errors", "linux"},
     "device": {"errors", "linux"},
     # What users give, what jobs are, and where they wait.
-    "given": {"errors", "hearsay", "types"},
+    "given": {"errors", "types", "untrusted"},
     "config": {"errors", "given", "types"},
     "store": {"errors", "given", "types", "work"},
     "client": {"errors", "given", "store", "types"},
-    "sidetask": {"errors", "hearsay", "linux", "models", "profiles"},
-    "llm": {"device", "errors", "given", "hearsay", "linux", "profiles", "sidetask"},
+    "sidetask": {"errors", "linux", "models", "profiles", "untrusted"},
+    "llm": {"device", "errors", "given", "linux", "profiles", "sidetask", "untrusted"},
     # What is decided.
     "pipeline": {"profiles", "types"},
     "mainjob": {"pipeline"},
@@ -48,12 +48,12 @@ RULES: dict[str, set[str]] = {
     "records": {"errors", "linux", "types"},
     "rank": {"errors", "hooks", "linux", "pages", "profiles", "records", "spec", "types"},
     "worker": {
-        *("device", "errors", "hearsay", "linux", "pages", "planner", "profiles", "sandbox", "sidetask", "spec"),
-        *("types", "work"),
+        *("device", "errors", "linux", "pages", "planner", "profiles", "sandbox", "sidetask", "spec"),
+        *("types", "untrusted", "work"),
     },
     "agent": {
-        *("device", "errors", "hearsay", "linux", "pages", "planner", "profiles", "records", "sandbox", "scheduler"),
-        *("sidetask", "spec", "store", "types", "work", "worker"),
+        *("device", "errors", "linux", "pages", "planner", "profiles", "records", "sandbox", "scheduler", "sidetask"),
+        *("spec", "store", "types", "untrusted", "work", "worker"),
     },
     # What is seen of it, and tried out.
     "report": {"display", "errors", "linux", "records", "types"},
@@ -70,13 +70,13 @@ RULES: dict[str, set[str]] = {
     "chaos": {"errors", "given", "linux", "pages", "records", "report", "sidetask", "store", "types"},
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {
-        *("agent", "config", "display", "errors", "given", "hearsay", "linux", "records", "sidetask", "store", "types"),
-        *("spec", "worker"),
+        *("agent", "config", "display", "errors", "given", "linux", "records", "sidetask", "spec", "store", "types"),
+        *("untrusted", "worker"),
     },
     "cli": {
-        *("agent", "chaos", "configure", "device", "display", "errors", "given", "graph", "hearsay", "linux", "llm"),
+        *("agent", "chaos", "configure", "device", "display", "errors", "given", "graph", "linux", "llm"),
         *("mainjob", "pages", "planner", "profiles", "records", "report", "sandbox", "sim", "store", "trial"),
-        *("types", "worker"),
+        *("types", "untrusted", "worker"),
     },
     "__init__": {"errors", "hooks", "sidetask", "types"},
 }
@@ -271,6 +271,6 @@ def test_what_a_job_can_write_is_read_through_one_door():
     found = {
         str(path.relative_to(FILL)): calls
         for path in sorted(FILL.rglob("*.py"))
-        if outside(path) and (calls := reads(path) - {"hearsay.read_text", "hearsay.open_plain"})
+        if outside(path) and (calls := reads(path) - {"untrusted.read_text", "untrusted.open_plain"})
     }
     assert found == OTHER_READS

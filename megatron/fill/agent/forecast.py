@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 from megatron.fill.agent.station import Station
 from megatron.fill.profiles import MeasuredJob
 from megatron.fill.store.port import Job, JobStore, Progress
@@ -49,7 +49,7 @@ class JobForecast:
         if self._profile_kept or not os.path.lexists(path):
             return
         try:
-            measured = MeasuredJob.from_dict(hearsay.read_json(path))
+            measured = MeasuredJob.from_dict(untrusted.read_json(path))
         except (OSError, ValueError) as error:
             logger.warning("job %s: its profile cannot be read: %s", job.name, error)
             self._profile_kept = True

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 from megatron.fill.agent.misfits import Misfits
 from megatron.fill.agent.waiting import for_tails, may_begin
 from megatron.fill.errors import FillError, PlanError
@@ -277,6 +277,6 @@ def _read_profile(store: JobStore, key: str) -> MeasuredJob | None:
 
 def _read_plan(directory: Path) -> ExecutionPlan | None:
     try:
-        return ExecutionPlan.from_dict(hearsay.read_json(directory / PLAN))
+        return ExecutionPlan.from_dict(untrusted.read_json(directory / PLAN))
     except (OSError, ValueError):
         return None

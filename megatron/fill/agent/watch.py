@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 from megatron.fill.agent.ending import Ending, How, Watcher, harshest
 from megatron.fill.agent.enforcer import Enforcer
 from megatron.fill.agent.output import BoundedOutput
@@ -189,7 +189,7 @@ class Watch:
 
 def _read_result(directory: Path) -> dict[str, Any]:
     try:
-        result = hearsay.read_json(directory / RESULT)
+        result = untrusted.read_json(directory / RESULT)
         return result if isinstance(result, dict) else {}
     except (OSError, ValueError):
         return {}

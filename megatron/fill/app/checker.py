@@ -17,13 +17,13 @@ from typing import Any
 from megatron.fill.app.keptin import KeptIn, keep_in
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import FillError
-from megatron.fill.hearsay import to_json
 from megatron.fill.linux import host
 from megatron.fill.sandbox.cage import Bind, Cage
 from megatron.fill.sandbox.jail import Jail
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
 from megatron.fill.sidetask.examine import Examined, examine_command, examine_task
 from megatron.fill.trial.spec import CheckSpec
+from megatron.fill.untrusted import to_json
 from megatron.fill.worker.confined import apply_environment
 
 _MOST_TRACE = 4000  # letters of a traceback, its end

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 from megatron.fill.cli import views
 from megatron.fill.cli.options import Json, Store, opened
 from megatron.fill.errors import ConfigError, JobError
@@ -178,7 +178,7 @@ def _copy(job: Job, output: Path) -> None:
     answers = Path(job.directory) / _ANSWERS
     try:
         partial = output.with_name(f".{output.name}.partial")
-        with hearsay.open_plain(answers) as theirs, partial.open("wb") as mine:
+        with untrusted.open_plain(answers) as theirs, partial.open("wb") as mine:
             shutil.copyfileobj(theirs, mine)
         partial.replace(output)
     except OSError as error:

@@ -14,8 +14,8 @@ import typer
 from megatron.fill.cli.options import JobName, Json, Store, opened
 from megatron.fill.display import harmless
 from megatron.fill.errors import JobError
-from megatron.fill.hearsay import MOST_BYTES, open_plain
 from megatron.fill.store import Job
+from megatron.fill.untrusted import MOST_BYTES, open_plain
 
 _OUTPUT = "output.log"  # in the job's folder
 _POLL_S = 0.5

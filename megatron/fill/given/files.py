@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.plainyaml import PlainYaml, PlainYamlError, parse_yaml
 
@@ -57,10 +57,10 @@ def read_json(path: str | Path, expected: str) -> Any:
     """What a JSON file says.
 
     Raises:
-        ConfigError: as ``read_text``; or it is not what ``hearsay.parse_json`` takes.
+        ConfigError: as ``read_text``; or it is not what ``untrusted.parse_json`` takes.
     """
     text = read_text(path, expected)
     try:
-        return hearsay.parse_json(text, _MOST_JSON_DEPTH, _MOST_JSON_VALUES)
+        return untrusted.parse_json(text, _MOST_JSON_DEPTH, _MOST_JSON_VALUES)
     except ValueError as error:
         raise ConfigError(f"{path}: is not JSON: {error}; expected {expected}") from error

@@ -1,4 +1,4 @@
-"""Writing into a folder that a job may write to: it may have put a link there.  ``hearsay`` reads from it."""
+"""Writing into a folder that a job may write to: it may have put a link there.  ``untrusted`` reads from it."""
 
 from __future__ import annotations
 

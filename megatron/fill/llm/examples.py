@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 from megatron.fill.errors import ConfigError
 from megatron.fill.llm.answering import prompt_tokens
 from megatron.fill.llm.requests import Request, read_requests
@@ -55,7 +55,7 @@ def _texts(path: Path) -> dict[str, list[tuple[str, bool]]]:
 
 def _choices(line: str, where: str) -> tuple[str, list[dict[str, Any]]]:
     try:
-        value = hearsay.parse_json(line, _MOST_DEPTH, _MOST_VALUES)
+        value = untrusted.parse_json(line, _MOST_DEPTH, _MOST_VALUES)
         body = value["response"]["body"] if value["response"]["status_code"] == 200 else {"choices": []}
         return value["custom_id"], body["choices"]
     except (json.JSONDecodeError, ValueError, KeyError, TypeError) as error:

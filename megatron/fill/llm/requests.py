@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.problems import shown
 
@@ -134,7 +134,7 @@ def _object(data: bytes, where: str, first: bool) -> dict[str, Any] | None:
         raise ConfigError(f"{where}: is longer than {_MOST_LINE_BYTES >> 20} MiB; expected {_EXPECTED}")
     try:
         text = data.decode("utf-8-sig" if first else "utf-8").strip()
-        value = hearsay.parse_json(text, _MOST_DEPTH, _MOST_VALUES) if text else None
+        value = untrusted.parse_json(text, _MOST_DEPTH, _MOST_VALUES) if text else None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: is not UTF-8 text; expected {_EXPECTED}") from error
     except json.JSONDecodeError as error:

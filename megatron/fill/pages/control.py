@@ -25,7 +25,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 from megatron.fill.errors import ControlError
 from megatron.fill.linux import futex, memfd
 from megatron.fill.linux.files import write_text
@@ -228,7 +228,7 @@ def _read_note(path: Path) -> tuple[int, int] | None:
         ValueError: it is none.
     """
     try:
-        where = hearsay.read_json(path)
+        where = untrusted.read_json(path)
     except FileNotFoundError:
         return None
     pid, number = (where.get("pid"), where.get("fd")) if isinstance(where, dict) else (None, None)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import mmap
 import time
 
-from megatron.fill.hearsay import plain
 from megatron.fill.linux import memfd
 from megatron.fill.pages.phases import Saving, WorkerPhase
 from megatron.fill.pages.recent import recent
 from megatron.fill.profiles import is_amount
 from megatron.fill.types import BubbleUse, Lack, WorkerRecord
+from megatron.fill.untrusted import plain
 
 _USES, _USE_FIELDS = 65_536, 7
 _STEPS = 8_192

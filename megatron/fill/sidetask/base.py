@@ -10,8 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron.fill.hearsay import to_json
 from megatron.fill.linux.files import write_text
+from megatron.fill.untrusted import to_json
 
 RESULT = "result.json"  # in the job's folder
 

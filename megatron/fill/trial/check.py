@@ -13,10 +13,10 @@ from typing import Any
 from megatron.fill.agent.admission import default_user, environment
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.jobs import JobSpec
-from megatron.fill.hearsay import parse_json, plain
 from megatron.fill.linux import host
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial.spec import NOTE, CheckSpec, program
+from megatron.fill.untrusted import parse_json, plain
 
 _MOST_S = 120.0  # for all of them: an import of torch takes a while on a machine that is busy
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 from megatron.fill.agent.folder import OUTPUT
 from megatron.fill.agent.verdict import OVER
 from megatron.fill.agent.watch import STOP_S
@@ -157,7 +157,7 @@ def _output(last: TrialTraining) -> list[str]:
     if not last.job.directory:
         return []
     try:
-        lines = hearsay.read_text(Path(last.job.directory) / OUTPUT).splitlines()
+        lines = untrusted.read_text(Path(last.job.directory) / OUTPUT).splitlines()
     except (OSError, ValueError):
         return []
     starts = [at for at, line in enumerate(lines) if line == _TRACEBACK]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 from megatron.fill.errors import FillError
 from megatron.fill.records import RankFiles, last_segment
 from megatron.fill.store.port import Job, JobStore
@@ -100,7 +100,7 @@ def _notes(log: Path) -> list[str]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return [line for line in hearsay.read_text(path).splitlines() if line.strip()]
+        return [line for line in untrusted.read_text(path).splitlines() if line.strip()]
     except (OSError, ValueError):
         return []
 

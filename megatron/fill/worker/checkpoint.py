@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 from megatron.fill.errors import TaskError
 
 logger = logging.getLogger("pipefill.checkpoint")
@@ -112,7 +112,7 @@ def _as_json(state: dict[str, Any]) -> bytes | None:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    with hearsay.open_plain(path) as file:  # a pipe of that name would block for ever
+    with untrusted.open_plain(path) as file:  # a pipe of that name would block for ever
         size = file.seek(0, os.SEEK_END) - _TRAILER_BYTES
         file.seek(max(0, size))
         trailer = file.read()

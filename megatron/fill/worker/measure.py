@@ -15,7 +15,6 @@ from typing import Any
 from megatron.fill.device import cuda
 from megatron.fill.device.meter import fingerprint, meter
 from megatron.fill.errors import FillError, TaskError
-from megatron.fill.hearsay import to_json
 from megatron.fill.linux import host
 from megatron.fill.linux.files import write_text
 from megatron.fill.sidetask.base import TaskContext
@@ -23,6 +22,7 @@ from megatron.fill.sidetask.imperative import ImperativeTask
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.spec import Spec
+from megatron.fill.untrusted import to_json
 from megatron.fill.worker.profiler import PROFILE, MeasuringMachine, Profiler, write_profile
 from megatron.fill.worker.steptimes import measure_steps, write_step_times
 

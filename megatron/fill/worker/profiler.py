@@ -12,12 +12,12 @@ from typing import Any
 
 from megatron.fill.device.meter import Meter
 from megatron.fill.errors import TaskError
-from megatron.fill.hearsay import to_json
 from megatron.fill.linux.files import write_text
 from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.sidetask.nodes import NodeTask
+from megatron.fill.untrusted import to_json
 from megatron.fill.worker.pacing import TakesTurn, at_once
 
 logger = logging.getLogger("pipefill.profile")

@@ -9,13 +9,13 @@ from typing import Any
 
 from megatron.fill.device.emulated import Emulation
 from megatron.fill.device.port import Limits, Sharing
-from megatron.fill.hearsay import parse_json, plain, to_json
 from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog
 from megatron.fill.profiles import is_amount
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.spec import Spec
 from megatron.fill.types import JobState
+from megatron.fill.untrusted import parse_json, plain, to_json
 from megatron.fill.work import Work
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron.fill.device.meter import Meter
 from megatron.fill.errors import TaskError
-from megatron.fill.hearsay import to_json
 from megatron.fill.linux.files import write_text
 from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
+from megatron.fill.untrusted import to_json
 
 STEP_TIMES = "steps.json"  # in the job's folder
 SECONDS = 3.0  # of steps

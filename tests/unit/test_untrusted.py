@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill import hearsay
+from megatron.fill import untrusted
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
 def test_a_plain_file_is_read(tmp_path):
     (tmp_path / "file").write_text('{"a": [1, 2.5, null]}')
-    assert hearsay.read_text(tmp_path / "file") == '{"a": [1, 2.5, null]}'
-    assert hearsay.read_json(tmp_path / "file") == {"a": [1, 2.5, None]}
+    assert untrusted.read_text(tmp_path / "file") == '{"a": [1, 2.5, null]}'
+    assert untrusted.read_json(tmp_path / "file") == {"a": [1, 2.5, None]}
 
 
 def test_links_pipes_folders_and_floods_are_not(tmp_path):
@@ -31,13 +31,13 @@ def test_links_pipes_folders_and_floods_are_not(tmp_path):
     (tmp_path / "flood").write_bytes(b"x" * 100)
     for name in ("link", "zero", "pipe", "folder", "nothing"):
         with pytest.raises(OSError):  # noqa: PT011
-            hearsay.read_text(tmp_path / name)
+            untrusted.read_text(tmp_path / name)
     with pytest.raises(ValueError, match="larger than 10 bytes"):
-        hearsay.read_text(tmp_path / "flood", 10)
+        untrusted.read_text(tmp_path / "flood", 10)
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(ValueError, match="is larger than"):
-        hearsay.read_json(tmp_path / "sparse")
+        untrusted.read_json(tmp_path / "sparse")
 
 
 def test_a_folder_that_became_a_link_is_not_entered(tmp_path):
@@ -45,7 +45,7 @@ def test_a_folder_that_became_a_link_is_not_entered(tmp_path):
     (tmp_path / "elsewhere" / "file").write_text("1")
     (tmp_path / "job").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="job"):
-        hearsay.read_text(tmp_path / "job" / "file")
+        untrusted.read_text(tmp_path / "job" / "file")
 
 
 @pytest.mark.parametrize(
@@ -71,18 +71,18 @@ def test_a_folder_that_became_a_link_is_not_entered(tmp_path):
 )
 def test_what_would_break_a_reader_is_refused(text, expected):
     with pytest.raises(ValueError, match=expected):
-        hearsay.parse_json(text)
+        untrusted.parse_json(text)
 
 
 def test_what_only_looks_so_is_taken():
     text = json.dumps(["[" * 100, '\\"[' * 50, "\\", "é", 10**18 - 1, -(10**18) + 1, 1e300, "\U0001f680"])
-    assert hearsay.parse_json(text) == json.loads(text)
-    assert hearsay.parse_json("[" * 32 + "]" * 32) == json.loads("[" * 32 + "]" * 32)
+    assert untrusted.parse_json(text) == json.loads(text)
+    assert untrusted.parse_json("[" * 32 + "]" * 32) == json.loads("[" * 32 + "]" * 32)
 
 
 def test_a_reader_deep_in_the_stack_is_refused_too():
     def down(levels: int) -> object:
-        return down(levels - 1) if levels else hearsay.parse_json("[" * 32 + "]" * 32)
+        return down(levels - 1) if levels else untrusted.parse_json("[" * 32 + "]" * 32)
 
     depth = sys.getrecursionlimit()
     outcomes = set()
@@ -104,16 +104,16 @@ json_values = st.recursive(
 @settings(deadline=None)
 @given(json_values)
 def test_what_a_task_reports_is_made_fit_to_be_read(value):
-    text = hearsay.to_json(value)
-    assert hearsay.to_json(hearsay.parse_json(text)) == text
+    text = untrusted.to_json(value)
+    assert untrusted.to_json(untrusted.parse_json(text)) == text
     text.encode()
 
 
 def test_numbers_that_are_none_become_null():
-    assert hearsay.to_json({"loss": math.nan, "worst": math.inf, "huge": 10**400, "big": 10**20}) == (
+    assert untrusted.to_json({"loss": math.nan, "worst": math.inf, "huge": 10**400, "big": 10**20}) == (
         '{"loss": null, "worst": null, "huge": null, "big": 1e+20}'
     )
-    assert hearsay.to_json("a\ud800") == '"a?"'
+    assert untrusted.to_json("a\ud800") == '"a?"'
     holds_itself: list[object] = []
     holds_itself.append(holds_itself)
     deep: list[object] = []
@@ -121,16 +121,16 @@ def test_numbers_that_are_none_become_null():
         deep = [deep]
     for wrong in (holds_itself, deep, json.loads("[" * 33 + "]" * 33)):
         with pytest.raises(ValueError, match=r"deep|Circular"):
-            hearsay.to_json(wrong)
+            untrusted.to_json(wrong)
     with pytest.raises(TypeError):
-        hearsay.to_json({"a": object()})
+        untrusted.to_json({"a": object()})
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=60) | st.text(max_size=60) | st.text('[]{}",:\\0123456789.eE+-ud8NaInfity tr', max_size=60))
 def test_any_bytes_give_a_value_or_a_value_error(text):
     try:
-        value = hearsay.parse_json(text)
+        value = untrusted.parse_json(text)
     except ValueError:
         return
     json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
