@@ -1,4 +1,4 @@
-"""Schedules as data: their text form, what is no schedule, and the orders that the generators make."""
+"""Schedules as data: their text form, what is not a schedule, and the orders that the generators make."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_schedule_without_one_of_its_passes_is_refused(schedule: Schedule, dat
         ("", "line 1 is ''"),
         ("1f1b: 1 stages", "line 1 is '1f1b: 1 stages'"),
         ("1f1b: 1 stages, 1 microbatches, 1 chunks:\n1: F0 B0", "line 2 .* rank 0"),
-        ("1f1b: 1 stages, 1 microbatches, 1 chunks:\n0: F0 X0", "line 2: 'X0' is no pass"),
+        ("1f1b: 1 stages, 1 microbatches, 1 chunks:\n0: F0 X0", "line 2: 'X0' is not a pass"),
         ("2f2b: 1 stages, 1 microbatches, 1 chunks:\n0: F0 B0", "name is '2f2b'; expected one of gpipe"),
         ("1f1b: 0 stages, 1 microbatches, 1 chunks:", "at least one stage"),
         ("1f1b: 2 stages, 1 microbatches, 1 chunks:\n0: F0 B0", "1 rows; expected 2"),
@@ -133,7 +133,7 @@ def test_whole_and_split_backwards_may_meet():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("dualpipe", 2, 2), "'dualpipe' is no schedule; expected one of gpipe, 1f1b, interleaved, zb-h1"),
+        (("dualpipe", 2, 2), "'dualpipe' is not a schedule; expected one of gpipe, 1f1b, interleaved, zb-h1"),
         (("1f1b", 2, 2, 2), "1f1b with 2 chunks; expected 1"),
         (("zb-h1", 2, 2, 1, 2), "zb-h1 with a group_size of 2; expected none"),
         (("gpipe", 0, 2), "0 stages and 2 microbatches; expected at least 1 of each"),
@@ -152,7 +152,7 @@ def test_what_cannot_be_generated_is_refused(arguments: tuple, message: str):
 
 def test_a_pass_that_is_no_pass():
     assert Op.parse("I2.1") == Op(Pass.INPUT, 2, 1)
-    with pytest.raises(ValueError, match="'2F0' is no pass; expected such as F3"):
+    with pytest.raises(ValueError, match="'2F0' is not a pass; expected such as F3"):
         Op.parse("2F0")
 
 

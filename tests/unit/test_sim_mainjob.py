@@ -111,7 +111,7 @@ def test_presets_have_sources():
         ({"dp": 3}, r"global_batch is 32; expected a multiple of microbatch \* dp, 2 \* 3"),
         ({"recompute": "some"}, "recompute is 'some'; expected one of none, selective, full"),
         ({"precision": "fp8"}, "precision is 'fp8'; expected one of bf16, fp16, fp32"),
-        ({"schedule": "zigzag"}, "'zigzag' is no schedule; expected one of"),
+        ({"schedule": "zigzag"}, "'zigzag' is not a schedule; expected one of"),
         ({"first_layers": 24}, "first_layers is 24; expected 1 to 23"),
         ({"first_layers": 5, "last_layers": 4}, "leave layers that divide evenly among 2 of 4 stages, not 15 of 24"),
         ({"chunks": 2, "first_layers": 5}, "first_layers is 5; expected a multiple of chunks, 2"),

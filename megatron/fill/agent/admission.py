@@ -84,7 +84,7 @@ def find_user(name: str) -> JobUser:
 
 
 def default_user() -> JobUser | None:
-    """Whom jobs run as if nobody says: a user without rights where that can be, else None for who we are."""
+    """Whom jobs run as if nobody says: a user without rights where that can be, else None: as this process."""
     if os.geteuid() != 0:
         return None
     try:
@@ -116,7 +116,7 @@ def environment(
     Args:
         host: the agent's own, of which little is kept.
         device: what the worker's device needs.
-        directory: the job's folder, a home for who has none.
+        directory: the job's folder, the home of a user who has none.
     """
     kept = {name: value for name, value in host.items() if name in _KEPT or name.startswith("LC_")}
     if user is not None:

@@ -41,7 +41,7 @@ def check_store(where: str) -> None:
 
     Raises:
         ConfigError: it is no store's address, or several nodes would share an SQLite file.
-        StoreError: likewise.
+        StoreError: for the same reasons.
     """
     nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
     if locate(where).drivername == "sqlite" and nodes > 1:

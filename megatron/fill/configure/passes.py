@@ -52,7 +52,7 @@ class Profile:
         tp, microbatch: of the run.
         layer: of one layer, with what its tensor-parallel ranks exchange.
         first: what the first stage does beside its layers (the embedding), as far as it can be told.
-        last: likewise the last one (the output layer and the loss).
+        last: what the last one does (the output layer and the loss).
         step_s_per_parameter: between the last pass of an iteration and the first of the next.
         transfer_bytes_s: between stages, once both sides are ready; None if nobody had to wait for a transfer.
         fixed: of each pass of a virtual stage, whatever its layers and samples, as far as it can be told.
@@ -254,7 +254,7 @@ def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: S
 
     With three virtual stages or more, those between the first and the last tell what a layer takes; if some of these
     have half as many layers again as others, also what each pass takes beside them.  With two, all of the first one
-    counts as its layers.  Likewise ranks with unlike numbers of parameters tell what a step takes beside them.
+    counts as its layers.  In the same way, ranks with unlike numbers of parameters tell what a step takes beside them.
 
     Args:
         model: with the vocabulary as Megatron pads it.

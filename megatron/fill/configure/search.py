@@ -2,7 +2,7 @@
 
 ``search`` returns what timing every configuration would.  Configurations are taken in the order of their bound
 (``latency.bound_ns``), and once the bound exceeds the worst of the best that were timed, so do all that follow.
-Likewise ``room.least_bytes`` drops only what cannot fit.
+In the same way, ``room.least_bytes`` drops only what cannot fit.
 """
 
 from __future__ import annotations

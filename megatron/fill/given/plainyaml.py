@@ -20,7 +20,7 @@ from yaml.constructor import SafeConstructor
 from yaml.nodes import ScalarNode
 
 MOST_DEPTH = 32  # of lists and mappings in one another, aliases followed
-MOST_VALUES = 1_000_000  # likewise
+MOST_VALUES = 1_000_000
 
 READER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may have been built without libyaml
 _TAG = "tag:yaml.org,2002:"
@@ -78,7 +78,7 @@ def parse_yaml(text: str, reader: Any = READER) -> PlainYaml:
         reader: a loader of PyYAML, which takes the text apart.
 
     Raises:
-        PlainYamlError: it is no YAML; has a key twice, tags, infinite numbers or ones of more than 64 bits; refers to
+        PlainYamlError: it is not YAML; has a key twice, tags, infinite numbers or ones of more than 64 bits; refers to
             itself; or exceeds ``MOST_DEPTH`` or ``MOST_VALUES``.
     """
     read = _Reader(text, reader)

@@ -1,6 +1,6 @@
 """Ends what is below this process: all of one worker, or whatever came here from a child that died.
 
-One rule for both: what this process started for itself is no orphan.  That is what stays in its process group (a
+One rule for both: what this process started for itself is not an orphan.  That is what stays in its process group (a
 control program that it asks something, say), and what is in ``tree.OWN`` (workers and who holds them).  To adopt
 orphans at all, it calls ``host.adopt_orphans``.
 """

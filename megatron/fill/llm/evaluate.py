@@ -163,7 +163,7 @@ class EvaluateCheckpoints(SideTask):
             self._loading.start()
 
     def _leave_out(self, error: Exception | None) -> None:
-        """What was deleted meanwhile is no error; what is there and cannot be read is.
+        """What was deleted meanwhile is not an error; what is there and cannot be read is.
 
         Raises:
             TaskError: the checkpoint is there and no model can be made of it.

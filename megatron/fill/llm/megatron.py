@@ -55,7 +55,7 @@ _INERT = SimpleNamespace(Unpickler=_Unpickler, load=pickle.load, __name__="inert
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads what is no tensor without making its objects."""
+    """Reads what is not a tensor, without making its objects."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.original_state_dict[read_item.dest_index.fqn] = _read_inert(value)

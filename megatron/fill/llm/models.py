@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
         """The ids of a prompt."""
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of ids; what is no whole character yet becomes U+FFFD."""
+        """The text of ids; an incomplete character becomes U+FFFD."""
 
     def piece(self, token: int) -> str:
         """One token's text."""

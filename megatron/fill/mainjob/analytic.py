@@ -122,7 +122,7 @@ def stage_cost(
     Args:
         is_last: it has the output layer.
         forward_exchange_s: what the ranks of a stage exchange in the forward pass of one layer.
-        backward_exchange_s: likewise, without what is computed again.
+        backward_exchange_s: the same for the backward pass, without what is computed again.
     """
     rate = parallel.tp * parallel.cp * gpu.peak_flops * efficiency
     matrices = layers * model.matrix_flops(parallel.microbatch) / rate

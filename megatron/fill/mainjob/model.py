@@ -27,7 +27,7 @@ class ModelSpec:
         experts: MLPs of each layer, of which a router chooses; 0 for one MLP without a router.
         experts_per_token: how many of them a token passes.
         positions: learned position embeddings; 0 where positions are rotated in or unknown.
-        hidden_dropout: the residual stream has dropout, and keeps its masks; ``attention_dropout`` likewise the scores.
+        hidden_dropout: the residual stream has dropout, and keeps its masks; ``attention_dropout``: so do the scores.
         source: where the shape comes from.
     """
 

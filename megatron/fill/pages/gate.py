@@ -2,7 +2,7 @@
 
 One page of an anonymous memory file (``memfd``): it has no name, so nothing is left behind and two runs cannot
 collide.  The rank is its only writer; workers map it read-only, so nothing a worker does can reach the rank through
-it.  Opening is a handful of stores and one futex wake; closing likewise.  There is no lock.
+it.  Opening is a handful of stores and one futex wake; so is closing.  There is no lock.
 
 Layout, in 64-bit words of the machine's byte order::
 

@@ -41,7 +41,7 @@ class Op:
         """
         match = re.fullmatch(r"([FBIW])(\d+)(?:\.(\d+))?", text)
         if match is None:
-            raise ValueError(f"{text!r} is no pass; expected such as F3, B0 or I2.1")
+            raise ValueError(f"{text!r} is not a pass; expected such as F3, B0 or I2.1")
         return cls(Pass(match[1]), int(match[2]), int(match[3] or 0))
 
 

@@ -116,7 +116,7 @@ def make_schedule(
     if name == "interleaved":
         return interleaved(stages, microbatches, chunks, group_size)
     if name not in NAMES:
-        raise ValueError(f"{name!r} is no schedule; expected one of {', '.join(NAMES)}")
+        raise ValueError(f"{name!r} is not a schedule; expected one of {', '.join(NAMES)}")
     if chunks != 1:
         raise ValueError(f"{name} with {chunks} chunks; expected 1: only interleaved has more")
     if group_size is not None:

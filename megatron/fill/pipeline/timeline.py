@@ -183,7 +183,7 @@ class Compiled:
         """A rank's transfers, those that it sends and then those that it receives, each in the order of posting.
 
         Raises:
-            ValueError: it is no rendezvous, or the costs are for other ranks or chunks.
+            ValueError: there is no rendezvous, or the costs are for other ranks or chunks.
         """
         if not self.rendezvous:
             raise ValueError("eager transfers are not posted by both their ends; expected rendezvous")

@@ -44,7 +44,7 @@ def best_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: in
 
 
 def find_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: int = 0) -> ExecutionPlan | None:
-    """``best_plan`` for who need not know why there is none."""
+    """``best_plan``, without the reason why there is none."""
     usable = [(slot.duration_ns - reserve_ns, slot.free_bytes) for slot in cycle.slots if slot.duration_ns > reserve_ns]
     limits = [_limit(usable, profile) for profile in profiles]
     found: dict[int, ExecutionPlan] = {}

@@ -40,7 +40,7 @@ def packed_ns(plan: ExecutionPlan, profile: JobProfile) -> float:
 
 
 def processing_time_s(cycle: BubbleCycle, plan: ExecutionPlan, remaining_work: float) -> float:
-    """Seconds on the clock on the wall for the remaining work, main job's compute included.
+    """Wall-clock seconds for the remaining work, main job's compute included.
 
     Raises:
         ValueError: negative work.

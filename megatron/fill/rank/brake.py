@@ -18,10 +18,10 @@ _PERIODS = (16, 32, 64, 128)  # iterations from one probe to the next: each a mu
 _CALM_PAIRS = 4  # until the probes become rarer
 _FORGIVING_PAIRS = 16  # in a row without a brake, until one brake is forgotten
 _DISTRUSTED = 1.5  # deviations above the limit, over all pairs: the probes become frequent again
-_SURPRISING = 3.0  # likewise, in the latest pair
+_SURPRISING = 3.0  # the same, in the latest pair
 _COOL_DOWN = 64  # iterations; doubles with every brake that is not forgotten
 _MOST_STRIKES = 5  # so at most 1024 iterations
-_GUARD_SHARE = 1 / 400  # of an iteration: the guard that the first brake adds; it doubles likewise
+_GUARD_SHARE = 1 / 400  # of an iteration: the guard that the first brake adds; it doubles, too
 _LEAST_GUARD_NS = 500_000
 
 

@@ -13,7 +13,7 @@ from megatron.fill.profiles import BubbleCycle, JobProfile
 def estimate_s(
     cycle: BubbleCycle | None, profiles: Sequence[JobProfile], remaining_work: float | None, reserve_ns: int = 0
 ) -> float | None:
-    """Seconds on the clock on the wall; infinity if the job fits no bubble, None if it cannot be told.
+    """Wall-clock seconds; infinity if the job fits no bubble, None if it cannot be told.
 
     Args:
         cycle: the device's; None before it is measured.

@@ -19,7 +19,7 @@ class Prospect:
     """A tail job, and what an idle device has to offer it.
 
     Attributes:
-        speed: what it gets now, per second of the clock on the wall; in any unit, the same as ``elsewhere``.
+        speed: what it gets now, per wall-clock second; in any unit, the same as ``elsewhere``.
         elsewhere: what it would get on the idle device.
         left_s: how long it would go on where it is; infinity if it gets nothing there, None if nobody knows.
         ran_s: how long it has run there.

@@ -92,7 +92,7 @@ def _open(path: Path) -> IO[str]:
 
 
 def _find_fault(path: Path) -> str:
-    """The first line that is no edge: numpy's own messages count rows without the comments."""
+    """The first line that is not an edge: numpy's own messages count rows without the comments."""
     columns = 0
     with _open(path) as file:
         for number, line in enumerate(file, 1):
@@ -116,7 +116,7 @@ def load_graph(edges: int | str, nodes: int, seed: int) -> Graph:
     """Read the graph from the file ``edges``, or generate one of ``edges`` edges.
 
     Raises:
-        ValueError: an argument is out of range, or the file has a line that is no edge.
+        ValueError: an argument is out of range, or the file has a line that is not an edge.
     """
     if isinstance(edges, str):
         return read_graph(Path(edges).expanduser())

@@ -51,7 +51,7 @@ class MatrixFactorization(SideTask):
             regularization: the weight of the squared factors.
 
         Raises:
-            ValueError: an argument is out of range, or the file has a line that is no edge.
+            ValueError: an argument is out of range, or the file has a line that is not an edge.
         """
         epochs = 0 if epochs is None else epochs
         check_whole(factors=(factors, 1), batch_edges=(batch_edges, 1), epochs=(epochs, 0), seed=(seed, 0))

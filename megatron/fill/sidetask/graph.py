@@ -59,7 +59,7 @@ class PageRank(SideTask):
                 written after the first.
 
         Raises:
-            ValueError: an argument is out of range, or the file has a line that is no edge.
+            ValueError: an argument is out of range, or the file has a line that is not an edge.
         """
         import torch
 

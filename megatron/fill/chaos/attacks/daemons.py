@@ -15,7 +15,7 @@ _MOST_SHARE = 0.8  # of the time: a process that is stopped between bubbles cann
 
 
 def burn_long(marks: str) -> None:
-    """Likewise, for longer."""
+    """The same, for longer."""
     burn(marks, _LONGER_S)
 
 

@@ -255,7 +255,7 @@ def _tables() -> Iterator[Attack]:
     yield Attack(
         refused("announcement-empty", "empties where the control pages are found"), partial(_announcement, "empty")
     )
-    yield Attack(refused("announcement-fifo", "likewise, a pipe"), partial(_announcement, "fifo"))
+    yield Attack(refused("announcement-fifo", "the same, with a pipe"), partial(_announcement, "fifo"))
     yield Attack(refused("store-lock-inside", "locks the job store's files from within a job"), _store_lock, _HELD_S)
     yield Attack(refused("store-write", "writes to the job store from within a job"), _store_write)
     yield Attack(refused("store-read", "reads the job store from within a job"), _store_read)

@@ -240,7 +240,7 @@ def _tables() -> Iterator[Attack]:
     yield Attack(
         refused("cgroup-kill-rank", "moves the ranks into a cgroup of its own, and kills that"), cgroups.kill, 2
     )
-    yield Attack(refused("cgroup-freeze-rank", "likewise, and freezes it for some seconds"), cgroups.freeze, 2)
+    yield Attack(refused("cgroup-freeze-rank", "the same, and freezes it for some seconds"), cgroups.freeze, 2)
     yield Attack(refused("cgroup-freeze-self", "freezes a cgroup that it is in", either=True), cgroups.freeze_self)
     yield Attack(refused("unshare", "namespaces of its own"), _unshare)
     yield Attack(refused("setns-rank", "enters the ranks' namespaces"), _setns)
