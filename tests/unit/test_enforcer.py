@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.fill.agent.ending import Ending, How
-from megatron.fill.agent.enforcer import Enforcer
+from megatron.fill.agent.enforcer import Enforcer, _Core
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.types import BubbleUse
+from tests.waiting import until
 
 GRACE_NS = 30_000_000
 
@@ -130,7 +131,7 @@ def test_what_ends_in_a_later_bubble_has_offended_and_is_named_when_it_is_over(b
 
 
 def test_a_step_that_only_waits_for_the_core_is_not_to_blame(bench, monkeypatch):
-    monkeypatch.setattr(Enforcer, "_sample", lambda self: (False, 10**9))  # ready, and never on a core
+    monkeypatch.setattr(Enforcer, "_sample", lambda self: _Core(10**9))  # ready, and never on a core
     bench.begin_step()
     bench.check_until(lambda: bench.stopped)
     end_s = time.monotonic() + 0.4
@@ -138,6 +139,48 @@ def test_a_step_that_only_waits_for_the_core_is_not_to_blame(bench, monkeypatch)
         bench.enforcer.check()
         time.sleep(0.01)
     assert bench.enforcer.ending is None
+
+
+def test_of_a_step_that_sleeps_now_what_it_waited_for_a_core_does_not_count(bench, monkeypatch):
+    """As a step does that was starved, and is found at the moment in which it waits for a page or a lock."""
+    start_ns = time.monotonic_ns()
+
+    def sample(_: Enforcer) -> _Core:
+        waited_ns = time.monotonic_ns() - start_ns
+        return _Core(10**9, waited_ns, sleeps=True)
+
+    monkeypatch.setattr(Enforcer, "_sample", sample)
+    bench.enforcer.check()
+    bench.begin_step()
+    bench.check_until(lambda: bench.stopped)
+    bench.gate.open(time.monotonic_ns() + 10**9, 0)
+    time.sleep(0.1)
+    bench.gate.close(time.monotonic_ns())
+    end_s = time.monotonic() + 0.3
+    while time.monotonic() < end_s:
+        bench.enforcer.check()
+        time.sleep(0.01)
+    assert bench.enforcer.ending is None
+    assert bench.enforcer._opportunity_ns < GRACE_NS
+
+
+def test_the_kernel_tells_how_long_a_process_waited_for_a_core(bench):
+    core = min(os.sched_getaffinity(0))
+    spin = f"import os; os.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    spinners = [
+        subprocess.Popen([sys.executable, "-c", spin], process_group=0, stdout=subprocess.PIPE) for _ in range(2)
+    ]
+    try:
+        for one in spinners:
+            assert one.stdout is not None
+            one.stdout.readline()
+        bench.enforcer.pid = spinners[0].pid
+        until(lambda: bench.enforcer._sample().waited_ns > 50_000_000)
+    finally:
+        bench.enforcer.pid = bench.worker.pid
+        for one in spinners:
+            one.kill()
+            one.wait()
 
 
 def test_a_step_that_the_main_job_starves_is_not_to_blame_whatever_the_kernel_has_noted_of_its_waiting(bench):
@@ -197,9 +240,9 @@ def test_a_step_that_hangs_is_ended_although_the_log_says_that_steps_end(bench):
 
 def test_the_kernel_tells_how_long_a_process_had_a_core(bench):
     bench.enforcer.pid = os.getpid()
-    sleeps, ran_ns = bench.enforcer._sample()
-    assert not sleeps  # it is asking
-    assert ran_ns > 0
+    core = bench.enforcer._sample()
+    assert not core.sleeps  # it is asking
+    assert core.ran_ns > 0
 
 
 def test_release_lets_a_stopped_worker_run(bench):

@@ -8,11 +8,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.overtime import Overtime
-from megatron.fill.linux.state import state_in
+from megatron.fill.linux.state import state_in, waited_ns_in
 from megatron.fill.pages.gate import LOOK_AGAIN_NS, SharedGateReader
 from megatron.fill.pages.steplog import StepLog
 
@@ -20,6 +21,21 @@ _LOOK_S = 0.2  # between two looks while all is well
 _SOON_S = 0.02  # while a step is overdue
 _SCHEDULED = 2  # the kind of clock that counts a process's time on a core: with its number it names the clock
 _ASLEEP = set("SDIZX")  # the kernel's letters; what is stopped could not have gone on
+
+
+@dataclass(frozen=True, slots=True)
+class _Core:
+    """What a process has had of the cores so far, all its threads.
+
+    Attributes:
+        ran_ns: the time on one.
+        waited_ns: the time that its threads were ready and had none, but for a wait that goes on.
+        sleeps: none of them runs or is ready.
+    """
+
+    ran_ns: int = 0
+    waited_ns: int = 0
+    sleeps: bool = False
 
 
 class Enforcer:
@@ -70,7 +86,7 @@ class Enforcer:
         self.offences = 0
         self.ending: Ending | None = None
         self._overdue: int | None = None  # the bubble that has ended, and that it has not left
-        self._looked_ns = self._ran_ns = 0  # when its worker was last looked at, and its time on a core then
+        self._looked_ns, self._core = 0, _Core()  # when its worker was last looked at, and what it had had then
         self._opportunity_ns = self._hangs_at_ns = 0
         self._overdue_in = ""  # the callback that is overdue: when it is charged, it may have returned
         self._blamed: list[str] = []  # the callbacks that offended, each once
@@ -95,7 +111,7 @@ class Enforcer:
         seq = self.log.step_seq
         ended_ns = self._ended_ns(seq) if seq else None
         if ended_ns is None:
-            self._overdue = None
+            self._overdue, self._core = None, self._sample()
             if self._overdrawn():
                 self._hangs_at_ns = 0  # a step that is stopped before its end is none that hangs
                 self._ration(self._overdrawn)
@@ -104,7 +120,8 @@ class Enforcer:
             return _LOOK_S
         if self._overdue != seq:
             self._overdue, self._opportunity_ns, self._looked_ns = seq, 0, ended_ns
-            self._ran_ns = self._sample()[1]  # what it had of a core since the bubble's end, nobody knows
+            # How long it has had a core since the bubble's end, nobody knows; what it waited for one may be in this.
+            self._core = replace(self._sample(), waited_ns=self._core.waited_ns)
         self._look(now_ns)
         left_ns = self.grace_ns - (now_ns - ended_ns)
         if left_ns < 0:
@@ -147,13 +164,15 @@ class Enforcer:
     def _look(self, now_ns: int) -> None:
         """Add the opportunity that it had since it was last looked at.
 
-        One that sleeps could have gone on.  Of one that is ready only the time on a core counts: how long it has been
-        waiting for one, the kernel tells no sooner than it gets it.
+        While it slept it could have gone on; while it was ready and had no core it could not.  Of one that is ready
+        now only the time on a core counts: the kernel tells how long it has been waiting no sooner than it gets one.
         """
-        sleeps, ran_ns = self._sample()
-        since_ns = now_ns - self._looked_ns
-        self._opportunity_ns += since_ns if sleeps else min(since_ns, ran_ns - self._ran_ns)
-        self._looked_ns, self._ran_ns = now_ns, ran_ns
+        core, since_ns = self._sample(), now_ns - self._looked_ns
+        opportunity_ns = min(since_ns, core.ran_ns - self._core.ran_ns)
+        if core.sleeps:
+            opportunity_ns = max(opportunity_ns, since_ns - max(0, core.waited_ns - self._core.waited_ns))
+        self._opportunity_ns += opportunity_ns
+        self._looked_ns, self._core = now_ns, core
 
     def _ended_ns(self, seq: int) -> int | None:
         """When bubble ``seq`` ended, or at the latest (the gate remembers 64); None while it is open."""
@@ -161,15 +180,14 @@ class Enforcer:
             return None
         return self.gate.closed_ns(seq) if self.gate.seq - seq < 32 else 1
 
-    def _sample(self) -> tuple[bool, int]:
-        """Whether the worker sleeps, all its threads, and how long it has been on a core in all.
-
-        Its first thread may have ended long ago, while others go on.
-        """
+    def _sample(self) -> _Core:
+        """What the worker has had so far.  Its first thread may have ended long ago, while others go on."""
         with contextlib.suppress(OSError, IndexError):
-            states = [state_in(stat) for stat in Path(f"/proc/{self.pid}/task").glob("*/stat")]
-            return set(states) <= _ASLEEP, time.clock_gettime_ns(~self.pid << 3 | _SCHEDULED)
-        return False, self._ran_ns
+            threads = list(Path(f"/proc/{self.pid}/task").iterdir())
+            states = {state_in(thread / "stat") for thread in threads}  # before the rest: what goes on later is later
+            waited_ns = sum(waited_ns_in(thread / "schedstat") for thread in threads)
+            return _Core(time.clock_gettime_ns(~self.pid << 3 | _SCHEDULED), waited_ns, states <= _ASLEEP)
+        return replace(self._core, sleeps=False)
 
     def _ration(self, needed: Callable[[], bool], after: Callable[[], None] = lambda: None) -> None:
         """Let the worker run inside bubbles only, as long as that is needed; what to do then."""
@@ -184,7 +202,7 @@ class Enforcer:
             if bubble is None or self._over or self.ending:
                 continue
             seq = bubble.seq
-            self._looked_ns, self._ran_ns = time.monotonic_ns(), self._sample()[1]
+            self._looked_ns, self._core = time.monotonic_ns(), self._sample()
             self._signal(signal.SIGCONT)
             while self.gate.is_open(seq) and not self._over:
                 self.gate.wait_change(seq, LOOK_AGAIN_NS)
