@@ -10,8 +10,8 @@ Megatron's schedule of such a pipeline is 1F1B on every rank.  Three things make
   as many calls before that if the sender has one forward pass more in its warm-up than the receiver.  Where it has
   more, since another of its branches is longer, the receiver takes the others ahead.
 
-Who trains a graph in a program that calls the schedule without a communicator, as ``pretrain`` does, says with ``use``
-which one it is.
+A program that trains a graph and calls the schedule without a communicator, as ``pretrain`` does, says with ``use``
+which one to use.
 """
 
 from __future__ import annotations

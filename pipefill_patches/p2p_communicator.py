@@ -2,10 +2,10 @@
 
 Every pipeline send and receive goes through ``P2PCommunicator._communicate``, whose signature is the same in core 0.14
 to 0.19; it posts the transfers with one of two functions and waits for them.  A bubble opens with the first wait, when
-everything is posted and the rank has nothing left to do, and closes with the call.  Where sequences vary in length, it
-exchanges shapes first, and that is the first wait.  A send can wait as well (gloo's
-waits for the receiver), so every wait counts.  With overlapped communication ``_communicate`` does not wait but returns
-the handles, and each of their waits is a bubble of its own.
+everything is posted and the rank has nothing left to do, and closes with the call.  Where sequences vary in length,
+``_communicate`` exchanges shapes first, and that is the first wait.  A send can wait as well (gloo's waits for the
+receiver), so every wait counts.  With overlapped communication ``_communicate`` does not wait but returns the handles,
+and each of their waits is a bubble of its own.
 """
 
 from __future__ import annotations

@@ -113,9 +113,8 @@ class FillSettings(BaseModel):
     )
     overrun: float = _flag(
         0.5,
-        "by how much side tasks may make the training slower, in expectation, with steps that run on after their "
-        "bubble: the more, the further bubbles are filled whose end is not certain (default: %(default)g; "
-        "0: none is)",
+        "by how much steps that run on after their bubble may make the training slower, in expectation: larger "
+        "values fill further into bubbles whose end is uncertain (default: %(default)g; 0: never)",
         "PERCENT",
         ge=0,
         le=100,
@@ -134,7 +133,10 @@ class FillSettings(BaseModel):
         500.0, "how long a step may run on after its bubble before its process is paused (default: %(default)g)", "MS"
     )
     max_overruns: _Count = _flag(
-        3, "how often that may happen before the job is stopped as FAILED (default: %(default)g)", "N"
+        3,
+        "how many steps may run on for longer than --fill-grace-ms before the job is stopped as FAILED "
+        "(default: %(default)g)",
+        "N",
     )
     max_output_mib: _Above0 = _flag(
         64.0,

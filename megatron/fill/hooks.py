@@ -2,8 +2,8 @@
 
 The patches report plain facts (a schedule began, a forward ran, the rank is about to wait); the bus turns them into
 bubbles with a kind and a position in the cycle, and passes these to one listener.  A listener that raises is taken
-off and the training goes on: nothing behind the bus may harm the main job.  Who writes a schedule can mark bubbles by
-hand (``bubble``).
+off and the training goes on: nothing behind the bus may harm the main job.  The author of a schedule can mark bubbles
+by hand (``bubble``).
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class MeasuredJob:
         if total is not None and not is_amount(total):
             raise ValueError(f"total_work is {total!r:.40}; expected null or a number of at least 0")
         if not isinstance(split, str) or not isinstance(device, str):
-            raise ValueError("split or device is no text")
+            raise ValueError("split or device is not text")
         return cls(tuple(map(JobProfile.from_dict, entries)), total or None, split, device)
 
 

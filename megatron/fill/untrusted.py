@@ -31,7 +31,7 @@ def open_plain(path: Path) -> BinaryIO:
     """The file, open to be read; neither it nor its folder is reached through a link of that name.
 
     Raises:
-        OSError: it cannot be opened, or is no plain file.
+        OSError: it cannot be opened, or is not a plain file.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -41,7 +41,7 @@ def open_plain(path: Path) -> BinaryIO:
     file = os.fdopen(fd, "rb")
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         file.close()
-        raise OSError(f"{path} is no plain file")
+        raise OSError(f"{path} is not a plain file")
     return file
 
 
@@ -90,7 +90,7 @@ def parse_json(text: str | bytes, most_depth: int = MOST_DEPTH, most_values: int
 
 
 def to_json(value: Any) -> str:
-    """A JSON text that ``parse_json`` takes: what is no finite number becomes null, a lone surrogate ``?``.
+    """A JSON text that ``parse_json`` takes: what is not a finite number becomes null, a lone surrogate ``?``.
 
     Raises:
         TypeError: the value, or something in it, has no JSON form.
@@ -132,7 +132,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refused(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _float(digits: str) -> float:

@@ -130,7 +130,7 @@ class TestSharedGate:
     def test_another_file_is_refused_by_name(self, tmp_path):
         path = tmp_path / "other"
         path.write_bytes(bytes(4096))
-        with pytest.raises(GateError, match="is no gate"):
+        with pytest.raises(GateError, match="is not a gate"):
             SharedGateReader(os.open(path, os.O_RDONLY))
 
     def test_a_short_file_is_refused(self, tmp_path):

@@ -37,7 +37,7 @@ FAULTS = {
     "orphan": (fault("orphan", "run_next_step", "fork_and_leave"), "left a child behind"),
     "no-module": ({"name": "no-module", "task": "nowhere_at_all:Task"}, "importing nowhere_at_all failed"),
     "no-class": ({"name": "no-class", "task": "tasks:Missing"}, "tasks has no Missing"),
-    "no-task": ({"name": "no-task", "task": "tasks:NoTask"}, "tasks:NoTask is no SideTask"),
+    "no-task": ({"name": "no-task", "task": "tasks:NoTask"}, "tasks:NoTask is not a SideTask"),
     "wrong-args": ({"name": "wrong-args", "task": "tasks:Spin", "args": {"speed": 1}}, "unexpected keyword argument"),
     "no-command": ({"name": "no-command", "command": "no-such-program --flag"}, "command not found: no-such-program"),
     "bad-command": ({"name": "bad-command", "command": "sh -c 'exit 7'"}, "exited with status 7"),

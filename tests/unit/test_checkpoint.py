@@ -247,5 +247,5 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_job(tmp_path, monk
 
 def test_what_is_no_file_is_no_checkpoint_and_blocks_nobody(tmp_path):
     os.mkfifo(tmp_path / "checkpoint.pt")
-    with pytest.raises(TaskError, match=r"no checkpoint can be loaded: .*is no plain file"):
+    with pytest.raises(TaskError, match=r"no checkpoint can be loaded: .*is not a plain file"):
         checkpoint.load(tmp_path)

@@ -133,7 +133,7 @@ def test_json_has_the_job_and_the_counts(pipefill):
     [
         (["--tree", "wide"], "--tree is 'wide': expected auto"),
         (["--tree", "1,0"], "--tree is '1,0'"),
-        (["--draft", "none"], "none is no folder"),
+        (["--draft", "none"], "none is not a folder"),
         (["--memory", "lots"], "memory"),
         (["--output", "in.jsonl"], "in.jsonl is there already"),
     ],

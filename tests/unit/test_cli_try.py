@@ -117,7 +117,7 @@ def test_json_is_a_list_and_only_a_kept_folder_is_named(pipefill, tmp_path):
         (["counts:Count", "turns"], "argument 'turns': expected NAME=VALUE"),
         (["counts:Count", "tu rns=1"], "argument 'tu rns=1': expected NAME=VALUE"),
         (["counts:Count", "turns=[1"], "argument 'turns=[1': the value is not YAML"),
-        (["counts:Count", "turns=.inf"], "argument 'turns=.inf': the value .inf is no finite number"),
+        (["counts:Count", "turns=.inf"], "argument 'turns=.inf': the value .inf is not a finite number"),
         (["counts:Count", "turns={a: 1, a: 2}"], "the value 'a' is there twice"),
         (["counts:Count", "--memory", "lots"], "--memory is 'lots': expected a size above 0"),
         (["counts:Count", "--job", "count"], "--job count: counts:Count is one task"),

@@ -43,7 +43,7 @@ class TestModel:
             model("a", "a,c>b", "b>c", "c>d")
 
     def test_an_unknown_input_is_named(self):
-        with pytest.raises(GraphError, match="operator b takes x, which is no operator"):
+        with pytest.raises(GraphError, match="operator b takes x, which is not an operator"):
             model("a", "x>b")
 
     def test_a_name_is_there_once(self):
@@ -124,7 +124,7 @@ class TestConditions:
         self.refused(
             (*VALID, replace(VALID[0], devices=(3,))), "C1: operator a is in stages 0 and 3; expected it in one"
         )
-        self.refused((replace(VALID[0], operators=("x",)),), "C1: stage 0 has x, which is no operator of toy")
+        self.refused((replace(VALID[0], operators=("x",)),), "C1: stage 0 has x, which is not an operator of toy")
         self.refused((replace(VALID[0], operators=()), *VALID), "C1: stage 0 has no operators")
 
     def test_c1_convex(self):

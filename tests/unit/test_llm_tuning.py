@@ -215,7 +215,7 @@ def test_wrong_arguments(given_files, tmp_path, args, expected):
 
 def test_files_that_are_none(given_files, tmp_path):
     large, requests, answers = given_files
-    with pytest.raises(ConfigError, match=r"in\.jsonl, line 1: is no answer of a batch"):
+    with pytest.raises(ConfigError, match=r"in\.jsonl, line 1: is not an answer of a batch"):
         job((large, requests, requests), tmp_path / "job")
     empty = tmp_path / "empty.jsonl"
     empty.touch()

@@ -172,8 +172,8 @@ def test_whatever_is_written_over_a_log_it_can_be_read(some, at, more, where, ro
         ("broken_mod:Task", "1 / 0", "importing broken_mod failed: ZeroDivisionError: division by zero"),
         ("leaving_mod:Task", "raise SystemExit(3)", "importing leaving_mod failed: SystemExit: 3"),
         ("empty_mod:Task", "", "empty_mod has no Task"),
-        ("other_mod:Task", "class Task: pass", "other_mod:Task is no SideTask"),
-        ("value_mod:Task", "Task = 3", "value_mod:Task is no SideTask"),
+        ("other_mod:Task", "class Task: pass", "other_mod:Task is not a SideTask"),
+        ("value_mod:Task", "Task = 3", "value_mod:Task is not a SideTask"),
         (
             "needy_mod:Task",
             "from megatron.fill import SideTask\nclass Task(SideTask):\n    def __init__(self, x): pass",

@@ -199,7 +199,7 @@ def test_the_planner_takes_a_kind():
 
 
 def test_a_kind_that_is_unknown_or_too_large_is_refused():
-    with pytest.raises(ValueError, match="'bert' is no kind of fill job; expected one of efficientnet-b4-training"):
+    with pytest.raises(ValueError, match="'bert' is not a kind of fill job; expected one of efficientnet-b4-training"):
         catalog_kinds(V100, ["bert"])
     small = replace(V100, memory_bytes=GIB)
     with pytest.raises(ValueError, match="xlm-roberta-xl-training fits the 1 GiB of v100-16gb in no configuration"):
@@ -210,7 +210,7 @@ def test_all_kinds_are_those_that_the_gpu_can_hold():
     assert [kind.name for kind in catalog_kinds(V100)] == MIX
     small = {kind.name for kind in catalog_kinds(replace(V100, memory_bytes=2 * GIB))}
     assert small == {name for name in MIX if "xlm" not in name}
-    with pytest.raises(ValueError, match="'freeride-image' is no kind"):
+    with pytest.raises(ValueError, match="'freeride-image' is not a kind"):
         catalog_kinds(V100, ["freeride-image"])
 
 

@@ -105,7 +105,7 @@ def test_a_way_that_was_asked_for_must_work():
     assert split_model(model, x, "whole").how == "whole steps, as asked"
     with pytest.raises(TaskError, match=r"split is 'export': torch.export failed"):
         split_model(model, x, "export")
-    with pytest.raises(TaskError, match=r"split is 'sequential': Branches is no nn.Sequential"):
+    with pytest.raises(TaskError, match=r"split is 'sequential': Branches is not an nn.Sequential"):
         split_model(model, x, "sequential")
 
 

@@ -66,7 +66,7 @@ def test_a_long_text_is_cut(ends):
 
 
 def test_what_is_no_ring_is_refused():
-    with pytest.raises(FillError, match="is no ring"):
+    with pytest.raises(FillError, match="is not a ring"):
         RingReader(SharedGate().fd)
     with open("/dev/null") as nothing, pytest.raises(FillError, match="cannot be mapped"):
         RingReader(nothing.fileno())
@@ -119,5 +119,5 @@ def test_a_gate_that_is_passed_on_goes_on_where_it_was():
     first.end()
     assert not reader.is_open(2)
     assert reader.ended
-    with pytest.raises(GateError, match="is no gate"):
+    with pytest.raises(GateError, match="is not a gate"):
         SharedGate(Ring().fd)

@@ -51,8 +51,8 @@ def test_a_folder_that_became_a_link_is_not_entered(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("NaN", "NaN is no JSON number"),
-        ("[-Infinity]", "-Infinity is no JSON number"),
+        ("NaN", "NaN is not a JSON number"),
+        ("[-Infinity]", "-Infinity is not a JSON number"),
         ("1e400", "1e400 is larger than any number"),
         ("1" * 19, "a whole number of 19 digits"),
         ("-" + "1" * 5000, "a whole number of 5001 digits"),

@@ -30,13 +30,13 @@ null => job 1: found None: expected a mapping
 {name: a, command: ls, args: {x: 1}} => args belong to a task
 {name: a, command: "ls \\0"} => expected text without NUL characters
 {name: a, task: m:C, side_throughput: 0} => side_throughput is 0: expected greater than 0
-{name: a, task: m:C, side_throughput: .inf} => line 2: .inf is no finite number
+{name: a, task: m:C, side_throughput: .inf} => line 2: .inf is not a finite number
 {name: a, task: m:C, side_throughput: 40/s} => side_throughput is '40/s': expected a valid number
 {name: a, task: m:C, args: [1]} => args is [1]: expected a mapping
 {name: a, task: m:C, args: {1: x}} => args.1 is 1: expected text
-{name: a, task: m:C, args: {x: .inf}} => line 2: .inf is no finite number; expected one
-{name: a, task: m:C, args: {x: .nan}} => line 2: .nan is no finite number; expected one
-{name: a, task: m:C, args: {x: 1e400}} => line 2: 1e400 is no finite number; expected one
+{name: a, task: m:C, args: {x: .inf}} => line 2: .inf is not a finite number; expected one
+{name: a, task: m:C, args: {x: .nan}} => line 2: .nan is not a finite number; expected one
+{name: a, task: m:C, args: {x: 1e400}} => line 2: 1e400 is not a finite number; expected one
 {name: a, task: m:C, args: {x: 99999999999999999999}} => is a whole number of more than 64 bits
 {name: a, task: m:C, args: {x: !!python/object/apply:os.mkdir [x]}} => line 2: the tag !!python/object/apply:os.mkdir
 {name: a, task: m:C, args: {x: !!binary aGk=}} => line 2: the tag !!binary; expected plain data
@@ -44,7 +44,7 @@ null => job 1: found None: expected a mapping
 {name: a, task: m:C, args: *none} => line 2: *none refers to nothing above it, or to itself
 {name: a, task: m:C, memory: lots} => memory is 'lots': expected a size above 0 such as 512MB or 2GiB
 {name: a, task: m:C, memory: 0} => memory is 0: expected a size above 0
-{name: a, task: m:C, memory: 1e400} => 1e400 is no finite number
+{name: a, task: m:C, memory: 1e400} => 1e400 is not a finite number
 {name: a, task: m:C, memory: '1e400'} => memory is '1e400': expected a size above 0
 {name: a, task: m:C, memory: 9999999999TiB} => memory is '9999999999TiB': expected a size above 0
 {name: a, task: m:C, memory: -2GiB} => memory is '-2GiB': expected a size above 0
@@ -93,7 +93,7 @@ null => job 1: found None: expected a mapping
 # Of simulate's configuration: one field set to a value.  test_cli_simulate.py has more.
 FIELDS = """
 duration: 2026-13-45 => sim.yaml, line 1: duration is '2026-13-45': expected seconds, or such as 90s, 30m, 2h or 1d
-duration: 1e400 => 1e400 is no finite number
+duration: 1e400 => 1e400 is not a finite number
 duration: -1h => duration is '-1h': expected seconds
 duration: [1h] => duration is ['1h']
 main_jobs: gpt => main_jobs is 'gpt': expected a list
@@ -183,7 +183,7 @@ TEXTS: list[tuple[str, str, str]] = [
         for text, said in (
             ("", "is not JSON: Expecting value"),
             ("{", "is not JSON: "),
-            ("NaN", "is not JSON: NaN is no JSON number"),
+            ("NaN", "is not JSON: NaN is not a JSON number"),
             ("[" * 100_000, "is not JSON: the JSON text is nested deeper than 64"),
             ('{"ranks": [], "ranks": []}', "'ranks' is there twice in one object; expected it once"),
             ("{}", "ranks is missing"),

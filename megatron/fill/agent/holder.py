@@ -36,8 +36,8 @@ class Holder:
         name: the worker's, by which its limiter knows what it started: unique among those of this machine.
         fds: what every worker of this agent maps.
         environment: what it and its libraries are started with.
-        run_dir: whose it is, for who looks at the machine's processes.
-        idle: at idle priority from its first instruction on; who watches a command needs more than that.
+        run_dir: whose it is, for people who look at the machine's processes.
+        idle: at idle priority from its first instruction on; what watches a command needs more than that.
         ahead: modules that its job may use, imported while it waits.
 
     Raises:

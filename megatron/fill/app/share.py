@@ -73,6 +73,6 @@ def why_no_client(daemon: MpsDaemon, theirs: bool) -> str:
     if os.getpid() in daemon.clients() or (theirs and not has_host_pids()):
         return ""
     return (
-        f"it is no client of the MPS daemon in {daemon.pipe}, perhaps because something used CUDA before Megatron's "
+        f"it is not a client of the MPS daemon in {daemon.pipe}, perhaps because something used CUDA before Megatron's "
         f"command line was parsed; {ASK_NVML}=1 in the environment keeps PyTorch from it"
     )

@@ -67,7 +67,7 @@ def batch(
     refused = [line for line in lines if isinstance(line, Refused)]
     for folder in (model, *(draft or ())):
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder: expected a model's")
+            raise ConfigError(f"{folder} is not a folder: expected the folder of a model")
     args: dict[str, Any] = {"model": str(model.resolve()), "requests": str(requests.resolve()), "tree": _shape(tree)}
     if draft:
         args["draft"] = [str(folder.resolve()) for folder in draft]

@@ -21,7 +21,7 @@ class HostLimiter:
     """Holds one worker to its limits on processes and, unless ``cap_host_memory`` is off, host memory.
 
     Memory is capped by the kernel (``memory.max``) where there is a group with that controller; else by watching what
-    the processes hold, after ``confine`` has capped each by itself.
+    the processes hold, after ``sandbox.powers.limit_resources`` has capped each by itself.
 
     Args:
         home: where its control group may be made.

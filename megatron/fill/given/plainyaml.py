@@ -93,7 +93,7 @@ def parse_yaml(text: str, reader: Any = READER) -> PlainYaml:
     except yaml.YAMLError as error:
         raise PlainYamlError(f"is not YAML: {' '.join(str(error).split())}") from error
     except UnicodeError as error:
-        raise PlainYamlError("is not YAML: it is no text") from error
+        raise PlainYamlError("is not YAML: it is not text") from error
 
 
 class _Reader:
@@ -216,7 +216,7 @@ def _plain(text: str) -> Any:
     except ValueError:  # such as 0b_
         return text
     if isinstance(value, float) and not isfinite(value):
-        raise ValueError(f"{text} is no finite number; expected one")
+        raise ValueError(f"{text} is not a finite number; expected one")
     if isinstance(value, int) and abs(value) >= _WORD:
         raise ValueError(f"{text} is a whole number of more than 64 bits; expected a smaller one")
     return value

@@ -98,7 +98,7 @@ class ModelGraph:
         for operator in self.by_name.values():
             for name in operator.inputs:
                 if name not in self.by_name:
-                    raise GraphError(f"{self.name}: operator {operator.name} takes {name}, which is no operator")
+                    raise GraphError(f"{self.name}: operator {operator.name} takes {name}, which is not an operator")
                 if operator.frozen and not self.by_name[name].frozen:
                     raise GraphError(
                         f"{self.name}: operator {operator.name} is frozen and takes {name}, which is trained; expected"

@@ -179,7 +179,7 @@ class Plan:
                 return f"C1: stage {number} has no operators; expected at least one"
             for name in stage.operators:
                 if name not in graph.position:
-                    return f"C1: stage {number} has {name}, which is no operator of {graph.name}"
+                    return f"C1: stage {number} has {name}, which is not an operator of {graph.name}"
                 if name in home:
                     return f"C1: operator {name} is in stages {home[name]} and {number}; expected it in one"
                 home[name] = number

@@ -31,7 +31,7 @@ def upstream(in_flight: int, micro_batch: int, mine: int, batch: int) -> int:
 
     Args:
         in_flight: of the successor.
-        micro_batch: likewise.
+        micro_batch: of the successor, too.
         mine: the stage's own micro-batch.
     """
     needed = in_flight + max(micro_batch, mine)

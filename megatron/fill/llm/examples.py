@@ -59,7 +59,7 @@ def _choices(line: str, where: str) -> tuple[str, list[dict[str, Any]]]:
         body = value["response"]["body"] if value["response"]["status_code"] == 200 else {"choices": []}
         return value["custom_id"], body["choices"]
     except (json.JSONDecodeError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: is no answer of a batch: {error!r}") from error
+        raise ConfigError(f"{where}: is not an answer of a batch: {error!r}") from error
 
 
 class Windows:

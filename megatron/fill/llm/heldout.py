@@ -32,7 +32,7 @@ class IndexedTokens:
         try:
             index = Path(f"{prefix}.idx").read_bytes()
             if not index.startswith(_MAGIC):
-                raise TaskError(f"data {prefix}.idx is no index of Megatron's: expected one of preprocess_data.py")
+                raise TaskError(f"data {prefix}.idx is not a Megatron index: expected one of preprocess_data.py")
             kind = _TYPES.get(index[17])
             if kind is None:
                 raise TaskError(f"data {prefix}.idx has tokens of type {index[17]}: expected whole numbers")

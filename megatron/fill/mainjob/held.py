@@ -182,7 +182,7 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
     """What one GPU of a stage holds.
 
     Args:
-        peak: the most that the schedule's passes hold there, as ``pipeline.peak_pass_bytes`` says.
+        peak: the most that the schedule's passes hold there, as ``pipeline.bubbles.peak_pass_bytes`` says.
     """
     parameters = stage_parameters(model, its, rank)
     experts = expert_parameters(model, its, rank)

@@ -1,4 +1,6 @@
-"""What one GPU of a stage holds, by Megatron's own accounting.
+"""What one GPU of a stage holds by the published formulas, as the simulator counts it.
+
+``held`` is the more exact accounting that ``pipefill configure`` uses.
 
 Weights, gradients and optimizer state as in ``megatron.training.theoretical_memory_usage``, for each stage instead of
 the fullest; activations by Korthikanti et al. 2022 (arXiv 2205.05198), Table 2.
@@ -102,7 +104,7 @@ def stage_memory(model: ModelSpec, parallel: Parallel, rank: int, activations_by
     With BF16 18 bytes per parameter, or ``6 + 12 / dp`` with the distributed optimizer.
 
     Args:
-        activations_bytes: the most that the schedule keeps there, as ``pipeline.peak_activation_bytes`` says.
+        activations_bytes: the most that the schedule keeps there, as ``pipeline.bubbles.peak_activation_bytes`` says.
     """
     parameters = stage_parameters(model, parallel, rank)
     precision = parallel.precision

@@ -53,7 +53,7 @@ class Parallel:
         chunks: virtual stages per rank.
         microbatch: samples per micro-batch.
         global_batch: samples per iteration, over all data-parallel ranks.
-        schedule: a name that ``pipeline.make_schedule`` knows.
+        schedule: a name that ``pipeline.schedules.make_schedule`` knows.
         group_size: micro-batches in a group of the interleaved schedule; None for ``pp``.
         sequence_parallel: what tensor parallelism leaves whole is divided along the sequence.
         distributed_optimizer: the optimizer's state is divided over the data-parallel ranks.

@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import struct
-import time
 from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
@@ -34,7 +33,7 @@ from megatron.fill.linux.tree import read_process
 FOLDER = "control"  # in the run folder
 _PAGE_BYTES = 4096
 _MAGIC = 0x50434F4E_00000001
-_WORD, _VERSION, _RANK, _PID, _AGENT, _CHANGED, _ACKNOWLEDGED, _AGENT_BORN = range(8)
+_WORD, _VERSION, _RANK, _PID, _AGENT, _ACKNOWLEDGED, _AGENT_BORN = range(7)
 _NAME = "control"
 
 
@@ -78,7 +77,7 @@ class ControlReader:
         self._words, self._word = page.cast("Q"), page.cast("I")
         if self._words[_VERSION] != _MAGIC:
             raise ControlError(
-                f"descriptor {fd} is no control page: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}"
+                f"descriptor {fd} is not a control page: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}"
             )
 
     @property
@@ -94,11 +93,6 @@ class ControlReader:
     @property
     def state(self) -> RunState:
         return RunState(self._word[0] & 3)
-
-    @property
-    def changed_ns(self) -> int:
-        """When the state was last changed, CLOCK_MONOTONIC."""
-        return self._words[_CHANGED]
 
     def wait(self, word: int) -> None:
         """Sleep in the kernel while the word is still ``word``; a signal ends it too."""
@@ -117,7 +111,7 @@ class ControlPage(ControlReader):
     def create(cls, rank: int) -> ControlPage:
         """A new page of the calling process, RUNNING."""
         fd = memfd.create(_NAME, _PAGE_BYTES)
-        os.pwrite(fd, struct.pack("=6Q", 0, _MAGIC, rank, os.getpid(), 0, time.monotonic_ns()), 0)
+        os.pwrite(fd, struct.pack("=4Q", 0, _MAGIC, rank, os.getpid()), 0)
         return cls(fd)
 
     def reader_fd(self) -> int:
@@ -127,7 +121,6 @@ class ControlPage(ControlReader):
     def change(self, state: RunState) -> None:
         """Say what is wanted from now on; whoever sleeps on the page wakes."""
         generation = (self._word[0] >> 2) + 1
-        self._words[_CHANGED] = time.monotonic_ns()
         self._word[0] = (4 * generation + state) & 0xFFFFFFFF
         self._wake()
 
@@ -224,7 +217,7 @@ def _read_note(path: Path) -> tuple[int, int] | None:
     """The process and the descriptor that a rank wrote down; None if it has just taken its note away.
 
     Raises:
-        OSError: it cannot be read, or is no plain file.
+        OSError: it cannot be read, or is not a plain file.
         ValueError: it is none.
     """
     try:

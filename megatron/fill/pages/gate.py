@@ -151,7 +151,7 @@ class SharedGate:
         if fd is None:
             self._words[_VERSION] = _MAGIC
         elif self._words[_VERSION] != _MAGIC:
-            raise GateError(f"descriptor {fd} is no gate: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
+            raise GateError(f"descriptor {fd} is not a gate: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
 
     def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
         words = self._words
@@ -224,7 +224,7 @@ class SharedGateReader:
             raise GateError(f"descriptor {fd} cannot be mapped as a gate: {error}") from error
         self._words, self._word = page.cast("Q"), page.cast("I")
         if self._words[_VERSION] != _MAGIC:
-            raise GateError(f"descriptor {fd} is no gate: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
+            raise GateError(f"descriptor {fd} is not a gate: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
 
     def wait(self, after_seq: int) -> OpenBubble | None:
         word = self._word[0]

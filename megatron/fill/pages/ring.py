@@ -126,7 +126,7 @@ class RingReader:
             raise FillError(f"descriptor {fd} cannot be mapped as a ring: {error}") from error
         self._words = memoryview(self._map).cast("Q")
         if self._words[_VERSION] != _MAGIC:
-            raise FillError(f"descriptor {fd} is no ring: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
+            raise FillError(f"descriptor {fd} is not a ring: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}")
         self._semaphore = _address(self._map) + _SEMAPHORE_AT
         self._next = 1
         self._marks = 0

@@ -193,7 +193,7 @@ class ExecutionPlan:
             if not is_amount(work):
                 raise ValueError(f"work is {work!r:.40}; expected a number above 0")
             if not isinstance(counts, list) or not all(isinstance(row, list) for row in counts):
-                raise ValueError("counts is no list of lists")
+                raise ValueError("counts is not a list of lists")
             return cls(
                 Configuration.parse(data["configuration"]),
                 whole(data["nodes"], _MOST_COUNT, "nodes"),

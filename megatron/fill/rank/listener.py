@@ -50,7 +50,7 @@ class RankListener:
         self.predictor = predictor
         self.free_bytes = free_bytes
         self.paired_blocks = paired_blocks
-        self.guard_ns = predictor.rule.guard_ns  # with a brake, that one's guard is
+        self.guard_ns = predictor.rule.guard_ns  # replaced by the brake's, where there is a brake
         self.board = board
         self.brake = brake
         self.control = control or AlwaysRunning()

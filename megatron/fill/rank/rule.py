@@ -1,4 +1,4 @@
-"""When a bubble is filled, and for how long: one value for the rank, its relay, and who plays them again."""
+"""When a bubble is filled, and for how long: one value for the rank, its relay, and what replays them."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class TaskContext:
         """Record results (say, ``accuracy=0.97``); the last value of each name stands in the report.
 
         Raises:
-            TypeError: a value cannot be written as JSON.  (What is no finite number becomes null.)
+            TypeError: a value cannot be written as JSON.  (What is not a finite number becomes null.)
             ValueError: a value is too large, or nested too deep.
         """
         merged = self.result | values

@@ -33,7 +33,7 @@ def load_task(path: str, search: tuple[str, ...] = ()) -> SideTask:
     if found is None:
         raise TaskError(f"{module_name} has no {class_name}{_instead(module)}")
     if not (isinstance(found, type) and issubclass(found, SideTask)):
-        raise TaskError(f"{path} is no SideTask: expected a subclass of megatron.fill.SideTask, found {found!r}")
+        raise TaskError(f"{path} is not a SideTask: expected a subclass of megatron.fill.SideTask, found {found!r}")
     try:
         return found()
     except Exception as error:
@@ -63,7 +63,7 @@ def check_args(task: SideTask, args: Mapping[str, Any]) -> None:
 
 
 def _instead(module: ModuleType) -> str:
-    """The side tasks that a module defines itself, for who looked for another one."""
+    """The side tasks that a module defines itself, for a user who looked for another one."""
     found = [
         name
         for name, value in vars(module).items()

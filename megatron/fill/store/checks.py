@@ -36,7 +36,7 @@ def plain(what: str, value: dict[str, Any]) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
-        raise JobError(f"the {what} is {value!r:.60}, which is no JSON data: {error}") from None
+        raise JobError(f"the {what} is {value!r:.60}, which is not JSON data: {error}") from None
 
 
 def storable(text: str) -> str:

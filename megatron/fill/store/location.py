@@ -56,7 +56,7 @@ def _parse(text: str) -> URL:
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
-        raise StoreError(f"{shown(text)!r} is no database URL; {_EXPECTED}") from None
+        raise StoreError(f"{shown(text)!r} is not a database URL; {_EXPECTED}") from None
     if url.drivername in ("postgresql", "postgres"):
         url = url.set(drivername="postgresql+psycopg")
     if url.drivername not in ("sqlite", "postgresql+psycopg"):

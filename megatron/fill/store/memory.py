@@ -1,4 +1,4 @@
-"""The in-memory twin of the SQL store: for tests, and for simulations that need no database."""
+"""The in-memory twin of the SQL store, for tests."""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ class StepLoop:
         launch: called before every step; what it says is undone by ``land``.
         settle: returns when all that a step has begun on the device has ended; only then has the step.
         land: called after every step, once the time of its end is known.
-        breather_ns: beyond a bubble's deadline the next step waits for so long: where the main job needs the device
-            itself, and that in several short turns, to find that its wait is over.
+        breather_ns: how long to wait after each step beyond the deadline, so that a main job that needs the device in
+            several short turns can find that its wait is over.
         preemptive: the main job takes the device back with the end of a bubble, so a step or a pause that is caught by
             it says nothing of how long it takes.
         pacer: where the device does not preempt: holds steps of which nobody knows that they fit; None elsewhere.
         probe_after: bubbles without a step before one is tried all the same.
-        patience: times as many where no long bubble comes.
+        patience: how many times ``probe_after`` to wait where no long bubble comes.
     """
 
     def __init__(

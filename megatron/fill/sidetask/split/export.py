@@ -134,7 +134,7 @@ class _Cutter:
         self.next_number = len(call.leaves)
         self.results = list(nodes[-1].args[0])
         if not all(isinstance(result, fx.Node) for result in self.results):
-            raise SplitError("the model returns values that are no tensors")
+            raise SplitError("the model returns values that are not tensors")
         self.device = next((x.device.type for x in call.leaves if isinstance(x, torch.Tensor)), "cpu")
 
     def split(self, pieces: int, spec: Any) -> Split:

@@ -16,7 +16,7 @@ from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, Spl
 def split_sequential(model: nn.Module, call: Call, pieces: int) -> Split:
     """Raises SplitError when the model is no ``nn.Sequential``, or its modules pass more than one tensor."""
     if not _is_sequential(model):
-        raise SplitError(f"{type(model).__name__} is no nn.Sequential")
+        raise SplitError(f"{type(model).__name__} is not an nn.Sequential")
     if len(call.leaves) != 1:
         raise SplitError(f"{len(call.leaves)} inputs; expected one")
     modules = _flatten(model)

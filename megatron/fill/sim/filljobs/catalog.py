@@ -190,13 +190,13 @@ def catalog_kind(name: str, gpu: GpuKind, context_bytes: int = CONTEXT_BYTES, st
 
     Args:
         context_bytes: what a process has on the GPU before it does anything.
-        stream_weights: inference may bring each block's weights from the host, which ``InferenceJob`` does not offer.
+        stream_weights: inference may bring each block's weights from the host; ``BatchInferenceJob`` does not offer it.
 
     Raises:
         ValueError: there is no such kind, or the GPU cannot hold it.
     """
     if name not in CATALOG:
-        raise ValueError(f"{name!r} is no kind of fill job; expected one of {', '.join(CATALOG)}")
+        raise ValueError(f"{name!r} is not a kind of fill job; expected one of {', '.join(CATALOG)}")
     profiles = _profiles(CATALOG[name], gpu, context_bytes, stream_weights)
     if not profiles:
         raise ValueError(f"{name} fits the {gpu.memory_bytes / 2**30:.0f} GiB of {gpu.name} in no configuration")

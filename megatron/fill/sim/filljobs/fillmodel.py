@@ -144,7 +144,7 @@ def inference_profiles(
     Args:
         context_bytes: what a process has on the GPU before it does anything.
         stream_weights: also those that bring each block's weights from the host (PipeFill, section 4.2), which
-            ``InferenceJob`` does not offer.
+            ``BatchInferenceJob`` does not offer.
     """
     for batch in _powers_of_two(_LARGEST_INFERENCE_BATCH):
         for offload in (Offload.NONE, Offload.WEIGHTS) if stream_weights else (Offload.NONE,):

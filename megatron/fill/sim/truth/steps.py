@@ -25,7 +25,7 @@ class StepTimes:
         steps_ns: time on the core of steps one after the other; they are played in this order, again and again.
         iterations: in which of the main job's iterations each step began, in ascending order: then those are played
             that are nearest to the present one, for what slows steps down comes and goes.  Empty for all of them.
-        wakes_ns: from the gate's opening to the first step of a worker that slept; likewise.
+        wakes_ns: from the gate's opening to the first step of a worker that slept; played in the same way.
         gap_ns: between two steps.
         resume_ns: of every wait in which a step in flight goes on, the time in which it gets nowhere.
         work: of a step, on average, in the job's unit.
