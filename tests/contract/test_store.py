@@ -142,7 +142,7 @@ class TestSubmit:
             ({"name": ""}, "name of a job is ''"),
             ({"name": "a\0b"}, "expected printable text"),
             ({"user": "\udcff"}, "expected printable text"),
-            ({"work": Work(args={"points": {1, 2}})}, "work is .* no JSON data"),
+            ({"work": Work(args={"points": {1, 2}})}, "work is .* not JSON data"),
             ({"priority": 2**70}, "priority is .* expected a number of 64 bits"),
         ],
     )

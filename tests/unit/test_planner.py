@@ -145,7 +145,7 @@ def test_the_text_form_is_readable():
         ("node 0: 1", "node 1: 1", "do not follow from the counts"),
         ("2 cycles", "3 cycles", "expected 3 lines"),
         ("1 0 2", "1 0 3", "whole iterations"),
-        ("b8:", "c8:", "no configuration"),
+        ("b8:", "c8:", "not a configuration"),
     ],
 )
 def test_a_wrong_text_is_refused(old, new, message):

@@ -100,9 +100,17 @@ def run_folder(folder: Path, made: Sequence[RankRecord] | None = None, replicas:
 
 
 def expected(weight_share: float = 0.5) -> PipelineCosts:
-    """``COSTS`` as they are found again: the second collective and what is before it count as the optimizer's."""
+    """``COSTS`` as they are found again.
+
+    The first collective counts as reduction, the second and what is before it as the optimizer's.
+    """
     stages = tuple(replace(one, weight_ns=round(one.backward_ns * weight_share)) for one in COSTS.stages)
-    return replace(COSTS, stages=stages, optimizer_ns=tuple(one + MS + SYNC_NS for one in COSTS.optimizer_ns))
+    return replace(
+        COSTS,
+        stages=stages,
+        reduce_ns=tuple(one + SYNC_NS for one in COSTS.reduce_ns),
+        optimizer_ns=tuple(one + MS + SYNC_NS for one in COSTS.optimizer_ns),
+    )
 
 
 @pytest.mark.parametrize(
