@@ -86,7 +86,9 @@ class Configuration:
         """
         match = re.fullmatch(r"b(\d+)(\+checkpointing)?(?:\+offload-(optimizer|weights))?(?:\+chunk(\d+))?", text)
         if match is None:
-            raise ValueError(f"{text!r} is not a configuration; expected one such as b8 or b8+checkpointing")
+            raise ValueError(
+                f"{text!r} is not a configuration; expected such as b8 or b8+checkpointing+offload-optimizer"
+            )
         return cls(int(match[1]), match[2] is not None, Offload(match[3] or "none"), int(match[4] or 0))
 
 

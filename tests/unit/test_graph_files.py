@@ -97,7 +97,11 @@ def test_a_model_of_a_yaml_file():
         ),
         ("kept_bytes: 3 MB", "kept_bytes: 3 apples", "line 4: operators.0.kept_bytes is '3 apples': expected a size"),
         ("forward_s: 1e-3", "forwards: 1", "line 5: unknown field operators.1.forwards; expected one of name, inputs"),
-        ("[vision, audio]", "[vision, video]", "towers: operator join takes video, which is not an operator"),
+        (
+            "[vision, audio]",
+            "[vision, video]",
+            "towers.yaml: towers: operator join takes video, which is not an operator",
+        ),
         ("{name: audio,", "{name: audio, inputs: [join],", "towers.yaml: towers: has the cycle"),
         ("name: vision", "name: a b", "towers.yaml: operator 'a b': expected a name without spaces and colons"),
     ],

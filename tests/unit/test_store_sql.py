@@ -74,7 +74,10 @@ class TestLocation:
             ("", "the job store is given as ''; expected"),
             ("mysql://ada:secret@host/jobs", r"'mysql://ada:\*\*\*@host/jobs' is a database of another kind \(mysql\)"),
             ("postgresql+psycopg2://ada:secret@host/jobs", r"of another kind \(postgresql\+psycopg2\)"),
-            ("postgresql://ada:secret@host:port/jobs", r"'postgresql://ada:\*\*\*@host:port/jobs' is not a database"),
+            (
+                "postgresql://ada:secret@host:port/jobs",
+                r"'postgresql://ada:\*\*\*@host:port/jobs' is not a database URL",
+            ),
             ("://ada:sec@ret@host", r"'://ada:\*\*\*@host' is not a database URL; expected"),
             ("sqlite://", "names no file; expected sqlite:///FILE"),
             ("sqlite:///:memory:", "names no file"),

@@ -116,7 +116,7 @@ def environment(
     Args:
         host: the agent's own, of which little is kept.
         device: what the worker's device needs.
-        directory: the job's folder, the home of a user who has none.
+        directory: the job's folder, which is the home of a user who has none.
     """
     kept = {name: value for name, value in host.items() if name in _KEPT or name.startswith("LC_")}
     if user is not None:

@@ -20,7 +20,7 @@ from yaml.constructor import SafeConstructor
 from yaml.nodes import ScalarNode
 
 MOST_DEPTH = 32  # of lists and mappings in one another, aliases followed
-MOST_VALUES = 1_000_000
+MOST_VALUES = 1_000_000  # in all, aliases followed
 
 READER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may have been built without libyaml
 _TAG = "tag:yaml.org,2002:"

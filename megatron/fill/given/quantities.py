@@ -53,7 +53,7 @@ def parse_timeout(value: object) -> float:
     """As ``parse_duration`` does, but more than none.
 
     Raises:
-        ValueError: it is not a duration.
+        ValueError: it is not a duration, or it is 0.
     """
     seconds = 0.0 if isinstance(value, bool) else parse_duration(str(value))
     if not 0 < seconds < _FAR_S:
