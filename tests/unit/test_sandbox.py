@@ -236,6 +236,7 @@ def test_there_is_no_network_but_its_own(inside, walls):
 
 
 REFUSED = """
+at, FUTEX2 = ctypes.byref(ctypes.c_uint32()), (449, 454, 455, 456)
 print(json.dumps({
     "prlimit of another": raw(302, 1, 7, None, None), "prlimit of itself": raw(302, 0, 7, None, None),
     "setsid": attempt(os.setsid), "setpgid": attempt(os.setpgid, 0, 0),
@@ -248,6 +249,8 @@ print(json.dumps({
     "io_uring": raw(425, 1, None), "memory of others": raw(310, 1, None, 0, None, 0, 0),
     "terminal": raw(16, 0, ctypes.c_long(0x540A | 1 << 32), 0), "pidfd": raw(438, 0, 0, 0),
     "packets": attempt(socket.socket, 17, socket.SOCK_RAW), "vsock": attempt(socket.socket, 40, socket.SOCK_STREAM),
+    "requeue": [raw(202, at, how, 0, None, at, 0) for how in (3, 4, 12)], "futex2": [raw(n, None) for n in FUTEX2],
+    "requeue within": raw(202, at, 3 | 128, 0, None, at, 0),
     "unix": attempt(socket.socket, socket.AF_UNIX), "thread": len(start_threads()),
 }))"""
 
@@ -258,7 +261,8 @@ def test_system_calls_that_reach_beyond_a_job_are_refused(inside, walls):
         pytest.skip("this machine has no libseccomp.so.2")
     threads = "import threading\ndef start_threads():\n    one = threading.Thread(target=print, kwargs={'end': ''})\n"
     found = inside.run(f"{threads}    one.start(); one.join(); return [one]\n{REFUSED.strip()}")
-    assert found.pop("prlimit of itself") == found.pop("unix") == "done"
+    assert found.pop("prlimit of itself") == found.pop("unix") == found.pop("requeue within") == "done"
+    assert set(found.pop("requeue") + found.pop("futex2")) == {"ENOSYS"}
     assert found.pop("thread") == 1
     assert found.pop("clone3") == "ENOSYS"  # so that C libraries take clone
     assert found.pop("vsock") == found.pop("packets") == "OSError"

@@ -14,11 +14,12 @@ from pathlib import Path
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.overtime import Overtime
 from megatron.fill.linux.state import state_in, waited_ns_in
-from megatron.fill.pages.gate import LOOK_AGAIN_NS, SharedGateReader
+from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.steplog import StepLog
 
 _LOOK_S = 0.2  # between two looks while all is well
 _SOON_S = 0.02  # while a step is overdue
+_SOON_NS = int(_SOON_S * 1e9)
 _SCHEDULED = 2  # the kind of clock that counts a process's time on a core: with its number it names the clock
 _ASLEEP = set("SDIZX")  # the kernel's letters; what is stopped could not have gone on
 
@@ -205,7 +206,7 @@ class Enforcer:
             self._looked_ns, self._core = time.monotonic_ns(), self._sample()
             self._signal(signal.SIGCONT)
             while self.gate.is_open(seq) and not self._over:
-                self.gate.wait_change(seq, LOOK_AGAIN_NS)
+                self.gate.wait_change(seq, _SOON_NS)  # a job may have queued before us, or moved us away
             if not needed():
                 break
             self._look(time.monotonic_ns())

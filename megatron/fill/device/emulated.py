@@ -76,7 +76,7 @@ class Turns:
         _, self._address = memfd.map_page(fd, _PAGE_BYTES, writable=True)
         os.close(fd)  # it stays mapped
         self._word = ctypes.c_uint32.from_address(self._address)
-        self._wake = futex.Waker(self._address)
+        self._wake = futex.Waker(self._address, futex.ALL)
 
     def begin(self) -> None:
         """A step begins."""

@@ -7,8 +7,10 @@ then.  Words: 0 the futex (low 32 bits of the number of the bubble passed on), 1
 
 from __future__ import annotations
 
+import time
+
 from megatron.fill.linux import futex, memfd
-from megatron.fill.pages.gate import LOOK_AGAIN_NS, OpenBubble, SharedGateReader
+from megatron.fill.pages.gate import LOOK_AGAIN_NS, MOST_WOKEN, OpenBubble, SharedGateReader
 
 _BYTES = 4096
 
@@ -19,7 +21,7 @@ class Baton:
     def __init__(self, fd: int) -> None:
         page, self._address = memfd.map_page(fd, _BYTES, writable=True)
         self._words, self._word = page.cast("Q"), page.cast("I")
-        self._wake = futex.Waker(self._address)
+        self._wake = futex.Waker(self._address, MOST_WOKEN)
 
     @staticmethod
     def create() -> int:
@@ -70,10 +72,14 @@ class TailGate:
             return None if self._baton.held else bubble
         if self._baton.seq == self._seen:
             self._baton.wait(self._seen)
-        if self._baton.seq == self._seen:
-            return None
-        self._seen = self._baton.seq
-        return self._gate.current(after_seq)
+        bubble = None
+        if self._baton.seq != self._seen:
+            self._seen = self._baton.seq
+            bubble = self._gate.current(after_seq)
+        if bubble is None:
+            # The other job can write here whatever it likes, and is not to keep this one busy outside of bubbles.
+            time.sleep(futex.NAP_S)
+        return bubble
 
     def is_open(self, seq: int) -> bool:
         return self._gate.is_open(seq)

@@ -32,6 +32,7 @@ from megatron.fill.linux.tree import read_process
 
 FOLDER = "control"  # in the run folder
 _PAGE_BYTES = 4096
+_LOOK_AGAIN_NS = 1_000_000_000
 _MAGIC = 0x50434F4E_00000001
 _WORD, _VERSION, _RANK, _PID, _AGENT, _ACKNOWLEDGED, _AGENT_BORN = range(7)
 _NAME = "control"
@@ -95,8 +96,8 @@ class ControlReader:
         return RunState(self._word[0] & 3)
 
     def wait(self, word: int) -> None:
-        """Sleep in the kernel while the word is still ``word``; a signal ends it too."""
-        futex.wait(self._address, word)
+        """Sleep in the kernel while the word is still ``word``, at most for a second; a signal ends it too."""
+        futex.wait(self._address, word, _LOOK_AGAIN_NS)  # whoever maps the page may move its waiters elsewhere
 
 
 class ControlPage(ControlReader):
@@ -105,7 +106,7 @@ class ControlPage(ControlReader):
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._attach(fd, writable=True)
-        self._wake = futex.Waker(self._address)
+        self._wake = futex.Waker(self._address, futex.ALL)  # never by the rank
 
     @classmethod
     def create(cls, rank: int) -> ControlPage:

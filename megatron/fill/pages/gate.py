@@ -34,7 +34,9 @@ _MAGIC = 0x50495045_00000002
 _FUTEX, _VERSION, _SEQ, _OPENED, _DEADLINE, _FREE, _PHASE, _BRAKED, _OPEN_NS, _OVERRUN, _TOLD = range(11)
 _CLOSED, _CLOSED_SLOTS, _ENDS = 16, 64, 80
 _NEVER_NS = 1 << 62
-LOOK_AGAIN_NS = 1_000_000_000  # a signal between a look around and the sleep is noticed then
+LOOK_AGAIN_NS = 1_000_000_000  # a signal between a look around and the sleep is noticed then, and a waiter moved away
+# Of the waiters: two workers and their agent's two watchers, twice.  A job that queues more delays the others' wakes.
+MOST_WOKEN = 8
 
 
 class Phase(IntEnum):
@@ -121,7 +123,7 @@ class GateReader(Protocol):
         """Whether bubble ``seq`` is still open."""
 
     def wait_change(self, seq: int, timeout_ns: int) -> None:
-        """Sleep until bubble ``seq`` is over, at most ``timeout_ns``."""
+        """Sleep until bubble ``seq`` is over, at most ``timeout_ns`` and a second."""
 
     def closed_ns(self, seq: int) -> int | None:
         """When bubble ``seq`` ended; None while it is open."""
@@ -147,7 +149,7 @@ class SharedGate:
         self.fd = memfd.create("gate", PAGE_BYTES, sealable=True) if fd is None else fd
         page, address = memfd.map_page(self.fd, PAGE_BYTES, writable=True)
         self._words, self._word = page.cast("Q"), page.cast("I")
-        self._wake = futex.Waker(address)
+        self._wake = futex.Waker(address, MOST_WOKEN)
         if fd is None:
             self._words[_VERSION] = _MAGIC
         elif self._words[_VERSION] != _MAGIC:
@@ -252,11 +254,11 @@ class SharedGateReader:
         # The fields belong together only if the word did not move while they were read.
         return bubble if self.is_open(seq) else None
 
-    def wait_change(self, seq: int, timeout_ns: int | None) -> None:
-        """Sleep until bubble ``seq`` is over, at most ``timeout_ns``."""
+    def wait_change(self, seq: int, timeout_ns: int) -> None:
+        """Sleep until bubble ``seq`` is over, at most ``timeout_ns`` and a second."""
         word = (2 * seq + 1) & 0xFFFFFFFF
         if self._word[0] == word:
-            futex.wait(self._address, word, timeout_ns)
+            futex.wait(self._address, word, min(timeout_ns, LOOK_AGAIN_NS))
 
     def is_open(self, seq: int) -> bool:
         return self._word[0] == (2 * seq + 1) & 0xFFFFFFFF

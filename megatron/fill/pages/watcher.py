@@ -45,4 +45,5 @@ class ControlWatcher:
             else:
                 if isinstance(page, ControlPage):
                     page.acknowledge(word)
-            page.wait(word)
+            while page.word == word:
+                page.wait(word)

@@ -42,6 +42,10 @@ _MACHINE = (
     *("init_module", "finit_module", "delete_module", "create_module", "kexec_load", "kexec_file_load", "reboot"),
     *("settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "stime", "sethostname", "setdomainname"),
 )
+# Having the kernel move who waits on a word, also one that the caller cannot write, to another word.  C libraries do it
+# within a process only (the operation's flag 128); and of the later calls for it no C library needs one.
+_REQUEUE, _OPERATION = (3, 4, 12), 0xFF
+_FUTEX2 = (449, 454, 455, 456)  # futex_waitv, futex_wake, futex_wait, futex_requeue: on every architecture
 _NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)  # CLONE_NEW*
 # Of a terminal: typing into it, stopping its flow, its modes, its owner.
 _TERMINAL = (0x5402, 0x5403, 0x5404, 0x5406, 0x5407, 0x5408, 0x540A, 0x540E, 0x5410, 0x5412, 0x541C, 0x5423)
@@ -91,8 +95,8 @@ def _open() -> Any:
 
 
 def _add_rules(library: Any, context: int, allowed: Collection[str]) -> None:
-    def refuse(name: str, *conditions: tuple[int, int, int, int], code: int = errno.EPERM) -> None:
-        number = library.seccomp_syscall_resolve_name(name.encode())
+    def refuse(call: str | int, *conditions: tuple[int, int, int, int], code: int = errno.EPERM) -> None:
+        number = call if isinstance(call, int) else library.seccomp_syscall_resolve_name(call.encode())
         if number < 0:  # this architecture, or this libseccomp, does not have it
             return
         array = (_Condition * len(conditions))(*(_Condition(*one) for one in conditions))
@@ -103,6 +107,10 @@ def _add_rules(library: Any, context: int, allowed: Collection[str]) -> None:
             refuse(name)
     refuse("prlimit64", (0, _NOT_EQUAL, 0, 0))  # of another process
     refuse("clone3", code=errno.ENOSYS)  # its flags cannot be seen from here; every C library falls back to clone
+    for operation in _REQUEUE:
+        refuse("futex", (1, _MASKED_EQUAL, _OPERATION, operation), code=errno.ENOSYS)
+    for number in _FUTEX2:
+        refuse(number, code=errno.ENOSYS)
     for flag in _NAMESPACES:
         refuse("clone", (0, _MASKED_EQUAL, flag, flag))
     for request in _TERMINAL:

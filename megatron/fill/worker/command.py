@@ -22,6 +22,9 @@ from megatron.fill.worker.spec import Outcome, WorkerSpec
 
 _GUARD_NS = 500_000  # a command is stopped this long before what is taken for the end of the bubble
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # itself, or what its shell had started
+_LOOK_NS = (
+    50_000_000  # the other job may have the kernel move our wait elsewhere: the bubble's end is then seen by this
+)
 _STOPS_S = 0.005  # how long we look whether it has stopped: what ``pipefill profile`` tells as the time of a pause
 _HEARD_S = 0.5  # a batch system signals one process after the other: how long we may hear of it later than the command
 
@@ -131,7 +134,7 @@ class CommandRun:
                 left_ns = start_ns + remaining_ns - time.monotonic_ns()
                 if left_ns <= 0:
                     break
-                self.gate.wait_change(seq, left_ns)
+                self.gate.wait_change(seq, min(left_ns, _LOOK_NS))
             self.log.phase = WorkerPhase.PAUSE
             command.pause()
             end_ns = self._cut_ns if self._cut_ns > start_ns else time.monotonic_ns()

@@ -255,8 +255,9 @@ class StepLoop:
     def _await_start(self, bubble: OpenBubble) -> bool:
         """Sleep until the first step may begin; whether the bubble is still open."""
         begin_ns, _ = bubble.window(self.estimators.estimate_ns(self.machine.task.next_node))
-        left_ns = begin_ns - self.clock()
-        if left_ns > 0:
+        while (left_ns := begin_ns - self.clock()) > 0 and self.gate.is_open(bubble.seq):
+            if not self._may_run(bubble) or self.stopping():
+                break
             self.gate.wait_change(bubble.seq, left_ns)
         return self.gate.is_open(bubble.seq)
 
