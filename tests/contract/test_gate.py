@@ -183,5 +183,5 @@ class TestSharedGate:
         assert time.monotonic() - begun >= 0.05
         assert reader.is_open(seq)
         threading.Timer(0.05, lambda: gate.close(1)).start()
-        reader.wait_change(seq, None)
+        reader.wait_change(seq, 10**10)
         assert not reader.is_open(seq)

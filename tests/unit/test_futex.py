@@ -6,6 +6,7 @@ import ctypes
 import functools
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_whoever_was_moved_away_looks_again(wait):
     gate, page = SharedGate(), ControlPage.create(0)
     reader, control = SharedGateReader(gate.reader_fd()), ControlReader(page.reader_fd())
     seq = gate.open(_LONG_NS, 0)
-    waits = {
+    waits: dict[str, tuple[SharedGate | ControlPage, Callable[[], object]]] = {
         "bubble": (gate, lambda: reader.wait(seq)),
         "end": (gate, lambda: reader.wait_change(seq, _LONG_NS)),
         "page": (page, lambda: control.wait(page.word)),
@@ -91,7 +92,12 @@ def test_a_job_s_own_waiters_cost_the_rank_no_more_than_a_few_wakes():
     threads = [threading.Thread(target=wait, daemon=True) for _ in range(40)]
     for thread in threads:
         thread.start()
-    until(lambda: asleep.append(job.move()) or sum(asleep) == len(threads))
+
+    def all_asleep() -> bool:
+        asleep.append(job.move())
+        return sum(asleep) == len(threads)
+
+    until(all_asleep)
     assert job.move_back() == len(threads)
     gate._wake()  # as an opening or a closing does
     assert job.wake() == len(threads) - MOST_WOKEN
