@@ -22,9 +22,7 @@ from megatron.fill.worker.spec import Outcome, WorkerSpec
 
 _GUARD_NS = 500_000  # a command is stopped this long before what is taken for the end of the bubble
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # itself, or what its shell had started
-_LOOK_NS = (
-    50_000_000  # the other job may move our wait elsewhere: then this sees the bubble's end
-)
+_LOOK_NS = 50_000_000  # the other job may move our wait elsewhere: then this sees the bubble's end
 _STOPS_S = 0.005  # how long we look whether it has stopped: what ``pipefill profile`` tells as the time of a pause
 _HEARD_S = 0.5  # a batch system signals one process after the other: how long we may hear of it later than the command
 
