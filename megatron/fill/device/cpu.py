@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 from megatron.fill.device.port import Limits, mib
 from megatron.fill.linux import tree
-from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home, limiting_groups, room_bytes
+from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home
 from megatron.fill.linux.host import FreeHostMemory
+from megatron.fill.linux.memorygroup import MemoryGroup, memory_groups
 from megatron.fill.linux.oom import OomLog
 from megatron.fill.linux.reap import end_all
 
@@ -160,20 +160,20 @@ class CpuDevice:
     """The host itself, or the part of it that this process's control group may use.
 
     Args:
-        groups: those that limit its memory.
+        groups: those that may limit its memory.
     """
 
-    def __init__(self, home: CgroupHome | None = None, groups: list[Path] | None = None) -> None:
+    def __init__(self, home: CgroupHome | None = None, groups: list[MemoryGroup] | None = None) -> None:
         self.name = self.worker_name = "cpu"
         self.overhead_bytes = 0
         self.nodes: tuple[str, ...] = ()
         self._home = find_home() if home is None else home
         self._free = FreeHostMemory()
-        self._groups = limiting_groups() if groups is None else groups
+        self._groups = memory_groups() if groups is None else groups
 
     def free_bytes(self) -> int:
         # Read anew each time: beside what a worker has given back since, an old reading would ask for it twice.
-        return min([self._free(), *map(room_bytes, self._groups)])
+        return min([self._free(), *(group.room_bytes() for group in self._groups)])
 
     def limiter(self, limits: Limits, name: str) -> HostLimiter:
         return HostLimiter(limits, name, self._home)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron.fill.device.port import DeviceError
-
-_RESET_PEAK = b"5"  # what clears VmHWM, see proc(5)
+from megatron.fill.linux.peak import PeakMemory
 
 
 class Meter(Protocol):
@@ -31,22 +30,19 @@ class HostMeter:
     """On the CPU: the time that this process had the core, between the main job's turns; its peak resident memory."""
 
     def __init__(self) -> None:
-        self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
-        self._status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+        self._memory = PeakMemory()
         self._start_ns = 0
 
     def forget(self) -> None:
         """Nothing to do: what was given back is resident no more."""
 
     def start(self) -> None:
-        os.write(self._clear, _RESET_PEAK)
+        self._memory.reset()
         self._start_ns = time.process_time_ns()
 
     def stop(self) -> tuple[int, int]:
         duration_ns = time.process_time_ns() - self._start_ns
-        text = os.pread(self._status, 4096, 0)
-        start = text.index(b"VmHWM:") + len(b"VmHWM:")
-        return duration_ns, int(text[start : text.index(b"kB", start)]) * 1024
+        return duration_ns, self._memory.read_bytes()
 
 
 class CudaMeter:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +59,7 @@ def find_home(
         systemd: whether systemd manages the groups of this machine; None to look.
         delegated: the groups that it delegated, for tests; None to look.
     """
-    own = _own_group(proc)
+    own = own_group(proc)
     if isinstance(own, str):
         return CgroupHome(None, why=own)
     if systemd is None:
@@ -87,21 +86,32 @@ def _usable(path: Path, why: str) -> CgroupHome:
     return CgroupHome(path, controllers, f"{why} {' and '.join(lacking)}" if lacking else "")
 
 
-def _own_group(proc: Path) -> Path | str:
-    """This process's group in the v2 hierarchy, or why there is none."""
+def own_group(proc: Path = Path("/proc"), version_1: str = "") -> Path | str:
+    """This process's group, or why there is none.
+
+    Args:
+        version_1: in the hierarchy of this controller, of version 1; empty for version 2's only one.
+    """
+    name = f"cgroup v1 with {version_1}" if version_1 else "cgroup v2"
     mounts = [line.split() for line in _read(proc / "self/mountinfo").splitlines()]
-    found = [(Path(m[4]), m[3]) for m in mounts if m[m.index("-") + 1] == "cgroup2"]
+    found = [(Path(m[4]), m[3]) for m in mounts if _is_hierarchy(m[m.index("-") + 1 :], version_1)]
     if not found:
-        return "cgroup v2 is not mounted"
+        return f"{name} is not mounted"
     mount, root = found[0]
-    lines = [line for line in _read(proc / "self/cgroup").splitlines() if line.startswith("0::")]
-    inside = lines[0][3:] if lines else "/"
-    if inside.startswith("/.."):
-        return "this process's control group lies outside of what is mounted here"
+    fields = [line.split(":", 2) for line in _read(proc / "self/cgroup").splitlines()]
+    lines = [path for _, controllers, path in fields if version_1 in controllers.split(",")]
+    inside = lines[0] if lines else "/"
     relative = os.path.relpath(inside, root)
-    if relative.startswith(".."):
+    if inside.startswith("/..") or relative.startswith(".."):
         return "this process's control group lies outside of what is mounted here"
     return mount if relative == "." else mount / relative
+
+
+def _is_hierarchy(mounted: list[str], version_1: str) -> bool:
+    """Whether this is it: the type, source and options of a line of mountinfo(5)."""
+    if not version_1:
+        return mounted[0] == "cgroup2"
+    return mounted[0] == "cgroup" and version_1 in mounted[-1].split(",")
 
 
 def _is_delegated(path: Path, known: frozenset[Path] | None) -> bool:
@@ -114,23 +124,6 @@ def _is_delegated(path: Path, known: frozenset[Path] | None) -> bool:
                 if os.getxattr(place, name) == b"1":
                     return True
     return False
-
-
-def limiting_groups(proc: Path = Path("/proc")) -> list[Path]:
-    """This process's group and those above it that cap their memory: a container's, a batch job's."""
-    own = _own_group(proc)
-    if isinstance(own, str):
-        return []
-    return [group for group in (own, *own.parents) if _read(group / "memory.max").strip().isdigit()]
-
-
-def room_bytes(group: Path) -> int:
-    """What such a group may still take: a file's pages that nobody uses are given back for it."""
-    cap = _read(group / "memory.max").strip()
-    if not cap.isdigit():  # it was lifted
-        return sys.maxsize
-    used = int(_read(group / "memory.current") or 0) - _entry(group / "memory.stat", "inactive_file")
-    return max(0, int(cap) - used)
 
 
 class Cgroup:

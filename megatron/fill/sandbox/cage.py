@@ -7,6 +7,8 @@ from pathlib import Path
 
 from megatron.fill.errors import ConfigError
 
+LEFT_OUT = ("proc", "landlock", "system calls")  # the walls that ``Cage.without`` can name
+
 
 @dataclass(frozen=True, slots=True)
 class Bind:
@@ -55,6 +57,11 @@ class Cage:
         devices: files of ``/dev`` that it may use besides the harmless ones.
         host_memory_files: the machine's ``/dev/shm`` instead of one of its own: an MPS client needs that.
         real_time: it keeps the power to choose its scheduling class; for the emulated device only.
+        without: walls of ``LEFT_OUT`` that are not built, by name: with one left out, what it alone refuses has to
+            succeed, or a test of it shows nothing.  No setting of a training leads here.
+
+    Raises:
+        ValueError: there is no wall of such a name.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -68,6 +75,11 @@ class Cage:
     devices: tuple[str, ...] = ()
     host_memory_files: bool = False
     real_time: bool = False
+    without: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.without).difference(LEFT_OUT):
+            raise ValueError(f"walls {sorted(unknown)} cannot be left out: expected some of {LEFT_OUT}")
 
     @property
     def writable(self) -> list[str]:

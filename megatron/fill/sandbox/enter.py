@@ -14,7 +14,7 @@ import socket
 import struct
 from pathlib import Path
 
-from megatron.fill.sandbox import view
+from megatron.fill.sandbox import mounts, view
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sandbox.landlock import enter_rules
 from megatron.fill.sandbox.powers import bar_powers, become, forgo_privileges, give_up_powers, hide_memory
@@ -31,7 +31,7 @@ _FLAGS = {
     "net": os.CLONE_NEWNET,
 }
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
-_ALWAYS_WRITABLE = ("/tmp", "/dev", "/proc")  # the kernel, or the view, says what there
+_ALWAYS_WRITABLE = ("/tmp", "/dev/shm")  # the kernel, or the view, says what there
 
 
 def open_outer(cage: Cage) -> None:
@@ -51,8 +51,11 @@ def open_outer(cage: Cage) -> None:
         os.unshare(os.CLONE_NEWPID)
 
 
-def open_inner(cage: Cage) -> None:
+def open_inner(cage: Cage) -> int:
     """Step 2, in the init.
+
+    Returns:
+        A descriptor of the job's ``/proc`` as it is where the job sees it read-only, for ``openat``.
 
     Raises:
         OSError: a namespace cannot be had, or the view cannot be made.
@@ -68,10 +71,16 @@ def open_inner(cage: Cage) -> None:
         os.unshare(flags)
     if "net" in inner:
         _raise_loopback()
-    if "mount" in inner:
-        view.build(cage)
-        if "pid" in cage.namespaces:
-            view.see_own_processes()
+    if "mount" not in inner:
+        return os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    proc = mounts.take("/proc")  # as it is now: from then on all is read-only
+    view.build(cage)
+    if "pid" in cage.namespaces:
+        os.close(proc)
+        proc = view.see_own_processes()
+    if "proc" in cage.without:
+        mounts.put(os.dup(proc), "/proc")
+    return proc
 
 
 def give_everything_up(cage: Cage) -> list[str]:
@@ -87,13 +96,21 @@ def give_everything_up(cage: Cage) -> list[str]:
     if cage.user is not None and cage.group is not None:
         become(cage.user, cage.group, keeping=cage.real_time)
     network = cage.network or "net" in cage.namespaces
-    lacking += enter_rules([*cage.writable, *_ALWAYS_WRITABLE], network)
+    if "landlock" not in cage.without:
+        lacking += enter_rules(_writable(cage), network)
     lacking.append(give_up_powers(cage.real_time))
     hide_memory(False)  # a change of user has hidden it from the job itself, too
-    lacking.append(load_filter(cage.real_time))
+    if "system calls" not in cage.without:
+        lacking.append(load_filter(cage.real_time))
     if len(os.listdir("/proc/self/task")) > 1:
         lacking.append("a thread that runs already keeps its powers")  # the kernel confines threads one by one
     return [reason for reason in lacking if reason]
+
+
+def _writable(cage: Cage) -> list[str]:
+    """What the rules of Landlock leave open: of ``/proc`` nothing, and of ``/dev`` what the view would show."""
+    kernel = ("/proc",) if "proc" in cage.without else ()
+    return [*cage.writable, *_ALWAYS_WRITABLE, *view.nodes(cage), *kernel]
 
 
 def _raise_loopback() -> None:

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.fill.errors import SandboxError
+from megatron.fill.linux import peak
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from megatron.fill.linux.state import state_in
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sandbox.enter import give_everything_up, open_inner, open_outer
-from megatron.fill.sandbox.powers import hide_memory
+from megatron.fill.sandbox.powers import be_first_to_die, hide_memory
 
 _READ_BYTES = 1 << 16
 
@@ -38,7 +39,7 @@ class Jail:
     The caller must have one thread only, and must have adopted orphans (``host.adopt_orphans``).
 
     Args:
-        prepare: called in the job's process before it gives everything up (limits, priority); what it could not do.
+        prepare: called in the job's process before it gives everything up (limits, priority).
         body: what the job is; called once let go, with nothing left to give up.  Its process ends with it.
 
     Attributes:
@@ -50,7 +51,7 @@ class Jail:
         SandboxError: the walls cannot be built; nothing is left.
     """
 
-    def __init__(self, cage: Cage, prepare: Callable[[], list[str]], body: Callable[[], None]) -> None:
+    def __init__(self, cage: Cage, prepare: Callable[[], None], body: Callable[[], None]) -> None:
         self._cage = cage
         self._prepare = prepare
         self._body = body
@@ -160,25 +161,35 @@ class Jail:
             if select.select([alive_r], [], [], 0)[0]:  # it died before the call
                 os._exit(1)
             prctl(PR_SET_CHILD_SUBREAPER, 1)  # without a process namespace, orphans come here all the same
-            open_inner(self._cage)
+            lacking = be_first_to_die()  # while /proc can be written
+            proc = open_inner(self._cage)
             hide_memory(True)
             init = os.getpid()
             child = os.fork()
             if child == 0:
                 os.close(alive_r)
-                self._run_job(init, told_w, go_r)
+                self._run_job(init, told_w, go_r, proc, lacking)
             os.close(go_r)
+            os.close(proc)
             _tell(told_w, status=_reap_until(child))
         except BaseException as error:
             _tell(told_w, error=f"{type(error).__name__}: {error}")
         finally:
             os._exit(0)
 
-    def _run_job(self, init: int, told_w: int, go_r: int) -> NoReturn:
-        """The job, from its first instruction to its last."""
+    def _run_job(self, init: int, told_w: int, go_r: int, proc: int, lacking: list[str]) -> NoReturn:
+        """The job, from its first instruction to its last.
+
+        Args:
+            proc: its ``/proc`` that can be written.
+            lacking: what the init could not do.
+        """
         try:
             os.setpgid(0, 0)
-            lacking = self._prepare() + give_everything_up(self._cage)
+            self._prepare()
+            peak.keep(proc)
+            os.close(proc)
+            lacking += give_everything_up(self._cage)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
             if os.getppid() != init:
                 os._exit(1)

@@ -73,7 +73,7 @@ def enter_rules(writable: Sequence[str], network: bool) -> list[str]:
 def _allow(ruleset: int, path: str, files: int) -> None:
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except OSError:  # what cannot be reached needs no rule, and is no reason to do without the others
         return
     try:
         if not stat.S_ISDIR(os.fstat(fd).st_mode):

@@ -19,15 +19,12 @@ _FIRST_TO_DIE = 1000  # the highest oom_score_adj
 _LOCKED_BYTES = 64 << 20  # what the kernel allows by default these days
 
 
-def limit_resources(memory_bytes: int | None, tasks: int, files: int) -> list[str]:
-    """Lower this process's limits for good, and have the kernel end it first when memory runs out.
+def limit_resources(memory_bytes: int | None, tasks: int, files: int) -> None:
+    """Lower this process's limits for good.
 
     Args:
         memory_bytes: of private memory, of each process; None for no cap.
         tasks: processes and threads, all those of its user counted.
-
-    Returns:
-        What could not be done.
     """
     if memory_bytes is not None:
         _lower(resource.RLIMIT_DATA, memory_bytes)
@@ -37,6 +34,13 @@ def limit_resources(memory_bytes: int | None, tasks: int, files: int) -> list[st
     _lower(resource.RLIMIT_NICE, 0)
     _lower(resource.RLIMIT_MEMLOCK, _LOCKED_BYTES)
     _lower(resource.RLIMIT_NPROC, tasks)
+
+
+def be_first_to_die() -> list[str]:
+    """Have the kernel end this process, and what it starts from now on, first when memory runs out; why not.
+
+    The training's own standing cannot be raised instead: a lower ``oom_score_adj`` than one has takes CAP_SYS_RESOURCE.
+    """
     try:
         Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_DIE), encoding="ascii")
     except OSError as error:

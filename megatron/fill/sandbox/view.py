@@ -44,7 +44,7 @@ def build(cage: Cage) -> None:
     mounts.make_private()
     hidden = _hidden(cage)
     places = [_take(path, writable) for path, writable in _wanted(cage, hidden).items()]
-    nodes = [_Place(path, mounts.take(path), True) for path in _nodes(cage)]
+    devices = [_Place(path, mounts.take(path), True) for path in nodes(cage)]
     shared = mounts.take("/dev/shm") if cage.host_memory_files else None
     mounts.restrict("/", mounts.READ_ONLY | _LIMITED)
     temporary, shared = _memory_files(cage, shared)
@@ -52,7 +52,7 @@ def build(cage: Cage) -> None:
         if path != os.path.realpath("/tmp"):
             mounts.new_memory(path, "mode=755,size=1m,nr_inodes=4096")
     mounts.put(temporary, os.path.realpath("/tmp"))
-    for place in nodes:
+    for place in devices:
         mounts.put(place.fd, place.path)
     mounts.put(shared, "/dev/shm")
     for name, target in _LINKS.items():
@@ -66,8 +66,11 @@ def build(cage: Cage) -> None:
     _mask(cage.masked)
 
 
-def see_own_processes() -> None:
-    """A ``/proc`` of this process namespace, without the switches of the whole machine.
+def see_own_processes() -> int:
+    """A ``/proc`` of this process namespace, read-only: what is written there changes a process's standing.
+
+    Returns:
+        A descriptor of it that can be written through, but for the switches of the whole machine.
 
     Raises:
         OSError: the kernel refused it, as it does in a container that hides parts of its own.
@@ -78,6 +81,9 @@ def see_own_processes() -> None:
             fd = mounts.take(f"/proc/{name}")
             mounts.restrict(fd, mounts.READ_ONLY)
             mounts.put(fd, f"/proc/{name}")
+    writable = mounts.take("/proc")
+    mounts.restrict("/proc", mounts.READ_ONLY)
+    return writable
 
 
 def _mask(files: tuple[str, ...]) -> None:
@@ -145,7 +151,8 @@ def may_enter(folder: Path, user: int | None, group: int | None) -> bool:
     return bool(at.st_mode & bit)
 
 
-def _nodes(cage: Cage) -> list[str]:
+def nodes(cage: Cage) -> list[str]:
+    """The devices that a job may use: the harmless ones, and those of its cage."""
     paths = [*(f"/dev/{name}" for name in _NODES), *cage.devices]
     return [path for path in paths if os.path.exists(path)]
 

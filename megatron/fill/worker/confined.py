@@ -61,10 +61,10 @@ def jail(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> 
     # worker's own tasks is the exact limit, this one only keeps it from being outrun.
     tasks = tasks_of(user) + 2 * limits.processes
 
-    def prepare() -> list[str]:
+    def prepare() -> None:
         channel.close()
         host.yield_to_main_job(spec.cpus)
-        return limit_resources(limits.memory_bytes if spec.device == "cpu" else None, tasks, limits.files)
+        limit_resources(limits.memory_bytes if spec.device == "cpu" else None, tasks, limits.files)
 
     def run() -> None:
         os.chdir(spec.directory)

@@ -1,0 +1,70 @@
+"""Code that is run in a cage, and what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.fill.agent.admission import default_user
+from megatron.fill.sandbox import Bind, Cage, Walls
+
+MIB = 2**20
+GUEST = default_user()
+PROGRAM = """
+import ctypes, errno, json, os, resource, signal, socket, subprocess, sys
+from megatron.fill.linux import host
+from megatron.fill.sandbox.cage import Bind, Cage
+from megatron.fill.sandbox.jail import Jail
+from megatron.fill.sandbox.powers import limit_resources
+
+def attempt(act, *arguments):
+    try:
+        act(*arguments)
+    except (OSError, ValueError) as error:
+        return type(error).__name__
+    return "done"
+
+def raw(number, *arguments):
+    ctypes.set_errno(0)
+    result = ctypes.CDLL(None, use_errno=True).syscall(number, *arguments)
+    return "done" if result >= 0 else errno.errorcode[ctypes.get_errno()]
+
+def body():
+    {body}
+
+host.adopt_orphans()
+held = Jail({cage!r}, lambda: {prepare}, body)
+held.let_go()
+code = held.wait()
+sys.exit(code if code >= 0 else 100 - code)
+"""
+
+
+class Inside:
+    """Runs code in a cage, and gives what it printed as JSON."""
+
+    def __init__(self, folder: Path, walls: Walls) -> None:
+        self.folder, self.namespaces, self.code = folder, walls.namespaces, 0
+
+    def run(self, body: str, prepare: str = "[]", binds: tuple[Bind, ...] = (), **changes: Any) -> Any:
+        user = GUEST.uid if GUEST else None
+        group = GUEST.gid if GUEST else None
+        options = {"namespaces": self.namespaces, "user": user, "group": group} | changes
+        cage = Cage(directory=str(self.folder), binds=binds, **options)
+        lines = "\n    ".join(body.strip().splitlines())
+        program = PROGRAM.format(body=lines, cage=cage, prepare=prepare)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+        self.code = done.returncode
+        assert done.stdout, done.stderr
+        return json.loads(done.stdout)
+
+
+def needs(walls: Walls, *names: str) -> None:
+    lacking = [name for name in names if name not in walls.namespaces]
+    if lacking:
+        pytest.skip(f"this machine gives no namespace for {', '.join(lacking)}")
