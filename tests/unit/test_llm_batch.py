@@ -253,6 +253,31 @@ def test_a_configuration_may_change_between_rounds(models, tmp_path):
     assert answers(tmp_path / "changed") == answers(tmp_path / "undisturbed")
 
 
+def test_a_model_whose_files_lack_a_tensor_is_refused(models, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    made = folder(tmp_path / "lacking", model())
+    weights = load_file(made / "model.safetensors")
+    taken = weights.pop("model.layers.1.self_attn.q_proj.weight")
+    save_file(weights | {"model.layers.1.self_attn.q.weight": taken}, made / "model.safetensors", {"format": "pt"})
+    requests = write(tmp_path / "in.jsonl", some_requests(1))
+    with pytest.raises(TaskError, match=r"1 tensors .* model.layers.1.self_attn.q_proj.weight; the files have .*q.wei"):
+        job((made, models[1]), requests, tmp_path / "job")
+
+
+def test_a_request_beyond_where_rope_changes_is_refused_and_says_so(models, tmp_path):
+    from megatron.fill.llm import attention
+
+    lines = [request(at, prompt="abc" * 8, max_tokens=count, temperature=0) for at, count in enumerate([8, 9])]
+    requests = write(tmp_path / "in.jsonl", lines)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "context_of", lambda model: attention.Context(32, "there rope changes"))
+        run(job(models, requests, tmp_path / "job"))
+    found = answers(tmp_path / "job")
+    assert [found[f"r{at}"]["status_code"] for at in range(2)] == [200, 400]
+    assert "at most 32 in all: there rope changes" in found["r1"]["body"]["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.fill.errors import TaskError
 from megatron.fill.llm.answers import AnswerFile, Choice, TokenLogprob, answer, error_answer
+from megatron.fill.llm.attention import Context
 from megatron.fill.llm.models import Tokenizer
 from megatron.fill.llm.requests import Refused, Request
 from megatron.fill.llm.sequence import GeneratedSequence, Wanted
@@ -34,7 +35,7 @@ class Answering:
 
     Args:
         tokenizer: of the model.
-        context: tokens that a sequence may have.
+        context: how many tokens a sequence may have, and why not more.
         model: what answers call the model.
         seed: for requests that have none.
         fits: whether a sequence can be generated at all; asked before any is.
@@ -45,7 +46,7 @@ class Answering:
         lines: Iterable[Request | Refused],
         file: AnswerFile,
         tokenizer: Tokenizer,
-        context: int,
+        context: Context,
         model: str,
         seed: int,
         fits: Callable[[GeneratedSequence], bool],
@@ -111,11 +112,7 @@ class Answering:
             return
         try:
             prompt = prompt_tokens(line, self._tokenizer)
-            most = min(line.max_tokens or self._context, self._context - len(prompt))
-            if most < 1:
-                raise ValueError(
-                    f"the prompt has {len(prompt)} tokens; expected fewer than the context, {self._context}"
-                )
+            most = self._most(line, len(prompt))
             sequences = [self._sequence(line, prompt, most, number) for number in range(line.n)]
             if not self._fits(sequences[0]):
                 raise ValueError(
@@ -130,6 +127,22 @@ class Answering:
         left = [one for number, one in enumerate(sequences) if number not in begun.choices]
         self._counted += (len(begun.choices) + sum(map(_part, left))) / line.n
         self._ready.extend(left)
+
+    def _most(self, request: Request, prompt: int) -> int:
+        """New tokens at most, by the context.
+
+        Raises:
+            ValueError: there is no room for any, or for fewer than the model itself has room for.
+        """
+        context, asked = self._context.tokens, request.max_tokens
+        if context <= prompt:
+            why = "" if self._context.reason is None else f"; {self._context.reason}"
+            raise ValueError(f"the prompt has {prompt} tokens; expected fewer than the context, {context}{why}")
+        if asked is not None and self._context.reason is not None and prompt + asked > context:
+            raise ValueError(
+                f"{prompt} tokens and up to {asked} more; expected at most {context} in all: {self._context.reason}"
+            )
+        return min(asked or context, context - prompt)
 
     def _sequence(self, request: Request, prompt: list[int], most: int, number: int) -> GeneratedSequence:
         own = (0, self._seed & _UNSIGNED, request.line) if request.seed is None else (1, request.seed & _UNSIGNED)

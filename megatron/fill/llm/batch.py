@@ -121,16 +121,22 @@ class BatchJob(NodeTask):
             self.next_node = 0
 
     def init(self) -> None:
-        """Move the models to the device, and find out how much is left for keys and values."""
+        """Move the models to the device, check them, and find out how much is left for keys and values.
+
+        Raises:
+            TaskError: a model is not computed right in batches, or nothing is left.
+        """
         from megatron.fill.llm import verify
         from megatron.fill.llm.answering import Answering
+        from megatron.fill.llm.attention import context_length, context_of
         from megatron.fill.llm.engine import Engine
-        from megatron.fill.llm.models import context_length
         from megatron.fill.llm.passes import ModelRunner
+        from megatron.fill.llm.selfcheck import check_model
 
         models = [self._model, *self._drafts]
         for one in models:
             one.to(self.context.device).eval()
+            check_model(one)
         device, rows = self.context.device, self._most_rows()
         pieces = [pieces_of(one, rows, device) for one in models]
         if self._pieces is not None:
@@ -157,7 +163,7 @@ class BatchJob(NodeTask):
             self._lines,
             self._file,
             self._tokenizer,
-            runners[0].context,
+            context_of(self._model),
             self._model_name,
             self._seed,
             self._fits(limit),

@@ -48,7 +48,8 @@ class Branching:
         visible = np.ones((len(nodes), root + end), dtype=bool)
         visible[:, root:] = tree.mask()[nodes, :end]
         columns = [root + node for node in nodes]
-        return RowInput(self.slot, tokens, columns, [root + depths[node] for node in nodes], visible)
+        held = np.concatenate([np.arange(root), root + np.asarray(depths[:end])])
+        return RowInput(self.slot, tokens, columns, [root + depths[node] for node in nodes], visible, held)
 
     def all_nodes(self) -> RowInput:
         """The whole tree, for the pass that verifies it."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from megatron.fill.errors import TaskError
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -143,16 +145,27 @@ class _Probe(Cache):
         return 0
 
 
-def probe_shapes(model: Any) -> list[LayerShape]:
-    """What each layer of a ``transformers`` model keeps of a token, by a pass over one token."""
+def probe_shapes(model: Any, kinds: Sequence[str]) -> list[LayerShape]:
+    """What each layer of a ``transformers`` model keeps of a token, by a pass over one token.
+
+    Args:
+        kinds: of attention that its layers have; with several, each has a mask of its own.
+
+    Raises:
+        TaskError: the layers do not all keep keys and values.
+    """
     probe = _Probe()
     device, dtype = model.device, model.dtype
+    mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
     with torch.inference_mode():
         model.base_model(
             input_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
             position_ids=torch.zeros(1, 1, dtype=torch.long, device=device),
-            attention_mask=torch.zeros(1, 1, 1, 1, dtype=dtype, device=device),
+            attention_mask=dict.fromkeys(kinds, mask) if len(kinds) > 1 else mask,
             past_key_values=probe,
             use_cache=True,
         )
+    if sorted(probe.shapes) != list(range(len(probe.shapes))) or not probe.shapes:
+        kept = f"layers {sorted(probe.shapes)}" if probe.shapes else "no layer"
+        raise TaskError(f"{type(model).__name__} keeps keys and values in {kept}; expected in each of its layers")
     return [probe.shapes[layer] for layer in sorted(probe.shapes)]

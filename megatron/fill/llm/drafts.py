@@ -42,7 +42,8 @@ def new_draft(folder: Path | None, shape: dict[str, int], tokenizer: Tokenizer, 
     """
     import torch
 
-    from megatron.fill.llm.models import context_length, load_language_model
+    from megatron.fill.llm.attention import context_length
+    from megatron.fill.llm.models import load_language_model
 
     if folder is not None:
         model, own = load_language_model(folder, "float32")

@@ -214,9 +214,9 @@ class EvaluateCheckpoints(SideTask):
         self._note(found, texts)
 
     def _engine(self, model: Any, tokenizer: Any) -> Engine:
+        from megatron.fill.llm.attention import context_length
         from megatron.fill.llm.engine import Engine
         from megatron.fill.llm.fitting import clock
-        from megatron.fill.llm.models import context_length
         from megatron.fill.llm.passes import ModelRunner
         from megatron.fill.llm.sequence import GeneratedSequence, Wanted
         from megatron.fill.llm.verify import matching

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.fill.errors import TaskError
+from megatron.fill.llm.attention import AttentionKinds, context_length
 
 _BYTES = "byte_tokenizer.json"  # in a model's folder: its tokens are bytes
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -147,6 +148,7 @@ def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer
     else:
         raise TaskError(f"model is {path}: expected a folder as transformers saves it, or of Megatron's checkpoints")
     context_length(model)
+    AttentionKinds.of(model)
     return model.eval(), tokenizer
 
 
@@ -165,11 +167,33 @@ def _from_transformers(path: Path, dtype: str) -> tuple[Any, Tokenizer]:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
     except Exception as error:  # transformers raises whatever its parts do
         raise TaskError(f"model {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    _refuse_random_weights(path, model, found)
     ends = getattr(model.generation_config, "eos_token_id", None)
     return model, _folder_tokenizer(path, frozenset([ends] if isinstance(ends, int) else ends or []))
+
+
+def _refuse_random_weights(path: Path, model: Any, found: dict[str, Any]) -> None:
+    """A tensor that the files lack, or have in another shape, would be random.
+
+    Raises:
+        TaskError: naming them.
+    """
+    other_shapes = [name if isinstance(name, str) else name[0] for name in found.get("mismatched_keys", ())]
+    lacking = sorted({*found["missing_keys"], *other_shapes})
+    if not lacking:
+        return
+    unused = sorted(found.get("unexpected_keys", ()))
+    named = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
+    there = f"; the files have {', '.join(unused[:3])} instead" if unused else ""
+    raise TaskError(
+        f"model {path}: {len(lacking)} tensors of {type(model).__name__} are not in its files: {named}{there}; "
+        "expected all of them"
+    )
 
 
 def _folder_tokenizer(path: Path, ends: frozenset[int] = frozenset()) -> Tokenizer:
@@ -210,23 +234,3 @@ def tokenizer_of(args: Namespace) -> Tokenizer:
         f"the checkpoint was trained with --tokenizer-type {kind}, --tokenizer-model {args.tokenizer_model} and "
         f"--vocab-size {args.vocab_size}: expected NullTokenizer with 256, or HuggingFaceTokenizer with a folder"
     )
-
-
-def context_length(model: Any) -> int:
-    """Tokens that a sequence may have: positions, or the window of attention if that is smaller.
-
-    Raises:
-        TaskError: some layer has another attention than the full one, or there is no limit to be found.
-    """
-    config = model.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds - {"full_attention", "sliding_attention"}:
-        raise TaskError(
-            f"{type(model).__name__} has layers of {', '.join(sorted(kinds))}: expected full_attention only"
-        )
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None:
-        raise TaskError(f"{type(model).__name__} has no max_position_embeddings in its config.json")
-    window = getattr(config, "sliding_window", None)
-    uses_window = "sliding_attention" in kinds or (window and getattr(config, "use_sliding_window", True))
-    return min(limit, window) if window and uses_window else int(limit)

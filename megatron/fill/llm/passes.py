@@ -11,6 +11,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from megatron.fill.errors import TaskError
+from megatron.fill.llm.attention import AttentionKinds, text_config
 from megatron.fill.llm.cache import CacheView, SlotCache, probe_shapes
 
 
@@ -20,7 +21,7 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
     Raises:
         TaskError: the model has none that can be found.
     """
-    count = getattr(model.config, "num_hidden_layers", None)
+    count = getattr(text_config(model), "num_hidden_layers", None)
     lists = [list(one) for one in model.modules() if isinstance(one, torch.nn.ModuleList) and len(one) == count]
     if not lists:
         raise TaskError(
@@ -46,8 +47,8 @@ class LayeredPass:
         self.pieces = max(1, min(pieces, len(layers)))
         self._running: greenlet | None = None
         self.result: Any = None
-        for piece in range(1, self.pieces):
-            layers[piece * len(layers) // self.pieces].register_forward_pre_hook(self._pause)
+        cuts = [layers[piece * len(layers) // self.pieces] for piece in range(1, self.pieces)]
+        self._hooks = [layer.register_forward_pre_hook(self._pause) for layer in cuts]
 
     def begin(self, function: Callable[[], Any]) -> None:
         """The next ``run`` starts this function; one that has not ended is abandoned."""
@@ -70,6 +71,12 @@ class LayeredPass:
             self._running.throw(GreenletExit)
         self._running = None
 
+    def remove(self) -> None:
+        """Cut the model's passes no more."""
+        self.abandon()
+        for hook in self._hooks:
+            hook.remove()
+
     def _pause(self, *_: Any) -> None:
         if getcurrent() is self._running:  # not so in a pass that nobody cuts
             parent = self._running.parent
@@ -84,7 +91,8 @@ class RowInput:
     Attributes:
         slot: of the sequence.
         tokens, columns, positions: of each new token: its id, where it is kept, and its place in its sequence.
-        visible: the columns that each new token attends to, ``[tokens, columns]`` of bool.
+        visible: the columns that each new token may attend to, ``[tokens, columns]`` of bool.
+        held: the place in the sequence of what each column holds, ``[columns]``; None if it is the column's number.
     """
 
     slot: int
@@ -92,6 +100,7 @@ class RowInput:
     columns: Sequence[int]
     positions: Sequence[int]
     visible: np.ndarray
+    held: np.ndarray | None = None
 
     @classmethod
     def following(cls, slot: int, tokens: Sequence[int], start: int) -> RowInput:
@@ -114,7 +123,8 @@ class ModelRunner:
     def __init__(self, model: Any, context: int, pieces: int = 1, vocabulary: int | None = None) -> None:
         self.model, self.context, self._vocabulary = model, context, vocabulary
         self._device, self._dtype = model.device, model.dtype  # the model looks through its weights for them
-        self.cache = SlotCache(probe_shapes(model), model.dtype, str(model.device))
+        self._attention = AttentionKinds.of(model)
+        self.cache = SlotCache(probe_shapes(model, list(self._attention.kinds)), model.dtype, str(model.device))
         self.passes = LayeredPass(decoder_layers(model), pieces)
 
     def begin(self, rows: Sequence[RowInput], logits: bool = True) -> None:
@@ -139,18 +149,25 @@ class ModelRunner:
         ids, positions = np.zeros((2, len(rows), queries), dtype=np.int64)
         columns = np.full((len(rows), queries), self.cache.capacity, dtype=np.int64)  # padding
         visible = np.zeros((len(rows), 1, queries, length), dtype=bool)
+        held = np.tile(np.arange(length), (len(rows), 1))
         for at, row in enumerate(rows):
             count = len(row.tokens)
             ids[at, :count], columns[at, :count], positions[at, :count] = row.tokens, row.columns, row.positions
             visible[at, 0, :count, : row.visible.shape[1]] = row.visible
-        device, dtype = self._device, self._dtype
-        mask = torch.zeros(visible.shape, dtype=dtype, device=device)
-        mask.masked_fill_(torch.from_numpy(~visible).to(device), torch.finfo(dtype).min)
+            if row.held is not None:
+                held[at, : len(row.held)] = row.held
+        device = self._device
+        masks = {kind: self._mask(seen) for kind, seen in self._attention.masks(visible, positions, held).items()}
         view = CacheView(self.cache, [row.slot for row in rows], torch.from_numpy(columns).to(device), length)
         return {
             "input_ids": torch.from_numpy(ids).to(device),
             "position_ids": torch.from_numpy(positions).to(device),
-            "attention_mask": mask,
+            "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
             "past_key_values": view,
             "use_cache": True,
         }
+
+    def _mask(self, seen: np.ndarray) -> torch.Tensor:
+        """What is added to the scores of attention."""
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(torch.from_numpy(~seen).to(self._device), torch.finfo(self._dtype).min)

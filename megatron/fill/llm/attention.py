@@ -1,0 +1,151 @@
+"""The tokens that each layer of a model attends to, and how many a sequence may have: read from its config."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.fill.errors import TaskError
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_LENGTH_NAME = re.compile(r"^(?!.*(expert|layer)).*(window|chunk|original|local|block_size)")
+_KNOWN = {"full_attention", "sliding_attention", "chunked_attention"}
+# Rotary positions that change for a whole sequence once it is longer: what was computed before would be wrong.
+_CHANGING_ROPES = ("longrope", "su", "yarn_dynamic")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """How many tokens a sequence may have.
+
+    Attributes:
+        tokens: with its prompt.
+        reason: why these are fewer than the model itself takes; None if they are not.
+    """
+
+    tokens: int
+    reason: str | None = None
+
+
+def text_config(model: Any) -> Any:
+    """The part of a model's config that is about its decoder of text."""
+    return model.config.get_text_config(decoder=True)
+
+
+def context_of(model: Any) -> Context:
+    """The tokens that a sequence may have.
+
+    Raises:
+        TaskError: no limit is to be found in the config.
+    """
+    config, name = text_config(model), type(model).__name__
+    limit = next((found for key in _LENGTHS if (found := _whole(config, key)) is not None), None)
+    if limit is None:
+        raise TaskError(f"{name} has no limit of its positions in config.json; expected max_position_embeddings")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    ropes = [rope, *(one for one in rope.values() if isinstance(one, dict))]
+    for one in ropes:
+        if one.get("rope_type", one.get("type")) in _CHANGING_ROPES:
+            original = one.get("original_max_position_embeddings") or _whole(config, "original_max_position_embeddings")
+            if original and original < limit:
+                return Context(
+                    int(original),
+                    f"beyond {original} tokens (original_max_position_embeddings) {name} has other rotary positions "
+                    "for the whole sequence, so that its keys and values would have to be computed again",
+                )
+    return Context(limit)
+
+
+def context_length(model: Any) -> int:
+    """The tokens that a sequence may have, with its prompt.
+
+    Raises:
+        TaskError: as ``context_of``.
+    """
+    return context_of(model).tokens
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKinds:
+    """What the layers of a model attend to.
+
+    Attributes:
+        kinds: of its layers, as ``layer_types`` of its config names them, each with the tokens of its window or chunk;
+            0 for all tokens.
+    """
+
+    kinds: dict[str, int]
+
+    @classmethod
+    def of(cls, model: Any) -> AttentionKinds:
+        """Read from a model's config.
+
+        Raises:
+            TaskError: some layers attend in another way, or the config does not say how far.
+        """
+        config, name = text_config(model), type(model).__name__
+        types = dict.fromkeys(getattr(config, "layer_types", None) or ())
+        if unknown := sorted(set(types) - _KNOWN):
+            raise TaskError(
+                f"{name} has layers of {', '.join(unknown)}; expected layers of {', '.join(sorted(_KNOWN))}"
+            )
+        window = _whole(config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
+        if not types:
+            types = dict.fromkeys(["sliding_attention" if window else "full_attention"])
+        sizes = {
+            "full_attention": 0,
+            "sliding_attention": window,
+            "chunked_attention": _whole(config, "attention_chunk_size"),
+        }
+        kinds = {kind: sizes[kind] for kind in types}
+        if missing := [kind for kind, size in kinds.items() if size is None]:
+            raise TaskError(f"{name} has layers of {missing[0]} and its config.json does not say of how many tokens")
+        return cls({kind: int(size or 0) for kind, size in kinds.items()})
+
+    def masks(self, visible: np.ndarray, queries: np.ndarray, columns: np.ndarray) -> dict[str, np.ndarray]:
+        """What each kind of layer sees of what is visible.
+
+        Args:
+            visible: ``[rows, 1, queries, columns]`` of bool.
+            queries: the position of each new token in its sequence, ``[rows, queries]``.
+            columns: the position of what each column holds, ``[rows, columns]``.
+        """
+        found = {}
+        for kind, size in self.kinds.items():
+            query, column = queries[:, None, :, None], columns[:, None, None, :]
+            if not size:
+                found[kind] = visible
+            elif kind == "sliding_attention":
+                found[kind] = visible & (query - column < size)
+            else:
+                found[kind] = visible & (query // size == column // size)
+        return found
+
+
+def marks(model: Any) -> list[int]:
+    """Numbers of tokens at which a model may change how it attends or counts positions, the least first.
+
+    Every whole number of its config that is named like a window, a chunk or an original length, below its context.
+    """
+    limit, found = context_length(model), set()
+
+    def look(value: Any, name: str) -> None:
+        if isinstance(value, dict):
+            for key, one in value.items():
+                look(one, str(key))
+        elif type(value) is int and 1 < value < limit and _LENGTH_NAME.search(name):
+            found.add(value)
+
+    look(text_config(model).to_dict(), "")
+    return sorted(found)
+
+
+def _whole(config: Any, name: str) -> int | None:
+    try:
+        found = getattr(config, name, None)
+    except Exception:  # some configs raise for what they do not have
+        return None
+    return found if type(found) is int and found > 0 else None
