@@ -10,6 +10,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron.fill.errors import RunTaken
 from megatron.fill.types import RankInfo
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,11 @@ class Lifecycle(Protocol):
         """
 
     def on_start(self, info: RankInfo, args: Namespace) -> None:
-        """Megatron is initialised: its arguments are parsed and its process groups exist."""
+        """Megatron is initialised: its arguments are parsed and its process groups exist.
+
+        Raises:
+            RunTaken: on every rank; the run must not go on.
+        """
 
 
 class OffloadAdvice(Protocol):
@@ -49,10 +54,12 @@ class Attached:
             self.lifecycle.on_parse(args)
 
     def started(self, info: RankInfo, args: Namespace) -> None:
-        """As ``Lifecycle.on_start``; what fails there does not harm the training."""
+        """As ``Lifecycle.on_start``; what else fails there does not harm the training."""
         if self.lifecycle is not None:
             try:
                 self.lifecycle.on_start(info, args)
+            except RunTaken:
+                raise
             except Exception:
                 logger.exception("PipeFill failed to start; the training goes on without it")
 

@@ -58,6 +58,10 @@ class SandboxError(FillError):
     """The walls around a job cannot be built as they were asked for."""
 
 
+class RunTaken(FillError):
+    """The run folder belongs to another training that goes on; this one must not start."""
+
+
 class NetworkError(FillError):
     """The network between ranks cannot be measured."""
 

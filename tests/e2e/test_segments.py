@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.fill.rank.recorder import WRITE_EVERY
 from megatron.fill.records import last_segment
-from tests.e2e.training import Running, processes, train_until, write_jobs
+from tests.e2e.training import Running, processes, start, train_until, write_jobs
 from tests.waiting import until
 
 JOB = {"name": "spin", "task": "tasks:Spin", "args": {"milliseconds": 0.5}}
@@ -41,6 +41,11 @@ def kill(running: Running) -> None:
     running.process.wait(60)
 
 
+def written(run: Path) -> dict[Path, bytes]:
+    """What a training writes at its start."""
+    return {path: path.read_bytes() for path in [*run.glob("agents/*.json"), *run.glob("records/*/segment.json")]}
+
+
 def test_a_killed_training_and_its_restart_have_one_report(tmp_path):
     flags, run = f"{write_jobs(tmp_path, JOB)} {FLAGS}", tmp_path / "run"
     running = Running(tmp_path, flags)
@@ -50,6 +55,14 @@ def test_a_killed_training_and_its_restart_have_one_report(tmp_path):
         running.wait(lambda: list(last_segment(run).folder.glob("agent*.running.jsonl")))
         running.wait(lambda: len(list(last_segment(run).records())) == 2)
         assert report(run)["segments"][0]["ending"] == "running"
+        before = written(run)
+        second = start(tmp_path, flags)
+        said, _ = second.communicate(timeout=240)
+        assert second.returncode == 2, said
+        assert said.count(f"error: the run folder {run} is in use by another training (its rank 0, process") == 1
+        assert "Traceback" not in said
+        assert " iteration " not in said
+        assert written(run) == before
         kill(running)
     finally:
         running.process.kill()

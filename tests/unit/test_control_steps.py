@@ -102,7 +102,7 @@ def may_begin() -> tuple[socket.socket, socket.socket]:
 @pytest.mark.parametrize(
     ("told", "state", "reason"),
     [
-        (True, JobState.QUEUED, "the main job ended first; a command begins again from its start"),
+        (True, JobState.QUEUED, "a command begins again from its start"),
         (False, JobState.FAILED, "the command was ended by SIGTERM; see output.log"),
     ],
 )

@@ -23,7 +23,7 @@ RULES: dict[str, set[str]] = {
     "work": set(),
     "display": {"types"},
     "hooks": {"types"},
-    "attached": {"types"},
+    "attached": {"errors", "types"},
     "spec": set(),
     "launcher": set(),
     # The machine.
@@ -225,6 +225,7 @@ READERS = {"read_text", "read_bytes", "open", "fdopen", "load", "loads", "from_j
 # What agents, report and commands read that no job's folder holds: file -> calls.
 OTHER_READS = {
     "app/checker.py": {"CheckSpec.from_json", "os.open"},  # of who starts the process; /dev/null
+    "app/runlock.py": {"os.open"},
     "app/session.py": {"(agents / f'agent{self.info.rank}.log').open"},
     "app/standin.py": {"StandInSpec.from_json"},  # likewise
     "cli/batch.py": {"partial.open", "requests.read_bytes"},  # to write; the user's own

@@ -34,13 +34,14 @@ from megatron.fill.app.runfolder import (
     served,
     store_of,
 )
+from megatron.fill.app.runlock import RunLock, exit_together, hold
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share, why_no_client
 from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon
 from megatron.fill.device.meter import own_version
-from megatron.fill.errors import ConfigError, FillError, exit_saying
+from megatron.fill.errors import ConfigError, FillError, RunTaken, exit_saying
 from megatron.fill.given.rankorder import load_rank_order
 from megatron.fill.hooks import bus
 from megatron.fill.planner.offload import weigh_offload
@@ -63,6 +64,7 @@ class Launch:
         self.session: Session | None = None
         self._place = Place()
         self._run_dir: Path | None = None
+        self._lock: RunLock | None = None
         self._segment: OpenSegment | None = None  # on rank 0
         self._jobs: list[NewJob] = []
         self._new_jobs: list[NewJob] = []  # those that an earlier run in this folder has not submitted; of rank 0
@@ -127,10 +129,15 @@ class Launch:
         settings = self.settings
         if settings is None or not settings.active:
             return
-        agreed = self._prepare_run(settings, info)
-        if agreed is None:
+        # A rank waits for others in a collective, which has an end.
+        held = hold(settings.report or new_run_folder(), info, most_s=30.0 * args.distributed_timeout_minutes)
+        if held is None:
             return
-        self._run_dir, segment = agreed
+        run_dir, self._lock = held
+        segment = self._prepare_run(settings, info, run_dir)
+        if segment is None:
+            return
+        self._run_dir = run_dir
         lacking = "" if self.mps is None else why_no_client(self.mps, settings.mps_pipe is not None)
         if lacking:
             logger.warning("rank %d fills nothing: %s", info.rank, lacking)
@@ -141,33 +148,32 @@ class Launch:
         self.session = Session(settings, info, self._run_dir, segment, store, self._new_jobs, self.mps, self.walls)
         bus.listener = self.session.listening.listener
 
-    def _prepare_run(self, settings: FillSettings, info: RankInfo) -> tuple[Path, Path] | None:
-        """Agree on the run folder and the segment's: rank 0 makes them, the others wait; None if that failed."""
-        agreed: list[Any] = ["", "", turns(settings, info)]
+    def _prepare_run(self, settings: FillSettings, info: RankInfo, run_dir: Path) -> Path | None:
+        """Agree on the segment's folder: rank 0 makes it, the others wait; None if that failed."""
+        agreed: list[Any] = ["", turns(settings, info)]
         if info.rank == 0:
-            name = settings.report or new_run_folder()
             try:
-                make_run_folder(Path(name))
-                store = store_of(settings, Path(name))
+                make_run_folder(run_dir)
+                store = store_of(settings, run_dir)
                 file = database_file(store)
                 if settings.resubmit or not (file is None or file.exists()):
-                    forget_submitted(Path(name))
-                self._new_jobs = not_yet_submitted(Path(name), store, self._jobs)
-                self._segment = self._begin(settings, Path(name), info)
-                agreed[:2] = [name, str(self._segment.segment.folder)]
-                print(f"PipeFill: {_counted(len(self._jobs), len(self._new_jobs))}, run folder {name}", flush=True)
+                    forget_submitted(run_dir)
+                self._new_jobs = not_yet_submitted(run_dir, store, self._jobs)
+                self._segment = self._begin(settings, run_dir, info)
+                agreed[0] = str(self._segment.segment.folder)
+                print(f"PipeFill: {_counted(len(self._jobs), len(self._new_jobs))}, run folder {run_dir}", flush=True)
                 if settings.serves:
-                    print(served(settings, Path(name)), flush=True)
+                    print(served(settings, run_dir), flush=True)
                 if settings.serves and not settings.jobs:
                     print("PipeFill: no --fill-jobs: it runs what is in that store, and what pipefill submit adds")
             except (OSError, FillError) as error:
-                logger.warning("the run folder %s cannot be used, so nothing is filled: %s", name, error)
+                logger.warning("the run folder %s cannot be used, so nothing is filled: %s", run_dir, error)
         if info.world_size > 1:
             import torch.distributed as dist
 
             dist.broadcast_object_list(agreed, src=0)
-        self._turns = agreed[2]
-        return (Path(agreed[0]), Path(agreed[1])) if agreed[0] else None
+        self._turns = agreed[1]
+        return Path(agreed[0]) if agreed[0] else None
 
     def _begin(self, settings: FillSettings, run_dir: Path, info: RankInfo) -> OpenSegment:
         return begin_segment(
@@ -221,6 +227,12 @@ class Launch:
             self.session.abort()
         self._end(SegmentEnding.FAILED)
 
+    def release(self) -> None:
+        """Another training may use the run folder."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
     def _end(self, ending: SegmentEnding) -> None:
         """Say how the segment ended, on rank 0."""
         if self._segment is not None:
@@ -261,9 +273,12 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
     try:
         pipefill_patches.apply(patches if patches is not None else pipefill_patches.defaults(sys.argv))
         _run(main, run)
+    except RunTaken as error:
+        exit_together(f"{os.path.basename(sys.argv[0])}: error: {error}")
     except FillError as error:
         exit_saying(f"{os.path.basename(sys.argv[0])}: error: {error}")
     finally:
+        run.release()
         attached.lifecycle = attached.offload = None
 
 

@@ -177,7 +177,7 @@ class Outside:
                 os.close(page.fd)
 
     def _second(self, run_dir: Path) -> str | None:
-        """Another training beside the first; both must end well, and each job be done once."""
+        """Another training beside the first, and each job is done once; in a run folder of its own it ends well."""
         for _ in range(3):
             self.submitter.honest()
         folder = self.folder / f"second-{time.monotonic_ns()}"
@@ -188,6 +188,8 @@ class Outside:
                 return "the second training did not end"
         finally:
             second.end()
+        if run_dir == self.main.run_dir:
+            return "" if second.refused() else "the second training was not refused"
         if second.refused():
             return ""
         losses = second.losses()

@@ -76,8 +76,7 @@ class CommandRun:
         finally:
             command.kill()
         if code is None or self._was_told_to_end(code):
-            reason = "the main job ended first; a command begins again from its start"
-            return Outcome(JobState.QUEUED, reason, unit="seconds")
+            return Outcome(JobState.QUEUED, "a command begins again from its start", unit="seconds")
         if code == 0:
             return Outcome(JobState.SUCCEEDED, "", unit="seconds")
         program = (self.spec.work.command or ("",))[0]

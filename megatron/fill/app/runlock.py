@@ -1,0 +1,235 @@
+"""A run folder is for one training at a time: ``RUN/run.lock``, of which every rank of a training holds its byte.
+
+The locks are POSIX record locks.  The kernel gives them back however a process ends, so what a crash leaves behind is
+in nobody's way; NFS passes them on between nodes; and a process that is forked (a data loader's) does not keep them, as
+it would keep those of ``flock``.  They belong to the process, so nothing else in it may open the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import signal
+import struct
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.fill import untrusted
+from megatron.fill.errors import RunTaken
+from megatron.fill.store.filesystem import network_file_system
+from megatron.fill.types import RankInfo
+
+logger = logging.getLogger("pipefill")
+
+LOCK = "run.lock"  # in the run folder
+_DYING_S = 5.0  # a process that was killed gives its memory back first, and then its locks
+# The server of a network file system holds the locks of a node that was lost for its lease: 90 s for NFS 4.
+_LEASE_S = 100.0
+_LOOK_S = 0.2
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # a file system without them
+_FLOCK = "hhqqi"  # struct flock of a 64-bit Linux
+
+
+class RunLock:
+    """This process's part in holding a run folder."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @classmethod
+    def take(cls, run_dir: Path, ranks: int, most_s: float = _LEASE_S) -> RunLock:
+        """Hold a run folder for a training of so many ranks, as its rank 0; the folder is made if there is none.
+
+        Args:
+            most_s: how long another training's end is waited for, at most.
+
+        Raises:
+            RunTaken: a rank of another training holds it.
+            OSError: it cannot be made.
+        """
+        run_dir.mkdir(parents=True, exist_ok=True)
+        fd = _locked(run_dir / LOCK, 0, 0, most_s)
+        note = {"host": os.uname().nodename, "pid": os.getpid(), "since_s": time.time(), "ranks": ranks}
+        with suppress(OSError):  # a full disk: others are told less, and the lock holds
+            os.pwrite(fd, json.dumps(note).encode().ljust(os.fstat(fd).st_size), 0)
+        _unlock(fd, 1, 0)  # for the other ranks of this training
+        return cls(fd)
+
+    @classmethod
+    def join(cls, run_dir: Path, rank: int) -> RunLock:
+        """Hold it too, as another rank of the training whose rank 0 has taken it.
+
+        Raises:
+            RunTaken: the same rank of another training holds it: here is another folder than rank 0's, of that name.
+            OSError: it cannot be opened.
+        """
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return cls(_locked(run_dir / LOCK, rank, 1, _DYING_S))
+
+    def release(self) -> None:
+        """Give it back before this process ends."""
+        os.close(self._fd)
+
+
+def hold(name: str, info: RankInfo, most_s: float = _LEASE_S) -> tuple[Path, RunLock | None] | None:
+    """Every rank calls it at the same time, and holds the run folder then; None if it cannot be used.
+
+    Args:
+        name: of the run folder; rank 0's counts.
+        most_s: as ``RunLock.take`` has it.
+
+    Raises:
+        RunTaken: on every rank, with the same words: one of them found that another training holds it.
+    """
+    lock, refused = None, ""
+    if info.rank == 0:
+        name, lock, refused = _taken(name, info.world_size, most_s)
+    if info.world_size > 1:
+        import torch.distributed as dist
+
+        told = [name, refused]
+        dist.broadcast_object_list(told, src=0)
+        name, refused = told
+        if name and not refused:
+            if info.rank != 0:
+                lock, refused = _joined(name, info.rank)
+            found = [""] * info.world_size
+            dist.all_gather_object(found, refused)
+            refused = next(filter(None, found), "")
+    if refused:
+        if lock is not None:
+            lock.release()
+        raise RunTaken(refused)
+    return (Path(name), lock) if name else None
+
+
+def exit_together(error: str) -> NoReturn:
+    """End this rank with status 2, as every other rank does at the same time; rank 0 says why, before any has ended.
+
+    The launcher asks the others to end when it has seen the first one go; they are about to, with the same status.
+    """
+    import torch.distributed as dist
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.environ.get("RANK", "0") == "0":
+        print(error, file=sys.stderr, flush=True)
+    if dist.is_initialized():
+        with suppress(RuntimeError):  # another rank is gone
+            dist.barrier()
+    sys.exit(2)
+
+
+def _taken(name: str, ranks: int, most_s: float) -> tuple[str, RunLock | None, str]:
+    """The folder, empty if it cannot be used; its lock; and why it is refused."""
+    try:
+        return name, RunLock.take(Path(name), ranks, most_s), ""
+    except RunTaken as error:
+        return name, None, str(error)
+    except OSError as error:
+        logger.warning("the run folder %s cannot be used, so nothing is filled: %s", name, error)
+        return "", None, ""
+
+
+def _joined(name: str, rank: int) -> tuple[RunLock | None, str]:
+    """The lock, and why it is refused."""
+    try:
+        return RunLock.join(Path(name), rank), ""
+    except RunTaken as error:
+        return None, str(error)
+    except OSError as error:
+        logger.warning("rank %d cannot hold the run folder %s: %s", rank, name, error)
+        return None, ""
+
+
+def _locked(path: Path, start: int, length: int, most_s: float) -> int:
+    """Lock so many bytes (0: all that follow) of the file; where another process has them, wait while it may be dying.
+
+    Raises:
+        RunTaken: it goes on.
+    """
+    network = network_file_system(path.parent)
+    began_s, said = time.monotonic(), False
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            held = not _lock(fd, start, length)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(fd)
+                raise
+            logger.warning("%s cannot be locked (%s): a second training would not be noticed", path, error.strerror)
+            return fd
+        # Who has removed the file to override a lost node's lock has made it another one.
+        if not held and os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
+            return fd
+        other = _Holder(fd, start, length) if held else None
+        os.close(fd)
+        if other is not None:
+            lost = bool(network) and other.elsewhere
+            if time.monotonic() - began_s > min(most_s, _LEASE_S if lost else _DYING_S):
+                raise RunTaken(_refusal(path, other))
+            if lost and not said:
+                said = True
+                logger.warning(
+                    "%s is held by another training (%s); waiting for %.0f s, in case its node is lost",
+                    path,
+                    other,
+                    min(most_s, _LEASE_S),
+                )
+        time.sleep(_LOOK_S)
+
+
+def _lock(fd: int, start: int, length: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
+
+
+def _unlock(fd: int, start: int, length: int) -> None:
+    with suppress(OSError):
+        fcntl.lockf(fd, fcntl.LOCK_UN, length, start)
+
+
+class _Holder:
+    """Who holds these bytes, as far as the kernel and the note in the file tell."""
+
+    def __init__(self, fd: int, start: int, length: int) -> None:
+        self.rank, pid = start, 0
+        with suppress(OSError):
+            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+            _, _, self.rank, _, pid = struct.unpack_from(_FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+        try:
+            note = untrusted.parse_json(os.pread(fd, 4096, 0))
+            self.host, self.since_s = str(note["host"]), float(note["since_s"])
+            self.pid = int(note["pid"]) if self.rank == 0 else pid
+        except (OSError, ValueError, KeyError, TypeError):
+            self.host, self.since_s, self.pid = "", 0.0, pid
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it may be on another node."""
+        return self.host != os.uname().nodename
+
+    def __str__(self) -> str:
+        at = f" on {self.host}" if self.host else ""
+        process = f", process {self.pid}{at}" if self.pid > 0 and (self.rank == 0 or not self.elsewhere) else at
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since_s)) if self.since_s else ""
+        return f"its rank {self.rank}{process}{f', since {moment}' if moment else ''}"
+
+
+def _refusal(path: Path, holder: _Holder) -> str:
+    lost = f"; if {holder.host or 'its node'} is lost, remove {path}" if holder.elsewhere else ""
+    return (
+        f"the run folder {path.parent} is in use by another training ({holder}); "
+        f"expected another --fill-report, or that that training has ended{lost}"
+    )
