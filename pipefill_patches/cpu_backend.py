@@ -18,7 +18,7 @@ import torch
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.launcher import cores_by_srun, local_rank, ranks_here
-from pipefill_patches import cpu_gloo, cpu_layers, cpu_torch, wheel
+from pipefill_patches import cpu_gloo, cpu_layers, cpu_processes, cpu_torch, wheel
 from pipefill_patches.registry import Patch, Target, replace
 
 __all__ = ["PATCH", "needed", "pin_to_core"]
@@ -135,6 +135,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     _pin_until_closed(stack, local_rank(0))
     cpu_torch.install(stack)
     cpu_gloo.install(stack)
+    cpu_processes.install(stack)
     replace(stack, arguments, "add_megatron_arguments", _with_cpu_defaults(arguments.add_megatron_arguments))
     replace(stack, dataset_utils, "compile_helpers", wheel.unless_shipped(dataset_utils.compile_helpers))
     wheel.resumable_adam(stack)
@@ -155,6 +156,7 @@ PATCH = Patch(
         Target("megatron.core.datasets.utils:compile_helpers", ()),
         Target("megatron.core.tensor_parallel.random:_get_cuda_rng_state", ("device", "clone", "graph_safe")),
         Target("megatron.core.tensor_parallel.random:_set_cuda_rng_state", ("new_state", "device", "graph_safe")),
+        cpu_processes.PREPARE,
         *cpu_layers.TARGETS,
     ),
 )

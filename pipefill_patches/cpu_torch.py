@@ -257,6 +257,10 @@ def _keeping_rng_state(init: Callable[..., None]) -> Callable[..., None]:
 
 def install(stack: contextlib.ExitStack) -> None:
     """Let this process use torch as if the CPU were its CUDA device, until ``stack`` is closed."""
+    # Compiling for the CPU takes minutes and a C++ compiler.  First, as it imports dynamo: that refuses the stand-ins.
+    stance = torch.compiler.set_stance("force_eager")
+    stack.callback(stance.__exit__, None, None, None)
+
     for name, stand_in in _cuda_stand_ins().items():
         replace(stack, torch.cuda, name, stand_in)
     for name in ("current_device", "device_count", "is_initialized"):  # imported there by name
@@ -274,9 +278,6 @@ def install(stack: contextlib.ExitStack) -> None:
     replace(stack, torch.distributed.distributed_c10d, "init_process_group", init)
     loader = torch.utils.data.dataloader._BaseDataLoaderIter
     replace(stack, loader, "__init__", _keeping_rng_state(loader.__init__))
-
-    stance = torch.compiler.set_stance("force_eager")  # compiling for the CPU takes minutes and a C++ compiler
-    stack.callback(stance.__exit__, None, None, None)
 
     mode = CudaOnCpu()
     engine = torch.autograd._engine_run_backward
