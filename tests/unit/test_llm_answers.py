@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from megatron.fill.llm.answers import AnswerFile, Choice, TokenLogprob, answer, error_answer
 from megatron.fill.llm.requests import Refused, Request
+from megatron.fill.llm.sampling import Sampling
 
 
 def request(line: int = 1, chat: bool = False, custom_id: str = "a") -> Request:
     messages = ({"role": "user", "content": "Hi"},) if chat else ()
-    return Request(line, custom_id, chat, None if chat else "Hi", messages, "m", 1, 16, 1.0, 1.0, None, (), None)
+    prompts = () if chat else ("Hi",)
+    return Request(line, custom_id, chat, prompts, messages, (), {}, "m", 1, 16, Sampling(1.0), None, (), None)
 
 
 LOGPROBS = [

@@ -76,6 +76,7 @@ def some_requests(count=12):
             prompt="".join(source.choices(LETTERS[:-1], k=source.randint(1, 30))),
             max_tokens=source.randint(1, 20),
             temperature=number % 2,
+            frequency_penalty=number % 5 / 4,
             n=1 + number % 3,
         )
         for number in range(count)
@@ -119,6 +120,44 @@ def test_a_chat_goes_through_the_models_template(models, tmp_path):
     assert chat["object"] == "chat.completion"
 
 
+def test_a_template_is_given_tools_calls_and_arguments_of_its_own(models, tmp_path):
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.at }}{% endfor %}{% endfor %}"
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ mood }}{{ reasoning_effort }}"
+    )
+    where = folder(tmp_path / "model", model(), template)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "tree"},
+    ]
+    more = {"chat_template_kwargs": {"mood": "glad"}, "reasoning_effort": "low", "max_tokens": 6, "temperature": 0}
+    lines = [
+        request(0, "/v1/chat/completions", messages=messages, tools=tools, **more),
+        request(1, prompt="uhialookxttreelookgladlow", max_tokens=6, temperature=0),
+    ]
+    run(job((where, models[1]), write(tmp_path / "in.jsonl", lines), tmp_path / "job"))
+    chat, plain = (answers(tmp_path / "job")[f"r{at}"]["body"] for at in range(2))
+    assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+
+
+def test_several_prompts_are_answered_in_one_line(models, tmp_path):
+    lines = [request(0, prompt=["abc", [5, 6], "ab"], n=2, max_tokens=4, temperature=0)]
+    lines += [request(at, prompt=prompt, max_tokens=4, temperature=0) for at, prompt in ((1, "abc"), (2, [5, 6]))]
+    work, _ = run(job(models, write(tmp_path / "in.jsonl", lines), tmp_path / "job"))
+    assert work == pytest.approx(3)
+    found = answers(tmp_path / "job")
+    together = found["r0"]["body"]
+    assert [one["index"] for one in together["choices"]] == list(range(6))
+    assert together["usage"]["prompt_tokens"] == 7
+    for at, name in ((0, "r1"), (2, "r2")):
+        alone_too = found[name]["body"]["choices"][0]["text"]
+        assert [one["text"] for one in together["choices"][at : at + 2]] == [alone_too] * 2
+
+
 def test_a_wrong_request_gets_its_own_error_and_harms_no_other(models, tmp_path):
     lines = [
         request(0, prompt="abc", max_tokens=2),
@@ -127,15 +166,18 @@ def test_a_wrong_request_gets_its_own_error_and_harms_no_other(models, tmp_path)
         request(3, prompt=[1, 2, 999], max_tokens=2),
         request(4, prompt="abc", max_tokens=2),
         {"method": "POST"},
+        request(6, prompt="abc", logit_bias={"999": 1}),
+        request(7, prompt=["abc", "a" * CONTEXT]),
     ]
     work, finished = run(job(models, write(tmp_path / "in.jsonl", lines), tmp_path / "job"))
     assert finished
-    assert work == pytest.approx(6)
+    assert work == pytest.approx(8)
     found = answers(tmp_path / "job")
     codes = {name: answer["status_code"] for name, answer in found.items()}
-    assert codes == {"r0": 200, "r1": 400, "r2": 400, "r3": 400, "r4": 200, None: 400}
+    assert codes == {"r0": 200, "r1": 400, "r2": 400, "r3": 400, "r4": 200, None: 400, "r6": 400, "r7": 400}
     assert "expected fewer than the context" in found["r2"]["body"]["error"]["message"]
     assert "999" in found["r3"]["body"]["error"]["message"]
+    assert "logit_bias has token 999" in found["r6"]["body"]["error"]["message"]
 
 
 def test_without_a_template_a_chat_is_an_error_for_that_request(models, tmp_path):

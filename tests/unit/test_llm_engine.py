@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from tests.unit.llm_plainly import plainly_adjusted
 from tests.unit.small_models import CONTEXT, FAMILIES, VOCABULARY, alone, model
 
 torch = pytest.importorskip("torch")
@@ -16,6 +17,7 @@ pytest.importorskip("greenlet")
 from megatron.fill.llm import verify  # noqa: E402
 from megatron.fill.llm.engine import Engine  # noqa: E402
 from megatron.fill.llm.passes import ModelRunner, RowInput  # noqa: E402
+from megatron.fill.llm.sampling import Sampling  # noqa: E402
 from megatron.fill.llm.sequence import GeneratedSequence, Wanted  # noqa: E402
 
 SHAPES = [(1,), (1, 1, 1, 1), (3, 1), (2, 2, 1), (1, 1, 3, 1, 1, 1, 1, 1)]
@@ -100,7 +102,8 @@ def test_every_node_of_a_tree_sees_its_own_sequence_only():
 def test_a_round_that_is_begun_again_changes_nothing(temperature):
     target, draft = model(), model(noise=0.03)
     wanted = [
-        Wanted(tuple(prompt), 12, temperature, 0.9, seed=(7, at)) for at, prompt in enumerate(some_prompts(5, seed=2))
+        Wanted(tuple(prompt), 12, Sampling(temperature, 0.9), seed=(7, at))
+        for at, prompt in enumerate(some_prompts(5, seed=2))
     ]
     expected = [one.generated for one in generate(engine([target, draft], [(2, 1)]), wanted)]
     made = engine([target, draft], [(2, 1)], pieces=3)
@@ -117,10 +120,31 @@ def test_a_round_that_is_begun_again_changes_nothing(temperature):
 
 def test_what_is_drawn_depends_on_the_seed_alone():
     target, draft = model(), model(noise=0.03)
-    wanted = [Wanted(tuple(some_prompts(1)[0]), 12, 1.0, seed=(seed,)) for seed in (1, 2, 1)]
+    wanted = [Wanted(tuple(some_prompts(1)[0]), 12, Sampling(1.0), seed=(seed,)) for seed in (1, 2, 1)]
     first, second, again = (one.generated for one in generate(engine([target, draft], [(2, 1)]), wanted))
     assert first == again
     assert first != second
+
+
+PENALISED = Sampling(0.0, 1.0, 0, 0.0, 0.7, 0.9, 1.4, ((3, 2.0), (7, -100.0)))
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1, 1, 1), (2, 2, 1)], ids=str)
+def test_greedy_tokens_with_penalties_are_those_of_the_definition(shape):
+    target, draft = model(), model(noise=0.02)
+    prompts = some_prompts(4, seed=11)
+    found = generate(
+        engine([target, draft], [shape], batch=3), [Wanted(tuple(prompt), 24, PENALISED) for prompt in prompts]
+    )
+    for prompt, sequence in zip(prompts, found, strict=True):
+        generated: list[int] = []
+        for _ in range(24):
+            with torch.no_grad():
+                logits = target(torch.tensor([prompt + generated])).logits[0, -1]
+            scores = plainly_adjusted(logits, PENALISED, prompt, generated)
+            generated.append(max(range(VOCABULARY), key=scores.__getitem__))
+        assert sequence.generated == generated
+    assert len({tuple(one.generated) for one in found}) == 4
 
 
 def test_keys_and_values_never_exceed_their_limit():

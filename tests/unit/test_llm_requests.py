@@ -10,6 +10,7 @@ import pytest
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.llm.requests import Refused, Request, read_requests
+from megatron.fill.llm.sampling import Sampling
 
 
 def completion(custom_id: str = "a", **body: Any) -> dict[str, Any]:
@@ -20,6 +21,12 @@ def completion(custom_id: str = "a", **body: Any) -> dict[str, Any]:
 def chat(custom_id: str = "a", **body: Any) -> dict[str, Any]:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | body
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def asks(arguments: str) -> dict[str, Any]:
+    """An answer that calls a tool."""
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def read(folder: Path, *lines: dict[str, Any]) -> list[Request | Refused]:
@@ -39,13 +46,14 @@ def test_a_completion_has_openais_defaults(tmp_path: Path) -> None:
         line=1,
         custom_id="a",
         chat=False,
-        prompt="Once",
+        prompts=("Once",),
         messages=(),
+        tools=(),
+        template={},
         model="m",
         n=1,
         max_tokens=16,
-        temperature=1.0,
-        top_p=1.0,
+        sampling=Sampling(temperature=1.0),
         seed=None,
         stop=(),
         logprobs=None,
@@ -56,19 +64,31 @@ def test_a_chat_goes_as_far_as_the_context_and_its_text_parts_are_joined(tmp_pat
     parts = [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}]
     found = one(tmp_path, chat(messages=[{"role": "user", "content": parts, "name": "Ada"}]))
     assert found.chat
-    assert found.prompt is None
+    assert found.prompts == ()
     assert found.max_tokens is None
     assert found.messages == ({"role": "user", "content": "Hi there", "name": "Ada"},)
 
 
-@pytest.mark.parametrize(("given", "prompt"), [("x", "x"), (["x"], "x"), ([5, 0], (5, 0)), ([[5, 0]], (5, 0))])
-def test_a_prompt_is_text_or_token_ids(tmp_path: Path, given: object, prompt: object) -> None:
-    assert one(tmp_path, completion(prompt=given)).prompt == prompt
+@pytest.mark.parametrize(
+    ("given", "prompts"),
+    [
+        ("x", ("x",)),
+        (["x"], ("x",)),
+        ([5, 0], ((5, 0),)),
+        ([[5, 0]], ((5, 0),)),
+        (["x", "y"], ("x", "y")),
+        ([[5], [6, 7], "x"], ((5,), (6, 7), "x")),
+    ],
+)
+def test_prompts_are_texts_or_token_ids(tmp_path: Path, given: object, prompts: object) -> None:
+    found = one(tmp_path, completion(prompt=given, n=3))
+    assert found.prompts == prompts
+    assert found.choices == 3 * len(found.prompts)
 
 
 def test_what_the_body_asks_for(tmp_path: Path) -> None:
     found = one(tmp_path, completion(n=2, temperature=0, top_p=0.5, seed=-3, stop="\n", logprobs=5, max_tokens=7))
-    assert (found.n, found.temperature, found.top_p, found.seed) == (2, 0.0, 0.5, -3)
+    assert (found.n, found.sampling, found.seed) == (2, Sampling(0.0, 0.5), -3)
     assert (found.stop, found.logprobs, found.max_tokens) == (("\n",), 5, 7)
     found = one(tmp_path, chat(stop=["a", "b"], logprobs=True, top_logprobs=3, max_tokens=9, max_completion_tokens=8))
     assert (found.stop, found.logprobs, found.max_tokens) == (("a", "b"), 3, 8)
@@ -88,6 +108,35 @@ def test_fields_that_ask_for_nothing_are_ignored(tmp_path: Path) -> None:
     assert one(tmp_path, completion(n=3, best_of=3)).n == 3
 
 
+def test_how_tokens_are_drawn(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {
+        "top_k": 5,
+        "min_p": 0.1,
+        "presence_penalty": -1,
+        "frequency_penalty": 2,
+        "repetition_penalty": 1.5,
+    }
+    found = one(tmp_path, chat(**asked, logit_bias={"3": -100, "0": 1.5}))
+    assert found.sampling == Sampling(1.0, 1.0, 5, 0.1, -1.0, 2.0, 1.5, ((3, -100.0), (0, 1.5)))
+    assert one(tmp_path, completion(top_k=-1)).sampling == Sampling(1.0)
+
+
+def test_tools_and_what_only_the_template_knows(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    messages = [asks('{"at": 1}'), {"role": "tool", "tool_call_id": "1", "content": "a tree"}]
+    found = one(
+        tmp_path,
+        chat(tools=tools, messages=messages, chat_template_kwargs={"thinking": False}, reasoning_effort="low"),
+    )
+    assert found.tools == tuple(tools)
+    assert found.template == {"thinking": False, "reasoning_effort": "low"}
+    first, second = found.messages
+    assert first["content"] == ""
+    assert first["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": 1}}
+    assert second == messages[1]
+    assert one(tmp_path, chat(tools=tools, tool_choice="none")).tools == ()
+
+
 @pytest.mark.parametrize(
     ("line", "param", "said"),
     [
@@ -98,7 +147,22 @@ def test_fields_that_ask_for_nothing_are_ignored(tmp_path: Path) -> None:
         (completion() | {"body": []}, "body", "a JSON object"),
         (completion(prompt=None), "prompt", "None"),
         (completion(prompt=[]), "prompt", "token ids"),
-        (completion(prompt=["a", "b"]), "prompt", "2 prompts"),
+        (completion(prompt=["a", ""]), "prompt[1]", "''"),
+        (completion(prompt=[[1], ["a"]]), "prompt[1]", "whole number"),
+        (completion(prompt=["a"] * 2049), "prompt", "at most 2048"),
+        (completion(top_k=-2), "top_k", "0 or more"),
+        (completion(top_k=1.5), "top_k", "is 1.5"),
+        (completion(min_p=1.1), "min_p", "from 0 to 1"),
+        (completion(presence_penalty=-2.1), "presence_penalty", "from -2 to 2"),
+        (completion(frequency_penalty="1"), "frequency_penalty", "'1'"),
+        (completion(repetition_penalty=0), "repetition_penalty", "above 0"),
+        (completion(logit_bias=[1]), "logit_bias", "[1]"),
+        (completion(logit_bias={"a": 1}), "logit_bias", "'a'"),
+        (completion(logit_bias={"-1": 1}), "logit_bias", "'-1'"),
+        (completion(logit_bias={"1": 1, "01": 2}), "logit_bias", "different"),
+        (completion(logit_bias={"1": 101}), "logit_bias[1]", "from -100 to 100"),
+        (completion(tools=[{"type": "function"}]), "tools", "not supported"),
+        (completion(reasoning_effort="low"), "reasoning_effort", "not supported"),
         (completion(prompt=[1, -1]), "prompt", "is -1"),
         (completion(model=3), "model", "3"),
         (completion(n=0), "n", "from 1 to 128"),
@@ -117,11 +181,20 @@ def test_fields_that_ask_for_nothing_are_ignored(tmp_path: Path) -> None:
         (chat(top_logprobs=3), "top_logprobs", "logprobs to be true"),
         (chat(messages=[]), "messages", "at least one"),
         (chat(messages=["Hi"]), "messages[0]", "'Hi'"),
-        (chat(messages=[{"role": "tool", "content": "x"}]), "messages[0]", "'tool'"),
+        (chat(messages=[{"role": "function", "content": "x"}]), "messages[0]", "'function'"),
+        (chat(messages=[{"role": "user", "content": "x", "tool_call_id": "1"}]), "messages[0]", "tool_call_id"),
         (chat(messages=[{"role": [], "content": "x"}]), "messages[0]", "[]"),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0]", "'text' only"),
-        (chat(messages=[{"role": "assistant", "tool_calls": [{}]}]), "messages[0]", "tool_calls"),
-        (chat(tools=[{"type": "function"}]), "tools", "not supported"),
+        (chat(messages=[{"role": "assistant", "tool_calls": [{}]}]), "messages[0].tool_calls", "'function'"),
+        (chat(messages=[asks("[1]")]), "messages[0].tool_calls", "expected a JSON object as text"),
+        (chat(messages=[asks("{")]), "messages[0].tool_calls", "expected a JSON object as text"),
+        (chat(tools=[{"type": "function"}]), "tools[0]", "of type 'function'"),
+        (chat(tools=[{"type": "function", "function": {}}]), "tools[0].function.name", "None"),
+        (chat(tools={}), "tools", "a list of functions"),
+        (chat(tool_choice="required"), "tool_choice", "auto or none"),
+        (chat(chat_template_kwargs=[]), "chat_template_kwargs", "a JSON object"),
+        (chat(chat_template_kwargs={"tokenize": False}), "chat_template_kwargs", "'tokenize'"),
+        (chat(reasoning_effort="most"), "reasoning_effort", "'most'"),
         (chat(stream=True), "stream", "not supported"),
         (chat(response_format={"type": "json_object"}), "response_format", "not supported"),
         (chat(max_tokenz=3), "max_tokenz", "not supported"),

@@ -7,16 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.llm.sampling import distribution, logarithms
+from megatron.fill.llm.sampling import Sampling, adjusted, distribution, logarithms
 from megatron.fill.llm.sequence import GeneratedSequence, TokenNote, Wanted
+from tests.unit.llm_plainly import plainly_adjusted
 
 LOGITS = st.lists(st.floats(-30, 30), min_size=1, max_size=12).map(np.array)
 
 
 @given(LOGITS, st.floats(0.05, 3), st.floats(0.01, 1))
 def test_what_is_kept_reaches_the_share_and_no_token_less_does(logits, temperature, top_p):
-    whole = distribution(logits, temperature, 1.0)
-    cut = distribution(logits, temperature, top_p)
+    whole = distribution(logits, Sampling(temperature))
+    cut = distribution(logits, Sampling(temperature, top_p))
     assert whole.sum() == pytest.approx(1)
     assert cut.sum() == pytest.approx(1)
     kept = cut > 0
@@ -26,17 +27,67 @@ def test_what_is_kept_reaches_the_share_and_no_token_less_does(logits, temperatu
     assert np.allclose(cut[kept], whole[kept] / whole[kept].sum())
 
 
+@given(
+    LOGITS,
+    st.floats(0.05, 3),
+    st.floats(0.01, 1),
+    st.integers(0, 13),
+    st.floats(0, 1),
+)
+def test_what_is_drawn_from_is_what_transformers_draws_from_in_the_order_of_vllm(logits, temperature, top_p, k, min_p):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    steps = [transformers.TemperatureLogitsWarper(temperature), transformers.MinPLogitsWarper(min_p)]
+    steps += [transformers.TopKLogitsWarper(k)] if k else []
+    steps += [transformers.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    scores = torch.tensor(logits + 1e-6 * np.arange(len(logits)), dtype=torch.float64)  # none are equal
+    found = distribution(scores.numpy(), Sampling(temperature, top_p, k, min_p))
+    for step in steps:
+        scores = step(None, scores[None])[0]
+    expected = scores.softmax(-1).numpy()
+    differing = (found > 0) != (expected > 0)
+    assert differing.sum() <= 1  # a token at the edge of a share, by rounding
+    if not differing.any():
+        assert np.allclose(found, expected, atol=1e-12)
+
+
+def test_of_equal_tokens_the_lower_ids_are_kept():
+    assert distribution(np.zeros(4), Sampling(1.0, top_k=2)).tolist() == [0.5, 0.5, 0, 0]
+
+
+TOKENS = st.lists(st.integers(0, 4), max_size=9)
+
+
+@given(
+    st.lists(st.floats(-9, 9), min_size=5, max_size=5),
+    st.builds(
+        Sampling,
+        presence_penalty=st.sampled_from([0, -2, 0.5]),
+        frequency_penalty=st.sampled_from([0, 1.5]),
+        repetition_penalty=st.sampled_from([1, 0.5, 1.3]),
+        logit_bias=st.sampled_from([(), ((1, 4.0), (3, -100.0))]),
+    ),
+    TOKENS,
+    TOKENS,
+)
+def test_penalties_are_those_of_the_definition(logits, sampling, prompt, generated):
+    before = np.array(logits)
+    found = adjusted(before, sampling, np.unique(np.array(prompt, dtype=int)), generated)
+    assert found.tolist() == pytest.approx(plainly_adjusted(logits, sampling, prompt, generated))
+    assert before.tolist() == logits
+
+
 def test_a_low_temperature_is_the_most_probable_token():
-    assert distribution(np.array([0.0, 1.0, 0.5]), 1e-4, 1.0).tolist() == [0, 1, 0]
+    assert distribution(np.array([0.0, 1.0, 0.5]), Sampling(1e-4)).tolist() == [0, 1, 0]
 
 
 def test_a_share_of_nothing_keeps_one_token():
-    assert distribution(np.array([0.0, 1.0, 0.5]), 1.0, 0.0).tolist() == [0, 1, 0]
+    assert distribution(np.array([0.0, 1.0, 0.5]), Sampling(1.0, 0.0)).tolist() == [0, 1, 0]
 
 
 def test_logarithms_are_those_of_the_probabilities():
     logits = np.array([1.0, -2.0, 700.0], dtype=np.float32)
-    assert np.allclose(np.exp(logarithms(logits)), distribution(logits, 1.0, 1.0))
+    assert np.allclose(np.exp(logarithms(logits)), distribution(logits, Sampling(1.0)))
 
 
 def spell(tokens):

@@ -75,7 +75,7 @@ class Answering:
         line, number = sequence.name
         begun = self._begun[line]
         begun.choices[number] = self._choice(number, sequence, begun.request)
-        if len(begun.choices) == begun.request.n:
+        if len(begun.choices) == begun.request.choices:
             choices = [begun.choices[number] for number in sorted(begun.choices)]
             self._write(answer(begun.request, choices, begun.prompt_tokens, self._model))
             del self._begun[line]
@@ -84,9 +84,9 @@ class Answering:
         """Requests done since the last call; one in progress counts as the part of its tokens that is there."""
         done = float(self.answered)
         for begun in self._begun.values():
-            done += len(begun.choices) / begun.request.n
+            done += len(begun.choices) / begun.request.choices
         for sequence in (*unfinished, *self._ready):
-            done += _part(sequence) / self._begun[sequence.name[0]].request.n
+            done += _part(sequence) / self._begun[sequence.name[0]].request.choices
         new, self._counted = done - self._counted, done
         return new
 
@@ -111,6 +111,7 @@ class Answering:
             self._write(error_answer(line))
             return
         try:
+<<<<<<< HEAD
             prompt = prompt_tokens(line, self._tokenizer)
             most = self._most(line, len(prompt))
             sequences = [self._sequence(line, prompt, most, number) for number in range(line.n)]
@@ -119,15 +120,27 @@ class Answering:
                     f"{len(prompt)} tokens and up to {most} more need more memory for keys and values than there is; "
                     "expected a smaller max_tokens, or a job with more memory"
                 )
+=======
+            prompts = prompt_tokens(line, self._tokenizer)
+            self._check_tokens(line)
+            sequences = [
+                self._sequence(line, tokens, place * line.n + number)
+                for place, tokens in enumerate(prompts)
+                for number in range(line.n)
+            ]
+            for sequence in sequences[:: line.n]:
+                self._check_room(sequence)
+>>>>>>> 4542b09 (Requests of a batch may ask for penalties, logit_bias, top_k and min_p, several prompts, tools and the template's own arguments)
         except (ValueError, TaskError) as error:
             self._write(error_answer(Refused(line.line, line.custom_id, str(error), None)))
             return
-        begun = _Begun(line, len(prompt), self._choices.pop(line.line, {}))
+        begun = _Begun(line, sum(map(len, prompts)), self._choices.pop(line.line, {}))
         self._begun[line.line] = begun
         left = [one for number, one in enumerate(sequences) if number not in begun.choices]
-        self._counted += (len(begun.choices) + sum(map(_part, left))) / line.n
+        self._counted += (len(begun.choices) + sum(map(_part, left))) / line.choices
         self._ready.extend(left)
 
+<<<<<<< HEAD
     def _most(self, request: Request, prompt: int) -> int:
         """New tokens at most, by the context.
 
@@ -145,10 +158,26 @@ class Answering:
         return min(asked or context, context - prompt)
 
     def _sequence(self, request: Request, prompt: list[int], most: int, number: int) -> GeneratedSequence:
+=======
+    def _check_tokens(self, request: Request) -> None:
+        size = self._tokenizer.size
+        if wrong := [token for token, _ in request.sampling.logit_bias if token >= size]:
+            raise ValueError(f"logit_bias has token {wrong[0]}; expected 0 to {size - 1}")
+
+    def _check_room(self, sequence: GeneratedSequence) -> None:
+        if not self._fits(sequence):
+            raise ValueError(
+                f"{len(sequence.wanted.prompt)} tokens and up to {sequence.wanted.most} more need more memory for keys "
+                "and values than there is; expected a smaller max_tokens, or a job with more memory"
+            )
+
+    def _sequence(self, request: Request, prompt: list[int], number: int) -> GeneratedSequence:
+        most = min(request.max_tokens or self._context, self._context - len(prompt))
+        if most < 1:
+            raise ValueError(f"the prompt has {len(prompt)} tokens; expected fewer than the context, {self._context}")
+>>>>>>> 4542b09 (Requests of a batch may ask for penalties, logit_bias, top_k and min_p, several prompts, tools and the template's own arguments)
         own = (0, self._seed & _UNSIGNED, request.line) if request.seed is None else (1, request.seed & _UNSIGNED)
-        wanted = Wanted(
-            tuple(prompt), most, request.temperature, request.top_p, (*own, number), request.stop, request.logprobs
-        )
+        wanted = Wanted(tuple(prompt), most, request.sampling, (*own, number), request.stop, request.logprobs)
         sequence = GeneratedSequence(wanted, (request.line, number))
         kept = self._kept.pop((request.line, number), None)
         if kept is not None:
@@ -173,22 +202,25 @@ class Answering:
         self.answered += 1
 
 
-def prompt_tokens(request: Request, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of a request's prompt, or of its conversation.
+def prompt_tokens(request: Request, tokenizer: Tokenizer) -> list[list[int]]:
+    """The token ids of each of a request's prompts, or of its conversation.
 
     Raises:
-        ValueError: it has none that the model knows.
+        ValueError: one has none that the model knows.
     """
     if request.chat:
-        return tokenizer.chat(list(request.messages))
-    if isinstance(request.prompt, str):
+        return [tokenizer.chat(list(request.messages), list(request.tools) or None, **request.template)]
+    return [_tokens(prompt, tokenizer) for prompt in request.prompts]
+
+
+def _tokens(prompt: str | tuple[int, ...], tokenizer: Tokenizer) -> list[int]:
+    if isinstance(prompt, str):
         # A model needs a token to begin with.
-        return tokenizer.encode(request.prompt) or sorted(tokenizer.eos_ids)[:1]
-    tokens = list(request.prompt or ())
-    wrong = [token for token in tokens if not 0 <= token < tokenizer.size]
-    if wrong or not tokens:
+        return tokenizer.encode(prompt) or sorted(tokenizer.eos_ids)[:1]
+    wrong = [token for token in prompt if not 0 <= token < tokenizer.size]
+    if wrong:
         raise ValueError(f"prompt has token {wrong[0]}; expected 0 to {tokenizer.size - 1}")
-    return tokens
+    return list(prompt)
 
 
 def _part(sequence: GeneratedSequence) -> float:

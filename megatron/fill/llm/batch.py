@@ -282,7 +282,7 @@ class BatchJob(NodeTask):
     def _longest(self, context: int) -> int:
         """Tokens that no sequence exceeds: a token is a byte at least, but for a few of a chat's template."""
         sizes = [
-            len(str(line.messages or line.prompt).encode()) + (line.max_tokens or context)
+            max(len(str(one).encode()) for one in line.prompts or (_conversation(line),)) + (line.max_tokens or context)
             for line in self._lines
             if isinstance(line, Request)
         ]
@@ -297,3 +297,7 @@ class BatchJob(NodeTask):
         counts = self._running.counts
         per_step = counts.tokens / counts.steps if counts.steps else 0.0
         self.context.report(answered=self._answering.answered, tokens=counts.tokens, tokens_per_step=round(per_step, 3))
+
+
+def _conversation(request: Request) -> str:
+    return f"{request.messages}{request.tools}{request.template}"

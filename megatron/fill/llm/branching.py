@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.llm.chance import Sampled
+from megatron.fill.llm.chance import Chance
 from megatron.fill.llm.passes import RowInput
-from megatron.fill.llm.sampling import distribution, logarithms
+from megatron.fill.llm.sampling import adjusted, distribution, logarithms
 from megatron.fill.llm.sequence import GeneratedSequence, TokenNote
 from megatron.fill.llm.shapes import Shape
 from megatron.fill.llm.tree import TokenTree, drawn
 from megatron.fill.llm.verify import Rule, follow
 
 _UNKNOWN = np.empty(0)  # the distribution of a token that was not drawn
+_NONE = np.empty(0, dtype=np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +34,7 @@ class Branching:
     slot: int
     shape: Shape
     levels: dict[int, list[list[int]]]
-    chance: Sampled
+    chance: Chance
     tree: TokenTree = field(default_factory=TokenTree)
 
     def grows(self, draft: int, level: int) -> bool:
@@ -77,19 +78,36 @@ class Branching:
 
     def _proposed(self, nodes: list[int], width: int, logits: Any) -> list[int]:
         """The new nodes below some nodes."""
-        wanted = self.sequence.wanted
+        sampling = self.sequence.wanted.sampling
         found: dict[int, None] = {}  # in order
-        if wanted.temperature == 0:
-            best = logits.topk(min(width, logits.shape[-1]), dim=-1).indices.tolist()
-            for node, tokens in zip(nodes, best, strict=True):
+        if sampling.temperature == 0:
+            for node, tokens in zip(nodes, self._best(nodes, width, logits), strict=True):
                 for token in tokens:
                     found[self.tree.add(node, token, _UNKNOWN)] = None
             return list(found)
         for node, row in zip(nodes, logits.float().cpu().numpy(), strict=True):
-            probabilities = distribution(row, wanted.temperature, wanted.top_p)
+            probabilities = distribution(self._adjusted(node, row), sampling)
             for token, origin in drawn(probabilities, width, self.chance):
                 found[self.tree.add(node, token, origin)] = None
         return list(found)
+
+    def _best(self, nodes: list[int], width: int, logits: Any) -> list[list[int]]:
+        """The most probable tokens after each node, the best first."""
+        width = min(width, logits.shape[-1])
+        if self.sequence.wanted.sampling.as_it_is:
+            found: list[list[int]] = logits.topk(width, dim=-1).indices.tolist()
+            return found
+        rows = logits.float().cpu().numpy()
+        scores = [self._adjusted(node, row) for node, row in zip(nodes, rows, strict=True)]
+        return [np.argsort(-row, kind="stable")[:width].tolist() for row in scores]
+
+    def _adjusted(self, node: int, logits: np.ndarray) -> np.ndarray:
+        """The logits after a node, with what was taken on the path to it."""
+        sequence, sampling = self.sequence, self.sequence.wanted.sampling
+        if sampling.as_it_is:
+            return logits
+        prompt = sequence.prompt_ids if sampling.repetition_penalty != 1 else _NONE
+        return adjusted(logits, sampling, prompt, [*sequence.generated, *self.tree.path(node)])
 
     def verified(self, rule: Rule, logits: Any, best: list[int]) -> list[int]:
         """The next tokens.
@@ -98,11 +116,13 @@ class Branching:
             logits: of the large model at each node, ``[nodes, vocabulary]``.
             best: its most probable token at each node.
         """
-        wanted = self.sequence.wanted
-        if wanted.temperature == 0:
+        sampling = self.sequence.wanted.sampling
+        if sampling.temperature == 0 and sampling.as_it_is:
             return follow(self.tree, best.__getitem__)
         rows = logits.float().cpu().numpy()
-        return rule(self.tree, lambda node: distribution(rows[node], wanted.temperature, wanted.top_p), self.chance)
+        if sampling.temperature == 0:
+            return follow(self.tree, lambda node: int(np.argmax(self._adjusted(node, rows[node]))))
+        return rule(self.tree, lambda node: distribution(self._adjusted(node, rows[node]), sampling), self.chance)
 
     def path(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that tokens lead to from the root; the last token is not in the tree, or below a leaf."""

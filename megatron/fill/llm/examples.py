@@ -31,23 +31,26 @@ def answered(requests: str, answers: str, tokenizer: Tokenizer) -> Iterator[tupl
     for line in read_requests(requests):
         if not isinstance(line, Request):
             continue
-        for text, stopped in texts.get(line.custom_id, ()):
+        prompts = prompt_tokens(line, tokenizer) if line.custom_id in texts else []
+        for index, text, stopped in texts.get(line.custom_id, ()):
             tokens = tokenizer.encode(text)
             if stopped and not line.stop:
                 tokens += sorted(tokenizer.eos_ids)[:1]
             if tokens:
-                yield prompt_tokens(line, tokenizer), tokens
+                yield prompts[index // line.n], tokens
 
 
-def _texts(path: Path) -> dict[str, list[tuple[str, bool]]]:
-    """The texts of each request, with whether the model ended it itself."""
-    found: dict[str, list[tuple[str, bool]]] = {}
+def _texts(path: Path) -> dict[str, list[tuple[int, str, bool]]]:
+    """The texts of each request, with their number and whether the model ended it itself."""
+    found: dict[str, list[tuple[int, str, bool]]] = {}
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 custom_id, choices = _choices(line, f"{path}, line {number}")
                 texts = [(one.get("text", one.get("message", {}).get("content")), one) for one in choices]
-                found[custom_id] = [(text, one.get("finish_reason") == "stop") for text, one in texts]
+                found[custom_id] = [
+                    (one.get("index", 0), text, one.get("finish_reason") == "stop") for text, one in texts
+                ]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; expected the answers of a batch") from error
     return found

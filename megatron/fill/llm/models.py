@@ -35,8 +35,14 @@ class Tokenizer(Protocol):
     def piece(self, token: int) -> str:
         """One token's text."""
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **arguments: Any
+    ) -> list[int]:
         """The ids of a conversation, with the beginning of the answer.
+
+        Args:
+            tools: functions that the template tells of.
+            arguments: of the template's own.
 
         Raises:
             ValueError: the model has no template for that, or these messages do not fit it.
@@ -71,11 +77,15 @@ class FolderTokenizer:
     def piece(self, token: int) -> str:
         return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **arguments: Any
+    ) -> list[int]:
         if not self._tokenizer.chat_template:
             raise ValueError("this model has no chat template: expected /v1/completions with a prompt")
         try:
-            found = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            found = self._tokenizer.apply_chat_template(
+                messages, tools, add_generation_prompt=True, return_dict=False, **arguments
+            )
         except Exception as error:  # the template's own words, which are no class of ours
             raise ValueError(f"messages do not fit the model's chat template: {error}") from error
         return list(found)
@@ -108,7 +118,9 @@ class ByteTokenizer:
     def piece(self, token: int) -> str:
         return self.decode([token])
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **arguments: Any
+    ) -> list[int]:
         raise ValueError("a model of bytes has no chat template: expected /v1/completions with a prompt")
 
     def same_tokens(self, other: Tokenizer) -> bool:

@@ -1,27 +1,96 @@
-"""From a model's logits to what is drawn from."""
+"""From a model's logits to the probabilities that a token is drawn with.
+
+The order is that of vLLM: bias, penalties of repetition, frequency and presence; then temperature, ``min_p``, ``top_k``
+and ``top_p``.  OpenAI's fields are a part of these, for which the order makes no difference.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 
-def distribution(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one sequence draws its tokens; the defaults change nothing but take the most probable token.
+
+    Attributes:
+        temperature: 0 takes the most probable token.
+        top_p: the most probable tokens are kept, as many as are needed to reach this share.
+        top_k: as many of the most probable tokens are kept, of equal ones the lower ids; 0 keeps all.
+        min_p: tokens are kept that are this many times as probable as the most probable one, at least.
+        presence_penalty: taken from the logit of each token that was generated before.
+        frequency_penalty: taken as often as the token was generated before.
+        repetition_penalty: divides the positive logits of tokens in the prompt or generated, and multiplies negative
+            ones.
+        logit_bias: token ids and what is added to their logits.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def as_it_is(self) -> bool:
+        """Whether logits stay what the model gives, whatever was generated before."""
+        return not (self.logit_bias or self.penalises)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on what was generated before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+def adjusted(logits: np.ndarray, sampling: Sampling, prompt: np.ndarray, generated: Sequence[int]) -> np.ndarray:
+    """The logits after bias and penalties, ``[vocabulary]`` of float64.
+
+    Args:
+        logits: ``[vocabulary]``; they stay as they are.
+        prompt: the different token ids of the prompt; only the repetition penalty looks at them.
+        generated: all tokens after the prompt, in any order.
+    """
+    found = logits.astype(np.float64)
+    for token, bias in sampling.logit_bias:
+        found[token] += bias
+    if not sampling.penalises:
+        return found
+    tokens, counts = np.unique(np.asarray(generated, dtype=np.int64), return_counts=True)
+    if sampling.repetition_penalty != 1:
+        seen = np.union1d(prompt, tokens).astype(np.int64)
+        before = found[seen]
+        found[seen] = np.where(before > 0, before / sampling.repetition_penalty, before * sampling.repetition_penalty)
+    found[tokens] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+    return found
+
+
+def distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """The probabilities to draw from, ``[vocabulary]`` of float64.
 
     Args:
-        logits: ``[vocabulary]``.
-        temperature: above 0.
-        top_p: of the most probable tokens as many are kept as are needed to reach this share.
+        logits: ``[vocabulary]``, after ``adjusted``; minus infinity for what is impossible, but not for all.
+        sampling: with a temperature above 0.
     """
-    scaled = logits.astype(np.float64) / temperature
+    scaled = logits.astype(np.float64) / sampling.temperature
     probabilities = np.exp(scaled - scaled.max())
-    probabilities /= probabilities.sum()
-    if top_p < 1:
-        order = np.argsort(-probabilities, kind="stable")
-        before = np.cumsum(probabilities[order]) - probabilities[order]
-        probabilities[order[before >= max(top_p, 1e-300)]] = 0.0
-        probabilities /= probabilities.sum()
-    return probabilities
+    kept = np.flatnonzero(probabilities >= sampling.min_p)  # the largest is 1
+    if 0 < sampling.top_k < len(kept):
+        least = np.partition(probabilities[kept], -sampling.top_k)[-sampling.top_k]
+        kept = kept[probabilities[kept] >= least]
+        kept = kept[np.argsort(-probabilities[kept], kind="stable")[: sampling.top_k]]
+    if sampling.top_p < 1:
+        kept = kept[np.argsort(-probabilities[kept], kind="stable")]
+        shares = probabilities[kept] / probabilities[kept].sum()
+        kept = kept[np.cumsum(shares) - shares < max(sampling.top_p, 1e-300)]
+    found = np.zeros_like(probabilities)
+    found[kept] = probabilities[kept] / probabilities[kept].sum()
+    return found
 
 
 def logarithms(logits: np.ndarray) -> np.ndarray:

@@ -6,6 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
+from megatron.fill.llm.sampling import Sampling
+
 Decode = Callable[[list[int]], str]
 
 
@@ -16,8 +20,7 @@ class Wanted:
     Attributes:
         prompt: token ids, at least one.
         most: new tokens at most, at least one.
-        temperature: 0 takes the most probable token.
-        top_p: the share of the probability that is drawn from.
+        sampling: how its tokens are drawn.
         seed: where its randomness comes from: the same numbers, the same draws.
         stop: texts that end it; they are not in its text.
         alternatives: how many of the most probable tokens to note at each place; None notes nothing.
@@ -25,8 +28,7 @@ class Wanted:
 
     prompt: tuple[int, ...]
     most: int
-    temperature: float = 0.0
-    top_p: float = 1.0
+    sampling: Sampling = field(default_factory=Sampling)
     seed: tuple[int, ...] = (0,)
     stop: tuple[str, ...] = ()
     alternatives: int | None = None
@@ -63,6 +65,14 @@ class GeneratedSequence:
     cached: list[int] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
     text: str = ""
+    _prompt_ids: np.ndarray | None = field(default=None, repr=False)
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """The different token ids of the prompt."""
+        if self._prompt_ids is None:
+            self._prompt_ids = np.unique(np.array(self.wanted.prompt, dtype=np.int64))
+        return self._prompt_ids
 
     @property
     def tokens(self) -> list[int]:

@@ -7,16 +7,19 @@ the target's.  The total variation distance from that is 0, but for rounding, if
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatron.fill.llm.chance import Chance, outcomes
+from megatron.fill.llm.sampling import Sampling, adjusted, distribution
 from megatron.fill.llm.tree import Draft, Model, Tokens, drawn, expand
 from megatron.fill.llm.verify import Rule
 
 EXACT = 1e-12
+_SAMPLING = Sampling(0.7, 0.95, 4, 0.02, -0.4, 0.7, 1.3, ((0, 1.5), (1, -1.0)))  # every field of it
+_PROMPT = np.array([1])  # before the tree, for the repetition penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +61,19 @@ class CheckedRule:
 
 def check(rule: Rule, case: CheckedCase, draft: Draft = drawn) -> CheckedRule:
     """List every outcome of one step: expansion and verification."""
-    length = len(case.shape) + 1
-    found: dict[Tokens, float] = {}
-    taken = listed = 0.0
 
     def step(chance: Chance) -> list[int]:
         tree = expand((), case.drafts, case.shape, chance, draft)
         return rule(tree, lambda node: case.target(tree.path(node)), chance)
 
+    return check_step(step, case)
+
+
+def check_step(step: Callable[[Chance], list[int]], case: CheckedCase) -> CheckedRule:
+    """List every outcome of a step of your own, which gives tokens of the case's target."""
+    length = len(case.shape) + 1
+    found: dict[Tokens, float] = {}
+    taken = listed = 0.0
     for probability, tokens in outcomes(step):
         key = tuple(tokens)
         found[key] = found.get(key, 0.0) + probability
@@ -109,8 +117,29 @@ def random_model(vocabulary: int, seed: int, sharpness: float = 1.0, missing: in
     return model
 
 
+def sampled(model: Model, sampling: Sampling, generated: Tokens = ()) -> Model:
+    """What is drawn from after a model: penalties look at the whole path to a node.
+
+    Args:
+        generated: tokens before the tree.
+    """
+
+    known: dict[Tokens, np.ndarray] = {}
+
+    def drawn_from(prefix: Tokens) -> np.ndarray:
+        if prefix not in known:
+            with np.errstate(divide="ignore"):
+                logits = np.log(model(prefix)) + 1.0  # some above 0, for the repetition penalty
+            known[prefix] = distribution(adjusted(logits, sampling, _PROMPT, generated + prefix), sampling)
+        return known[prefix]
+
+    return drawn_from
+
+
 def cases(quick: bool = False) -> list[CheckedCase]:
     """Chains, trees and several drafts; drafts that are close to the target, far from it, or lack tokens of it.
+
+    Some draw with penalties, a bias, and fewer tokens: what a node's token is drawn from depends on its path.
 
     Args:
         quick: only those that take less than a second each.
@@ -132,4 +161,7 @@ def cases(quick: bool = False) -> list[CheckedCase]:
         models = tuple(random_model(vocabulary, 2 + one, sharpness, missing) for one in range(drafts))
         name = f"{vocabulary} tokens, <{','.join(map(str, shape))}>" + (f" x {drafts}" if drafts > 1 else "")
         found.append(CheckedCase(f"{name}, draft {kind}", vocabulary, target, models, shape))
+        if kind == "near":
+            inner = sampled(target, _SAMPLING, (0,)), tuple(sampled(one, _SAMPLING, (0,)) for one in models)
+            found.append(CheckedCase(f"{name}, with penalties", vocabulary, *inner, shape))
     return found

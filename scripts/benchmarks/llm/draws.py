@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from scipy.stats import chisquare
 
-from megatron.fill.llm.sampling import distribution
+from megatron.fill.llm.sampling import Sampling, distribution
 from megatron.fill.llm.sequence import Wanted
 from megatron.fill.llm.speccheck import cases, check
 from megatron.fill.llm.verify import matching, multi_step, traversal
 from scripts.benchmarks.llm.engines import engine, generate, models
 
 DRAWS = 50_000
-TEMPERATURE, TOP_P = 1.0, 0.95
+SAMPLING = Sampling(1.0, 0.95)
 _RULES = {"matching": matching, "multi_step": multi_step, "traversal": traversal}
 
 
@@ -29,7 +29,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     probable = {}
     for name, rule in _RULES.items():
         made = engine(folder, [(3, 1)], 64, rule)
-        wanted = [Wanted(tuple(prompt), 2, TEMPERATURE, TOP_P, seed=(3, at)) for at in range(DRAWS)]
+        wanted = [Wanted(tuple(prompt), 2, SAMPLING, seed=(3, at)) for at in range(DRAWS)]
         found = Counter(tuple(one.generated) for one in generate(made, wanted))
         probable[name] = _test(target, prompt, found, tokenizer.eos_ids)
     summary = {"tv_worst": max(distances.values()), "chi_square_p_least": min(probable.values())}
@@ -59,4 +59,4 @@ def _test(target: Any, prompt: list[int], found: Counter[tuple[int, ...]], ends:
 def _after(target: Any, tokens: list[int]) -> np.ndarray:
     with torch.inference_mode():
         logits = target(torch.tensor([tokens])).logits[0, -1]
-    return distribution(logits.numpy(), TEMPERATURE, TOP_P)
+    return distribution(logits.numpy(), SAMPLING)

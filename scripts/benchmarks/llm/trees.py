@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.fill.llm.engine import EngineCounts
+from megatron.fill.llm.sampling import Sampling
 from megatron.fill.llm.sequence import Wanted
 from megatron.fill.llm.shapes import AUTO, Shape
 from megatron.fill.llm.verify import Rule, matching, multi_step, traversal
@@ -32,7 +33,7 @@ PAIRS, REQUESTS = 6, 64
 def _wanted(folder: Path, count: int, temperature: float) -> list[Wanted]:
     tokenizer = models(folder)[2]
     encoded = [tokenizer.encode(text) for text in prompts(count, 32)]
-    return [Wanted(tuple(tokens), TOKENS, temperature, seed=(1, at)) for at, tokens in enumerate(encoded)]
+    return [Wanted(tuple(tokens), TOKENS, Sampling(temperature), seed=(1, at)) for at, tokens in enumerate(encoded)]
 
 
 def _counts(folder: Path, shape: Shape, temperature: float, rule: Rule, count: int = TEXTS) -> EngineCounts:
