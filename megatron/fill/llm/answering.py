@@ -111,16 +111,6 @@ class Answering:
             self._write(error_answer(line))
             return
         try:
-<<<<<<< HEAD
-            prompt = prompt_tokens(line, self._tokenizer)
-            most = self._most(line, len(prompt))
-            sequences = [self._sequence(line, prompt, most, number) for number in range(line.n)]
-            if not self._fits(sequences[0]):
-                raise ValueError(
-                    f"{len(prompt)} tokens and up to {most} more need more memory for keys and values than there is; "
-                    "expected a smaller max_tokens, or a job with more memory"
-                )
-=======
             prompts = prompt_tokens(line, self._tokenizer)
             self._check_tokens(line)
             sequences = [
@@ -130,7 +120,6 @@ class Answering:
             ]
             for sequence in sequences[:: line.n]:
                 self._check_room(sequence)
->>>>>>> 4542b09 (Requests of a batch may ask for penalties, logit_bias, top_k and min_p, several prompts, tools and the template's own arguments)
         except (ValueError, TaskError) as error:
             self._write(error_answer(Refused(line.line, line.custom_id, str(error), None)))
             return
@@ -140,7 +129,6 @@ class Answering:
         self._counted += (len(begun.choices) + sum(map(_part, left))) / line.choices
         self._ready.extend(left)
 
-<<<<<<< HEAD
     def _most(self, request: Request, prompt: int) -> int:
         """New tokens at most, by the context.
 
@@ -157,8 +145,6 @@ class Answering:
             )
         return min(asked or context, context - prompt)
 
-    def _sequence(self, request: Request, prompt: list[int], most: int, number: int) -> GeneratedSequence:
-=======
     def _check_tokens(self, request: Request) -> None:
         size = self._tokenizer.size
         if wrong := [token for token, _ in request.sampling.logit_bias if token >= size]:
@@ -172,10 +158,7 @@ class Answering:
             )
 
     def _sequence(self, request: Request, prompt: list[int], number: int) -> GeneratedSequence:
-        most = min(request.max_tokens or self._context, self._context - len(prompt))
-        if most < 1:
-            raise ValueError(f"the prompt has {len(prompt)} tokens; expected fewer than the context, {self._context}")
->>>>>>> 4542b09 (Requests of a batch may ask for penalties, logit_bias, top_k and min_p, several prompts, tools and the template's own arguments)
+        most = self._most(request, len(prompt))
         own = (0, self._seed & _UNSIGNED, request.line) if request.seed is None else (1, request.seed & _UNSIGNED)
         wanted = Wanted(tuple(prompt), most, request.sampling, (*own, number), request.stop, request.logprobs)
         sequence = GeneratedSequence(wanted, (request.line, number))
