@@ -247,7 +247,7 @@ class JobRecord:
         rank: the main job's rank whose bubbles it ran in; None if it never started.
         total_work: how much there was to do, where the task said so.
         result: what the task reported with ``context.report``.
-        directory: its folder: output.log and the task's own files.
+        directory: its folder, with the task's own files.
         ended_s: when this was noted, in seconds since the epoch; a job that was tried again has several records.
         attempt: which of them it is, as the store counts the job's claims.
         started_ns: when its worker was started, by CLOCK_MONOTONIC of its machine.

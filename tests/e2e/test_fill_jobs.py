@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron.fill.folders import output_file
 from megatron.fill.sandbox.landlock import landlock_abi
 from megatron.fill.types import JobState
 from tests.e2e.training import WORKER, Running, processes, write_jobs
@@ -126,7 +127,7 @@ def test_a_killed_worker_costs_no_more_than_the_interval(running):
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
     running.wait(lambda: running.job("layers-0").attempt > before.attempt)
-    log = Path(before.directory) / "output.log"
+    log = output_file(Path(before.directory))
     running.wait(lambda: log.exists() and "goes on from its checkpoint" in log.read_text())
     assert "measuring" not in log.read_text()  # the profile was kept
     assert (log.parent / f"output-{before.attempt}.log").exists()

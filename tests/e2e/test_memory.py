@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.chaos.meminfo import FreeMemory
+from megatron.fill.folders import output_file
 from megatron.fill.linux import tree
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
@@ -107,7 +108,7 @@ def test_a_task_that_can_shrinks_and_one_that_cannot_is_saved_and_stopped(tmp_pa
         assert json.loads(given.read_text())["left_mib"] < 400
         machine.grown_until(running, lambda: running.job("keeping").attempt > 1 or stopped(running.job("keeping")))
         running.wait(lambda: running.job("keeping").attempt > 1 and running.job("keeping").state is JobState.RUNNING)
-        log = Path(running.job("keeping").directory) / "output.log"
+        log = output_file(Path(running.job("keeping").directory))
         running.wait(lambda: log.exists() and "goes on from its checkpoint" in log.read_text())
         running.end()
     finally:
@@ -134,7 +135,7 @@ def test_a_language_model_gives_keys_and_values_back_and_goes_on(tmp_path, machi
             running.wait(lambda: running.job("answers").progress.work_done > 0)
             before = running.job("answers")
             running.wait(lambda: goes_on(running.job("answers"), before))  # noqa: B023 - it has all its memory
-            log = Path(before.directory) / "output.log"
+            log = output_file(Path(before.directory))
 
             def asked() -> bool:
                 now = running.job("answers")

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.folders import output_file
 from megatron.fill.records import last_segment
 from megatron.fill.types import JobState
 from tests.e2e.training import Running, processes, write_jobs
@@ -47,7 +48,7 @@ def test_a_tail_job_moves_to_the_rank_that_falls_idle_and_goes_on_from_its_check
     # The one attempt's work is what the other one began from.
     [first] = attempts(tmp_path, "tail", beside.device)
     assert first["reason"] == "it moves to a rank that is idle; goes on from its checkpoint"
-    said = (Path(job.directory) / "output.log").read_text()
+    said = output_file(Path(job.directory)).read_text()
     assert f"goes on from its checkpoint at {first['work_done']:g} spins" in said
     [second] = attempts(tmp_path, "tail", short.device)
     assert job.progress.work_done == first["work_done"] + second["work_done"]

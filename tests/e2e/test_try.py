@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron.fill.folders import output_file
 from tests.e2e.training import ROOT, processes, write_jobs
 
 CLI = [
@@ -57,7 +58,7 @@ def test_a_task_is_run_saved_and_goes_on_in_a_new_process(tmp_path):
     assert trial["use"]["bubbles"] >= 2
     assert 0 < trial["use"]["used"] <= 1
     assert 1 << 20 < trial["peak_bytes"] < trial["memory_bytes"] == 512 << 20
-    assert (Path(trial["folder"]) / "output.log").exists()
+    assert output_file(Path(trial["folder"])).exists()
     assert str(tmp_path / "kept") in trial["folder"]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from packaging.version import Version
 
 from megatron.fill.errors import JobError
+from megatron.fill.folders import output_file
 from megatron.fill.store import Job, JobStore, open_store
 from tests.e2e.launch import FRESH, WARM, Warm
 from tests.e2e.warm import MOUNTS, REST
@@ -66,6 +67,10 @@ class Trained:
     def path(self, job: str, file: str) -> Path:
         """A file in a job's folder."""
         return Path(self.jobs[job]["directory"]) / file
+
+    def output(self, job: str) -> Path:
+        """What a job printed."""
+        return output_file(Path(self.jobs[job]["directory"]))
 
     @property
     def jobs(self) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.cli import main
+from megatron.fill.folders import output_file
 from megatron.fill.store import Claim, JobStore, NewJob, Progress, open_store
 from megatron.fill.types import JobState
 from megatron.fill.work import Work
@@ -28,9 +29,15 @@ def store(tmp_path: Path) -> Iterator[JobStore]:
 def start(store: JobStore, folder: Path) -> Claim:
     claim = store.claim("agent", [1], 3600, device="rank 0 of runs/first on host")
     assert claim is not None
-    folder.mkdir()
+    folder.mkdir(parents=True)
+    output_file(folder).parent.mkdir(exist_ok=True)
     assert store.place(claim, str(folder))
     return claim
+
+
+def job(run_dir: Path) -> Path:
+    """The job's folder in a run."""
+    return run_dir / "jobs" / "digits-1"
 
 
 Run = Callable[..., subprocess.CompletedProcess[bytes]]
@@ -60,8 +67,8 @@ def follow(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def test_the_output_with_what_is_no_text_made_visible(run, store, tmp_path):
-    start(store, tmp_path / "job")
-    (tmp_path / "job" / "output.log").write_bytes(b"one\ntwo \xff\nthree")
+    start(store, job(tmp_path))
+    output_file(job(tmp_path)).write_bytes(b"one\ntwo \xff\nthree")
     assert run().stdout == b"one\ntwo \\xff\nthree"
     assert run("--lines", "2").stdout == b"two \\xff\nthree"
     assert run("-n", "0").stdout == b""
@@ -70,9 +77,9 @@ def test_the_output_with_what_is_no_text_made_visible(run, store, tmp_path):
 
 
 def test_nothing_that_it_printed_commands_the_terminal(run, store, tmp_path):
-    start(store, tmp_path / "job")
+    start(store, job(tmp_path))
     printed = "\x1b]0;title\x07\r\t1\n\x9b2J caf\u00e9 \u202e\U0001f680\x7f"
-    (tmp_path / "job" / "output.log").write_text(printed, encoding="utf-8", newline="")
+    output_file(job(tmp_path)).write_text(printed, encoding="utf-8", newline="")
     shown = "^[]0;title^G^M\t1\n\\x9b2J caf\u00e9 \\u202e\U0001f680^?"
     assert run().stdout.decode() == shown
     lines = [json.loads(line)["line"] for line in run("--json").stdout.splitlines()]
@@ -81,30 +88,31 @@ def test_nothing_that_it_printed_commands_the_terminal(run, store, tmp_path):
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "flood", "folder that is a link"])
 def test_what_no_agent_wrote_is_not_read(run, store, tmp_path, kind):
-    folder = tmp_path / "job"
+    folder = job(tmp_path)
     start(store, folder)
     (tmp_path / "secret").mkdir()
-    (tmp_path / "secret" / "output.log").write_text("secret")
+    output = output_file(folder)
+    (tmp_path / "secret" / output.name).write_text("secret")
     if kind == "link":
-        (folder / "output.log").symlink_to(tmp_path / "secret" / "output.log")
+        output.symlink_to(tmp_path / "secret" / output.name)
     elif kind == "pipe":
-        os.mkfifo(folder / "output.log")
+        os.mkfifo(output)
     elif kind == "flood":
-        with (folder / "output.log").open("wb") as file:
+        with output.open("wb") as file:
             file.truncate(1 << 40)
     else:
-        folder.rmdir()
-        folder.symlink_to(tmp_path / "secret")
+        output.parent.rmdir()
+        output.parent.symlink_to(tmp_path / "secret")
     ran = run()
     assert (ran.returncode, ran.stdout) == (2, b"")
-    assert b"output.log, cannot be read: " in ran.stderr
+    assert b"digits-1.log, cannot be read: " in ran.stderr
 
 
 def test_none_yet_and_none_here(run, store, tmp_path):
     ran = run()
     assert (ran.returncode, ran.stdout) == (2, b"")
     assert ran.stderr == (b"pipefill: error: job digits (1) is QUEUED and has printed nothing yet; -f waits for it\n")
-    start(store, tmp_path / "job")
+    start(store, job(tmp_path))
     ran = run()
     assert ran.returncode == 2
     assert b"is RUNNING, rank 0 of runs/first on host; its output" in ran.stderr
@@ -114,8 +122,8 @@ def test_none_yet_and_none_here(run, store, tmp_path):
 def test_following_waits_reads_on_and_ends_with_the_job(store, tmp_path):
     with follow(tmp_path) as process:
         assert process.stdout is not None
-        claim = start(store, tmp_path / "job")
-        with (tmp_path / "job" / "output.log").open("ab", buffering=0) as output:
+        claim = start(store, job(tmp_path))
+        with output_file(job(tmp_path)).open("ab", buffering=0) as output:
             output.write(b"one\n")
             assert process.stdout.readline() == b"one\n"
             output.write(b"two\n")
@@ -127,24 +135,25 @@ def test_following_waits_reads_on_and_ends_with_the_job(store, tmp_path):
 
 
 def test_following_a_job_that_begins_anew(store, tmp_path):
-    claim = start(store, tmp_path / "job")
-    (tmp_path / "job" / "output.log").write_bytes(b"the first attempt\n")
+    claim = start(store, job(tmp_path))
+    output_file(job(tmp_path)).write_bytes(b"the first attempt\n")
     with follow(tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"the first attempt\n"
         store.release(claim, "the main job ended", Progress(), {})
-        claim = start(store, tmp_path / "elsewhere")
-        (tmp_path / "elsewhere" / "output.log").write_bytes(b"the second one\n")
+        elsewhere = job(tmp_path / "elsewhere")
+        claim = start(store, elsewhere)
+        output_file(elsewhere).write_bytes(b"the second one\n")
         assert process.stdout.readline() == b"the second one\n"
-        (tmp_path / "elsewhere" / "output.log").write_bytes(b"short\n")
+        output_file(elsewhere).write_bytes(b"short\n")
         assert process.stdout.readline() == b"short\n"
         store.finish(claim, JobState.FAILED, "why", Progress(), {})
         assert process.wait() == 0
 
 
 def test_following_as_json_gives_whole_lines(store, tmp_path):
-    claim = start(store, tmp_path / "job")
-    with follow(tmp_path, "--json") as process, (tmp_path / "job" / "output.log").open("ab", buffering=0) as output:
+    claim = start(store, job(tmp_path))
+    with follow(tmp_path, "--json") as process, output_file(job(tmp_path)).open("ab", buffering=0) as output:
         assert process.stdout is not None
         output.write(b"one\ntw")
         assert json.loads(process.stdout.readline()) == {"job": "digits", "line": "one"}

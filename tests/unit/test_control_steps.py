@@ -103,7 +103,7 @@ def may_begin() -> tuple[socket.socket, socket.socket]:
     ("told", "state", "reason"),
     [
         (True, JobState.QUEUED, "a command begins again from its start"),
-        (False, JobState.FAILED, "the command was ended by SIGTERM; see output.log"),
+        (False, JobState.FAILED, "the command was ended by SIGTERM; see its output"),
     ],
 )
 def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(

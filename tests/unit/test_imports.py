@@ -17,6 +17,7 @@ RULES: dict[str, set[str]] = {
     # Values, and what knows no other part.
     "types": set(),
     "errors": set(),
+    "folders": set(),
     "untrusted": set(),
     "models": set(),
     "profiles": {"types"},
@@ -28,8 +29,8 @@ RULES: dict[str, set[str]] = {
     "launcher": set(),
     # The machine.
     "linux": set(),
-    "pages": {"errors", "linux", "profiles", "types", "untrusted"},
-    "sandbox": {"errors", "linux"},
+    "pages": {"errors", "folders", "linux", "profiles", "types", "untrusted"},
+    "sandbox": {"errors", "folders", "linux"},
     "device": {"errors", "linux"},
     # What users give, what jobs are, and where they wait.
     "given": {"errors", "types", "untrusted"},
@@ -45,15 +46,15 @@ RULES: dict[str, set[str]] = {
     "planner": {"errors", "given", "profiles", "types"},
     "scheduler": {"errors", "planner", "profiles"},
     # What runs: a rank with its relay, an agent, its workers.
-    "records": {"errors", "linux", "types"},
+    "records": {"errors", "folders", "linux", "types"},
     "rank": {"errors", "hooks", "linux", "pages", "profiles", "records", "spec", "types"},
     "worker": {
         *("device", "errors", "linux", "pages", "planner", "profiles", "sandbox", "sidetask", "spec"),
         *("types", "untrusted", "work"),
     },
     "agent": {
-        *("device", "errors", "linux", "pages", "planner", "profiles", "records", "sandbox", "scheduler", "sidetask"),
-        *("spec", "store", "types", "untrusted", "work", "worker"),
+        *("device", "errors", "folders", "linux", "pages", "planner", "profiles", "records", "sandbox", "scheduler"),
+        *("sidetask", "spec", "store", "types", "untrusted", "work", "worker"),
     },
     # What is seen of it, and tried out.
     "report": {"display", "errors", "linux", "records", "types"},
@@ -70,11 +71,11 @@ RULES: dict[str, set[str]] = {
     "chaos": {"errors", "given", "linux", "pages", "records", "report", "sidetask", "store", "types"},
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {
-        *("agent", "config", "display", "errors", "given", "linux", "records", "sidetask", "spec", "store", "types"),
-        *("untrusted", "worker"),
+        *("agent", "config", "display", "errors", "folders", "given", "linux", "records", "sidetask", "spec", "store"),
+        *("types", "untrusted", "worker"),
     },
     "cli": {
-        *("agent", "chaos", "configure", "device", "display", "errors", "given", "graph", "linux", "llm"),
+        *("agent", "chaos", "configure", "device", "display", "errors", "folders", "given", "graph", "linux", "llm"),
         *("mainjob", "pages", "planner", "profiles", "records", "report", "sandbox", "sim", "store", "trial"),
         *("types", "untrusted", "worker"),
     },

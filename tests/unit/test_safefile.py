@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import stat
 import threading
 import time
 from dataclasses import replace
@@ -9,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fill.agent.admission import JobUser, default_user
 from megatron.fill.agent.folder import folder_name, job_folder, occupied
 from megatron.fill.agent.output import BoundedOutput
+from megatron.fill.folders import lock_file, output_file
 from megatron.fill.linux import safefile
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Job, NewJob
@@ -28,16 +33,16 @@ def job(name: str = "pi", directory: str = "") -> Job:
 def test_a_file_is_never_written_through_a_link(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("untouched")
-    (tmp_path / "output.log").symlink_to(victim)
-    output = BoundedOutput(tmp_path / "output.log")
+    (tmp_path / "pi-1.log").symlink_to(victim)
+    output = BoundedOutput(tmp_path / "pi-1.log")
     output.write(b"evil")
     output.close()
     assert victim.read_text() == "untouched"
-    assert (tmp_path / "output.log").read_text() == "evil"
+    assert (tmp_path / "pi-1.log").read_text() == "evil"
 
 
 def test_output_outlives_a_full_disk(tmp_path):
-    output = BoundedOutput(tmp_path / "output.log")
+    output = BoundedOutput(tmp_path / "pi-1.log")
     with Path("/dev/full").open("wb", buffering=0) as full:
         output._file.close()
         output._file = full
@@ -46,14 +51,17 @@ def test_output_outlives_a_full_disk(tmp_path):
     assert output.total_bytes == 4
 
 
-def test_a_folder_is_made_and_cleared(tmp_path):
+def test_a_folder_is_made_and_cleared_and_earlier_output_is_kept(tmp_path):
     directory = job_folder(tmp_path, job(), None)
     assert directory is not None
     assert directory == tmp_path / "jobs" / "pi-1"
-    for name in ("result.json", "profile.json", "checkpoint.pt", "output.log"):
+    for name in ("result.json", "profile.json", "checkpoint.pt"):
         (directory / name).write_text(name)
+    output_file(directory).write_text("the first attempt's")
     assert job_folder(tmp_path, job(), None) == directory
-    assert sorted(path.name for path in directory.iterdir()) == ["checkpoint.pt", "output-1.log"]
+    assert [path.name for path in directory.iterdir()] == ["checkpoint.pt"]
+    assert not output_file(directory).exists()
+    assert (tmp_path / "output" / "pi-1.1.log").read_text() == "the first attempt's"
 
 
 @pytest.mark.parametrize("name", ["../../etc", "/etc", "a/b", "..", ".", "a\nb"])
@@ -62,11 +70,49 @@ def test_a_name_cannot_leave_its_folder(tmp_path, name):
     assert job_folder(tmp_path, job(name), None) == tmp_path / "jobs" / "job-1"
 
 
-def test_a_folder_of_an_earlier_run_is_used_only_if_it_is_one(tmp_path):
-    before = tmp_path / "first" / "jobs" / "pi-1"
+def test_a_folder_of_an_earlier_run_is_used_again(tmp_path):
+    before = job_folder(tmp_path / "first", job(), None)
+    assert before is not None
+    with occupied(before):
+        pass
     assert job_folder(tmp_path / "second", job(directory=str(before)), None) == before
-    elsewhere = str(tmp_path / "elsewhere")
-    assert job_folder(tmp_path / "second", job(directory=elsewhere), None) == tmp_path / "second" / "jobs" / "pi-1"
+
+
+@pytest.mark.parametrize(
+    "how", ["no run's", "another name", "link", "link above", "dots", "relative", "others' lock", "\0"]
+)
+def test_a_folder_that_only_the_store_knows_is_neither_made_nor_handed_over(tmp_path, how, user):
+    """Whoever may write to the store may write any folder there."""
+    victim = tmp_path / "victim" / "jobs" / "pi-1"
+    if how != "no run's":
+        made = job_folder(tmp_path / "victim", job(), None)
+        assert made == victim
+        with occupied(victim):
+            pass
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    given = {
+        "another name": victim.with_name("other-1"),
+        "link above": tmp_path / "link" / "jobs" / "pi-1",
+        "dots": tmp_path / "victim" / "jobs" / ".." / "jobs" / "pi-1",
+        "relative": Path("jobs") / "pi-1",
+        "\0": Path(f"{victim}\0"),
+    }.get(how, victim)
+    if how == "link":
+        victim.rename(tmp_path / "aside")
+        victim.symlink_to(tmp_path / "aside")
+    if how == "others' lock":
+        lock_file(victim).parent.chmod(0o777)
+    own = job_folder(tmp_path / "run", job(directory=str(given)), user)
+    assert own == tmp_path / "run" / "jobs" / "pi-1"
+    assert victim.exists() == (how != "no run's")
+    assert not victim.exists() or victim.stat().st_uid == os.geteuid()
+    if user is not None:
+        assert own.stat().st_uid == user.uid
+
+
+@pytest.fixture
+def user() -> JobUser | None:
+    return default_user()
 
 
 def test_a_folder_that_is_a_link_is_refused(tmp_path):
@@ -76,17 +122,32 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path):
 
 
 def test_two_workers_never_share_a_folder(tmp_path):
-    with occupied(tmp_path), pytest.raises(OSError, match="another worker is still in"), occupied(tmp_path):
+    folder = job_folder(tmp_path, job(), None)
+    assert folder is not None
+    with occupied(folder), pytest.raises(OSError, match="another worker is still in"), occupied(folder):
         pass
-    with occupied(tmp_path):
+    with occupied(folder):
         pass
+
+
+def test_who_can_open_a_job_s_folder_cannot_keep_its_worker_out(tmp_path):
+    folder = job_folder(tmp_path, job(), None)
+    assert folder is not None
+    opened = os.open(folder, os.O_RDONLY)
+    fcntl.flock(opened, fcntl.LOCK_EX)
+    with occupied(folder):
+        assert stat.S_IMODE(lock_file(folder).stat().st_mode) == 0o600
+        assert stat.S_IMODE(lock_file(folder).parent.stat().st_mode) == 0o700
+    os.close(opened)
 
 
 def test_a_worker_that_leaves_a_folder_is_waited_for(tmp_path):
+    folder = job_folder(tmp_path, job(), None)
+    assert folder is not None
     entered, left = threading.Event(), threading.Event()
 
     def holder() -> None:
-        with occupied(tmp_path):
+        with occupied(folder):
             entered.set()
             time.sleep(0.2)
             left.set()
@@ -94,7 +155,7 @@ def test_a_worker_that_leaves_a_folder_is_waited_for(tmp_path):
     thread = threading.Thread(target=holder)
     thread.start()
     entered.wait()
-    with occupied(tmp_path):
+    with occupied(folder):
         assert left.is_set()
     thread.join()
 
@@ -103,7 +164,7 @@ def test_folders_where_files_were_are_cleared_away(tmp_path):
     known = job(directory="")
     directory = job_folder(tmp_path, known, None)
     assert directory is not None
-    for name in ("profile.json", "result.json", "output.log"):
+    for name in ("profile.json", "result.json"):
         (directory / name / "inner").mkdir(parents=True)
     assert job_folder(tmp_path, known, None) == directory
     assert not (directory / "profile.json").exists()

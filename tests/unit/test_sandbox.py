@@ -6,16 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron.fill.app.runfolder import make_run_folder
 from megatron.fill.device.emulated import why_not
 from megatron.fill.device.port import DeviceError, Limits
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux.oom import OomLog
 from megatron.fill.sandbox import Bind, Cage, parse_bind
-from tests.unit.caged import GUEST, MIB, PROGRAM, needs
+from tests.unit.caged import GUEST, MIB, PROGRAM, Inside, needs
 
 
 def test_this_machine_names_every_wall_and_what_it_lacks(walls):
@@ -71,6 +74,68 @@ print(json.dumps({{
     assert found["groups"] == found["disks"] == []
     assert (inside.folder / "result").read_text() == "x"
     assert not Path("/tmp/x").exists()
+
+
+@pytest.fixture
+def run_folder() -> Iterator[Path]:
+    """One that a job would see, since it is not below /tmp, with what a run and a training leave in it."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        run = Path(folder) / "project" / "run"
+        make_run_folder(run)
+        for name in ("agents/agent0.log", "output/other-2.log", "records/r", "tensorboard/events", "checkpoints/model"):
+            (run / name).parent.mkdir(exist_ok=True)
+            (run / name).write_text("secret")
+        for job in ("own-1", "other-2"):
+            (run / "jobs" / job).mkdir()
+            (run / "jobs" / job / "result.json").write_text("{}")
+            if GUEST is not None:
+                os.chown(run / "jobs" / job, GUEST.uid, GUEST.gid)
+        (run.parent / "module.py").touch()
+        Path(folder).chmod(0o755)
+        yield run
+
+
+SEEN = """
+found = [os.path.relpath(os.path.join(above, name), {run!r}) for above, _, names in os.walk({run!r}) for name in names]
+writes = attempt(lambda: open({run!r} + "/jobs/own-1/new", "x"))
+print(json.dumps({{"found": sorted(found), "writes": writes, "module": os.path.exists({run!r} + "/../module.py")}}))"""
+EVERYTHING = [
+    *("agents/agent0.log", "checkpoints/model", "jobs/other-2/result.json", "jobs/own-1/result.json"),
+    *("output/other-2.log", "records/r", "tensorboard/events"),
+]
+OWN = ["jobs/own-1/result.json"]
+
+
+@pytest.mark.parametrize("bound", ["", "above", "above, writable", "below", "the folder itself"])
+def test_of_its_run_a_job_sees_its_own_folder_only(walls, run_folder, bound):
+    needs(walls, "mount")
+    binds = {
+        "above": (Bind(str(run_folder.parent)),),
+        "above, writable": (Bind(str(run_folder.parent), writable=True),),
+        "below": (Bind(str(run_folder / "checkpoints")),),
+        "the folder itself": (Bind(str(run_folder)),),
+    }.get(bound, ())
+    inside = Inside(run_folder / "jobs" / "own-1", walls)
+    found = inside.run(SEEN.format(run=str(run_folder)), binds=binds, runs=(str(run_folder),))
+    besides = {"below": ["checkpoints/model"], "the folder itself": ["checkpoints/model", "tensorboard/events"]}
+    assert found["found"] == sorted(OWN + besides.get(bound, []))
+    assert (found["writes"], found["module"]) == ("done", True)
+
+
+def test_without_that_wall_it_sees_what_its_user_may(walls, run_folder):
+    inside = Inside(run_folder / "jobs" / "own-1", walls)
+    found = inside.run(SEEN.format(run=str(run_folder)))
+    private = [name for name in EVERYTHING if name.startswith("agents")] if GUEST is not None else []
+    assert found["found"] == [name for name in EVERYTHING if name not in private]
+
+
+def test_another_user_without_a_view_of_its_own_is_kept_out_by_modes(walls, run_folder):
+    if GUEST is None:
+        pytest.skip("jobs are the training's own user")
+    make_run_folder(run_folder, seen=True)
+    inside = Inside(run_folder / "jobs" / "own-1", walls)
+    found = inside.run(SEEN.format(run=str(run_folder)), namespaces=())
+    assert [name for name in found["found"] if name.split("/")[0] in ("agents", "records", "output", "locks")] == []
 
 
 def test_a_place_that_is_bound_can_be_read_or_written(inside, walls, tmp_path):

@@ -16,7 +16,6 @@ import pytest
 from megatron.fill.agent import attempt as attempt_module
 from megatron.fill.agent.crew import Crew
 from megatron.fill.agent.enforcer import Enforcer
-from megatron.fill.agent.folder import OUTPUT
 from megatron.fill.agent.forecast import JobForecast
 from megatron.fill.agent.holder import Holder
 from megatron.fill.agent.ledger import AttemptLedger
@@ -179,8 +178,8 @@ def test_what_is_raised_when_the_next_worker_is_made_ready_means_not_started(ben
 
 def test_a_disk_that_is_full_is_no_fault_of_the_job(bench, monkeypatch):
     job = bench.submit(**LONG)
-    (bench.folder / "jobs" / "pi-1" / OUTPUT).mkdir(parents=True)
-    (bench.folder / "jobs" / "pi-1" / "output-0.log").touch()
+    (bench.folder / "output" / "pi-1.log").mkdir(parents=True)
+    (bench.folder / "output" / "pi-1.0.log").touch()
     serve(bench, monkeypatch)
     told = bench.store.get(job.id)
     assert told.state is JobState.QUEUED

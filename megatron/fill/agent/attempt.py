@@ -14,7 +14,6 @@ from megatron.fill.agent.claims import HeldClaim
 from megatron.fill.agent.crew import Crew
 from megatron.fill.agent.ending import How
 from megatron.fill.agent.enforcer import Enforcer
-from megatron.fill.agent.folder import OUTPUT
 from megatron.fill.agent.forecast import JobForecast
 from megatron.fill.agent.holder import Holder
 from megatron.fill.agent.ledger import Record
@@ -30,6 +29,7 @@ from megatron.fill.agent.verdict import End
 from megatron.fill.agent.watch import Watch
 from megatron.fill.agent.workerspec import write_spec
 from megatron.fill.device.port import Limiter, Limits
+from megatron.fill.folders import output_file
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.store.port import Claim, Progress
 from megatron.fill.types import JobRecord, JobState, WorkerRecord
@@ -141,7 +141,7 @@ class Attempt:
         holder = always.enter_context(self.crew.worker(job))
         limiter = station.device.limiter(self.limits, holder.name)
         always.callback(limiter.close)
-        output = BoundedOutput(self.directory / OUTPUT, station.spec.max_output_bytes)
+        output = BoundedOutput(output_file(self.directory), station.spec.max_output_bytes)
         always.callback(output.close)
         if self.beside is None:
             always.callback(station.baton.drop)

@@ -7,11 +7,13 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.fill.agent.admission import JobUser
+from megatron.fill.folders import JOBS, lock_file, output_file
 from megatron.fill.linux import safefile
 from megatron.fill.sidetask.base import RESULT
 from megatron.fill.store.port import Job
@@ -19,8 +21,6 @@ from megatron.fill.worker.profiler import PROFILE
 
 logger = logging.getLogger("pipefill.agent")
 
-JOBS = "jobs"  # in the run folder
-OUTPUT = "output.log"
 _LEAVING_S, _LOOK_S = 2.0, 0.05
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -33,19 +33,21 @@ def folder_name(job: Job) -> str:
 def job_folder(run_dir: Path, job: Job, user: JobUser | None) -> Path | None:
     """The job's folder: where it was before, or in the run folder; None if it cannot be made.
 
+    Where it was before is what the store says, to which others write: it counts only if it is a job's folder of this
+    name that an agent of this user has made.  No other is made, changed or handed over.
+
     Args:
         user: whom it is to belong to, if not us.
     """
-    before = Path(job.directory)
-    known = job.directory and before.is_absolute() and (before.parent.name, before.name) == (JOBS, folder_name(job))
-    for directory in [before] * bool(known) + [run_dir / JOBS / folder_name(job)]:
+    own, before = run_dir / JOBS / folder_name(job), Path(job.directory)
+    for directory in [before] * (before != own and _is_known(before, folder_name(job))) + [own]:
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            if directory == own:
+                directory.mkdir(parents=True, exist_ok=True)
             _hand_over(directory, user)
             for stale in (PROFILE, RESULT):
                 safefile.remove(directory / stale)
-            with contextlib.suppress(FileNotFoundError):  # of an earlier attempt
-                os.replace(directory / OUTPUT, directory / f"output-{job.attempt - 1}.log")
+            _make_room(directory, job.attempt)
         except OSError as error:
             logger.warning("job %s: its folder %s cannot be used: %s", job.name, directory, error)
         else:
@@ -53,17 +55,43 @@ def job_folder(run_dir: Path, job: Job, user: JobUser | None) -> Path | None:
     return None
 
 
+def _is_known(directory: Path, name: str) -> bool:
+    """Whether it is the folder of a job of this name, with no link on the way, that an agent of this user has made."""
+    if (directory.parent.name, directory.name) != (JOBS, name):
+        return False
+    lock = lock_file(directory)
+    try:
+        for folder in (directory, lock.parent):
+            os.close(safefile.open_folder(folder))
+        made, mark = lock.parent.stat(), lock.lstat()
+    except (OSError, ValueError) as error:
+        logger.info("%s is not used: %s", directory, error)
+        return False
+    ours = made.st_uid == mark.st_uid == os.geteuid() and not made.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return ours and stat.S_ISREG(mark.st_mode)
+
+
+def _make_room(directory: Path, attempt: int) -> None:
+    """Keep what an earlier attempt printed, and have a place for the lock."""
+    output = output_file(directory)
+    output.parent.mkdir(exist_ok=True)
+    lock_file(directory).parent.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(output, output_file(directory, attempt - 1))
+
+
 @contextlib.contextmanager
 def occupied(directory: Path) -> Iterator[None]:
     """Keep every other worker out of the folder: after a jump of the clock two agents may believe a job to be theirs.
 
-    Whoever gave the job back a moment ago is waited for.
+    Whoever gave the job back a moment ago is waited for.  The lock is on a file that no job can open, as far as the
+    walls stand: whoever can open a file, to read it only, can lock it.
 
     Raises:
         OSError: somebody is in there.
     """
     until_s = time.monotonic() + _LEAVING_S
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(lock_file(directory), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         while not _locked(fd, directory):
             if time.monotonic() >= until_s:
@@ -86,7 +114,7 @@ def _locked(fd: int, directory: Path) -> bool:
 
 
 def _hand_over(directory: Path, user: JobUser | None) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    fd = safefile.open_folder(directory)
     try:
         if user is not None:
             os.fchown(fd, user.uid, user.gid)

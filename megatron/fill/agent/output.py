@@ -34,7 +34,7 @@ class BoundedOutput:
         if not self.full:
             return None
         limit_mib = self.most_bytes / 2**20
-        return Ending(How.FAIL, f"printed more than {limit_mib:g} MiB; output.log has the beginning and the end")
+        return Ending(How.FAIL, f"printed more than {limit_mib:g} MiB; its output has the beginning and the end")
 
     def write(self, data: bytes) -> None:
         room = max(0, KEPT_BYTES - self.total_bytes)

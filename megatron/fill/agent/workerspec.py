@@ -12,6 +12,7 @@ from megatron.fill.agent.admission import environment, told
 from megatron.fill.agent.ranking import Resident
 from megatron.fill.agent.station import Station
 from megatron.fill.device.port import Limits
+from megatron.fill.folders import run_of
 from megatron.fill.linux import safefile
 from megatron.fill.profiles import cycle_to_dict
 from megatron.fill.sandbox.cage import Bind, Cage
@@ -76,6 +77,7 @@ def _cage(station: Station, job: Job, limits: Limits, directory: Path) -> Cage:
         namespaces=agent.namespaces,
         directory=str(directory),
         binds=(*(Bind(place) for place in job.work.search), *agent.binds, *mps),
+        runs=tuple({agent.run_dir, str(run_of(directory))}),
         masked=database_files(agent.store),
         user=None if agent.user is None else agent.user.uid,
         group=None if agent.user is None else agent.user.gid,

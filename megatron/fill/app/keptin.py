@@ -33,6 +33,11 @@ class KeptIn:
     binds: tuple[Bind, ...] = ()
     layers: tuple[Layer, ...] = ()
 
+    @property
+    def seen(self) -> bool:
+        """Whether jobs are another user who sees the machine's files as they are."""
+        return self.user is not None and "mount" not in self.namespaces
+
 
 def check_flags(settings: FillSettings) -> None:
     """What can be wrong with the flags is said before anything is started.

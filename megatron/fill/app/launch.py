@@ -153,7 +153,7 @@ class Launch:
         agreed: list[Any] = ["", turns(settings, info)]
         if info.rank == 0:
             try:
-                make_run_folder(run_dir)
+                make_run_folder(run_dir, self.walls.seen)
                 store = store_of(settings, run_dir)
                 file = database_file(store)
                 if settings.resubmit or not (file is None or file.exists()):

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
-from megatron.fill.pages.control import FOLDER as CONTROL
+from megatron.fill.folders import AGENTS, CONTROL, JOBS, PARTS, PRIVATE, RECORDS
 from megatron.fill.store.filesystem import network_file_system
 from megatron.fill.store.location import database_file, locate, shown
 
 STORE = "PIPEFILL_STORE"
-_RUN_PARTS = ("records", "agents", "jobs")  # of a run folder
 
 
 def store_of(settings: FillSettings, run_dir: Path) -> str:
@@ -63,7 +62,7 @@ def check_owner(where: str, run_dir: Path | None) -> None:
     if "://" in path or Path(path).expanduser().is_absolute():
         return
     folder = Path(str(locate(where).database)).parent
-    of_a_run = all((folder / part).is_dir() for part in _RUN_PARTS)
+    of_a_run = all((folder / part).is_dir() for part in (RECORDS, AGENTS, JOBS))
     if of_a_run and (run_dir is None or run_dir.resolve() != folder.resolve()):
         raise ConfigError(
             f"{STORE} is {where!r}, the store of another run than this one, whose jobs this training would serve; "
@@ -79,14 +78,20 @@ def new_run_folder() -> str:
     return time.strftime("runs/pipefill-%Y%m%d-%H%M%S-") + str(os.getpid())
 
 
-def make_run_folder(run_dir: Path) -> None:
+def make_run_folder(run_dir: Path, seen: bool = False) -> None:
     """Make it, or clear it of what an earlier start of the training left that is over.
+
+    Args:
+        seen: jobs are another user and have no view of their own, so only modes keep them out of what is not theirs.
 
     Raises:
         OSError: it cannot be made.
     """
-    for part in _RUN_PARTS:
+    for part in PARTS:
         (run_dir / part).mkdir(parents=True, exist_ok=True)
-    for stale in (run_dir / "agents").glob("*.json"):
+    for part in set(PARTS) - {JOBS} if seen else PRIVATE:
+        (run_dir / part).chmod(0o700)
+    for stale in (run_dir / AGENTS).glob("*.json"):
         stale.unlink()
-    shutil.rmtree(run_dir / CONTROL, ignore_errors=True)
+    for stale in (run_dir / CONTROL).iterdir():
+        shutil.rmtree(stale, ignore_errors=True)

@@ -17,6 +17,7 @@ from megatron.fill.app.listening import HostListening, Listening, RelayedListeni
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon, Sharing
 from megatron.fill.device.emulated import Emulation
+from megatron.fill.folders import AGENTS
 from megatron.fill.hooks import bus
 from megatron.fill.linux.tree import descendants
 from megatron.fill.pages.board import CycleBoard
@@ -88,7 +89,7 @@ class Session:
         pages = self.gate, self.board, self.control
         if sharing is None:
             return HostListening(spec, *pages)
-        return RelayedListening(spec, *pages, self.run_dir / "agents" / f"relay{self.info.rank}.log")
+        return RelayedListening(spec, *pages, self.run_dir / AGENTS / f"relay{self.info.rank}.log")
 
     def finish(self) -> None:
         """The main job is done: write this rank's records.  The jobs may be measured alone then; ``close`` ends it."""
@@ -155,7 +156,7 @@ class Session:
             mps_pipe=None if self.mps is None else str(self.mps.pipe),
             sm_percentage=settings.sm_percentage,
         )
-        agents = self.run_dir / "agents"
+        agents = self.run_dir / AGENTS
         spec_path = agents / f"spec{self.info.rank}.json"
         # A command line could not hold thousands of jobs, and the store's URL may hold a password.
         spec_path.touch(mode=0o600)

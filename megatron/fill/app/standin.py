@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.fill.app.keptin import keep_in
+from megatron.fill.app.runfolder import make_run_folder
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share
 from megatron.fill.config import FillSettings
@@ -58,8 +59,7 @@ def _serve(spec: StandInSpec) -> None:
     on_cpu = spec.device == "cpu"
     mps = share(settings, on_cpu)
     walls = keep_in(settings, mps is not None, spec.search)
-    for part in ("agents", "jobs"):
-        (run_dir / part).mkdir(parents=True)
+    make_run_folder(run_dir, walls.seen)
     segment = begin_segment(run_dir, "pipefill try", ranks=1)
     info = RankInfo(0, 1, 0, 1, 0, 1, stage=0, stages=1, device=spec.device)
     session = Session(settings, info, run_dir, segment.segment.folder, spec.store, [], mps, walls)

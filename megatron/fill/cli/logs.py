@@ -14,10 +14,10 @@ import typer
 from megatron.fill.cli.options import JobName, Json, Store, opened
 from megatron.fill.display import harmless
 from megatron.fill.errors import JobError
+from megatron.fill.folders import output_file
 from megatron.fill.store import Job
 from megatron.fill.untrusted import MOST_BYTES, open_plain
 
-_OUTPUT = "output.log"  # in the job's folder
 _POLL_S = 0.5
 
 
@@ -47,7 +47,7 @@ def logs(
 
 
 def _path(job: Job) -> Path:
-    return Path(job.directory, _OUTPUT)
+    return output_file(Path(job.directory))
 
 
 class _Output:

@@ -6,6 +6,26 @@ import os
 import shutil
 from pathlib import Path
 
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_folder(path: Path) -> int:
+    """A descriptor of a folder that is reached without any link; the caller closes it.
+
+    Raises:
+        OSError: it is not there, or something on the way is a link or no folder.
+    """
+    if not path.is_absolute() or ".." in path.parts:
+        raise OSError(f"{path} is no absolute path of folders")
+    fd = os.open("/", _FOLDER)
+    for part in path.parts[1:]:
+        above = fd
+        try:
+            fd = os.open(part, _FOLDER, dir_fd=above)
+        finally:
+            os.close(above)
+    return fd
+
 
 def remove(path: Path) -> None:
     """Remove whatever has this name, a folder with all that is in it; it need not be there.

@@ -26,11 +26,11 @@ from typing import Protocol
 
 from megatron.fill import untrusted
 from megatron.fill.errors import ControlError
+from megatron.fill.folders import CONTROL
 from megatron.fill.linux import futex, memfd
 from megatron.fill.linux.files import write_text
 from megatron.fill.linux.tree import read_process
 
-FOLDER = "control"  # in the run folder
 _PAGE_BYTES = 4096
 _LOOK_AGAIN_NS = 1_000_000_000
 _MAGIC = 0x50434F4E_00000001
@@ -167,7 +167,7 @@ class ControlPage(ControlReader):
         Raises:
             OSError: it cannot be written.
         """
-        path = run_dir / FOLDER / os.uname().nodename / f"rank{self.rank}.json"
+        path = run_dir / CONTROL / os.uname().nodename / f"rank{self.rank}.json"
         write_text(path, json.dumps({"pid": self.pid, "fd": self.fd}) + "\n")
         return path
 
@@ -189,7 +189,7 @@ def find_pages(run_dir: Path) -> list[ControlPage]:
     node = os.uname().nodename
     pages = [page for path in _notes(run_dir) if (page := _open(path)) is not None]
     if not pages:
-        others = sorted(path.name for path in (run_dir / FOLDER).glob("*") if path.name != node)
+        others = sorted(path.name for path in (run_dir / CONTROL).glob("*") if path.name != node)
         elsewhere = f"; it has ranks on {', '.join(others)}, and each node has to be told" if others else ""
         unknown = "".join(f"; {what}" for what in damaged_notes(run_dir))
         raise ControlError(f"{run_dir}: none of its ranks runs on this node, {node}{elsewhere}{unknown}")
@@ -211,7 +211,7 @@ def damaged_notes(run_dir: Path) -> list[str]:
 
 
 def _notes(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / FOLDER / os.uname().nodename).glob("rank*.json"))
+    return sorted((run_dir / CONTROL / os.uname().nodename).glob("rank*.json"))
 
 
 def _read_note(path: Path) -> tuple[int, int] | None:

@@ -13,13 +13,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from megatron.fill.errors import FillError
+from megatron.fill.folders import RECORDS
 from megatron.fill.linux.files import replacing
 from megatron.fill.records.agent import Attempts, read_agent
 from megatron.fill.records.files import NothingRecorded, head, read_lines
 from megatron.fill.records.rank import read_rank
 from megatron.fill.types import Prices, RankRecord
 
-RECORDS = "records"  # in a run folder
 _SEGMENT = "segment.json"
 _FILE = re.compile(r"(?P<who>rank|agent)(?P<rank>\d+)(?:-\d+)?(?P<running>\.running)?\.jsonl")
 

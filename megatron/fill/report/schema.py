@@ -185,7 +185,7 @@ class JobReport(JobSummary):
         default=None, description="its work per second on a side device, if the user stated it"
     )
     result: dict[str, Any] = Field(description="what the task reported")
-    directory: str = Field(description="its folder: output.log and the task's own files")
+    directory: str = Field(description="its folder, with the task's own files")
     attempts: list[AttemptReport] = Field(default=[], description="each attempt at it in this run, in their order")
 
 

@@ -49,6 +49,7 @@ class Cage:
         namespaces: of those in ``probe.NAMESPACES``: the ones that this machine gives us.
         directory: the job's own folder, which it may write.
         binds: places that it may use besides.
+        runs: run folders: what is in them is hidden but for its own folder, and for what ``binds`` names.
         masked: files that it may not even open to read, wherever they lie: who reads one can lock it too.
         user: whom it runs as, by number; None to stay who we are.
         group: the user's.
@@ -67,6 +68,7 @@ class Cage:
     namespaces: tuple[str, ...] = ()
     directory: str = "/"
     binds: tuple[Bind, ...] = field(default=())
+    runs: tuple[str, ...] = ()
     masked: tuple[str, ...] = ()
     user: int | None = None
     group: int | None = None

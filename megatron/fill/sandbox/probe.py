@@ -23,7 +23,7 @@ _LOOK = (
 )
 _KEEPS = {
     "pid": "no process outside can be named",
-    "mount": "files are read-only but for the job's own folder; no sockets, devices or temporary files of others",
+    "mount": "files are read-only but for the job's own folder; no files of other jobs, sockets or devices",
     "ipc": "shared memory of System V and message queues of its own",
     "cgroup": "control groups cannot be named",
     "net": "no network but its own localhost",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megatron.fill
+from megatron.fill.folders import PARTS
 from megatron.fill.sandbox import mounts
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sandbox.calls import mount
@@ -48,22 +49,34 @@ def build(cage: Cage) -> None:
     shared = mounts.take("/dev/shm") if cage.host_memory_files else None
     mounts.restrict("/", mounts.READ_ONLY | _LIMITED)
     temporary, shared = _memory_files(cage, shared)
-    for path in hidden:
-        if path != os.path.realpath("/tmp"):
-            mounts.new_memory(path, "mode=755,size=1m,nr_inodes=4096")
-    mounts.put(temporary, os.path.realpath("/tmp"))
+    covered = _lay_out(hidden, places, temporary)
     for place in devices:
         mounts.put(place.fd, place.path)
     mounts.put(shared, "/dev/shm")
     for name, target in _LINKS.items():
         os.symlink(target, f"/dev/{name}")
-    for place in sorted(places, key=lambda place: place.path.count("/")):
-        mounts.restrict(place.fd, _LIMITED | (0 if place.writable else mounts.READ_ONLY))
-        mounts.put(place.fd, place.path)
-    for path in hidden:
-        if path != os.path.realpath("/tmp"):
-            mounts.restrict(path, mounts.READ_ONLY, recursive=False)
+    for path in covered:
+        mounts.restrict(path, mounts.READ_ONLY, recursive=False)
     _mask(cage.masked)
+
+
+def _lay_out(hidden: list[str], places: list[_Place], temporary: int) -> list[str]:
+    """Cover what is hidden and put the places where they belong, from the root down; the covers in place.
+
+    So what is hidden in a place that is put back stays hidden, and what is to be seen in a hidden folder is seen.
+    """
+    covered = []
+    steps = [(path, None) for path in hidden] + [(place.path, place) for place in places]
+    for path, place in sorted(steps, key=lambda step: step[0].count("/")):  # of the same path the cover comes first
+        if place is not None:
+            mounts.restrict(place.fd, _LIMITED | (0 if place.writable else mounts.READ_ONLY))
+            mounts.put(place.fd, path)
+        elif path == os.path.realpath("/tmp"):
+            mounts.put(temporary, path)
+        elif os.path.isdir(path):  # and not hidden already, with a folder above it
+            mounts.new_memory(path, "mode=755,size=1m,nr_inodes=4096")
+            covered.append(path)
+    return covered
 
 
 def see_own_processes() -> int:
@@ -95,10 +108,17 @@ def _mask(files: tuple[str, ...]) -> None:
 
 
 def _hidden(cage: Cage) -> list[str]:
-    """The folders in whose place there is something new, none below another."""
+    """The folders in whose place there is something new."""
     # What the temporary folders are links to is hidden with them.
-    found = sorted({os.path.realpath(path) for path in (*_HIDDEN, *_closed_folders(cage)) if os.path.isdir(path)})
-    return [path for path in found if not any(_is_below(path, other) for other in found)]
+    wanted = (*_HIDDEN, *_closed_folders(cage), *_closed_runs(cage))
+    return sorted({os.path.realpath(path) for path in wanted if os.path.isdir(path)})
+
+
+def _closed_runs(cage: Cage) -> list[str]:
+    """The run folders; of one that holds itself what the job needs, such as modules, PipeFill's own parts."""
+    needed = {os.path.realpath(path) for path in (*_programs(), *(bind.path for bind in cage.binds))}
+    runs = {os.path.realpath(run) for run in cage.runs}
+    return [*(runs - needed), *(f"{run}/{part}" for run in runs & needed for part in PARTS)]
 
 
 def _take(path: str, writable: bool) -> _Place:

@@ -38,7 +38,7 @@ class TaskContext:
         memory_bytes: the cap on the task's memory; None for none.
         directory: the job's own folder, for whatever the task writes.
         measuring: the task is only measured, and thrown away: it should write nothing outside ``directory``.
-        logger: writes to the job's output.log.
+        logger: writes to the job's output.
         total_work: how much work there is in all, in the task's unit, where it is known.
         result: what ``report`` collected.
         aside: a context for what ``init`` does for long without its device: inside, it is not held between bubbles.

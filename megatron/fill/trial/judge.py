@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.fill import untrusted
-from megatron.fill.agent.folder import OUTPUT
 from megatron.fill.agent.verdict import OVER
 from megatron.fill.agent.watch import STOP_S
 from megatron.fill.config import FillSettings
+from megatron.fill.folders import output_file
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial.hints import hints
@@ -157,7 +157,7 @@ def _output(last: TrialTraining) -> list[str]:
     if not last.job.directory:
         return []
     try:
-        lines = untrusted.read_text(Path(last.job.directory) / OUTPUT).splitlines()
+        lines = untrusted.read_text(output_file(Path(last.job.directory))).splitlines()
     except (OSError, ValueError):
         return []
     starts = [at for at, line in enumerate(lines) if line == _TRACEBACK]

@@ -83,7 +83,7 @@ class CommandRun:
         if code == NOT_FOUND and shutil.which(program, path=self.spec.env.get("PATH")) is None:
             return Outcome(JobState.FAILED, f"command not found: {program}", unit="seconds")
         ended = f"was ended by {host.signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        return Outcome(JobState.FAILED, f"the command {ended}; see output.log", unit="seconds")
+        return Outcome(JobState.FAILED, f"the command {ended}; see its output", unit="seconds")
 
     def _was_told_to_end(self, code: int) -> bool:
         """Whether the command ended because everything here is to end (``scancel``), and not of itself."""

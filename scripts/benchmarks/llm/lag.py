@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megatron.fill.folders import output_file
 from megatron.fill.llm.megatron import checkpoints
 from scripts.benchmarks.llm.trained import write_corpus
 from scripts.benchmarks.trainings import MODEL, MainJob, command, jobs_file, training
@@ -33,7 +34,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     with training(command(iterations, work / "tensorboard", ["pretrain_gpt.py"], *flags, main=main), work / "log"):
         pass
     report = json.loads((work / "run" / "report.json").read_text(encoding="utf-8"))
-    behind = lags(saved, (Path(report["jobs"][0]["directory"]) / "output.log").read_text(encoding="utf-8"))
+    behind = lags(saved, output_file(Path(report["jobs"][0]["directory"])).read_text(encoding="utf-8"))
     if set(behind) < {INTERVAL * (at + 1) for at in range(SAVES)}:
         raise RuntimeError(f"only the checkpoints of iterations {sorted(behind)} were evaluated; see {work}")
     share = report["summary"]["bubble_share"]
