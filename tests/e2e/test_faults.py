@@ -61,8 +61,8 @@ def test_the_job_fails_and_says_why(run, name):
 
 
 def test_output_is_kept_and_bounded(run):
-    assert "ValueError: made to fail" in run.output("step").read_text()
-    flood = run.output("flood")
+    assert "ValueError: made to fail" in run.printed("step").read_text()
+    flood = run.printed("flood")
     assert 900_000 < flood.stat().st_size < 1_200_000
     assert b"bytes left out" in flood.read_bytes()
 

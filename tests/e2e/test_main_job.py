@@ -91,7 +91,7 @@ def test_jobs_that_finish_make_room_for_others_by_priority(tmp_path):
     assert trained.jobs["endless-a"]["steps"] > 0
     assert trained.jobs["short-0"]["work_done"] == trained.jobs["short-0"]["total_work"] == 20
     assert trained.jobs["shell"]["unit"] == "seconds"
-    assert trained.output("shell").read_text() == "hello shell 0/1\n"
+    assert trained.printed("shell").read_text() == "hello shell 0/1\n"
 
 
 def test_paired_blocks_and_baseline(tmp_path):

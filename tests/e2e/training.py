@@ -68,7 +68,7 @@ class Trained:
         """A file in a job's folder."""
         return Path(self.jobs[job]["directory"]) / file
 
-    def output(self, job: str) -> Path:
+    def printed(self, job: str) -> Path:
         """What a job printed."""
         return output_file(Path(self.jobs[job]["directory"]))
 

@@ -106,7 +106,7 @@ def test_a_folder_that_only_the_store_knows_is_neither_made_nor_handed_over(tmp_
     assert own == tmp_path / "run" / "jobs" / "pi-1"
     assert victim.exists() == (how != "no run's")
     assert not victim.exists() or victim.stat().st_uid == os.geteuid()
-    if user is not None:
+    if own is not None and user is not None:
         assert own.stat().st_uid == user.uid
 
 
