@@ -14,6 +14,7 @@ LOCKS = "locks"
 AGENTS = "agents"
 RECORDS = "records"
 CONTROL = "control"
+RUN_LOCK = "run.lock"  # a training holds it
 PARTS = (RECORDS, AGENTS, JOBS, OUTPUT, LOCKS, CONTROL)
 PRIVATE = (AGENTS, LOCKS)  # nobody but the training's user has business there
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.app import runlock
-from megatron.fill.app.runlock import LOCK, RunLock, hold
+from megatron.fill.app.runlock import RunLock, hold
 from megatron.fill.attached import Attached
 from megatron.fill.errors import RunTaken
+from megatron.fill.folders import RUN_LOCK
 from megatron.fill.types import RankInfo
 from tests.unit.children import Child
 
@@ -51,7 +52,7 @@ def child() -> Iterator[Callable[[Callable[[], object]], Child]]:
 def test_a_second_training_is_told_who_holds_the_folder_and_what_to_do(tmp_path, child):
     run = tmp_path / "run"
     first = child(lambda: RunLock.take(run, 2))
-    before = (run / LOCK).read_bytes()
+    before = (run / RUN_LOCK).read_bytes()
     with pytest.raises(RunTaken) as refused:
         RunLock.take(run, 2)
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime())[:-3]
@@ -60,14 +61,14 @@ def test_a_second_training_is_told_who_holds_the_folder_and_what_to_do(tmp_path,
         f"the run folder {run} is in use by another training (its rank 0, process {first.pid} on {NODE}, since {since}"
     )
     assert text.endswith("; expected another --fill-report, or that that training has ended")
-    assert (run / LOCK).read_bytes() == before  # nothing is written
+    assert (run / RUN_LOCK).read_bytes() == before  # nothing is written
 
 
 def test_a_killed_training_is_in_nobodys_way(tmp_path, child):
     first = child(lambda: RunLock.take(tmp_path, 2))
     os.kill(first.pid, 9)
     RunLock.take(tmp_path, 2).release()
-    assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    assert json.loads((tmp_path / RUN_LOCK).read_text())["pid"] == os.getpid()
 
 
 def test_a_rank_that_outlives_rank_0_still_holds_the_folder(tmp_path, child):
@@ -100,14 +101,14 @@ def test_a_process_forked_from_a_rank_does_not_keep_its_lock(tmp_path, child):
 def test_a_lost_nodes_lock_is_waited_for_and_can_be_overridden(tmp_path, child, monkeypatch, caplog):
     monkeypatch.setattr(runlock, "network_file_system", lambda path: "nfs4")
     child(lambda: RunLock.take(tmp_path, 2))
-    note = json.loads((tmp_path / LOCK).read_text())
-    (tmp_path / LOCK).write_text(json.dumps(note | {"host": "node7"}))
+    note = json.loads((tmp_path / RUN_LOCK).read_text())
+    (tmp_path / RUN_LOCK).write_text(json.dumps(note | {"host": "node7"}))
     began_s = time.monotonic()
-    with pytest.raises(RunTaken, match=rf"on node7, since .*; if node7 is lost, remove {tmp_path / LOCK}"):
+    with pytest.raises(RunTaken, match=rf"on node7, since .*; if node7 is lost, remove {tmp_path / RUN_LOCK}"):
         RunLock.take(tmp_path, 2, most_s=0.5)
     assert time.monotonic() - began_s > 0.5
     assert "waiting for 0 s, in case its node is lost" in caplog.text
-    (tmp_path / LOCK).unlink()
+    (tmp_path / RUN_LOCK).unlink()
     RunLock.take(tmp_path, 2).release()
 
 
@@ -123,7 +124,7 @@ def test_a_file_system_without_locks_is_said_and_used(tmp_path, monkeypatch, cap
 def test_a_note_that_says_nothing_still_refuses(tmp_path, child):
     child(lambda: RunLock.take(tmp_path, 2))
     for text in ("", "[]", '{"host": 1, "pid": [], "since_s": "x"}'):
-        (tmp_path / LOCK).write_text(text)
+        (tmp_path / RUN_LOCK).write_text(text)
         with pytest.raises(RunTaken, match="is in use by another training"):
             RunLock.take(tmp_path, 2)
 

@@ -22,12 +22,12 @@ from typing import NoReturn
 
 from megatron.fill import untrusted
 from megatron.fill.errors import RunTaken
+from megatron.fill.folders import RUN_LOCK
 from megatron.fill.store.filesystem import network_file_system
 from megatron.fill.types import RankInfo
 
 logger = logging.getLogger("pipefill")
 
-LOCK = "run.lock"  # in the run folder
 _DYING_S = 5.0  # a process that was killed gives its memory back first, and then its locks
 # The server of a network file system holds the locks of a node that was lost for its lease: 90 s for NFS 4.
 _LEASE_S = 100.0
@@ -54,7 +54,7 @@ class RunLock:
             OSError: it cannot be made.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
-        fd = _locked(run_dir / LOCK, 0, 0, most_s)
+        fd = _locked(run_dir / RUN_LOCK, 0, 0, most_s)
         note = {"host": os.uname().nodename, "pid": os.getpid(), "since_s": time.time(), "ranks": ranks}
         with suppress(OSError):  # a full disk: others are told less, and the lock holds
             os.pwrite(fd, json.dumps(note).encode().ljust(os.fstat(fd).st_size), 0)
@@ -70,7 +70,7 @@ class RunLock:
             OSError: it cannot be opened.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
-        return cls(_locked(run_dir / LOCK, rank, 1, _DYING_S))
+        return cls(_locked(run_dir / RUN_LOCK, rank, 1, _DYING_S))
 
     def release(self) -> None:
         """Give it back before this process ends."""
@@ -156,7 +156,7 @@ def _locked(path: Path, start: int, length: int, most_s: float) -> int:
     network = network_file_system(path.parent)
     began_s, said = time.monotonic(), False
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # who may read it could lock it
         try:
             held = not _lock(fd, start, length)
         except OSError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.fill.errors import ConfigError
 
-LEFT_OUT = ("proc", "landlock", "system calls")  # the walls that ``Cage.without`` can name
+LEFT_OUT = ("proc", "landlock", "system calls", "run folder")  # the walls that ``Cage.without`` can name
 
 
 @dataclass(frozen=True, slots=True)

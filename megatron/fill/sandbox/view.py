@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megatron.fill
-from megatron.fill.folders import PARTS
+from megatron.fill.folders import PARTS, RUN_LOCK
 from megatron.fill.sandbox import mounts
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sandbox.calls import mount
@@ -57,7 +57,7 @@ def build(cage: Cage) -> None:
         os.symlink(target, f"/dev/{name}")
     for path in covered:
         mounts.restrict(path, mounts.READ_ONLY, recursive=False)
-    _mask(cage.masked)
+    _mask((*cage.masked, *(f"{run}/{RUN_LOCK}" for run in cage.runs)))
 
 
 def _lay_out(hidden: list[str], places: list[_Place], temporary: int) -> list[str]:
@@ -116,6 +116,8 @@ def _hidden(cage: Cage) -> list[str]:
 
 def _closed_runs(cage: Cage) -> list[str]:
     """The run folders; of one that holds itself what the job needs, such as modules, PipeFill's own parts."""
+    if "run folder" in cage.without:
+        return []
     needed = {os.path.realpath(path) for path in (*_programs(), *(bind.path for bind in cage.binds))}
     runs = {os.path.realpath(run) for run in cage.runs}
     return [*(runs - needed), *(f"{run}/{part}" for run in runs & needed for part in PARTS)]
