@@ -251,7 +251,8 @@ class JobRecord:
         ended_s: when this was noted, in seconds since the epoch; a job that was tried again has several records.
         attempt: which of them it is, as the store counts the job's claims.
         started_ns: when its worker was started, by CLOCK_MONOTONIC of its machine.
-        ready_ns: when the worker called the task's ``create``; 0 for never.
+        ready_ns: when the worker called the task's ``create``, or first waited for a bubble for its command; 0 for
+            never.
         ended_ns: when the worker had ended.
         peak_bytes: the most device memory that it was seen to hold; 0 where nobody looked in time.
         offences: how often something of it ran on after its bubble for longer than the grace.

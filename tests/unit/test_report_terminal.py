@@ -1,14 +1,12 @@
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from megatron.fill.display import state_colour
 from megatron.fill.report import Report, bubble_cycle, print_cycle, print_report, seen, write_cycles
-from megatron.fill.report.advice import advice
 from megatron.fill.report.schema import Cycles
 from megatron.fill.types import BrakeEvent, BubbleKind, JobRecord, JobState, RankRecord
 from tests.unit.synthetic import LAST, MS, report_of, synthetic_run
@@ -127,30 +125,6 @@ def test_what_a_job_says_does_not_command_the_terminal() -> None:
     console = Console(width=80, file=(out := StringIO()))
     print_report(report_of(ranks, workers, jobs), console)
     assert not set(out.getvalue()) & {"\x1b", "\x9b"}
-
-
-def idle(report: Report, **changed: Any) -> Report:
-    """The same, served by jobs that did nothing."""
-    segment = report.segments[0].model_copy(update={"store": "runs/first"})
-    total = report.total.model_copy(update={"steps": 0, "work": []} | changed)
-    return report.model_copy(update={"segments": [segment], "total": total})
-
-
-def test_a_run_that_filled_nothing_says_why_and_what_would_help() -> None:
-    ranks, workers, jobs = synthetic_run()
-    report = report_of(ranks, workers, jobs)
-    assert advice(report) == ""
-    assert advice(idle(report, steps=1)) == ""
-    alone = [replace(ranks[0], bubbles=[], info=replace(ranks[0].info, stages=1))]
-    assert "one pipeline stage has no bubbles; --pipeline-model-parallel-size 2" in advice(
-        idle(report_of(alone, [], jobs))
-    )
-    assert "pipefill submit JOBS.yaml --store runs/first adds some" in advice(idle(report_of(ranks, [], [])))
-    assert "--fill-warmup-iterations" in advice(idle(report, fillable_s=0.0))
-    text = printed(idle(report))
-    assert "no job did a step in a bubble" in text
-    assert "longest bubbles are of 20.0 ms" in " ".join(text.split())
-    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_results_of_jobs_are_told_in_short() -> None:

@@ -6,13 +6,13 @@ is started, which gives this rank its gate, its agent and its listener, and whic
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shlex
+import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import megatron.fill.device.before_cuda  # noqa: F401 -- the script imports Mega
 import pipefill_patches
 from megatron.fill.agent.submitted import forget_submitted, not_yet_submitted
 from megatron.fill.app.alone import measure_alone, turns
+from megatron.fill.app.closing import kept, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles
 from megatron.fill.app.keptin import KeptIn, check_emulation, check_flags, keep_in
 from megatron.fill.app.placing import Place, world_size
@@ -65,6 +66,7 @@ class Launch:
         self._place = Place()
         self._run_dir: Path | None = None
         self._lock: RunLock | None = None
+        self._records: Path | None = None  # of this segment
         self._segment: OpenSegment | None = None  # on rank 0
         self._jobs: list[NewJob] = []
         self._new_jobs: list[NewJob] = []  # those that an earlier run in this folder has not submitted; of rank 0
@@ -137,7 +139,7 @@ class Launch:
         segment = self._prepare_run(settings, info, run_dir)
         if segment is None:
             return
-        self._run_dir = run_dir
+        self._run_dir, self._records = run_dir, segment
         lacking = "" if self.mps is None else why_no_client(self.mps, settings.mps_pipe is not None)
         if lacking:
             logger.warning("rank %d fills nothing: %s", info.rank, lacking)
@@ -185,6 +187,8 @@ class Launch:
             walls={layer.name: layer.lacks for layer in self.walls.layers},
             trace_iterations=settings.trace_iterations,
             prices=settings.price,
+            warmup=settings.warmup_iterations if settings.serves else None,
+            paired_blocks=settings.paired_blocks,
         )
 
     def finish(self) -> None:
@@ -193,19 +197,19 @@ class Launch:
             return
         import torch.distributed as dist
 
-        with _kept("the records of this rank are lost"):
+        with kept("the records of this rank are lost"):
             if self.session is not None:
                 self.session.finish()
         try:
             measure_alone(self.session, self._turns, self.settings.baseline_seconds)
         finally:
-            with _kept("the fill agent of this rank may not have ended"):
+            with kept("the fill agent of this rank may not have ended"):
                 if self.session is not None:
                     self.session.close()
         dist.barrier()  # every rank comes here, also one whose session failed
         if self._segment is not None:  # on rank 0
             self._end(SegmentEnding.WELL)
-            with _kept("the report could not be made"):
+            with kept("the report could not be made"):
                 self._report(self.settings, self._run_dir)
 
     def _report(self, settings: FillSettings, run_dir: Path) -> None:
@@ -223,8 +227,15 @@ class Launch:
 
     def abort(self) -> None:
         """The main job failed."""
+        if self._records is not None:  # the launcher ends the others when one has failed: not before they are done
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self.session is not None:
             self.session.abort()
+            if self._records is not None and self._run_dir is not None and self.session.settings.serves:
+                with kept("it is not known where its jobs are"):
+                    store = store_of(self.session.settings, self._run_dir)
+                    names = [job.name for job in self._jobs]
+                    tell_of_jobs(store, self._run_dir, self._records, self.session.info.rank, names)
         self._end(SegmentEnding.FAILED)
 
     def release(self) -> None:
@@ -240,15 +251,6 @@ class Launch:
                 self._segment.end(ending)
             except OSError as error:
                 logger.warning("how the training ended cannot be written down: %s", error)
-
-
-@contextlib.contextmanager
-def _kept(lost: str) -> Iterator[None]:
-    """Whatever fails at the end of a training, the training itself is done; what is lost is said."""
-    try:
-        yield
-    except Exception:
-        logger.exception("%s; the training itself is done", lost)
 
 
 def _counted(jobs: int, new: int) -> str:

@@ -143,7 +143,7 @@ class StepLog:
 
     @property
     def ready_ns(self) -> int:
-        """When the worker had started and called the task's ``create``; 0 before."""
+        """When the worker had started and called the task's ``create``, or had its command to run; 0 before."""
         return self._count(_READY)
 
     @ready_ns.setter

@@ -21,6 +21,7 @@ from megatron.fill.records.segment import (
     SegmentEnding,
     begin_segment,
     last_segment,
+    note_failure,
     read_segments,
 )
 from megatron.fill.records.tables import Table, column
@@ -40,6 +41,7 @@ __all__ = [
     "begin_segment",
     "column",
     "last_segment",
+    "note_failure",
     "rank_file",
     "read_agent",
     "read_rank",

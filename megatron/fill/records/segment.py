@@ -21,6 +21,7 @@ from megatron.fill.records.rank import read_rank
 from megatron.fill.types import Prices, RankRecord
 
 _SEGMENT = "segment.json"
+_FAILED = "failed"  # in the folder of a segment: a rank has failed, and says which
 _FILE = re.compile(r"(?P<who>rank|agent)(?P<rank>\d+)(?:-\d+)?(?P<running>\.running)?\.jsonl")
 
 
@@ -29,7 +30,7 @@ class SegmentEnding(StrEnum):
 
     RUNNING = "running"  # it has not
     WELL = "by itself"
-    FAILED = "failed"  # with an error of the training, of which rank 0 could tell
+    FAILED = "failed"  # with an error of the training, of which a rank could tell
     CUT = "cut off"  # without a word: killed, preempted, or its machine was lost
 
 
@@ -48,6 +49,8 @@ class Segment:
         walls: the walls around jobs by name, and why one did not stand.
         trace_iterations: how many the trace should hold.
         prices: what it was told that an hour costs.
+        warmup: how many iterations pass before it fills; None where no job is served.
+        paired_blocks: how many iterations its blocks with and without filling have; 0 for no blocks.
     """
 
     folder: Path
@@ -60,6 +63,8 @@ class Segment:
     walls: Mapping[str, str] = field(default_factory=dict)
     trace_iterations: int = 3
     prices: Prices | None = None
+    warmup: int | None = None
+    paired_blocks: int = 0
     ended_s: float | None = None
     ending: SegmentEnding = SegmentEnding.CUT
 
@@ -171,6 +176,8 @@ def begin_segment(
     walls: Mapping[str, str] | None = None,
     trace_iterations: int = 3,
     prices: Prices | None = None,
+    warmup: int | None = None,
+    paired_blocks: int = 0,
 ) -> OpenSegment:
     """Make the folder of a new segment, after those that are there; the arguments are those of ``Segment``.
 
@@ -189,7 +196,24 @@ def begin_segment(
         else:
             break
     segment = Segment(folder, number, command, time.time(), ranks, tuple(jobs), store, walls or {}, trace_iterations)
-    return OpenSegment(replace(segment, prices=prices))
+    return OpenSegment(replace(segment, prices=prices, warmup=warmup, paired_blocks=paired_blocks))
+
+
+def note_failure(folder: Path, rank: int) -> bool:
+    """Write down that the training of this segment has failed; whether this rank is the first to say so.
+
+    Rank 0 may be ended by the launcher before it can say a word, because another rank has failed.
+    """
+    try:
+        fd = os.open(folder / _FAILED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return False
+    except OSError:  # the folder is gone: rather twice than never
+        return True
+    with suppress(OSError):  # a full disk has room for a name
+        os.write(fd, f"rank {rank}\n".encode())
+    os.close(fd)
+    return True
 
 
 def read_segments(run_dir: Path) -> list[Segment]:
@@ -229,15 +253,20 @@ def _segment(folder: Path, number: int) -> Segment | None:
         del content["version"], content["kind"]
         prices = content["prices"]
         ended = content["ended_s"] is not None
-        ending = (
-            SegmentEnding(content["ending"]) if ended else SegmentEnding.RUNNING if _locked(path) else SegmentEnding.CUT
-        )
+        ending = SegmentEnding(content["ending"]) if ended else _unsaid(folder)
         content |= {"folder": folder, "number": number, "ending": ending, "jobs": tuple(content["jobs"])}
         return Segment(**content | {"prices": None if prices is None else Prices(**prices)})
     except NothingRecorded:
         return None
     except (KeyError, TypeError, ValueError) as error:
         raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
+
+
+def _unsaid(folder: Path) -> SegmentEnding:
+    """How a segment stands whose rank 0 did not say how it ended."""
+    if _locked(folder / _SEGMENT):
+        return SegmentEnding.RUNNING
+    return SegmentEnding.FAILED if (folder / _FAILED).exists() else SegmentEnding.CUT
 
 
 def _locked(path: Path) -> bool:

@@ -1,30 +1,155 @@
-"""Why a run filled nothing, and what would help."""
+"""Why a run filled nothing, and what would help.
+
+A cause is found in what was measured, never in what somebody said of it; every figure in a sentence is the report's.
+"""
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
+from megatron.fill.records import SegmentEnding
 from megatron.fill.report.schema import Report
+from megatron.fill.report.timeuse import TimeUse
+from megatron.fill.types import JobState
+
+_WITHOUT_SUCCESS = {JobState.FAILED, JobState.CANCELLED}
+_SHUT = (TimeUse.NOT_PREDICTED, TimeUse.TOO_SHORT)  # bubbles in which the gate stayed shut
+
+
+class Cause(Enum):
+    """Why nothing was filled, in the order in which it is looked for."""
+
+    NOTHING_RECORDED = auto()  # no iteration that anything could be said of
+    ONE_STAGE = auto()
+    NO_BUBBLES = auto()
+    NO_JOBS = auto()
+    BRAKED = auto()
+    WARMING_UP = auto()
+    PAUSED = auto()
+    FAILED = auto()  # every job did, or was cancelled
+    NOT_STARTED = auto()  # no job was taken
+    NOT_READY = auto()  # some were, and none had begun
+    LONG_STEPS = auto()  # of jobs that were there, the next step did not fit
+    LARGE_STEPS = auto()
+    LATE = auto()  # they were there, and did not get to a step
+    SHORT_BUBBLES = auto()  # too short to be opened
+    NOT_PREDICTED = auto()
+    NO_STEP = auto()  # jobs had begun, and had none to run
+
+
+def cause(report: Report) -> Cause | None:
+    """Why a run that served jobs filled nothing; None where it did, or served none."""
+    total = report.total
+    if not any(segment.store for segment in report.segments) or total.steps:
+        return None
+    if not total.iterations:
+        return Cause.NOTHING_RECORDED
+    if not sum(total.bubble_s.values()) and not total.fillable_s:
+        return Cause.ONE_STAGE if len(report.stages) == 1 else Cause.NO_BUBBLES
+    if not report.jobs:
+        return Cause.NO_JOBS
+    return _of_jobs(report) if total.fillable_s else _never_open(report)
+
+
+def _never_open(report: Report) -> Cause:
+    if all(segment.warmup is None or segment.iterations <= segment.warmup for segment in report.segments):
+        return Cause.WARMING_UP
+    return Cause.BRAKED if any(rank.brakes for rank in report.ranks) else Cause.PAUSED
+
+
+def _of_jobs(report: Report) -> Cause:
+    """Why bubbles that were open to jobs saw no step of them."""
+    attempts = [attempt for job in report.jobs for attempt in job.attempts]
+    if all(job.state in _WITHOUT_SUCCESS for job in report.jobs):
+        return Cause.FAILED
+    if not attempts:
+        return Cause.NOT_STARTED
+    if all(attempt.ready_s is None for attempt in attempts):
+        return Cause.NOT_READY
+    use = report.total.time_use_ns
+    there = {
+        Cause.LONG_STEPS: use[TimeUse.LITTLE_TIME] + _past_prediction_ns(use),
+        Cause.LARGE_STEPS: use[TimeUse.LITTLE_MEMORY],
+        Cause.LATE: use[TimeUse.RUNTIME],
+    }
+    if any(there.values()):
+        return max(there, key=lambda cause: there[cause])
+    largest = max(use, key=lambda one: use[one])
+    return {TimeUse.NOT_PREDICTED: Cause.NOT_PREDICTED, TimeUse.TOO_SHORT: Cause.SHORT_BUBBLES}.get(
+        largest, Cause.NO_STEP
+    )
+
+
+def _past_prediction_ns(use: dict[TimeUse, int]) -> int:
+    """What followed a predicted end counts where a step did not fit before it, and not where the gate was shut."""
+    return use[TimeUse.PAST_PREDICTION] if use[TimeUse.LITTLE_TIME] else 0
 
 
 def advice(report: Report) -> str:
     """One sentence for the user of a run that served jobs and did nothing with them; empty where it did."""
-    store = report.segments[-1].store if report.segments else ""
-    total = report.total
-    if not store or total.steps:
-        return ""
-    if not sum(total.bubble_s.values()) and len(report.stages) == 1:
-        return (
-            "nothing was filled, for a training in one pipeline stage has no bubbles; "
-            "--pipeline-model-parallel-size 2 or more makes some"
-        )
-    if not report.jobs:
-        return f"nothing was filled, for there were no jobs; pipefill submit JOBS.yaml --store {store} adds some"
-    if not total.fillable_s:
-        return (
-            f"nothing was filled: bubbles are open to jobs after --fill-warmup-iterations, and while no brake or pause "
-            f"is on, which of these {total.iterations} iterations was none; a longer training helps"
-        )
-    longest_ms = max((bubble.median_ms for cycle in report.cycle for bubble in cycle.training), default=0.0)
-    return (
-        f"nothing was filled: no job did a step in a bubble; the reasons are above. The longest bubbles are of "
-        f"{longest_ms:.1f} ms, and steps have to be shorter; pipefill profile and plan tell what fits"
-    )
+    found = cause(report)
+    return "" if found is None else f"nothing was filled: {_SENTENCES[found].format(**_figures(report))}"
+
+
+def _figures(report: Report) -> dict[str, str]:
+    """What the sentences may name."""
+    last = report.segments[-1]
+    longest = max((bubble.median_ms for cycle in report.cycle for bubble in cycle.training), default=0.0)
+    attempts = sum(len(job.attempts) for job in report.jobs)
+    return {
+        "iterations": _counted(report.total.iterations, "iteration"),
+        "warmup": str(max(segment.warmup or 0 for segment in report.segments)),
+        "most": str(max(segment.iterations for segment in report.segments)),
+        "jobs": _counted(len(report.jobs), "job"),
+        "attempts": _counted(attempts, "attempt"),
+        "store": next(segment.store for segment in reversed(report.segments) if segment.store),
+        "longest": f"{longest:.1f} ms",
+        "then": "the training goes on" if last.ending is SegmentEnding.RUNNING else "a longer training helps",
+        "later": "ask again later" if last.ending is SegmentEnding.RUNNING else "the training was over before",
+    }
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+_SENTENCES = {
+    Cause.NOTHING_RECORDED: "no rank has written an iteration down, which each does after every few; {later}",
+    Cause.ONE_STAGE: (
+        "a training in one pipeline stage has no bubbles; --pipeline-model-parallel-size 2 or more makes some"
+    ),
+    Cause.NO_BUBBLES: (
+        "no bubble was seen in {iterations}; the schedule is not one that PipeFill knows, and megatron.fill.bubble "
+        "marks bubbles by hand"
+    ),
+    Cause.NO_JOBS: "there were no jobs; pipefill submit JOBS.yaml --store {store} adds some",
+    Cause.BRAKED: (
+        "the automatic brake was on whenever bubbles could have been filled; --fill-max-slowdown says what it allows"
+    ),
+    Cause.WARMING_UP: (
+        "bubbles are open to jobs after {warmup} iterations (--fill-warmup-iterations), and of no start of the "
+        "training more than {most} were recorded; {then}"
+    ),
+    Cause.PAUSED: ("pipefill pause or kill was on whenever bubbles could have been filled; pipefill resume ends it"),
+    Cause.FAILED: "of {jobs} none ended well or goes on; the reasons are above",
+    Cause.NOT_STARTED: ("of {jobs} none was started. The reasons are above; where it is that no rank was free, {then}"),
+    Cause.NOT_READY: (
+        "of {attempts} none came further than the start of its worker, which takes seconds where cores are busy; {then}"
+    ),
+    Cause.LONG_STEPS: (
+        "the jobs' next steps did not fit. The longest bubbles are of {longest}, and steps have to be shorter; "
+        "pipefill profile and plan tell what fits"
+    ),
+    Cause.LARGE_STEPS: (
+        "the jobs' next steps need more memory than the training leaves in bubbles; pipefill plan tells how much it is"
+    ),
+    Cause.LATE: (
+        "the jobs were there, and bubbles had ended before they got to a step; cores that others keep busy do that"
+    ),
+    Cause.SHORT_BUBBLES: (
+        "bubbles were too short to be opened. The longest are of {longest}; --fill-min-bubble-us sets from when on "
+        "they are"
+    ),
+    Cause.NOT_PREDICTED: "most bubbles could not be predicted yet; {then}",
+    Cause.NO_STEP: "jobs had begun, and had no step to run; the reasons are above",
+}

@@ -131,7 +131,14 @@ class ReportBuilder:
                 for stage, (tally, ranks) in sorted(self._stages.items())
             ],
             total=total,
-            cost=cost_of(self._with_s(), slowdown, self._total.done, jobs, prices or (last.prices if last else None)),
+            cost=cost_of(
+                self._with_s(),
+                slowdown,
+                self._total.done,
+                jobs,
+                prices or (last.prices if last else None),
+                paired=bool(last and last.paired_blocks),
+            ),
             jobs=list(jobs),
             cycle=self._cycles,
             walls=[Wall(name=name, lacks=why) for name, why in (last.walls if last else {}).items()],
@@ -164,6 +171,8 @@ class ReportBuilder:
             first_iteration=min(sums.numbers, default=None),
             last_iteration=max(sums.numbers, default=None),
             store=segment.store,
+            warmup=segment.warmup,
+            paired_blocks=segment.paired_blocks,
             command=segment.command,
         )
 

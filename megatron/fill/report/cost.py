@@ -29,6 +29,7 @@ def cost_of(
     done: Mapping[str, JobWork],
     jobs: Sequence[JobReport],
     prices: Prices | None,
+    paired: bool = False,
 ) -> Cost:
     """What can be said of the cost.
 
@@ -36,10 +37,11 @@ def cost_of(
         with_s: how long the training was in iterations with filling, in seconds.
         done: by job, in bubbles and alone.
         jobs: for the throughputs that the user stated.
+        paired: the run had blocks with and without filling, so that another flag would not help.
     """
     stated = {job.name: job.side_throughput for job in jobs}
     work = [_side_work(job, its, stated.get(job)) for job, its in done.items() if its.work > 0]
-    lacking = list(_lacking(with_s, slowdown, work, prices))
+    lacking = list(_lacking(with_s, slowdown, work, prices, paired))
     saving = low = high = None
     if not lacking:
         assert prices is not None
@@ -73,12 +75,12 @@ def _side_work(job: str, done: JobWork, stated: float | None) -> SideWork:
 
 
 def _lacking(
-    with_s: float, slowdown: Slowdown | None, work: Sequence[SideWork], prices: Prices | None
+    with_s: float, slowdown: Slowdown | None, work: Sequence[SideWork], prices: Prices | None, paired: bool
 ) -> Iterator[str]:
     if prices is None:
         yield "prices (--fill-price, or pipefill report --price)"
     if slowdown is None:
-        yield "the slowdown (--fill-paired-blocks)"
+        yield "two whole blocks with and without filling" if paired else "the slowdown (--fill-paired-blocks)"
     if not with_s:
         yield "iterations with filling"
     unknown = [one.job for one in work if one.throughput is None]

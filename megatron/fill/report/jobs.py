@@ -69,6 +69,7 @@ def _attempt(number: int, job: JobRecord) -> AttemptReport:
         rank=job.rank,
         state=job.state,
         reason=job.reason,
+        ready_s=(job.ready_ns - job.started_ns) / 1e9 if job.ready_ns else None,
         work_done=finite(job.work_done),
         steps=job.steps,
         harvested_s=job.harvested_s,

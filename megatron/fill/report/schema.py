@@ -167,6 +167,9 @@ class AttemptReport(_Model):
     rank: int | None = Field(description="the rank whose bubbles it ran in")
     state: JobState = Field(description="what came of it; QUEUED: it was to go on later")
     reason: str = Field(description="why")
+    ready_s: float | None = Field(
+        default=None, description="from the start of its worker until the job itself began; null if it never did"
+    )
     work_done: float = Field(description="work done in it, in the job's unit")
     steps: int = Field(description="steps done in it")
     harvested_s: float = Field(description="seconds inside its steps and inside bubbles")
@@ -255,6 +258,8 @@ class SegmentReport(_Model):
     first_iteration: int | None = Field(description="the number of the first one; null if there is none")
     last_iteration: int | None = Field(description="the number of the last one; null if there is none")
     store: str = Field(description="the job store that it served, without passwords; empty for none")
+    warmup: int | None = Field(default=None, description="iterations before it filled; null where no job was served")
+    paired_blocks: int = Field(default=0, description="iterations of a block with or without filling; 0: no blocks")
     command: str = Field(description="the command line of the main job")
 
 

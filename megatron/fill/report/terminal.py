@@ -48,7 +48,7 @@ def print_report(report: Report, console: Console) -> None:
             console.print(line, highlight=False, markup=False)
     lines = [
         *_segment_lines(report.segments),
-        *_lines(report.summary, jobs=bool(report.jobs)),
+        *_lines(report.summary, report.segments[-1].paired_blocks if report.segments else 0, jobs=bool(report.jobs)),
         *(cost_lines(report.cost) if report.jobs else []),
         *_brake_lines(report.ranks),
         *_wall_lines(report),
@@ -65,6 +65,8 @@ def print_cycle(cycles: Sequence[RankCycle], console: Console) -> None:
         took = "" if cycle.iteration_ms is None else f": iterations of {cycle.iteration_ms:.1f} ms"
         if cycle.training:
             console.print(_cycle_table(f"Bubbles of {where}{took}", cycle.training), "")
+        elif cycle.iteration_ms is None:
+            console.print(f"{where} has written no iteration down", highlight=False)
         else:
             console.print(f"{where} had no bubbles{took}", highlight=False)
         if cycle.evaluation:
@@ -168,11 +170,13 @@ _ENDED = {
 }
 
 
-def _lines(summary: Summary, jobs: bool) -> list[str]:
+def _lines(summary: Summary, paired_blocks: int, jobs: bool) -> list[str]:
     if summary.slowdown:
         low, high = summary.slowdown.ci95
         pairs = f"{summary.slowdown.pairs} pair{'s' if summary.slowdown.pairs > 1 else ''} of blocks"
         slowdown = f"{summary.slowdown.mean:+.2%} (95% interval {low:+.2%} to {high:+.2%}, {pairs})"
+    elif paired_blocks:
+        slowdown = f"not known, for no two blocks of {paired_blocks} iterations with and without filling were recorded"
     else:
         slowdown = "not measured; --fill-paired-blocks measures it"
     lines = [f"main job slowdown: {slowdown}"]

@@ -20,6 +20,7 @@ from megatron.fill.types import BubbleUse, JobState, Lack
 from megatron.fill.worker.confined import apply_environment, jail
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 
+BEGINS_AGAIN = "a command begins again from its start"
 _GUARD_NS = 500_000  # a command is stopped this long before what is taken for the end of the bubble
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # itself, or what its shell had started
 _LOOK_NS = 50_000_000  # the other job may move our wait elsewhere: then this sees the bubble's end
@@ -76,7 +77,7 @@ class CommandRun:
         finally:
             command.kill()
         if code is None or self._was_told_to_end(code):
-            return Outcome(JobState.QUEUED, "a command begins again from its start", unit="seconds")
+            return Outcome(JobState.QUEUED, BEGINS_AGAIN, unit="seconds")
         if code == 0:
             return Outcome(JobState.SUCCEEDED, "", unit="seconds")
         program = (self.spec.work.command or ("",))[0]
@@ -110,7 +111,7 @@ class CommandRun:
     def _run_in_bubbles(self, command: StoppedCommand) -> int | None:
         seq = 0
         self.log.phase = WorkerPhase.ASLEEP
-        self.log.serving_ns = time.monotonic_ns()
+        self.log.ready_ns = self.log.serving_ns = time.monotonic_ns()
         while not (self.gate.ended or self.stopping()):
             bubble = self.view.wait(seq)
             if bubble is None:

@@ -1,0 +1,57 @@
+"""The last words about a training: what of its records was lost, and where its jobs are if it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from megatron.fill.errors import FillError
+from megatron.fill.records import note_failure
+from megatron.fill.store.location import locate, shown
+from megatron.fill.store.standing import standing
+from megatron.fill.types import JobState
+
+logger = logging.getLogger("pipefill")
+
+
+@contextlib.contextmanager
+def kept(lost: str) -> Iterator[None]:
+    """Whatever fails at the end of a training, the training itself is done; what is lost is said."""
+    try:
+        yield
+    except (OSError, FillError) as error:  # a full disk, a damaged record
+        logger.warning("%s, the training itself is done: %s", lost, error)
+    except Exception:
+        logger.exception("%s; the training itself is done", lost)
+
+
+def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Collection[str]) -> None:
+    """Say in one line where the jobs of a training are that has failed; the first rank that has failed says it.
+
+    Args:
+        store: the job store that it served.
+        segment: the folder of its records.
+        names: the jobs of its jobs file.
+    """
+    if not note_failure(segment, rank):
+        return
+    found = Counter(
+        "not submitted" if not job.what else str(job.state) if job.state.finished else "open"
+        for job in standing(store, run_dir, False, names).values()
+    )
+    ended = [f"{found[state]} {state}" for state in JobState if found[state]]
+    where = shown(locate(store))
+    said = [f"of its {len(names)} jobs {', '.join(ended)}"] if ended else []
+    if found["open"]:
+        unfinished = f"{found['open']} of its {len(names)} jobs have not ended" if not ended else f"{found['open']} not"
+        said.append(f"{unfinished}: they are queued in the job store {where} and go on when a training serves it again")
+    elif not names or not found:
+        said.append(f"jobs that have not ended are queued in the job store {where}")
+    if found["not submitted"]:
+        said.append(f"{found['not submitted']} were not submitted yet; the next start in {run_dir} submits them")
+    # A rank's own line, so that those of others do not break it.
+    os.write(1, f"PipeFill: the training has failed; {', '.join(said)}\n".encode())
