@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron.fill import worker
 from megatron.fill.errors import TaskError
 from megatron.fill.sidetask import SideTask, TaskContext
 from megatron.fill.sidetask.blame import task_traceback
@@ -38,6 +39,19 @@ def test_a_traceback_begins_with_the_tasks_own_code():
     assert "KeyError: 'inner'" in text
     assert text.endswith("ValueError: 3 epochs\n")
     lines = [line for line in text.splitlines() if line.startswith("  File")]
+    assert [line.rpartition(" ")[2] for line in lines] == ["create", "helper"]
+
+
+def test_the_frames_of_whoever_calls_a_task_are_not_its_authors():
+    """Whatever room of the package they are in: here as if they were the worker's."""
+    names: dict[str, Any] = {}
+    exec(compile("def call(task): task.create(3)", worker.__file__, "exec"), names)
+    with pytest.raises(ValueError, match="3 epochs") as caught:
+        names["call"](Broken())
+    error = caught.value
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next  # without the test itself
+    lines = [line for line in task_traceback(error).splitlines() if line.startswith("  File")]
     assert [line.rpartition(" ")[2] for line in lines] == ["create", "helper"]
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron.fill.agent import warden
+from megatron.fill.agent.warden import Warden
 from megatron.fill.chaos.attacks import brought, calls, command, kernel
-from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, in_child, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, NoTargetError, Refused, in_child, try_all
 from megatron.fill.chaos.attacks.table import ATTACKS
 from megatron.fill.chaos.attacks.task import Attacker
 from megatron.fill.chaos.holder import MemoryHolder, Shrinking
 from megatron.fill.chaos.kind import attack, fatal
 from megatron.fill.chaos.marks import Note, prepare, read
 from megatron.fill.chaos.meminfo import FreeMemory
+from megatron.fill.chaos.targets import Targets
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.store import NewJob, open_store
 from megatron.fill.work import Work
@@ -52,13 +57,64 @@ def refuse() -> None:
     raise PermissionError(1, "no")
 
 
+def miss() -> None:
+    raise NoTargetError("gone")
+
+
 def test_only_processes_of_the_same_run_are_found(tmp_path, rank):
     await_word(rank.pid, "--fill-store")
     assert ground(tmp_path).ranks() == [rank.pid]
-    with pytest.raises(Refused, match="no rank of the run is in sight"):
+    with pytest.raises(NoTargetError, match="no rank of the run is in sight"):
         Ground(tmp_path, tmp_path / "another", HERE).ranks()
-    with pytest.raises(Refused, match="no agent of the run is in sight"):
+    with pytest.raises(NoTargetError, match="no agent of the run is in sight"):
         ground(tmp_path / "other").agents()
+
+
+def test_agents_and_wardens_are_found_by_the_command_lines_that_they_are_started_with(tmp_path, monkeypatch):
+    """Names that a rename has left behind would find nobody, and every attack on agents would look refused."""
+    spec = tmp_path / "run" / "agents" / "spec0.json"
+    spec.parent.mkdir(parents=True)
+    spec.write_text(json.dumps({"rank": 0, "parent": os.getpid(), "gate_fd": 0}))
+    start = subprocess.Popen
+
+    def popen(command: list[str], **kwargs: object) -> subprocess.Popen[bytes]:
+        at = command.index("-m") + 1
+        words = [sys.executable, "-c", "import time; time.sleep(60)", *command[at:]]
+        return start(words, stdin=subprocess.DEVNULL)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    try:
+        agent = Warden(spec, 1.0)._start()
+    finally:
+        signal.set_wakeup_fd(-1)
+    guard = popen([sys.executable, "-m", warden.__name__, str(spec)])
+    try:
+        await_word(agent.pid, str(spec))
+        await_word(guard.pid, str(spec))
+        assert sorted(ground(tmp_path).agents()) == sorted([agent.pid, guard.pid])
+    finally:
+        for process in (agent, guard):
+            process.kill()
+            process.wait()
+
+
+def test_whom_walls_hide_is_asked_for_by_number(tmp_path):
+    told = Targets(namespace=os.stat("/proc/self/ns/pid").st_ino, ranks=(1 << 21,), agents=(1 << 22,))
+    here = Ground(tmp_path, tmp_path / "nowhere", HERE, told)
+    assert here.everyone() == [1 << 21, 1 << 22]
+    with pytest.raises(Refused, match="No such process"):
+        ATTACKS["signal-agents"].commit(here)
+    # In another namespace the number of one of its own processes is not who is meant.
+    elsewhere = Ground(tmp_path, tmp_path / "nowhere", HERE, replace(told, namespace=1, ranks=(os.getpid(),)))
+    with pytest.raises(NoTargetError):
+        elsewhere.ranks()
+
+
+def test_what_attackers_are_told_is_read_back(tmp_path):
+    told = Targets(1, (2,), (3, 4), ("a",), (("/cgroup", 2),), (80,), ("@x",))
+    told.write(tmp_path)
+    assert Targets.read(tmp_path) == told
+    assert Targets.read(tmp_path / "nowhere") == Targets()
 
 
 def test_where_nothing_is_its_own_the_machine_is_left_alone(tmp_path):
@@ -66,7 +122,8 @@ def test_where_nothing_is_its_own_the_machine_is_left_alone(tmp_path):
     assert not here.own_init()
     assert not here.own_network()
     for name in ("kill-everybody", "kill-init", "loopback-down", "rank-ports", "unix-sockets"):
-        assert ATTACKS[name].commit(here).startswith("not tried")
+        with pytest.raises(NoTargetError):
+            ATTACKS[name].commit(here)
 
 
 def test_signals_reach_a_rank_that_nothing_protects(tmp_path, rank):
@@ -79,8 +136,12 @@ def test_the_ways_that_went_through_are_named_and_none_is_a_refusal():
     assert try_all([("one", refuse), ("two", lambda: None), ("three", lambda: None)]) == "two, three"
     with pytest.raises(Refused, match=r"one: .*no"):
         try_all([("one", refuse)])
-    with pytest.raises(Refused, match="no way"):
+    with pytest.raises(NoTargetError, match="no way"):
         try_all([])
+    with pytest.raises(NoTargetError, match="one: gone"):
+        try_all([("one", miss)])
+    with pytest.raises(Refused, match="no"):
+        try_all([("one", miss), ("two", refuse)])
 
 
 def test_what_fails_in_a_child_fails_here():
@@ -110,7 +171,12 @@ def test_a_process_without_powers_has_nothing_wrong():
 
 @pytest.mark.parametrize(
     ("commit", "event", "detail"),
-    [(lambda ground: refuse(), Note.HELD, "no"), (lambda ground: "all of it", Note.THROUGH, "all of it")],
+    [
+        (lambda ground: refuse(), Note.HELD, "no"),
+        (lambda ground: miss(), Note.MISSED, "gone"),
+        (lambda ground: "all of it", Note.THROUGH, "all of it"),
+        (lambda ground: "", Note.THROUGH, "done"),
+    ],
 )
 def test_an_attacker_notes_what_came_of_it_and_does_its_work_once(tmp_path, monkeypatch, commit, event, detail):
     monkeypatch.setitem(ATTACKS, "made-up", Attack(attack("made-up", ""), commit, lasts_s=0.01))

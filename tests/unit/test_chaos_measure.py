@@ -117,7 +117,17 @@ def test_what_goes_wrong_is_laid_to_the_faults_just_before(tmp_path):
     assert result.summary["loss_differences"] == 3
     assert not result.passed
     plain = result.as_dict("pipefill chaos")
-    assert set(plain) == {"command", "summary", "kinds", "not_run", "lost", "stalls"}
+    assert set(plain) == {
+        "command",
+        "summary",
+        "kinds",
+        "not_run",
+        "never_tried",
+        "untested",
+        "controls",
+        "lost",
+        "stalls",
+    }
     assert plain["not_run"] == [{"kind": "disk-full", "why": "only root can"}]
 
 

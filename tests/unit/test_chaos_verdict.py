@@ -32,6 +32,7 @@ def ended(folder: Path, state: JobState, reason: str = "", work: float = 0.0) ->
 
 
 def submitted(folder: Path, kind: FaultKind, faults: int = 0) -> Submitted:
+    folder.mkdir(exist_ok=True)
     notes = folder / f"{kind.name}.jsonl"
     prepare(notes)
     for _ in range(faults):
@@ -70,6 +71,18 @@ def test_a_job_is_one_fault_however_often_it_was_marked_and_none_when_it_is_lost
     assert seen.injected() == {"agent-kill": 2}
 
 
+def test_an_attack_that_found_no_target_is_no_cause_and_its_kind_was_never_tried(tmp_path):
+    missed, held = (submitted(tmp_path / name, KINDS["signal-agents"], 1) for name in ("a", "b"))
+    mark(missed.notes, Note.MISSED, "nobody is there")
+    seen = Findings({}, [missed], [], [], [], [], [])
+    assert seen.injected() == {}
+    assert seen.never_tried() == {"signal-agents": "nobody is there"}
+    mark(held.notes, Note.HELD, "No such process")
+    seen = Findings({}, [missed, held], [], [], [], [], [])
+    assert seen.injected() == {"signal-agents": 1}
+    assert seen.never_tried() == {}
+
+
 def test_what_must_be_refused_and_was_not_is_lost_however_its_job_ended(tmp_path):
     job = submitted(tmp_path, KINDS["mount"], 1)
     fine = ended(tmp_path, JobState.SUCCEEDED, "", 60)
@@ -83,8 +96,8 @@ def test_what_must_be_refused_and_was_not_is_lost_however_its_job_ended(tmp_path
 
 
 def test_what_may_get_through_is_judged_by_the_end_of_its_job(tmp_path):
-    job = submitted(tmp_path, KINDS["rank-ports"], 1)
-    mark(job.notes, Note.THROUGH, "port 1234")
+    job = submitted(tmp_path, KINDS["netlink"], 1)
+    mark(job.notes, Note.THROUGH, "interfaces")
     assert judge(job, ended(tmp_path, JobState.SUCCEEDED, "", 60)) is None
 
 

@@ -68,7 +68,10 @@ RULES: dict[str, set[str]] = {
         *("errors", "given", "launcher", "linux", "mainjob", "pipeline", "planner", "profiles", "records", "sim"),
         "types",
     },
-    "chaos": {"errors", "given", "linux", "pages", "records", "report", "sidetask", "store", "types"},
+    "chaos": {
+        *("agent", "errors", "given", "linux", "pages", "records", "report", "sandbox", "sidetask", "store", "types"),
+        "worker",
+    },
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {
         *("agent", "config", "display", "errors", "folders", "given", "linux", "records", "sidetask", "spec", "store"),

@@ -20,13 +20,14 @@ from megatron.fill.chaos.kinds import HONEST
 from megatron.fill.chaos.mainjob import GivenUpError, RepeatedTraining, TrainingRun
 from megatron.fill.chaos.meminfo import FreeMemory
 from megatron.fill.chaos.outside import Outside
+from megatron.fill.chaos.sight import look
 from megatron.fill.chaos.submitting import Submitter
 from megatron.fill.chaos.verdict import Lost, Submitted, judge
 from megatron.fill.errors import JobError, StoreError
 from megatron.fill.store import open_store
 from megatron.fill.types import JobState
 
-_LOOK_S = 0.3
+_LOOK_S, _TELL_S = 0.3, 1.0
 _NO_NEWS_S = 90.0  # for so long no job ends: those that are left are given up
 _QUIET_SHARE, _LEAST_QUIET_S, _LONGEST_QUIET_S = 0.4, 3.0, 10.0  # of the window with faults before it
 _END_S = 10.0  # how long wardens and agents may outlive the last training
@@ -73,8 +74,14 @@ class Findings:
         """
         astray = {one.job for one in self.lost}
         counts = Counter(deed.kind for deed in self.deeds)
-        counts.update(job.kind.name for job in self.jobs if job.name not in astray and job.faults())
+        counts.update(job.kind.name for job in self.jobs if job.name not in astray and job.tried)
         return counts
+
+    def never_tried(self) -> dict[str, str]:
+        """The kinds of attacks all of whose jobs found nothing to try it on, and what one of them said."""
+        missed = {job.kind.name: job.missed()[0].detail for job in self.jobs if job.missed() and not job.tried}
+        tried = {job.kind.name for job in self.jobs if job.tried}
+        return {kind: why for kind, why in missed.items() if kind not in tried}
 
     def marks(self) -> Counter[str]:
         """How often the faults of a kind were seen to happen in all: a job that is tried again repeats its own."""
@@ -117,6 +124,7 @@ class Campaign:
         self.store = open_store(database)
         self.submitter = Submitter(self.store, folder / "marks", disk.folder, machine_network)
         self.outside = Outside(self.main, self.injector, self.submitter, memory, folder)
+        self._told_s = 0.0
         self.lost: list[Lost] = []
         self.deeds: list[Deed] = []
         self.windows: list[Stretch] = []
@@ -155,6 +163,7 @@ class Campaign:
     def _inject(self, batch: Sequence[FaultKind]) -> None:
         """One window with faults, and a quiet one after it."""
         self._settle()
+        self._tell()
         start_ns = time.monotonic_ns()
         first, ours = len(self.submitter.jobs), (Source.DRIVER, Source.VICTIM)
         for kind in (*batch, *[HONEST] * plan.HONEST_PER_BATCH):
@@ -183,6 +192,15 @@ class Campaign:
             return self.outside.commit(kind.name)
         return self.injector.commit(kind.name, self.main.run_dir)
 
+    def _tell(self) -> None:
+        """Tell the attackers, every second, whom they may not see."""
+        if self.main.training is None or time.monotonic() < self._told_s + _TELL_S:
+            return
+        self._told_s = time.monotonic()
+        agents = list(self._tops())
+        wardens = [processes.parent(pid) for pid in agents]
+        look(self.main.training.ranks, [*agents, *wardens], self.main.run_dir).write(self.submitter.notes)
+
     def _tops(self) -> Collection[int]:
         return processes.agents(self.main.run_dir).values()
 
@@ -210,6 +228,7 @@ class Campaign:
         left, news_s = len(ids), time.monotonic()
         while left and time.monotonic() - news_s < _NO_NEWS_S:
             self.main.tick()
+            self._tell()
             time.sleep(_LOOK_S)
             now_left = left
             with contextlib.suppress(StoreError):  # it is busy

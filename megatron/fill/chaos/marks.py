@@ -24,6 +24,7 @@ class Note(StrEnum):
     FAULT = "fault"  # the next thing that it does is its fault
     HELD = "held"  # what it tried was refused
     THROUGH = "through"  # what it tried went through
+    MISSED = "missed"  # there was nothing to try it on
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Mark:
         at_ns: CLOCK_MONOTONIC.
         pid: the worker's, as it sees itself: in a process namespace of its own it is another one.
         folder: the inode of its working folder, by which it is found from outside; 0 if it is not known.
-        detail: what was refused, or went through.
+        detail: what was refused, went through, or had no target.
     """
 
     event: Note

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.fill.linux.libc import last_error, libc
+from megatron.fill.pages.steplog import StepLog
 
 _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -74,6 +75,16 @@ def descriptors(*names: str) -> dict[str, list[int]]:
             if link.startswith(f"/memfd:pipefill-{name}"):
                 found.setdefault(name, []).append(int(entry.name))
     return found
+
+
+def step_log() -> StepLog:
+    """This worker's step log, over the mapping that it has: no descriptor of it is left.
+
+    Raises:
+        PermissionError: it cannot be written to.
+    """
+    page = writable("steps")
+    return StepLog(memoryview((ctypes.c_char * (page.end - page.begin)).from_address(page.begin)).cast("B"))
 
 
 def scribble(name: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron.fill.chaos.controls.engine import Controlled
 from megatron.fill.chaos.results import ChaosResult
 
 
@@ -38,9 +41,32 @@ def print_result(result: ChaosResult, console: Console) -> None:
     console.print(_outcomes(result))
     for kind, why in result.not_run.items():
         console.print(f"not run: {kind}: {why}", highlight=False)
+    for kind, why in result.untested.items():
+        console.print(f"untested: {kind}: {shown(why)}", highlight=False, markup=False)
+    for kind, why in result.findings.never_tried().items():
+        console.print(f"never tried: {kind}: {shown(why)}", highlight=False, markup=False)
     for lost in result.findings.lost:
         console.print(f"lost: {lost.job}: {shown(lost.why)}", highlight=False, markup=False)
     _print_totals(result, console)
+
+
+def print_controls(controls: Sequence[Controlled], console: Console) -> None:
+    """A row per kind of attack: without which walls it succeeded, and what it was behind them; at 80 columns."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("ATTACK", no_wrap=True)
+    table.add_column("WITHOUT", ratio=3, overflow="fold")
+    table.add_column("IT WAS", no_wrap=True)
+    table.add_column("BEHIND\nALL", no_wrap=True)
+    for one in controls:
+        without = one.without.word if one.without is not None else "-"
+        behind = one.behind.word if one.behind is not None else "-"
+        table.add_row(one.kind, ", ".join(one.walls), without if not one.wrong else "UNTESTED", behind)
+    console.print(table)
+    for one in controls:
+        if one.wrong:
+            console.print(f"untested: {one.kind}: {shown(one.wrong)}", highlight=False, markup=False)
+    held = sum(not one.wrong for one in controls)
+    console.print(f"{held} of {len(controls)} controls succeeded", highlight=False)
 
 
 def _outcomes(result: ChaosResult) -> Table:
@@ -66,7 +92,9 @@ def _print_totals(result: ChaosResult, console: Console) -> None:
         f"in {total['trainings']} trainings and {total['jobs']} "
         f"jobs: {total['main_failures']} trainings failed, {total['loss_differences']} losses differ, "
         f"{total['jobs_lost']} jobs were lost, {total['leaked_processes']} processes were left, "
-        f"{total['stalls']} iterations stalled, {len(total['slowed'])} kinds slowed the training",
+        f"{total['stalls']} iterations stalled, {len(total['slowed'])} kinds slowed the training; "
+        f"{total['controls']} controls succeeded, {len(total['untested'])} kinds are untested, "
+        f"{len(total['never_tried'])} were never tried",
         highlight=False,
     )
     slowed, after, startup = total["slowdown"], total["recovery_s"], total["startup_s"]

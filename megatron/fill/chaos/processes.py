@@ -11,9 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from megatron.fill.chaos.programs import agent_program, worker_program
 from megatron.fill.linux.tree import TICKS_PER_S, read_process, stat_fields
-
-_AGENT, _WORKER = "megatron.fill.agent.agent", "megatron.fill.worker.worker"
 
 
 def running(variable: str, folder: Path) -> list[int]:
@@ -44,7 +43,7 @@ def _standing_by(folder: Path) -> Iterator[int]:
     for pid in _all():
         with contextlib.suppress(OSError):
             line = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes())
-            if _WORKER in line and f"\0{inside}" in line:
+            if worker_program() in line and f"\0{inside}" in line:
                 yield pid
 
 
@@ -63,7 +62,7 @@ def agents(run_dir: Path) -> dict[int, int]:
     """The agents of a run: rank to process."""
     found = {}
     for path in (run_dir / "agents").glob("spec*.json"):
-        pids = _found("cmdline", _AGENT, str(path))
+        pids = _found("cmdline", agent_program(), str(path))
         if pids:
             found[int(path.stem.removeprefix("spec"))] = pids[0]
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -12,7 +12,8 @@ import numpy as np
 
 from megatron.fill.chaos import harm, measure
 from megatron.fill.chaos.campaign import Findings
-from megatron.fill.chaos.kind import FaultKind
+from megatron.fill.chaos.controls.engine import Controlled
+from megatron.fill.chaos.kind import FaultKind, Source
 from megatron.fill.report import Slowdown
 from megatron.fill.types import Iteration
 
@@ -26,6 +27,7 @@ class FaultResult:
         injected: independent causes: jobs with such a fault, or deeds of the driver's.
         marks: how often the fault was seen to happen: a job that is tried again repeats its own.
         main_failures, loss_differences: trainings that failed, and losses that differ, shortly after such a fault.
+        outcomes: attacks by what came of them: went through, refused, found no target.
         stalls: iterations that took two seconds more than usual, in or shortly after such a fault.
         longest_s: the longest iteration that overlaps such a fault; None if there is none.
         slowed: by how much the 100 iterations from such a fault on took longer than quiet ones; None if unknown.
@@ -40,6 +42,7 @@ class FaultResult:
     marks: int
     main_failures: int
     loss_differences: int
+    outcomes: Mapping[str, int]
     jobs_lost: int
     stalls: int
     longest_s: float | None
@@ -56,6 +59,8 @@ class ChaosResult:
         wanted: how many faults there should have been.
         slowed: the kinds after whose faults 100 iterations took more than 5% longer, beyond the noise.
         not_run: the kinds that could not be injected here, and why.
+        untested: the kinds of attacks that were not counted, as their control did not succeed, and why.
+        controls: of all kinds of attacks.
     """
 
     wanted: int
@@ -67,6 +72,8 @@ class ChaosResult:
     seen: Sequence[Iteration]
     stalls: Sequence[harm.Stall]
     slowed: Sequence[str]
+    untested: Mapping[str, str] = field(default_factory=dict)
+    controls: Sequence[Controlled] = ()
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -82,6 +89,9 @@ class ChaosResult:
             "jobs_lost": len(findings.lost),
             "stalls": len(self.stalls),
             "slowed": list(self.slowed),
+            "never_tried": sorted(findings.never_tried()),
+            "untested": sorted(self.untested),
+            "controls": sum(not one.wrong for one in self.controls),
             "jobs": len(findings.jobs),
             "leaked_processes": len(findings.leaked),
             "trainings": len(findings.segments),
@@ -95,7 +105,10 @@ class ChaosResult:
     def passed(self) -> bool:
         """Whether every fault was injected, and none did any harm."""
         summary = self.summary
-        harmful = ("main_failures", "loss_differences", "jobs_lost", "leaked_processes", "stalls", "slowed")
+        harmful = (
+            *("main_failures", "loss_differences", "jobs_lost", "leaked_processes", "stalls", "slowed"),
+            *("never_tried", "untested"),
+        )
         return summary["injected"] >= self.wanted and not any(summary[name] for name in harmful)
 
     def as_dict(self, command: str) -> dict[str, Any]:
@@ -105,18 +118,26 @@ class ChaosResult:
             "summary": self.summary,
             "kinds": [asdict(one) for one in self.kinds],
             "not_run": [{"kind": kind, "why": why} for kind, why in self.not_run.items()],
+            "never_tried": [{"kind": kind, "why": why} for kind, why in self.findings.never_tried().items()],
+            "untested": [{"kind": kind, "why": why} for kind, why in self.untested.items()],
+            "controls": [asdict(one) for one in self.controls],
             "lost": [asdict(one) for one in self.findings.lost],
             "stalls": [asdict(one) for one in self.stalls],
         }
 
 
 def compile_result(
-    findings: Findings, kinds: Sequence[FaultKind], wanted: int, not_run: Mapping[str, str]
+    findings: Findings,
+    kinds: Sequence[FaultKind],
+    wanted: int,
+    not_run: Mapping[str, str],
+    controls: Sequence[Controlled] = (),
 ) -> ChaosResult:
     """Count and measure what a chaos run saw, from its run folders.
 
     Args:
         kinds: those that were injected.
+        controls: those of the attacks that were to be, also of such as were not as theirs did not succeed.
     """
     seen = measure.iterations(segment.run_dir for segment in findings.segments)
     recovered = measure.recoveries(findings)
@@ -137,6 +158,7 @@ def compile_result(
             marks=marks[kind.name],
             main_failures=failures[kind.name],
             loss_differences=differences[kind.name],
+            outcomes=outcomes(kind, findings),
             jobs_lost=lost[kind.name],
             stalls=stalled[kind.name],
             longest_s=longest.get(kind.name),
@@ -148,7 +170,22 @@ def compile_result(
     ]
     beyond = [kind.name for kind in kinds if kind.name in slowed and slowed[kind.name].beyond]
     overall = measure.slowdown(findings.windows, seen)
-    return ChaosResult(wanted, rows, not_run, findings, overall, recovered, seen, stalls, beyond)
+    untested = {one.kind: one.wrong for one in controls if one.wrong}
+    return ChaosResult(
+        wanted, rows, not_run, findings, overall, recovered, seen, stalls, beyond, untested, list(controls)
+    )
+
+
+def outcomes(kind: FaultKind, findings: Findings) -> dict[str, int]:
+    """How often attacks of a kind went through, were refused, and found no target."""
+    if kind.source not in (Source.ATTACK, Source.BROUGHT):
+        return {}
+    jobs = [job for job in findings.jobs if job.kind is kind]
+    return {
+        "done": sum(bool(job.through()) for job in jobs),
+        "refused": sum(bool(job.held()) for job in jobs),
+        "no_target": sum(bool(job.missed()) for job in jobs),
+    }
 
 
 def observed(kind: FaultKind, findings: Findings) -> str:
@@ -163,6 +200,9 @@ def observed(kind: FaultKind, findings: Findings) -> str:
         return f"as expected; went through: {through[0]}"
     if held:
         return f"as expected; refused: {held[0]}"
+    missed = [mark.detail for job in jobs for mark in job.missed()]
+    if missed:
+        return f"NEVER TRIED: {missed[0]}"
     return "as expected" if findings.injected()[kind.name] else "was not seen"
 
 

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.fill.chaos.attacks.table import ATTACKS
 from megatron.fill.chaos.campaign import Campaign
+from megatron.fill.chaos.controls.engine import Controlled, run_controls
+from megatron.fill.chaos.controls.table import CONTROLS
 from megatron.fill.chaos.disk import SmallDisk
 from megatron.fill.chaos.kind import DISK, NETWORK, FaultKind, Source
 from megatron.fill.chaos.kinds import chosen
@@ -47,6 +50,23 @@ class ChaosOptions:
     script: Path | None = None
 
 
+def control(names: Sequence[str], say: Callable[[str], None]) -> list[Controlled]:
+    """Run the controls of these kinds of attacks, or of those of these families; of all for none.
+
+    Raises:
+        ConfigError: a name is unknown, or none of them is an attack's.
+    """
+    attacks = [kind.name for kind in chosen(names) if kind.name in ATTACKS]
+    if not attacks:
+        raise ConfigError(f"--kinds names no attack of a job; expected some of {', '.join(ATTACKS)}")
+    say(f"controls of {len(attacks)} kinds of attacks, each in a world of its own without what is to stop it")
+    found = run_controls({name: ATTACKS[name] for name in attacks}, CONTROLS)
+    for one in found:
+        if one.wrong:
+            say(f"untested: {one.kind}: {one.wrong}")
+    return found
+
+
 def run(options: ChaosOptions, say: Callable[[str], None]) -> ChaosResult:
     """Inject the faults into a training of its own, which nothing of is left running afterwards.
 
@@ -67,6 +87,12 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> ChaosResult:
         for name, why in not_run.items():
             say(f"not run: {name}: {why}")
         able = [kind for kind in kinds if kind.name not in not_run]
+        attacks = [kind.name for kind in able if kind.name in ATTACKS]
+        controls = control(attacks, say) if attacks else []
+        untested = {one.kind for one in controls if one.wrong}
+        able = [kind for kind in able if kind.name not in untested]
+        if not able and untested:
+            raise ConfigError(f"the controls of all of these kinds failed: {controls[0].kind}: {controls[0].wrong}")
         if not able:
             raise ConfigError("--kinds names only faults that cannot be injected here; expected others")
         iterations = options.iterations or (_SHORT if options.faults < _FEW else _LONG)
@@ -76,7 +102,7 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> ChaosResult:
             findings = campaign.run(options.faults, options.seed)
         finally:
             signal.signal(signal.SIGTERM, before)
-        result = compile_result(findings, able, options.faults, not_run)
+        result = compile_result(findings, able, options.faults, not_run, controls)
         if options.keep is not None and not disk.why_not:  # the disk goes with this process
             _keep(disk.folder, folder / "runs", say)
         return result

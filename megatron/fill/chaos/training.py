@@ -110,6 +110,11 @@ class ChaosTraining:
             os.close(ours)
             os.close(theirs)
 
+    @property
+    def ranks(self) -> list[int]:
+        """Its processes."""
+        return [rank.pid for rank in self._ranks]
+
     def running(self) -> bool:
         """Whether it goes on; one that has lost a rank, or has stood still for too long, is ended."""
         codes = [rank.poll() for rank in self._ranks]

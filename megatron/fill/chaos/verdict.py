@@ -42,6 +42,15 @@ class Submitted:
         """What it tried and got through with, by its own word."""
         return read(self.notes, Note.THROUGH)
 
+    def missed(self) -> list[Mark]:
+        """What it had nothing to try on, by its own word."""
+        return read(self.notes, Note.MISSED)
+
+    @property
+    def tried(self) -> bool:
+        """Whether it did something, or was kept from it: one that found no target has done nothing."""
+        return bool(self.faults()) and not (self.missed() and not self.through() and not self.held())
+
     def held(self) -> list[Mark]:
         """What was refused to it, by its own word."""
         return read(self.notes, Note.HELD)

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -29,17 +30,21 @@ def chaos(
     iterations: Annotated[
         int | None, typer.Option(min=150, help="Of each training.  [default: 500, or 1200 for many faults]")
     ] = None,
+    controls: Annotated[
+        bool, typer.Option("--controls", help="Run the attacks' controls only: each must succeed without its walls.")
+    ] = False,
     script: Annotated[Path | None, typer.Option(metavar="PATH", help="The training script, pretrain_gpt.py.")] = None,
 ) -> None:
     """Train a small GPT under injected faults, and compare its losses with a training that had no jobs.
 
     Takes two cores for about a second per fault. Exits with 0 if all faults were injected, every loss is the same to
-    the bit, no training failed, stood still or was slowed, no job was lost and no process was left; else with 1.
+    the bit, no training failed, stood still or was slowed, no job was lost and no process was left, and every attack
+    was tried and has succeeded without the walls that stop it; else with 1.
     """
     from rich.console import Console
 
-    from megatron.fill.chaos.printed import print_result
-    from megatron.fill.chaos.run import ChaosOptions, run
+    from megatron.fill.chaos.printed import print_controls, print_result
+    from megatron.fill.chaos.run import ChaosOptions, control, run
 
     began_s = time.monotonic()
 
@@ -49,6 +54,14 @@ def chaos(
     if output is not None:
         check_writable("--json", output)
     names = tuple(name.strip() for name in kinds.split(",")) if kinds else ()
+    if controls:
+        found = control(names, say)
+        print_controls(found, Console())
+        if output is not None:
+            output.write_text(json.dumps([asdict(one) for one in found], indent=2) + "\n", encoding="utf-8")
+        if any(one.wrong for one in found):
+            raise typer.Exit(1)
+        return
     result = run(ChaosOptions(faults, names, seed, keep, iterations, script), say)
     print_result(result, Console())
     if output is not None:

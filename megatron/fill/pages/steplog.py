@@ -44,11 +44,14 @@ def create_log() -> int:
 
 
 class StepLog:
-    """Both ends of a step log, over its descriptor."""
+    """Both ends of a step log.
 
-    def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, _BYTES)
-        view = memoryview(self._map)
+    Args:
+        page: its descriptor, or the log where it is mapped already.
+    """
+
+    def __init__(self, page: int | memoryview) -> None:
+        view = memoryview(mmap.mmap(page, _BYTES)) if isinstance(page, int) else page[:_BYTES]
         self._unit = view[_UNIT]
         self._words = view.cast("Q")
         self._floats = view.cast("d")

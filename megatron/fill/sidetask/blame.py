@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from types import FrameType
 
 from megatron.fill.errors import FillError
-from megatron.fill.sidetask import loader, machine
+from megatron.fill.sidetask.base import SideTask
 
-_FILL = Path(__file__).parents[1]
-_CALLERS = (f"{_FILL / 'runtime'}/", f"{_FILL / 'app'}/", machine.__file__, loader.__file__, "<frozen importlib.")
-_IMPORT = "/importlib/__init__.py"
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+_IMPORTING = ("<frozen importlib.", "/importlib/__init__.py")
 
 
 def task_traceback(error: BaseException) -> str:
@@ -21,17 +21,21 @@ def task_traceback(error: BaseException) -> str:
     if isinstance(error, FillError) and error.__cause__ is not None:
         error = error.__cause__
     whole = traceback.TracebackException.from_exception(error, compact=True)
-    one: traceback.TracebackException | None = whole
-    while one is not None:
-        own = _below_callers(one.stack)
-        if own:
-            one.stack[:] = own
-        one = one.__cause__ or one.__context__
+    shown: traceback.TracebackException | None = whole
+    raised: BaseException | None = error
+    while shown is not None and raised is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
+        first = next((at for at, frame in enumerate(frames) if not _calls_tasks(frame)), 0)
+        shown.stack[:] = shown.stack[first:]
+        cause = shown.__cause__
+        shown = cause or shown.__context__
+        raised = raised.__cause__ if cause is not None else raised.__context__
     return "".join(whole.format())
 
 
-def _below_callers(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    at = 0
-    while at < len(stack) and (stack[at].filename.startswith(_CALLERS) or stack[at].filename.endswith(_IMPORT)):
-        at += 1
-    return stack[at:]
+def _calls_tasks(frame: FrameType) -> bool:
+    """Whether this is code of the package, or of Python's import, and not of a task (the package has some too)."""
+    file = frame.f_code.co_filename
+    if file.startswith(_IMPORTING[0]) or file.endswith(_IMPORTING[1]):
+        return True
+    return file.startswith(_PACKAGE) and not isinstance(frame.f_locals.get("self"), SideTask)

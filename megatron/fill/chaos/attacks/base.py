@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.chaos.kind import FaultKind
+from megatron.fill.chaos.programs import agent_program, warden_program
+from megatron.fill.chaos.targets import NOTHING, Targets
 
 _PACKAGE = "megatron.fill."
-_AGENT, _WARDEN = (f"{_PACKAGE}runtime.{name}" for name in ("agent", "warden"))
 
 
 class Refused(Exception):
-    """It could not be done: nothing to do it to is in reach."""
+    """It could not be done, for another reason than the kernel's."""
+
+
+class NoTargetError(Exception):
+    """There is nothing to do it to, so that nothing was tried: it says nothing of any wall."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +29,8 @@ class Attack:
     """One attack.
 
     Attributes:
-        commit: tries it.  It raises OSError or Refused where it was refused, and returns what went through in a few
-            words; ``""`` where there is nothing to be seen at once.
+        commit: tries it.  It raises OSError or Refused where it was refused, NoTargetError where it was not even
+            tried, and returns what went through in a few words; ``""`` where there is nothing to be seen at once.
         lasts_s: for how long the job goes on afterwards, so that there is something to be seen.
     """
 
@@ -42,63 +47,85 @@ class Ground:
         folder: of the chaos run, in which its store and its run folders are: whatever has an argument in there is
             a process of that run, and nothing else is to be touched.
         machine_network: the inode of the network namespace that is not to be touched.
+        targets: what the run has told its attackers of what they cannot see.
+        private: this is a control's world, in which nothing is the machine's.
     """
 
-    def __init__(self, directory: Path, folder: Path, machine_network: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        folder: Path,
+        machine_network: int,
+        targets: Targets = NOTHING,
+        private: bool = False,
+    ) -> None:
         self.directory = directory
         self.folder = folder
         self.machine_network = machine_network
+        self.targets = targets
+        self.private = private
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return self.directory.parents[1]
 
     def ranks(self) -> list[int]:
-        """The training's processes; where none can be seen from here, the first of the job's own process namespace.
+        """The training's processes: those that can be seen, or else by the numbers that they have outside.
 
-        That one is not the job's either: it holds the job for its agent.
+        Where those are hidden, so is the first of the job's own process namespace among them: it holds the job for
+        its agent.
 
         Raises:
-            Refused: there is neither.
+            NoTargetError: none can be seen, and no number is known.
         """
-        try:
-            return self._found(lambda words: "--fill-store" in words, "rank")
-        except Refused:
-            if not self.own_init():
-                raise
-            return [1]
+        return self._found(lambda words: "--fill-store" in words, self.targets.ranks, "rank")
 
     def agents(self) -> list[int]:
-        """Agents and wardens of the run.
+        """Agents and wardens of the run; as ``ranks``.
 
         Raises:
-            Refused: none can be seen.
+            NoTargetError: as there.
         """
-        return self._found(lambda words: _AGENT in words or _WARDEN in words, "agent")
+        programs = {agent_program(), warden_program()}
+        return self._found(lambda words: not programs.isdisjoint(words), self.targets.agents, "agent")
 
     def everyone(self) -> list[int]:
-        """Ranks, agents and wardens, as far as they can be seen; see ``ranks``.
+        """Ranks, agents and wardens; as ``ranks``.
 
         Raises:
-            Refused: as there.
+            NoTargetError: as there.
         """
-        with contextlib.suppress(Refused):
-            return [*self.ranks(), *self.agents()]
-        return self.ranks()
+        return list(dict.fromkeys([*self.ranks(), *self.agents()]))
 
-    def _found(self, wanted: Callable[[list[str]], bool], what: str) -> list[int]:
+    def _found(self, wanted: Callable[[list[str]], bool], told: Sequence[int], what: str) -> list[int]:
         pids = [pid for pid, words in _commands() if wanted(words) and self._ours(words)]
+        if pids:
+            return pids
+        # The kernel is asked all the same.  A number that this namespace has is not who is meant.
+        pids = [pid for pid in told if self._is_elsewhere(pid)]
         if not pids:
-            raise Refused(f"no {what} of the run is in sight")
-        return pids
+            raise NoTargetError(f"no {what} of the run is in sight, and no number of one is known")
+        return [*pids, 1] if self._has_init() else pids
+
+    def _is_elsewhere(self, pid: int) -> bool:
+        same = os.stat("/proc/self/ns/pid").st_ino == self.targets.namespace
+        return same or not os.path.exists(f"/proc/{pid}")
 
     def _ours(self, words: list[str]) -> bool:
         return any(word.startswith(str(self.folder) + os.sep) for word in words)
 
-    def own_init(self) -> bool:
-        """Whether process 1 is one of this run's: this is a process namespace of its own."""
+    def _has_init(self) -> bool:
         words = dict(_commands()).get(1, [])
         return any(word.startswith(_PACKAGE) for word in words) or self._ours(words)
 
+    def own_init(self) -> bool:
+        """Whether process 1 is one of this run's: this is a process namespace of its own."""
+        return self.private or self._has_init()
+
     def own_network(self) -> bool:
         """Whether this is another network than the machine's."""
-        return os.stat("/proc/self/ns/net").st_ino != self.machine_network
+        return self.private or os.stat("/proc/self/ns/net").st_ino != self.machine_network
 
 
 def _commands() -> Iterable[tuple[int, list[str]]]:
@@ -115,18 +142,31 @@ def try_all(ways: Iterable[tuple[str, Callable[[], object]]]) -> str:
     """Try one way after the other; those that went through.
 
     Raises:
-        Refused: all were refused.
+        Refused: of those that were tried, all were refused.
+        NoTargetError: there was none to be tried.
     """
-    through, why = [], "there was no way"
+    through, refused, missed = [], "", "there was no way"
     for name, way in ways:
         try:
             way()
             through.append(name)
         except (OSError, Refused) as error:
-            why = f"{name}: {error}"
-    if not through:
-        raise Refused(why)
-    return ", ".join(through)
+            refused = f"{name}: {error}"
+        except NoTargetError as error:
+            missed = f"{name}: {error}"
+    if through:
+        return ", ".join(through)
+    if refused:
+        raise Refused(refused)
+    raise NoTargetError(missed)
+
+
+def threads(pid: int) -> list[int]:
+    """The threads of a process; its first alone where they cannot be seen."""
+    try:
+        return [int(entry) for entry in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return [pid]
 
 
 def in_child(deed: Callable[[], object], within_s: float = 2.0) -> None:

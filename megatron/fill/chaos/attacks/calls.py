@@ -19,6 +19,7 @@ _NUMBERS = {
     "kcmp": (312, 272),
     "keyctl": (250, 219),
     "kexec_load": (246, 104),
+    "modify_ldt": (154, -1),
     "mount": (165, 40),
     "move_pages": (279, 239),
     "open_by_handle_at": (304, 265),

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from zlib import crc32
 
-from megatron.fill.chaos.attacks.base import Ground, Refused, own_session
+from megatron.fill.chaos.attacks.base import Ground, NoTargetError, Refused, own_session
 
 _PREFIX = "pipefill-chaos-"
 _FROZEN_S = 5.0
 
 
-def _roots() -> list[tuple[Path, int]]:
+def roots() -> list[tuple[Path, int]]:
     """Where cgroups are mounted that can freeze or kill: folder, and version."""
     found = []
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
@@ -33,10 +33,10 @@ def _tag(folder: Path) -> str:
 
 
 def _each(ground: Ground) -> Iterator[tuple[Path, int]]:
-    """New cgroups of our own, one in each tree that lets us."""
-    why: Exception = Refused("no cgroup file system is in sight")
+    """New cgroups of our own, one in each tree that lets us: those in sight, or those that there are outside."""
+    why: Exception = NoTargetError("no cgroup file system is in sight, nor known outside")
     made = False
-    for root, version in _roots():
+    for root, version in roots() or [(Path(path), version) for path, version in ground.targets.cgroups]:
         try:
             folder = root / f"{_tag(ground.folder)}{os.getpid()}"
             folder.mkdir()
@@ -104,7 +104,7 @@ def sweep(run: Path) -> None:
     Args:
         run: the chaos run's folder.
     """
-    for root, version in _roots():
+    for root, version in roots():
         for folder in root.glob(_tag(run) + "*"):
             with contextlib.suppress(OSError):
                 _set(folder, version, frozen=False)

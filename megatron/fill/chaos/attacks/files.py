@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, beside, own_session, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, beside, own_session, try_all
 from megatron.fill.chaos.kind import attack, fatal
 
 _READ = (
@@ -97,17 +97,15 @@ def _write_outside(ground: Ground) -> str:
 def _delete_run(ground: Ground) -> str:
     """Remove the run folder's own files."""
     run = ground.directory.parents[1]
-    files = [*(run / "agents").glob("*"), *(run / "records").glob("*/*")]
-    if not files:
-        raise Refused("there is none in sight")
+    files = [*(run / "agents").glob("*"), *(run / "records").glob("*/*"), *map(Path, ground.targets.files)]
     return try_all((path.name, path.unlink) for path in files)
 
 
 def _announcement(how: str, ground: Ground) -> str:
     """Spoil where an operator finds the control pages."""
-    files = list((ground.directory.parents[1] / "control").glob("*/*.json"))
-    if not files:
-        raise Refused("there is none in sight")
+    run = ground.directory.parents[1]
+    told = [Path(path) for path in ground.targets.files if Path(path).parents[1].name == "control"]
+    files = list((run / "control").glob("*/*.json")) or told
 
     def spoil(path: Path) -> None:
         path.unlink()
@@ -130,7 +128,7 @@ def _store_lock(ground: Ground) -> str:
         for fd in held:
             os.close(fd)
 
-    files = sorted(ground.folder.glob("jobs.db*"))
+    files = [ground.folder / f"jobs.db{part}" for part in ("", "-shm", "-wal")]
     try:
         return try_all((path.name, partial(take, path)) for path in files)
     finally:

@@ -13,17 +13,19 @@ from functools import partial
 from pathlib import Path
 
 from megatron.fill.chaos.attacks import cgroups
-from megatron.fill.chaos.attacks.base import Attack, Ground, in_child, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, NoTargetError, Refused, in_child, try_all
 from megatron.fill.chaos.attacks.calls import syscall
 from megatron.fill.chaos.kind import attack, fatal
-from megatron.fill.linux.libc import libc
 
 _NEW = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x10000000, "pid": 0x20000000, "net": 0x40000000}
 
 
 def _powers(ground: Ground) -> str:
     """What the kernel says that this process may."""
-    return powers(Path("/proc/self/status").read_text(encoding="ascii"))
+    found = powers(Path("/proc/self/status").read_text(encoding="ascii"))
+    if not found:
+        raise Refused("it is nobody in particular, without capabilities")
+    return found
 
 
 def powers(status: str) -> str:
@@ -96,11 +98,18 @@ def _closing(name: str, *arguments: int | bytes | None) -> None:
 
 
 def _perf(ground: Ground) -> str:
-    counter = struct.pack("=IIQ", 0, 112, 0).ljust(112, b"\0")
+    """The cycles that a process takes, and its time on a core: the latter is counted on every machine."""
+    counters = {
+        name: struct.pack("=IIQ", kind, 112, 0).ljust(112, b"\0") for name, kind in (("cycles", 0), ("time", 1))
+    }
     pids = [0]
-    with suppress(Exception):
+    with suppress(NoTargetError):
         pids += ground.ranks()
-    return try_all((f"of {pid}", partial(_closing, "perf_event_open", counter, pid, -1, -1, 0)) for pid in pids)
+    return try_all(
+        (f"{name} of {pid}", partial(_closing, "perf_event_open", counter, pid, -1, -1, 0))
+        for pid in pids
+        for name, counter in counters.items()
+    )
 
 
 def _bpf(ground: Ground) -> str:
@@ -126,12 +135,11 @@ def _userfaultfd(ground: Ground) -> str:
 
 
 def _odd_calls(ground: Ground) -> str:
-    """Calls that are harmless, and rarely made."""
-    with suppress(OSError):
-        syscall("personality", 0xFFFFFFFF)
+    """Calls that are harmless, and rarely made: only asked, nothing is changed."""
+    ways = [("personality", partial(syscall, "personality", 0xFFFFFFFF))]
     if os.uname().machine == "x86_64":
-        libc.syscall(154, 0, None, 0)  # modify_ldt, to read
-    return ""
+        ways.append(("modify_ldt", partial(syscall, "modify_ldt", 0, bytes(16), 16)))
+    return try_all(ways)
 
 
 def _machine(ground: Ground) -> str:
@@ -217,10 +225,9 @@ def _limits(ground: Ground) -> str:
 
     def lift(which: int) -> None:
         _, hard = resource.getrlimit(which)
-        if hard == resource.RLIM_INFINITY:
-            raise OSError("it has none")
+        more = hard if hard == resource.RLIM_INFINITY else hard + 1  # where there is no limit, it need not be raised
         try:
-            resource.setrlimit(which, (hard + 1, hard + 1))
+            resource.setrlimit(which, (more, more))
         except ValueError as error:  # what Python makes of EPERM
             raise PermissionError(str(error)) from error
 
@@ -251,7 +258,7 @@ def _tables() -> Iterator[Attack]:
     yield Attack(refused("perf-event", "counts its own and the ranks' events"), _perf)
     yield Attack(refused("keyring", "the kernel's keyrings"), _keys)
     yield Attack(refused("io-uring", "io_uring"), _io_uring)
-    yield Attack(attack("odd-calls", "personality and modify_ldt"), _odd_calls)
+    yield Attack(refused("odd-calls", "personality and modify_ldt"), _odd_calls)
     yield Attack(refused("machine", "reboot, swapoff, modules, kexec, clock, host name, in vain"), _machine)
     yield Attack(refused("proc-sys", "opens the kernel's settings for writing"), _proc_sys)
     yield Attack(refused("devices", "opens disks and the machine's memory"), _devices)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from megatron.fill.chaos.attacks.base import Attack, Ground, beside, own_session, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, NoTargetError, beside, own_session, try_all
 from megatron.fill.chaos.kind import NETWORK, attack
 
 _FLAGS = struct.Struct("16sH14x")
@@ -25,7 +25,7 @@ _OFF_S = 5.0
 def _loopback(ground: Ground) -> str:
     """Take the loopback interface down, and up again after some seconds; never the machine's."""
     if not ground.own_network():
-        return "not tried: this is the machine's network"
+        raise NoTargetError("this is the machine's network")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         (_, flags) = _FLAGS.unpack(fcntl.ioctl(any_socket, 0x8913, _FLAGS.pack(b"lo", 0)))
 
@@ -45,7 +45,7 @@ def _loopback(ground: Ground) -> str:
     return found
 
 
-def _listeners() -> list[tuple[int, str, int]]:
+def listeners() -> list[tuple[int, str, int]]:
     """Where somebody of this network listens: family, address, port."""
     found = []
     for family, name, address in ((socket.AF_INET, "tcp", "127.0.0.1"), (socket.AF_INET6, "tcp6", "::1")):
@@ -57,11 +57,20 @@ def _listeners() -> list[tuple[int, str, int]]:
     return found
 
 
+def unix_names(folder: Path) -> list[str]:
+    """The unix sockets of this network with an abstract name, as ``@NAME``, and those in a folder."""
+    lines = Path("/proc/self/net/unix").read_text(encoding="utf-8").splitlines()[1:]
+    names = [fields[-1] for line in lines if len(fields := line.split()) > 7]
+    return [name for name in names if name.startswith("@") or name.startswith(str(folder))]
+
+
 def _ports(ground: Ground) -> str:
     """Connect to whatever listens, say nonsense, and stay connected for a while."""
     if not ground.own_network():
-        return "not tried: this is the machine's network"
+        raise NoTargetError("this is the machine's network")
     held: list[socket.socket] = []
+    told = [(int(socket.AF_INET), "127.0.0.1", port) for port in ground.targets.ports]
+    where = list(dict.fromkeys([*listeners(), *told]))
 
     def talk(family: int, address: str, port: int) -> None:
         one = socket.socket(family)
@@ -76,7 +85,7 @@ def _ports(ground: Ground) -> str:
             one.close()
 
     try:
-        return try_all((f"port {port}", partial(talk, family, address, port)) for family, address, port in _listeners())
+        return try_all((f"port {port}", partial(talk, family, address, port)) for family, address, port in where)
     finally:
         beside(end)
 
@@ -84,13 +93,8 @@ def _ports(ground: Ground) -> str:
 def _unix_sockets(ground: Ground) -> str:
     """Connect to every socket with an abstract name, and to those in the run's folders."""
     if not ground.own_network():
-        return "not tried: this is the machine's network"
-    names = [
-        line.split()[-1]
-        for line in Path("/proc/self/net/unix").read_text(encoding="utf-8").splitlines()[1:]
-        if len(line.split()) > 7
-    ]
-    names = [name for name in names if name.startswith("@") or name.startswith(str(ground.folder))]
+        raise NoTargetError("this is the machine's network")
+    names = list(dict.fromkeys([*unix_names(ground.folder), *ground.targets.sockets]))
 
     def connect(name: str) -> None:
         with socket.socket(socket.AF_UNIX) as one:
@@ -115,11 +119,16 @@ def _raw(ground: Ground) -> str:
 
 def _netlink(ground: Ground) -> str:
     """Ask for the interfaces, and listen to what the kernel tells of processes."""
-    with suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as one:
-        one.send(struct.pack("=IHHIIB7x", 24, 18, 0x301, 1, 0, 0))
-    with suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 11) as one:
-        one.bind((0, 1))
-    return ""
+
+    def interfaces() -> None:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as one:
+            one.send(struct.pack("=IHHIIB7x", 24, 18, 0x301, 1, 0, 0))
+
+    def processes() -> None:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 11) as one:
+            one.bind((0, 1))
+
+    return try_all([("interfaces", interfaces), ("processes", processes)])
 
 
 def _terminal(ground: Ground) -> str:
@@ -165,8 +174,8 @@ def _hang_up(ground: Ground) -> str:
 def _tables() -> Iterator[Attack]:
     refused = partial(attack, refused=True)
     yield Attack(refused("loopback-down", "takes the loopback interface down", needs=NETWORK), _loopback, 2.0)
-    yield Attack(attack("rank-ports", "connects to all ports and says nonsense", needs=NETWORK), _ports, _HELD_S)
-    yield Attack(attack("unix-sockets", "connects to all abstract sockets", needs=NETWORK), _unix_sockets)
+    yield Attack(refused("rank-ports", "connects to all ports and says nonsense", needs=NETWORK), _ports, _HELD_S)
+    yield Attack(refused("unix-sockets", "connects to all abstract sockets", needs=NETWORK), _unix_sockets)
     yield Attack(refused("raw-sockets", "AF_PACKET, raw IP, AF_VSOCK"), _raw)
     yield Attack(attack("netlink", "asks the kernel by netlink"), _netlink)
     yield Attack(refused("terminal-stop", "stops the output on the training's terminal"), _terminal, 2.0)

@@ -6,11 +6,10 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 
 from megatron.fill.chaos import memfiles
-from megatron.fill.chaos.attacks.base import Attack, Ground, beside, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, NoTargetError, beside, try_all
 from megatron.fill.chaos.kind import attack
 from megatron.fill.linux.libc import libc
 
@@ -25,22 +24,20 @@ _SHARED = ("gate", "cycle", "control", "baton", "steps")
 def _foreign_pages(ground: Ground) -> str:
     """Zeros over the shared pages of ranks and agents, opened through /proc."""
 
-    def wipe(pid: int, entry: str) -> None:
-        path = f"/proc/{pid}/fd/{entry}"
+    def wipe(path: str) -> None:
         if not os.readlink(path).startswith("/memfd:pipefill"):
-            raise OSError("it is no page")
+            raise NoTargetError("it is no page")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             os.pwrite(fd, bytes(64), 0)
         finally:
             os.close(fd)
 
-    def entries(pid: int) -> list[str]:
-        with suppress(OSError):
-            return os.listdir(f"/proc/{pid}/fd")
-        return []
+    def wipe_all(pid: int) -> None:
+        paths = [f"/proc/{pid}/fd/{entry}" for entry in os.listdir(f"/proc/{pid}/fd")]
+        try_all((path, partial(wipe, path)) for path in paths)
 
-    return try_all((f"{pid}/{entry}", partial(wipe, pid, entry)) for pid in ground.everyone() for entry in entries(pid))
+    return try_all((f"pages of {pid}", partial(wipe_all, pid)) for pid in ground.everyone())
 
 
 def _control_write(ground: Ground) -> str:

@@ -10,10 +10,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 
-from megatron.fill.chaos.attacks.base import Attack, Ground, in_child, own_session, try_all
+from megatron.fill.chaos import memfiles
+from megatron.fill.chaos.attacks.base import (
+    Attack,
+    Ground,
+    NoTargetError,
+    Refused,
+    in_child,
+    own_session,
+    threads,
+    try_all,
+)
 from megatron.fill.chaos.attacks.calls import syscall
 from megatron.fill.chaos.kind import attack, fatal
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, libc
@@ -153,26 +162,24 @@ def _threads(ground: Ground) -> str:
     def stop(pid: int, thread: int) -> None:
         syscall("tgkill", pid, thread, signal.SIGSTOP)
 
-    found = [(pid, int(thread)) for pid in ground.ranks() for thread in os.listdir(f"/proc/{pid}/task")]
+    found = [(pid, thread) for pid in ground.ranks() for thread in threads(pid)]
     return try_all((f"thread {thread} of {pid}", partial(stop, pid, thread)) for pid, thread in found)
 
 
 def _everybody(ground: Ground) -> str:
-    """SIGKILL to every process there is, where that is only this job's own."""
+    """SIGKILL to every process there is, where that is only this job's own; from a child, as it spares the caller."""
     if not ground.own_init():
-        return "not tried: this is the machine's process namespace"
-    in_child(lambda: os.kill(-1, signal.SIGWINCH))
-    return ""
+        raise NoTargetError("this is the machine's process namespace")
+    in_child(lambda: os.kill(-1, signal.SIGKILL))
+    return "others than this process were killed"
 
 
 def _init(ground: Ground) -> str:
     """End or stop the first process of the namespace."""
     if not ground.own_init():
-        return "not tried: process 1 is the machine's"
-    for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL):
-        with suppress(OSError):
-            os.kill(1, number)
-    return ""
+        raise NoTargetError("process 1 is the machine's")
+    numbers = (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL)
+    return try_all((number.name, partial(os.kill, 1, number)) for number in numbers)
 
 
 def _stop_group(ground: Ground) -> str:
@@ -225,16 +232,12 @@ def _pass_descriptors(ground: Ground) -> str:
             time.sleep(2.0 if got else 0.0)
         finally:
             os._exit(0)
-    found = [int(entry) for entry in os.listdir("/proc/self/fd") if _is_page(int(entry))]
+    found = [fd for fds in memfiles.descriptors("").values() for fd in fds]
     with ours, theirs:
         socket.send_fds(ours, [b"x"], found[:64])
-    return ""
-
-
-def _is_page(fd: int) -> bool:
-    with suppress(OSError):
-        return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:pipefill")
-    return False
+    if not found:
+        raise Refused("no page has a descriptor here")
+    return f"{len(found)} descriptors"
 
 
 def _tables() -> Iterator[Attack]:
@@ -259,8 +262,8 @@ def _tables() -> Iterator[Attack]:
         lambda ground: _signals(ground.agents(), stop),
     )
     yield Attack(refused("stop-threads", "SIGSTOP to each thread of the ranks"), _threads)
-    yield Attack(refused("kill-everybody", "a signal to every process (kill -1)"), _everybody)
-    yield Attack(attack("kill-init", "signals to process 1, where that is the job's own", either=True), _init)
+    yield Attack(fatal("kill-everybody", "SIGKILL to every process (kill -1)", "SIGKILL"), _everybody)
+    yield Attack(refused("kill-init", "signals to process 1, where that is the job's own"), _init)
     yield Attack(attack("stop-group", "SIGSTOP to its whole process group"), _stop_group)
     yield Attack(
         fatal("exit-main-thread", "the main thread ends, another one goes on", "after its bubble|exited|killed"),
@@ -269,7 +272,7 @@ def _tables() -> Iterator[Attack]:
     yield Attack(fatal("exec-away", "the worker becomes another program"), _exec_away)
     yield Attack(attack("forget-parent", "undoes what ends it with its parent"), _forget_parent)
     yield Attack(attack("double-fork", "daemons in sessions of their own that stay"), _double_fork, 1.0)
-    yield Attack(attack("pass-descriptors", "passes the shared pages to a child that stays"), _pass_descriptors)
+    yield Attack(refused("pass-descriptors", "passes the shared pages to a child that stays"), _pass_descriptors)
 
 
 ATTACKS = tuple(_tables())

@@ -15,15 +15,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron.fill.chaos.attacks.base import Attack, Ground, beside
+from megatron.fill.chaos.attacks.base import Attack, Ground, NoTargetError, beside
 from megatron.fill.chaos.kind import DISK, MIB, attack, fatal
-from megatron.fill.linux.libc import libc
+from megatron.fill.linux.libc import last_error, libc
 
 _SHARED_MEMORY = Path("/dev/shm")
 _MOST = 400 * MIB
 _INODES, _FORKS, _THREADS = 20_000, 1_500, 400
 _FULL = "only a quota of the file system keeps a job from filling its disk; the store on it stops then"
 _KEPT_S = 2.0
+_HELD: list[object] = []  # until the process ends
 
 
 def _later(seconds: float, path: Path) -> None:
@@ -69,6 +70,7 @@ def _inodes(ground: Ground) -> str:
         with suppress(OSError):
             for number in range(_INODES):
                 (place / str(number)).touch()
+        time.sleep(_KEPT_S)
         shutil.rmtree(place, ignore_errors=True)
 
     beside(make)
@@ -78,7 +80,7 @@ def _inodes(ground: Ground) -> str:
 def _fill_disk(ground: Ground) -> str:
     """The disk of the run folder, which is a small one of the chaos run's own."""
     if shutil.disk_usage(ground.directory).total > 1 << 30:
-        return "not tried: it is the machine's disk"
+        raise NoTargetError("it is the machine's disk")
     path = ground.directory / "full"
 
     def fill() -> None:
@@ -124,11 +126,13 @@ def _threads(ground: Ground) -> str:
 
 
 def _lock_memory(ground: Ground) -> str:
-    """Memory that cannot be swapped out."""
-    held = mmap.mmap(-1, 64 * MIB)
+    """Memory that cannot be swapped out, more than the kernel grants everybody."""
+    held = mmap.mmap(-1, 96 * MIB)
     address = ctypes.addressof(ctypes.c_char.from_buffer(held))
-    libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(held)))
-    return ""
+    if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(held))):
+        raise last_error("mlock")
+    _HELD.append(held)
+    return "96 MiB"
 
 
 def _huge_line(ground: Ground) -> str:
@@ -199,7 +203,7 @@ def _tables() -> Iterator[Attack]:
     yield Attack(either("pid-space", "1,500 processes one after the other"), _processes)
     yield Attack(either("zombies", "600 children that nobody waits for"), _zombies)
     yield Attack(fatal("thread-bomb", "400 threads", "process|thread"), _threads)
-    yield Attack(attack("lock-memory", "64 MiB locked into memory"), _lock_memory)
+    yield Attack(attack("lock-memory", "96 MiB locked into memory", refused=True), _lock_memory)
     yield Attack(attack("huge-line", "a line of 3 MiB"), _huge_line, 1.0)
     yield Attack(attack("no-output", "closes and replaces its output"), _no_output)
     yield Attack(attack("escapes", "terminal escapes in its output"), _escapes)

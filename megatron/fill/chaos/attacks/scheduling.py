@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron.fill.chaos import memfiles
-from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, beside, own_session, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, beside, own_session, threads, try_all
 from megatron.fill.chaos.attacks.calls import syscall
 from megatron.fill.chaos.kind import attack, fatal
 from megatron.fill.linux.libc import libc
-from megatron.fill.pages.steplog import StepLog
 
 _BUSY_S, _LONG_S = 3.0, 6.0
 _BUSY_PROCESSES = 4
@@ -102,8 +101,8 @@ def _leave_idle(ground: Ground) -> str:
 
 def _of_each(ground: Ground, what: Callable[[int], object]) -> str:
     """To every thread of the ranks."""
-    threads = [int(thread) for pid in ground.ranks() for thread in os.listdir(f"/proc/{pid}/task")]
-    return try_all((f"thread {thread}", partial(what, thread)) for thread in threads)
+    found = [thread for pid in ground.ranks() for thread in threads(pid)]
+    return try_all((f"thread {thread}", partial(what, thread)) for thread in found)
 
 
 def _write_proc(ground: Ground, name: str, text: str) -> str:
@@ -158,15 +157,14 @@ def _sleeper(ground: Ground) -> str:
 
 def _beating_hang(ground: Ground) -> str:
     """A step that never ends, while the step log says that steps do."""
-    for fd in memfiles.descriptors("steps")["steps"]:
-        log = StepLog(fd)
+    log = memfiles.step_log()
 
-        def beat(log: StepLog = log) -> None:
-            while True:
-                log.step_ended(time.monotonic_ns(), time.monotonic_ns(), 0.0, False)
-                time.sleep(0.01)
+    def beat() -> None:
+        while True:
+            log.step_ended(time.monotonic_ns(), time.monotonic_ns(), 0.0, False)
+            time.sleep(0.01)
 
-        beside(beat)
+    beside(beat)
     while True:
         _burn(60.0)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from megatron.fill.chaos.attacks.base import Ground, Refused
+from megatron.fill.chaos.attacks.base import Ground, NoTargetError, Refused
 from megatron.fill.chaos.attacks.table import ATTACKS
 from megatron.fill.chaos.marks import Note, mark
+from megatron.fill.chaos.targets import Targets
 from megatron.fill.chaos.tasks import GOOD_STEPS, Honest, work
 from megatron.fill.types import JobState
 
@@ -19,6 +20,7 @@ class Attacker(Honest):
         super().create(marks, steps)
         self.attack = ATTACKS[attack]
         self.ground = Ground(self.context.directory.resolve(), Path(folder), machine_network)
+        self.told = Path(marks).parent
         self.until_s = 0.0
 
     def run_next_step(self) -> float | None:
@@ -35,11 +37,13 @@ class Attacker(Honest):
         return super().run_next_step()
 
     def _commit(self) -> None:
+        self.ground.targets = Targets.read(self.told)
         mark(self.marks, Note.FAULT)
         try:
             through = self.attack.commit(self.ground)
+        except NoTargetError as error:
+            mark(self.marks, Note.MISSED, str(error))
         except (OSError, Refused) as error:
             mark(self.marks, Note.HELD, str(error))
         else:
-            if through:
-                mark(self.marks, Note.THROUGH, through)
+            mark(self.marks, Note.THROUGH, through or "done")

@@ -11,7 +11,7 @@ from functools import partial
 from megatron.fill.chaos import memfiles
 from megatron.fill.chaos.attacks.base import Attack, Ground
 from megatron.fill.chaos.kind import attack, fatal
-from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog
+from megatron.fill.pages.steplog import MOST_WORD_BYTES
 
 _WORD = {
     "state": "SUCCEEDED",
@@ -25,13 +25,9 @@ _WORD = {
 _ESCAPES = "\x1b[2J\x1b]0;owned\x07\x1b[31m\r\n\u202e\x00red"
 
 
-def _log() -> StepLog:
-    return StepLog(memfiles.descriptors("steps")["steps"][0])
-
-
 def _leave(word: bytes, ground: Ground) -> str:
     """Say this as the last word, and be gone."""
-    _log().leave_word(word[:MOST_WORD_BYTES])
+    memfiles.step_log().leave_word(word[:MOST_WORD_BYTES])
     os._exit(0)
 
 
@@ -41,13 +37,13 @@ def _saying(**changes: object) -> bytes:
 
 def _linger(ground: Ground) -> str:
     """Say that it is done, and stay."""
-    _log().leave_word(_saying())
+    memfiles.step_log().leave_word(_saying())
     while True:
         time.sleep(60.0)
 
 
 def _amounts(value: float, ground: Ground) -> str:
-    log = _log()
+    log = memfiles.step_log()
     for _ in range(3):
         log.step_ended(time.monotonic_ns(), time.monotonic_ns(), value, False)
     log.total_work = log.base_work = value

@@ -1,0 +1,32 @@
+"""The control of an attack, as data: the walls that are left out, and how it is seen that the attack succeeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from megatron.fill.chaos.controls.walls import Wall
+from megatron.fill.chaos.controls.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One attack's.
+
+    Attributes:
+        walls: what is left out: one, or all of those that would stop it where there are several.
+        ends: how it may end then; see ``engine.Tried``.
+        proof: what is seen of it from outside the job; empty while there is nothing.  None where the kernel's answer
+            to the attack says all.
+        prepared: the world as it has to be for this attack.
+        within_s: how long the attack may take.
+        impossible: why there can be no control; the attack is not counted then.
+    """
+
+    walls: tuple[Wall, ...]
+    ends: tuple[str, ...] = ("done",)
+    proof: Callable[[World], str] | None = None
+    prepared: Callable[[World], AbstractContextManager[object]] = lambda world: nullcontext()
+    within_s: float = 6.0
+    impossible: str = ""

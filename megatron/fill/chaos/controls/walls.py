@@ -1,0 +1,74 @@
+"""The walls of a job by name, and how one is left out where a control is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from enum import StrEnum
+from types import ModuleType
+from typing import Any
+
+from megatron.fill.sandbox import enter, jail
+
+
+class Wall(StrEnum):
+    """What keeps a job in."""
+
+    # The kernel's: a control builds them as a worker does, but for those that are left out.
+    PROCESSES = "process namespace"
+    FILES = "mount namespace"
+    IPC = "IPC namespace"
+    CGROUP = "cgroup namespace"
+    NETWORK = "network namespace"
+    USER = "another user"
+    CALLS = "filter of system calls"
+    RULES = "Landlock"
+    POWERS = "no capabilities"
+    PRIVILEGES = "no new privileges"
+    HIDING = "hidden memory of the first process"
+    LIMITS = "resource limits"
+    PAGES = "read-only pages"
+    # PipeFill's own: a control has none of them.
+    STOP = "stop between bubbles"
+    TIME = "time-out of a step"
+    MEMORY = "memory cap"
+    TASKS = "cap on processes"
+    OUTPUT = "cap on output"
+    READER = "careful reader"
+    START = "start behind the walls"
+    PACE = "steps only in bubbles"
+    CARE = "agent that looks after it"
+    QUOTA = "quota of the disk"
+
+
+KERNEL = (
+    *(Wall.PROCESSES, Wall.FILES, Wall.IPC, Wall.CGROUP, Wall.NETWORK, Wall.USER, Wall.CALLS, Wall.RULES),
+    *(Wall.POWERS, Wall.PRIVILEGES, Wall.HIDING, Wall.LIMITS, Wall.PAGES),
+)
+NAMESPACES = {
+    "pid": Wall.PROCESSES,
+    "mount": Wall.FILES,
+    "ipc": Wall.IPC,
+    "cgroup": Wall.CGROUP,
+    "net": Wall.NETWORK,
+}
+# The steps into the cage that a wall is made in: the module, the name, and what does nothing in its place.
+_STEPS: dict[Wall, tuple[tuple[ModuleType, str, Callable[..., Any]], ...]] = {
+    Wall.USER: ((enter, "become", lambda *given, **named: None),),
+    Wall.CALLS: ((enter, "load_filter", lambda *given: ""),),
+    Wall.RULES: ((enter, "enter_rules", lambda *given: []),),
+    Wall.POWERS: ((enter, "bar_powers", lambda: None), (enter, "give_up_powers", lambda *given: "")),
+    Wall.PRIVILEGES: ((enter, "forgo_privileges", lambda: ""),),
+    Wall.HIDING: ((jail, "hide_memory", lambda hidden: None),),
+}
+
+
+def leave_out(walls: Collection[Wall]) -> None:
+    """Build none of these from now on; for a process that ends after its control.
+
+    Raises:
+        AttributeError: a step has another name by now, and would be built all the same.
+    """
+    for wall in walls:
+        for module, name, nothing in _STEPS.get(wall, ()):
+            getattr(module, name)
+            setattr(module, name, nothing)
