@@ -28,5 +28,5 @@ class Control:
     ends: tuple[str, ...] = ("done",)
     proof: Callable[[World], str] | None = None
     prepared: Callable[[World], AbstractContextManager[object]] = lambda world: nullcontext()
-    within_s: float = 6.0
+    within_s: float = 20.0
     impossible: str = ""

@@ -196,6 +196,8 @@ def _try(world: World, attack: Attack, control: Control, walls: Collection[Wall]
         jail = confine(world, attack, walls, write_fd)
         os.close(write_fd)
         world.init, world.job = jail.init, jail.pid
+        if control.proof is not None and (seen := control.proof(world)):
+            return Tried("error", f"before the attack there is: {seen}")
         jail.let_go()
         ready, _, _ = select.select([read_fd], [], [], control.within_s)
         data = os.read(read_fd, _READ_BYTES) if ready else None

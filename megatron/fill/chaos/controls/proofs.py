@@ -14,6 +14,7 @@ import os
 import pickle
 import resource
 import signal
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from megatron.fill.pages.steplog import StepLog
 _MIB = 1 << 20
 _BUSY_S, _READ_S = 0.25, 0.5
 _MEMORY = 3 << 30  # more than this process has by itself: what is read must not take the machine's
+_NEVER_NS, _HEADER_WORDS = 3600 * 10**9, 32
 _ODD = 1e15  # more steps than any job does
 
 
@@ -159,7 +161,7 @@ def output(least: int, part: bytes = b"") -> Callable[[World], str]:
 
     def look(world: World) -> str:
         path = world.directory / "output.log"
-        size = path.stat().st_size
+        size = path.stat().st_size if path.exists() else 0
         return f"{size} bytes" if size >= least and part in path.read_bytes() else ""
 
     return look
@@ -207,6 +209,8 @@ def careless(read: Callable[[World], object]) -> Callable[[World], str]:
                 resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
                 found = read(world)
                 said = f"a plain reader believes {str(found)[:80]!r}" if found else ""
+            except FileNotFoundError:
+                said = ""
             except BaseException as error:
                 said = f"a plain reader fails: {type(error).__name__}: {str(error)[:80]}"
             os.write(write_fd, said.encode("utf-8", "replace"))
@@ -261,7 +265,10 @@ def unpickled(world: World) -> object:
 
 def last_word(world: World) -> object:
     """Read the last word as JSON, and believe it."""
-    word = json.loads(StepLog(world.pages["steps"]).word())
+    said = StepLog(world.pages["steps"]).word
+    if not said:
+        return None
+    word = json.loads(said)
     for name, kind in (("state", str), ("reason", str), ("unfit", bool), ("unit", str)):
         if not isinstance(word[name], kind):
             raise TypeError(f"{name} is {word[name]!r}")
@@ -275,9 +282,13 @@ def last_word(world: World) -> object:
 
 
 def odd_work(world: World) -> str:
-    """What the step log says that was done."""
-    total = StepLog(world.pages["steps"]).total_work
-    return "" if total is not None and 0 <= total < _ODD else f"it says that there are {total} steps"
+    """What stands in the step log, read without the care that ``StepLog`` itself takes.
+
+    Its other words are numbers that make tiny floats.
+    """
+    words = struct.unpack(f"{_HEADER_WORDS}d", os.pread(world.pages["steps"], 8 * _HEADER_WORDS, 0))
+    odd = [word for word in words if not abs(word) < _ODD]
+    return f"it says that there are {odd[0]} steps" if odd else ""
 
 
 def page_changes(name: str) -> Callable[[World], str]:
@@ -313,7 +324,7 @@ def listening(world: World) -> Iterator[None]:
     reader = os.fork()
     if reader == 0:
         _, address = memfd.map_page(world.pages["control"], 4096, writable=False)
-        futex.wait(address, 0)
+        futex.wait(address, 0, _NEVER_NS)
         os._exit(0)
     world.listeners.append(reader)
     while _field(reader, "State")[:1] != "S":

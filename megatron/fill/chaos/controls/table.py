@@ -46,8 +46,8 @@ _PROCESSES = {
 _CORES = {
     **_like(_RISING, "fifo-step", "fifo-thread", "leave-idle"),
     **_like(_SCHEDULING, "nice-rank", "idle-rank", "affinity-rank", "ionice-rank"),
-    **_like(_OUTSIDE, "oom-rank", "autogroup-rank"),
-    **_like((*_OUTSIDE, Wall.POWERS), "slack-rank"),
+    **_like((*_OUTSIDE, Wall.RULES), "oom-rank", "autogroup-rank"),
+    **_like((*_OUTSIDE, Wall.RULES, Wall.POWERS), "slack-rank"),
     **_like(Wall.STOP, "setsid-busy", "burn-thread", "copy-thread", proof=proofs.busy),
     **_like(Wall.PACE, "copy-step", "thrash-step"),
     **_like(Wall.TIME, "sleeper", "beating-hang", ends=_STAYS, within_s=1.0),
@@ -62,7 +62,7 @@ _KERNEL = {
     **_like((*_CGROUPS, Wall.CALLS), "setns-rank"),
     **_like((*_RISING, Wall.RULES), "mount"),
     **_like(_RISING, "chroot", "bpf", "machine", "file-handle", "perf-event"),
-    **_like(Wall.FILES, "proc-sys"),
+    **_like((Wall.FILES, Wall.RULES, Wall.USER), "proc-sys"),
     **_like(_OUTSIDE, "devices"),
     **_like((Wall.POWERS, Wall.USER), "mknod"),
     **_like(Wall.LIMITS, "lift-limits"),
@@ -141,7 +141,7 @@ _NETWORK = {
     **_like((Wall.NETWORK, Wall.RULES), "rank-ports", "unix-sockets"),
     **_like(Wall.CALLS, "raw-sockets"),
     **_like(Wall.NETWORK, "netlink"),
-    **_like((Wall.CALLS, Wall.FILES), "terminal-stop", "terminal-type", "terminal-hang-up"),
+    **_like((Wall.CALLS, Wall.FILES, Wall.RULES), "terminal-stop", "terminal-type", "terminal-hang-up"),
 }
 CONTROLS: dict[str, Control] = {
     **_PROCESSES,

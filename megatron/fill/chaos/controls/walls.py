@@ -22,6 +22,7 @@ class Wall(StrEnum):
     USER = "another user"
     CALLS = "filter of system calls"
     RULES = "Landlock"
+    PROC = "read-only /proc"
     POWERS = "no capabilities"
     PRIVILEGES = "no new privileges"
     HIDING = "hidden memory of the first process"
@@ -41,7 +42,7 @@ class Wall(StrEnum):
 
 
 KERNEL = (
-    *(Wall.PROCESSES, Wall.FILES, Wall.IPC, Wall.CGROUP, Wall.NETWORK, Wall.USER, Wall.CALLS, Wall.RULES),
+    *(Wall.PROCESSES, Wall.FILES, Wall.IPC, Wall.CGROUP, Wall.NETWORK, Wall.USER, Wall.CALLS, Wall.RULES, Wall.PROC),
     *(Wall.POWERS, Wall.PRIVILEGES, Wall.HIDING, Wall.LIMITS, Wall.PAGES),
 )
 NAMESPACES = {
@@ -51,11 +52,11 @@ NAMESPACES = {
     "cgroup": Wall.CGROUP,
     "net": Wall.NETWORK,
 }
-# The steps into the cage that a wall is made in: the module, the name, and what does nothing in its place.
+# Those that a cage itself can do without, by its names for them.
+CAGE = {"system calls": Wall.CALLS, "landlock": Wall.RULES, "proc": Wall.PROC}
+# The steps into the cage that one of the others is made in: the module, the name, and what does nothing in its place.
 _STEPS: dict[Wall, tuple[tuple[ModuleType, str, Callable[..., Any]], ...]] = {
     Wall.USER: ((enter, "become", lambda *given, **named: None),),
-    Wall.CALLS: ((enter, "load_filter", lambda *given: ""),),
-    Wall.RULES: ((enter, "enter_rules", lambda *given: []),),
     Wall.POWERS: ((enter, "bar_powers", lambda: None), (enter, "give_up_powers", lambda *given: "")),
     Wall.PRIVILEGES: ((enter, "forgo_privileges", lambda: ""),),
     Wall.HIDING: ((jail, "hide_memory", lambda hidden: None),),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.fill.chaos.attacks.base import Attack, Ground, NoTargetError, Refused
-from megatron.fill.chaos.controls.walls import NAMESPACES, Wall, leave_out
+from megatron.fill.chaos.controls.walls import CAGE, NAMESPACES, Wall, leave_out
 from megatron.fill.chaos.programs import agent_program, warden_program
 from megatron.fill.chaos.sight import look
 from megatron.fill.chaos.targets import Targets
@@ -194,15 +194,17 @@ def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) ->
         user=_NOBODY if root else None,
         group=_NOBODY if root else None,
         memory_files_bytes=_MEMORY_BYTES,
+        without=tuple(name for name, wall in CAGE.items() if wall in walls),
     )
     if Wall.USER in walls:
         os.chown(world.directory, os.geteuid(), os.getegid())
     told = world.targets()
     _map_pages(world, writable=Wall.PAGES in walls)
 
-    def prepare() -> list[str]:
+    def prepare() -> None:
         host.yield_to_main_job()
-        return [] if Wall.LIMITS in walls else limit_resources(_MEMORY_BYTES, _TASKS, _FILES)
+        if Wall.LIMITS not in walls:
+            limit_resources(_MEMORY_BYTES, _TASKS, _FILES)
 
     def body() -> None:
         os.chdir(world.directory)
