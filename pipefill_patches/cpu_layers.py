@@ -1,8 +1,8 @@
 """The Megatron half of the CPU backend: what its local layers lack, for Transformer Engine or Apex has it on a GPU.
 
 Sequence parallelism needs a layer norm whose weights' gradients are summed over the tensor-parallel ranks, context
-parallelism an attention that sees the keys and values of the other ranks, and the all-to-all of the experts' tokens
-its sizes as numbers of the host.
+parallelism an attention that sees the keys and values of the other ranks, multi-head latent attention one whose values
+have a width of their own, and the all-to-all of the experts' tokens its sizes as numbers of the host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TARGETS = (_NORM, _ATTENTION_INIT, _ATTENTION, _GATHER, _MOVE)
 
 def install(stack: contextlib.ExitStack) -> None:
     _sequence_parallel_norm(stack)
-    _context_parallel_attention(stack)
+    _any_attention(stack)
     _token_counts_on_host(stack)
 
 
@@ -53,14 +53,20 @@ def _sequence_parallel_norm(stack: contextlib.ExitStack) -> None:
     replace(stack, holder, name, staticmethod(norm))
 
 
-def _context_parallel_attention(stack: contextlib.ExitStack) -> None:
+def _any_attention(stack: contextlib.ExitStack) -> None:
     holder, _ = _ATTENTION.resolve()
     initialize, attend = holder.__init__, holder.forward
 
     @functools.wraps(initialize)
-    def initialize_any(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize_any(
+        self: Any, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
         alone = copy.copy(config)
         alone.context_parallel_size = 1
+        width = config.kv_channels if v_channels is None else v_channels
+        if k_channels is not None and kwargs.get("softmax_scale") is None:
+            kwargs["softmax_scale"] = k_channels**-0.5  # upstream has one width for all, and takes the scale from it
+        alone.kv_channels = width
         initialize(self, alone, *args, **kwargs)
         self.config = config
 

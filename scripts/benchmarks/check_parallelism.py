@@ -187,12 +187,18 @@ def kinds(cycle: Mapping[str, Any]) -> Iterator[str]:
 
 def fill(row: Row, folder: Path, iterations: int, rest_ms: float) -> Trained:
     """Train until a job on each rank has stepped, and for some iterations."""
-    names = [f"spin-{number}" for number in range(row.ranks)]
+    names, filling = spins(folder, row.ranks)
+    flags = f"{MODEL} {row.flags} {filling}"
+    return train_until(folder, flags, dict.fromkeys(names, stepped), iterations, ranks=row.ranks, rest_ms=rest_ms)
+
+
+def spins(folder: Path, ranks: int) -> tuple[list[str], str]:
+    """The names of jobs without an end, one for each rank, and the flags that fill with them."""
+    names = [f"spin-{number}" for number in range(ranks)]
     jobs = [{"name": name, "task": "tasks:Spin", "args": {"milliseconds": 0.2}} for name in names]
     # No brake: what it leaves unfilled to compare with is a good part of so short a run.
     settings = "--fill-warmup-iterations 3 --fill-max-slowdown 0 --fill-min-bubble-us 300"
-    flags = f"{MODEL} {row.flags} {write_jobs(folder, *jobs)} {settings}"
-    return train_until(folder, flags, dict.fromkeys(names, stepped), iterations, ranks=row.ranks, rest_ms=rest_ms)
+    return names, f"{write_jobs(folder, *jobs)} {settings}"
 
 
 def train_upstream(row: Row, folder: Path, iterations: int) -> str:

@@ -4,7 +4,8 @@
 
 With PIPEFILL_TEST_WARM or PIPEFILL_TEST_FRESH in the environment, the ranks are forked by who listens there
 (``warm.py``): one that has imported Megatron, or has not.  When a rank fails the others are ended, and its exit code is
-returned.  With 0 for RANKS this process stands for one warm Python, whose environment is its own.
+returned.  SIGABRT is passed on to all of them: a warm rank then prints where each of its threads is.  With 0 for RANKS
+this process stands for one warm Python, whose environment is its own.
 """
 
 from __future__ import annotations
@@ -89,15 +90,20 @@ def main() -> int:
             own = {"LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
             environment = dict(os.environ) | shared | own
             running.append(Warm(sys.argv[2:], environment, where) if where else Cold(sys.argv[2:], environment))
+        signal.signal(signal.SIGABRT, lambda number, _: send(number, running))
         while running:
             for ended in select.select(running, [], [])[0]:
                 running.remove(ended)
                 if code := ended.wait():
-                    for other in running:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(other.pid, signal.SIGTERM)
+                    send(signal.SIGTERM, running)
                     return code
     return 0
+
+
+def send(number: int, ranks: list[Cold | Warm]) -> None:
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, number)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -140,7 +140,7 @@ def start(
     torchrun: bool = False,
     fresh: bool = False,
     rest_ms: float = 0,
-    model: str = MODEL,
+    model: str | Sequence[str] = MODEL,
     mounts: Mapping[str, Path] | None = None,
 ) -> subprocess.Popen[str]:
     """Start a training; ``{folder}`` in the flags stands for the folder.  Its warm ranks rest after each iteration.
@@ -149,14 +149,18 @@ def start(
         torchrun: torchrun starts its ranks; with ``fresh`` each is a Python of its own, as users have it.
         fresh: its ranks import Megatron themselves, so the patches of a ``script`` that applies them first come first.
         mounts: what warm ranks and their agents see in the place of some files and folders; only for root.
+        model: its flags; as a sequence where one of their values has spaces.
     """
+    model = model.split() if isinstance(model, str) else model
     launcher = [str(HERE / "launch.py"), str(ranks)]
     if torchrun:
         run = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         launcher = [*warm_python(), *run, "--nproc-per-node", str(ranks)]
         if not fresh:
             launcher += ["--no-python", sys.executable, *warm_python()]
-    logs = ["--tensorboard-dir", str(folder / "tensorboard"), "--train-iters", str(iterations)]
+    logs = ["--tensorboard-dir", str(folder / "tensorboard")]
+    if "--train-samples" not in model:
+        logs += ["--train-iters", str(iterations)]
     environment = {name: value for name, value in os.environ.items() if name != "PIPEFILL_STORE"}
     if fresh and not torchrun:
         environment.pop(WARM, None)
@@ -165,7 +169,7 @@ def start(
     if mounts:
         environment[MOUNTS] = json.dumps({place: str(shown) for place, shown in mounts.items()})
     return subprocess.Popen(
-        [sys.executable, *launcher, *script, *model.split(), *logs, *flags.format(folder=folder).split()],
+        [sys.executable, *launcher, *script, *model, *logs, *flags.format(folder=folder).split()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -242,11 +246,11 @@ class Running:
         specs = sorted((self.folder / "run" / "agents").glob("spec*.json"))
         return [json.loads(spec.read_text())["parent"] for spec in specs]
 
-    def end(self) -> Trained:
-        """Ask the training to end, as SLURM does, and wait for it."""
+    def end(self, seconds: float = 60) -> Trained:
+        """Ask the training to end, as SLURM does, and wait so long for it."""
         for pid in self.ranks():
             os.kill(pid, signal.SIGTERM)
-        assert self.process.wait(60) == 0, "".join(self.output[-40:])
+        assert self.process.wait(seconds) == 0, "".join(self.output[-40:])
         self._reader.join()
         return Trained("".join(self.output), self.folder)
 

@@ -13,6 +13,7 @@ import argparse
 import array
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -132,6 +133,7 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
     os.environ.update(request["env"])
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()  # one that hangs is aborted to see where
     if REST in os.environ:
         rest(float(os.environ[REST]) / 1e3)
     if MOUNTS in os.environ:

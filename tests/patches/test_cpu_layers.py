@@ -50,6 +50,18 @@ torch.testing.assert_close(found, expected[rows])
 for one, other in zip(part, whole):
     torch.testing.assert_close(one.grad, other.grad[rows])
 
+wide = [torch.randn(8, 2, 4, width, requires_grad=True) for width in (6, 6, 2)]  # as latent attention has them
+config = TransformerConfig(**sizes, context_parallel_size=1)
+latent = DotProductAttention(config, 1, AttnMaskType.causal, "self", k_channels=6, v_channels=2)
+assert config.kv_channels == latent.config.kv_channels == 4
+found = latent(*wide, mask[None, None])
+heads = [tensor.permute(1, 2, 0, 3) for tensor in wide]
+expected = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3).reshape(8, 2, 8)
+torch.testing.assert_close(found, expected)
+of_found = torch.autograd.grad(found.square().sum(), wide)
+for one, other in zip(of_found, torch.autograd.grad(expected.square().sum(), wide)):
+    torch.testing.assert_close(one, other)
+
 for cut in (False, True):
     config = TransformerConfig(**sizes, tensor_model_parallel_size=2, sequence_parallel=cut)
     norm = WrappedTorchNorm(config, 16)

@@ -1,0 +1,258 @@
+"""One shrunk recipe, trained with jobs in its bubbles and without PipeFill: what became of both trainings."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.fill.store import Job
+from scripts.benchmarks import recipe_words
+from scripts.benchmarks.check_parallelism import spins
+from scripts.benchmarks.recipe_sizes import ENDLESS, VOCABULARY, Shrunk
+from tests.e2e.training import OURS, PATCHED, UPSTREAM, Running, Trained, start
+
+FIRST, SECOND = 6, 12  # iterations to a checkpoint that is resumed, and to the end, at least
+REST_MS = 50.0  # that ranks with jobs sleep after each iteration, so that these start sooner
+RERUN_CODES = (16, 17)  # Megatron's: it found an error that it was told to inject, and ended
+ENDING_S = 120
+SCRIPTS = {"bert": "examples/bert/pretrain_bert.py", "hybrid": "pretrain_hybrid.py"}  # of the checkout; else ours
+BERT = "scripts/benchmarks/recipe_bert.py"  # comes before the script
+
+
+class Stopped(Exception):
+    """A training failed or hangs; the message says why.
+
+    Args:
+        code: its exit code; None where it was ended.
+    """
+
+    def __init__(self, reason: str, code: int | None) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a recipe.
+
+    Attributes:
+        iterations: that were compared; 0 where it does not train.
+        bubble_share: of the iterations' time, over all ranks, in the last start.
+        steps: that each rank's jobs did in the last start.
+        identical: the losses of all iterations, to the bit.
+        exit_code: of both trainings; not 0 where the recipe is about that.
+        refusal: the reason why it cannot be trained here, PipeFill or not.
+        failure: what went wrong with PipeFill and not without.
+    """
+
+    iterations: int = 0
+    bubble_share: float = 0.0
+    steps: tuple[int, ...] = ()
+    identical: bool = False
+    exit_code: int = 0
+    refusal: str = ""
+    failure: str = ""
+
+    @property
+    def well(self) -> bool:
+        return self.identical and not self.failure and bool(self.steps) and min(self.steps) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A recipe's two trainings.
+
+    Args:
+        family: the recipe's.
+        checkout: Megatron-LM's.
+        folder: a new one, that others may enter; ``with`` and ``without`` are made in it.
+        limit_s: for each start.
+    """
+
+    shrunk: Shrunk
+    family: str
+    checkout: Path
+    folder: Path
+    limit_s: float
+
+    def run(self) -> Outcome:
+        try:
+            last = self._fill()
+        except Stopped as stopped:
+            return self._judge(stopped)
+        try:
+            self._train(last)
+        except Stopped as stopped:
+            return Outcome(failure=f"without PipeFill: {stopped}")
+        return self._compare(0)
+
+    def _judge(self, filled: Stopped) -> Outcome:
+        """Whether it fails as well without PipeFill, and in the same way."""
+        end = max([SECOND, *(iteration + 1 for iteration in self._losses("with"))])
+        try:
+            self._train([FIRST, end] if self.shrunk.resumed else [end])
+        except Stopped as stopped:
+            if filled.code == stopped.code and stopped.code in RERUN_CODES:
+                return self._compare(stopped.code)
+            return Outcome(refusal=str(stopped)) if stopped.code == filled.code else Outcome(failure=str(filled))
+        return Outcome(failure=str(filled))
+
+    def _compare(self, exit_code: int) -> Outcome:
+        with_jobs, without = self._losses("with"), self._losses("without")
+        report = Trained("", self._place("with")).report if not exit_code else {}
+        return Outcome(
+            iterations=len(with_jobs),
+            bubble_share=round(report["summary"]["bubble_share"], 3) if report else 0.0,
+            steps=tuple(_steps(report, rank) for rank in range(self.shrunk.ranks)) if report else (),
+            identical=bool(with_jobs) and with_jobs == without,
+            exit_code=exit_code,
+        )
+
+    def _losses(self, place: str) -> dict[int, float]:
+        """By iteration; none where it never got so far."""
+        folder = self._place(place)
+        try:
+            return Trained("", folder).losses if (folder / "tensorboard").exists() else {}
+        except KeyError:
+            return {}
+
+    def _place(self, name: str) -> Path:
+        """The folder of the training with jobs or without, made and furnished when it is first asked for."""
+        folder = self.folder / name
+        if not folder.exists():
+            folder.mkdir()
+            (folder / "checkpoints").mkdir()
+            if self.family == "bert":
+                recipe_words.write(folder, VOCABULARY)
+        return folder
+
+    def _script(self, usual: tuple[str, ...]) -> tuple[str, ...]:
+        name = SCRIPTS.get(self.family)
+        if name is None:
+            return usual
+        launcher = (PATCHED if usual == OURS else usual)[:-1]
+        return (*launcher, *([BERT] if self.family == "bert" else []), str(self.checkout / name))
+
+    def _model(self, folder: Path) -> list[str]:
+        return [flag.replace("{folder}", str(folder)) for flag in self.shrunk.flags]
+
+    def _fill(self) -> list[int]:
+        """Train with a job on each rank, twice where it is resumed; the last iteration of each start.
+
+        Raises:
+            Stopped: it fails, hangs, or a rank's job does not step.
+        """
+        folder = self._place("with")
+        names, filling = spins(folder, self.shrunk.ranks)
+        before = dict.fromkeys(names, 0)
+        if not self.shrunk.resumed:
+            return [self._fill_once(filling, {name: _beyond(0) for name in names}, SECOND)]
+        first = self._fill_once(filling, {}, FIRST)
+        before |= {job["name"]: job["steps"] for job in Trained("", folder).report["jobs"]}
+        second = self._fill_once(filling, {name: _beyond(before[name]) for name in names}, SECOND - FIRST)
+        return [first, second]
+
+    def _fill_once(self, filling: str, expected: dict[str, Callable[[Job], bool]], iterations: int) -> int:
+        folder, ranks = self._place("with"), self.shrunk.ranks
+        running = Running(
+            folder, filling, rest_ms=REST_MS, script=self._script(OURS), ranks=ranks, model=self._model(folder)
+        )
+        try:
+            begun = time.monotonic()
+            running.wait(lambda: sum(" iteration " in line for line in running.output) >= iterations, self.limit_s)
+            running.wait_for_jobs(expected, max(1.0, begun + self.limit_s - time.monotonic()))
+            running.end(ENDING_S)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            if running.process.poll() is None:
+                stacks = _abort(running.process, lambda: "".join(running.output))
+                late = f"; jobs: {error}" if isinstance(error, AssertionError) else " at its end"
+                raise Stopped(f"hangs{late}; {stacks}", None) from error
+            time.sleep(1)  # for the last lines of its output
+            raise Stopped(told("".join(running.output)), running.process.returncode) from error
+        finally:
+            running.process.kill()
+        return max(Trained("", folder).losses)
+
+    def _train(self, ends: list[int]) -> None:
+        """Train with no patch but the CPU backend, to the same iterations.
+
+        Raises:
+            Stopped: it fails or hangs.
+        """
+        folder = self._place("without")
+        for end in ends:
+            ending = f"--exit-interval {end}"
+            script, model = self._script(UPSTREAM), self._model(folder)
+            self._wait(start(folder, ending, ENDLESS, script, self.shrunk.ranks, model=model))
+
+    def _wait(self, process: subprocess.Popen[str]) -> None:
+        try:
+            output, _ = process.communicate(timeout=self.limit_s)
+        except subprocess.TimeoutExpired as error:
+            stacks = _abort(process, lambda: process.communicate(timeout=20)[0])
+            raise Stopped(f"hangs; {stacks}", None) from error
+        finally:
+            process.kill()
+        if process.returncode:
+            raise Stopped(told(output), process.returncode)
+
+    def clean(self) -> None:
+        """Remove what takes place."""
+        for name in ("with", "without"):
+            shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)
+
+
+def _beyond(steps: int) -> Callable[[Job], bool]:
+    return lambda job: job.progress.steps > steps
+
+
+def _steps(report: dict, rank: int) -> int:
+    return sum(job["steps"] for job in report["jobs"] if job["rank"] == rank)
+
+
+def _abort(process: subprocess.Popen[str], output: Callable[[], str]) -> str:
+    """Have the ranks print where they are, and end; who waits where."""
+    process.send_signal(signal.SIGABRT)
+    time.sleep(5)
+    try:
+        return who_waits(output())
+    except subprocess.TimeoutExpired:
+        return "its ranks do not say where they wait"
+
+
+def who_waits(output: str) -> str:
+    """Megatron's innermost lines in the main threads of ranks that were aborted, each with the number of ranks."""
+    places: dict[str, int] = {}
+    for stack in re.split(r"^Fatal Python error: Aborted$", output, flags=re.MULTILINE)[1:]:
+        found = re.search(r'File "[^"]*/(megatron/(?:core|training)/[^"]*)", line (\d+) in (\w+)', stack)
+        place = "{}:{} {}".format(*found.groups()) if found else "outside of Megatron"
+        places[place] = places.get(place, 0) + 1
+    return "; ".join(f"{count} ranks in {place}" for place, count in places.items()) or "no rank says where it waits"
+
+
+# What the other ranks say when one has failed.
+_ECHOES = ("Connection closed by peer", "Connection reset", "ProcessLookup", "Gloo connectFullMesh failed")
+
+
+def told(output: str) -> str:
+    """The first error in the output of a training that failed, in one line."""
+    errors = []
+    lines = [re.sub(r"^\[rank\d+\]:\s?", "", line) for line in output.splitlines()]
+    for number, line in enumerate(lines):
+        if "error: unrecognized arguments" in line:
+            return line[line.index("unrecognized") :]
+        if re.match(r"(\w+\.)*\w*(Error|Exception|StopIteration|Interrupt)\b", line):
+            if re.fullmatch(r"[\w.]+:?\s*", line):  # no words: the line of code has them
+                code = [
+                    before.strip() for before in lines[max(0, number - 4) : number] if not set(before) <= set(" ^~")
+                ]
+                line = f"{line.rstrip(': ')} at {code[-1]}" if code else line
+            errors.append(line)
+    own = [error for error in errors if not any(echo in error for echo in _ECHOES)]
+    return (own or errors or [output[-300:].replace("\n", " ")])[0][:300]
