@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -170,13 +171,14 @@ class Trial:
             running.end(ENDING_S)
         except (AssertionError, subprocess.TimeoutExpired) as error:
             if running.process.poll() is None:
-                stacks = _abort(running.process, lambda: "".join(running.output))
+                _end(running.process)
+                stacks = who_waits("".join(running.output))
                 late = f"; jobs: {error}" if isinstance(error, AssertionError) else " at its end"
                 raise Stopped(f"hangs{late}; {stacks}", None) from error
             time.sleep(1)  # for the last lines of its output
             raise Stopped(told("".join(running.output)), running.process.returncode) from error
         finally:
-            running.process.kill()
+            _end(running.process)
         return max(Trained("", folder).losses)
 
     def _train(self, ends: list[int]) -> None:
@@ -195,10 +197,10 @@ class Trial:
         try:
             output, _ = process.communicate(timeout=self.limit_s)
         except subprocess.TimeoutExpired as error:
-            stacks = _abort(process, lambda: process.communicate(timeout=20)[0])
-            raise Stopped(f"hangs; {stacks}", None) from error
+            _end(process)
+            raise Stopped(f"hangs; {who_waits(process.communicate()[0])}", None) from error
         finally:
-            process.kill()
+            _end(process)
         if process.returncode:
             raise Stopped(told(output), process.returncode)
 
@@ -216,14 +218,13 @@ def _steps(report: dict, rank: int) -> int:
     return sum(job["steps"] for job in report["jobs"] if job["rank"] == rank)
 
 
-def _abort(process: subprocess.Popen[str], output: Callable[[], str]) -> str:
-    """Have the ranks print where they are, and end; who waits where."""
-    process.send_signal(signal.SIGABRT)
-    time.sleep(5)
-    try:
-        return who_waits(output())
-    except subprocess.TimeoutExpired:
-        return "its ranks do not say where they wait"
+def _end(process: subprocess.Popen[str]) -> None:
+    """Have the ranks of a training that goes on print where they are, and end."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGABRT)  # the launcher passes it on; it is gone once they are
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+    process.kill()
 
 
 def who_waits(output: str) -> str:
