@@ -235,7 +235,9 @@ def test_the_first_error_is_told_without_its_echoes():
 
 def test_who_waits_is_the_innermost_line_of_megatron_in_each_rank():
     stack = (
-        "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n"
+        "Fatal Python error: Aborted\n\nThread 0x2 (most recent call first):\n"
+        '  File "/x/megatron/core/a.py", line 1 in b\n'
+        "\nCurrent thread 0x1 (most recent call first):\n"
         '  File "/x/torch/distributed.py", line 9 in wait\n'
         '  File "/x/megatron/core/pipeline_parallel/schedules.py", line 7 in recv\n'
     )
