@@ -44,6 +44,7 @@ from scripts.benchmarks.trainings import Blocks, filled, identical, iterations_o
 
 PARTS = ("profile", "cpu", "emulated", "identity")
 IDENTITY_PAIRS = 2
+_SETTLING = 2  # pairs
 TEXTS = 2000  # of about 1,000 characters: more than a run can embed
 PIPEFILL = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 
@@ -137,7 +138,7 @@ def by_bubble(run_dir: Path) -> list[dict[str, Any]]:
 
 def measure(folder: Path, part: str, jobs: Path, options: argparse.Namespace, *flags: str) -> dict[str, Any]:
     """One training in pairs of blocks: its figures, and their details."""
-    blocks = Blocks(options.block, options.pairs, options.warmup)
+    blocks = Blocks(options.block, options.pairs, options.warmup, _SETTLING)
     report = filled(folder, part, jobs, blocks, "--fill-baseline-seconds", str(options.baseline_seconds), *flags)
     run = folder / f"{part}-run"
     summary = {name: report["summary"][name] for name in ("slowdown", "harvest_ratio", "fill_efficiency")}

@@ -113,10 +113,10 @@ def parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--stage", type=int, default=0, help="which is real, from 0 (default: 0)")
     parser.add_argument("--microbatches", type=int, default=8, help="per iteration (default: 8)")
     parser.add_argument(
-        "--warmup", type=int, default=15, help="iterations before the first block, at least (default: 15)"
+        "--warmup", type=int, default=15, help="iterations before anything is filled (default: 15)"
     )
     parser.add_argument(
-        "--startup-seconds", type=float, default=30.0, help="for jobs to set themselves up in the warm-up (default: 30)"
+        "--startup-seconds", type=float, default=30.0, help="for jobs to settle, before blocks count (default: 30)"
     )
     parser.add_argument("--block", type=int, default=5, help="iterations per block (default: 5)")
     parser.add_argument("--pairs", type=int, default=10, help="pairs of blocks, on and off (default: 10)")

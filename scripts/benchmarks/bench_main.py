@@ -57,6 +57,7 @@ from scripts.benchmarks.trainings import (
 )
 
 IDENTITY_PAIRS = 4
+_SETTLING = 2  # pairs
 JOBS = [{"name": name, "task": task, "args": args} for name, (task, args) in TASKS.items()]
 
 
@@ -166,7 +167,7 @@ def main() -> None:
 
 def bench(folder: Path, options: argparse.Namespace, results: Results) -> None:
     """Measure the parts; each is written down as soon as it is known."""
-    blocks = Blocks(options.block, options.pairs, options.warmup)
+    blocks = Blocks(options.block, options.pairs, options.warmup, _SETTLING)
     for name in options.parts:
         where, measure = PARTS[name]
         figures = measure(folder, blocks, options.step_ms)

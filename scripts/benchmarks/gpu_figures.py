@@ -64,7 +64,7 @@ def check_steps(report: dict[str, Any], blocks: Blocks) -> None:
     if not report["total"]["steps"]:
         said = "; ".join(f"{job['name']} is {job['state']}: {job['reason']}" for job in report["jobs"])
         raise RuntimeError(
-            f"no job ran a step: {blocks.warmup} iterations of warm-up may be too few (--startup-seconds); {said}"
+            f"no job ran a step: {blocks.iterations} iterations may be too few (--startup-seconds); {said}"
         )
 
 

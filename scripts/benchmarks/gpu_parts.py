@@ -64,9 +64,10 @@ class Bench:
 
     @property
     def blocks(self) -> Blocks:
-        """For a training with jobs, which set themselves up in the bubbles of its warm-up."""
-        warmup = math.ceil(self.options.startup_seconds * 1000 / self._pace_ms())
-        return Blocks(self.options.block, self.options.pairs, max(self.options.warmup, warmup))
+        """For a training with jobs, which set themselves up in the bubbles after its warm-up."""
+        options = self.options
+        settling = math.ceil(options.startup_seconds * 1000 / self._pace_ms() / (2 * options.block))
+        return Blocks(options.block, options.pairs, options.warmup, settling)
 
     def _pace_ms(self) -> float:
         """How long an iteration with waits takes without jobs: from a short training, unless there was one here."""

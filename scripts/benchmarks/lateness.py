@@ -56,9 +56,16 @@ def late_ns(records: Sequence[RankRecord]) -> dict[int, int]:
 
 
 def compare(records: Sequence[RankRecord], blocks: Blocks) -> dict[str, Any]:
-    """What filling adds to an iteration, in ms and as a share of it, with 95% bootstrap intervals over iterations."""
+    """What filling adds to an iteration, in ms and as a share of it, with 95% bootstrap intervals over iterations.
+
+    Args:
+        blocks: of a run without jobs; one with jobs says itself which of its iterations are in which block.
+    """
     late = late_ns(records)
-    counted = [one for one in blocks.mark(records[0].iterations) if one.block >= 0]
+    iterations = records[0].iterations
+    if not any(one.block >= 0 for one in iterations):
+        iterations = blocks.mark(iterations)
+    counted = [one for one in iterations if one.block >= 0]
     on, off = (
         np.array([late[one.iteration] / 1e6 for one in counted if one.filling is filling]) for filling in (True, False)
     )

@@ -36,15 +36,17 @@ class Blocks:
     Attributes:
         length: iterations per block.
         warmup: iterations before the first block.
+        settling: pairs more, in which the jobs set themselves up; they do not count until all ranks' jobs have stepped.
     """
 
     length: int
     pairs: int
     warmup: int
+    settling: int = 0
 
     @property
     def iterations(self) -> int:
-        return self.warmup + 2 * self.length * self.pairs
+        return self.warmup + 2 * self.length * (self.pairs + self.settling)
 
     def block_of(self, iteration: int) -> int:
         """The block of an iteration (from 1), as the runtime counts them; -1 in the warm-up."""

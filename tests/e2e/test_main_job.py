@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 
+from megatron.fill.records import last_segment
 from megatron.fill.types import JobState, fills_block
 from tests.e2e.training import (
     ENDLESS,
@@ -18,6 +19,7 @@ from tests.e2e.training import (
     ROOT,
     WORKER,
     Running,
+    Trained,
     finished,
     processes,
     stepped,
@@ -94,14 +96,33 @@ def test_jobs_that_finish_make_room_for_others_by_priority(tmp_path):
     assert trained.printed("shell").read_text() == "hello shell 0/1\n"
 
 
+def blocks_of(trained: Trained) -> list[dict[int, int]]:
+    """The block of each iteration, of each rank."""
+    records = last_segment(trained.folder / "run").records()
+    return [{one.iteration: one.block for one in record.iterations} for record in records]
+
+
 def test_paired_blocks_and_baseline(tmp_path):
     flags = f"{write_jobs(tmp_path, SPIN | {'count': 2})} --fill-warmup-iterations 5"
     # Without the brake: it would end blocks early on a machine that is busy with something else.
     measured = f"{flags} --fill-paired-blocks 4 --fill-baseline-seconds 0.5 --fill-max-slowdown 0"
     measured += " --fill-price main=3.96,side=0.18"
-    trained = train_until(tmp_path, measured, dict.fromkeys(["spin-0", "spin-1"], stepped), 5 + 2 * 8)
+    running = Running(tmp_path, measured)
+    try:
+        running.wait_for_jobs(dict.fromkeys(["spin-0", "spin-1"], stepped))
+        running.wait(lambda: len(list((tmp_path / "run").glob("records/*/settled/*"))) == 2)
+        seen = len(running.output)
+        running.wait(lambda: sum(" iteration " in line for line in running.output[seen:]) >= 5 * 8)
+        trained = running.end()
+    finally:
+        running.process.kill()
     summary = trained.report["summary"]
-    pairs, rest = divmod(len(trained.losses) - 5, 2 * 4)
+    blocks = blocks_of(trained)
+    counted = [number for number in blocks[0] if min(its[number] for its in blocks) >= 0]
+    assert counted == list(range(counted[0], len(trained.losses) + 1))
+    assert (counted[0] - 6) % 8 == 0  # with the first pair after the jobs have settled
+    assert all(its[number] == (number - 6) // 4 for its in blocks for number in counted)
+    pairs, rest = divmod(len(counted), 2 * 4)
     assert pairs >= 2
     assert summary["slowdown"]["pairs"] == pairs + (rest >= 4 + 4 / 2)  # a last one that is cut to no less than half
     low, high = summary["slowdown"]["ci95"]
@@ -114,10 +135,10 @@ def test_paired_blocks_and_baseline(tmp_path):
     low, high = cost["saving_ci95"]
     assert low <= cost["saving"] <= high
     assert all(one["measured"] for one in cost["work"])
-    paired = total["paired"]
-    first, second = ("on", "off") if fills_block(2 * pairs) else ("off", "on")
-    assert paired[first]["count"] == 2 * (4 * pairs + min(rest, 4))  # on two ranks
-    assert paired[second]["count"] == 2 * (4 * pairs + max(rest - 4, 0))
+    of_ranks = [number for its in blocks for number in its if its[number] >= 0]
+    filled = sum(fills_block((number - 6) // 4) for number in of_ranks)
+    assert total["paired"]["on"]["count"] == filled
+    assert total["paired"]["off"]["count"] == len(of_ranks) - filled
 
 
 WRONG = {

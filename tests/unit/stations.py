@@ -79,6 +79,7 @@ class Post:
             "run_dir": str(folder),
             "records": str(folder),
             "rank": 3,
+            "ranks": 0,
             "parent": os.getpid(),
             "gate_fd": self.gate.reader_fd(),
             "board_fd": self.board.reader_fd(),

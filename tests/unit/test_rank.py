@@ -8,7 +8,7 @@ from typing import Any
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleSlot
 from megatron.fill.rank.brake import Brake
-from megatron.fill.rank.listener import RankListener
+from megatron.fill.rank.listener import MOST_SETTLING, RankListener
 from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
@@ -99,6 +99,34 @@ def test_of_paired_blocks_each_kind_comes_first_in_turn():
     assert [iteration.iteration for iteration in iterations] == list(range(1, 11))
 
 
+class Switch:
+    def __init__(self, settled: bool = True) -> None:
+        self.running, self.settled = True, settled
+
+
+def test_paired_blocks_begin_with_the_pair_after_the_jobs_have_settled():
+    switch = Switch(settled=False)
+    listener = make(FakeGate(), paired_blocks=2, control=switch)
+    drive = Drive(listener)
+    for number in range(1, 17):
+        switch.settled = number > 8  # in the middle of the second pair
+        drive.iteration(20)
+    iterations = listener.recorder.iterations
+    # The third pair, blocks 4 and 5, is the first that counts: its number is that of a rank that settled earlier.
+    assert [iteration.block for iteration in iterations] == [-1] * 10 + [4, 4, 5, 5, 6, 6]
+    assert [iteration.filling for iteration in iterations] == [False] * 2 + [True] * 8 + [True] * 2 + [False] * 4
+    assert all(bubble.seq for bubble in listener.recorder.bubbles[2:12])  # the gate is open while they settle
+
+
+def test_paired_blocks_begin_after_a_while_whatever_the_jobs_do():
+    listener = make(FakeGate(), paired_blocks=10, control=Switch(settled=False), brake=Brake(0.01, 0, paired_blocks=10))
+    drive = Drive(listener)
+    for _ in range(2 + MOST_SETTLING + 10):
+        drive.iteration(20)
+    blocks = [iteration.block for iteration in listener.recorder.iterations]
+    assert blocks == [-1] * (2 + MOST_SETTLING) + [MOST_SETTLING // 10] * 10
+
+
 def test_a_drift_favours_neither_kind_of_block_and_the_warm_up_is_without():
     assert [block for block in range(-1, 12) if fills_block(block)] == [0, 3, 4, 7, 8, 11]
 
@@ -151,10 +179,6 @@ def test_a_long_run_keeps_sums_of_its_older_bubbles():
     assert len(bubbles) <= 100
     assert sum(bubble.duration_ns for bubble in bubbles) == 500 * 20 * MS
     assert sum(bubble.duration_ns for bubble in bubbles if bubble.filling) == 498 * 20 * MS
-
-
-class Switch:
-    running = True
 
 
 def test_while_paused_no_bubble_is_opened_and_none_counts_as_fillable():

@@ -26,6 +26,7 @@ from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.agent.mover import Mover
 from megatron.fill.agent.ranking import Ranking
 from megatron.fill.agent.seat import Seat
+from megatron.fill.agent.settling import Settling
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.agent.station import Station
 from megatron.fill.agent.submitted import not_yet_submitted, note_submitted
@@ -47,13 +48,15 @@ logger = logging.getLogger("pipefill.agent")
 _KILL_S = 1.5  # how long a kill may take
 _SHRINK_S = 1.0  # how long a worker may take to give memory back, once its step has ended
 _RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # how often an empty seat looks for a job
+_SETTLE_S = 0.5  # how often is looked whether jobs have settled
 _SHOW_S = 10.0  # how often what runs is written down, and what waits is told why
 
 
 class Agent:
     """Runs jobs in the bubbles of one rank until the main job is over.
 
-    Six threads: the main one, one for each seat, and those of the claims, the control page and the records.
+    Six threads: the main one, one for each seat, and those of the claims, the control page and the records; where
+    paired blocks wait for jobs, one more until these have settled.
 
     Args:
         dead: the pids of the agents that served this rank before and died: what they held is given back.
@@ -127,6 +130,8 @@ class Agent:
         station.claims.start()
         ControlWatcher(station.control, self._control_changed).start()
         threading.Thread(target=self._show, name="records", daemon=True).start()
+        if station.spec.ranks:
+            threading.Thread(target=self._settle, name="settling", daemon=True).start()
         threads = [
             threading.Thread(target=self._serve, args=(seat, looks_s), name=str(seat))
             for seat, looks_s in ((self.resident, _RESIDENT_LOOKS_S), (self.tail, _TAIL_LOOKS_S))
@@ -167,6 +172,24 @@ class Agent:
                 served = False
             if not served:
                 seat.rest(looks_s)
+
+    def _settle(self) -> None:
+        """Tell the rank when paired blocks may begin."""
+        station = self.station
+        spec = station.spec
+        settling = Settling(Path(spec.records), spec.rank, spec.ranks, self._stepped, station.control)
+        while not station.over:
+            try:
+                if settling.look():
+                    return
+            except OSError as error:
+                logger.warning("whether the jobs of all ranks have settled cannot be told now: %s", error)
+            time.sleep(_SETTLE_S)
+
+    def _stepped(self) -> bool | None:
+        if self.station.board.read() is None:  # in the warm-up
+            return False
+        return self.resident.stepped
 
     def _show(self) -> None:
         """Write down what runs, and tell why the others wait, again and again.

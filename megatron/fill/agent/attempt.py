@@ -100,6 +100,11 @@ class Attempt:
             on_failure.pop_all()
             return end
 
+    @property
+    def stepped(self) -> bool:
+        """Whether the job has done a step, as its worker says."""
+        return self._begun is not None and self._begun.log.step_count > 0
+
     def progress(self) -> Progress:
         """How far the job is."""
         begun = self._begun

@@ -61,6 +61,7 @@ class Seat:
         self._beside = beside or (lambda: None)
         self._idle = idle
         self._attempt: Attempt | None = None
+        self._has_stepped = False  # one whose attempt has ended
         self._seen: object = None  # what there was to choose from at the latest look
         self._looked_s = 0.0
 
@@ -72,6 +73,14 @@ class Seat:
         """The job that sits here and its folder, while its worker runs."""
         attempt = self._attempt
         return None if attempt is None else attempt.resident
+
+    @property
+    def stepped(self) -> bool | None:
+        """Whether a job that sits here, or that sat here, has done a step; None if there was no such job."""
+        attempt = self._attempt
+        if self._has_stepped or (attempt is not None and attempt.stepped):
+            return True
+        return False if self.job_name else None
 
     @property
     def busy_until_s(self) -> float | None:
@@ -100,6 +109,7 @@ class Seat:
         try:
             self._see_to(claim, beside)
         finally:
+            self._has_stepped = bool(self.stepped)
             self.job_name, self._attempt = "", None
             station.claims.look_again()
         return True

@@ -18,6 +18,7 @@ class AgentSpec(Spec):
 
     Attributes:
         records: the folder for its records.
+        ranks: how many ranks train, if paired blocks wait for the jobs of all of them; 0 if nothing waits.
         mps_pipe: of the MPS daemon that the rank uses; None without MPS.
         parent: the rank's pid; the warden is the agent's.
         store: the URL of the job store.
@@ -38,6 +39,7 @@ class AgentSpec(Spec):
     run_dir: str
     records: str
     rank: int
+    ranks: int
     parent: int
     gate_fd: int
     board_fd: int

@@ -9,9 +9,9 @@ Layout, in 64-bit words of the machine's byte order::
 
     0  the futex word (low 32 bits): 4 x generation + state; the generation grows with every change
     1  magic and version    2  rank    3  its process    4  its agent's process, 0 before that has started
-    5  when it last changed, CLOCK_MONOTONIC ns
-    6  the last word that the agent has acted on
-    7  when the agent's process started, in ticks since boot: another one may get its number
+    5  the last word that the agent has acted on
+    6  when the agent's process started, in ticks since boot: another one may get its number
+    7  1 once the jobs of all ranks have settled
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.fill.linux.tree import read_process
 _PAGE_BYTES = 4096
 _LOOK_AGAIN_NS = 1_000_000_000
 _MAGIC = 0x50434F4E_00000001
-_WORD, _VERSION, _RANK, _PID, _AGENT, _ACKNOWLEDGED, _AGENT_BORN = range(7)
+_WORD, _VERSION, _RANK, _PID, _AGENT, _ACKNOWLEDGED, _AGENT_BORN, _SETTLED = range(8)
 _NAME = "control"
 
 
@@ -48,16 +48,19 @@ class RunState(IntEnum):
 
 
 class RunSwitch(Protocol):
-    """Whether steps may start."""
+    """Whether steps may start, and whether the jobs have settled."""
 
     @property
     def running(self) -> bool: ...
+
+    @property
+    def settled(self) -> bool: ...
 
 
 class AlwaysRunning:
     """The switch where nobody can pause: without a control page."""
 
-    running = True
+    running = settled = True
 
 
 class ControlReader:
@@ -85,6 +88,11 @@ class ControlReader:
     def running(self) -> bool:
         """Whether steps may start.  Costs a tenth of a microsecond, so that every step can ask."""
         return not self._word[0] & 1
+
+    @property
+    def settled(self) -> bool:
+        """Whether the first job of every rank has done a step, as the agents say."""
+        return bool(self._words[_SETTLED])
 
     @property
     def word(self) -> int:
@@ -160,6 +168,10 @@ class ControlPage(ControlReader):
             self._words[_AGENT_BORN] = _born(os.getpid()) or 0
             self._words[_AGENT] = os.getpid()
         self._words[_ACKNOWLEDGED] = word
+
+    def settle(self) -> None:
+        """The first job of every rank has done a step."""
+        self._words[_SETTLED] = 1
 
     def announce(self, run_dir: Path) -> Path:
         """Write down where the page is, for the operator; to be removed when the rank is done.

@@ -19,6 +19,7 @@ from megatron.fill.rank.recorder import Recorder
 from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration, fills_block
 
 _SHOW_EVERY = 20  # iterations between two looks at the cycle for the board
+MOST_SETTLING = 200  # iterations after the warm-up, after which paired blocks begin whatever the jobs do
 
 
 class RankListener:
@@ -28,6 +29,8 @@ class RankListener:
         gate: the rank's gate; None to measure only.
         free_bytes: the device memory that the main job leaves free, now.
         paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
+            They begin when the jobs of all ranks have settled: until then the gate is open in every iteration, and
+            none of them counts.  A GPU's job sets itself up in bubbles, so its start would fall into the first blocks.
         board: where the cycle is shown to the planners, after a few iterations and then every 20; None for nowhere.
         brake: stops the filling while it slows the training down; None for never.
         control: no bubble is opened, or counts as fillable, that begins while it is not running.
@@ -64,6 +67,7 @@ class RankListener:
         self._iteration_start_ns = 0
         self._iterations_seen = 0
         self._block = -1
+        self._settled = not paired_blocks
         self._forward_only = False
         self._disturbed = False
         self._counts = False  # this iteration is past the warm-up and could be filled
@@ -77,14 +81,25 @@ class RankListener:
         past_warmup = self._iterations_seen - self.predictor.rule.warmup
         self._iterations_seen += 1
         if past_warmup >= 0 and self.paired_blocks:
-            self._block = past_warmup // self.paired_blocks
+            self._block = self._block_of(past_warmup)
         self._counts = self.gate is not None and past_warmup >= 0
         self.filling = self._counts and self._on(iteration, past_warmup)
         self._odd = self._disturbed
         self._paused = not self.control.running
         self.recorder.iteration_started()
 
+    def _block_of(self, past_warmup: int) -> int:
+        """The block of an iteration, counted from the end of the warm-up; -1 while jobs settle.
+
+        So all ranks are in the same block, even if one hears later than the others that the jobs have settled.
+        """
+        if not self._settled and past_warmup % (2 * self.paired_blocks) == 0:
+            self._settled = self.control.settled or past_warmup >= MOST_SETTLING
+        return past_warmup // self.paired_blocks if self._settled else -1
+
     def _on(self, iteration: int, past_warmup: int) -> bool:
+        if not self._settled:
+            return True
         if self.brake is not None:
             on = self.brake.fills(iteration, past_warmup)
             self.guard_ns = self.brake.guard_ns
@@ -100,7 +115,7 @@ class RankListener:
         # One that was paused belongs to neither side of a comparison.
         block = -1 if paused else self._block
         self._recent_ns.append(now_ns - start_ns)
-        if self.brake is not None and self._counts:
+        if self.brake is not None and self._counts and self._settled:
             self.brake.observe(now_ns - start_ns, self._odd or paused)
         if self.board is not None and self._iterations_seen >= self._show_at:
             self._show(self.board)

@@ -159,6 +159,8 @@ class MeanIterations:
         new = at[self._counts[at] == 0]
         fresh = self._counts[at] == 0
         self._block[new], self._filling[new] = part.block[fresh], part.filling[fresh]
+        # An iteration counts for the comparison only if all ranks were in a block: one may settle later than another.
+        self._block[at] = np.minimum(self._block[at], part.block)
         self._sums[at] += part.duration
         self._counts[at] += 1
 

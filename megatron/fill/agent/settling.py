@@ -1,0 +1,63 @@
+"""The settle phase: paired blocks of iterations begin once the first job of every rank has done a step.
+
+On a GPU a job sets itself up in bubbles (its context, its model, its first kernels), so its start would fall into the
+first blocks that are measured.  The agents agree through empty files beside their records, one for each rank whose job
+has settled; each tells its own rank when all are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.fill.pages.control import ControlPage
+
+logger = logging.getLogger("pipefill.agent")
+
+FOLDER = "settled"  # beside the records of agents and ranks
+IDLE_LOOKS = 20  # a rank for which nobody had a job at so many looks in a row has settled too
+
+
+class Settling:
+    """Tells one rank when the jobs of all ranks have settled.
+
+    Args:
+        records: the folder for the records of this start of the training, which the ranks share.
+        ranks: how many train.
+        stepped: whether a job of this rank has done a step; None while the rank has no job.
+        page: the rank's.
+    """
+
+    def __init__(
+        self, records: Path, rank: int, ranks: int, stepped: Callable[[], bool | None], page: ControlPage
+    ) -> None:
+        self._mine = records / FOLDER / str(rank)
+        self._ranks = ranks
+        self._stepped = stepped
+        self._page = page
+        self._idle = 0
+        self._said = False
+
+    def look(self) -> bool:
+        """Whether all have settled, so that there is nothing more to look for.
+
+        Raises:
+            OSError: the folder cannot be read or written now.
+        """
+        if not self._said and self._settled():
+            self._mine.parent.mkdir(exist_ok=True)
+            self._mine.touch()
+            self._said = True
+            logger.info("the jobs of this rank have settled")
+        if not self._said or len(os.listdir(self._mine.parent)) < self._ranks:
+            return False
+        self._page.settle()
+        logger.info("the jobs of all %d ranks have settled", self._ranks)
+        return True
+
+    def _settled(self) -> bool:
+        stepped = self._stepped()
+        self._idle = self._idle + 1 if stepped is None else 0
+        return bool(stepped) or self._idle >= IDLE_LOOKS
