@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # The measurements for a GPU that is there only for a while, in parts of less than ten minutes:
 #   scripts/gpu_day.sh look|smoke|figures1|figures2 [OUT] [--device cpu|cuda] [--seconds N] [--only STEP,...] [--list]
-#     look      what is there, the tests that need a GPU, what the GPU does to bubbles without a training
+#     look      what is there, one job behind all walls, the tests that need a GPU, what the GPU does to bubbles
 #     smoke     short trainings with ghost stages: does everything work
 #     figures1  slowdown, harvest, delays and overruns of one stage with ghosts, time-sliced and under MPS
-#     figures2  the same of several real stages on one GPU, other schedules, other jobs
-# OUT (default: $OUT, else runs/gpu-day) gets PART.json, which is written after every step, and PART.log.  Each step has
-# its own time limit, and one that fails does not stop the others; --seconds bounds them all (580).  Without a GPU it is
-# a rehearsal on the CPU, in which every step runs small and has three times as long.
+#     figures2  another schedule; whether weights and losses are the same, of ghosts' and of real stages
+# OUT (default: $OUT, else runs/gpu-day) gets PART.json, which is written after every step, PART.log, and PART.tgz with the
+# logs, records and reports of all steps.  Each step has its own time limit, and one that fails does not stop the others;
+# --seconds bounds them all (580).  On a machine without an NVIDIA driver it is a rehearsal on the CPU, in which every
+# step runs small and has three times as long.
 # --only leaves all other steps alone; --list only prints them.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -16,7 +17,7 @@ fail() { echo "gpu_day.sh: $1" >&2; exit 2; }
 part='' out='' device='' most='' stretch=1 only='' list='' work=WORK
 while [ $# -gt 0 ]; do
     case $1 in
-        -h | --help) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        -h | --help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 0 ;;
         --device) device=${2:-}; shift; [[ $device =~ ^(cpu|cuda)$ ]] || fail "--device is '$device'; expected cpu or cuda" ;;
         --seconds) most=${2:-}; shift; [[ $most =~ ^[1-9][0-9]{0,4}$ ]] || fail "--seconds is '$most'; expected a whole number above 0" ;;
         --only) only=${2:-}; shift; [[ $only =~ ^[a-z0-9,-]+$ ]] || fail "--only is '$only'; expected names of steps, with commas between" ;;
@@ -31,6 +32,7 @@ python=${PYTHON:-$root/.venv/bin/python}
 [ -x "$python" ] || python=$(command -v python3) || fail "there is no python3"
 out=${out:-${OUT:-$root/runs/gpu-day}}
 cd "$root" || exit 2
+PATH=$PATH:/usr/local/nvidia/bin:/usr/local/cuda/bin
 export PYTHONUNBUFFERED=1 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 if [ -z "$list" ]; then
@@ -38,10 +40,17 @@ if [ -z "$list" ]; then
     out=$(cd "$out" && pwd)
     device=${device:-$("$python" scripts/benchmarks/gpu_day.py device)} || fail "$python cannot run PipeFill; see above"
     work=$(mktemp -d)
-    trap 'rm -rf "$work"' EXIT
+    chmod 755 "$work" # jobs run as another user
     json=$out/$part.json log=$out/$part.log
+    keeper=''
+    trap '"$python" scripts/benchmarks/gpu_day.py logs "$work" "$out/$part.tgz"; kill $keeper 2>/dev/null; rm -rf "$work"' EXIT
     "$python" scripts/benchmarks/gpu_day.py begin "$json" --part "$part" --device "$device" || exit 2
     : >"$log"
+    # While somebody has the driver open, it need not be set up anew for each process that uses the GPU.
+    if [ "$device" = cuda ]; then
+        "$python" -c "import pynvml, time; pynvml.nvmlInit(); time.sleep(3600)" >/dev/null 2>&1 &
+        keeper=$!
+    fi
 fi
 failed=0
 
@@ -81,46 +90,45 @@ bench() {
 
 look() {
     step machine 20 "$python" scripts/benchmarks/gpu_look.py --json @
-    step imports 100 "$python" -c "import megatron.training, megatron.fill.app, pretrain_gpt; print('imported')"
+    step imports 60 "$python" -c "import megatron.training, megatron.fill.app, pretrain_gpt; print('imported')"
     # shellcheck disable=SC2016  # they are of that shell
+    step try 60 bash -c '"$0" -c "from megatron.fill.cli import main; main()" try "$@"' "$python" \
+        scripts/benchmarks/gpu_task.py:Products "size=$size" --memory 4GiB --device "$where" --seconds 3 --keep "$work/keep/try"
+    # shellcheck disable=SC2016
     step doctor 30 bash -c '"$0" -c "from megatron.fill.cli import main; main()" doctor --json >"$1"' "$python" @
-    step tests 180 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
-    step micro 240 "$python" scripts/benchmarks/gpu_micro.py --json @
+    step tests 110 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
+    step micro 140 "$python" scripts/benchmarks/gpu_micro.py --json @ --seconds 1
 }
 
 smoke() {
-    local model=(--model "$smaller")
-    bench profile 70 --parts profile "${model[@]}"
-    bench bubbles 80 --parts bubbles "${model[@]}" --waits "$waits"
-    bench filled 115 --parts filled "${model[@]}" --waits "$waits" "${few[@]}"
-    bench filled-mps 115 --parts filled "${model[@]}" --waits "$waits" --sharing "$mps" "${few[@]}"
-    step stages 190 "$python" scripts/benchmarks/gpu_identity.py --json @ --device "$device" --iterations 20 --most-seconds $((80 * stretch))
+    local model=(--model "$smaller" --waits "$waits")
+    bench profile 60 --parts profile --model "$smaller"
+    bench bubbles 75 --parts bubbles "${model[@]}"
+    bench filled 145 --parts filled "${model[@]}" "${few[@]}"
+    bench filled-mps 120 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
 }
 
 figures1() {
-    local filled=(--parts filled --model "$larger")
+    local model=(--model "$larger" --waits "$waits")
     bench profile 60 --parts profile --model "$larger"
-    bench filled 125 "${filled[@]}" --waits "$waits"
-    bench filled-mps 115 "${filled[@]}" --waits "$waits" --sharing "$mps"
-    bench no-gate 65 --parts no-gate --model "$larger" --waits "$waits"
-    bench no-guard 95 "${filled[@]}" --waits "$waits" --guard-us 0
-    bench no-gate-mps 60 --parts no-gate --model "$larger" --waits "$waits" --sharing "$mps"
-    bench marks 55 --parts marks --model "$larger" --waits "$waits"
+    bench filled 165 --parts filled "${model[@]}" "${some[@]}"
+    bench filled-mps 140 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
+    bench no-gate 95 --parts no-gate "${model[@]}" "${some[@]}"
+    bench no-gate-mps 95 --parts no-gate "${model[@]}" --sharing "$mps" "${some[@]}"
 }
 
 figures2() {
-    bench ranks 135 --parts profile ranks --model "$smaller" --sharing "$mps" "${some[@]}"
-    bench ranks-interleaved 115 --parts ranks --model "$smaller" --sharing "$mps" --schedule interleaved "${some[@]}"
-    bench filled-interleaved 120 --parts filled --model "$larger" --waits "$waits" --schedule interleaved
-    bench filled-host 110 --parts filled --model "$larger" --waits host
-    bench identity 95 --parts identity --model "$smaller" --waits "$waits"
+    bench filled-interleaved 165 --parts profile filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
+    bench identity 150 --parts identity --model "$smaller" --waits "$waits" --startup-seconds 12
+    step stages 100 "$python" scripts/benchmarks/gpu_identity.py --json @ --device "$device" --iterations 20 --most-seconds $((40 * stretch))
 }
 
 if [ "$device" = cpu ]; then
-    stretch=3 small=(--device cpu --block 2 --pairs 2 --warmup 6 --baseline-seconds 1)
-    few=() some=() smaller=tiny larger=tiny waits=host mps=timeslice
+    stretch=3 small=(--device cpu --block 2 --pairs 2 --warmup 6 --startup-seconds 10 --baseline-seconds 1)
+    few=() some=() smaller=tiny larger=tiny waits=host mps=timeslice size=192 where=cpu
 else
-    small=() few=(--pairs 3) some=(--pairs 6) smaller=350m larger=1.3b waits=stream mps=mps
+    small=(--block 4 --warmup 15 --startup-seconds 25 --baseline-seconds 5) few=(--pairs 3) some=(--pairs 6)
+    smaller=350m larger=1.3b waits=stream mps=mps size=4096 where=cuda:0
 fi
 most=${most:-$((580 * stretch))}
 case $part in

@@ -10,6 +10,7 @@ import mmap
 import os
 import queue
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,10 @@ class StandIn:
     def writer(self, page: mmap.mmap) -> Callable[[int], None]:
         words = memoryview(page).cast("Q")
         return lambda value: self._launch(lambda: words.__setitem__(0, value))
+
+    def gate(self, behind_event: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+        opened = threading.Event()
+        return lambda: self._launch(opened.wait), opened.set
 
     def set_clock(self) -> None:
         """Both are the host's."""

@@ -112,9 +112,7 @@ def parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--stages", type=int, default=4, help="of the pipeline (default: 4)")
     parser.add_argument("--stage", type=int, default=0, help="which is real, from 0 (default: 0)")
     parser.add_argument("--microbatches", type=int, default=8, help="per iteration (default: 8)")
-    parser.add_argument(
-        "--warmup", type=int, default=15, help="iterations before anything is filled (default: 15)"
-    )
+    parser.add_argument("--warmup", type=int, default=15, help="iterations before anything is filled (default: 15)")
     parser.add_argument(
         "--startup-seconds", type=float, default=30.0, help="for jobs to settle, before blocks count (default: 30)"
     )

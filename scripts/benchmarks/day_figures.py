@@ -66,7 +66,8 @@ def _micro(found: dict[str, Any]) -> list[str]:
             if isinstance(one, dict) and one.get(figure, {"count": 0})["count"]:
                 lines.append(f"{called}, {name}: {_us(one[figure])}")
     for way, one in _ways(parts.get("spinning")):
-        lines.append(f"products beside a spinning block, {way}: {one['share']:.0%} of alone")
+        shares = ", ".join(f"{wait} {found['share']:.0%}" for wait, found in one.items() if isinstance(found, dict))
+        lines.append(f"products beside a wait, {way}: {shares} of alone")
     for way, one in _ways(parts.get("slices")):
         lines.append(f"tiny kernel beside products, {way}: {_us(one['beside_us'])}")
     for way, one in _ways(parts.get("memory")):

@@ -5,7 +5,8 @@
         --seconds 12 --limit 150 --log LOG --found F
     python scripts/benchmarks/gpu_day.py table FILE
 
-``device`` prints ``cuda`` where there is a GPU, and ``cpu`` elsewhere.
+``device`` prints ``cuda`` where there is a GPU, and ``cpu`` where the machine has no NVIDIA driver; it fails where a
+driver cannot be asked.  ``logs`` packs what is needed to find out why a step failed into one file.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ from megatron.fill.linux.files import write_text
 from scripts.benchmarks.day_figures import figures
 
 _TIMED_OUT = (124, 137)
+_DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/nvidia0"))
+_RECORDS = {"records", "agents", "control"}
+_MOST_BYTES = 4 << 20
 _TAIL = 6  # lines of the log of a step that failed
 
 
@@ -94,9 +99,21 @@ def device() -> str:
     from megatron.fill.device.port import DeviceError
 
     try:
-        return "cuda" if Nvml().gpus() else "cpu"
-    except DeviceError:
-        return "cpu"
+        if Nvml().gpus():
+            return "cuda"
+    except DeviceError as error:
+        if any(path.exists() for path in _DRIVER):
+            sys.exit(f"gpu_day: there is a driver ({error}); expected a GPU, or --device cpu for a rehearsal")
+    return "cpu"
+
+
+def logs(folder: Path, packed: Path) -> None:
+    """Pack logs, records and reports of all steps, without checkpoints, stores and what is larger than a few MiB."""
+    with tarfile.open(packed, "w:gz") as archive:
+        for path in sorted(folder.rglob("*")):
+            wanted = path.suffix in (".log", ".json", ".jsonl", ".txt", ".yaml") or _RECORDS & set(path.parts)
+            if wanted and path.is_file() and not path.is_symlink() and path.stat().st_size <= _MOST_BYTES:
+                archive.add(path, path.relative_to(folder))
 
 
 def _found(path: Path) -> dict[str, Any]:
@@ -121,6 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="do", required=True)
     commands.add_parser("device")
+    packing = commands.add_parser("logs")
+    packing.add_argument("folder", type=Path)
+    packing.add_argument("file", type=Path)
     for name in ("begin", "note", "table"):
         commands.add_parser(name).add_argument("file", type=Path)
     commands.choices["begin"].add_argument("--part", required=True)
@@ -136,6 +156,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.do == "device":
         print(device())
+    elif options.do == "logs":
+        logs(options.folder, options.file)
     elif options.do == "begin":
         begin(options.file, options.part, options.device)
     elif options.do == "note":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from megatron.fill.records import last_segment
-from megatron.fill.types import Bubble
+from megatron.fill.types import Bubble, BubbleUse, RankRecord
 from scripts.benchmarks.trainings import Blocks, iterations_of, p99_slowdown
 
 ITERATION = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
@@ -48,15 +49,37 @@ def of_run(run: Path, blocks: Blocks) -> dict[str, Any]:
         )
         for on in (True, False)
     }
-    return found | {
-        "p99_slowdown": p99_slowdown(iterations),
-        "overrun_share": sum(use.overrun_ns for use in uses) / 1e9 / fillable_s if fillable_s else None,
-        "steps": report["total"]["steps"],
-        "bubbles_ms_with": lengths[True],
-        "bubbles_ms_without": lengths[False],
-        "least_free_bytes": min(free, default=None),
-        "iteration_ms": fmean(one.end_ns - one.start_ns for one in iterations if one.block >= 0) / 1e6,
-    }
+    return (
+        found
+        | first_and_later(records[0], uses)
+        | {
+            "p99_slowdown": p99_slowdown(iterations),
+            "overrun_share": sum(use.overrun_ns for use in uses) / 1e9 / fillable_s if fillable_s else None,
+            "steps": report["total"]["steps"],
+            "bubbles_ms_with": lengths[True],
+            "bubbles_ms_without": lengths[False],
+            "least_free_bytes": min(free, default=None),
+            "iteration_ms": fmean(one.end_ns - one.start_ns for one in iterations if one.block >= 0) / 1e6,
+        }
+    )
+
+
+def first_and_later(record: RankRecord, uses: Sequence[BubbleUse]) -> dict[str, Any]:
+    """The share of bubble time inside steps in the first block with filling, and in all later ones.
+
+    Were they not alike, jobs would have set themselves up in what is measured.
+    """
+    harvested_ns: defaultdict[int, int] = defaultdict(int)  # by bubble
+    for use in uses:
+        harvested_ns[use.seq] += use.harvested_ns
+    blocks = {one.iteration: one.block for one in record.iterations if one.block >= 0 and one.filling}
+    first = min(blocks.values(), default=-1)
+    shares: list[float | None] = []
+    for wanted in (lambda block: block == first, lambda block: block > first):
+        its = [one for one in record.bubbles if one.filling and wanted(blocks.get(one.iteration, -1))]
+        bubble_ns = sum(one.end_ns - one.start_ns for one in its)
+        shares.append(sum(harvested_ns[one.seq] for one in its if one.seq) / bubble_ns if bubble_ns else None)
+    return {"first_block_harvest": shares[0], "later_blocks_harvest": shares[1]}
 
 
 def check_steps(report: dict[str, Any], blocks: Blocks) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron.fill.device.emulated import why_not
 from megatron.fill.records import last_segment
 from scripts.benchmarks.gpu_figures import ITERATION, check_steps, of_run, per_iteration_ms, times_ms
 from scripts.benchmarks.gpu_models import model_flags
@@ -46,6 +47,39 @@ _IDENTITY_PAIRS = 1
 _PACE_ITERATIONS = 5
 _BUBBLES_ITERATIONS = {"cuda": 20, "cpu": 10}  # a rehearsal is small
 _MARKS_ITERATIONS = {"cuda": 40, "cpu": 10}
+PROFILE_S, START_S, END_S = 25.0, 15.0, 5.0  # of a profile; from a training's start to its first iteration; of its end
+
+
+def blocks_of(options: argparse.Namespace, pace_s: float) -> Blocks:
+    """Blocks for a training with jobs, which set themselves up in the bubbles after its warm-up.
+
+    Args:
+        pace_s: how long an iteration takes.
+    """
+    settling = math.ceil(options.startup_seconds / pace_s / (2 * options.block))
+    return Blocks(options.block, options.pairs, options.warmup, settling)
+
+
+def least_s(part: str, options: argparse.Namespace, device: str, pace_s: float) -> float:
+    """The least seconds that a part takes where profile and pace are known already."""
+    blocks = blocks_of(options, pace_s)
+
+    def training_s(iterations: int) -> float:
+        return START_S + (WITHOUT_WAITS + iterations) * pace_s + END_S
+
+    match part:
+        case "profile":
+            return PROFILE_S
+        case "bubbles":
+            return training_s(options.warmup + _BUBBLES_ITERATIONS[device])
+        case "identity":
+            return 2 * training_s(replace(blocks, pairs=min(options.pairs, _IDENTITY_PAIRS)).iterations)
+        case "no-gate":
+            return START_S + training_s(replace(blocks, settling=0).iterations)
+        case "marks":
+            return 2 * training_s(options.warmup + _MARKS_ITERATIONS[device])
+        case _:
+            return training_s(blocks.iterations) + options.baseline_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +98,28 @@ class Bench:
 
     @property
     def blocks(self) -> Blocks:
-        """For a training with jobs, which set themselves up in the bubbles after its warm-up."""
-        options = self.options
-        settling = math.ceil(options.startup_seconds * 1000 / self._pace_ms() / (2 * options.block))
-        return Blocks(options.block, options.pairs, options.warmup, settling)
+        """Those of a training with jobs."""
+        return blocks_of(self.options, self.pace_s())
 
-    def _pace_ms(self) -> float:
-        """How long an iteration with waits takes without jobs: from a short training, unless there was one here."""
-        path = self.folder / "pace.json"
+    def pace_s(self) -> float:
+        """How long an iteration with waits takes without jobs, in s: from a short training, unless there was one."""
+        options = self.options
+        name = f"pace-{self.device}-{options.waits}-{options.schedule}-{options.model}-{options.stage}"
+        path = self.folder.parent / f"{name}.json"  # of all ways to share the GPU, and of all guards
         if not path.exists():
             found = times_ms(self.trained("pace", _PACE_ITERATIONS, *_slow(self)))[WITHOUT_WAITS:]
             path.write_text(json.dumps(median(found)), encoding="utf-8")
-        return float(json.loads(path.read_text(encoding="utf-8")))
+        return float(json.loads(path.read_text(encoding="utf-8"))) / 1000
+
+    def check_time(self, part: str) -> None:
+        """Refuse a part that cannot be done in the time that is left.
+
+        Raises:
+            RuntimeError: how long it takes at least, and how long there is.
+        """
+        left, least = self.left_s(), least_s(part, self.options, self.device, self.pace_s())
+        if left is not None and left < least:
+            raise RuntimeError(f"it takes {least:.0f} s at least, and {left:.0f} s are left")
 
     def flags(self, iterations: int) -> list[str]:
         """Megatron's."""
@@ -122,6 +166,8 @@ class Bench:
             flags += ["--fill-guard-us", str(self.options.guard_us)]
         if self.device == "cuda":
             flags += ["--fill-sharing", self.options.sharing]
+        elif not why_not():  # as on a GPU, nothing but the gate keeps jobs from the training, their start included
+            flags += ["--fill-emulate", "completion"]
         if self.options.sharing == "mps":
             flags += ["--fill-mps-pipe", os.environ["CUDA_MPS_PIPE_DIRECTORY"]]
         return flags
@@ -176,6 +222,8 @@ def bubbles(bench: Bench) -> dict[str, Any]:
 
 def filled(bench: Bench) -> dict[str, Any]:
     """With a job in the bubbles, in pairs of blocks."""
+    bench.profiles()
+    bench.check_time("filled")
     bench.trained("filled", bench.blocks.iterations, *_slow(bench), *bench.filling("filled"), *_paired(bench))
     return of_run(bench.folder / "filled-run", bench.blocks)
 
@@ -193,6 +241,8 @@ def _paired(bench: Bench) -> list[str]:
 
 def identity(bench: Bench) -> dict[str, Any]:
     """With jobs and without, as many iterations: whether weights and losses are the same to the bit."""
+    bench.profiles()
+    bench.check_time("identity")
     blocks = replace(bench.blocks, pairs=min(bench.options.pairs, _IDENTITY_PAIRS))
     lines = [
         bench.trained("identity", blocks.iterations, *_slow(bench), *bench.filling("identity")),

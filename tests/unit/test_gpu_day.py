@@ -8,17 +8,23 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks import carried, gpu_day, gpu_identity
+from megatron.fill.device.port import DeviceError
+from scripts.benchmarks import bench_gpu, carried, gpu_day, gpu_identity
 from scripts.benchmarks.day_figures import figures
+from scripts.benchmarks.gpu_parts import END_S, START_S
+from scripts.benchmarks.gpu_parts import least_s as least_s_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("look", "smoke", "figures1", "figures2")
 MOST_S = 580  # of the ten minutes that a command may take there
+DAY_S = 1800
+SLOW_S = 0.6  # an iteration
 STUB = """#!/bin/sh
 case "$1 $2" in
     *gpu_look.py*) exit 3 ;;
@@ -39,12 +45,36 @@ def day(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_takes_less_than_ten_minutes_whatever_its_steps_do(part):
+def steps_of(part: str) -> dict[str, tuple[int, list[str]]]:
+    """The steps of a part on a GPU: limit in seconds, and command."""
     listed = day(part, "--device", "cuda", "--list").stdout.splitlines()
-    limits = [int(re.findall(r"^ *(\d+) s  [a-z0-9-]+: ", line)[0]) for line in listed]
-    assert len(limits) >= 4
-    assert sum(limits) <= MOST_S
+    found = [re.findall(r"^ *(\d+) s  ([a-z0-9-]+): (.*)", line)[0] for line in listed]
+    return {name: (int(limit), command.split()) for limit, name, command in found}
+
+
+def test_a_part_takes_less_than_ten_minutes_whatever_its_steps_do_and_all_take_half_an_hour():
+    limits = [sum(limit for limit, _ in steps_of(part).values()) for part in PARTS]
+    assert max(limits) <= MOST_S
+    assert sum(limits) <= DAY_S
+
+
+@pytest.mark.parametrize("part", PARTS[1:])
+def test_each_training_has_the_time_that_it_takes_at_a_slow_pace(part, monkeypatch):
+    paced: set[str] = set()
+    trained = 0
+    for name, (limit, command) in steps_of(part).items():
+        if "scripts/benchmarks/bench_gpu.py" not in command:
+            continue
+        monkeypatch.setattr(sys, "argv", command[1:])
+        _, options = bench_gpu.parsed()
+        least_s = sum(least_s_of(one, options, "cuda", SLOW_S) for one in options.parts)
+        if {"filled", "identity"} & set(options.parts):
+            variant = f"{options.waits} {options.schedule} {options.model}"
+            least_s += 0 if variant in paced else START_S + 10 * SLOW_S + END_S
+            paced.add(variant)
+            trained += 1
+        assert least_s <= options.budget_seconds < limit, name
+    assert trained >= 2
 
 
 @pytest.mark.parametrize(
@@ -100,11 +130,35 @@ def test_a_step_that_fails_or_hangs_stops_no_other_and_all_are_kept(tmp_path):
     assert done.returncode == 1
     assert (content["rehearsal"], content["part"]) == (True, "look")
     results = {step["step"]: step["result"] for step in content["steps"]}
-    assert list(results) == ["machine", "imports", "doctor", "tests", "micro"]
+    assert list(results) == ["machine", "imports", "try", "doctor", "tests", "micro"]
     assert (results["machine"], results["imports"]) == ("failed: 3", "timed out")
     assert set(list(results.values())[2:]) == {"left out"}
+    with tarfile.open(tmp_path / "out/look.tgz") as packed:
+        assert {"machine.log", "imports.log"} <= set(packed.getnames())
     assert "REHEARSAL on the CPU" in done.stdout
     assert max(map(len, done.stdout.split("REHEARSAL")[1].splitlines())) <= 80
+
+
+def test_only_a_machine_without_a_driver_rehearses_by_itself(monkeypatch, tmp_path):
+    def broken() -> None:
+        raise DeviceError("the driver does not answer")
+
+    monkeypatch.setattr("megatron.fill.device.nvml.Nvml", broken)
+    monkeypatch.setattr(gpu_day, "_DRIVER", (tmp_path / "nvidiactl",))
+    assert gpu_day.device() == "cpu"
+    (tmp_path / "nvidiactl").touch()
+    with pytest.raises(SystemExit, match=r"the driver does not answer.*expected a GPU, or --device cpu"):
+        gpu_day.device()
+
+
+def test_what_is_packed_of_the_steps_is_what_tells_why_one_failed(tmp_path):
+    run = tmp_path / "work/keep/variant/filled-run"
+    for name in ("report.json", "agents/agent0.log", "records/1/rank0.bin", "jobs/bert-1/checkpoint.pt", "jobs.db"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(name, encoding="utf-8")
+    gpu_day.logs(tmp_path / "work", tmp_path / "part.tgz")
+    with tarfile.open(tmp_path / "part.tgz") as packed:
+        assert {Path(name).name for name in packed.getnames()} == {"report.json", "agent0.log", "rank0.bin"}
 
 
 def test_one_step_alone(tmp_path):
@@ -136,7 +190,10 @@ def test_figures_of_the_micro_measurements_are_lines():
     found = {
         "parts": {
             "marks": {"idle, 8 connections": {"mark_to_relay_us": spread, "opened_to_kernel_us": spread}, "took_s": 3},
-            "spinning": {"timeslice": {"share": 0.47}, "took_s": 3},
+            "spinning": {
+                "timeslice": {"alone_per_s": 9.0, "spin": {"share": 0.47}, "value": {"share": 0.99}},
+                "took_s": 3,
+            },
             "killing": {"mps": {"around_the_kill_us": spread}, "took_s": 3},
         },
         "failed": {"slices": "side has ended"},
@@ -144,7 +201,7 @@ def test_figures_of_the_micro_measurements_are_lines():
     assert figures("micro", found) == [
         "mark to relay, idle, 8 connections: p50 12, p99 100 us",
         "bubble to first kernel, idle, 8 connections: p50 12, p99 100 us",
-        "products beside a spinning block, timeslice: 47% of alone",
+        "products beside a wait, timeslice: spin 47%, value 99% of alone",
         "longest tiny kernel around a kill, mps: 120 us",
         "slices failed: side has ended",
     ]

@@ -115,7 +115,10 @@ def test_all_parts_find_what_the_stand_in_does(stage, tmp_path, monkeypatch, cap
     assert found["marks"]["written instead"]["write_to_seen_us"]["count"] == 5
     assert found["marks"]["beside matrix products"]["mark_to_relay_us"]["count"] == 24 + WARMUP
     for way in ("timeslice", "mps"):
-        assert found["spinning"][way]["share"] > 0
+        for wait in parts.WAITS:
+            beside = found["spinning"][way][wait]
+            assert beside["share"] > 0
+            assert beside["waited_s"] >= 0.4 + 1  # for as long as it was to
         slices = found["slices"][way]
         assert slices["product_ms"]["min"] >= 1e3 * GEMM_S
         assert slices["beside_us"]["max"] > slices["alone_us"]["p50"]

@@ -48,10 +48,14 @@ class RunState(IntEnum):
 
 
 class RunSwitch(Protocol):
-    """Whether steps may start, and whether the jobs have settled."""
+    """Whether steps may start."""
 
     @property
     def running(self) -> bool: ...
+
+
+class RankSwitch(RunSwitch, Protocol):
+    """The switch as a rank sees it, which also learns from it whether the jobs have settled."""
 
     @property
     def settled(self) -> bool: ...

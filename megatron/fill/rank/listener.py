@@ -10,7 +10,7 @@ from collections.abc import Callable
 from statistics import median
 
 from megatron.fill.pages.board import CycleBoard
-from megatron.fill.pages.control import AlwaysRunning, RunSwitch
+from megatron.fill.pages.control import AlwaysRunning, RankSwitch
 from megatron.fill.pages.gate import GateWriter
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.rank.brake import Brake
@@ -46,7 +46,7 @@ class RankListener:
         paired_blocks: int = 0,
         board: CycleBoard | None = None,
         brake: Brake | None = None,
-        control: RunSwitch | None = None,
+        control: RankSwitch | None = None,
     ) -> None:
         self.gate = gate
         self.recorder = recorder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from megatron.fill.rank.signals import Signals
 _GEMM_S = 5e-3
 _GRAIN = 256  # of a matrix's size
 _MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
+_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 _WARM_S = 1.0  # a GPU that was idle runs at a fraction of its clock
 
 
@@ -39,6 +41,13 @@ class Accelerator(Protocol):
 
     def writer(self, page: mmap.mmap) -> Callable[[int], None]:
         """What has the device write a number to the beginning of ``page`` when it gets to this place in the stream."""
+
+    def gate(self, behind_event: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What has the stream wait without any kernel, until a word of host memory is set; and what sets it.
+
+        Args:
+            behind_event: another stream waits for the word, and the stream for an event of that one.
+        """
 
     def set_clock(self) -> None:
         """Compare the device's clock with the host's, while the device is idle; good for some milliseconds."""
@@ -102,16 +111,30 @@ class Cuda:
         return CudaSignals("cuda:0", semaphore)
 
     def writer(self, page: mmap.mmap) -> Callable[[int], None]:
-        driver, host = ctypes.CDLL("libcuda.so.1"), ctypes.addressof(ctypes.c_char.from_buffer(page))
-        at = ctypes.c_uint64()
-        _check(driver.cuMemHostRegister_v2(ctypes.c_void_p(host), ctypes.c_size_t(len(page)), _MAPPED), "register")
-        _check(driver.cuMemHostGetDevicePointer_v2(ctypes.byref(at), ctypes.c_void_p(host), 0), "map")
+        driver, at = _mapped(page)
 
         def write(value: int) -> None:
             stream = ctypes.c_void_p(self._torch.cuda.current_stream(self._device).cuda_stream)
             _check(driver.cuStreamWriteValue64_v2(stream, at, ctypes.c_uint64(value), 0), "write")
 
         return write
+
+    def gate(self, behind_event: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+        torch, page = self._torch, mmap.mmap(-1, mmap.PAGESIZE)
+        driver, at = _mapped(page)
+        ours = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.Stream(self._device) if behind_event else ours
+
+        def wait() -> None:
+            handle = ctypes.c_void_p(stream.cuda_stream)
+            _check(driver.cuStreamWaitValue32_v2(handle, at, ctypes.c_uint32(1), _EQUAL), "wait for a word of")
+            if behind_event:
+                ours.wait_event(stream.record_event())
+
+        def release() -> None:
+            page[:4] = (1).to_bytes(4, sys.byteorder)
+
+        return wait, release
 
     def set_clock(self) -> None:
         best_ns = 1 << 62
@@ -162,6 +185,15 @@ class Cuda:
         launch()
         self.synchronize()
         return time.monotonic() - start_s
+
+
+def _mapped(page: mmap.mmap) -> tuple[ctypes.CDLL, ctypes.c_uint64]:
+    """The driver, and where the device finds the page."""
+    driver, host = ctypes.CDLL("libcuda.so.1"), ctypes.addressof(ctypes.c_char.from_buffer(page))
+    at = ctypes.c_uint64()
+    _check(driver.cuMemHostRegister_v2(ctypes.c_void_p(host), ctypes.c_size_t(len(page)), _MAPPED), "register")
+    _check(driver.cuMemHostGetDevicePointer_v2(ctypes.byref(at), ctypes.c_void_p(host), 0), "map")
+    return driver, at
 
 
 def _check(code: int, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,18 @@ class Actions:
     def spin(self, seconds: float) -> dict[str, Any]:
         """One block spins all the time."""
         return {"seconds": self._taken_ns(lambda: self.device.spin(seconds)) / 1e9}
+
+    def wait(self, how: str, seconds: float) -> dict[str, Any]:
+        """The stream waits for so long: in a kernel (``spin``), for a ``value``, or for an ``event``."""
+        if how == "spin":
+            return self.spin(seconds)
+        wait, release = self.device.gate(how == "event")
+        ender = threading.Timer(seconds, release)
+        ender.start()
+        try:
+            return {"seconds": self._taken_ns(wait) / 1e9}
+        finally:
+            ender.join()
 
     def tiny(self, seconds: float, every_s: float) -> dict[str, Any]:
         """A smallest kernel every now and then: how long until it was done, in us."""

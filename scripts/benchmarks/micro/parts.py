@@ -11,8 +11,11 @@ from scripts.benchmarks.micro.actor import Actor, ActorError
 from scripts.benchmarks.micro.figures import delays_us, followed_us, spread
 from scripts.benchmarks.micro.stage import CAP_BYTES, MPS, TIMESLICE, Stage
 
+WAITS = ("spin", "value", "event")
 CONNECTIONS = (8, 1)  # as by default, and as tensor and context parallelism want it
 _FRACTION_BYTES = 4096 * MIB
+_RELAY_S = 2.0  # from a relay's start until it hears
+_TERMINATE_S = 1.0  # how long a worker's end may take, as agents have it
 _LONG_S = 20.0  # a kernel that is killed long before it ends
 
 
@@ -27,8 +30,8 @@ def marks(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
             found[f"idle, {connections} connections"] = alone | _heard(main, side, count)
             if connections == CONNECTIONS[0]:
                 found["written instead"] = _written(main, side, count)
-                side.begin("gemm", seconds=seconds)
                 main.do("open_gate")
+                side.begin("gemm", seconds=seconds + _RELAY_S)  # the relay starts first
                 found["beside matrix products"] = _delays(main.do("bubbles", count=int(seconds * 60)))[0]
                 side.answer()
     if stage.daemon is not None:
@@ -60,17 +63,23 @@ def _delays(told: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
 
 
 def spinning(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
-    """M2: what is left of a worker's matrix products beside a rank that waits in a kernel of one block."""
+    """M2: what is left of a worker's matrix products beside a rank that waits, by how it waits.
+
+    ``spin``: in a kernel of one block, as NCCL's receives do.  ``value``: in its stream, for a word of host memory.
+    ``event``: in its stream, for another stream that waits so.
+    """
     found: dict[str, Any] = {}
     for way in stage.ways:
         with stage.actors(way, "main", "side") as (main, side):
             _both_ready(main, side)
             alone = side.do("gemm", seconds=seconds)["per_s"]
-            main.begin("spin", seconds=seconds + 1)
-            time.sleep(0.2)
-            beside = side.do("gemm", seconds=seconds)["per_s"]
-            main.answer()
-            found[way] = {"alone_per_s": alone, "beside_per_s": beside, "share": beside / alone}
+            found[way] = {"alone_per_s": alone}
+            for wait in WAITS:
+                main.begin("wait", how=wait, seconds=seconds + 1)
+                time.sleep(0.2)
+                beside = side.do("gemm", seconds=seconds)["per_s"]
+                waited_s = main.answer()["seconds"]
+                found[way][wait] = {"beside_per_s": beside, "share": beside / alone, "waited_s": waited_s}
     return found
 
 
@@ -124,7 +133,7 @@ def killing(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
             main.begin("tiny", seconds=seconds, every_s=0.002)
             time.sleep(seconds / 4)
             if way == MPS and stage.daemon is not None:
-                stage.daemon.terminate([side.pid], 0.3)  # as a worker is ended
+                stage.daemon.terminate([side.pid], _TERMINATE_S)  # as a worker is ended
             side.kill()
             found[way] = {"before_us": spread(before), "around_the_kill_us": spread(main.answer()["us"])}
     return found
