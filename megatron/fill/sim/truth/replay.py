@@ -84,9 +84,10 @@ class _Record(Recorder):
 
 @dataclass(slots=True)
 class _Switch:
-    """Whether the iteration is one that is filled (RunSwitch)."""
+    """Whether the iteration is one that is filled (RankSwitch)."""
 
     running: bool = True
+    settled: bool = True
 
 
 def open_bubbles(iterations: Iterable[PlayedIteration], key: CycleKey, rule: FillRule) -> Opened:
