@@ -44,10 +44,11 @@ class Listening(Protocol):
         """The training failed."""
 
 
-def fill_rule(settings: FillSettings, stages: int, sharing: Sharing | None = None) -> FillRule:
+def fill_rule(settings: FillSettings, stages: int, replicas: int = 1, sharing: Sharing | None = None) -> FillRule:
     """When a rank of a training with so many stages fills.
 
     Args:
+        replicas: the ranks of each stage.
         sharing: how it shares its GPU; None on the CPU.
     """
     usual = TIMESLICED if sharing is Sharing.TIMESLICE else FillRule()
@@ -57,6 +58,7 @@ def fill_rule(settings: FillSettings, stages: int, sharing: Sharing | None = Non
         warmup=settings.warmup_iterations,
         overrun=settings.overrun / 100,
         stages=stages,
+        replicas=replicas,
         min_bubble_ns=usual.min_bubble_ns if least_us is None else int(least_us * 1000),
         guard_ns=usual.guard_ns if guard_us is None else int(guard_us * 1000),
     )
@@ -72,7 +74,7 @@ def rank_spec(settings: FillSettings, info: RankInfo, record: Path, sharing: Sha
     return RankSpec(
         info,
         str(record),
-        fill_rule(settings, info.stages, sharing),
+        fill_rule(settings, info.stages, max(1, info.world_size // info.stages), sharing),
         trace_iterations=settings.trace_iterations,
         paired_blocks=settings.paired_blocks,
         max_slowdown=settings.max_slowdown / 100,

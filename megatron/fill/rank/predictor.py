@@ -52,7 +52,8 @@ class BubblePredictor:
 
     def __init__(self, rule: FillRule) -> None:
         self.rule = rule
-        self.overrun = rule.overrun / rule.stages  # may be taken back while it runs
+        self.overrun = rule.overrun / rule.stages / rule.replicas  # may be taken back while it runs
+        self._early = rule.early_spreads
         self._cycles: dict[CycleKey, _Cycle] = {}
         self._cycle = _Cycle()
         self._learning = False
@@ -78,7 +79,7 @@ class BubblePredictor:
         history = cycle.histories[index]
         if history.kind is not kind or history.seen < rule.warmup:
             return _UNKNOWN
-        shortest_ns, ends_ns = history.predict(now_ns - self._met_ns, rule)
+        shortest_ns, ends_ns = history.predict(now_ns - self._met_ns, rule, self._early)
         shortest_ns = max(0, shortest_ns)
         usual_ns = max(0, sum(ends_ns)) // CASES
         overrun_ns = int(self.overrun * cycle.period_ns * cycle.share(usual_ns))
@@ -191,15 +192,19 @@ class _History:
         self.from_opening = _Window()  # from its own opening to its end
         self.from_meeting = _Window()  # from the end of the bubble before (or the start of the cycle) to its end
 
-    def predict(self, since_meeting_ns: int, rule: FillRule) -> tuple[int, tuple[int, ...]]:
-        """How long the bubble lasts at least, and by when it has ended in how many cases."""
+    def predict(self, since_meeting_ns: int, rule: FillRule, early: float) -> tuple[int, tuple[int, ...]]:
+        """How long the bubble lasts at least, and by when it has ended in how many cases.
+
+        Args:
+            early: how many spreads before its base quantile it is predicted to end.
+        """
         recent, since_ns = self.from_opening, 0
         duration_ns, spread = recent.low(rule)
         other_ns, other_spread = self.from_meeting.low(rule)
         if other_spread < 0.9 * spread:
             recent, since_ns = self.from_meeting, since_meeting_ns
             duration_ns, spread = other_ns - since_ns, other_spread
-        duration_ns -= int(rule.margin * spread)
+        duration_ns -= int(early * spread)
         self.usual_ns = duration_ns
         if self.cap_ns is not None:
             return min(duration_ns, self.cap_ns), ()
