@@ -15,7 +15,7 @@ from megatron.fill.pages.ring import Ring, RingReader
 from megatron.fill.rank.listener import RankListener
 from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
-from megatron.fill.rank.relay import Relay, ReportedBytes
+from megatron.fill.rank.relay import FreeMemory, Relay
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.rank.signals import CudaSignals
 from megatron.fill.rank.stream import StreamListener
@@ -53,10 +53,10 @@ class Timed:
     def __init__(self) -> None:
         ring = Ring()
         self.recorder = Recorder(RankInfo(0, 2, 0, 2, 0, 1, 0, 2, device="cuda:0"), 3)
-        free_bytes = ReportedBytes()
-        listener = RankListener(None, self.recorder, BubblePredictor(FillRule()), free_bytes)
-        self.relay = Relay(RingReader(ring.fd), listener, free_bytes, None)
-        self.listener = StreamListener(ring, CudaSignals("cuda:0", ring.semaphore), lambda: 7)
+        free = FreeMemory(lambda: 7)
+        listener = RankListener(None, self.recorder, BubblePredictor(FillRule()), free)
+        self.relay = Relay(RingReader(ring.fd), listener, free, None)
+        self.listener = StreamListener(ring, CudaSignals("cuda:0", ring.semaphore))
         self.bus = BubbleBus()
         self.bus.listener = self.listener
         self.thread = threading.Thread(target=self.relay.run, daemon=True)

@@ -69,7 +69,7 @@ ROOMY = cycle(500, 100)  # b4 would fit the first bubble
 class Device:
     overhead_bytes = 10 * MIB
 
-    def __init__(self, free_mib: int = 0) -> None:
+    def __init__(self, free_mib: int = 1000) -> None:
         self.free_mib = free_mib
 
     def free_bytes(self) -> int:
@@ -168,10 +168,10 @@ def test_choice_command_and_simulator_plan_as_the_worker_does(asked_mib, margin_
         assert str(fit.plan.configuration) == expected
 
 
-def test_what_is_free_now_counts_where_a_job_that_has_ended_was_in_the_way():
+def test_what_is_free_now_counts_where_it_is_less():
     board = CycleBoard()
     board.show(ROOMY)
-    device = Device(free_mib=400)
+    device = Device(free_mib=60)
 
     def room(cycle: BubbleCycle) -> int:
         found = worker_cap(None, device, cycle, 0, 0)  # type: ignore[arg-type]
@@ -180,4 +180,4 @@ def test_what_is_free_now_counts_where_a_job_that_has_ended_was_in_the_way():
     choice = Ranking("sjf", "rank 0", "cpu", CycleBoardReader(board.reader_fd()), 0, room)
     held = choice._cycle()
     assert held is not None
-    assert {slot.free_bytes for slot in held.slots} == {390 * MIB}
+    assert {slot.free_bytes for slot in held.slots} == {50 * MIB}

@@ -280,3 +280,32 @@ def test_the_cycle_is_shown_before_filling_starts_and_again_later():
         drive.iteration(30, 0.5)
     assert reader.version > version
     assert not any(bubble.filling for bubble in listener.recorder.bubbles)
+
+
+def shown(reader: CycleBoardReader) -> list[int]:
+    cycle = reader.read()
+    assert cycle is not None
+    return [slot.free_bytes for slot in cycle.slots]
+
+
+def test_memory_that_a_job_gives_back_is_shown_at_once_and_what_the_main_job_takes_after_a_disturbance():
+    board, free_mib = CycleBoard(), [1000]
+    predictor = BubblePredictor(FillRule(warmup=2))
+    listener = RankListener(FakeGate(), Recorder(INFO, 3), predictor, lambda: free_mib[0] << 20, board=board)
+    drive, reader = Drive(listener), CycleBoardReader(board.reader_fd())
+    for _ in range(3):
+        drive.iteration(20)
+    assert shown(reader) == [1000 << 20]
+    free_mib[0] = 500
+    drive.iteration(20)
+    assert shown(reader) == [1000 << 20]  # with the next look, after 20 iterations
+    listener.disturbed("an evaluation")
+    drive.iteration(20)
+    drive.iteration(20)
+    assert shown(reader) == [500 << 20]
+    free_mib[0] = 530
+    drive.iteration(20)
+    assert shown(reader) == [500 << 20]  # hardly more
+    free_mib[0] = 900
+    drive.iteration(20)
+    assert shown(reader) == [900 << 20]

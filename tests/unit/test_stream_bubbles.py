@@ -15,7 +15,7 @@ from megatron.fill.pages.ring import CAPACITY, Ring, RingReader
 from megatron.fill.rank.listener import RankListener
 from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
-from megatron.fill.rank.relay import Relay, ReportedBytes
+from megatron.fill.rank.relay import FreeMemory, Relay
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.rank.stream import StreamListener
 from megatron.fill.types import Bubble, BubbleKind, CycleKey, RankInfo
@@ -45,12 +45,13 @@ class Rank:
         self.stream = VirtualStream()
         self.gate = SeenGate()
         self.recorder = Recorder(RankInfo(0, 2, 0, 2, 0, 1, 0, 2), 3)
-        free_bytes = ReportedBytes()
+        free = FreeMemory(lambda: 7)
+        free.look()
         predictor = BubblePredictor(FillRule(warmup=WARMUP, margin=0.0))
-        listener = RankListener(self.gate, self.recorder, predictor, free_bytes)
+        listener = RankListener(self.gate, self.recorder, predictor, free)
         ring = Ring()
-        self.relay = Relay(RingReader(ring.fd), listener, free_bytes, self.gate)
-        self.listener = StreamListener(ring, self.stream, lambda: 7)
+        self.relay = Relay(RingReader(ring.fd), listener, free, self.gate)
+        self.listener = StreamListener(ring, self.stream)
         self.number = 0
 
     @property

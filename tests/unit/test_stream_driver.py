@@ -105,7 +105,7 @@ def test_a_mark_is_three_calls_and_posts_when_the_compute_before_it_is_done(gpu:
 
 
 def test_posts_come_in_the_order_of_the_marks(gpu: Gpu) -> None:
-    listener = StreamListener(gpu.ring, gpu.signals(), lambda: 7)
+    listener = StreamListener(gpu.ring, gpu.signals())
     gates = [Gate() for _ in range(4)]
     facts = []
     for index, gate in enumerate(gates):
@@ -121,19 +121,25 @@ def test_posts_come_in_the_order_of_the_marks(gpu: Gpu) -> None:
     assert [(fact.fact, fact.index) for fact in facts] == [(Fact.BUBBLE_OPENED, index) for index in range(4)]
 
 
-def test_the_free_memory_is_asked_behind_the_mark(gpu: Gpu) -> None:
+def test_the_training_s_own_margin_is_looked_after_between_iterations_every_now_and_then(gpu: Gpu) -> None:
     asked: list[str] = []
 
-    def free_bytes() -> int:
+    def missing_bytes() -> int:
         asked.append(gpu.calls())
         return 100 + len(asked)
 
-    listener = StreamListener(gpu.ring, gpu.signals(), free_bytes)
-    for index in range(2):
-        listener.bubble_opened(BubbleKind.INTERIOR, index, 0)
-        gpu.reader.wait()
-    assert asked == ["", "crwh", "crwh"]
-    assert [gpu.reader.take()[0].free_bytes for _ in range(2)] == [101, 102]
+    listener = StreamListener(gpu.ring, gpu.signals(), missing_bytes)
+    told: list[int] = []
+    for number in range(1, 26):
+        listener.iteration_started(number, 0)
+        listener.bubble_opened(BubbleKind.INTERIOR, 0, 0)
+        if number == 24:
+            listener.disturbed("an evaluation")
+        for _ in range(2):
+            gpu.reader.wait()
+            told += [fact.free_bytes for fact in gpu.reader.take() if fact.fact is Fact.ITERATION_STARTED]
+    assert told == [0] * 2 + [101] * 20 + [102] * 2 + [103]  # once it is known how much the training uses
+    assert len(asked) == 3
 
 
 def test_a_post_needs_no_python(gpu: Gpu) -> None:

@@ -20,12 +20,12 @@ def worker_cap(
     """How much memory a worker may hold; None for no cap, NoRoom if it is less than the job asks for.
 
     Args:
-        cycle: with what was free in each bubble, a job that has ended since still in the way: so what is free now
-            counts where it is more.
+        cycle: with what was free in each bubble of late.  Memory that a job has given back since then counts when the
+            rank has shown its cycle anew, for the main job may have grown meanwhile; and never more than is free now.
         others_bytes: what the device's other worker was promised and does not hold yet.
     """
     now_bytes = device.free_bytes()
-    free = [max(slot.free_bytes, now_bytes) for slot in cycle.slots] if cycle is not None else []
+    free = [min(slot.free_bytes, now_bytes) for slot in cycle.slots] if cycle is not None else []
     found = cap(job_bytes, free or [now_bytes], margin_bytes + device.overhead_bytes, others_bytes)
     if job_bytes is not None and isinstance(found, int) and found < job_bytes:
         return NoRoom(f"it asks for {mib(job_bytes)}, and the main job leaves {mib(found)}")

@@ -147,7 +147,17 @@ class Launch:
         if info.rank == 0 and settings.serves:
             warn_of_few_bubbles(info, args)
         store = store_of(settings, self._run_dir)
-        self.session = Session(settings, info, self._run_dir, segment, store, self._new_jobs, self.mps, self.walls)
+        self.session = Session(
+            settings,
+            info,
+            self._run_dir,
+            segment,
+            store,
+            self._new_jobs,
+            self.mps,
+            self.walls,
+            owns_margin=settings.serves and not args.empty_unused_memory_level,  # which would give it away again
+        )
         bus.listener = self.session.listening.listener
 
     def _prepare_run(self, settings: FillSettings, info: RankInfo, run_dir: Path) -> Path | None:

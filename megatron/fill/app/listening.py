@@ -10,6 +10,7 @@ from typing import Protocol
 
 from megatron.fill.config import FillSettings
 from megatron.fill.device.cuda import FreeDeviceMemory
+from megatron.fill.device.margin import CudaAllocator, OwnedMargin
 from megatron.fill.device.port import Sharing
 from megatron.fill.hooks import Listener
 from megatron.fill.linux.host import FreeHostMemory
@@ -108,10 +109,19 @@ class RelayedListening:
 
     Args:
         log: for what the relay has to say.
+        uuid: the GPU's own name.
+        owned_bytes: the memory margin that the training reserves for itself.
     """
 
     def __init__(
-        self, spec: RankSpec, gate: SharedGate | None, board: CycleBoard | None, control: ControlPage | None, log: Path
+        self,
+        spec: RankSpec,
+        gate: SharedGate | None,
+        board: CycleBoard | None,
+        control: ControlPage | None,
+        log: Path,
+        uuid: str | None,
+        owned_bytes: int,
     ) -> None:
         info, ring = spec.info, Ring()
         signals = CudaSignals(info.device, ring.semaphore)
@@ -123,12 +133,14 @@ class RelayedListening:
             gate_fd=None if gate is None else gate.fd,
             board_fd=None if board is None else board.fd,
             control_fd=control_fd,
+            device_uuid=uuid,
         )
         self._relay = RelayProcess(told, ring, gate, log)
         if control_fd is not None:
             os.close(control_fd)
         self.free_bytes = FreeDeviceMemory(info.device)
-        self.listener = StreamListener(ring, signals, self.free_bytes, self._relay.alive, self._relay.shut)
+        margin = OwnedMargin(CudaAllocator(info.device), owned_bytes)
+        self.listener = StreamListener(ring, signals, margin.keep, self._relay.alive, self._relay.shut)
         if not self._relay.wait_ready():
             logger.warning("rank %d: its relay does not start, so nothing is filled; see %s", info.rank, log)
             self.listener.shut()

@@ -17,6 +17,7 @@ from megatron.fill.app.listening import HostListening, Listening, RelayedListeni
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon, Sharing
 from megatron.fill.device.emulated import Emulation
+from megatron.fill.device.margin import DRIVER_BYTES
 from megatron.fill.folders import AGENTS
 from megatron.fill.hooks import bus
 from megatron.fill.linux.tree import descendants
@@ -41,6 +42,7 @@ class Session:
         jobs: what this rank's agent puts into it.
         mps: the daemon that this rank uses; None without MPS.
         walls: what jobs are kept in.
+        owns_margin: on a GPU, this process keeps the memory margin in its own allocator.
     """
 
     def __init__(
@@ -53,8 +55,13 @@ class Session:
         jobs: list[NewJob],
         mps: MpsDaemon | None,
         walls: KeptIn,
+        owns_margin: bool = False,
     ) -> None:
         self.settings = settings
+        margin_bytes = int(settings.memory_margin_mib * 2**20)
+        # What the rank reserves for itself need not be free in the driver too.
+        self._owned_bytes = margin_bytes if owns_margin and info.device != "cpu" else 0
+        self._margin_bytes = min(margin_bytes, DRIVER_BYTES) if self._owned_bytes else margin_bytes
         self.walls = walls
         self.info = info
         self.run_dir = run_dir
@@ -89,7 +96,8 @@ class Session:
         pages = self.gate, self.board, self.control
         if sharing is None:
             return HostListening(spec, *pages)
-        return RelayedListening(spec, *pages, self.run_dir / AGENTS / f"relay{self.info.rank}.log")
+        log = self.run_dir / AGENTS / f"relay{self.info.rank}.log"
+        return RelayedListening(spec, *pages, log, _uuid(self.info.device), self._owned_bytes)
 
     def finish(self) -> None:
         """The main job is done: write this rank's records.  The jobs may be measured alone then; ``close`` ends it."""
@@ -150,7 +158,7 @@ class Session:
             binds=self.walls.binds,
             network=settings.network,
             allow=list(settings.allow),
-            margin_bytes=int(settings.memory_margin_mib * 2**20),
+            margin_bytes=self._margin_bytes,
             processes=settings.max_processes,
             files=settings.max_files,
             sharing=self._sharing,

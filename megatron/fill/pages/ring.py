@@ -38,12 +38,12 @@ CAPACITY = 4096  # entries; an iteration of 64 microbatches takes some 400
 class Fact(IntEnum):
     """What the bus reported."""
 
-    ITERATION_STARTED = 1  # number: the iteration
+    ITERATION_STARTED = 1  # number: the iteration; free_bytes: what is missing of the training's own memory margin
     ITERATION_ENDED = 2
     CYCLE_STARTED = 3  # text: the schedule; index: microbatches; number: chunks, negative for forward only
     CYCLE_ENDED = 4
-    BUBBLE_OPENED = 5  # text: the kind; index: in the cycle; free_bytes
-    BUBBLE_CLOSED = 6  # free_bytes
+    BUBBLE_OPENED = 5  # text: the kind; index: in the cycle; free_bytes: as its author promised, negative without
+    BUBBLE_CLOSED = 6
     COMPUTED = 7  # text: forward or backward
     DISTURBED = 8  # text: by what
     END = 9  # of the training

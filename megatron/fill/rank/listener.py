@@ -19,6 +19,7 @@ from megatron.fill.rank.recorder import Recorder
 from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration, fills_block
 
 _SHOW_EVERY = 20  # iterations between two looks at the cycle for the board
+_FREED_BYTES = 64 << 20  # more free memory than was shown, for which the cycle is shown anew at once
 MOST_SETTLING = 200  # iterations after the warm-up, after which paired blocks begin whatever the jobs do
 
 
@@ -61,7 +62,9 @@ class RankListener:
         if brake is not None:
             recorder.brakes = brake.events
         self._recent_ns: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)  # how long the latest iterations took
-        self._free_bytes: dict[int, int] = {}  # the least seen free in each bubble of the cycle
+        self._free_bytes: dict[int, int] = {}  # in each bubble of this iteration
+        self._least_bytes: dict[int, int] = {}  # the least in each since the cycle was shown
+        self._shown_bytes = 0  # the least of all that was shown
         self._show_at = min(ENOUGH_TO_PLAN, predictor.rule.warmup)
         self._iteration = 0
         self._iteration_start_ns = 0
@@ -117,10 +120,22 @@ class RankListener:
         self._recent_ns.append(now_ns - start_ns)
         if self.brake is not None and self._counts and self._settled:
             self.brake.observe(now_ns - start_ns, self._odd or paused)
-        if self.board is not None and self._iterations_seen >= self._show_at:
-            self._show(self.board)
+        if self.board is not None:
+            self._look(self.board)
         filled = self.filling and not paused
         self.recorder.iteration_ended(Iteration(self._iteration, start_ns, now_ns, filled, block))
+
+    def _look(self, board: CycleBoard) -> None:
+        """Show the cycle if it is time to, or if a job has given memory back."""
+        now, least = self._free_bytes, self._least_bytes
+        if self._shown_bytes and min(now.values(), default=0) >= self._shown_bytes + _FREED_BYTES:
+            least.clear()
+            self._show_at = 0
+        for index, free_bytes in now.items():
+            least[index] = min(free_bytes, least.get(index, free_bytes))
+        now.clear()
+        if self._iterations_seen >= self._show_at:
+            self._show(board)
 
     def _show(self, board: CycleBoard) -> None:
         expected = self.predictor.expected()
@@ -130,11 +145,12 @@ class RankListener:
         least_ns = self.predictor.rule.min_bubble_ns
         slots = [
             # A bubble that is left alone holds its place with no time in it.
-            BubbleSlot(kind, duration_ns if duration_ns >= least_ns else 0, self._free_bytes.get(index, 0))
+            BubbleSlot(kind, duration_ns if duration_ns >= least_ns else 0, self._least_bytes.get(index, 0))
             for index, (kind, duration_ns) in enumerate(expected)
         ]
         board.show(BubbleCycle(int(median(self._recent_ns)), tuple(slots)))
-        self._free_bytes.clear()
+        self._shown_bytes = min(self._least_bytes.values(), default=0)
+        self._least_bytes.clear()
 
     def cycle_started(self, key: CycleKey, now_ns: int) -> None:
         self.predictor.cycle_started(key, now_ns, self._disturbed)
@@ -169,7 +185,7 @@ class RankListener:
         self.predictor.observe(kind, index, start_ns, now_ns)
         free_bytes = self.free_bytes() if promised is None else promised
         if not self._forward_only:
-            self._free_bytes[index] = min(free_bytes, self._free_bytes.get(index, free_bytes))
+            self._free_bytes[index] = free_bytes
         self.recorder.bubble(
             Bubble(
                 self._iteration,
@@ -190,6 +206,8 @@ class RankListener:
 
     def disturbed(self, reason: str) -> None:
         self._disturbed = True
+        # An evaluation or a checkpoint may have left less memory than there was.
+        self._show_at = min(self._show_at, self._iterations_seen + 1)
 
     def shut(self) -> None:
         """Called when the bus takes this listener off after a failure: no bubble opens any more."""

@@ -14,10 +14,14 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.fill.device.nvml import shared_nvml
+from megatron.fill.device.port import DeviceError
 from megatron.fill.hooks import Listener
 from megatron.fill.linux import host
 from megatron.fill.pages.board import CycleBoard
@@ -41,6 +45,7 @@ class RelaySpec(Spec):
         rank: how it is listened to.
         parent: the rank's pid.
         gate_fd, board_fd, control_fd: None to measure only.
+        device_uuid: the GPU's own name; None where its memory does not matter.
     """
 
     rank: RankSpec
@@ -49,6 +54,7 @@ class RelaySpec(Spec):
     gate_fd: int | None = None
     board_fd: int | None = None
     control_fd: int | None = None
+    device_uuid: str | None = None
 
     @property
     def fds(self) -> list[int]:
@@ -118,30 +124,61 @@ class RelayProcess:
             self._gate.end()
 
 
-class ReportedBytes:
-    """The free device memory as the last entry said; the relay itself never touches the device."""
+class FreeMemory:
+    """The device memory that the training leaves free, as the driver said lately; 0 while it says nothing.
 
-    def __init__(self) -> None:
-        self.value = 0
+    The driver is asked on a thread of the relay's: its answer may take milliseconds, while a worker makes a context.
+
+    Args:
+        ask: the driver.
+
+    Attributes:
+        missing_bytes: what of the training's own margin cannot be reserved, and is no worker's to have.
+    """
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        self.missing_bytes = 0
+        self._ask = ask
+        self._bytes = 0
+        self._failed = False
 
     def __call__(self) -> int:
-        return self.value
+        return max(0, self._bytes - self.missing_bytes)
+
+    def look(self) -> None:
+        """Ask once."""
+        try:
+            self._bytes = self._ask()
+        except DeviceError as error:
+            self._bytes = 0
+            if not self._failed:
+                logger.warning("how much memory is free cannot be said, so nothing is filled: %s", error)
+            self._failed = True
+
+    def watch(self, every_s: float = 0.1) -> None:
+        """Ask again and again, for as long as this process lives."""
+
+        def run() -> None:
+            while True:
+                self.look()
+                time.sleep(every_s)
+
+        self.look()
+        threading.Thread(target=run, name="memory", daemon=True).start()
 
 
 class Relay:
     """Passes facts on at the times at which the device got to them.
 
     Args:
-        free_bytes: what the listener asks for the free memory.
+        free: what the listener asks for the free memory.
         gate: what the listener writes; shut here only when facts were lost.
     """
 
-    def __init__(
-        self, ring: RingReader, listener: Listener, free_bytes: ReportedBytes, gate: GateWriter | None
-    ) -> None:
+    def __init__(self, ring: RingReader, listener: Listener, free: FreeMemory, gate: GateWriter | None) -> None:
         self.ring = ring
         self.listener = listener
-        self.free_bytes = free_bytes
+        self.free = free
         self.gate = gate
         self.ended = False
         self._lost = 0
@@ -181,14 +218,14 @@ class Relay:
         listener = self.listener
         match entry.fact:
             case Fact.BUBBLE_OPENED:
-                self.free_bytes.value = entry.free_bytes
-                listener.bubble_opened(BubbleKind(entry.text), entry.index, now_ns)
+                promised = entry.free_bytes if entry.free_bytes >= 0 else None
+                listener.bubble_opened(BubbleKind(entry.text), entry.index, now_ns, promised)
             case Fact.BUBBLE_CLOSED:
-                self.free_bytes.value = entry.free_bytes
                 listener.bubble_closed(now_ns)
             case Fact.COMPUTED:
                 listener.computed(entry.text, self._last_ns, now_ns)
             case Fact.ITERATION_STARTED:
+                self.free.missing_bytes = entry.free_bytes
                 listener.iteration_started(entry.number, now_ns)
             case Fact.ITERATION_ENDED:
                 listener.iteration_ended(now_ns)
@@ -213,9 +250,10 @@ def serve(spec: RelaySpec) -> None:
     gate = None if spec.gate_fd is None else SharedGate(spec.gate_fd)
     board = None if spec.board_fd is None else CycleBoard(spec.board_fd)
     control = None if spec.control_fd is None else ControlReader(spec.control_fd)
-    free_bytes = ReportedBytes()
-    listener = spec.rank.listener(free_bytes, gate, board, control)
-    relay = Relay(ring, listener, free_bytes, gate)
+    free = FreeMemory(_driver(spec.device_uuid))
+    listener = spec.rank.listener(free, gate, board, control)
+    relay = Relay(ring, listener, free, gate)
+    free.watch()
     try:
         relay.run()
     finally:
@@ -226,6 +264,13 @@ def serve(spec: RelaySpec) -> None:
             logger.warning("%d facts were lost: the relay was too slow", ring.lost)
     if not written:
         raise OSError(f"{spec.rank.record} could not be written in full")
+
+
+def _driver(uuid: str | None) -> Callable[[], int]:
+    """Who says how much memory is free; nobody does of a device that is not named."""
+    if uuid is None:
+        return lambda: 0
+    return lambda: shared_nvml().free_bytes(uuid)
 
 
 def main() -> None:

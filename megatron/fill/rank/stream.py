@@ -9,6 +9,10 @@ from megatron.fill.pages.ring import Fact, Ring
 from megatron.fill.rank.signals import Signals
 from megatron.fill.types import BubbleKind, CycleKey
 
+_PEAKS = 2  # iterations, after which the training has used as much memory as it does
+_ASK_EVERY = 20  # iterations
+_NOT_SAID = -1
+
 
 class StreamListener:
     """A hooks.Listener that writes facts into a ring and marks their places in the stream.
@@ -16,8 +20,8 @@ class StreamListener:
     The times that the bus gives are the host's and are not used.
 
     Args:
-        free_bytes: the device memory that the main job leaves free, now.  It is asked when a bubble has been marked,
-            so what is said of its opening is from the bubble before.
+        missing_bytes: what of the training's own memory margin cannot be reserved; asked every few iterations and after
+            a disturbance, between two iterations.
         relayed: whether the relay, which reads the ring, is alive; asked once an iteration, must not block.
         on_shut: called once when the bus takes this listener off after a failure; must not block.
     """
@@ -26,13 +30,13 @@ class StreamListener:
         self,
         ring: Ring,
         signals: Signals,
-        free_bytes: Callable[[], int],
+        missing_bytes: Callable[[], int] = lambda: 0,
         relayed: Callable[[], bool] = lambda: True,
         on_shut: Callable[[], None] = lambda: None,
     ) -> None:
-        self.free_bytes = free_bytes
-        self._free_bytes = free_bytes()
-        self._promised: int | None = None  # in the bubble that is open
+        self._missing = missing_bytes
+        self._missing_bytes = 0
+        self._ask_in = _PEAKS  # iterations
         self._write = ring.write
         self._mark = signals.mark
         self._relayed = relayed
@@ -42,7 +46,10 @@ class StreamListener:
     def iteration_started(self, iteration: int, now_ns: int) -> None:
         if not self._relayed():
             raise FillError("the relay of this rank has died")
-        self._write(Fact.ITERATION_STARTED, number=iteration)
+        if not self._ask_in:
+            self._missing_bytes, self._ask_in = self._missing(), _ASK_EVERY
+        self._ask_in -= 1
+        self._write(Fact.ITERATION_STARTED, number=iteration, free_bytes=self._missing_bytes)
         self._mark()
 
     def iteration_ended(self, now_ns: int) -> None:
@@ -58,23 +65,19 @@ class StreamListener:
         self._write(Fact.CYCLE_ENDED, marked=False)
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
-        self._promised = free_bytes
-        self._write(Fact.BUBBLE_OPENED, index, free_bytes=self._free(), text=kind)
+        self._write(Fact.BUBBLE_OPENED, index, free_bytes=_NOT_SAID if free_bytes is None else free_bytes, text=kind)
         self._mark()
-        self._free_bytes = self.free_bytes()  # asking takes the driver a while: not before the mark
 
     def bubble_closed(self, now_ns: int) -> None:
-        self._write(Fact.BUBBLE_CLOSED, free_bytes=self._free())
+        self._write(Fact.BUBBLE_CLOSED)
         self._mark()
-
-    def _free(self) -> int:
-        return self._free_bytes if self._promised is None else self._promised
 
     def computed(self, name: str, start_ns: int, end_ns: int) -> None:
         self._write(Fact.COMPUTED, text=name)
         self._mark()
 
     def disturbed(self, reason: str) -> None:
+        self._ask_in = 0
         self._write(Fact.DISTURBED, text=reason, marked=False)
 
     def end(self) -> None:
