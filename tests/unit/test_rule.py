@@ -33,5 +33,5 @@ def test_what_the_user_says_counts(sharing):
 def test_replicas_share_what_overruns_may_cost_and_are_predicted_to_end_earlier():
     alone, many = FillRule(overrun=0.004, stages=2), FillRule(overrun=0.004, stages=2, replicas=25)
     assert (BubblePredictor(alone).overrun, BubblePredictor(many).overrun) == (0.002, 0.002 / 25)
-    # The 10% quantile is a spread before the median; with an exponential tail, that of 50% / 5^n is n spreads before it.
+    # The 10% quantile is a spread before the median; with an exponential tail, that of 50% / 5^n is n spreads.
     assert (alone.early_spreads, many.early_spreads) == (0.5, pytest.approx(2.5))
