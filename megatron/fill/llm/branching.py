@@ -94,20 +94,29 @@ class Branching:
     def _best(self, nodes: list[int], width: int, logits: Any) -> list[list[int]]:
         """The most probable tokens after each node, the best first."""
         width = min(width, logits.shape[-1])
-        if self.sequence.wanted.sampling.as_it_is:
+        if self._as_it_is:
             found: list[list[int]] = logits.topk(width, dim=-1).indices.tolist()
             return found
         rows = logits.float().cpu().numpy()
         scores = [self._adjusted(node, row) for node, row in zip(nodes, rows, strict=True)]
-        return [np.argsort(-row, kind="stable")[:width].tolist() for row in scores]
+        orders = [np.argsort(-row, kind="stable")[:width] for row in scores]
+        return [order[row[order] > -np.inf].tolist() for order, row in zip(orders, scores, strict=True)]
+
+    @property
+    def _as_it_is(self) -> bool:
+        """Whether logits stay what the model gives."""
+        return self.sequence.wanted.sampling.as_it_is and self.sequence.grammar is None
 
     def _adjusted(self, node: int, logits: np.ndarray) -> np.ndarray:
         """The logits after a node, with what was taken on the path to it."""
-        sequence, sampling = self.sequence, self.sequence.wanted.sampling
-        if sampling.as_it_is:
+        if self._as_it_is:
             return logits
+        sequence, sampling, path = self.sequence, self.sequence.wanted.sampling, self.tree.path(node)
         prompt = sequence.prompt_ids if sampling.repetition_penalty != 1 else _NONE
-        return adjusted(logits, sampling, prompt, [*sequence.generated, *self.tree.path(node)])
+        found = adjusted(logits, sampling, prompt, [*sequence.generated, *path])
+        if sequence.grammar is not None:
+            found[~sequence.grammar.allowed(sequence.generated, path)[: len(found)]] = -np.inf
+        return found
 
     def verified(self, rule: Rule, logits: Any, best: list[int]) -> list[int]:
         """The next tokens.
@@ -117,7 +126,7 @@ class Branching:
             best: its most probable token at each node.
         """
         sampling = self.sequence.wanted.sampling
-        if sampling.temperature == 0 and sampling.as_it_is:
+        if sampling.temperature == 0 and self._as_it_is:
             return follow(self.tree, best.__getitem__)
         rows = logits.float().cpu().numpy()
         if sampling.temperature == 0:

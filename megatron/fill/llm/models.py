@@ -60,10 +60,13 @@ class FolderTokenizer:
 
     Args:
         ends: ids that end a text besides the tokenizer's own.
+
+    Attributes:
+        inner: that of ``transformers``.
     """
 
     def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = self.inner = tokenizer
         self.size = len(tokenizer)
         own = tokenizer.eos_token_id
         self.eos_ids = ends | (frozenset() if own is None else frozenset([own]))

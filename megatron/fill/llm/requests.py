@@ -29,7 +29,7 @@ _SAMPLING = {
     *("temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 }
-_BOTH = {"model", "max_tokens", "logprobs", "n", "seed", "stop"} | _SAMPLING
+_BOTH = {"model", "max_tokens", "logprobs", "n", "seed", "stop", "response_format"} | _SAMPLING
 _READ = {
     False: _BOTH | {"prompt"},
     True: _BOTH
@@ -51,7 +51,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {  # what is not supported, and values
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 
@@ -83,6 +82,8 @@ class Request:
     stop: tuple[str, ...]
     logprobs: int | None
     """How many alternatives are given for each token; None: no log probabilities at all."""
+    schema: Mapping[str, Any] | None
+    """The JSON schema of its answers; None: they may be any text."""
 
     @property
     def choices(self) -> int:
@@ -194,6 +195,7 @@ def _request(value: dict[str, Any], line: int) -> Request:
         seed=integer(body["seed"], "seed", -MOST_INTEGER, MOST_INTEGER) if "seed" in body else None,
         stop=_stop(body.get("stop", [])),
         logprobs=_logprobs(body, chat),
+        schema=_schema(body.get("response_format", {"type": "text"})),
     )
 
 
@@ -267,6 +269,25 @@ def _stop(given: object) -> tuple[str, ...]:
     if not isinstance(given, list) or len(given) > _MOST_STOPS:
         raise WrongFieldError("stop", f"stop is {shown(given)}; expected text or a list of at most {_MOST_STOPS} texts")
     return tuple(text(one, "stop") for one in given)
+
+
+def _schema(given: object) -> Mapping[str, Any] | None:
+    """The schema that ``response_format`` asks for."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or kind not in ("text", "json_object", "json_schema"):
+        raise WrongFieldError(
+            "response_format",
+            f"response_format is {shown(given)}; expected an object with type text, json_object or json_schema",
+        )
+    if kind != "json_schema":
+        return {"type": "object"} if kind == "json_object" else None
+    inner = given.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if not isinstance(schema, dict):
+        raise WrongFieldError(
+            "response_format", f"response_format.json_schema is {shown(inner)}; expected an object with a schema"
+        )
+    return schema
 
 
 def _logprobs(body: dict[str, Any], chat: bool) -> int | None:

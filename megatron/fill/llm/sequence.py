@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megatron.fill.llm.sampling import Sampling
+
+if TYPE_CHECKING:
+    from megatron.fill.llm.grammar import Grammar
 
 Decode = Callable[[list[int]], str]
 
@@ -56,6 +59,7 @@ class GeneratedSequence:
         cached: tokens whose keys and values each model has, the target first; empty while it has no slot.
         finish: why it ended: ``stop`` or ``length``; None while it goes on.
         text: without what ended it; set at its end.
+        grammar: what it has to follow; None for nothing.
     """
 
     wanted: Wanted
@@ -65,6 +69,7 @@ class GeneratedSequence:
     cached: list[int] = field(default_factory=list)
     finish: Literal["stop", "length"] | None = None
     text: str = ""
+    grammar: Grammar | None = None
     _prompt_ids: np.ndarray | None = field(default=None, repr=False)
 
     @property
