@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import count, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,7 +131,7 @@ def bytes_model(tmp_path_factory):
 
     where = tmp_path_factory.mktemp("models")
     torch.manual_seed(1)
-    shape = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    shape: dict[str, Any] = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(**shape, num_attention_heads=4, max_position_embeddings=128, initializer_range=0.3)
     config.eos_token_id = END
     config.bos_token_id = config.pad_token_id = None
