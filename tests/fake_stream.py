@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
@@ -55,11 +56,16 @@ class VirtualStream:
 
 
 class ThreadStream:
-    """A stream in real time: a thread runs what is enqueued, and posts a real semaphore at marks (a Signals)."""
+    """A stream in real time: a thread runs what is enqueued, and posts a real semaphore at marks (a Signals).
+
+    Attributes:
+        reached: the address of the word into which it writes their numbers instead; 0 for none.
+    """
 
     def __init__(self, address: int) -> None:
         self._address = address
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.reached = 0
         self.marked_ns: list[int] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -76,7 +82,10 @@ class ThreadStream:
 
     def _post(self) -> None:
         self.marked_ns.append(time.monotonic_ns())
-        semaphore.post(self._address)
+        if self.reached:
+            ctypes.c_uint64.from_address(self.reached).value += 1
+        else:
+            semaphore.post(self._address)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

@@ -8,9 +8,10 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-typedef enum { RECORD, WAIT, HOST, SLEEP } Kind;
+typedef enum { RECORD, WAIT, HOST, SLEEP, WRITE } Kind;
 typedef struct Event { long recorded, reached; } Event;
-typedef struct Item { Kind kind; Event *event; long number; void (*run)(void *); void *data; struct Item *next; } Item;
+typedef struct Item { Kind kind; Event *event; long number; void (*run)(void *); void *data; unsigned long long *word, value;
+               struct Item *next; } Item;
 typedef struct Stream { Item *first, **last; int busy; struct Stream *queue; int capturing; } Stream;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -31,6 +32,7 @@ static void *work(void *argument) {
         stream->busy = 1;
         if (!(stream->first = item->next)) stream->last = &stream->first;
         if (item->kind == RECORD) item->event->reached = item->number;
+        if (item->kind == WRITE) __atomic_store_n(item->word, item->value, __ATOMIC_RELEASE);
         while (item->kind == WAIT && item->event->reached < item->number) pthread_cond_wait(&changed, &lock);
         if (item->kind == HOST || item->kind == SLEEP) {
             pthread_mutex_unlock(&lock);
@@ -95,6 +97,30 @@ int cuLaunchHostFunc(Stream *stream, void (*run)(void *), void *data) {
     if (failing) return failing;
     pthread_mutex_lock(&lock);
     return enqueue(stream, (Item){.kind = HOST, .run = run, .data = data});
+}
+
+static char *registered;
+static unsigned long registered_bytes;
+int cuMemHostRegister_v2(void *page, unsigned long size, unsigned flags) {
+    if (flags != 2 || (unsigned long)page % 4096 || registered) return 1;
+    registered = page;
+    registered_bytes = size;
+    return failing;
+}
+/* The device's address of a page is another one than the host's. */
+enum { ELSEWHERE = 1 << 20 };
+int cuMemHostGetDevicePointer_v2(unsigned long long *device, void *page, unsigned flags) {
+    if (flags || page != registered) return 1;
+    *device = (unsigned long long)page + ELSEWHERE;
+    return failing;
+}
+int cuStreamWriteValue64_v2(Stream *stream, unsigned long long device, unsigned long long value, unsigned flags) {
+    char *at = (char *)(device - ELSEWHERE);
+    note('v');
+    if (failing) return failing;
+    if (flags || at < registered || at + 8 > registered + registered_bytes || device % 8) return 1;
+    pthread_mutex_lock(&lock);
+    return enqueue(stream, (Item){.kind = WRITE, .word = (unsigned long long *)at, .value = value});
 }
 
 /* For the tests. */

@@ -6,7 +6,6 @@ python -m tests.micro_standin FILE      an actor of scripts/benchmarks/gpu_micro
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import queue
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.device.port import MIB
+from megatron.fill.pages.ring import Ring
 from megatron.fill.rank.signals import Signals
 from scripts.benchmarks.micro.actions import Actions
 from scripts.benchmarks.micro.actor import serve
@@ -51,13 +51,10 @@ class StandIn:
         self._launch(lambda: done.put(None))
         done.get()
 
-    def signals(self, semaphore: int) -> Signals:
-        self._thread._address = semaphore
+    def signals(self, ring: Ring, written: bool = False) -> Signals:
+        ring.written = written
+        self._thread._address, self._thread.reached = ring.semaphore, ring.reached if written else 0
         return self._thread
-
-    def writer(self, page: mmap.mmap) -> Callable[[int], None]:
-        words = memoryview(page).cast("Q")
-        return lambda value: self._launch(lambda: words.__setitem__(0, value))
 
     def gate(self, behind_event: bool) -> tuple[Callable[[], None], Callable[[], None]]:
         opened = threading.Event()

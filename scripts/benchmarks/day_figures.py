@@ -9,7 +9,6 @@ _MOST_LINES = 8  # of one variant in the table; the JSON file has all
 _DELAYS = {
     "mark_to_relay_us": "mark to relay",
     "opened_to_kernel_us": "bubble to first kernel",
-    "write_to_seen_us": "write to who looks",
 }
 
 

@@ -17,7 +17,7 @@ from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.relay import FreeMemory, Relay
 from megatron.fill.rank.rule import FillRule
-from megatron.fill.rank.signals import CudaSignals
+from megatron.fill.rank.signals import PostedSignals, WrittenSignals, cuda_signals
 from megatron.fill.rank.stream import StreamListener
 from megatron.fill.types import CycleKey, RankInfo
 
@@ -56,7 +56,7 @@ class Timed:
         free = FreeMemory(lambda: 7)
         listener = RankListener(None, self.recorder, BubblePredictor(FillRule()), free)
         self.relay = Relay(RingReader(ring.fd), listener, free, None)
-        self.listener = StreamListener(ring, CudaSignals("cuda:0", ring.semaphore))
+        self.listener = StreamListener(ring, cuda_signals("cuda:0", ring))
         self.bus = BubbleBus()
         self.bus.listener = self.listener
         self.thread = threading.Thread(target=self.relay.run, daemon=True)
@@ -87,9 +87,10 @@ def test_a_bubble_opens_and_closes_when_the_gpu_is_there():
     assert bubble.duration_ns == pytest.approx(2 * usual_ns, rel=0.2, abs=MS)
 
 
-def test_a_signal_costs_the_main_stream_less_than_10_us():
+@pytest.mark.parametrize("way", [WrittenSignals, PostedSignals])
+def test_a_signal_costs_the_main_stream_less_than_10_us(way):
     ring = Ring()
-    signals = CudaSignals("cuda:0", ring.semaphore)
+    signals = way("cuda:0", ring)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     tiny = torch.zeros(1, device="cuda:0")
     marks = 200  # few enough for all to be enqueued behind one spin, so that only the GPU's time is seen
@@ -111,11 +112,12 @@ def test_a_signal_costs_the_main_stream_less_than_10_us():
     assert costs[2] < 10
 
 
-def test_signals_need_no_python():
+@pytest.mark.parametrize("way", [WrittenSignals, PostedSignals])
+def test_signals_need_no_python(way):
     """They come while this process's interpreter lock is held and the main thread stands in C."""
     ring = Ring()
     reader = RingReader(ring.fd)
-    signals = CudaSignals("cuda:0", ring.semaphore)
+    signals = way("cuda:0", ring)
     holding = ctypes.PyDLL(None)  # calls through it keep the interpreter lock
     torch.cuda._sleep(SPIN)
     signals.mark()
@@ -125,9 +127,10 @@ def test_signals_need_no_python():
     assert time.monotonic_ns() - start_ns < MS
 
 
-def test_marks_inside_a_graph_capture_are_refused():
+@pytest.mark.parametrize("way", [WrittenSignals, PostedSignals])
+def test_marks_inside_a_graph_capture_are_refused(way):
     ring = Ring()
-    signals = CudaSignals("cuda:0", ring.semaphore)
+    signals = way("cuda:0", ring)
     tiny = torch.zeros(1, device="cuda:0")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

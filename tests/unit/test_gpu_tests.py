@@ -10,7 +10,7 @@ from tests.gpu import test_bubbles
 
 
 def test_the_bubbles_rig_relays_a_bubble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_bubbles, "CudaSignals", lambda device, semaphore: HostStream(semaphore))
+    monkeypatch.setattr(test_bubbles, "cuda_signals", lambda device, ring: HostStream(ring.semaphore))
     timed = test_bubbles.Timed()
     timed.bus.begin_iteration(1)
     timed.bus.begin_schedule(CycleKey("1f1b", 1))

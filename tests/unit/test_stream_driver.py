@@ -1,4 +1,4 @@
-"""``CudaSignals`` through a stand-in for libcuda in C: the real calls, with threads for streams."""
+"""Marks through a stand-in for libcuda in C: the real calls, with threads for streams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Gpu:
     """The stand-in, a compute stream on it, and the signals of that stream."""
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, way: Any) -> None:
+        self.way = way
         self.driver: Any = ctypes.CDLL(str(library))
         self.driver.stand_in_stream.restype = ctypes.c_void_p
         self.driver.stand_in_calls.restype = ctypes.c_char_p
@@ -44,8 +45,13 @@ class Gpu:
         self.ring = Ring()
         self.reader = RingReader(self.ring.fd)
 
-    def signals(self) -> signals.CudaSignals:
-        return signals.CudaSignals("cuda:0", self.ring.semaphore)
+    def signals(self) -> Any:
+        return self.way("cuda:0", self.ring)
+
+    @property
+    def one_mark(self) -> str:
+        """The driver's calls for it."""
+        return "cv" if self.way is signals.WrittenSignals else "crwh"
 
     def work(self, milliseconds: float = 0, gate: int = 0) -> None:
         """Enqueue compute; with a ``gate``, a semaphore's address, it goes on until that is posted."""
@@ -59,12 +65,19 @@ class Gpu:
         return self.driver.stand_in_calls().decode()
 
 
-@pytest.fixture(params=["8", "1"], ids=["a queue per stream", "one queue for all"])
+QUEUES = {"8": "a queue per stream", "1": "one queue for all"}
+
+
+@pytest.fixture(
+    params=[(queues, way) for queues in QUEUES for way in (signals.PostedSignals, signals.WrittenSignals)],
+    ids=lambda param: f"{param[1].__name__}, {QUEUES[param[0]]}",
+)
 def gpu(request: pytest.FixtureRequest, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", request.param)
+    queues, way = request.param
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
     own = tmp_path / "libcuda.so.1"  # a copy is loaded anew, with nothing enqueued
     shutil.copy(library, own)
-    gpu = Gpu(own)
+    gpu = Gpu(own, way)
     real = ctypes.CDLL
     monkeypatch.setattr(signals.ctypes, "CDLL", lambda name: real(str(own) if name == "libcuda.so.1" else name))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -91,11 +104,11 @@ def heard(reader: RingReader) -> threading.Thread:
     return thread
 
 
-def test_a_mark_is_three_calls_and_posts_when_the_compute_before_it_is_done(gpu: Gpu) -> None:
+def test_a_mark_is_told_when_the_compute_before_it_is_done(gpu: Gpu) -> None:
     marks, gate = gpu.signals(), Gate()
     gpu.work(gate=gate.address)
     marks.mark()  # the caller does not wait: the compute cannot end before this thread goes on
-    assert gpu.calls() == "crwh"
+    assert gpu.calls() == gpu.one_mark
     thread = heard(gpu.reader)
     thread.join(0.1)
     assert thread.is_alive()
@@ -142,7 +155,7 @@ def test_the_training_s_own_margin_is_looked_after_between_iterations_every_now_
     assert len(asked) == 3
 
 
-def test_a_post_needs_no_python(gpu: Gpu) -> None:
+def test_a_mark_needs_no_python(gpu: Gpu) -> None:
     marks = gpu.signals()
     gpu.work(milliseconds=20)
     marks.mark()
@@ -151,9 +164,18 @@ def test_a_post_needs_no_python(gpu: Gpu) -> None:
     for _ in range(100):
         holding.usleep(100_000)
         holding.sem_getvalue(ctypes.c_void_p(gpu.ring.semaphore), ctypes.byref(value))
-        if value.value:
+        if value.value or ctypes.c_uint64.from_address(gpu.ring.reached).value:
             break
-    assert value.value == 1
+    reached = ctypes.c_uint64.from_address(gpu.ring.reached).value
+    assert (value.value, reached) == ((0, 1) if gpu.ring.written else (1, 0))
+
+
+def test_a_rank_that_switches_off_wakes_its_relay(gpu: Gpu) -> None:
+    gpu.signals()
+    thread = heard(gpu.reader)
+    gpu.ring.switch_off()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_the_driver_s_errors_are_named_and_enqueue_nothing_more(gpu: Gpu) -> None:
@@ -163,8 +185,8 @@ def test_the_driver_s_errors_are_named_and_enqueue_nothing_more(gpu: Gpu) -> Non
     with pytest.raises(FillError, match="cuStreamIsCapturing failed with code 700"):
         marks.mark()
     assert gpu.calls() == "c"
-    with pytest.raises(FillError, match="cuCtxGetStreamPriorityRange failed with code 700"):
-        gpu.signals()
+    with pytest.raises(FillError, match=r"(cuCtxGetStreamPriorityRange|cuMemHostRegister_v2) failed with code"):
+        gpu.way("cuda:0", Ring())
 
 
 def test_nothing_is_put_into_a_capture(gpu: Gpu) -> None:

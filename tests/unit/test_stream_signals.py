@@ -1,4 +1,4 @@
-"""What CudaSignals asks of the driver, in which order: over a stand-in for the driver, without a device."""
+"""What marks ask of the driver, in which order: over a stand-in for the driver, without a device."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> StandInDriver:
 
 def test_the_compute_records_an_event_and_our_own_stream_does_the_rest(driver):
     ring = Ring()
-    marks = signals.CudaSignals("cuda:0", ring.semaphore)
+    marks = signals.PostedSignals("cuda:0", ring)
     # Non-blocking, so that it never waits for the default stream, and of the highest priority.
     assert driver.calls == [("create", 1, -5)]
     driver.calls.clear()
@@ -80,7 +80,7 @@ def test_the_compute_records_an_event_and_our_own_stream_does_the_rest(driver):
 
 
 def test_nothing_is_put_into_a_graph_capture(driver):
-    marks = signals.CudaSignals("cuda:0", Ring().semaphore)
+    marks = signals.PostedSignals("cuda:0", Ring())
     driver.calls.clear()
     driver.capturing = 1
     with pytest.raises(FillError, match="CUDA graph"):
@@ -89,7 +89,7 @@ def test_nothing_is_put_into_a_graph_capture(driver):
 
 
 def test_what_the_driver_refuses_is_named(driver):
-    marks = signals.CudaSignals("cuda:0", Ring().semaphore)
+    marks = signals.PostedSignals("cuda:0", Ring())
     driver.code = 700
     with pytest.raises(FillError, match="cuEventRecord failed with code 700"):
         marks.mark()
@@ -102,3 +102,30 @@ def test_without_a_driver_it_says_so(monkeypatch):
     monkeypatch.setattr(signals.ctypes, "CDLL", missing)
     with pytest.raises(FillError, match=r"driver cannot be loaded: libcuda.so.1: cannot open"):
         signals._driver()
+
+
+class Way:
+    """A kind of mark whose cost is known, or that the driver refuses."""
+
+    def __init__(self, name: str, cost_us: float | None) -> None:
+        self.__name__, self.cost_us = name, cost_us
+
+    def __call__(self, device: str, ring: Ring) -> Any:
+        if self.cost_us is None:
+            raise FillError(f"{self.__name__} failed with code 801")
+        return SimpleNamespace(way=self, ring=ring)
+
+
+@pytest.mark.parametrize(
+    ("written_us", "posted_us", "expected"), [(2.0, 30.0, 0), (30.0, 2.0, 1), (None, 30.0, 1), (2.0, None, 0)]
+)
+def test_the_marks_that_cost_least_are_chosen(monkeypatch, written_us, posted_us, expected):
+    monkeypatch.setattr(signals, "stream_cost_us", lambda device, marks: marks.way.cost_us)
+    ways, ring = [Way("written", written_us), Way("posted", posted_us)], Ring()
+    chosen: Any = signals.cuda_signals("cuda:0", ring, ways)
+    assert (chosen.way, chosen.ring) == (ways[expected], ring)  # and what was tried went into another ring
+
+
+def test_without_any_kind_of_mark_it_says_why():
+    with pytest.raises(FillError, match="posted failed with code 801"):
+        signals.cuda_signals("cuda:0", Ring(), [Way("written", None), Way("posted", None)])

@@ -20,7 +20,7 @@ from megatron.fill.pages.gate import SharedGate
 from megatron.fill.pages.ring import Ring
 from megatron.fill.rank.relay import RelayProcess, RelaySpec
 from megatron.fill.rank.rule import TIMESLICED, FillRule
-from megatron.fill.rank.signals import CudaSignals
+from megatron.fill.rank.signals import cuda_signals
 from megatron.fill.rank.spec import RankSpec
 from megatron.fill.rank.stream import StreamListener
 from megatron.fill.types import RankInfo
@@ -124,7 +124,7 @@ class RelayedListening:
         owned_bytes: int,
     ) -> None:
         info, ring = spec.info, Ring()
-        signals = CudaSignals(info.device, ring.semaphore)
+        signals = cuda_signals(info.device, ring)
         control_fd = None if control is None else control.reader_fd()
         told = RelaySpec(
             spec,

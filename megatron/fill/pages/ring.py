@@ -1,18 +1,18 @@
 """The ring: facts on their way from the rank to its relay, in shared memory.
 
 The rank writes a fact when its Python comes by, which may be long before the GPU does.  Most facts are *marked*: a
-signal is put into the stream behind what was enqueued so far, and posts the ring's semaphore when the GPU gets there.
-The others need no time of their own and ride on the next mark.  Every entry says with which mark it is due, so the
-relay knows what each post stands for.
+signal is put into the stream behind what was enqueued so far, and posts the ring's semaphore, or writes the mark's
+number, when the GPU gets there.  The others need no time of their own and ride on the next mark.  Every entry says with
+which mark it is due, so the relay knows what each signal stands for.
 
 The rank never waits: a relay that falls behind by more than the ring holds finds its entries overwritten, and knows
 how many.  Layout, in 64-bit words, then entries of 64 bytes from byte 4096 on::
 
     0  magic and version    1  entries begun    2  1 when the rank has switched off    3  1 when the relay listens
+    4  the number of the last mark that the GPU has reached, where marks are written    5  1 where they are
     8..15  the semaphore
 
-An entry is visible before its signal can fire: between them are a launch, the GPU and ``sem_post``, each of which
-orders memory.
+An entry is visible before its signal can fire: between them are a launch and the GPU, which order memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import struct
+import time
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -27,7 +28,8 @@ from megatron.fill.errors import FillError
 from megatron.fill.linux import memfd, semaphore
 
 _MAGIC = 0x50495045_52000001
-_VERSION, _BEGUN, _OFF, _LISTENING = range(4)
+_VERSION, _BEGUN, _OFF, _LISTENING, _REACHED, _WRITTEN = range(6)
+_LOOK_S = 20e-6  # between two looks for a mark that is written
 _SEMAPHORE_AT = 64
 _ENTRIES_AT = 4096
 _ENTRY = struct.Struct("=QQIiqq24s")
@@ -66,14 +68,18 @@ class Ring:
 
     Attributes:
         fd: to pass on to the relay.
-        semaphore: the address of the semaphore that every mark posts once.
+        semaphore: the address of the semaphore that a posted mark posts once.
+        header: the address and the size of the pages that hold it and all other words.
+        reached: the address of the 64-bit word in them into which a written mark writes its number, from 1.
     """
 
     def __init__(self) -> None:
         self.fd = memfd.create("ring", _ENTRIES_AT + CAPACITY * _ENTRY.size)
         self._map = mmap.mmap(self.fd, 0)
         self._words = memoryview(self._map).cast("Q")
-        self.semaphore = _address(self._map) + _SEMAPHORE_AT
+        self.header = _address(self._map), _ENTRIES_AT
+        self.semaphore = self.header[0] + _SEMAPHORE_AT
+        self.reached = self.header[0] + 8 * _REACHED
         semaphore.create(self.semaphore)
         self._begun = 0
         self._marks = 0
@@ -97,6 +103,15 @@ class Ring:
         self._words[_BEGUN] = begun  # before the slot changes, so that a relay in the middle of reading it can tell
         at = _ENTRIES_AT + (begun % CAPACITY) * _ENTRY.size
         _ENTRY.pack_into(self._map, at, begun, due, fact, index, number, free_bytes, text.encode()[:_TEXT_BYTES])
+
+    @property
+    def written(self) -> bool:
+        """Whether marks are written, and not posted; set before anybody listens."""
+        return self._words[_WRITTEN] != 0
+
+    @written.setter
+    def written(self, written: bool) -> None:
+        self._words[_WRITTEN] = written
 
     @property
     def heard(self) -> bool:
@@ -142,8 +157,13 @@ class RingReader:
         self._words[_LISTENING] = 1
 
     def wait(self) -> None:
-        """Sleep until the next signal; ``take`` what it stands for then."""
-        semaphore.wait(self._semaphore)
+        """Sleep until the next signal; ``take`` what it stands for then.  It also ends when the rank switches off."""
+        words, marks = self._words, self._marks
+        if not words[_WRITTEN]:
+            semaphore.wait(self._semaphore)
+            return
+        while words[_REACHED] <= marks and not words[_OFF]:
+            time.sleep(_LOOK_S)
 
     def take(self) -> list[Entry]:
         """The entries that come with the next mark, in order; those that are ``lost`` are missing."""

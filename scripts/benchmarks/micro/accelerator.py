@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from megatron.fill.pages.ring import Ring
 from megatron.fill.rank.signals import Signals
 
 _GEMM_S = 5e-3
@@ -36,11 +37,8 @@ class Accelerator(Protocol):
     def synchronize(self) -> None:
         """Wait until all that was launched is done."""
 
-    def signals(self, semaphore: int) -> Signals:
-        """Marks in the stream."""
-
-    def writer(self, page: mmap.mmap) -> Callable[[int], None]:
-        """What has the device write a number to the beginning of ``page`` when it gets to this place in the stream."""
+    def signals(self, ring: Ring, written: bool = False) -> Signals:
+        """Marks in the stream, posted or written."""
 
     def gate(self, behind_event: bool) -> tuple[Callable[[], None], Callable[[], None]]:
         """What has the stream wait without any kernel, until a word of host memory is set; and what sets it.
@@ -105,19 +103,10 @@ class Cuda:
     def synchronize(self) -> None:
         self._torch.cuda.synchronize(self._device)
 
-    def signals(self, semaphore: int) -> Signals:
-        from megatron.fill.rank.signals import CudaSignals
+    def signals(self, ring: Ring, written: bool = False) -> Signals:
+        from megatron.fill.rank.signals import PostedSignals, WrittenSignals
 
-        return CudaSignals("cuda:0", semaphore)
-
-    def writer(self, page: mmap.mmap) -> Callable[[int], None]:
-        driver, at = _mapped(page)
-
-        def write(value: int) -> None:
-            stream = ctypes.c_void_p(self._torch.cuda.current_stream(self._device).cuda_stream)
-            _check(driver.cuStreamWriteValue64_v2(stream, at, ctypes.c_uint64(value), 0), "write")
-
-        return write
+        return (WrittenSignals if written else PostedSignals)("cuda:0", ring)
 
     def gate(self, behind_event: bool) -> tuple[Callable[[], None], Callable[[], None]]:
         torch, page = self._torch, mmap.mmap(-1, mmap.PAGESIZE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 import threading
@@ -26,7 +25,6 @@ from scripts.benchmarks.micro.accelerator import Accelerator
 
 WARMUP = 3  # iterations that the predictor sees before it opens the gate
 _COMPUTE_S, _BUBBLE_S = 3e-3, 6e-3
-_LOOK_S = 20e-6
 _MARKS = 200  # few enough for all to be enqueued behind one kernel that spins
 _INFO = RankInfo(0, 2, 0, 2, 0, 1, 0, 2, device="cuda:0")
 
@@ -42,7 +40,6 @@ class Actions:
         self._open = open_accelerator
         self._accelerator: Accelerator | None = None
         self._gate: SharedGate | None = None
-        self._page: mmap.mmap | None = None
 
     @property
     def device(self) -> Accelerator:
@@ -92,10 +89,10 @@ class Actions:
             time.sleep(every_s)
         return {"us": taken}
 
-    def costs(self) -> dict[str, Any]:
+    def costs(self, written: bool) -> dict[str, Any]:
         """What a mark costs: the host, in us each; the stream, in us on average."""
         ring = Ring()  # it has to live as long as its marks
-        device, signals = self.device, self.device.signals(ring.semaphore)
+        device, signals = self.device, self.device.signals(ring, written)
         host: list[float] = []
 
         def stream_ns(mark: bool) -> int:
@@ -123,7 +120,7 @@ class Actions:
         self._gate = SharedGate()
         return {"pid": os.getpid(), "fd": self._gate.fd}
 
-    def bubbles(self, count: int) -> dict[str, Any]:
+    def bubbles(self, count: int, written: bool = False) -> dict[str, Any]:
         """Iterations of compute and one bubble, told by marks to a relay that opens the gate.
 
         Returns:
@@ -137,11 +134,12 @@ class Actions:
             record = Path(folder) / "rank0.json"
             rule = FillRule(warmup=WARMUP, margin=0.0, min_bubble_ns=0)
             spec = RelaySpec(RankSpec(_INFO, str(record), rule), os.getpid(), ring.fd, gate.fd)
+            signals = device.signals(ring, written)
             relay = RelayProcess(spec, ring, gate, Path(folder) / "relay.log")
             try:
                 if not relay.wait_ready():
                     raise RuntimeError((Path(folder) / "relay.log").read_text(encoding="utf-8") or "no relay")
-                listener = StreamListener(ring, device.signals(ring.semaphore), lambda: 0, relay.alive, relay.shut)
+                listener = StreamListener(ring, signals, lambda: 0, relay.alive, relay.shut)
                 bus.listener = listener
                 opened = [self._iteration(bus, iteration) for iteration in range(1, count + WARMUP + 1)]
                 listener.end()
@@ -184,44 +182,6 @@ class Actions:
                 self.device.synchronize()
                 done.append(time.monotonic_ns())
         return {"done": done}
-
-    def open_page(self) -> dict[str, Any]:
-        """A page for ``writes``, and how another process finds it."""
-        fd = os.memfd_create("writes", os.MFD_CLOEXEC)
-        os.ftruncate(fd, mmap.PAGESIZE)
-        self._page = mmap.mmap(fd, mmap.PAGESIZE)
-        return {"pid": os.getpid(), "fd": fd}
-
-    def writes(self, count: int) -> dict[str, Any]:
-        """Have the device write 1, 2, ... into the page: when it was at each, in ns; the cost to the host, in us."""
-        assert self._page is not None
-        device, write = self.device, self.device.writer(self._page)
-        opened: list[int] = []
-        host: list[float] = []
-        for value in range(1, count + 1):
-            device.synchronize()
-            device.set_clock()
-            device.spin(_COMPUTE_S)
-            at = device.note()
-            before_ns = time.monotonic_ns()
-            write(value)
-            host.append((time.monotonic_ns() - before_ns) / 1e3)
-            device.synchronize()
-            opened.append(at())
-        return {"opened": opened, "host_us": host}
-
-    def watch(self, pid: int, fd: int, count: int) -> dict[str, Any]:
-        """Look at the page again and again until it says ``count``; when each number was first seen, in ns."""
-        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        page = mmap.mmap(opened, mmap.PAGESIZE, prot=mmap.PROT_READ)
-        os.close(opened)
-        seen: list[int] = []
-        with memoryview(page) as bytes_, bytes_.cast("Q") as words:
-            while len(seen) < count:
-                if words[0] > len(seen):
-                    seen.append(time.monotonic_ns())
-                time.sleep(_LOOK_S)
-        return {"seen": seen}
 
     def confine(self, folder: str) -> dict[str, Any]:
         """Enter the rules that a job is under, for good."""

@@ -25,11 +25,11 @@ def marks(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
     for connections in CONNECTIONS:
         with stage.actors(TIMESLICE, "main", "side", connections=connections) as (main, side):
             _both_ready(main, side)
-            costs = main.do("costs")
-            alone = {"mark_host_us": spread(costs["host_us"]), "mark_stream_us": costs["stream_us"]}
-            found[f"idle, {connections} connections"] = alone | _heard(main, side, count)
+            for way, written in (("posted", False), ("written", True)):
+                costs = main.do("costs", written=written)
+                alone = {"mark_host_us": spread(costs["host_us"]), "mark_stream_us": costs["stream_us"]}
+                found[f"{way}, {connections} connections"] = alone | _heard(main, side, count, written)
             if connections == CONNECTIONS[0]:
-                found["written instead"] = _written(main, side, count)
                 main.do("open_gate")
                 side.begin("gemm", seconds=seconds + _RELAY_S)  # the relay starts first
                 found["beside matrix products"] = _delays(main.do("bubbles", count=int(seconds * 60)))[0]
@@ -37,24 +37,16 @@ def marks(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
     if stage.daemon is not None:
         with stage.actors(MPS, "main", "side") as (main, side):
             _both_ready(main, side)
-            found["idle, MPS"] = _heard(main, side, count)
+            found["posted, MPS"] = _heard(main, side, count, False)
     return found
 
 
-def _heard(main: Actor, side: Actor, count: int) -> dict[str, Any]:
+def _heard(main: Actor, side: Actor, count: int, written: bool) -> dict[str, Any]:
     """With a worker that waits at the gate."""
     side.begin("attend", **main.do("open_gate"))
-    figures, opened = _delays(main.do("bubbles", count=count))
+    figures, opened = _delays(main.do("bubbles", count=count, written=written))
     done = side.answer()["done"]
     return figures | {"opened_to_kernel_us": spread(followed_us(opened, done))}
-
-
-def _written(main: Actor, side: Actor, count: int) -> dict[str, Any]:
-    """What the device writes into memory where somebody looks every 20 us, instead of a mark that wakes a sleeper."""
-    side.begin("watch", count=count, **main.do("open_page"))
-    told = main.do("writes", count=count)
-    delays = delays_us(told["opened"], side.answer()["seen"])
-    return {"host_us": spread(told["host_us"]), "write_to_seen_us": spread(delays)}
 
 
 def _delays(told: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
