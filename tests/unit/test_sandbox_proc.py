@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from megatron.fill.sandbox import Cage, Walls
@@ -86,3 +88,54 @@ print(json.dumps([first, meter.stop()[1]]))""",
 def test_a_wall_of_an_unknown_name_cannot_be_left_out():
     with pytest.raises(ValueError, match="'moat'"):
         Cage(without=("moat",))
+
+
+_NAME_THREADS = """
+def rename(path):
+    with open(path, "w") as file:
+        file.write("renamed")
+import threading
+held = threading.Event()
+other = threading.Thread(target=held.wait)
+other.start()
+child = subprocess.Popen(["sleep", "9"])
+own, temporary = f"/proc/self/task/{other.native_id}", f"/tmp/test-sandbox-{os.getpid()}"
+found = {
+    "own": attempt(rename, own + "/comm"), "name": open(own + "/comm").read(),
+    "by number": attempt(rename, f"/proc/{os.getpid()}/task/{os.getpid()}/comm"),
+    "in a program": subprocess.run(["sh", "-c", "echo itself > /proc/self/task/$$/comm"], stderr=-3).returncode,
+    "own folder": attempt(rename, os.getcwd() + "/written"), "tmp": attempt(rename, temporary),
+    "of another": attempt(rename, f"/proc/self/task/{child.pid}/comm"),
+    "of another by number": attempt(rename, f"/proc/{child.pid}/task/{child.pid}/comm"),
+    "of its init": attempt(rename, f"/proc/{os.getppid()}/task/{os.getppid()}/comm"),
+    "beside it": attempt(rename, own + "/comm/../../oom_score_adj"), "stay": attempt(rename, own + "/oom_score_adj"),
+    "no thread": attempt(rename, "/proc/self/task/" + 40 * "9" + "/comm"), "elsewhere": attempt(rename, "/etc/comm"),
+}
+os.unlink(temporary)
+child.kill()
+held.set()
+print(json.dumps(found))"""
+_MAY = ("own", "by number", "in a program", "own folder", "tmp")
+
+
+@pytest.mark.parametrize("same_user", [False, True])
+@pytest.mark.parametrize("kind", ["all", "no pid", "none"])
+def test_a_job_on_a_gpu_names_its_own_threads_and_writes_nothing_else_in_proc(inside, walls, kind, same_user):
+    user = {"user": None, "group": None} if same_user else {}
+    options = {"namespaces": _namespaces(walls, kind), "devices": ("/dev/full",), **user}
+    if same_user:
+        os.chown(inside.folder, os.getuid(), os.getgid())
+    elif kind == "none":
+        for closed in inside.folder.parents[1:4]:  # what the view would put in its place
+            closed.chmod(0o755)
+    prepare = f"os.chdir({str(inside.folder)!r})"
+    found = inside.run(_NAME_THREADS, prepare=prepare, **options)
+    assert found.pop("name") == "renamed\n"
+    assert {found.pop(name) for name in _MAY} <= {"done", 0}
+    assert "done" not in found.values(), found
+    assert inside.run(_OPEN_ALL, **options)["opened"] == ["comm"]
+
+
+def test_without_a_gpu_it_does_not(inside):
+    found = inside.run(_NAME_THREADS, prepare=f"os.chdir({str(inside.folder)!r})")
+    assert found["own"] == "OSError"

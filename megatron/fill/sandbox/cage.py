@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron.fill.errors import ConfigError
 
-LEFT_OUT = ("proc", "landlock", "system calls", "run folder")  # the walls that ``Cage.without`` can name
+# The walls that ``Cage.without`` can name.
+LEFT_OUT = ("proc", "landlock", "system calls", "run folder", "uncounted memory")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ import fcntl
 import os
 import socket
 import struct
+from functools import partial
 from pathlib import Path
 
 from megatron.fill.sandbox import mounts, view
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sandbox.landlock import enter_rules
+from megatron.fill.sandbox.naming import hand_over
 from megatron.fill.sandbox.powers import bar_powers, become, forgo_privileges, give_up_powers, hide_memory
 from megatron.fill.sandbox.seccomp import load_filter
 
@@ -83,10 +85,13 @@ def open_inner(cage: Cage) -> int:
     return proc
 
 
-def give_everything_up(cage: Cage) -> list[str]:
+def give_everything_up(cage: Cage, names: socket.socket | None = None) -> list[str]:
     """Step 3, in the process that is to become the job; what could not be done, and why.
 
     The process must have no other thread yet.
+
+    Args:
+        names: to the init, which lets the job name its threads (``naming``).
 
     Raises:
         OSError: it cannot become the job's user.
@@ -101,7 +106,9 @@ def give_everything_up(cage: Cage) -> list[str]:
     lacking.append(give_up_powers(cage.real_time))
     hide_memory(False)  # a change of user has hidden it from the job itself, too
     if "system calls" not in cage.without:
-        lacking.append(load_filter(cage.real_time))
+        asked = None if names is None else partial(hand_over, names)
+        counted = None if "uncounted memory" in cage.without else not cage.devices
+        lacking.append(load_filter(cage.real_time, counted, asked))
     if len(os.listdir("/proc/self/task")) > 1:
         lacking.append("a thread that runs already keeps its powers")  # the kernel confines threads one by one
     return [reason for reason in lacking if reason]

@@ -15,6 +15,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -26,9 +27,11 @@ from megatron.fill.errors import SandboxError
 from megatron.fill.linux import peak
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from megatron.fill.linux.state import state_in
+from megatron.fill.sandbox import naming
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sandbox.enter import give_everything_up, open_inner, open_outer
 from megatron.fill.sandbox.powers import be_first_to_die, hide_memory
+from megatron.fill.sandbox.seccomp import opening_calls
 
 _READ_BYTES = 1 << 16
 
@@ -165,23 +168,30 @@ class Jail:
             proc = open_inner(self._cage)
             hide_memory(True)
             init = os.getpid()
+            ours, theirs = socket.socketpair()
             child = os.fork()
             if child == 0:
                 os.close(alive_r)
-                self._run_job(init, told_w, go_r, proc, lacking)
+                ours.close()
+                self._run_job(init, told_w, go_r, proc, theirs, lacking)
             os.close(go_r)
-            os.close(proc)
+            theirs.close()
+            if self._cage.devices:
+                naming.answer(ours, proc, self._cage, opening_calls)
             _tell(told_w, status=_reap_until(child))
         except BaseException as error:
             _tell(told_w, error=f"{type(error).__name__}: {error}")
         finally:
             os._exit(0)
 
-    def _run_job(self, init: int, told_w: int, go_r: int, proc: int, lacking: list[str]) -> NoReturn:
+    def _run_job(
+        self, init: int, told_w: int, go_r: int, proc: int, names: socket.socket, lacking: list[str]
+    ) -> NoReturn:
         """The job, from its first instruction to its last.
 
         Args:
             proc: its ``/proc`` that can be written.
+            names: to the init, which lets it name its threads.
             lacking: what the init could not do.
         """
         try:
@@ -189,7 +199,8 @@ class Jail:
             self._prepare()
             peak.keep(proc)
             os.close(proc)
-            lacking += give_everything_up(self._cage)
+            with names:
+                lacking += give_everything_up(self._cage, names if self._cage.devices else None)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
             if os.getppid() != init:
                 os._exit(1)

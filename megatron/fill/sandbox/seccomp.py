@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 _LIBRARY = "libseccomp.so.2"
-_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_ALLOW, _ASK, _ERRNO = 0x7FFF0000, 0x7FC00000, 0x00050000
 _OPTIMIZE = 8  # an attribute; 2 is a binary tree
 _NOT_EQUAL, _EQUAL, _GREATER, _MASKED_EQUAL = 1, 4, 6, 7
 
@@ -46,6 +48,18 @@ _MACHINE = (
 # within a process only (the operation's flag 128); and of the later calls for it no C library needs one.
 _REQUEUE, _OPERATION = (3, 4, 12), 0xFF
 _FUTEX2 = (449, 454, 455, 456)  # futex_waitv, futex_wake, futex_wait, futex_requeue: on every architecture
+# Memory and other objects of the kernel's own that nobody's count has.
+_SYSTEM_V = (
+    *("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl", "msgget", "msgsnd", "msgrcv", "msgctl"),
+    *("mq_open", "mq_unlink"),
+)
+_MEMFD_SECRET = 447  # on every architecture
+# Pages held by a pipe alone; requests, of which the whole machine has so many; watched files.
+_UNCOUNTED = (_MEMFD_SECRET, "vmsplice", "io_setup", "inotify_init", "inotify_init1")
+_MAP_HUGE, _MAP_KIND, _MAP_SHARED_ANONYMOUS = 0x40000, 0x2F, 0x21  # the kind: shared or private, and of no file
+_OPENING = {b"open": 0, b"openat": 1}  # the flags come after the path
+_SCHED_CORE = 62
+_SET_SELF_ATTR = 459  # lsm_set_self_attr, which does what the files in /proc/self/attr do
 _NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)  # CLONE_NEW*
 # Of a terminal: typing into it, stopping its flow, its modes, its owner.
 _TERMINAL = (0x5402, 0x5403, 0x5404, 0x5406, 0x5407, 0x5408, 0x540A, 0x540E, 0x5410, 0x5412, 0x541C, 0x5423)
@@ -58,13 +72,18 @@ class _Condition(ctypes.Structure):
     _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
-def load_filter(real_time: bool = False) -> str:
+def load_filter(
+    real_time: bool = False, counted: bool | None = None, asked: Callable[[int], None] | None = None
+) -> str:
     """Refuse those calls for this thread and all that it starts, for good; why not, if that cannot be.
 
     ``no_new_privs`` must have been set.
 
     Args:
         real_time: it may choose its scheduling class, as far as its powers go.
+        counted: memory that no watch can count is refused; if True, also what is shared by descriptor or descent and
+            belongs to no file, which CUDA's driver may use.  None to leave all of it.
+        asked: given a descriptor on which the kernel asks about each file that is opened to write (``naming``).
     """
     try:
         library = _open()
@@ -76,10 +95,45 @@ def load_filter(real_time: bool = False) -> str:
     try:
         library.seccomp_attr_set(context, _OPTIMIZE, 2)  # a version that cannot is only slower
         _add_rules(library, context, (_CLASS,) if real_time else ())
-        code = library.seccomp_load(context)
+        if counted is not None:
+            _add_uncounted(library, context, shared=counted)
+        if asked is not None and _can_ask(library):
+            _add_questions(library, context)
+        if code := library.seccomp_load(context):
+            return f"no system call is refused: {errno.errorcode.get(-code, code)}"
+        notices = library.seccomp_notify_fd(context) if asked is not None and _can_ask(library) else -1
     finally:
         library.seccomp_release(context)
-    return f"no system call is refused: {errno.errorcode.get(-code, code)}" if code else ""
+    if asked is None:
+        return ""
+    if notices < 0:
+        return (
+            f"a job cannot name its threads, so CUDA's driver may not start (304): expected {_LIBRARY} 2.5, Linux 5.14"
+        )
+    asked(notices)
+    return ""
+
+
+def opening_calls() -> dict[int, int]:
+    """By its number here, each system call that opens a file and whose flags a filter sees: which argument is the path.
+
+    Raises:
+        OSError: there is no library that knows the numbers.
+    """
+    library = _open()
+    numbers = {library.seccomp_syscall_resolve_name(name): path for name, path in _OPENING.items()}
+    return {number: path for number, path in numbers.items() if number >= 0}
+
+
+def _can_ask(library: Any) -> bool:
+    return hasattr(library, "seccomp_notify_fd")  # from 2.5 on
+
+
+def _add_questions(library: Any, context: int) -> None:
+    for number, path in opening_calls().items():
+        for flag in (os.O_WRONLY, os.O_RDWR):
+            condition = (_Condition * 1)(_Condition(path + 1, _MASKED_EQUAL, flag, flag))
+            library.seccomp_rule_add_array(context, _ASK, number, 1, condition)
 
 
 def _open() -> Any:
@@ -91,21 +145,39 @@ def _open() -> Any:
         ctypes.c_void_p,
     )
     library.seccomp_load.argtypes = library.seccomp_release.argtypes = (ctypes.c_void_p,)
+    if _can_ask(library):
+        library.seccomp_notify_fd.argtypes = (ctypes.c_void_p,)
     return library
 
 
-def _add_rules(library: Any, context: int, allowed: Collection[str]) -> None:
-    def refuse(call: str | int, *conditions: tuple[int, int, int, int], code: int = errno.EPERM) -> None:
-        number = call if isinstance(call, int) else library.seccomp_syscall_resolve_name(call.encode())
-        if number < 0:  # this architecture, or this libseccomp, does not have it
-            return
-        array = (_Condition * len(conditions))(*(_Condition(*one) for one in conditions))
-        library.seccomp_rule_add_array(context, _ERRNO | code, number, len(conditions), array)
+def _refuse(
+    library: Any, context: int, call: str | int, *conditions: tuple[int, int, int, int], code: int = errno.EPERM
+) -> None:
+    number = call if isinstance(call, int) else library.seccomp_syscall_resolve_name(call.encode())
+    if number < 0:  # this architecture, or this libseccomp, does not have it
+        return
+    array = (_Condition * len(conditions))(*(_Condition(*one) for one in conditions))
+    library.seccomp_rule_add_array(context, _ERRNO | code, number, len(conditions), array)
 
+
+def _add_uncounted(library: Any, context: int, shared: bool) -> None:
+    """Refuse memory that lives on though no process has it mapped and no file system has it as a file."""
+    refuse = partial(_refuse, library, context)
+    for call in (*_SYSTEM_V, *_UNCOUNTED, *(("memfd_create",) if shared else ())):
+        refuse(call, code=errno.ENOSYS)  # so that libraries do without
+    refuse("mmap", (3, _MASKED_EQUAL, _MAP_HUGE, _MAP_HUGE), code=errno.ENOMEM)  # as where none are set aside
+    if shared:
+        refuse("mmap", (3, _MASKED_EQUAL, _MAP_KIND, _MAP_SHARED_ANONYMOUS))
+
+
+def _add_rules(library: Any, context: int, allowed: Collection[str]) -> None:
+    refuse = partial(_refuse, library, context)
     for name in (*_TRACING, *_SCHEDULING, *_FILES, *_DOORS, *_MACHINE):
         if name not in allowed:
             refuse(name)
     refuse("prlimit64", (0, _NOT_EQUAL, 0, 0))  # of another process
+    refuse("prctl", (0, _EQUAL, _SCHED_CORE, 0))  # who may run on the other half of its core
+    refuse(_SET_SELF_ATTR)
     refuse("clone3", code=errno.ENOSYS)  # its flags cannot be seen from here; every C library falls back to clone
     for operation in _REQUEUE:
         refuse("futex", (1, _MASKED_EQUAL, _OPERATION, operation), code=errno.ENOSYS)
