@@ -13,7 +13,7 @@ import pytest
 
 from megatron.fill.chaos.meminfo import FreeMemory
 from megatron.fill.folders import output_file
-from megatron.fill.linux import tree
+from megatron.fill.linux.held import private_bytes
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
 from tests.e2e.training import WORKER, Running, processes, stepped, write_jobs
@@ -77,7 +77,7 @@ class Machine:
             self._grown = 0
 
     def _available(self) -> int:
-        held = sum(map(tree.private_bytes, processes(WORKER, str(self._folder))))
+        held = sum(map(private_bytes, processes(WORKER, str(self._folder))))
         return _MARGIN + _SPARE - held - self._grown
 
     def _show(self) -> None:

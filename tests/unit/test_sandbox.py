@@ -427,3 +427,59 @@ def test_without_the_log_the_count_is_evidence(tmp_path):
     counters.write_text("nr_free_pages 5\noom_kill 4\n")
     assert "most likely this worker" in watch.explain({42})
     watch.close()
+
+
+_UNCOUNTED = """
+import mmap
+libc = ctypes.CDLL(None, use_errno=True)
+def shared(*arguments):
+    mmap.mmap(*arguments).close()
+def device():
+    with open("/dev/zero", "rb") as file:
+        shared(file.fileno(), 1 << 20, mmap.MAP_SHARED, mmap.PROT_READ)
+read, write = os.pipe()
+one, other = socket.socketpair()
+size = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size // 4)
+import fcntl
+print(json.dumps({
+    "refused": {
+        "segment": raw(29, 0, 4096, 0o600), "semaphores": raw(64, 0, 1, 0o600), "messages": raw(68, 0, 0o600),
+        "memfd_create": raw(319, b"x", 0), "memfd_secret": raw(447, 0), "vmsplice": raw(278, write, None, 0, 0),
+        "io_setup": raw(206, 1, None), "inotify": raw(294, 0),
+        "anonymous": attempt(shared, -1, 4096), "pipe": attempt(fcntl.fcntl, write, 1031, 1 << 20),
+        "hidden": raw(157, 4, 0, 0, 0, 0), "half a core": raw(157, 62, 1, 0, 0, None),
+    },
+    "private": attempt(shared, -1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+    "buffer": one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == size,
+    "zeros": open("/dev/zero", "rb").read(5).hex(), "mapped": attempt(device), "device": os.stat("/dev/zero").st_rdev,
+    "tcp": open("/proc/sys/net/ipv4/tcp_rmem").read().split()[-1],
+}))"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of the system calls are x86-64's")
+def test_memory_that_nobody_can_count_is_refused(inside, walls):
+    needs(walls, "mount", "net")
+    found = inside.run(_UNCOUNTED)
+    assert set(found.pop("refused").values()) == {"ENOSYS", "EPERM", "PermissionError"}
+    assert found == {
+        "private": "done",
+        "buffer": True,
+        "zeros": 5 * "00",
+        "mapped": "done",
+        "device": 0,
+        "tcp": "212992",
+    }
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of the system calls are x86-64's")
+def test_with_that_wall_left_out_it_is_there(inside):
+    """The control."""
+    refused = inside.run(_UNCOUNTED, without=("uncounted memory",))["refused"]
+    through = ("segment", "semaphores", "messages", "memfd_create", "inotify", "anonymous", "pipe", "hidden")
+    assert {refused[name] for name in through} == {"done"}
+
+
+def test_a_job_on_a_gpu_keeps_the_memory_that_its_driver_shares(inside):
+    body = "import mmap\nprint(json.dumps([attempt(mmap.mmap, -1, 4096), attempt(os.memfd_create, 'x')]))"
+    assert inside.run(body, devices=("/dev/full",)) == ["done", "done"]

@@ -7,10 +7,12 @@ import logging
 from megatron.fill.device.port import Limits, mib
 from megatron.fill.linux import tree
 from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home
+from megatron.fill.linux.held import HeldMemory
 from megatron.fill.linux.host import FreeHostMemory
 from megatron.fill.linux.memorygroup import MemoryGroup, memory_groups
 from megatron.fill.linux.oom import OomLog
 from megatron.fill.linux.reap import end_all
+from megatron.fill.linux.standing import Standing
 
 logger = logging.getLogger("pipefill.device")
 
@@ -36,6 +38,8 @@ class HostLimiter:
         self._cgroup = self._new_cgroup(home)
         self.alive: list[tree.Process] = []  # as of the latest look
         self._tree: tree.WorkerTree | None = None
+        self._memory: HeldMemory | None = None
+        self._standing: Standing | None = None
         self._pids: set[int] = set()
         self._oom = OomLog()
         self._held_bytes = 0
@@ -44,6 +48,9 @@ class HostLimiter:
     def adopt(self, pid: int, holder: int | None = None) -> None:
         self._tree = tree.WorkerTree(pid, self._name, holder)
         self._pids.add(pid)
+        # An init has closed itself to whoever has no power over it; the job below it has not begun to.
+        self._memory = HeldMemory((tree.descendants(pid) or [pid])[0])
+        self._standing = Standing(pid)
         if self._cgroup is None:
             return
         if not self._cgroup.add(pid):
@@ -56,7 +63,8 @@ class HostLimiter:
 
     def look(self) -> str:
         self.alive = self.processes()
-        return self._check(self.alive)
+        standing = self._standing.look([process.pid for process in self.alive]) if self._standing is not None else ""
+        return standing or self._check(self.alive)
 
     def processes(self) -> list[tree.Process]:
         """The worker's living processes."""
@@ -102,6 +110,10 @@ class HostLimiter:
 
     def close(self) -> None:
         self._oom.close()
+        if self._standing is not None:
+            self._standing.restore_autogroup()  # it may have been the last thing that the worker did
+        if self._memory is not None:
+            self._memory.close()
         if self._tree is not None:
             self._tree.forget()
         if self._cgroup is not None:
@@ -132,24 +144,19 @@ class HostLimiter:
         if self._cgroup is not None and self._cgroup.binds_memory:
             self._note(self._cgroup.held_bytes())
             return self.explain() if self._cgroup.memory_kills() else ""
+        if self._memory is None:
+            return ""
         pids = [process.pid for process in processes]
-        unmapped = self._unmapped_bytes(pids)
-        held = sum(map(tree.private_bytes, pids)) + unmapped
-        if cap is not None and held > cap:  # worth the slow way
-            exact = [tree.proportional_bytes(pid) for pid in pids]
-            held = held if None in exact else sum(size or 0 for size in exact) + unmapped
+        found = self._memory.count(pids)
+        held = found.likely_bytes
+        if cap is not None and found.most_bytes > cap:  # worth the slow way
+            exact = self._memory.exact_bytes(pids, found)
+            held = found.most_bytes if exact is None else exact
         self._note(held)
         if cap is None or held <= cap:
             return ""
         count = f"{len(processes)} processes" if len(processes) > 1 else "1 process"
         return f"over its cap of {mib(cap)}: {mib(held)} held by {count}, with a peak of {mib(self._peak_bytes)}"
-
-    def _unmapped_bytes(self, pids: list[int]) -> int:
-        """What its files in memory take that no process has mapped: it is nobody's, and gone all the same."""
-        if self._tree is None:
-            return 0
-        files = tree.memory_file_bytes(self._tree.pid, pids)
-        return max(0, files - sum(map(tree.shared_bytes, pids)))
 
     def _note(self, held_bytes: int) -> None:
         self._held_bytes = held_bytes

@@ -6,16 +6,13 @@ agent.  So whatever double-forks or starts a session of its own stays a descenda
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 MARK = "PIPEFILL_WORKER"  # in the environment of all that a worker starts
 # The workers that this process started, and who holds them: none is an orphan, and each is waited for by its starter.
 OWN: set[int] = set()
 _READ_BYTES = 1 << 16
-_BLOCK_BYTES = 512  # of st_blocks, whatever the file system's are
 _PARENT, _GROUP, _THREADS, _STARTED = 3, 4, 19, 21  # as ``stat_fields`` counts
 _BUSY = slice(13, 17)  # its own time in user mode and in the kernel, and that of its children
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -46,7 +43,7 @@ class Process:
 def stat_fields(path: str) -> list[bytes]:
     """What such a file of /proc says of a process or a thread, counted from 0 as in proc_pid_stat(5), but for its
     number and its name; empty once it is gone."""
-    text = _read(path)
+    text = read(path)
     # The name, in parentheses, may hold anything, spaces and parentheses too.
     return [b"", b"", *text[text.rindex(b")") + 1 :].split()] if text else []
 
@@ -67,7 +64,7 @@ def children(pid: int, proc: str = "/proc") -> list[int]:
         threads = os.listdir(f"{proc}/{pid}/task")
     except OSError:
         return []
-    return [int(child) for thread in threads for child in _read(f"{proc}/{pid}/task/{thread}/children").split()]
+    return [int(child) for thread in threads for child in read(f"{proc}/{pid}/task/{thread}/children").split()]
 
 
 def descendants(pid: int, proc: str = "/proc") -> list[int]:
@@ -85,63 +82,10 @@ def descendants(pid: int, proc: str = "/proc") -> list[int]:
 
 def marked(pid: int, mark: str, proc: str = "/proc") -> bool:
     """Whether the process was started with this mark in its environment."""
-    return f"{MARK}={mark}".encode() in _read(f"{proc}/{pid}/environ").split(b"\0")
+    return f"{MARK}={mark}".encode() in read(f"{proc}/{pid}/environ").split(b"\0")
 
 
-def private_bytes(pid: int, proc: str = "/proc") -> int:
-    """What a process holds that is not a file's: anonymous and shared memory, resident or swapped out.
-
-    Pages that it shares with its parent since a fork are counted in both.
-    """
-    return _sum_kib(f"{proc}/{pid}/status", (b"RssAnon:", b"RssShmem:", b"VmSwap:"))
-
-
-def proportional_bytes(pid: int, proc: str = "/proc") -> int | None:
-    """The same with every shared page counted once over all who share it.  Slow: it walks the page tables.
-
-    None where the kernel does not say.
-    """
-    return _sum_kib(f"{proc}/{pid}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:", b"SwapPss:")) or None
-
-
-def shared_bytes(pid: int, proc: str = "/proc") -> int:
-    """What it has mapped of files in memory, of that."""
-    return _sum_kib(f"{proc}/{pid}/status", (b"RssShmem:",))
-
-
-def memory_file_bytes(init: int, pids: Iterable[int], proc: str = "/proc") -> int:
-    """What the files in memory of these processes take, mapped or not.
-
-    Args:
-        init: one of them, whose ``/tmp`` and ``/dev/shm`` are one file system in memory, if they have their own.
-    """
-    sizes: dict[int, int] = {}
-    for pid in pids:
-        for entry in _entries(f"{proc}/{pid}/fd"):
-            with contextlib.suppress(OSError):  # it was closed just now, or is not ours to see
-                if os.readlink(entry).startswith("/memfd:"):
-                    found = os.stat(entry)
-                    sizes[found.st_ino] = found.st_blocks * _BLOCK_BYTES
-    with contextlib.suppress(OSError):
-        place = f"{proc}/{init}/root/dev/shm"
-        if os.stat(place).st_dev != os.stat("/dev/shm").st_dev:
-            found_there = os.statvfs(place)
-            sizes[-1] = (found_there.f_blocks - found_there.f_bfree) * found_there.f_frsize
-    return sum(sizes.values())
-
-
-def _entries(folder: str) -> list[str]:
-    try:
-        return [f"{folder}/{name}" for name in os.listdir(folder)]
-    except OSError:
-        return []
-
-
-def _sum_kib(path: str, names: tuple[bytes, ...]) -> int:
-    return sum(int(line.split()[1]) for line in _read(path).splitlines() if line.startswith(names)) * 1024
-
-
-def _read(path: str) -> bytes:
+def read(path: str) -> bytes:
     """The whole file; nothing if the process is gone.  A few times quicker than ``Path.read_bytes``."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.device.meter import resident_bytes
-from megatron.fill.linux.tree import private_bytes
+from megatron.fill.linux.held import private_bytes
 
 # A piece of a pass is to take a few milliseconds: products of a weight and a token.
 _PIECE = {"cpu": 20e6, "cuda": 200e9}

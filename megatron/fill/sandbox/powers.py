@@ -16,7 +16,9 @@ _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_
 _CLEAR_ALL = 4
 _CAP_SYS_NICE = 1 << 23
 _FIRST_TO_DIE = 1000  # the highest oom_score_adj
-_LOCKED_BYTES = 64 << 20  # what the kernel allows by default these days
+_LOCKED_BYTES = 64 << 20
+_LOCKED_COUNTED_BYTES = 64 << 10  # a file's pages are nobody's until they are locked
+_SIGNALS = 4096  # that wait, and timers
 
 
 def limit_resources(memory_bytes: int | None, tasks: int, files: int) -> None:
@@ -32,7 +34,9 @@ def limit_resources(memory_bytes: int | None, tasks: int, files: int) -> None:
     _lower(resource.RLIMIT_NOFILE, files)
     _lower(resource.RLIMIT_RTPRIO, 0)  # no scheduling class above the idle one
     _lower(resource.RLIMIT_NICE, 0)
-    _lower(resource.RLIMIT_MEMLOCK, _LOCKED_BYTES)
+    _lower(resource.RLIMIT_MEMLOCK, _LOCKED_BYTES if memory_bytes is None else _LOCKED_COUNTED_BYTES)
+    _lower(resource.RLIMIT_MSGQUEUE, 0)
+    _lower(resource.RLIMIT_SIGPENDING, _SIGNALS)
     _lower(resource.RLIMIT_NPROC, tasks)
 
 

@@ -56,6 +56,8 @@ _SYSTEM_V = (
 _MEMFD_SECRET = 447  # on every architecture
 # Pages held by a pipe alone; requests, of which the whole machine has so many; watched files.
 _UNCOUNTED = (_MEMFD_SECRET, "vmsplice", "io_setup", "inotify_init", "inotify_init1")
+_SET_PIPE_SIZE, _OF_SOCKET, _SET_DUMPABLE = 1031, 1, 4
+_BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF and SO_RCVBUF, as anyone and as root
 _MAP_HUGE, _MAP_KIND, _MAP_SHARED_ANONYMOUS = 0x40000, 0x2F, 0x21  # the kind: shared or private, and of no file
 _OPENING = {b"open": 0, b"openat": 1}  # the flags come after the path
 _SCHED_CORE = 62
@@ -166,6 +168,10 @@ def _add_uncounted(library: Any, context: int, shared: bool) -> None:
     for call in (*_SYSTEM_V, *_UNCOUNTED, *(("memfd_create",) if shared else ())):
         refuse(call, code=errno.ENOSYS)  # so that libraries do without
     refuse("mmap", (3, _MASKED_EQUAL, _MAP_HUGE, _MAP_HUGE), code=errno.ENOMEM)  # as where none are set aside
+    refuse("fcntl", (1, _EQUAL, _SET_PIPE_SIZE, 0))
+    for option in _BUFFER_SIZES:  # 0 is no error: the kernel, too, gives less than asked for without a word
+        refuse("setsockopt", (1, _EQUAL, _OF_SOCKET, 0), (2, _EQUAL, option, 0), code=0)
+    refuse("prctl", (0, _EQUAL, _SET_DUMPABLE, 0), (1, _EQUAL, 0, 0))  # what it has open is counted
     if shared:
         refuse("mmap", (3, _MASKED_EQUAL, _MAP_KIND, _MAP_SHARED_ANONYMOUS))
 

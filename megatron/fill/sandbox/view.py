@@ -18,6 +18,7 @@ from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sandbox.calls import mount
 
 _NODES = ("null", "zero", "full", "random", "urandom")
+_ZERO, _ENDLESS_BYTES = "/dev/zero", 1 << 62
 # Whoever can name a socket can talk to who listens there, read-only or not.
 _HIDDEN = ("/dev", "/run", "/tmp", "/sys/fs/cgroup")
 _SEEN_ALL_THE_SAME = ("/run/systemd/resolve", "/run/current-system", "/run/opengl-driver", "/run/nvidia-persistenced")
@@ -45,13 +46,17 @@ def build(cage: Cage) -> None:
     mounts.make_private()
     hidden = _hidden(cage)
     places = [_take(path, writable) for path, writable in _wanted(cage, hidden).items()]
-    devices = [_Place(path, mounts.take(path), True) for path in nodes(cage)]
+    zeros = not cage.devices and "uncounted memory" not in cage.without
+    seen = [path for path in nodes(cage) if path != _ZERO or not zeros]
+    devices = [_Place(path, mounts.take(path), True) for path in seen]
     shared = mounts.take("/dev/shm") if cage.host_memory_files else None
     mounts.restrict("/", mounts.READ_ONLY | _LIMITED)
     temporary, shared = _memory_files(cage, shared)
     covered = _lay_out(hidden, places, temporary)
     for place in devices:
         mounts.put(place.fd, place.path)
+    if zeros:
+        _put_zeros()
     mounts.put(shared, "/dev/shm")
     for name, target in _LINKS.items():
         os.symlink(target, f"/dev/{name}")
@@ -97,6 +102,13 @@ def see_own_processes() -> int:
     writable = mounts.take("/proc")
     mounts.restrict("/proc", mounts.READ_ONLY)
     return writable
+
+
+def _put_zeros() -> None:
+    """A file with a hole in the place of a device: pages of the device that a job maps shared are in nobody's count."""
+    fd = os.open(_ZERO, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    os.ftruncate(fd, _ENDLESS_BYTES)
+    os.close(fd)
 
 
 def _mask(files: tuple[str, ...]) -> None:

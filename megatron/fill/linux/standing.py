@@ -1,0 +1,60 @@
+"""What a worker can change of its standing with the kernel where no wall closes ``/proc`` to it: seen, and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron.fill.linux.tree import read
+
+_TRIES, _PAUSE_S = 5, 0.06  # the kernel changes an autogroup ten times a second at most
+_BROKEN = "it changed its own standing"
+
+
+class Standing:
+    """How soon the kernel ends a worker, and the weight of the session that it shares with its rank and its agent.
+
+    Args:
+        pid: its first process, which is as all that it starts should be.
+        proc: for tests.
+    """
+
+    def __init__(self, pid: int, proc: str = "/proc") -> None:
+        self._proc = proc
+        self._adjustment = self._read_adjustment(pid)
+        self._nice = self._read_nice()
+
+    def look(self, pids: Iterable[int]) -> str:
+        """Why the worker must end; empty while it has changed nothing.  What it has changed is put back."""
+        found = ""
+        for pid in pids:
+            now = self._read_adjustment(pid)
+            if now is not None and self._adjustment is not None and now < self._adjustment:
+                found = f"{_BROKEN}: oom_score_adj of process {pid} was {now}, expected {self._adjustment}"
+                with contextlib.suppress(OSError):  # it has ended
+                    Path(f"{self._proc}/{pid}/oom_score_adj").write_text(str(self._adjustment), encoding="ascii")
+        return found or self.restore_autogroup()
+
+    def restore_autogroup(self) -> str:
+        """Give the session its weight back; what was changed, empty for nothing."""
+        now = self._read_nice()
+        if now is None or self._nice is None or now == self._nice:
+            return ""
+        for _ in range(_TRIES):
+            with contextlib.suppress(OSError):
+                Path(f"{self._proc}/self/autogroup").write_text(str(self._nice), encoding="ascii")
+            if self._read_nice() == self._nice:
+                break
+            time.sleep(_PAUSE_S)
+        return f"{_BROKEN}: the nice value of its session was {now}, expected {self._nice}"
+
+    def _read_adjustment(self, pid: int) -> int | None:
+        text = read(f"{self._proc}/{pid}/oom_score_adj")
+        return int(text) if text.strip() else None
+
+    def _read_nice(self) -> int | None:
+        """Of this process's autogroup: ``/autogroup-12 nice 0``; None where there are none."""
+        fields = read(f"{self._proc}/self/autogroup").split()
+        return int(fields[-1]) if fields else None
