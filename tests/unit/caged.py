@@ -37,6 +37,7 @@ def raw(number, *arguments):
 def body():
     {body}
 
+{become}
 host.adopt_orphans()
 held = Jail({cage!r}, lambda: {prepare}, body)
 held.let_go()
@@ -51,13 +52,15 @@ class Inside:
     def __init__(self, folder: Path, walls: Walls) -> None:
         self.folder, self.namespaces, self.code = folder, walls.namespaces, 0
 
-    def run(self, body: str, prepare: str = "[]", binds: tuple[Bind, ...] = (), **changes: Any) -> Any:
+    def run(
+        self, body: str, prepare: str = "[]", binds: tuple[Bind, ...] = (), become: str = "", **changes: Any
+    ) -> Any:
         user = GUEST.uid if GUEST else None
         group = GUEST.gid if GUEST else None
         options = {"namespaces": self.namespaces, "user": user, "group": group} | changes
         cage = Cage(directory=str(self.folder), binds=binds, **options)
         lines = "\n    ".join(body.strip().splitlines())
-        program = PROGRAM.format(body=lines, cage=cage, prepare=prepare)
+        program = PROGRAM.format(body=lines, cage=cage, prepare=prepare, become=become)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
         self.code = done.returncode
         assert done.stdout, done.stderr

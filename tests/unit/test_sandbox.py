@@ -326,7 +326,7 @@ def test_nothing_inside_outlives_its_holder(folder, walls):
     needs(walls, "pid")
     cage = Cage(walls.namespaces, str(folder))
     body = "subprocess.Popen(['sleep', '87654']); print(held_by, flush=True); signal.pause()"
-    program = PROGRAM.format(body=body, cage=cage, prepare="[]").replace("held_by", "os.getpid()")
+    program = PROGRAM.format(body=body, cage=cage, prepare="[]", become="").replace("held_by", "os.getpid()")
     holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "2\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -68,17 +69,20 @@ print(json.dumps([attempt(stay), int(open("/proc/self/oom_score_adj").read())]))
     assert found == ["OSError" if "mount" in walls.namespaces else "PermissionError", 1000]
 
 
-@pytest.mark.parametrize("kind", ["all", "no pid", "none"])
-def test_the_peak_of_a_step_is_measured_all_the_same(inside, walls, kind):
-    found = inside.run(
-        """
+_MEASURE = """
 meter = sys.modules["megatron.fill.device.meter"].HostMeter()
 meter.start()
 block = b"x" * (64 << 20)
 first = meter.stop()[1]
 del block
 meter.start()
-print(json.dumps([first, meter.stop()[1]]))""",
+print(json.dumps([first, meter.stop()[1]]))"""
+
+
+@pytest.mark.parametrize("kind", ["all", "no pid", "none"])
+def test_the_peak_of_a_step_is_measured_all_the_same(inside, walls, kind):
+    found = inside.run(
+        _MEASURE,
         prepare="__import__('megatron.fill.device.meter')",  # its user may not be able to read the files of it
         namespaces=_namespaces(walls, kind),
     )
@@ -134,6 +138,36 @@ def test_a_job_on_a_gpu_names_its_own_threads_and_writes_nothing_else_in_proc(in
     assert {found.pop(name) for name in _MAY} <= {"done", 0}
     assert "done" not in found.values(), found
     assert inside.run(_OPEN_ALL, **options)["opened"] == ["comm"]
+
+
+_A_USER = 12345
+# Its interpreter may lie where this user cannot read: what the body needs is imported before.
+_BECOME = f"""
+import encodings.ascii, encodings.idna, threading, megatron.fill.device.meter
+os.setgroups([])
+os.setresgid({_A_USER}, {_A_USER}, {_A_USER})
+os.setresuid({_A_USER}, {_A_USER}, {_A_USER})
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user")
+@pytest.mark.parametrize("devices", [(), ("/dev/full",)])
+@pytest.mark.parametrize("kind", ["all", "none"])
+def test_the_training_of_a_user_without_rights_keeps_its_jobs_in_as_well(inside, walls, kind, devices):
+    if kind == "all" and Path("/proc/sys/user/max_user_namespaces").read_text().strip() == "0":
+        pytest.skip("this machine gives users no namespaces")
+    names = _namespaces(walls, kind)
+    os.chown(inside.folder, _A_USER, _A_USER)
+    for closed in inside.folder.parents[1:4]:
+        closed.chmod(0o755)
+    options = {"namespaces": ("user", *names) if names else (), "user": None, "group": None, "devices": devices}
+    prepare = f"os.chdir({str(inside.folder)!r})"
+    said = inside.run(_NAME_THREADS, prepare=prepare, become=_BECOME, **options)
+    assert said["own folder"] == said["tmp"] == "done"
+    assert (said["own"] == "done") is bool(devices)
+    assert inside.run(_OPEN_ALL, become=_BECOME, **options)["opened"] == (["comm"] if devices else [])
+    assert inside.run(_MEASURE, become=_BECOME, **options)[0] > 60 << 20
 
 
 def test_without_a_gpu_it_does_not(inside):

@@ -197,6 +197,7 @@ class Jail:
         try:
             os.setpgid(0, 0)
             self._prepare()
+            hide_memory(False)  # the init's is hidden, and with it the files of /proc from a user who is not root
             peak.keep(proc)
             os.close(proc)
             with names:
