@@ -15,6 +15,14 @@ LINES = [
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}},
     {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "n": 0}},
 ]
+USAGE = {"prompt_tokens": 5, "completion_tokens": 30}
+ANSWERS = (
+    "".join(
+        json.dumps({"response": {"status_code": code, "body": body}}) + "\n"
+        for code, body in ((200, {"usage": USAGE}), (400, {"error": {}}))
+    )
+    + "what is no answer\n[1]\n"
+)
 
 
 @pytest.fixture
@@ -45,9 +53,9 @@ def finish(folder, state=JobState.SUCCEEDED, reason=""):
         assert claim is not None
         directory = folder / "run" / "jobs" / job.name
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "answers.jsonl").write_text("the answers\n")
+        (directory / "answers.jsonl").write_text(ANSWERS)
         store.place(claim, str(directory))
-        store.finish(claim, state, reason, Progress(2.0, 2.0), {})
+        store.finish(claim, state, reason, Progress(2.0, 2.0, harvested_s=2.0), {})
 
 
 def test_it_submits_a_job_and_writes_the_output_once_it_is_there(pipefill, tmp_path):
@@ -68,8 +76,9 @@ def test_it_submits_a_job_and_writes_the_output_once_it_is_there(pipefill, tmp_p
     finish(tmp_path)
     status, out, _ = pipefill("--draft", "small", "--tree", "1,2", "--memory", "1GiB", "--watch")
     assert status == 0
-    assert "The answers are in in.answers.jsonl." in out
-    assert (tmp_path / "in.answers.jsonl").read_text() == "the answers\n"
+    assert (tmp_path / "in.answers.jsonl").read_text() == ANSWERS
+    assert "The answers are in in.answers.jsonl: 2, 1 of them errors." in " ".join(out.split())
+    assert "5 tokens of prompts, 30 of answers: 15.0 a second of bubble time." in " ".join(out.split())
     with closing(open_store("run")) as store:
         assert len(store.list()) == 1
 

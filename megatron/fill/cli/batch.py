@@ -20,6 +20,8 @@ from megatron.fill.store import Job, JobStore
 from megatron.fill.types import JobState
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from megatron.fill.llm.requests import Refused
 
 _TASK, _ANSWERS = "megatron.fill.llm:BatchJob", "answers.jsonl"
@@ -47,6 +49,15 @@ def batch(
         str | None, typer.Option(metavar="JOB", help="The job's.  [default: made of the file and what is in it]")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show its progress, and end when it has ended.")] = False,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Answer it here and now, at full speed, without a training and a store.")
+    ] = False,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Sequences at a time; with --alone only.  [default: 8]")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="cpu or cuda:0; with --alone only.  [default: the GPU if any]")
+    ] = None,
     store: Store = None,
     as_json: Json = False,
 ) -> None:
@@ -56,10 +67,14 @@ def batch(
     the job that is there, and writes the output once it has succeeded; a job that has failed is queued again.
     Interrupted, --watch leaves the job as it is.
 
+    --alone answers on this machine's device instead. Answers are in OUTPUT.*.partial until all are there; killed or
+    interrupted, the same command goes on with the requests that are not answered yet.
+
     Exits with 0 if the output is there or the job still waits or runs, 1 if the job failed or was cancelled, 2 if
     something makes no sense.
 
-    --json prints the job as "show" does, with output (null until it is there), requests and refused.
+    --json prints the job as "show" does, with output (null until it is there), requests and refused; once the output is
+    there, answered, failed, prompt_tokens, completion_tokens and tokens_per_s too. With --alone it prints these only.
     """
     from megatron.fill.llm.requests import Refused, read_requests
 
@@ -72,6 +87,19 @@ def batch(
     if draft:
         args["draft"] = [str(folder.resolve()) for folder in draft]
     written = output or requests.with_name(f"{requests.stem}.{_ANSWERS}")
+    if alone:
+        _check_alone({"--watch": watch, "--name": name is not None})
+        if not as_json:
+            _introduce(requests, len(lines), refused)
+        if batch_size is not None:
+            args["batch_sizes"] = [batch_size]
+        from megatron.fill.cli.options import checked_device
+
+        _answer_alone(args, written, checked_device(device), memory, len(lines), len(refused), as_json)
+        return
+    for option, given in (("--batch-size", batch_size), ("--device", device)):
+        if given is not None:
+            raise ConfigError(f"{option} is {given}: expected --alone with it")
     called = name or f"{requests.stem}-{sha256(requests.read_bytes() + repr(args).encode()).hexdigest()[:8]}"
     if not as_json:
         _introduce(requests, len(lines), refused)
@@ -81,18 +109,93 @@ def batch(
             job = _watched(jobs, job, quiet=as_json)
         now_s = jobs.now_s()
     there = job.state is JobState.SUCCEEDED
+    figures: dict[str, Any] = {}
     if there:
         _copy(job, written)
+        figures = _figures(written, None, job.progress.harvested_s)
     if as_json:
         counts = {"requests": len(lines), "refused": len(refused), "output": str(written) if there else None}
-        views.print_json(views.as_dict(job, now_s) | counts)
+        views.print_json(views.as_dict(job, now_s) | counts | figures)
     elif there:
-        print(f"The answers are in {written}.")
+        _conclude(written, figures, "of bubble time")
     elif not job.state.finished:
         print(f"{job.name} is {job.state}. The same command with --watch waits for it, and writes {written}.")
     if job.state in (JobState.FAILED, JobState.CANCELLED):
         print(f"pipefill: {job.name} is {job.state}: {job.reason}", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _check_alone(options: dict[str, bool]) -> None:
+    for option, given in options.items():
+        if given:
+            raise ConfigError(f"{option} makes no sense with --alone, which has no job; expected one of the two")
+
+
+def _answer_alone(
+    args: dict[str, Any], output: Path, device: str, memory: str | None, count: int, refused: int, quiet: bool
+) -> None:
+    """Answer the file in this process, with progress unless it is to be quiet."""
+    from megatron.fill.given.quantities import parse_bytes
+    from megatron.fill.llm.alone import answer_alone, partial_path
+
+    try:
+        memory_bytes = None if memory is None else parse_bytes(memory)
+    except ValueError as error:
+        raise ConfigError(f"--memory is {memory!r}: {error}") from None
+    partial = partial_path(output, args, Path(args["requests"]).read_bytes())
+    try:
+        with _progress(quiet) as shown:
+            line = shown.add_task(f"loading {Path(args['model']).name}", total=count)
+
+            def told(answered: int, tokens: int, seconds: float) -> None:
+                speed = tokens / seconds if seconds else 0.0
+                shown.update(line, description=f"{tokens:,} tokens, {speed:,.0f} a second", completed=answered)
+
+            run = answer_alone(args, output, partial, device, memory_bytes, told)
+    except KeyboardInterrupt:
+        print(f"What is answered is in {partial}; the same command goes on there.", file=sys.stderr)
+        raise typer.Exit(130) from None
+    figures = _figures(output, run.tokens, run.seconds)
+    if quiet:
+        counts = {"requests": count, "refused": refused, "output": str(output), "seconds": round(run.seconds, 3)}
+        views.print_json(counts | figures)
+        return
+    if run.before:
+        print(f"{run.before} of them were answered before.")
+    _conclude(output, figures, f"in {run.seconds:.1f} s on {device}")
+
+
+def _figures(output: Path, tokens: int | None, seconds: float) -> dict[str, Any]:
+    """What --json says of the answers.
+
+    Args:
+        tokens: that were generated in so many seconds; None for all of the answers.
+    """
+    from megatron.fill.llm.summary import count_answers
+
+    with output.open("rb") as file:
+        counts = count_answers(file)
+    made = counts.completion_tokens if tokens is None else tokens
+    return counts.as_dict() | {"tokens_per_s": round(made / seconds, 3) if seconds > 0 else None}
+
+
+def _conclude(output: Path, figures: dict[str, Any], where: str) -> None:
+    """The summary, for a reader."""
+    errors = f", {figures['failed']} of them errors" if figures["failed"] else ""
+    print(f"The answers are in {output}: {figures['answered'] + figures['failed']}{errors}.")
+    speed = figures["tokens_per_s"]
+    print(
+        f"{figures['prompt_tokens']:,} tokens of prompts, {figures['completion_tokens']:,} of answers"
+        + ("." if speed is None else f": {speed:,.1f} a second {where}.")
+    )
+
+
+def _progress(quiet: bool) -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(file=sys.stderr), disable=quiet)
 
 
 def _shape(tree: str) -> list[int] | str:
@@ -150,12 +253,8 @@ def _found_or_new(jobs: JobStore, name: str, args: dict[str, Any], memory: str |
 
 def _watched(jobs: JobStore, job: Job, quiet: bool) -> Job:
     """Wait until the job has ended, and show its progress unless it is to be quiet."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(*columns, console=Console(file=sys.stderr), disable=quiet) as shown:
+        with _progress(quiet) as shown:
             line = shown.add_task(job.name, total=None)
             while True:
                 job = jobs.get(job.id)

@@ -245,6 +245,16 @@ class BatchJob(NodeTask):
         self._state = state
 
     @property
+    def answered(self) -> int:
+        """Requests whose answers are in the file."""
+        return self._answering.answered
+
+    @property
+    def generated(self) -> int:
+        """Tokens that this process has generated."""
+        return self._running.counts.tokens
+
+    @property
     def _running(self) -> Engine:
         assert self._engine is not None
         return self._engine
