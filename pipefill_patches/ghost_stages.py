@@ -94,7 +94,7 @@ class _Ghosts:
             self._drain_ns = waits.drain_ns
 
     def _begin_waiting(self) -> None:
-        self._waiter.calibrate()  # which waits for the device
+        self._waiter.prepare()  # which waits for the device
         if not self._forward_ns:
             self._forward_ns, self._backward_ns = (
                 (round(median(start.elapsed_time(end) for start, end in pairs) * 1e6),)

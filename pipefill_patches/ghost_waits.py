@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 _STREAMS = 8  # more than transfers are pending at a time, of which each has its own stream
-_CALIBRATION_CYCLES = 50_000_000
+# By the global timer, which runs at one rate: the clock of the multiprocessors falls when jobs have the GPU draw power,
+# and what counts its cycles would wait longer in just those iterations.
+KERNEL = """
+extern "C" __global__ void wait_for(double duration_ns) {
+    unsigned long long begun, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begun));
+    do {
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (now - begun < (unsigned long long)duration_ns);
+}
+"""
+KERNEL_NAME = "wait_for"
 
 
 class GhostRequest(Protocol):
@@ -21,8 +32,8 @@ class GhostRequest(Protocol):
 class Waits(Protocol):
     """One way to wait."""
 
-    def calibrate(self) -> None:
-        """Called before the first wait, with the device as busy as it will be; all its work so far is done then."""
+    def prepare(self) -> None:
+        """Called before the first wait; all that the device was given so far is done then."""
 
     def start(self, duration_ns: int, arrive: Callable[[], None]) -> GhostRequest:
         """Begin a transfer that is over in so long, when ``arrive`` writes what was received."""
@@ -31,7 +42,7 @@ class Waits(Protocol):
 class HostWaits:
     """As gloo over host memory: the device has nothing to do, and the host sleeps."""
 
-    def calibrate(self) -> None:
+    def prepare(self) -> None:
         import torch
 
         torch.cuda.synchronize()
@@ -62,35 +73,30 @@ class _HostRequest:
 
 
 class StreamWaits:
-    """As NCCL: a kernel of one block spins on a stream of its own, and the compute waits for it in stream order.
-
-    The kernel counts cycles of the multiprocessors' clock, whose rate is measured once.
-    """
+    """As NCCL: a kernel of one block spins on a stream of its own, and the compute waits for it in stream order."""
 
     def __init__(self) -> None:
         self._streams: Iterator[Any] | None = None  # they take a context, for which Megatron has to choose the device
-        self._cycles_per_ns = 1.0
+        self._kernel: Callable[..., None] | None = None
 
-    def calibrate(self) -> None:
+    def prepare(self) -> None:
         import torch
 
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        torch.cuda._sleep(_CALIBRATION_CYCLES)
-        end.record()
-        end.synchronize()
-        self._cycles_per_ns = _CALIBRATION_CYCLES / (start.elapsed_time(end) * 1e6)
+        self._kernel = torch.cuda._compile_kernel(KERNEL, KERNEL_NAME)
+        self._kernel(args=[0.0])  # loaded now, and not within an iteration
+        torch.cuda.synchronize()
 
     def start(self, duration_ns: int, arrive: Callable[[], None]) -> GhostRequest:
         import torch
 
+        assert self._kernel is not None
         if self._streams is None:
             self._streams = itertools.cycle([torch.cuda.Stream() for _ in range(_STREAMS)])
         stream = next(self._streams)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             if duration_ns:
-                torch.cuda._sleep(int(duration_ns * self._cycles_per_ns))
+                self._kernel(args=[float(duration_ns)])
             arrive()
         return _StreamRequest(stream.record_event())
 

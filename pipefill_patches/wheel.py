@@ -52,7 +52,7 @@ def set_defaults(parser: argparse.ArgumentParser, defaults: dict[str, Any], patc
 def _can_import(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except ImportError:
+    except Exception:  # a library that is broken is as good as none
         return False
     return True
 

@@ -26,7 +26,7 @@ from megatron.fill.linux.ports import free_port
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, "-u", "pretrain_gpt.py"]
 # Compiling Megatron's few small functions takes longer than they do in a short training, and a C++ compiler.
-_COMMON = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+_COMMON = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
