@@ -76,12 +76,14 @@ class Mps:
 
     def __init__(self) -> None:
         self.terminated: list[int] = []
+        self.hangs = False
 
     def environment(self, limits: Limits, uuid: str, overhead_bytes: int) -> dict[str, str]:
         return {"CUDA_MPS_PIPE_DIRECTORY": "/pipe", "CUDA_VISIBLE_DEVICES": uuid}
 
-    def terminate(self, pids: list[int], timeout_s: float) -> None:
+    def terminate(self, pids: list[int], timeout_s: float) -> list[int]:
         self.terminated += pids
+        return pids if self.hangs else []
 
 
 @pytest.fixture
@@ -121,6 +123,7 @@ def test_a_worker_sees_its_gpu_only(library):
     limiter = gpu.limiter(Limits(), "job-1")
     # Nor is it a client of a daemon that happens to run on this machine.
     own = {"CUDA_VISIBLE_DEVICES": "GPU-bbbb-2", "CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
+    own["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a task whose modules ask for CUDA can still fork
     assert limiter.environment == {MARK: "job-1"} | own
     limiter.close()
 
@@ -202,6 +205,24 @@ def test_clients_of_mps_are_seen_and_taken_off_the_gpu_first(library, worker):
     assert mps.terminated == [worker.pid]
     assert worker.wait(1) < 0
     limiter.close()
+
+
+def test_a_client_that_the_daemon_does_not_take_off_the_gpu_is_said_and_killed(library, worker, caplog):
+    mps = Mps()
+    mps.hangs = True
+    limiter = device(library, mps).limiter(Limits(memory_bytes=GIB), "job-1")
+    limiter.adopt(worker.pid)
+    limiter.kill()
+    assert worker.wait(1) < 0
+    assert f"processes [{worker.pid}] are killed though the MPS server has not said" in caplog.text
+    limiter.close()
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(0, "all"), (1, "one"), (2, "nobody"), (3, "one"), (None, "all")])
+def test_who_may_use_a_gpu_follows_from_its_compute_mode(library, mode, expected):
+    if mode is not None:
+        library.nvmlDeviceGetComputeMode = lambda handle: mode  # type: ignore[attr-defined]
+    assert Nvml(library).shared_by("GPU-bbbb-2") == expected
 
 
 def test_memory_that_the_driver_does_not_tell_counts_as_none(library):

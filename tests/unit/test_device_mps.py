@@ -161,14 +161,16 @@ def test_the_main_job_has_all_of_its_devices(daemon):
 def test_only_clients_are_terminated(daemon):
     (daemon.pipe / "clients").write_text("11\n22\n33\n")
     assert daemon.clients() == {11: SERVER, 22: SERVER, 33: SERVER}
-    daemon.terminate([22, 44])
+    assert daemon.terminate([22, 44]) == []
     assert daemon.clients() == {11: SERVER, 33: SERVER}
     assert [line for line in commands(daemon) if line.startswith("terminate")] == [f"terminate_client {SERVER} 22"]
 
 
 def test_a_daemon_that_hangs_costs_no_more_than_the_time_given(daemon, tmp_path):
     Path(daemon._program).write_text("#!/bin/sh\nexec sleep 5\n")
-    daemon.terminate([11], timeout_s=0.1)
+    assert daemon.terminate([11], timeout_s=0.1) == [11]
+    with pytest.raises(DeviceError, match=r"did not answer get_server_list within 0\.1 s"):
+        daemon.clients(0.1)
     install(tmp_path)
 
 
@@ -225,6 +227,14 @@ def test_mps_is_used_only_where_it_was_asked_for(setting, facts, mode, why):
 def test_mps_that_cannot_be_had_is_refused(facts, why):
     with pytest.raises(DeviceError, match=why):
         choose_sharing("mps", facts)
+
+
+@pytest.mark.parametrize("setting", ["auto", "timeslice"])
+def test_no_job_could_use_a_gpu_in_an_exclusive_mode_but_by_mps(setting):
+    facts = SharingFacts(1, mps_program=True, exclusive=True)
+    with pytest.raises(DeviceError, match=r"exclusive compute mode.*expected the mode Default"):
+        choose_sharing(setting, facts)
+    assert choose_sharing("mps", facts)[0] is Sharing.MPS
 
 
 def test_an_unknown_setting_is_refused():

@@ -29,11 +29,13 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
     if settings.mps_pipe is not None and settings.sharing != Sharing.MPS:
         raise ConfigError("--fill-mps-pipe names an MPS daemon; expected --fill-sharing mps with it")
     try:
-        gpus = [] if on_cpu else Nvml().gpus()
+        nvml = None if on_cpu else Nvml()
+        gpus = [] if nvml is None else nvml.gpus()
         facts = SharingFacts(
             gpus=len(gpus),
             mps_program=shutil.which(PROGRAM) is not None,
             same_user=settings.user is None,
+            exclusive=settings.serves and nvml is not None and any(nvml.shared_by(gpu.uuid) != "all" for gpu in gpus),
         )
         sharing, why = choose_sharing(settings.sharing, facts)
         if gpus and os.environ.get("RANK", "0") == "0":
@@ -70,8 +72,11 @@ def why_no_client(daemon: MpsDaemon, theirs: bool) -> str:
     import torch
 
     torch.cuda.synchronize()  # there is a context now, if there was none
-    if os.getpid() in daemon.clients() or (theirs and not has_host_pids()):
-        return ""
+    try:
+        if os.getpid() in daemon.clients() or (theirs and not has_host_pids()):
+            return ""
+    except DeviceError as error:
+        return str(error)
     return (
         f"it is not a client of the MPS daemon in {daemon.pipe}, perhaps because something used CUDA before Megatron's "
         f"command line was parsed; {ASK_NVML}=1 in the environment keeps PyTorch from it"

@@ -7,6 +7,7 @@ worker if it got around both.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -22,9 +23,11 @@ from megatron.fill.device.port import MIB, Limits, Sharing, mib
 from megatron.fill.device.probes import has_host_pids
 from megatron.fill.linux.cgroup import CgroupHome, find_home
 
+logger = logging.getLogger("pipefill.agent")
+
 # A context, its modules and cuBLAS workspaces: what a process takes before, and beyond, its first allocation.
 OVERHEAD_BYTES = 1024 * MIB
-_TERMINATE_S = 0.3  # of the second that ``kill`` may take
+_TERMINATE_S = 0.8  # of the second that ``kill`` may take; three processes have to start and answer meanwhile
 _FRACTION_SINCE = (2, 15)  # PyTorch's allocator knows per_process_memory_fraction in its configuration
 _SM_GRAIN = 8  # green contexts come in these, on compute capability 9 and later
 _NO_DAEMON = "/nonexistent"  # a folder of pipes where no daemon answers
@@ -165,7 +168,8 @@ class CudaLimiter:
         self._witness = witness
         self._held_bytes = 0
         self._peak_bytes = 0
-        environment = {"CUDA_VISIBLE_DEVICES": uuid}
+        # A task of which a module asks PyTorch for CUDA while it is imported can still fork afterwards.
+        environment = {"CUDA_VISIBLE_DEVICES": uuid, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         # Without MPS, a daemon that happens to run on this machine must not make the worker its client: it would share
         # its faults with all others of that daemon, and be under none of its limits.
         environment |= (
@@ -213,7 +217,13 @@ class CudaLimiter:
 
     def kill(self) -> None:
         if self._mps is not None:
-            self._mps.terminate([process.pid for process in self._host.processes()], _TERMINATE_S)
+            left = self._mps.terminate([process.pid for process in self._host.processes()], _TERMINATE_S)
+            if left:
+                logger.warning(
+                    "processes %s are killed though the MPS server has not said that they are off the GPU: work of "
+                    "theirs that goes on there can end other clients",
+                    left,
+                )
         self._host.kill()
         self._held_bytes = 0
 

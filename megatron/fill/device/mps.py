@@ -129,28 +129,41 @@ class MpsDaemon:
         return environment
 
     def clients(self, timeout_s: float = _COMMAND_S) -> dict[int, int]:
-        """The processes that use the daemon, each with its server's pid."""
-        end_s = time.monotonic() + timeout_s
-        servers = _numbers(self._ask("get_server_list", timeout_s))
-        found: dict[int, int] = {}
-        for server in servers:
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                break
-            found |= dict.fromkeys(_numbers(self._ask(f"get_client_list {server}", left_s)), server)
-        return found
+        """The processes that use the daemon, each with its server's pid.
 
-    def terminate(self, pids: Sequence[int], timeout_s: float = _COMMAND_S) -> None:
+        Raises:
+            DeviceError: it did not answer in time.
+        """
+        end_s = time.monotonic() + timeout_s
+
+        def asked(command: str) -> list[int]:
+            answer = self._ask(command, max(0.0, end_s - time.monotonic()))
+            if answer is None:
+                raise DeviceError(f"the MPS daemon of {self.pipe} did not answer {command} within {timeout_s:g} s")
+            return _numbers(answer)
+
+        servers = asked("get_server_list")
+        return {client: server for server in servers for client in asked(f"get_client_list {server}")}
+
+    def terminate(self, pids: Sequence[int], timeout_s: float = _COMMAND_S) -> list[int]:
         """Take these processes off the GPU, where they are clients, before they are killed.
 
         A client that dies with work outstanding can take the others of its GPU with it.
+
+        Returns:
+            Those of which the daemon did not say in time that it was done, or that they are no clients.
         """
         end_s = time.monotonic() + timeout_s
-        clients = self.clients(timeout_s)
+        try:
+            clients = self.clients(timeout_s)
+        except DeviceError:
+            return list(pids)
+        left = []
         for pid in pids:
             left_s = end_s - time.monotonic()
-            if pid in clients and left_s > 0:
-                self._ask(f"terminate_client {clients[pid]} {pid}", left_s)
+            if pid in clients and (left_s <= 0 or self._ask(f"terminate_client {clients[pid]} {pid}", left_s) is None):
+                left.append(pid)
+        return left
 
     def stop(self) -> None:
         """End it and remove its pipes, if we started it.  All clients must have ended, the main job's ranks too."""
@@ -280,5 +293,5 @@ def _is_daemon(pid: int) -> bool:
         return False
 
 
-def _numbers(text: str | None) -> list[int]:
-    return [int(line) for line in (text or "").split() if line.isdigit()]
+def _numbers(text: str) -> list[int]:
+    return [int(line) for line in text.split() if line.isdigit()]

@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron.fill.device.port import DeviceError
 
+_COMPUTE_MODES = {1: "one", 2: "nobody", 3: "one"}  # NVML_COMPUTEMODE_*: exclusive thread, prohibited, ... process
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -52,6 +54,14 @@ class Nvml:
             total = library.nvmlDeviceGetMemoryInfo(handle).total
             found.append(Gpu(index, library.nvmlDeviceGetUUID(handle), library.nvmlDeviceGetName(handle), total))
         return found
+
+    def shared_by(self, uuid: str) -> str:
+        """Who may use a GPU at a time, by its compute mode: ``all``, ``one`` or ``nobody``; ``all`` if it has none."""
+        try:
+            mode = self._library.nvmlDeviceGetComputeMode(self._handle(uuid))
+        except (self._library.NVMLError, AttributeError):  # a slice has none
+            return "all"
+        return _COMPUTE_MODES.get(int(mode), "all")
 
     def free_bytes(self, uuid: str) -> int:
         return int(self._library.nvmlDeviceGetMemoryInfo(self._handle(uuid)).free)

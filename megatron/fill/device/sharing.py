@@ -21,11 +21,13 @@ class SharingFacts:
         gpus: the number of GPUs.
         mps_program: whether the MPS control program is installed.
         same_user: workers run as the main job's user.
+        exclusive: the compute mode lets one process use a GPU at a time.
     """
 
     gpus: int
     mps_program: bool
     same_user: bool = True
+    exclusive: bool = False
 
 
 def choose_sharing(setting: str, facts: SharingFacts) -> tuple[Sharing, str]:
@@ -35,10 +37,15 @@ def choose_sharing(setting: str, facts: SharingFacts) -> tuple[Sharing, str]:
         setting: ``auto``, ``mps`` or ``timeslice``, as the user said.
 
     Raises:
-        DeviceError: MPS was asked for and cannot be used.
+        DeviceError: MPS was asked for and cannot be used; or time-slicing cannot.
     """
     if setting not in ("auto", *Sharing):
         raise DeviceError(f"sharing {setting!r}: expected auto, mps or timeslice")
+    if setting != Sharing.MPS and facts.gpus and facts.exclusive:
+        raise DeviceError(
+            "a GPU here is in an exclusive compute mode, in which no job can use it beside the training; expected the "
+            "mode Default (nvidia-smi -c 0, by root), or --fill-sharing mps"
+        )
     if setting == Sharing.TIMESLICE:
         return Sharing.TIMESLICE, "asked for"
     if setting == Sharing.MPS:
