@@ -221,7 +221,7 @@ def test_a_client_that_the_daemon_does_not_take_off_the_gpu_is_said_and_killed(l
 @pytest.mark.parametrize(("mode", "expected"), [(0, "all"), (1, "one"), (2, "nobody"), (3, "one"), (None, "all")])
 def test_who_may_use_a_gpu_follows_from_its_compute_mode(library, mode, expected):
     if mode is not None:
-        library.nvmlDeviceGetComputeMode = lambda handle: mode  # type: ignore[attr-defined]
+        library.nvmlDeviceGetComputeMode = lambda handle: mode
     assert Nvml(library).shared_by("GPU-bbbb-2") == expected
 
 
