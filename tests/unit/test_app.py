@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from megatron.fill.agent import walls
 from megatron.fill.app import keptin
 from megatron.fill.app.expected import warn_of_few_bubbles
 from megatron.fill.app.launch import Launch, _counted
@@ -82,20 +83,20 @@ def lacking(*names: str) -> Walls:
 
 
 def test_a_wall_that_is_missing_is_said_or_with_strict_refused(monkeypatch, capsys):
-    monkeypatch.setattr(keptin, "look", lambda *asked: lacking("ipc"))
+    monkeypatch.setattr(walls, "look", lambda *asked: lacking("ipc"))
     found = keptin.keep_in(FillSettings(store="x"), mps=True)
     assert "jobs are kept in less well here (pipefill doctor says more): ipc: not here" in capsys.readouterr().out
     assert (found.namespaces, found.user) == (("pid",), None)
     with pytest.raises(ConfigError, match=r"--fill-strict: this machine cannot keep jobs in .*: ipc: not here"):
         keptin.keep_in(FillSettings(store="x", strict=True), mps=True)
-    monkeypatch.setattr(keptin, "look", lambda *asked: lacking())
+    monkeypatch.setattr(walls, "look", lambda *asked: lacking())
     keptin.keep_in(FillSettings(store="x", strict=True), mps=True)
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's jobs run as another user")
 def test_a_folder_of_modules_that_jobs_may_not_enter_is_said(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(keptin, "look", lambda *asked: Walls(("pid", "mount"), ()))
+    monkeypatch.setattr(walls, "look", lambda *asked: Walls(("pid", "mount"), ()))
     tmp_path.chmod(0o700)
     keptin.keep_in(FillSettings(store="x"), mps=False, modules=[str(tmp_path), "/"])
     assert capsys.readouterr().out == (

@@ -91,6 +91,17 @@ def finished(store: JobStore, name: str, state: JobState = JobState.FAILED, reas
     store.finish(claim, state, reason, Progress(5.0, 5.0), {"loss": float("nan")})
 
 
+@pytest.mark.parametrize("given", ["flag", "environment"])
+def test_a_password_that_ps_shows_is_warned_of(pipefill, monkeypatch, given):
+    pytest.importorskip("psycopg")
+    where = "postgresql://ada:secret@127.0.0.1:1/x?connect_timeout=1"
+    monkeypatch.setenv("PIPEFILL_STORE", where if given == "environment" else "")
+    ran = pipefill("list", *(["--store", where] if given == "flag" else []))
+    masked = where.replace("secret", "***")
+    assert (f"the password of --store {masked} is in ps for all users to see" in ran.err) == (given == "flag")
+    assert "secret" not in ran.err + ran.out
+
+
 class TestSubmit:
     def test_the_jobs_of_a_file_are_queued(self, pipefill, tmp_path):
         write_jobs(tmp_path / "sub")

@@ -19,7 +19,7 @@ from sqlalchemy import create_engine, text
 
 from megatron.fill.errors import StoreError
 from megatron.fill.store import DeviceEntry, NewJob, Progress, migrate, open_store
-from megatron.fill.store.location import locate, shown
+from megatron.fill.store.location import has_password, locate, password_files, shown
 from megatron.fill.store.schema import REVISION, VERSION_TABLE, metadata
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.work import Work
@@ -96,6 +96,33 @@ class TestLocation:
 
 
 class TestOpening:
+    @pytest.mark.parametrize(
+        ("where", "has"),
+        [
+            ("postgresql://ada:secret@db/x", True),
+            ("postgresql+psycopg://db/x?user=ada&password=secret", True),
+            ("postgresql://db/x?sslpassword=secret", True),
+            ("postgresql://ada@db:5432/x?passfile=/etc/pgpass", False),
+            ("postgresql://db:5432/x?user=a@b", False),
+            ("sqlite:////data/a:b@c.db", False),
+            ("runs/first", False),
+            ("", False),
+        ],
+    )
+    def test_a_url_with_a_password_is_told_from_others(self, where, has):
+        assert has_password(where) == has
+
+    def test_the_files_that_hold_passwords(self, monkeypatch):
+        for name in ("PGPASSFILE", "PGSERVICEFILE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HOME", "/home/ada")
+        usual = ("/home/ada/.pgpass", "/home/ada/.pg_service.conf")
+        assert password_files("postgresql://ada@db/x") == usual
+        assert password_files("postgresql://ada@db/x?passfile=/etc/p")[0] == "/etc/p"
+        monkeypatch.setenv("PGPASSFILE", "/run/secrets/p")
+        assert password_files("postgresql://ada@db/x") == ("/run/secrets/p", usual[1])
+        assert password_files("runs/first") == ()
+
     def test_a_missing_psycopg_is_named(self, monkeypatch):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(StoreError, match=r"pip install 'pipefill\[postgres\]'") as caught:

@@ -179,6 +179,8 @@ FLAGS = """
 --fill-jobs twice.yaml => twice.yaml, line 2: 'name' is there twice, also in line 2; expected it once
 --fill-store '' => --fill-store is '': expected a database URL, a database file or a run folder
 --fill-store ' ' => --fill-store is ' ': expected a database URL
+--fill-store postgresql://ada:secret@db/x => --fill-store postgresql://ada:***@db/x: its password would be in ps
+--fill-store postgresql://ada@db/x?password=secret => ?password=***: its password would be in ps
 --fill-store mysql://ada:secret@db/x => 'mysql://ada:***@db/x' is a database of another kind (mysql)
 --fill-report '' => --fill-report is '': expected a folder
 --fill-report jobs.yaml => --fill-report jobs.yaml: File exists; expected a folder that can be written

@@ -16,7 +16,7 @@ from megatron.fill.folders import run_of
 from megatron.fill.linux import safefile
 from megatron.fill.profiles import cycle_to_dict
 from megatron.fill.sandbox.cage import Bind, Cage
-from megatron.fill.store.location import database_files
+from megatron.fill.store.location import database_files, password_files
 from megatron.fill.store.port import Job
 from megatron.fill.worker.spec import WorkerSpec
 
@@ -78,7 +78,7 @@ def _cage(station: Station, job: Job, limits: Limits, directory: Path) -> Cage:
         directory=str(directory),
         binds=(*(Bind(place) for place in job.work.search), *agent.binds, *mps),
         runs=tuple({agent.run_dir, str(run_of(directory))}),
-        masked=database_files(agent.store),
+        masked=(*database_files(agent.store), *password_files(agent.store)),
         user=None if agent.user is None else agent.user.uid,
         group=None if agent.user is None else agent.user.gid,
         network=agent.network,

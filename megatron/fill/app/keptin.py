@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill.agent.admission import JobUser, check_reach, default_user, find_user
+from megatron.fill.agent.admission import JobUser, find_user
+from megatron.fill.agent.walls import find_walls
 from megatron.fill.config import FillSettings
 from megatron.fill.device.emulated import why_not
 from megatron.fill.errors import ConfigError
-from megatron.fill.sandbox import Bind, Layer, Walls, look, parse_bind
+from megatron.fill.sandbox import Bind, Layer, parse_bind
 from megatron.fill.sandbox.view import may_enter
-
-_MPS = "MPS serves one user only: jobs run as the training's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +71,7 @@ def keep_in(settings: FillSettings, mps: bool, modules: Sequence[str] = ()) -> K
         ConfigError: as ``check_flags``, or ``--fill-strict`` and a wall is missing.
     """
     binds = tuple(parse_bind(text) for text in settings.bind)
-    why_same_user = ""
-    user = find_user(settings.user) if settings.user is not None else None if mps else default_user()
-    if user is None and os.geteuid() == 0:
-        why_same_user = _MPS
-    walls = _look(user, why_same_user, settings.network)
-    if user is not None and "mount" not in walls.namespaces:
-        # Without a view of its own, the user has to get through the folders on the way.
-        try:
-            for place in (settings.report or "runs", sys.executable):
-                check_reach(user, Path(place))
-        except ConfigError as error:
-            if settings.user is not None:
-                raise
-            user, walls = None, _look(None, str(error), settings.network)
+    user, walls = find_walls(settings.user, mps, settings.network, [Path(settings.report or "runs")])
     lacking = "; ".join(f"{layer.name}: {layer.lacks}" for layer in walls.lacking)
     if lacking and settings.strict:
         raise ConfigError(f"--fill-strict: this machine cannot keep jobs in as well as it should: {lacking}")
@@ -101,8 +86,3 @@ def keep_in(settings: FillSettings, mps: bool, modules: Sequence[str] = ()) -> K
 def _say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"PipeFill: {text}", flush=True)
-
-
-def _look(user: JobUser | None, why_same_user: str, network: bool) -> Walls:
-    uid, gid = (None, None) if user is None else (user.uid, user.gid)
-    return look(uid, gid, why_same_user, network)

@@ -29,6 +29,7 @@ from megatron.fill.app.placing import Place, world_size
 from megatron.fill.app.runfolder import (
     STORE,
     check_owner,
+    check_secret,
     check_store,
     make_run_folder,
     new_run_folder,
@@ -91,6 +92,7 @@ class Launch:
             run_dir = None if settings.report is None else Path(settings.report)
             where = store_of(settings, run_dir or Path("runs"))
             check_store(where)
+            check_secret(settings)
             if settings.store is None and os.environ.get(STORE):
                 check_owner(where, run_dir)
             check_flags(settings)

@@ -11,9 +11,8 @@ from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.folders import AGENTS, CONTROL, JOBS, PARTS, PRIVATE, RECORDS
 from megatron.fill.store.filesystem import network_file_system
-from megatron.fill.store.location import database_file, locate, shown
-
-STORE = "PIPEFILL_STORE"
+from megatron.fill.store.location import ENVIRONMENT as STORE
+from megatron.fill.store.location import WHERE_PASSWORDS_GO, database_file, has_password, locate, shown
 
 
 def store_of(settings: FillSettings, run_dir: Path) -> str:
@@ -33,6 +32,20 @@ def served(settings: FillSettings, run_dir: Path) -> str:
     shared = network_file_system(file) if file is not None else ""
     warning = f"; it is on {shared}: submit from this machine only, or use PostgreSQL" if shared else ""
     return f"PipeFill: serves the job store {shown(store)} ({origin}){warning}"
+
+
+def check_secret(settings: FillSettings) -> None:
+    """Refuse a password on the command line: all users see it in ``ps``, and Megatron writes its flags to its output,
+    to TensorBoard, and into every checkpoint.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if settings.store is not None and has_password(settings.store):
+        raise ConfigError(
+            f"--fill-store {shown(settings.store)}: its password would be in ps, in the training's output, and in its "
+            f"checkpoints; expected it {WHERE_PASSWORDS_GO}"
+        )
 
 
 def check_store(where: str) -> None:

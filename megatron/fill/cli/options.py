@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import CallbackParam
 
 from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.store import JobStore, open_store
+from megatron.fill.store.location import ENVIRONMENT as _STORE
+from megatron.fill.store.location import WHERE_PASSWORDS_GO, has_password, shown
 
-_STORE = "PIPEFILL_STORE"
 _COMPLETED = 500
 
 
@@ -84,6 +86,18 @@ def _names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     return [(name, state) for name, state in found.items() if name.startswith(incomplete)]
 
 
+def warn_of_password(ctx: typer.Context, parameter: CallbackParam, value: str | None) -> str | None:
+    """Say so if a store's password was given on the command line, and give its URL back as it is."""
+    source = ctx.get_parameter_source(str(parameter.name))
+    if value is not None and source is not None and source.name == "COMMANDLINE" and has_password(value):
+        typer.echo(
+            f"pipefill: the password of --store {shown(value)} is in ps for all users to see; "
+            f"expected it {WHERE_PASSWORDS_GO}",
+            err=True,
+        )
+    return value
+
+
 Store = Annotated[
     str | None,
     typer.Option(
@@ -91,6 +105,7 @@ Store = Annotated[
         "-s",
         envvar=_STORE,
         metavar="URL|FILE|FOLDER",
+        callback=warn_of_password,
         help="The job store: a database URL, a database file, or a run folder.",
     ),
 ]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from megatron.fill.errors import SandboxError
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sandbox.enter import NAMESPACES, give_everything_up, open_inner, open_outer
+from megatron.fill.sandbox.remedy import remedy
 
 _READ_BYTES = 4096
 _LOOK_S = 60.0  # on a machine that is busy
@@ -29,6 +31,12 @@ _KEEPS = {
     "net": "no network but its own localhost",
     "user": "root's powers for the walls only",
 }
+_GIVEN_UP = (  # and a word in the reason why it is not there
+    ("system calls", "those that reach beyond a job are refused (seccomp)", "system call"),
+    ("landlock", "a second wall around files, signals and tracing", "landlock"),
+    ("powers", "no capability of root's", "powers"),
+    ("privileges", "nothing gains privileges by being started", "privileges"),
+)
 _LAYERS = {"pid": "processes", "mount": "files", "ipc": "ipc", "cgroup": "control groups", "net": "network"}
 
 
@@ -63,12 +71,12 @@ class Walls:
         return [layer for layer in self.layers if layer.lacks]
 
 
-def look(user: int | None, group: int | None, why_same_user: str = "", network: bool = False) -> Walls:
+def look(user: int | None, group: int | None, why_same_user: str | None = "", network: bool = False) -> Walls:
     """Try every wall, in a process of its own: this one may have threads, and is to lose nothing.
 
     Args:
         user, group: whom the jobs are to run as; None to stay who we are.
-        why_same_user: why they do not run as a user without rights; empty where they do, or where we have none either.
+        why_same_user: why they do not run as a user without rights; empty where they do, None if nobody asks for that.
         network: the jobs share the machine's network, so that wall is not asked for.
 
     Raises:
@@ -91,31 +99,48 @@ def look(user: int | None, group: int | None, why_same_user: str = "", network: 
     return Walls(tuple(found["namespaces"]), tuple(Layer(**layer) for layer in found["layers"]))
 
 
-def main(user: int | None, group: int | None, why_same_user: str, network: bool) -> None:
+def main(user: int | None, group: int | None, why_same_user: str | None, network: bool) -> None:
     """What ``look`` runs."""
     print(json.dumps(asdict(probe(user, group, why_same_user, network))))
 
 
-def probe(user: int | None, group: int | None, why_same_user: str, network: bool) -> Walls:
+def probe(user: int | None, group: int | None, why_same_user: str | None, network: bool) -> Walls:
     """``look`` in this process, which must have one thread only."""
     base = () if os.geteuid() == 0 else ("user",)
-    with tempfile.TemporaryDirectory(prefix="pipefill-probe-") as folder:
-        os.chmod(folder, 0o755)
+    with _folder() as folder:
         cage = Cage(directory=folder, user=user, group=group, network=network)
         given, reasons = _namespaces(cage, base)
-        layers = [Layer(_LAYERS[name], _KEEPS[name], reasons.get(name, "")) for name in _LAYERS]
+        layers = [_layer(_LAYERS[name], _KEEPS[name], reasons.get(name, "")) for name in _LAYERS]
         if network:
             layers = [layer for layer in layers if layer.name != "network"]
         lacking = _try(lambda: give_everything_up(replace(cage, namespaces=given)))
-    layers.append(Layer("user", "a user without rights over the training", why_same_user))
-    for name, keeps, word in (
-        ("system calls", "those that reach beyond a job are refused (seccomp)", "system call"),
-        ("landlock", "a second wall around files, signals and tracing", "landlock"),
-        ("powers", "no capability of root's", "powers"),
-        ("privileges", "nothing gains privileges by being started", "privileges"),
-    ):
-        layers.append(Layer(name, keeps, next((reason for reason in lacking if word in reason), "")))
+    if why_same_user is not None:
+        layers.append(Layer("user", "a user without rights over the training", why_same_user))
+    # What names none of them was raised before they were all there.
+    raised = next((reason for reason in lacking if not any(word in reason for _, _, word in _GIVEN_UP)), "")
+    for name, keeps, word in _GIVEN_UP:
+        layers.append(_layer(name, keeps, next((reason for reason in lacking if word in reason), raised)))
     return Walls(given, tuple(layers))
+
+
+def _layer(name: str, keeps: str, lacks: str) -> Layer:
+    if lacks and name == "files":
+        lacks += ": jobs see each other's folders, and whatever their user can read"
+    if lacks and (what := remedy(name, lacks)):
+        lacks += f"; expected {what}"
+    return Layer(name, keeps, lacks)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """A folder such as a job's own; where none can be made, one that is there, since nothing is written in it."""
+    with contextlib.ExitStack() as always:
+        try:
+            folder = always.enter_context(tempfile.TemporaryDirectory(prefix="pipefill-probe-"))
+            os.chmod(folder, 0o755)
+        except OSError:
+            folder = "/usr"
+        yield folder
 
 
 def _namespaces(cage: Cage, base: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -12,6 +12,8 @@ from sqlalchemy.exc import ArgumentError
 from megatron.fill.errors import StoreError
 
 JOBS_DB = "jobs.db"  # in a run folder
+ENVIRONMENT = "PIPEFILL_STORE"  # the variable
+WHERE_PASSWORDS_GO = f"in ${ENVIRONMENT}, $PGPASSWORD or ~/.pgpass"
 _FILE_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 _EXPECTED = "expected sqlite:///FILE, postgresql+psycopg://USER@HOST/DATABASE, a database file or a run folder"
 
@@ -21,6 +23,27 @@ def shown(url: URL | str) -> str:
     text = url if isinstance(url, str) else url.render_as_string(hide_password=False)
     text = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", text)
     return re.sub(r"(password=)[^&]*", r"\1***", text)
+
+
+def has_password(where: str) -> bool:
+    """Whether a store is given by a PostgreSQL URL that holds a password."""
+    try:
+        url = make_url(where)
+    except (ArgumentError, ValueError):  # a file, or nothing
+        return False
+    if not url.drivername.startswith("postgres"):
+        return False
+    return bool(url.password) or any("password" in name for name in url.query)
+
+
+def password_files(where: str) -> tuple[str, ...]:
+    """The files from which libpq may take the password of a PostgreSQL store; none for another database."""
+    url = locate(where)
+    if url.drivername == "sqlite":
+        return ()
+    named = url.query.get("passfile") or os.environ.get("PGPASSFILE") or "~/.pgpass"
+    service = os.environ.get("PGSERVICEFILE") or "~/.pg_service.conf"
+    return tuple(os.path.expanduser(path) for path in (str(named), service))
 
 
 def locate(where: str | Path) -> URL:

@@ -1,0 +1,59 @@
+"""Whom jobs run as here, and what keeps them in: found out alike by a training and by ``pipefill doctor``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.fill.agent.admission import JobUser, check_reach, default_user, find_user
+from megatron.fill.errors import ConfigError
+from megatron.fill.sandbox import Walls, look
+
+_MPS = "MPS serves one user only: jobs run as the training's, and read what it can read"
+_NOT_ROOT = (
+    "the training is not root's, so jobs run as its own user and read what it can read; expected the training as root, "
+    "or --fill-user with its own user to accept that"
+)
+_NOBODY_ELSE = (
+    "root has no other user in this user namespace, so jobs run as the training's and read what it can read; "
+    "expected a container that maps the user nobody"
+)
+
+
+def find_walls(
+    named: str | None = None, mps: bool = False, network: bool = False, places: Sequence[Path] = (Path("runs"),)
+) -> tuple[JobUser | None, Walls]:
+    """The user that jobs run as, None for the training's, and the walls around them.
+
+    Args:
+        named: the user that is asked for (``--fill-user``); its own asks for no wall there.
+        mps: the ranks use an MPS daemon.
+        network: the jobs share the machine's network.
+        places: what the jobs' user must be able to come to, besides the interpreter.
+
+    Raises:
+        ConfigError: there is no such user, or the one that was asked for cannot come to a place.
+        SandboxError: it cannot be found out.
+    """
+    own = named is not None and find_user(named).uid == os.geteuid()
+    user = None if own else find_user(named) if named is not None else None if mps else default_user()
+    walls = _look(user, None if own else _MPS if mps else _NOT_ROOT if os.geteuid() else _NOBODY_ELSE, network)
+    if user is None or "mount" in walls.namespaces:
+        return user, walls
+    # Without a view of its own, the user has to get through the folders on the way.
+    try:
+        for place in (*places, Path(sys.executable)):
+            check_reach(user, place)
+    except ConfigError as error:
+        if named is not None:
+            raise
+        return None, _look(None, f"{error} (chmod o+x helps): jobs run as the training's user", network)
+    return user, walls
+
+
+def _look(user: JobUser | None, why_same_user: str | None, network: bool) -> Walls:
+    if user is None:
+        return look(None, None, why_same_user, network)
+    return look(user.uid, user.gid, "", network)
