@@ -22,7 +22,7 @@ if [ ! -e "${corpus}_text_document.idx" ]; then
 fi
 
 echo "== Training, with the jobs of examples/demo.yaml in the bubbles (the log is $run/training.log)"
-rm -rf "$run/jobs" "$run/records" "$run"/jobs.db* "$run/checkpoints" "$run/completions"
+rm -rf "$run/jobs" "$run/output" "$run/locks" "$run/records" "$run"/jobs.db* "$run/checkpoints" "$run/completions"
 model=(
     --pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 256 --num-attention-heads 4
     --seq-length 256 --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 8

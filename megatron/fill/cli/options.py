@@ -14,9 +14,8 @@ from typer import CallbackParam
 
 from megatron.fill.errors import ConfigError, FillError
 from megatron.fill.store import JobStore, open_store
-from megatron.fill.store.location import ENVIRONMENT as _STORE
-from megatron.fill.store.location import WHERE_PASSWORDS_GO, has_password, shown
 
+_STORE = "PIPEFILL_STORE"
 _COMPLETED = 500
 
 
@@ -89,7 +88,11 @@ def _names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 def warn_of_password(ctx: typer.Context, parameter: CallbackParam, value: str | None) -> str | None:
     """Say so if a store's password was given on the command line, and give its URL back as it is."""
     source = ctx.get_parameter_source(str(parameter.name))
-    if value is not None and source is not None and source.name == "COMMANDLINE" and has_password(value):
+    if value is None or "://" not in value or source is None or source.name != "COMMANDLINE":
+        return value
+    from megatron.fill.store.location import WHERE_PASSWORDS_GO, has_password, shown
+
+    if has_password(value):
         typer.echo(
             f"pipefill: the password of --store {shown(value)} is in ps for all users to see; "
             f"expected it {WHERE_PASSWORDS_GO}",
