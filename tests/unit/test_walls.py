@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.agent import admission, walls
+from megatron.fill.agent import walls
 from megatron.fill.agent.walls import find_walls
 from megatron.fill.cli import main
 from megatron.fill.errors import ConfigError, SandboxError
+from megatron.fill.linux import host
 from megatron.fill.sandbox import Walls, probe
 from megatron.fill.sandbox.remedy import remedy
 
@@ -95,8 +96,7 @@ def test_root_of_a_rootless_container_may_have_no_other_user(tmp_path, uids, gid
     for name, text in (("uid_map", uids), ("gid_map", gids), ("setgroups", groups)):
         if text is not None:
             (tmp_path / name).write_text(text)
-    nobody = admission.JobUser("nobody", 65534, 65534, "/")
-    assert admission._may_become(nobody, tmp_path) == may
+    assert host.may_become(65534, 65534, tmp_path) == may
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.linux.host import may_become
 from megatron.fill.store.port import Job
 from megatron.fill.work import Work
 
@@ -91,23 +92,7 @@ def default_user() -> JobUser | None:
         user = find_user("nobody")
     except ConfigError:  # a container without a list of users
         user = JobUser("nobody", _NOBODY, _NOBODY, "/nonexistent")
-    return user if _may_become(user) else None
-
-
-def _may_become(user: JobUser, proc: Path = Path("/proc/self")) -> bool:
-    """Whether this root's user namespace, perhaps a rootless container's, has that user and group, and lets root leave
-    its own groups."""
-    try:
-        mapped = all(
-            any(int(first) <= number < int(first) + int(count) for first, _, count in map(str.split, lines))
-            for number, lines in (
-                (user.uid, (proc / "uid_map").read_text(encoding="ascii").splitlines()),
-                (user.gid, (proc / "gid_map").read_text(encoding="ascii").splitlines()),
-            )
-        )
-        return mapped and (proc / "setgroups").read_text(encoding="ascii").strip() == "allow"
-    except OSError:  # no /proc, or a kernel without user namespaces
-        return True
+    return user if may_become(user.uid, user.gid) else None
 
 
 def check_reach(user: JobUser, place: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
@@ -86,3 +87,23 @@ class FreeHostMemory:
             self._bytes = int(text[start : text.index(b"kB", start)]) * 1024
             self._read_ns = now_ns
         return self._bytes
+
+
+def may_become(uid: int, gid: int, proc: Path = Path("/proc/self")) -> bool:
+    """Whether this root's user namespace, perhaps a rootless container's, has that user and group, and lets root leave
+    its own groups.
+
+    Args:
+        proc: for tests.
+    """
+    try:
+        users, groups = ((proc / name).read_text(encoding="ascii") for name in ("uid_map", "gid_map"))
+        leaves = (proc / "setgroups").read_text(encoding="ascii").strip() == "allow"
+    except OSError:  # no /proc, or a kernel without user namespaces
+        return True
+    return leaves and _has(uid, users) and _has(gid, groups)
+
+
+def _has(number: int, ranges: str) -> bool:
+    rows = (line.split() for line in ranges.splitlines())
+    return any(int(first) <= number < int(first) + int(count) for first, _, count in rows)
