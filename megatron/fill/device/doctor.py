@@ -149,8 +149,8 @@ def _notes(facts: Facts) -> list[str]:
         ]
     if not facts.cgroup.binds_memory:
         notes.append(
-            "without memory.max, shared memory that no process maps (files in /dev/shm) counts for nobody, and a "
-            "worker has up to 0.2 s before its processes' sum is seen"
+            "without memory.max, a worker has up to 0.2 s before its processes' sum is seen, and some memory of the "
+            "kernel's own is in no sum: docs/isolation.md has the numbers"
         )
     if not facts.host_pids and facts.gpus:
         notes.append(
