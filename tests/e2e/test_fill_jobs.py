@@ -153,7 +153,8 @@ def test_a_job_sees_and_reaches_nothing_of_the_training(running):
     foreign = ("MASTER_ADDR", "RANK", "WORLD_SIZE", "PIPEFILL_CPU_BACKEND", "HF_TOKEN")
     assert not set(seen["environment"]) & set(foreign)
     shared = {f"/memfd:pipefill-{name}" for name in ("baton", "control", "cycle", "gate", "steps")}
-    assert set(seen["files"]) <= shared
+    # A task measures its own peak; the file of /proc for that it could not open any more.
+    assert {name for name in seen["files"] if not name.endswith("/clear_refs")} <= shared
     assert seen["no_new_privileges"]
     assert seen["directory"] == running.job("probe").directory
     assert seen["writable"] == [seen["directory"]]

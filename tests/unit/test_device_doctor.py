@@ -63,7 +63,7 @@ def test_a_machine_that_has_everything():
     assert uses["kill"].startswith("cgroup.kill")
     assert found.abilities[0].detail == "2 x NVIDIA H200"
     assert any("MPS does not contain an illegal access" in note for note in found.notes)
-    assert not any("/dev/shm" in note for note in found.notes)
+    assert not any("without memory.max" in note for note in found.notes)
 
 
 def test_limits_of_device_memory_by_control_groups_are_told():
@@ -105,7 +105,7 @@ def test_a_bare_container_says_what_it_lacks():
     assert "NVML" in why["GPU memory"]
     assert uses["kill"] == "all descendants, stopped first"
     assert "not writable" in why["kill"]
-    assert any("/dev/shm" in note for note in found.notes)
+    assert any("without memory.max" in note for note in found.notes)
 
 
 def test_a_machine_without_a_gpu_has_no_gpu_s_limits():
