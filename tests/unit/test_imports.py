@@ -69,8 +69,8 @@ RULES: dict[str, set[str]] = {
         "types",
     },
     "chaos": {
-        *("agent", "errors", "given", "linux", "pages", "records", "report", "sandbox", "sidetask", "store", "types"),
-        "worker",
+        *("agent", "errors", "folders", "given", "linux", "pages", "records", "report", "sandbox", "sidetask", "store"),
+        *("types", "worker"),
     },
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {

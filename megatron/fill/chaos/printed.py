@@ -60,7 +60,9 @@ def print_controls(controls: Sequence[Controlled], console: Console) -> None:
     for one in controls:
         without = one.without.word if one.without is not None else "-"
         behind = one.behind.word if one.behind is not None else "-"
-        table.add_row(one.kind, ", ".join(one.walls), without if not one.wrong else "UNTESTED", behind)
+        table.add_row(
+            one.kind, ", ".join(one.walls), "-" if one.impossible else "UNTESTED" if one.wrong else without, behind
+        )
     console.print(table)
     for one in controls:
         if one.wrong:

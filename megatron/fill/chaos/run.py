@@ -89,8 +89,10 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> ChaosResult:
         able = [kind for kind in kinds if kind.name not in not_run]
         attacks = [kind.name for kind in able if kind.name in ATTACKS]
         controls = control(attacks, say) if attacks else []
+        not_run |= {one.kind: f"it can have no control here: {one.wrong}" for one in controls if one.impossible}
+        controls = [one for one in controls if not one.impossible]
         untested = {one.kind for one in controls if one.wrong}
-        able = [kind for kind in able if kind.name not in untested]
+        able = [kind for kind in able if kind.name not in untested and kind.name not in not_run]
         if not able and untested:
             raise ConfigError(f"the controls of all of these kinds failed: {controls[0].kind}: {controls[0].wrong}")
         if not able:

@@ -59,7 +59,7 @@ def chaos(
         print_controls(found, Console())
         if output is not None:
             output.write_text(json.dumps([asdict(one) for one in found], indent=2) + "\n", encoding="utf-8")
-        if any(one.wrong for one in found):
+        if any(one.wrong and not one.impossible for one in found):
             raise typer.Exit(1)
         return
     result = run(ChaosOptions(faults, names, seed, keep, iterations, script), say)

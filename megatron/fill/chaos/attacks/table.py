@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
-from megatron.fill.chaos.attacks import files, kernel, network, pages, processes, resources, scheduling, words
+from megatron.fill.chaos.attacks import (
+    files,
+    futexes,
+    kernel,
+    locks,
+    memory,
+    network,
+    pages,
+    processes,
+    procfs,
+    races,
+    resources,
+    scheduling,
+    tricks,
+    words,
+)
 
-_MODULES = (processes, scheduling, kernel, files, pages, words, resources, network)
+_MODULES = (processes, procfs, scheduling, kernel, tricks, files, locks, races, pages, futexes, words, memory)
+_MODULES += (resources, network)
 FAMILIES = {module.__name__.rpartition(".")[2]: module.ATTACKS for module in _MODULES}
 ATTACKS = {attack.kind.name: attack for family in FAMILIES.values() for attack in family}

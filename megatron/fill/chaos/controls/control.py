@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.fill.chaos.controls.walls import Wall
 from megatron.fill.chaos.controls.world import World
@@ -30,3 +31,8 @@ class Control:
     prepared: Callable[[World], AbstractContextManager[object]] = lambda world: nullcontext()
     within_s: float = 20.0
     impossible: str = ""
+
+
+def like(walls: tuple[Wall, ...] | Wall, *names: str, **how: Any) -> dict[str, Control]:
+    """The same control for all of these attacks."""
+    return dict.fromkeys(names, Control((walls,) if isinstance(walls, Wall) else walls, **how))

@@ -18,7 +18,7 @@ from megatron.fill.chaos.attacks import cgroups
 from megatron.fill.chaos.attacks.base import Attack
 from megatron.fill.chaos.controls.control import Control
 from megatron.fill.chaos.controls.walls import Wall
-from megatron.fill.chaos.controls.world import World, confine, enter, settle
+from megatron.fill.chaos.controls.world import PLACE, World, confine, enter, settle
 
 _AT_ONCE = 4
 _LONGEST_S = 30.0  # of one world
@@ -58,6 +58,11 @@ class Controlled:
     without: Tried | None
     behind: Tried | None
     wrong: str
+
+    @property
+    def impossible(self) -> bool:
+        """Whether there can be no control: the attack is not run, and counts for nothing."""
+        return self.without is None
 
     @property
     def broken(self) -> bool:
@@ -159,7 +164,7 @@ class _Attempt:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         os.close(self.read_fd)
-        cgroups.sweep(self.folder / "disk")
+        cgroups.sweep(PLACE / self.folder.name)
         shutil.rmtree(self.folder, ignore_errors=True)
         try:
             return Tried(*json.loads(self._told.partition(b"\n")[0]))

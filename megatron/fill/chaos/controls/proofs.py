@@ -291,6 +291,40 @@ def odd_work(world: World) -> str:
     return f"it says that there are {odd[0]} steps" if odd else ""
 
 
+def says(word: str) -> Callable[[World], str]:
+    """It has said itself that it was done to the end."""
+    return lambda world: world.text if word in world.text else ""
+
+
+def deep_folders(world: World) -> str:
+    """Who goes down by names comes to an end before the folders do."""
+    try:
+        found = sum(1 for _ in os.walk(world.directory))
+        return "" if found < 3 else f"{found} folders"
+    except (OSError, RecursionError) as error:
+        return f"who goes through it fails: {error}"
+
+
+def many_files(least: int) -> Callable[[World], str]:
+    """So many names in its folder, those below counted."""
+
+    def look(world: World) -> str:
+        count = sum(len(files) for _, _, files in os.walk(world.directory))
+        return f"{count} files" if count >= least else ""
+
+    return look
+
+
+def there(*names: str) -> Callable[[World], str]:
+    """These are in its folder."""
+    return lambda world: ", ".join(names) if all(os.path.lexists(world.directory / name) for name in names) else ""
+
+
+def big_file(world: World) -> str:
+    sizes = [path.stat().st_size for path in world.directory.glob("*.json")]
+    return f"a file of {max(sizes) >> 30} GiB" if sizes and max(sizes) > 1 << 33 else ""
+
+
 def page_changes(name: str) -> Callable[[World], str]:
     """The page is not what it was."""
 
@@ -318,20 +352,24 @@ def filled(name: str) -> Callable[[World], contextlib.AbstractContextManager[Non
     return prepare
 
 
-@contextmanager
-def listening(world: World) -> Iterator[None]:
-    """Somebody who sleeps on the control page until it changes, as agents do, and takes a wake-up for a change."""
-    reader = os.fork()
-    if reader == 0:
-        _, address = memfd.map_page(world.pages["control"], 4096, writable=False)
-        futex.wait(address, 0, _NEVER_NS)
-        os._exit(0)
-    world.listeners.append(reader)
-    while _field(reader, "State")[:1] != "S":
-        time.sleep(0.002)
-    yield
+def listening(name: str) -> Callable[[World], contextlib.AbstractContextManager[None]]:
+    """Somebody who sleeps on a page until it changes, as agents do, and takes a wake-up for a change."""
+
+    @contextmanager
+    def prepare(world: World) -> Iterator[None]:
+        reader = os.fork()
+        if reader == 0:
+            _, address = memfd.map_page(world.pages[name], 4096, writable=False)
+            futex.wait(address, 0, _NEVER_NS)
+            os._exit(0)
+        world.listeners.append(reader)
+        while _field(reader, "State")[:1] != "S":
+            time.sleep(0.002)
+        yield
+
+    return prepare
 
 
 def woken(world: World) -> str:
-    """Who slept on the control page is awake, and nobody has changed it."""
-    return "who slept on the control page is awake" if _field(world.listeners[0], "State")[:1] in ("", "Z") else ""
+    """Who slept on the page is awake, and nobody has changed it."""
+    return "who slept on the page is awake" if _field(world.listeners[0], "State")[:1] in ("", "Z") else ""

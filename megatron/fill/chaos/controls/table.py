@@ -5,10 +5,9 @@ Where several walls are listed, each of them would stop it alone.
 
 from __future__ import annotations
 
-from typing import Any
-
-from megatron.fill.chaos.controls import proofs
+from megatron.fill.chaos.controls import more, proofs
 from megatron.fill.chaos.controls.control import Control
+from megatron.fill.chaos.controls.control import like as _like
 from megatron.fill.chaos.controls.walls import Wall
 from megatron.fill.chaos.kind import MIB
 
@@ -20,11 +19,6 @@ _SCHEDULING = (*_HIDDEN, Wall.CALLS, Wall.POWERS)
 _RISING = (Wall.CALLS, Wall.POWERS, Wall.USER)
 _OUTSIDE = (Wall.FILES, Wall.USER)
 _CGROUPS = (Wall.FILES, Wall.USER, Wall.RULES, Wall.POWERS)
-
-
-def _like(walls: tuple[Wall, ...] | Wall, *names: str, **how: Any) -> dict[str, Control]:
-    """The same control for all of these."""
-    return dict.fromkeys(names, Control((walls,) if isinstance(walls, Wall) else walls, **how))
 
 
 _PROCESSES = {
@@ -41,7 +35,7 @@ _PROCESSES = {
     **_like(Wall.TIME, "exit-main-thread", ends=_STAYS, proof=proofs.job_is_gone, within_s=1.0),
     **_like(Wall.CARE, "exec-away", ends=_STAYS, proof=proofs.job_is_another, within_s=1.0),
     **_like(Wall.PROCESSES, "forget-parent", "double-fork", proof=proofs.outlives),
-    **_like(Wall.PAGES, "pass-descriptors"),
+    **_like(Wall.DESCRIPTORS, "pass-descriptors"),
 }
 _CORES = {
     **_like(_RISING, "fifo-step", "fifo-thread", "leave-idle"),
@@ -51,7 +45,7 @@ _CORES = {
     **_like(Wall.STOP, "setsid-busy", "burn-thread", "copy-thread", proof=proofs.busy),
     **_like(Wall.PACE, "copy-step", "thrash-step"),
     **_like(Wall.TIME, "sleeper", "beating-hang", ends=_STAYS, within_s=1.0),
-    **_like(Wall.CARE, "futex-storm", prepared=proofs.listening, proof=proofs.woken),
+    **_like(Wall.CARE, "futex-storm", prepared=proofs.listening("control"), proof=proofs.woken),
     **_like(Wall.PACE, "timer-storm", "signal-storm"),
 }
 _KERNEL = {
@@ -144,6 +138,7 @@ _NETWORK = {
     **_like((Wall.CALLS, Wall.FILES, Wall.RULES), "terminal-stop", "terminal-type", "terminal-hang-up"),
 }
 CONTROLS: dict[str, Control] = {
+    **more.CONTROLS,
     **_PROCESSES,
     **_CORES,
     **_KERNEL,

@@ -23,11 +23,13 @@ class Wall(StrEnum):
     CALLS = "filter of system calls"
     RULES = "Landlock"
     PROC = "read-only /proc"
+    RUN = "hidden run folder"
     POWERS = "no capabilities"
     PRIVILEGES = "no new privileges"
     HIDING = "hidden memory of the first process"
     LIMITS = "resource limits"
     PAGES = "read-only pages"
+    DESCRIPTORS = "closed descriptors"
     # PipeFill's own: a control has none of them.
     STOP = "stop between bubbles"
     TIME = "time-out of a step"
@@ -42,8 +44,8 @@ class Wall(StrEnum):
 
 
 KERNEL = (
-    *(Wall.PROCESSES, Wall.FILES, Wall.IPC, Wall.CGROUP, Wall.NETWORK, Wall.USER, Wall.CALLS, Wall.RULES, Wall.PROC),
-    *(Wall.POWERS, Wall.PRIVILEGES, Wall.HIDING, Wall.LIMITS, Wall.PAGES),
+    *(Wall.PROCESSES, Wall.FILES, Wall.IPC, Wall.CGROUP, Wall.NETWORK, Wall.USER, Wall.CALLS, Wall.RULES),
+    *(Wall.PROC, Wall.RUN, Wall.POWERS, Wall.PRIVILEGES, Wall.HIDING, Wall.LIMITS, Wall.PAGES, Wall.DESCRIPTORS),
 )
 NAMESPACES = {
     "pid": Wall.PROCESSES,
@@ -53,7 +55,7 @@ NAMESPACES = {
     "net": Wall.NETWORK,
 }
 # Those that a cage itself can do without, by its names for them.
-CAGE = {"system calls": Wall.CALLS, "landlock": Wall.RULES, "proc": Wall.PROC}
+CAGE = {"system calls": Wall.CALLS, "landlock": Wall.RULES, "proc": Wall.PROC, "run folder": Wall.RUN}
 # The steps into the cage that one of the others is made in: the module, the name, and what does nothing in its place.
 _STEPS: dict[Wall, tuple[tuple[ModuleType, str, Callable[..., Any]], ...]] = {
     Wall.USER: ((enter, "become", lambda *given, **named: None),),

@@ -20,6 +20,7 @@ from megatron.fill.chaos.controls.walls import CAGE, NAMESPACES, Wall, leave_out
 from megatron.fill.chaos.programs import agent_program, warden_program
 from megatron.fill.chaos.sight import look
 from megatron.fill.chaos.targets import Targets
+from megatron.fill.folders import AGENTS, CONTROL, JOBS, LOCKS, OUTPUT, RECORDS, RUN_LOCK
 from megatron.fill.linux import host, memfd
 from megatron.fill.linux.libc import PR_SET_PDEATHSIG, prctl
 from megatron.fill.pages import steplog
@@ -37,6 +38,7 @@ _FIRST_PID = 20_000  # of the stand-ins: numbers that the job's own namespace do
 _STAYS_S = 60.0
 _LOOPBACK = struct.Struct("16sH14x")
 _SHELL = "/bin/sh"
+PLACE = Path("/srv")  # a folder of every Linux system, in whose place the world has a disk of its own
 
 
 @dataclass
@@ -47,6 +49,7 @@ class World:
         folder: as a chaos run's disk.
         directory: the job's own.
         other: another job's folder.
+        marks: where a job may note what it did.
         ranks, agents, listeners: stand-ins, by their numbers in this world.
         init, job: the job's first and second process, by their numbers in this world; 0 before they are there.
         pages: descriptors of the shared pages, by name.
@@ -56,6 +59,7 @@ class World:
     folder: Path
     directory: Path
     other: Path
+    marks: Path
     ranks: list[int] = field(default_factory=list)
     agents: list[int] = field(default_factory=list)
     listeners: list[int] = field(default_factory=list)
@@ -93,8 +97,7 @@ def settle(folder: Path) -> World:
     mounts.make_private()
     mount("proc", "/proc", "proc", 0)
     mount("tmpfs", "/dev/shm", "tmpfs", 0, f"size={_SHARED_BYTES},mode=1777")
-    (folder / "disk").mkdir()
-    mount("tmpfs", str(folder / "disk"), "tmpfs", 0, f"size={_DISK_BYTES},mode=755")
+    mount("tmpfs", str(PLACE), "tmpfs", 0, f"size={_DISK_BYTES},mode=755")
     with contextlib.suppress(OSError):  # without it, numbers may be those of the job's namespace, and are left out
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(_FIRST_PID), encoding="ascii")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -111,25 +114,28 @@ def settle(folder: Path) -> World:
 
 def _laid_out(folder: Path) -> World:
     """Folders and files as in a run."""
-    disk = folder / "disk"
-    jobs = disk / "run-0" / "jobs"
-    world = World(disk, jobs / "job-1", jobs / "other-2")
+    disk = PLACE / folder.name
+    run = disk / "run-0"
+    jobs = run / JOBS
+    world = World(disk, jobs / "job-1", jobs / "other-2", folder / "marks")
     for name, text in (
-        ("agents/spec0.json", "{}"),
-        ("records/1/rank0.bin", "x"),
-        ("control/1/rank0.json", "{}"),
-        ("jobs/other-2/output.log", "secret\n"),
-        ("jobs/other-2/result.json", "{}"),
-        ("jobs/other-2/checkpoint.pt", "weights"),
+        (RUN_LOCK, ""),
+        (f"{AGENTS}/spec0.json", "{}"),
+        (f"{RECORDS}/1/rank0.bin", "x"),
+        (f"{CONTROL}/1/rank0.json", "{}"),
+        (f"{LOCKS}/other-2", ""),
+        (f"{OUTPUT}/other-2.log", "secret\n"),
+        (f"{JOBS}/other-2/result.json", "{}"),
+        (f"{JOBS}/other-2/checkpoint.pt", "weights"),
     ):
-        file = disk / "run-0" / name
+        file = run / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     world.directory.mkdir()
-    (folder / "marks").mkdir()
+    world.marks.mkdir()
     for name in ("jobs.db", "jobs.db-wal", "jobs.db-shm"):
         (disk / name).touch()
-    for path in (folder, disk, disk / "run-0", jobs):
+    for path in (folder, disk, run, jobs):
         path.chmod(0o755)
     if os.geteuid() == 0:
         for path in (world.directory, world.other, *world.other.iterdir()):
@@ -189,7 +195,8 @@ def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) ->
     cage = Cage(
         namespaces=tuple(name for name, wall in NAMESPACES.items() if wall not in walls),
         directory=str(world.directory),
-        binds=(Bind(str(world.folder.parent / "marks"), writable=True),),
+        binds=(Bind(str(world.marks), writable=True),),
+        runs=(str(world.directory.parents[1]),),
         masked=tuple(str(path) for path in sorted(world.folder.glob("jobs.db*"))),
         user=_NOBODY if root else None,
         group=_NOBODY if root else None,
@@ -198,6 +205,8 @@ def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) ->
     )
     if Wall.USER in walls:
         os.chown(world.directory, os.geteuid(), os.getegid())
+    if Wall.DESCRIPTORS in walls:
+        os.open("/proc/self/coredump_filter", os.O_RDWR)  # left open, as a process that starts a job might
     told = world.targets()
     _map_pages(world, writable=Wall.PAGES in walls)
 
@@ -212,7 +221,7 @@ def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) ->
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
-        for fd in () if Wall.PAGES in walls else world.pages.values():
+        for fd in () if Wall.DESCRIPTORS in walls else world.pages.values():
             os.close(fd)
         signal.signal(signal.SIGUSR1, lambda *_: None)  # as a worker, whom its agent asks so
         ground = Ground(world.directory, world.folder, 0, told, private=True)
