@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.fill.chaos.attacks.table import ATTACKS
 from megatron.fill.chaos.campaign import Campaign
 from megatron.fill.chaos.controls.engine import Controlled, run_controls
-from megatron.fill.chaos.controls.table import CONTROLS
+from megatron.fill.chaos.controls.table import ATTACKS, CONTROLS
 from megatron.fill.chaos.disk import SmallDisk
 from megatron.fill.chaos.kind import DISK, NETWORK, FaultKind, Source
 from megatron.fill.chaos.kinds import chosen

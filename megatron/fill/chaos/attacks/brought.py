@@ -18,16 +18,19 @@ from megatron.fill.types import JobState
 # What this program is by the kernel's word, noted before anything else: held if it has no power over others.
 _NOTE = """\
 def _note():
-    import json, os, time
+    import os, time  # and not json, which may be one of its own here
 
     with open("/proc/self/status") as file:
         status = dict(line.rstrip("\\n").split(":\\t", 1) for line in file if ":\\t" in line)
     powers = {{name: status.get(name, "") for name in ("Uid", "CapEff", "NoNewPrivs", "Seccomp")}}
     held = not int(powers["CapEff"], 16) and powers["NoNewPrivs"] == "1" and powers["Seccomp"] == "2"
     for event in ("fault", "held" if held else "through"):
-        line = {{"event": event, "at_ns": time.monotonic_ns(), "pid": os.getpid(), "detail": str(powers)}}
+        detail = " ".join(str(powers).replace("\\\\t", " ").split())
+        words = (("event", event), ("detail", detail)), (("at_ns", time.monotonic_ns()), ("pid", os.getpid()))
+        parts = [f'"{{name}}": "{{word}}"' for name, word in words[0]] + [f'"{{name}}": {{word}}' for name, word in words[1]]
+        line = "{{" + ", ".join(parts) + "}}"
         fd = os.open({marks!r}, os.O_WRONLY | os.O_APPEND)
-        os.write(fd, (json.dumps(line) + "\\n").encode())
+        os.write(fd, (line + "\\n").encode())
         os.close(fd)
 
 

@@ -42,24 +42,24 @@ def _busy(marks: Path, seconds: float = _LONG_S) -> None:
         mark(marks, Note.THROUGH, f"a daemon had {share:.0%} of a core, between bubbles too")
 
 
-def escape(marks: str) -> None:
+def escape(marks: str, seconds: float = _LONG_S) -> None:
     """End at once, and leave busy processes in sessions of their own."""
     mark(Path(marks), Note.FAULT)
     for _ in range(3):
         if os.fork() == 0:
             own_session()
             if os.fork() == 0:
-                _busy(Path(marks))
+                _busy(Path(marks), seconds)
             os._exit(0)
 
 
-def defy(marks: str) -> None:
+def defy(marks: str, seconds: float = _LONG_S) -> None:
     """A child that continues its parent whenever that is stopped."""
     mark(Path(marks), Note.FAULT)
     parent = os.getpid()
     if os.fork() == 0:
         own_session()
-        end_s = time.monotonic() + _LONG_S
+        end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             try:
                 os.kill(parent, signal.SIGCONT)
@@ -67,4 +67,4 @@ def defy(marks: str) -> None:
                 break
             time.sleep(0.001)
         os._exit(0)
-    _busy(Path(marks))
+    _busy(Path(marks), seconds)

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.fill.chaos.attacks import cgroups
 from megatron.fill.chaos.attacks.base import Attack
 from megatron.fill.chaos.controls.control import Control
-from megatron.fill.chaos.controls.walls import Wall
+from megatron.fill.chaos.controls.walls import KERNEL, Wall
 from megatron.fill.chaos.controls.world import PLACE, World, confine, enter, settle
 
 _AT_ONCE = 4
@@ -89,7 +89,7 @@ def _run_once(attacks: Mapping[str, Attack], controls: Mapping[str, Control]) ->
     for name, attack in attacks.items():
         if not controls[name].impossible:
             runs.append((name, controls[name].walls))
-            if attack.kind.refused:
+            if attack.kind.refused and set(controls[name].walls) & set(KERNEL):
                 runs.append((name, ()))
     tried = dict(zip(((name, bool(walls)) for name, walls in runs), _in_worlds(attacks, controls, runs), strict=True))
     return [

@@ -5,7 +5,8 @@ Where several walls are listed, each of them would stop it alone.
 
 from __future__ import annotations
 
-from megatron.fill.chaos.controls import more, proofs
+from megatron.fill.chaos.attacks import table
+from megatron.fill.chaos.controls import brought, more, proofs
 from megatron.fill.chaos.controls.control import Control
 from megatron.fill.chaos.controls.control import like as _like
 from megatron.fill.chaos.controls.walls import Wall
@@ -139,6 +140,7 @@ _NETWORK = {
 }
 CONTROLS: dict[str, Control] = {
     **more.CONTROLS,
+    **brought.CONTROLS,
     **_PROCESSES,
     **_CORES,
     **_KERNEL,
@@ -148,3 +150,5 @@ CONTROLS: dict[str, Control] = {
     **_RESOURCES,
     **_NETWORK,
 }
+# Those of jobs, also by what they bring along.
+ATTACKS = {**table.ATTACKS, **brought.ATTACKS}

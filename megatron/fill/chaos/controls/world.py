@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.fill.chaos.attacks.base import Attack, Ground, NoTargetError, Refused
-from megatron.fill.chaos.controls.walls import CAGE, NAMESPACES, Wall, leave_out
+from megatron.fill.chaos.controls.walls import CAGE, KERNEL, NAMESPACES, Wall, leave_out
 from megatron.fill.chaos.programs import agent_program, warden_program
 from megatron.fill.chaos.sight import look
 from megatron.fill.chaos.targets import Targets
@@ -190,6 +190,8 @@ def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) ->
     Args:
         tell: where it writes what came of it, a line of JSON.
     """
+    if Wall.START in walls:  # what runs before the walls has none of them
+        walls = (*walls, *KERNEL)
     leave_out(walls)
     root = os.geteuid() == 0
     cage = Cage(
