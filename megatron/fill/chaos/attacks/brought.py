@@ -26,9 +26,9 @@ def _note():
     held = not int(powers["CapEff"], 16) and powers["NoNewPrivs"] == "1" and powers["Seccomp"] == "2"
     for event in ("fault", "held" if held else "through"):
         detail = " ".join(str(powers).replace("\\\\t", " ").split())
-        words = (("event", event), ("detail", detail)), (("at_ns", time.monotonic_ns()), ("pid", os.getpid()))
-        parts = [f'"{{name}}": "{{word}}"' for name, word in words[0]] + [f'"{{name}}": {{word}}' for name, word in words[1]]
-        line = "{{" + ", ".join(parts) + "}}"
+        texts = [f'"{{name}}": "{{word}}"' for name, word in (("event", event), ("detail", detail))]
+        numbers = [f'"{{name}}": {{word}}' for name, word in (("at_ns", time.monotonic_ns()), ("pid", os.getpid()))]
+        line = "{{" + ", ".join(texts + numbers) + "}}"
         fd = os.open({marks!r}, os.O_WRONLY | os.O_APPEND)
         os.write(fd, (line + "\\n").encode())
         os.close(fd)

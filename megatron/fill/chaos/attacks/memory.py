@@ -11,33 +11,34 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, beside, try_all
+from megatron.fill.chaos.attacks.base import Attack, Ground, Refused, try_all
 from megatron.fill.chaos.attacks.calls import syscall
-from megatron.fill.chaos.kind import MIB, attack, fatal
+from megatron.fill.chaos.kind import MIB, FaultKind, attack
 from megatron.fill.linux.libc import libc
 
 _MOST, _CAP, _CHUNK = 400 * MIB, 256 * MIB, 8 * MIB
 _PRIVATE, _CREATE = 0, 0o1000  # IPC_PRIVATE, IPC_CREAT
-_KEPT_S = 6.0
+_KEPT_S, _PAUSE_S, _SEEN_S = 6.0, 0.02, 1.5
 _PAGE, _TABLE = 4096, 2 * MIB  # a page of tables maps so much
 _F_SETPIPE_SZ = 1031
 _held: list[object] = []  # until the process ends
 
 
 def hold(part: Callable[[int], object], ground: Ground) -> str:
-    """Take one part after the other, until there are 400 MiB; the parts are kept until the process ends."""
+    """Take one part after the other, until there are 400 MiB; the parts are kept until the process ends.
 
-    def take() -> None:
-        for number in range(_MOST // _CHUNK):
-            _held.append(part(number))
-            time.sleep(0.01)
-
-    thread = beside(take)
-    thread.join(_KEPT_S)
-    return f"{_MOST // MIB} MiB" if not thread.is_alive() else ""
+    Raises:
+        OSError: a part was refused.
+    """
+    for number in range(_MOST // _CHUNK):
+        _held.append(part(number))
+        time.sleep(_PAUSE_S)
+    time.sleep(_SEEN_S)  # a watch that comes now and then has seen it by now
+    return f"{_MOST // MIB} MiB"
 
 
 def _system_v(number: int) -> object:
@@ -140,18 +141,13 @@ def _stack(number: int) -> object:
 
 def _between_looks(ground: Ground) -> str:
     """Memory over the cap, given back before a watch that comes now and then can have seen it; again and again."""
-
-    def take() -> None:
-        end_s = time.monotonic() + _KEPT_S
-        size = _MOST
-        held = mmap.mmap(-1, size)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(held))
-        while time.monotonic() < end_s:
-            ctypes.memset(address, 1, size)
-            libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), 9)  # MADV_REMOVE
-            time.sleep(0.02)
-
-    beside(take).join(_KEPT_S + 1.0)
+    end_s = time.monotonic() + _KEPT_S / 2
+    held = mmap.mmap(-1, _MOST, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(held))
+    while time.monotonic() < end_s:
+        ctypes.memset(address, 1, _MOST)
+        libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(_MOST), mmap.MADV_DONTNEED)
+        time.sleep(0.02)
     return f"{_MOST // MIB} MiB for moments"
 
 
@@ -201,14 +197,14 @@ def _queues(ground: Ground) -> str:
     class Shape(ctypes.Structure):
         _fields_ = tuple((name, ctypes.c_long) for name in ("flags", "most", "size", "now", "a", "b", "c", "d"))
 
-    shape = Shape(0, 10, 8192, 0, 0, 0, 0, 0)
+    shape = Shape(0, 2, 1024, 0, 0, 0, 0, 0)
 
     def make() -> None:
-        for number in range(8):
+        for number in range(4):
             name = f"pipefill-chaos-{os.getpid()}-{number}".encode()
             _held.append(syscall("mq_open", name, os.O_CREAT | os.O_RDWR, 0o600, ctypes.addressof(shape)))
 
-    return try_all([("8 queues of 80 KiB", make)])
+    return try_all([("4 queues", make)])
 
 
 def _big_pipes(number: int) -> object:
@@ -270,8 +266,12 @@ def _attributes(ground: Ground) -> str:
     return try_all([("24 MiB of attributes", part)])
 
 
+def _capped(kind: FaultKind) -> FaultKind:
+    """It must not get so much: the kernel refuses a part of it, or its job is ended before it has it all."""
+    return replace(kind, memory_bytes=_CAP)
+
+
 def _tables() -> Iterator[Attack]:
-    over = partial(fatal, reason="over its cap|annot allocate|No space|MemoryError|errno 28", memory_bytes=_CAP)
     refused, either = partial(attack, refused=True), partial(attack, either=True)
     parts: tuple[tuple[str, str, Callable[[int], object]], ...] = (
         ("system-v", "400 MiB in segments of System V that are not mapped", _system_v),
@@ -285,12 +285,14 @@ def _tables() -> Iterator[Attack]:
         ("stacks", "400 MiB on the stacks of threads that sleep", _stack),
     )
     for name, what, part in parts:
-        yield Attack(over(f"memory-{name}", what), partial(hold, part), 4.0)
-    yield Attack(over("memory-freed", "400 MiB that it says it does not need (MADV_FREE)"), _freed, 4.0)
-    yield Attack(either("memory-moments", "400 MiB for moments, between two looks"), _between_looks, 1.0)
+        yield Attack(_capped(refused(f"memory-{name}", what, either=True)), partial(hold, part))
+    freed = either("memory-freed", "400 MiB that it says it does not need (MADV_FREE)")
+    yield Attack(_capped(freed), _freed)
+    moments = either("memory-moments", "400 MiB for moments, between two looks")
+    yield Attack(_capped(moments), _between_looks, 1.0)
     yield Attack(refused("memory-secret", "128 MiB of memfd_secret"), _secret)
     yield Attack(refused("memory-huge", "huge pages"), _huge)
-    yield Attack(refused("memory-queues", "8 queues of messages"), _queues)
+    yield Attack(refused("memory-queues", "4 queues of messages"), _queues)
     yield Attack(refused("memory-pipes", "300 pipes of a mebibyte"), _pipes)
     yield Attack(either("memory-sockets", "messages that nobody reads"), _socket_buffers, 1.0)
     yield Attack(either("memory-areas", "30,000 areas of memory of a page each"), _areas, 1.0)

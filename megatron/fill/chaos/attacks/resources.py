@@ -127,7 +127,7 @@ def _threads(ground: Ground) -> str:
 
 def _lock_memory(ground: Ground) -> str:
     """Memory that cannot be swapped out, more than the kernel grants everybody."""
-    held = mmap.mmap(-1, 96 * MIB)
+    held = mmap.mmap(-1, 96 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(held))
     if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(held))):
         raise last_error("mlock")
@@ -186,16 +186,8 @@ def _names(ground: Ground) -> str:
 
 def _tables() -> Iterator[Attack]:
     either = partial(attack, either=True)
-    yield Attack(
-        fatal(
-            "memory-files",
-            "400 MiB in memory files that are not mapped",
-            "over its cap|annot allocate",
-            memory_bytes=256 * MIB,
-        ),
-        _memory_files,
-        10.0,
-    )
+    files = either("memory-files", "400 MiB in memory files that are not mapped")
+    yield Attack(replace(files, memory_bytes=256 * MIB), _memory_files, 10.0)
     yield Attack(either("shm-full", "400 MiB in /dev/shm, or all of it"), _shared_memory, 3.0)
     yield Attack(either("shm-inodes", "20,000 files in /dev/shm"), _inodes, 3.0)
     disk = either("disk-fill-inside", "fills the disk of the run folder, and leaves it so", needs=DISK)

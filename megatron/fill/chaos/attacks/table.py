@@ -19,7 +19,9 @@ from megatron.fill.chaos.attacks import (
     words,
 )
 
-_MODULES = (processes, procfs, scheduling, kernel, tricks, files, locks, races, pages, futexes, words, memory)
-_MODULES += (resources, network)
+_MODULES = (
+    *(processes, procfs, scheduling, kernel, tricks, files, locks, races, pages, futexes, words, memory),
+    *(resources, network),
+)
 FAMILIES = {module.__name__.rpartition(".")[2]: module.ATTACKS for module in _MODULES}
 ATTACKS = {attack.kind.name: attack for family in FAMILIES.values() for attack in family}

@@ -33,12 +33,15 @@ _TRICKS = {
 _STORE = (Wall.FILES, Wall.USER)
 _RUN = (Wall.RUN, Wall.FILES, Wall.USER)
 _LOCKS = {
-    **like(_RUN, "flock-run", "lock-run", "ofd-lock-run", "inotify-run", "dnotify-run", "read-agents", "list-run"),
-    **like(Wall.RUN, "flock-others", "lock-others", "ofd-lock-others", "inotify-others", "dnotify-others"),
+    **like(_RUN, "flock-run", "lock-run", "ofd-lock-run", "dnotify-run", "read-agents", "list-run"),
+    **like(Wall.RUN, "flock-others", "lock-others", "ofd-lock-others", "dnotify-others"),
+    **like((*_RUN, Wall.CALLS), "inotify-run"),
+    **like((Wall.RUN, Wall.CALLS), "inotify-others"),
+    **like((*_STORE, Wall.CALLS), "inotify-store"),
     **like(Wall.RUN, "read-output", "read-jobs"),
     **like((*_RUN, Wall.POWERS), "lease-run"),
     **like(Wall.RUN, "lease-others"),
-    **like(_STORE, "flock-store", "lock-store", "ofd-lock-store", "inotify-store", "lease-store"),
+    **like(_STORE, "flock-store", "lock-store", "ofd-lock-store", "lease-store"),
     **like((*_RUN, Wall.RULES), "link-others", "rename-others", "append-others", "change-others"),
 }
 _RACES = {
@@ -67,15 +70,20 @@ _FUTEXES = {
 }
 _MEMORY = {
     **like(
-        Wall.MEMORY,
+        (Wall.MEMORY, Wall.CALLS, Wall.LIMITS),
         *("memory-system-v", "memory-deleted-files", "memory-in-flight", "memory-in-cycles", "memory-shared-memory"),
-        *("memory-zero-device", "memory-page-tables", "memory-children-memory", "memory-stacks", "memory-freed"),
+        *("memory-page-tables", "memory-children-memory", "memory-stacks", "memory-freed"),
         "memory-moments",
         proof=proofs.says("400 MiB"),
     ),
-    **like(Wall.RULES, "memory-queues"),
-    **like((Wall.LIMITS, Wall.USER, Wall.POWERS), "memory-pipes", "memory-secret"),
+    **like((Wall.RULES, Wall.CALLS), "memory-queues"),
+    **like((Wall.LIMITS, Wall.USER, Wall.POWERS, Wall.CALLS), "memory-pipes", "memory-secret"),
     **like(Wall.MEMORY, "memory-sockets", "memory-areas", "memory-attributes"),
+    **like(
+        (Wall.MEMORY, Wall.CALLS, Wall.LIMITS, Wall.FILES, Wall.RULES),
+        "memory-zero-device",
+        proof=proofs.says("400 MiB"),
+    ),
     **like(Wall.LIMITS, "memory-huge", impossible="huge pages would have to be reserved on the whole machine"),
 }
 CONTROLS = {

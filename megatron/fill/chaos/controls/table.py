@@ -117,7 +117,7 @@ _WORDS = {
     **_like(Wall.READER, *(f"work-{name}" for name in ("inf", "nan", "most", "negative")), proof=proofs.odd_work),
 }
 _RESOURCES = {
-    **_like(Wall.MEMORY, "memory-files", proof=proofs.memory_files),
+    **_like((Wall.MEMORY, Wall.CALLS), "memory-files", proof=proofs.memory_files),
     **_like((Wall.MEMORY, Wall.FILES), "shm-full", proof=proofs.shared_memory),
     **_like((Wall.MEMORY, Wall.FILES), "shm-inodes", proof=proofs.shared_names),
     **_like(Wall.QUOTA, "disk-fill-inside", proof=proofs.disk_is_full),

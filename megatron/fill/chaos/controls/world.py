@@ -32,7 +32,7 @@ from megatron.fill.sandbox.powers import limit_resources
 
 _MIB, _PAGE_BYTES = 1 << 20, 4096
 _SHARED_BYTES, _DISK_BYTES = 1024 * _MIB, 64 * _MIB
-_MEMORY_BYTES, _TASKS, _FILES = 512 * _MIB, 4000, 1024
+_MEMORY_BYTES, _TASKS, _FILES = 512 * _MIB, 100_000, 1024  # others may have processes of the same user
 _NOBODY = 65534
 _FIRST_PID = 20_000  # of the stand-ins: numbers that the job's own namespace does not have
 _STAYS_S = 60.0
