@@ -191,22 +191,6 @@ def _huge(ground: Ground) -> str:
     return try_all([("MAP_HUGETLB", lambda: _held.append(mmap.mmap(-1, _TABLE, flags=0x22 | 0x40000)))])
 
 
-def _queues(ground: Ground) -> str:
-    """Queues of messages, which are files of the kernel's."""
-
-    class Shape(ctypes.Structure):
-        _fields_ = tuple((name, ctypes.c_long) for name in ("flags", "most", "size", "now", "a", "b", "c", "d"))
-
-    shape = Shape(0, 2, 1024, 0, 0, 0, 0, 0)
-
-    def make() -> None:
-        for number in range(4):
-            name = f"pipefill-chaos-{os.getpid()}-{number}".encode()
-            _held.append(syscall("mq_open", name, os.O_CREAT | os.O_RDWR, 0o600, ctypes.addressof(shape)))
-
-    return try_all([("4 queues", make)])
-
-
 def _big_pipes(number: int) -> object:
     read, write = os.pipe()
     fcntl.fcntl(write, _F_SETPIPE_SZ, MIB)
@@ -292,7 +276,6 @@ def _tables() -> Iterator[Attack]:
     yield Attack(_capped(moments), _between_looks, 1.0)
     yield Attack(refused("memory-secret", "128 MiB of memfd_secret"), _secret)
     yield Attack(refused("memory-huge", "huge pages"), _huge)
-    yield Attack(refused("memory-queues", "4 queues of messages"), _queues)
     yield Attack(refused("memory-pipes", "300 pipes of a mebibyte"), _pipes)
     yield Attack(either("memory-sockets", "messages that nobody reads"), _socket_buffers, 1.0)
     yield Attack(either("memory-areas", "30,000 areas of memory of a page each"), _areas, 1.0)

@@ -76,7 +76,6 @@ _MEMORY = {
         "memory-moments",
         proof=proofs.says("400 MiB"),
     ),
-    **like((Wall.RULES, Wall.CALLS), "memory-queues"),
     **like((Wall.LIMITS, Wall.USER, Wall.POWERS, Wall.CALLS), "memory-pipes", "memory-secret"),
     **like(Wall.MEMORY, "memory-sockets", "memory-areas", "memory-attributes"),
     **like(

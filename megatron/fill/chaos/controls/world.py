@@ -33,6 +33,7 @@ from megatron.fill.sandbox.powers import limit_resources
 _MIB, _PAGE_BYTES = 1 << 20, 4096
 _SHARED_BYTES, _DISK_BYTES = 1024 * _MIB, 64 * _MIB
 _MEMORY_BYTES, _TASKS, _FILES = 512 * _MIB, 100_000, 1024  # others may have processes of the same user
+_DATA_BYTES = 8 << 30  # of each process, which is a copy of whoever runs the controls
 _NOBODY = 65534
 _FIRST_PID = 20_000  # of the stand-ins: numbers that the job's own namespace does not have
 _STAYS_S = 60.0
@@ -215,7 +216,7 @@ def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) ->
     def prepare() -> None:
         host.yield_to_main_job()
         if Wall.LIMITS not in walls:
-            limit_resources(_MEMORY_BYTES, _TASKS, _FILES)
+            limit_resources(_DATA_BYTES, _TASKS, _FILES)
 
     def body() -> None:
         os.chdir(world.directory)
