@@ -59,7 +59,7 @@ def test_a_chat() -> None:
 def test_a_wrong_request_is_answered_with_its_error() -> None:
     line = error_answer(Refused(3, None, "n is 0", "n"))
     assert (line["custom_id"], line["response"]["status_code"], line["error"]) == (None, 400, None)
-    error = {"message": "n is 0", "type": "invalid_request_error", "param": "n", "code": None}
+    error = {"message": "n is 0", "type": "invalid_request_error", "param": "n", "code": None, "line": 3}
     assert line["response"]["body"] == {"error": error}
 
 

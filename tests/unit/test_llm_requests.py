@@ -242,10 +242,10 @@ def test_blank_lines_are_skipped_and_lines_are_those_of_the_file(tmp_path: Path)
     [
         (b"", "", "is empty"),
         (b"\n\n", "", "is empty"),
-        (b"{}\nprompt", ", line 2", "is not JSON"),
-        (b"{}\n[1]", ", line 2", "found [1]"),
+        (b"\nprompt\n[1]", ", line 2", "the line is not JSON"),
+        (b"[1]\nprompt", ", line 1", "found [1]"),
         (b"null", ", line 1", "found None"),
-        (b"\xff\xfe", ", line 1", "is not UTF-8"),
+        (b"\xff\xfe", ", line 1", "the line is not UTF-8"),
     ],
 )
 def test_a_file_that_is_no_batch_is_an_error(tmp_path: Path, data: bytes, where: str, said: str) -> None:

@@ -42,6 +42,7 @@ class Answering:
         model: what answers call the model.
         seed: for requests that have none.
         fits: whether a sequence can be generated at all; asked before any is.
+        vocabulary: the token ids that the model knows are below it.
         grammars: of the tokenizer; None if no request has a schema.
     """
 
@@ -54,11 +55,12 @@ class Answering:
         model: str,
         seed: int,
         fits: Callable[[GeneratedSequence], bool],
+        vocabulary: int,
         grammars: Grammars | None = None,
     ) -> None:
         self._lines, self._file, self._tokenizer = iter(lines), file, tokenizer
         self._context, self._model, self._seed, self._fits = context, model, seed, fits
-        self._grammars = grammars
+        self._vocabulary, self._grammars = vocabulary, grammars
         self._begun: dict[int, _Begun] = {}  # by line
         self._ready: deque[GeneratedSequence] = deque()
         self._kept: dict[tuple[int, int], dict[str, Any]] = {}
@@ -82,14 +84,21 @@ class Answering:
         begun = self._begun[line]
         if sequence.grammar is not None and sequence.grammar.error is not None:
             begun.error = f"response_format could not be followed: {sequence.grammar.error}"
-        begun.choices[number] = self._choice(number, sequence, begun.request)
+        try:
+            choice = self._choice(number, sequence, begun.request)
+        except Exception as error:  # of a tokenizer, with tokens that it does not expect
+            choice = Choice(number, _unexpected(error), "error", len(sequence.generated))
+        begun.choices[number] = choice
         if len(begun.choices) == begun.request.choices:
             choices = [begun.choices[number] for number in sorted(begun.choices)]
-            if begun.error is None:
-                self._write(answer(begun.request, choices, begun.prompt_tokens, self._model))
-            else:
-                self._write(error_answer(Refused(line, begun.request.custom_id, begun.error, "response_format")))
             del self._begun[line]
+            failed = next((choice.text for choice in choices if choice.finish_reason == "error"), None)
+            if begun.error is not None:
+                self._write(error_answer(Refused(line, begun.request.custom_id, begun.error, "response_format")))
+            elif failed is not None:
+                self._refuse(begun.request, failed, 500)
+            else:
+                self._write(answer(begun.request, choices, begun.prompt_tokens, self._model))
 
     def new_work(self, unfinished: Iterable[GeneratedSequence]) -> float:
         """Requests done since the last call; one in progress counts as the part of its tokens that is there."""
@@ -122,7 +131,7 @@ class Answering:
             self._write(error_answer(line))
             return
         try:
-            prompts = prompt_tokens(line, self._tokenizer)
+            prompts = prompt_tokens(line, self._tokenizer, self._vocabulary)
             self._check_tokens(line)
             sequences = [
                 self._sequence(line, tokens, place * line.n + number)
@@ -132,7 +141,10 @@ class Answering:
             for sequence in sequences[:: line.n]:
                 self._check_room(sequence)
         except (ValueError, TaskError) as error:
-            self._write(error_answer(Refused(line.line, line.custom_id, str(error), None)))
+            self._refuse(line, str(error), 400)
+            return
+        except Exception as error:  # of a tokenizer or a template, with what it does not expect
+            self._refuse(line, _unexpected(error), 500)
             return
         begun = _Begun(line, sum(map(len, prompts)), self._choices.pop(line.line, {}))
         self._begun[line.line] = begun
@@ -157,7 +169,7 @@ class Answering:
         return min(asked or context, context - prompt)
 
     def _check_tokens(self, request: Request) -> None:
-        size = self._tokenizer.size
+        size = self._vocabulary
         if wrong := [token for token, _ in request.sampling.logit_bias if token >= size]:
             raise ValueError(f"logit_bias has token {wrong[0]}; expected 0 to {size - 1}")
 
@@ -194,30 +206,48 @@ class Answering:
         assert sequence.finish is not None
         return Choice(number, sequence.text, sequence.finish, len(sequence.generated), notes)
 
+    def _refuse(self, request: Request, why: str, status_code: int) -> None:
+        self._write(error_answer(Refused(request.line, request.custom_id, why, None, status_code)))
+
     def _write(self, data: dict[str, Any]) -> None:
         self._file.write(data)
         self.answered += 1
 
 
-def prompt_tokens(request: Request, tokenizer: Tokenizer) -> list[list[int]]:
+def prompt_tokens(request: Request, tokenizer: Tokenizer, vocabulary: int) -> list[list[int]]:
     """The token ids of each of a request's prompts, or of its conversation.
 
+    Args:
+        vocabulary: the ids that the model knows are below it.
+
     Raises:
-        ValueError: one has none that the model knows.
+        ValueError: one has none, or one that the model does not know.
     """
     if request.chat:
-        return [tokenizer.chat(list(request.messages), list(request.tools) or None, **request.template)]
-    return [_tokens(prompt, tokenizer) for prompt in request.prompts]
+        tokens = tokenizer.chat(list(request.messages), list(request.tools) or None, **request.template)
+        return [_known(tokens, "the tokens of the messages have", tokenizer, vocabulary)]
+    return [_tokens(prompt, tokenizer, vocabulary) for prompt in request.prompts]
 
 
-def _tokens(prompt: str | tuple[int, ...], tokenizer: Tokenizer) -> list[int]:
+def _tokens(prompt: str | tuple[int, ...], tokenizer: Tokenizer, vocabulary: int) -> list[int]:
     if isinstance(prompt, str):
-        # A model needs a token to begin with.
-        return tokenizer.encode(prompt) or sorted(tokenizer.eos_ids)[:1]
-    wrong = [token for token in prompt if not 0 <= token < tokenizer.size]
+        return _known(tokenizer.encode(prompt), "the tokens of the prompt have", tokenizer, vocabulary)
+    return _known(list(prompt), "prompt has token", tokenizer, vocabulary)
+
+
+def _known(tokens: list[int], where: str, tokenizer: Tokenizer, vocabulary: int) -> list[int]:
+    if not tokens:
+        if tokenizer.begins is None:
+            raise ValueError("the prompt has no tokens, and the model's tokenizer none to begin with; expected some")
+        tokens = [tokenizer.begins]
+    wrong = [token for token in tokens if not 0 <= token < vocabulary]
     if wrong:
-        raise ValueError(f"prompt has token {wrong[0]}; expected 0 to {tokenizer.size - 1}")
-    return list(prompt)
+        raise ValueError(f"{where} {wrong[0]}, which the model does not know; expected 0 to {vocabulary - 1}")
+    return tokens
+
+
+def _unexpected(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _part(sequence: GeneratedSequence) -> float:

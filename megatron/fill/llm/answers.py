@@ -33,7 +33,8 @@ class Choice:
 
     index: int
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "error"]
+    """``error``: there is none, and ``text`` says why."""
     tokens: int
     """How many were generated."""
     logprobs: Sequence[TokenLogprob] | None = None
@@ -61,8 +62,9 @@ def answer(request: Request, choices: Sequence[Choice], prompt_tokens: int, mode
 
 
 def error_answer(refused: Refused) -> dict[str, Any]:
-    """The output line of a request that is wrong."""
-    error = {"message": refused.message, "type": "invalid_request_error", "param": refused.param, "code": None}
+    """The output line of a request that is wrong, or (status 500) that could not be answered."""
+    kind = "invalid_request_error" if refused.status_code < 500 else "server_error"
+    error = {"message": refused.message, "type": kind, "param": refused.param, "code": None, "line": refused.line}
     return _line(refused, refused.status_code, {"error": error})
 
 

@@ -133,7 +133,7 @@ class BatchJob(NodeTask):
         from megatron.fill.llm.answering import Answering
         from megatron.fill.llm.attention import context_length, context_of
         from megatron.fill.llm.engine import Engine
-        from megatron.fill.llm.passes import ModelRunner
+        from megatron.fill.llm.passes import ModelRunner, token_rows
         from megatron.fill.llm.selfcheck import check_model
 
         models = [self._model, *self._drafts]
@@ -144,7 +144,9 @@ class BatchJob(NodeTask):
         pieces = [pieces_of(one, rows, device) for one in models]
         if self._pieces is not None:
             pieces[0] = self._pieces
-        size = self._tokenizer.size
+        size = token_rows(self._model)
+        if self._tokenizer.closed:
+            size = min(size, self._tokenizer.size)
         runners = [
             ModelRunner(one, context_length(one), count, size) for one, count in zip(models, pieces, strict=True)
         ]
@@ -170,6 +172,7 @@ class BatchJob(NodeTask):
             self._model_name,
             self._seed,
             self._fits(limit),
+            size,
             self._grammars,
         )
         self._answering.load_state_dict(self._state)

@@ -16,8 +16,21 @@ from megatron.fill.llm.shapes import Shape
 from megatron.fill.llm.tree import TokenTree, drawn
 from megatron.fill.llm.verify import Rule, follow
 
+NOT_FINITE = "the model's logits are not finite numbers (NaN or infinite) after {} generated tokens"
 _UNKNOWN = np.empty(0)  # the distribution of a token that was not drawn
 _NONE = np.empty(0, dtype=np.int64)
+
+
+class NotFiniteError(Exception):
+    """The large model's logits at a node are not numbers that a token can be taken by.
+
+    Attributes:
+        depth: of the node.
+    """
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.depth = depth
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +52,8 @@ class Branching:
 
     def grows(self, draft: int, level: int) -> bool:
         """Whether a draft is to propose what follows this level."""
-        return draft in self.levels and level < len(self.shape)
+        levels = self.levels.get(draft, [])
+        return level < min(len(levels), len(self.shape)) and bool(levels[level])
 
     def row(self, nodes: list[int]) -> RowInput:
         """Nodes of the tree as tokens of a pass; the root's column is that of the sequence's last token."""
@@ -74,6 +88,10 @@ class Branching:
             logits = logits[last : last + 1]
         else:
             logits = logits[: len(nodes)]
+        if not bool(logits.amax(-1).isfinite().all()):
+            sequence.tainted = True
+            self.levels[draft].append([])  # it knows nothing that could be verified
+            return
         self.levels[draft].append(self._proposed(nodes, self.shape[level], logits))
 
     def _proposed(self, nodes: list[int], width: int, logits: Any) -> list[int]:
@@ -115,23 +133,35 @@ class Branching:
         prompt = sequence.prompt_ids if sampling.repetition_penalty != 1 else _NONE
         found = adjusted(logits, sampling, prompt, [*sequence.generated, *path])
         if sequence.grammar is not None:
-            found[~sequence.grammar.allowed(sequence.generated, path)[: len(found)]] = -np.inf
+            allowed = sequence.grammar.allowed(sequence.generated, path)[: len(found)]
+            found[: len(allowed)][~allowed] = -np.inf
+            found[len(allowed) :] = -np.inf  # that the tokenizer does not have
         return found
 
-    def verified(self, rule: Rule, logits: Any, best: list[int]) -> list[int]:
+    def verified(self, rule: Rule, logits: Any, best: list[int], finite: list[bool]) -> list[int]:
         """The next tokens.
 
         Args:
             logits: of the large model at each node, ``[nodes, vocabulary]``.
             best: its most probable token at each node.
+            finite: whether its largest logit is a finite number, at each node.
+
+        Raises:
+            NotFiniteError: it is not at a node that decides.
         """
-        sampling = self.sequence.wanted.sampling
+        sampling, depths = self.sequence.wanted.sampling, self.tree.depths()
+
+        def sure(node: int) -> int:
+            if not finite[node]:
+                raise NotFiniteError(depths[node])
+            return node
+
         if sampling.temperature == 0 and self._as_it_is:
-            return follow(self.tree, best.__getitem__)
+            return follow(self.tree, lambda node: best[sure(node)])
         rows = logits.float().cpu().numpy()
         if sampling.temperature == 0:
-            return follow(self.tree, lambda node: int(np.argmax(self._adjusted(node, rows[node]))))
-        return rule(self.tree, lambda node: distribution(self._adjusted(node, rows[node]), sampling), self.chance)
+            return follow(self.tree, lambda node: int(np.argmax(self._adjusted(node, rows[sure(node)]))))
+        return rule(self.tree, lambda node: distribution(self._adjusted(node, rows[sure(node)]), sampling), self.chance)
 
     def path(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that tokens lead to from the root; the last token is not in the tree, or below a leaf."""

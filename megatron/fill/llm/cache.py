@@ -81,6 +81,11 @@ class SlotCache:
         for tensor in (*self._keys, *self._values):
             tensor[target, :, :columns] = tensor[source, :, :columns]
 
+    def wipe(self, slot: int, first: int) -> None:
+        """Set a slot's columns from the first one on to zero."""
+        for tensor in (*self._keys, *self._values):
+            tensor[slot, :, first:] = 0
+
     def compact(self, slots: Sequence[int], sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> None:
         """Copy columns of slots to other columns of the same slots; all are read before any is written."""
         rows = [slot for slot, columns in zip(slots, sources, strict=True) for _ in columns]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.llm.branching import Branching
+from megatron.fill.llm.branching import NOT_FINITE, Branching, NotFiniteError
 from megatron.fill.llm.chance import Sampled
 from megatron.fill.llm.passes import ModelRunner, RowInput
 from megatron.fill.llm.room import KeyValueRoom
@@ -242,17 +242,16 @@ class Engine:
         this, room = self._round, self.room
         if not this.branching:
             return
-        best = this.logits.argmax(-1).tolist()
+        most, best = this.logits.max(-1)
+        finite, best = most.isfinite().tolist(), best.tolist()
         moves: list[tuple[list[int], list[list[int]], list[list[int]]]] = [([], [], []) for _ in self.runners]
         for at, one in enumerate(this.branching):
             sequence, nodes = one.sequence, len(one.tree.tokens)
-            tokens = one.verified(self._rule, this.logits[at, :nodes], best[at])
-            path = one.path(tokens)
-            notes = one.notes(tokens, path, this.logits[at, :nodes])
+            sequence.tainted |= not all(finite[at][:nodes])
             last = sequence.length - 1  # the column of the root
-            taken = sequence.take(tokens, notes, self._ends, self._decode)
-            self.counts.taken[taken] += 1
-            this.tokens += taken
+            path = self._take(one, this.logits[at, :nodes], best[at], finite[at])
+            if path is None:
+                continue
             for model in (0, *one.levels):
                 kept = one.seen(model, path)
                 sequence.cached[model] = last + 1 + len(kept)
@@ -263,9 +262,30 @@ class Engine:
         for runner, (slots, sources, targets) in zip(self.runners, moves, strict=True):
             runner.cache.compact(slots, sources, targets)
         for one in this.branching:
+            if one.sequence.tainted:  # a tree that is not taken leaves what it was in columns that are masked
+                room.wipe_rest(one.sequence)
             if one.sequence.finish is not None:
                 room.release(one.sequence)
                 self.finished.append(one.sequence)
+
+    def _take(self, one: Branching, logits: Any, best: list[int], finite: list[bool]) -> list[int] | None:
+        """Add to a sequence what is verified of its tree; the path there, None if that sequence has failed."""
+        sequence = one.sequence
+        try:
+            tokens = one.verified(self._rule, logits, best, finite)
+            path = one.path(tokens)
+            taken = sequence.take(tokens, one.notes(tokens, path, logits), self._ends, self._decode)
+        except NotFiniteError as error:
+            sequence.fail(NOT_FINITE.format(len(sequence.generated) + error.depth))
+            return None
+        except MemoryError:
+            raise
+        except Exception as error:  # of a tokenizer, with tokens that it does not expect
+            sequence.fail(f"{type(error).__name__}: {error}")
+            return None
+        self.counts.taken[taken] += 1
+        self._round.tokens += taken
+        return path
 
     def _learn(self) -> None:
         """Note what the round says of its shape: nothing, if prompts were computed too."""

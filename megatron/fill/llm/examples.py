@@ -31,7 +31,7 @@ def answered(requests: str, answers: str, tokenizer: Tokenizer) -> Iterator[tupl
     for line in read_requests(requests):
         if not isinstance(line, Request):
             continue
-        prompts = prompt_tokens(line, tokenizer) if line.custom_id in texts else []
+        prompts = prompt_tokens(line, tokenizer, tokenizer.size) if line.custom_id in texts else []
         for index, text, stopped in texts.get(line.custom_id, ()):
             tokens = tokenizer.encode(text)
             if stopped and not line.stop:

@@ -25,7 +25,7 @@ class Grammars:
         except ImportError as error:
             raise TaskError(f"{error}: response_format needs pip install 'pipefill[json]'") from error
         self._matcher = LLMatcher
-        self._size, self._ends = tokenizer.size, tokenizer.eos_ids
+        self._size, self._ends = max(tokenizer.size, 1 + max(tokenizer.eos_ids, default=0)), tokenizer.eos_ids
         if not self._ends:
             raise TaskError("response_format needs a tokenizer that has an end of text; this one has none")
         try:
@@ -94,7 +94,9 @@ class Grammar:
         if matcher.is_stopped() and not matcher.is_error():
             return found
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        mask = np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
+        mask = np.zeros(self._size, dtype=bool)
+        known = np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
+        mask[: len(known)] = known
         if matcher.is_error() or not mask.any():
             if not path:
                 self.error = matcher.get_error() or "no token may follow"

@@ -21,10 +21,14 @@ class Tokenizer(Protocol):
     Attributes:
         size: ids are below it.
         eos_ids: ids that end a text.
+        begins: the id that a text without tokens begins with; None for none.
+        closed: whether ids from ``size`` on stand for nothing, though a model may have them.
     """
 
     size: int
     eos_ids: frozenset[int]
+    begins: int | None
+    closed: bool
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt."""
@@ -67,9 +71,11 @@ class FolderTokenizer:
 
     def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:
         self._tokenizer = self.inner = tokenizer
-        self.size = len(tokenizer)
+        self.size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # there may be holes
         own = tokenizer.eos_token_id
         self.eos_ids = ends | (frozenset() if own is None else frozenset([own]))
+        self.begins = next((one for one in (tokenizer.bos_token_id, *sorted(self.eos_ids)) if one is not None), None)
+        self.closed = False
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text)["input_ids"])
@@ -91,6 +97,8 @@ class FolderTokenizer:
             )
         except Exception as error:  # the template's own words, which are no class of ours
             raise ValueError(f"messages do not fit the model's chat template: {error}") from error
+        if not list(found):
+            raise ValueError("the model's chat template gives no token for these messages; expected one at least")
         return list(found)
 
     def same_tokens(self, other: Tokenizer) -> bool:
@@ -110,7 +118,8 @@ class ByteTokenizer:
 
     def __init__(self, size: int, end: int) -> None:
         self.size, self._end = size, end
-        self.eos_ids = frozenset([end])
+        self.eos_ids, self.closed = frozenset([end]), True
+        self.begins: int | None = end
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode(errors="replace"))

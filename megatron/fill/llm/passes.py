@@ -30,6 +30,12 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
     return max(lists, key=lambda layers: sum(p.numel() for layer in layers for p in layer.parameters()))
 
 
+def token_rows(model: Any) -> int:
+    """Token ids that a model can be given and can give are below it."""
+    given, gives = model.get_input_embeddings(), model.get_output_embeddings()
+    return min(len(one.weight) for one in (given, gives) if one is not None)
+
+
 class LayeredPass:
     """Runs a function that runs a model, and stops before every so many layers of it, to go on later.
 
@@ -117,11 +123,14 @@ class ModelRunner:
         model: in evaluation mode, on its device.
         context: tokens that a sequence may have.
         pieces: what a pass is cut into.
-        vocabulary: token ids are below it; a model may have more, which stand for nothing.  None for all.
+        vocabulary: token ids are below it.  What a model has beyond it stands for nothing; a draft may have fewer.
+            None for all that the model has.
     """
 
     def __init__(self, model: Any, context: int, pieces: int = 1, vocabulary: int | None = None) -> None:
-        self.model, self.context, self._vocabulary = model, context, vocabulary
+        self.model, self.context = model, context
+        self._rows = token_rows(model)
+        self._vocabulary = vocabulary or self._rows
         self._device, self._dtype = model.device, model.dtype  # the model looks through its weights for them
         self._attention = AttentionKinds.of(model)
         self.cache = SlotCache(probe_shapes(model, list(self._attention.kinds)), model.dtype, str(model.device))
@@ -137,7 +146,9 @@ class ModelRunner:
 
         def function() -> Any:
             if logits:
-                return self.model(**inputs).logits[..., : self._vocabulary]
+                found = self.model(**inputs).logits[..., : min(self._rows, self._vocabulary)]
+                lacking = self._vocabulary - found.shape[-1]
+                return torch.nn.functional.pad(found, (0, lacking), value=-torch.inf) if lacking else found
             self.model.base_model(**inputs)
             return None
 
@@ -156,6 +167,7 @@ class ModelRunner:
             visible[at, 0, :count, : row.visible.shape[1]] = row.visible
             if row.held is not None:
                 held[at, : len(row.held)] = row.held
+        ids[ids >= self._rows] = 0  # of a draft that lacks them: what it proposes then is no worse than anything
         device = self._device
         masks = {kind: self._mask(seen) for kind, seen in self._attention.masks(visible, positions, held).items()}
         view = CacheView(self.cache, [row.slot for row in rows], torch.from_numpy(columns).to(device), length)

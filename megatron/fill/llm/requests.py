@@ -1,15 +1,16 @@
 """Requests of a batch, in OpenAI's batch format: one JSON object a line.
 
-What is wrong with one request is kept as a ``Refused`` for that line.  A file that is no batch at all is an error.
+What is wrong with one line is kept as a ``Refused`` for that line.  A file that has no JSON object at all is an error.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.fill import untrusted
 from megatron.fill.errors import ConfigError
@@ -20,6 +21,7 @@ from megatron.fill.llm.sampling import Sampling
 
 _CHATS = {"/v1/completions": False, "/v1/chat/completions": True}
 _EXPECTED = "a batch file: one JSON object a line, with custom_id, method, url and body"
+_CUSTOM_ID = re.compile(r'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 _MOST_LINE_BYTES = 16 << 20
 _MOST_DEPTH, _MOST_VALUES = 16, 2_000_000  # of one line
 _MOST_CHOICES, _MOST_STOPS, _MOST_PROMPTS, _MOST_BIASES = 128, 4, 2048, 1024
@@ -103,55 +105,83 @@ class Refused:
     status_code: int = 400
 
 
+class _NoObjectError(WrongFieldError):
+    """A line is not a JSON object at all."""
+
+
 def read_requests(path: str | Path) -> list[Request | Refused]:
     """All requests of a file, in its order.  Empty lines are skipped.
 
     Raises:
-        ConfigError: the file cannot be read, has no requests, or has a line that is not a JSON object: naming the line.
+        ConfigError: the file cannot be read, has no requests, or has no line that is a JSON object.
     """
     found: list[Request | Refused] = []
     taken: dict[str, int] = {}
+    objects = 0
     try:
         with Path(path).open("rb") as file:
-            number = 0
-            while data := file.readline(_MOST_LINE_BYTES + 1):
-                number += 1
+            for number, data in enumerate(_lines(file), 1):
                 try:
-                    value = _object(data, f"{path}, line {number}", first=number == 1)
+                    value = _object(data, first=number == 1)
                 except WrongFieldError as error:
-                    found.append(Refused(number, None, str(error), error.param))
+                    custom_id = _custom_id_in(data)
+                    taken.setdefault(custom_id or "", number)
+                    objects += not isinstance(error, _NoObjectError)
+                    found.append(Refused(number, custom_id, str(error), error.param))
                     continue
                 if value is not None:
+                    objects += 1
                     found.append(_checked(value, number, taken))
     except (OSError, ValueError) as error:  # ValueError: of a name that no file can have
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{path}: cannot be read: {reason}; expected {_EXPECTED}") from error
     if not found:
         raise ConfigError(f"{path}: is empty; expected {_EXPECTED}")
+    if not objects:
+        first = found[0]
+        assert isinstance(first, Refused)
+        raise ConfigError(f"{path}, line {first.line}: {first.message}; expected {_EXPECTED}")
     return found
 
 
-def _object(data: bytes, where: str, first: bool) -> dict[str, Any] | None:
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long, no more than shows it."""
+    while data := file.readline(_MOST_LINE_BYTES + 1):
+        yield data
+        while len(data) > _MOST_LINE_BYTES and not data.endswith(b"\n"):
+            data = file.readline(_MOST_LINE_BYTES + 1)
+
+
+def _object(data: bytes, first: bool) -> dict[str, Any] | None:
     """What a line says; None if it is blank.
 
     Raises:
-        ConfigError: it is not a JSON object.
-        WrongFieldError: it is one with a value that is not taken.
+        WrongFieldError: it is not a JSON object, or one with a value that is not taken.
     """
     if len(data) > _MOST_LINE_BYTES:
-        raise ConfigError(f"{where}: is longer than {_MOST_LINE_BYTES >> 20} MiB; expected {_EXPECTED}")
+        raise _NoObjectError(None, f"the line is longer than {_MOST_LINE_BYTES >> 20} MiB")
     try:
         said = data.decode("utf-8-sig" if first else "utf-8").strip()
         value = untrusted.parse_json(said, _MOST_DEPTH, _MOST_VALUES) if said else None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: is not UTF-8 text; expected {_EXPECTED}") from error
+        raise _NoObjectError(None, "the line is not UTF-8 text") from error
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: is not JSON: {error}; expected {_EXPECTED}") from error
+        raise _NoObjectError(None, f"the line is not JSON: {error}") from error
     except ValueError as error:  # JSON, but with a number or a text that is not taken
         raise WrongFieldError(None, str(error)) from error
     if said and not isinstance(value, dict):
-        raise ConfigError(f"{where}: found {shown(value)}; expected {_EXPECTED}")
+        raise _NoObjectError(None, f"found {shown(value)} instead of a JSON object")
     return value
+
+
+def _custom_id_in(data: bytes) -> str | None:
+    """The custom id of a line that is not taken; None if it has none that can be read."""
+    found = _CUSTOM_ID.search(data.decode(errors="replace"))
+    try:
+        custom_id = json.loads(found[1]) if found else None
+        return custom_id if custom_id and custom_id.encode() else None
+    except ValueError:  # UnicodeEncodeError is one
+        return None
 
 
 def _checked(value: dict[str, Any], line: int, taken: dict[str, int]) -> Request | Refused:

@@ -67,14 +67,29 @@ class KeyValueRoom:
             following.cached = [0] * len(self._caches)
             self.active.append(following)
 
-    def release(self, sequence: GeneratedSequence) -> None:
-        """Take its slot; the last one moves there."""
+    def release(self, sequence: GeneratedSequence, clean: bool = False) -> None:
+        """Take its slot; the last one moves there.
+
+        Args:
+            clean: leave nothing of it, though it is not known to be tainted.
+        """
         slot, last = self.active.index(sequence), self.active.pop()
-        if last is not sequence:
-            for cache, columns in zip(self._caches, last.cached, strict=True):
+        for cache, columns in zip(self._caches, last.cached, strict=True):
+            if clean or sequence.tainted:
+                cache.wipe(slot, 0)
+            if last is not sequence:
                 cache.move(len(self.active), slot, columns)
+            if clean or last.tainted:
+                cache.wipe(len(self.active), 0)
+        if last is not sequence:
             self.active[slot] = last
         sequence.cached = []
+
+    def wipe_rest(self, sequence: GeneratedSequence) -> None:
+        """Set to zero what a slot has beyond its sequence's tokens: NaN stays NaN where it is masked."""
+        slot = self.active.index(sequence)
+        for cache, columns in zip(self._caches, sequence.cached, strict=True):
+            cache.wipe(slot, columns)
 
     def limit(self, most_bytes: int | None) -> None:
         """Hold no more than this from now on: the youngest lose their slots, and wait to be computed again."""
@@ -93,7 +108,7 @@ class KeyValueRoom:
 
     def _drop_youngest(self) -> None:
         youngest = min(self.active, key=lambda sequence: len(sequence.generated))
-        self.release(youngest)
+        self.release(youngest, clean=True)
         self.waiting.appendleft(youngest)
 
     def _columns_of(self, sequences: Sequence[GeneratedSequence]) -> int:

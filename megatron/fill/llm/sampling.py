@@ -77,8 +77,9 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
         logits: ``[vocabulary]``, after ``adjusted``; minus infinity for what is impossible, but not for all.
         sampling: with a temperature above 0.
     """
-    scaled = logits.astype(np.float64) / sampling.temperature
-    probabilities = np.exp(scaled - scaled.max())
+    below = logits.astype(np.float64) - float(logits.max())
+    with np.errstate(over="ignore"):  # of temperatures that are next to 0
+        probabilities = np.exp(below / sampling.temperature)
     kept = np.flatnonzero(probabilities >= sampling.min_p)  # the largest is 1
     if 0 < sampling.top_k < len(kept):
         least = np.partition(probabilities[kept], -sampling.top_k)[-sampling.top_k]

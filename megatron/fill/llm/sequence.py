@@ -57,8 +57,9 @@ class GeneratedSequence:
     Attributes:
         name: of its owner's choice.
         cached: tokens whose keys and values each model has, the target first; empty while it has no slot.
-        finish: why it ended: ``stop`` or ``length``; None while it goes on.
-        text: without what ended it; set at its end.
+        finish: why it ended: ``stop``, ``length`` or ``error``; None while it goes on.
+        text: without what ended it, or what the error was; set at its end.
+        tainted: a model gave numbers for it that are not finite: its keys and values may have such too.
         grammar: what it has to follow; None for nothing.
     """
 
@@ -67,8 +68,9 @@ class GeneratedSequence:
     generated: list[int] = field(default_factory=list)
     notes: list[TokenNote] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
-    finish: Literal["stop", "length"] | None = None
+    finish: Literal["stop", "length", "error"] | None = None
     text: str = ""
+    tainted: bool = False
     grammar: Grammar | None = None
     _prompt_ids: np.ndarray | None = field(default=None, repr=False)
 
@@ -116,6 +118,10 @@ class GeneratedSequence:
             if self.finish is not None:
                 return count
         return len(tokens)
+
+    def fail(self, why: str) -> None:
+        """End it without an answer."""
+        self.finish, self.text = "error", why
 
     def _stopped(self, decode: Decode) -> str | None:
         """The text before a stop that the latest token completed; None for none."""
