@@ -118,7 +118,9 @@ def test_tokens_of_a_tree_are_distributed_as_the_grammar_leaves_them(rule):
             nodes = one.levels[1][level]
             one.grow(1, level, torch.stack([logits_of(one.tree.path(node), 2) for node in nodes]))
         logits = torch.stack([logits_of(one.tree.path(node), 1) for node in range(len(one.tree.tokens))])
-        return [SMALL.index(token) for token in one.verified(rule, logits, logits.argmax(-1).tolist())]
+        return [
+            SMALL.index(token) for token in one.verified(rule, logits, logits.argmax(-1).tolist(), [True] * len(logits))
+        ]
 
     made = Grammars(BYTES)
 
