@@ -71,6 +71,7 @@ class FolderTokenizer:
 
     def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:
         self._tokenizer = self.inner = tokenizer
+        self._anchor: list[int] | None = None
         self.size = 1 + max(tokenizer.get_vocab().values(), default=-1)  # there may be holes
         own = tokenizer.eos_token_id
         self.eos_ids = ends | (frozenset() if own is None else frozenset([own]))
@@ -81,10 +82,21 @@ class FolderTokenizer:
         return list(self._tokenizer(text)["input_ids"])
 
     def decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return self._after_text(tokens, skip_special=True)
 
     def piece(self, token: int) -> str:
-        return str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        return self._after_text([token], skip_special=False)
+
+    def _after_text(self, tokens: list[int], skip_special: bool) -> str:
+        """The text of ids that follow others: some decoders (Llama-2, Mistral) drop a space before the first one."""
+        if self._anchor is None:
+            self._anchor = list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
+        before = self._decoded(self._anchor, skip_special)
+        text = self._decoded([*self._anchor, *tokens], skip_special)
+        return text[len(before) :] if before and text.startswith(before) else self._decoded(tokens, skip_special)
+
+    def _decoded(self, tokens: list[int], skip_special: bool) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
 
     def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **arguments: Any
