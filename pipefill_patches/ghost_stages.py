@@ -25,7 +25,7 @@ from megatron.fill.hooks import Listener, bus
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.ghosts import GhostWaits, ghost_waits
 from megatron.fill.pipeline.schedules import make_schedule
-from pipefill_patches import cpu_backend, p2p_communicator, training_loop
+from pipefill_patches import collectives, cpu_backend, p2p_communicator, training_loop
 from pipefill_patches.ghost_flags import FLAG, GhostSettings
 from pipefill_patches.ghost_waits import GhostRequest, HostWaits, StreamWaits, Waits
 from pipefill_patches.registry import Patch, Target, replace
@@ -255,9 +255,7 @@ def _install(stack: contextlib.ExitStack) -> None:
     for target, method in ((_POST, "post"), (_POST_BATCHED, "post_batched")):
         holder, name = target.resolve()
         replace(stack, holder, name, _posting(ghosts, method, getattr(holder, name)))
-    for target in training_loop.COLLECTIVES:
-        holder, name = target.resolve()
-        replace(stack, holder, name, _draining(ghosts, getattr(holder, name)))
+    collectives.wrap_calls(stack, functools.partial(_draining, ghosts))
 
 
 def _timed(ghosts: list[_Ghosts], kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,12 +275,12 @@ def _posting(ghosts: list[_Ghosts], method: str, post: Callable[..., Any]) -> Ca
     return run
 
 
-def _draining(ghosts: list[_Ghosts], collective: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(collective)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if ghosts and training_loop.waits_in_drain(args, kwargs):
+def _draining(ghosts: list[_Ghosts], call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def run(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if ghosts and bus.in_drain and collectives.blocks(name, args, kwargs) and collectives.spans_stages(group):
             ghosts[0].drain()
-        return collective(*args, **kwargs)
+        return call(group, *args, **kwargs)
 
     return run
 
@@ -291,5 +289,5 @@ PATCH = Patch(
     "ghost_stages",
     "a rank meets the others where transfers are posted, and in the first collective after its last backward",
     _install,
-    (_PARSE, _TRAIN, _GATHER, _POST, _POST_BATCHED, _FORWARD, _BACKWARD, *training_loop.COLLECTIVES),
+    (_PARSE, _TRAIN, _GATHER, _POST, _POST_BATCHED, _FORWARD, _BACKWARD),
 )

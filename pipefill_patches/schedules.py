@@ -48,12 +48,13 @@ def _bracketed(original: Callable[..., Any], schedule: str) -> Callable[..., Any
 
 
 def spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Callable[..., Any]:
-    """Report when it began, once it has ended."""
+    """A pass; report when it began, once it has ended."""
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         start_ns = time.monotonic_ns()
-        result = original(*args, **kwargs)
+        with bus.in_pass:
+            result = original(*args, **kwargs)
         report(start_ns)
         return result
 
@@ -66,7 +67,8 @@ def _combined(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         start_ns = time.monotonic_ns()
-        result = original(*args, **kwargs)
+        with bus.in_pass:
+            result = original(*args, **kwargs)
         if kwargs.get("f_virtual_microbatch_id") is not None:
             bus.forward(start_ns)
         if kwargs.get("b_virtual_microbatch_id") is not None:

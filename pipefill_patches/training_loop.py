@@ -1,10 +1,4 @@
-"""Iteration boundaries, disturbances, and the drain bubble.
-
-The drain bubble is not in the pipeline's transfers: after its last backward a rank waits in the first collective that
-spans stages (tied embeddings' gradients, the gradient norm), inside ``train_step``.  So the blocking collectives are
-watched from the last backward to the end of ``train_step``; those within one stage (data or tensor parallel) are not
-pipeline bubbles and are left alone.
-"""
+"""Iteration boundaries, disturbances, and the collectives of an iteration (``collectives.py``)."""
 
 from __future__ import annotations
 
@@ -18,7 +12,7 @@ from megatron.fill.attached import attached
 from megatron.fill.hooks import bus
 from megatron.fill.launcher import local_rank, ranks_here
 from megatron.fill.types import RankInfo
-from pipefill_patches import cpu_backend
+from pipefill_patches import collectives, cpu_backend
 from pipefill_patches.registry import Patch, Target, replace
 
 _TRAINING = "megatron.training.training"
@@ -30,10 +24,6 @@ _TRAIN_STEP = Target(
 _EVALUATE = Target(f"{_TRAINING}:evaluate", ("forward_step_func", "data_iterator", "model"))
 _SAVE = Target(f"{_TRAINING}:save_checkpoint_and_time", ("iteration", "model", "optimizer"))
 _INITIALIZE = Target(f"{_TRAINING}:initialize_megatron", ())
-COLLECTIVES = (
-    Target("torch.distributed:all_reduce", ("tensor", "op", "group", "async_op")),
-    Target("torch.distributed:broadcast", ("tensor", "src", "group", "async_op")),
-)
 
 
 def _rank_info() -> RankInfo:
@@ -57,41 +47,6 @@ def _rank_info() -> RankInfo:
         tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
         device="cpu" if cpu_backend.PATCH.applied else f"cuda:{torch.cuda.current_device()}",
     )
-
-
-@functools.cache
-def _spans_stages(group: Any) -> bool:
-    """Whether the process group (None: the whole world) has ranks of more than one stage of this rank's pipeline."""
-    import torch
-    from megatron.core import parallel_state
-
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    if pipeline.size() == 1:
-        return False
-    if group is None:
-        return True
-    ranks = torch.distributed.get_process_group_ranks(group)
-    return len(set(ranks) & set(torch.distributed.get_process_group_ranks(pipeline))) > 1
-
-
-def waits_in_drain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a collective, called now with these arguments, blocks in the drain and spans stages."""
-    group = kwargs.get("group") or (args[2] if len(args) > 2 else None)
-    waits = not (kwargs.get("async_op") or (len(args) > 3 and args[3]))
-    return bus.in_drain and waits and _spans_stages(group)
-
-
-def _watched(collective: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(collective)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not waits_in_drain(args, kwargs):
-            return collective(*args, **kwargs)
-        try:
-            return bus.wait(functools.partial(collective, *args, **kwargs))
-        finally:
-            bus.close()
-
-    return run
 
 
 def _install(stack: contextlib.ExitStack) -> None:
@@ -125,10 +80,7 @@ def _install(stack: contextlib.ExitStack) -> None:
 
     replace(stack, holder, name, initialize_then_start)
 
-    for target in COLLECTIVES:
-        holder, name = target.resolve()
-        replace(stack, holder, name, _watched(getattr(holder, name)))
-    stack.callback(_spans_stages.cache_clear)
+    collectives.install(stack)
 
 
 def _disturbing(original: Callable[..., Any], reason: str) -> Callable[..., Any]:
@@ -146,5 +98,5 @@ PATCH = Patch(
     "training_loop",
     "iterations begin and end in train_step; the drain hides in the collectives inside it",
     _install,
-    (_TRAIN_STEP, _EVALUATE, _SAVE, _INITIALIZE, *COLLECTIVES),
+    (_TRAIN_STEP, _EVALUATE, _SAVE, _INITIALIZE),
 )

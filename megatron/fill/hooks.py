@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Protocol
 
 from megatron.fill.types import BubbleKind, CycleKey
@@ -72,12 +73,28 @@ class OwnWork(Protocol):
         """
 
 
+class _InPass:
+    """Held while a pass runs; one may run inside another."""
+
+    __slots__ = ("depth",)
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_exc: object) -> None:
+        self.depth -= 1
+
+
 class BubbleBus:
     """Follows one rank through its schedule.
 
     Attributes:
         on_iteration, on_last_backward: patches that have to do something at that moment; not guarded.
         own_work: comes before jobs in every wait of a training iteration; not guarded, since the training needs it.
+        in_pass: held by the patches while a forward or backward pass runs.
     """
 
     def __init__(self) -> None:
@@ -86,8 +103,11 @@ class BubbleBus:
         self.on_last_backward: Callable[[], None] | None = None
         self.own_work: OwnWork | None = None
         self.clock: Callable[[], int] = time.monotonic_ns
+        self.in_pass = _InPass()
         self._training = False
         self._in_cycle = False
+        self._thread = 0  # of the schedule
+        self._waits = False
         self._forward_only = False
         self._index = 0
         self._forwards = 0
@@ -115,6 +135,7 @@ class BubbleBus:
         """A schedule of ``key.microbatches`` forwards (and backwards) per model chunk begins."""
         self._end_cycle()
         self._in_cycle = True
+        self._thread = get_ident()
         self._forward_only = key.forward_only
         self._index = self._forwards = self._backwards = 0
         self._passes = key.microbatches * key.chunks
@@ -134,6 +155,7 @@ class BubbleBus:
         A second call before ``close`` goes on with the same bubble.
         """
         if self._in_cycle:
+            self._waits = True
             self._begin(self._kind(for_backward), None)
 
     def wait[T](self, call: Callable[[], T], *, for_backward: bool = False) -> T:
@@ -146,8 +168,18 @@ class BubbleBus:
         self.open(for_backward=for_backward)
         return call()
 
+    def blocked[T](self, call: Callable[[], T]) -> T:
+        """Call what waits for another stage: a bubble of its own, unless it is part of a wait that is known."""
+        if self._waits:
+            return call()
+        try:
+            return self.wait(call)
+        finally:
+            self.close()
+
     def close(self) -> None:
         """The wait is over; a bubble that is marked goes on."""
+        self._waits = False
         if not self._marked:
             self._end()
 
@@ -204,6 +236,11 @@ class BubbleBus:
     def in_drain(self) -> bool:
         """Whether the last backward is done and the iteration is not: where a collective's wait is a drain bubble."""
         return self._in_cycle and self._training and self._backwards >= self._passes
+
+    @property
+    def between_passes(self) -> bool:
+        """Whether a schedule that the patches know is run by this thread, or its drain, and no pass at this moment."""
+        return self._in_cycle and not self.in_pass.depth and self._passes < _NOT_KNOWN and self._thread == get_ident()
 
     def _kind(self, for_backward: bool) -> BubbleKind:
         if self._forwards == 0:

@@ -2,8 +2,9 @@
 
 A difference of 0.1% drowns in the noise of whole iterations, so the cost is measured by itself: the real patches are
 applied over stand-ins that do nothing, and one iteration's worth of calls (1F1B, four microbatches, a middle stage) is
-timed without them, with them, and with the rank's record written as well, in turn.  The share is that last cost over
-the iteration time of a real run.
+timed without them, with them, and with the rank's record written as well, in turn.  Collectives are torch's own, over
+its fake backend: four within the stage in each pass, and four across stages in the drain.  The share is that last cost
+over the iteration time of a real run.
 
     python scripts/benchmarks/bench_hooks.py --iteration-ms 1170 --json docs/benchmarks/hooks.json
 """
@@ -31,6 +32,7 @@ from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import RankInfo
 
 MICROBATCHES = 4
+COLLECTIVES = 4  # in a pass, and in the drain
 PATCHES = ("cpu_backend", "training_loop", "schedules", "p2p_communicator")
 
 
@@ -42,8 +44,12 @@ def stand_in(holder: Any, name: str, call: Any) -> None:
 
 def prepare() -> Any:
     """Replace what the patches wrap by stand-ins; returns the module whose ``train_step`` is one iteration."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import p2p_communication, schedules
     from megatron.training import training
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     communicator = SimpleNamespace()
 
@@ -57,8 +63,14 @@ def prepare() -> Any:
             posted.wait()
         return None, None, None
 
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    parallel_state.initialize_model_parallel(2, 2)
+    stage, both = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_model_parallel_group()
+    tensor = torch.ones(2)
+
     def a_pass(*args: Any, **kwargs: Any) -> None:
-        return None
+        for _ in range(COLLECTIVES):
+            dist.all_reduce(tensor, group=stage)
 
     def schedule(**kwargs: Any) -> None:
         transfer = p2p_communication.P2PCommunicator._communicate
@@ -72,15 +84,13 @@ def prepare() -> Any:
 
     def train_step(*args: Any, **kwargs: Any) -> None:
         schedules.forward_backward_pipelining_without_interleaving(model=None, num_microbatches=MICROBATCHES)
-        for _ in range(4):  # the collectives of the drain, as the training_loop patch brackets them
-            if bus.in_drain:
-                bus.open()
-                bus.close()
+        for _ in range(COLLECTIVES):
+            dist.all_reduce(tensor, group=both)
 
     stand_in(p2p_communication.P2PCommunicator, "_communicate", communicate)
     stand_in(p2p_communication, "_p2p_ops", post)
     stand_in(schedules, "forward_step", a_pass)
-    stand_in(schedules, "backward_step", lambda *args: None)
+    stand_in(schedules, "backward_step", lambda *args: a_pass())
     stand_in(schedules, "forward_backward_pipelining_without_interleaving", schedule)
     stand_in(training, "train_step", train_step)
     return training

@@ -34,8 +34,8 @@ STATE = """
         ("megatron.training.training", "initialize_megatron"),
         ("megatron.training.arguments", "add_megatron_arguments"),
         ("megatron.training.arguments", "parse_args"),
-        ("torch.distributed", "all_reduce"),
-        ("torch.distributed", "broadcast"),
+        ("torch.distributed", "ProcessGroup.allreduce"),
+        ("torch.distributed", "Work.wait"),
     ]
     def state():
         found = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,38 @@ def test_own_work_comes_before_the_bubble_and_only_in_training():
     bus.end_schedule()
     assert "own work" not in [event[0] for event in heard.events[len(names) :]]
     assert bus.wait(lambda: 8) == 8
+
+
+def test_what_blocks_is_a_bubble_of_its_own_unless_it_is_part_of_one():
+    bus, heard = make()
+    bus.own_work = Working(heard.events)
+    bus.begin_iteration(1)
+    assert not bus.between_passes
+    bus.begin_schedule(CycleKey("1f1b", 2))
+    assert bus.between_passes
+    with bus.in_pass:
+        assert not bus.between_passes
+    assert bus.blocked(lambda: bus.blocked(lambda: 7)) == 7
+    bus.open()
+    assert bus.blocked(lambda: 8) == 8
+    assert [event[0] for event in heard.events].count("bubble_closed") == 1
+    bus.close()
+    assert heard.bubbles == [("fill", 0), ("fill", 1)]
+    assert [event[0] for event in heard.events].count("own work") == 1
+    bus.end_schedule()
+    bus.end_iteration()
+    assert not bus.between_passes
+
+
+def test_another_thread_is_in_no_schedule():
+    bus, _ = make()
+    bus.begin_schedule(CycleKey("1f1b", 2))
+    seen: list[bool] = []
+    other = threading.Thread(target=lambda: seen.append(bus.between_passes))
+    other.start()
+    other.join()
+    assert seen == [False]
+    assert bus.between_passes
 
 
 def test_1f1b_last_of_two_stages():

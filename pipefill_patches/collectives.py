@@ -1,0 +1,122 @@
+"""Bubbles around the collectives that wait for other stages, whichever they are and whoever calls them.
+
+The drain bubble is in no transfer of the pipeline: after its last backward a rank waits in the first collective that
+spans stages (tied embeddings' gradients, the gradient norm, a barrier before a timer).  So do ranks elsewhere between
+the passes, as in the barrier with which ``--timing-log-level 1`` begins a schedule.
+
+All functions of ``torch.distributed`` end in the methods of two classes, ``ProcessGroup`` and ``Work``, also those that
+a module has imported by their own names.  So these are wrapped: a blocking call is a bubble from before it is posted,
+and one that is waited for later is a bubble while it is.  What runs inside a pass, and what is within one stage (data
+or tensor parallel), is left alone: no pipeline bubble.  Functional collectives, which torch dispatches in C++, are not
+seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+from megatron.fill.hooks import bus
+from pipefill_patches.registry import replace
+
+_ALWAYS = ("allreduce", "broadcast", "barrier")
+# By the names of all versions of torch that there are.
+_CALLS = (
+    *("_allgather_base", "_end_coalescing", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced"),
+    *("all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced"),
+    *("allreduce_coalesced", "alltoall", "alltoall_base", "gather", "gather_into_tensor", "gather_single"),
+    *("monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single"),
+    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
+)
+
+Call = Callable[..., Any]
+
+
+@functools.cache
+def spans_stages(group: Any) -> bool:
+    """Whether the process group has ranks of more than one stage of this rank's pipeline."""
+    import torch
+    from megatron.core import parallel_state
+
+    pipeline = parallel_state.get_pipeline_model_parallel_group(check_initialized=False)
+    if pipeline is None or pipeline.size() == 1:
+        return False
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return len(set(ranks) & set(torch.distributed.get_process_group_ranks(pipeline))) > 1
+
+
+def blocks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a process group is over only when the others have called it, too."""
+    if name == "monitored_barrier":
+        return True
+    options = kwargs.get("opts") or (args[-1] if args else None)
+    return getattr(options, "asyncOp", True) is False
+
+
+def wrap_calls(stack: contextlib.ExitStack, wrapper: Callable[[Call, str], Call]) -> None:
+    """Wrap all methods of process groups that communicate; the wrapper gets each with its name.
+
+    Raises:
+        AttributeError: this torch has not even the commonest.
+    """
+    import torch
+
+    groups = torch.distributed.ProcessGroup
+    for name in (*_ALWAYS, *(name for name in _CALLS if hasattr(groups, name))):
+        replace(stack, groups, name, wrapper(getattr(groups, name), name))
+
+
+def install(stack: contextlib.ExitStack) -> None:
+    """Open bubbles in collectives until ``stack`` is closed."""
+    import torch
+
+    pending: WeakSet[Any] = WeakSet()  # work across stages that nobody has waited for
+
+    def watched_wait(wait: Call) -> Call:
+        @functools.wraps(wait)
+        def run(work: Any, *args: Any, **kwargs: Any) -> Any:
+            if not bus.between_passes or work not in pending:
+                return wait(work, *args, **kwargs)
+            pending.discard(work)
+            return bus.blocked(functools.partial(wait, work, *args, **kwargs))
+
+        return run
+
+    def watched(call: Call, name: str) -> Call:
+        @functools.wraps(call)
+        def run(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if not bus.between_passes or not spans_stages(group):
+                return call(group, *args, **kwargs)
+            if blocks(name, args, kwargs):
+                return bus.blocked(functools.partial(_finished, call, group, *args, **kwargs))
+            work = call(group, *args, **kwargs)
+            if work is not None:
+                pending.add(work)
+            return work
+
+        return run
+
+    kind: Any
+    for kind in _kinds(torch.distributed.Work):
+        replace(stack, kind, "wait", watched_wait(kind.wait))
+    wrap_calls(stack, watched)
+    stack.callback(spans_stages.cache_clear)
+
+
+def _kinds(work: type[Any]) -> Iterator[type[Any]]:
+    """The classes of work that have a ``wait`` of their own."""
+    if "wait" in vars(work):
+        yield work
+    for kind in work.__subclasses__():
+        yield from _kinds(kind)
+
+
+def _finished(call: Call, group: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call and wait: torch would wait for what it gets, unless the call has."""
+    work = call(group, *args, **kwargs)
+    if work is not None:
+        work.wait()
+    return work

@@ -1,0 +1,164 @@
+"""Whatever waits for other stages between the passes is a bubble, by whichever name it is called."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.patches.fresh import python
+
+SCRIPT = """
+import json, time
+import torch
+import torch.distributed as dist
+from torch.distributed import all_reduce as bound_before
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import pipefill_patches
+from megatron.core import parallel_state
+from megatron.core.timers import Timers, dist_all_gather_func
+from megatron.fill.hooks import bus
+from megatron.fill.types import CycleKey
+from pipefill_patches.schedules import spanned
+
+pipefill_patches.apply(("cpu_backend",))
+groups, waited_s = dist.ProcessGroup, 0.02
+arrive = groups.barrier
+groups.barrier = lambda group, *args, **kwargs: (time.sleep(waited_s), arrive(group, *args, **kwargs))[1]
+before = {name: call for name, call in vars(groups).items()}, dist.Work.wait
+pipefill_patches.apply(("training_loop",))
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+parallel_state.initialize_model_parallel(2, 2)
+stage, pipeline = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+
+class Bubbles:
+    def __init__(self):
+        self.found, self.open = [], 0
+    def __getattr__(self, name):
+        return lambda *_: None
+    def bubble_opened(self, kind, index, now_ns, free_bytes=None):
+        self.open = now_ns
+        self.found.append([str(kind), 0.0])
+    def bubble_closed(self, now_ns):
+        self.found[-1][1] = (now_ns - self.open) / 1e9
+
+def a_pass(call, report):
+    spanned(call, report)()
+
+def bubbles(call, at="drain"):
+    bus.listener = heard = Bubbles()
+    idle = lambda: None
+    bus.begin_iteration(1)
+    call() if at == "before" else None
+    bus.begin_schedule(CycleKey("1f1b", 1))
+    call() if at == "fill" else None
+    a_pass(call if at == "pass" else idle, bus.forward)
+    call() if at == "between" else None
+    a_pass(idle, bus.backward)
+    call() if at == "drain" else None
+    bus.end_schedule()
+    bus.end_iteration()
+    call() if at == "after" else None
+    return heard.found
+
+one, two = torch.ones(2), torch.ones(4)
+group = {"group": pipeline}
+
+def coalesced():
+    with dist.distributed_c10d._coalescing_manager(pipeline, async_ops=True) as manager:
+        dist.all_reduce(one, **group)
+        dist.all_reduce(two, **group)
+    manager.wait()
+
+def batched():
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 2), dist.P2POp(dist.irecv, one, 2)]):
+        work.wait()
+
+def within():
+    bus.open()
+    bound_before(one)
+    dist.barrier()
+    bus.close()
+
+timers = Timers(1, "all")
+CALLS = {
+    "all_reduce": lambda: dist.all_reduce(one),
+    "all_reduce bound before": lambda: bound_before(one, **group),
+    "broadcast": lambda: dist.broadcast(one, 0),
+    "broadcast_object_list": lambda: dist.broadcast_object_list([1], 0),
+    "all_gather": lambda: dist.all_gather([one, one], one, **group),
+    "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(two, one, **group),
+    "all_gather bound by Megatron": lambda: dist_all_gather_func(two, one, **group),
+    "reduce": lambda: dist.reduce(one, 0),
+    "reduce_scatter": lambda: dist.reduce_scatter(one, [one, one], **group),
+    "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(one, two, **group),
+    "all_to_all": lambda: dist.all_to_all([one, one], [one, one], **group),
+    "all_to_all_single": lambda: dist.all_to_all_single(one, one, **group),
+    "gather": lambda: dist.gather(one, [one, one], **group),
+    "scatter": lambda: dist.scatter(one, [one, one], **group),
+    "send": lambda: dist.send(one, 2),
+    "recv": lambda: dist.recv(one, 2),
+    "barrier": lambda: dist.barrier(),
+    "waited for later": lambda: dist.all_reduce(one, async_op=True).wait(),
+    "coalesced": coalesced,
+    "of a timer": lambda: timers("sync", log_level=1).start(barrier=True),
+}
+found = {
+    "drain": {name: bubbles(call) for name, call in CALLS.items()},
+    "places": {at: bubbles(dist.barrier, at) for at in ("before", "fill", "pass", "between", "drain", "after")},
+    "not waited for": bubbles(lambda: dist.all_reduce(one, async_op=True)),
+    "one stage": bubbles(lambda: (dist.all_reduce(one, group=stage), dist.barrier(stage))),
+    "batched": bubbles(batched),
+    "within": bubbles(within),
+}
+pipefill_patches.PATCHES["training_loop"].revert()
+found["reverted"] = all(vars(groups)[name] is call for name, call in before[0].items()) and dist.Work.wait == before[1]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    result = python("-c", SCRIPT)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def kinds(bubbles: list[tuple[str, float]]) -> list[str]:
+    return [kind for kind, _ in bubbles]
+
+
+def test_every_blocking_call_is_a_drain_bubble(found):
+    several = {"broadcast_object_list": 2}  # of sizes, and of what they are
+    expected = {name: ["drain"] * several.get(name, 1) for name in found["drain"]}
+    assert {name: kinds(bubbles) for name, bubbles in found["drain"].items()} == expected
+
+
+def test_a_bubble_is_as_long_as_the_wait(found):
+    for name in ("barrier", "of a timer"):
+        assert found["drain"][name][0][1] >= 0.02
+
+
+def test_bubbles_are_between_the_passes_of_an_iteration(found):
+    assert {at: kinds(bubbles) for at, bubbles in found["places"].items()} == {
+        "before": [],
+        "fill": ["fill"],
+        "pass": [],
+        "between": ["interior"],
+        "drain": ["drain"],
+        "after": [],
+    }
+
+
+def test_no_bubble_where_nobody_waits_or_for_the_own_stage(found):
+    assert found["not waited for"] == found["one stage"] == []
+
+
+def test_each_wait_for_a_transfer_is_a_bubble_and_none_inside_another(found):
+    assert kinds(found["batched"]) == ["drain", "drain"]
+    assert kinds(found["within"]) == ["drain"]
+
+
+def test_reverted(found):
+    assert found["reverted"]
