@@ -205,6 +205,7 @@ class TestCommands:
         assert code == 0
         assert json.loads(out) == {
             "node": NODE,
+            "still": [],
             "ranks": [
                 {"rank": p.rank, "pid": os.getpid(), "agent": p.agent, "state": "KILLED", "acknowledged": True}
                 for p in pages

@@ -97,7 +97,7 @@ class HostListening:
         self.listener = spec.listener(self.free_bytes, gate, board, control)
 
     def finish(self) -> None:
-        if not self.listener.recorder.close():
+        if not self.listener.finish():
             logger.warning("%s could not be written in full", self._record)
 
     def abort(self) -> None:

@@ -75,7 +75,7 @@ class Session:
         if settings.serves:
             self.gate, self.board, self.control = SharedGate(), CycleBoard(), ControlPage.create(info.rank)
             try:
-                self._announced = self.control.announce(run_dir)
+                self._announced = self.control.announce(run_dir, self.board.fd)
             except OSError as error:
                 logger.warning("rank %d cannot be paused from outside: %s", info.rank, error)
             self.warden = self._start_warden(self.gate, self.board, self.control, store, jobs)

@@ -15,6 +15,7 @@ from megatron.fill.cli.options import Json
 
 if TYPE_CHECKING:
     from megatron.fill.pages.control import ControlPage
+    from megatron.fill.pages.moving import RankStanding
 
 _LOOK_S = 0.005
 
@@ -59,13 +60,17 @@ def kill(run: Run, as_json: Json = False) -> None:
 
 
 def status(run: Run, as_json: Json = False) -> None:
-    """Show which state the ranks of a run on this node are in.
+    """Show which state the ranks of a run on this node are in, and whether the training moves.
+
+    Where nothing has moved for ten times the longest iteration, and half a minute at least, it says since when, and
+    which rank waits for which stage, or is stopped or gone.
 
     Exits with 1 if a rank's note of where it is was damaged.
     """
     from megatron.fill.pages.control import find_pages
+    from megatron.fill.pages.moving import find_standings
 
-    _show(find_pages(run), as_json)
+    _show(find_pages(run), as_json, find_standings(run))
     if _damaged(run):
         raise typer.Exit(1)
 
@@ -103,7 +108,10 @@ def _damaged(run: Path) -> bool:
     return bool(lines)
 
 
-def _show(pages: Sequence[ControlPage], as_json: bool) -> None:
+def _show(pages: Sequence[ControlPage], as_json: bool, standings: Sequence[RankStanding] = ()) -> None:
+    from megatron.fill.pages.moving import stillness
+
+    lines = stillness(standings)
     rows = [
         {
             "rank": page.rank,
@@ -115,7 +123,7 @@ def _show(pages: Sequence[ControlPage], as_json: bool) -> None:
         for page in pages
     ]
     if as_json:
-        print(json.dumps({"node": os.uname().nodename, "ranks": rows}, indent=2))
+        print(json.dumps({"node": os.uname().nodename, "ranks": rows, "still": lines}, indent=2))
         return
     from rich.console import Console
     from rich.table import Table
@@ -130,3 +138,5 @@ def _show(pages: Sequence[ControlPage], as_json: bool) -> None:
         agent = str(row["agent"] or "gone")
         table.add_row(str(row["rank"]), str(row["pid"]), agent, str(row["state"]), heard)
     Console(highlight=False).print(table)
+    for line in lines:
+        typer.echo(line)

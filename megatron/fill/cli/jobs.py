@@ -120,6 +120,19 @@ def list_jobs(
     _print(found, now_s, as_json)
     if left_out and not as_json:
         print(f"Shown: {', and '.join(left_out)}. --all lists every job.")
+    if not as_json and any(job.state is JobState.RUNNING for job in found):
+        _say_what_stands_still(store)
+
+
+def _say_what_stands_still(store: str | None) -> None:
+    """Jobs stay RUNNING beside a training that hangs; say so, where the store is that of a run on this node."""
+    from megatron.fill.pages.moving import find_standings, stillness
+    from megatron.fill.store.location import database_file
+
+    file = database_file(store) if store else None
+    if file is not None:
+        for line in stillness(find_standings(file.parent)):
+            typer.echo(line)
 
 
 def show(name: JobName, store: Store = None, as_json: Json = False) -> None:

@@ -4,7 +4,7 @@ Some pages of an anonymous memory file, like the gate: the rank is the only writ
 There is no lock; a reader that meets a half-written cycle looks again (a sequence lock)::
 
     0  version: odd while being written     1  the cycle's period     2  how many bubbles follow
-    3..  kind, duration, free bytes of each bubble
+    3..  kind, duration, free bytes of each bubble    and behind 1024 of them, the rank's pulse (``pages/pulse.py``)
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import mmap
 
 from megatron.fill.linux import memfd
+from megatron.fill.pages.pulse import WORDS, Pulse, read_pulse, write_pulse
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import BubbleKind
 
 _MOST_SLOTS = 1024
-_BYTES = 8 * (3 + 3 * _MOST_SLOTS)
+_PULSE = 3 + 3 * _MOST_SLOTS
+BOARD_BYTES = 8 * (_PULSE + WORDS)
 _KINDS = tuple(BubbleKind)
 
 
@@ -28,8 +30,8 @@ class CycleBoard:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        self.fd = memfd.create("cycle", _BYTES, sealable=True) if fd is None else fd
-        self._words = memoryview(mmap.mmap(self.fd, _BYTES)).cast("Q")
+        self.fd = memfd.create("cycle", BOARD_BYTES, sealable=True) if fd is None else fd
+        self._words = memoryview(mmap.mmap(self.fd, BOARD_BYTES)).cast("Q")
 
     def show(self, cycle: BubbleCycle) -> None:
         """Replace the cycle on the board.  Of a cycle with more than 1024 bubbles, the first 1024 are shown."""
@@ -42,6 +44,10 @@ class CycleBoard:
             words[4 + 3 * at] = slot.duration_ns
             words[5 + 3 * at] = slot.free_bytes
         words[0] += 1
+
+    def beat(self, pulse: Pulse) -> None:
+        """Show what the latest look at this rank saw; for another thread than ``show``."""
+        write_pulse(self._words[_PULSE:], pulse)
 
     def reader_fd(self) -> int:
         """A new descriptor of the board through which nothing can be written."""
@@ -56,13 +62,17 @@ class CycleBoardReader:
     """The other end, over the descriptor that was passed on."""
 
     def __init__(self, fd: int) -> None:
-        page, _ = memfd.map_page(fd, _BYTES, writable=False)  # Python's own would keep a descriptor
+        page, _ = memfd.map_page(fd, BOARD_BYTES, writable=False)  # Python's own would keep a descriptor
         self._words = page.cast("Q")
 
     @property
     def version(self) -> int:
         """Grows with every cycle shown; 0 before the first."""
         return self._words[0] & ~1
+
+    def pulse(self) -> Pulse | None:
+        """What the latest look at the rank saw; None before the first, or while one is being written."""
+        return read_pulse(self._words[_PULSE:])
 
     def read(self) -> BubbleCycle | None:
         """The cycle on the board; None before the first, or while one is being written (look again later)."""

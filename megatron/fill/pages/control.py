@@ -177,14 +177,17 @@ class ControlPage(ControlReader):
         """The first job of every rank has done a step."""
         self._words[_SETTLED] = 1
 
-    def announce(self, run_dir: Path) -> Path:
+    def announce(self, run_dir: Path, board_fd: int | None = None) -> Path:
         """Write down where the page is, for the operator; to be removed when the rank is done.
+
+        Args:
+            board_fd: the rank's board, whose pulse tells whether anything moves.
 
         Raises:
             OSError: it cannot be written.
         """
         path = run_dir / CONTROL / os.uname().nodename / f"rank{self.rank}.json"
-        write_text(path, json.dumps({"pid": self.pid, "fd": self.fd}) + "\n")
+        write_text(path, json.dumps({"pid": self.pid, "fd": self.fd, "board": board_fd}) + "\n")
         return path
 
 
@@ -203,7 +206,7 @@ def find_pages(run_dir: Path) -> list[ControlPage]:
     if not run_dir.is_dir():
         raise ControlError(f"{run_dir}: no such folder; expected the run folder that the training printed")
     node = os.uname().nodename
-    pages = [page for path in _notes(run_dir) if (page := _open(path)) is not None]
+    pages = [page for path in notes(run_dir) if (page := _open(path)) is not None]
     if not pages:
         others = sorted(path.name for path in (run_dir / CONTROL).glob("*") if path.name != node)
         elsewhere = f"; it has ranks on {', '.join(others)}, and each node has to be told" if others else ""
@@ -215,7 +218,7 @@ def find_pages(run_dir: Path) -> list[ControlPage]:
 def damaged_notes(run_dir: Path) -> list[str]:
     """Of each rank that did not tell legibly where its page is: a line that says so.  Nobody can say how it is."""
     damaged = []
-    for path in _notes(run_dir):
+    for path in notes(run_dir):
         try:
             _read_note(path)
         except PermissionError:  # said where it is opened
@@ -226,7 +229,8 @@ def damaged_notes(run_dir: Path) -> list[str]:
     return damaged
 
 
-def _notes(run_dir: Path) -> list[Path]:
+def notes(run_dir: Path) -> list[Path]:
+    """Where the ranks of a run on this node wrote down where their pages are; those that are done took theirs away."""
     return sorted((run_dir / CONTROL / os.uname().nodename).glob("rank*.json"))
 
 

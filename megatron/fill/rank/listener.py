@@ -16,6 +16,7 @@ from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.rank.brake import Brake
 from megatron.fill.rank.predictor import ENOUGH_TO_PLAN, BubblePredictor
 from megatron.fill.rank.recorder import Recorder
+from megatron.fill.rank.stillness import StillnessWatch
 from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration, fills_block
 
 _SHOW_EVERY = 20  # iterations between two looks at the cycle for the board
@@ -66,7 +67,9 @@ class RankListener:
         self._least_bytes: dict[int, int] = {}  # the least in each since the cycle was shown
         self._shown_bytes = 0  # the least of all that was shown
         self._show_at = min(ENOUGH_TO_PLAN, predictor.rule.warmup)
-        self._iteration = 0
+        self.iteration = 0
+        self.moved_ns = 0  # when an iteration last ended, or a schedule last began
+        self.watch: StillnessWatch | None = None  # ends with the training
         self._iteration_start_ns = 0
         self._iterations_seen = 0
         self._block = -1
@@ -79,7 +82,7 @@ class RankListener:
         self._bubble: tuple[BubbleKind, int, int, int | None, int, int, bool] | None = None
 
     def iteration_started(self, iteration: int, now_ns: int) -> None:
-        self._iteration = iteration
+        self.iteration = iteration
         self._iteration_start_ns = now_ns
         past_warmup = self._iterations_seen - self.predictor.rule.warmup
         self._iterations_seen += 1
@@ -117,13 +120,14 @@ class RankListener:
         start_ns, paused = self._iteration_start_ns, self._paused
         # One that was paused belongs to neither side of a comparison.
         block = -1 if paused else self._block
+        self.moved_ns = now_ns
         self._recent_ns.append(now_ns - start_ns)
         if self.brake is not None and self._counts and self._settled:
             self.brake.observe(now_ns - start_ns, self._odd or paused)
         if self.board is not None:
             self._look(self.board)
         filled = self.filling and not paused
-        self.recorder.iteration_ended(Iteration(self._iteration, start_ns, now_ns, filled, block))
+        self.recorder.iteration_ended(Iteration(self.iteration, start_ns, now_ns, filled, block))
 
     def _look(self, board: CycleBoard) -> None:
         """Show the cycle if it is time to, or if a job has given memory back."""
@@ -153,6 +157,7 @@ class RankListener:
         self._least_bytes.clear()
 
     def cycle_started(self, key: CycleKey, now_ns: int) -> None:
+        self.moved_ns = now_ns
         self.predictor.cycle_started(key, now_ns, self._disturbed)
         # Evaluations follow one another undisturbed; only the training iteration after them differs from the others.
         self._disturbed = self._disturbed and key.forward_only
@@ -188,7 +193,7 @@ class RankListener:
             self._free_bytes[index] = free_bytes
         self.recorder.bubble(
             Bubble(
-                self._iteration,
+                self.iteration,
                 index,
                 kind,
                 start_ns,
@@ -202,12 +207,29 @@ class RankListener:
         )
 
     def computed(self, name: str, start_ns: int, end_ns: int) -> None:
-        self.recorder.span(name, self._iteration, start_ns, end_ns)
+        self.recorder.span(name, self.iteration, start_ns, end_ns)
 
     def disturbed(self, reason: str) -> None:
         self._disturbed = True
         # An evaluation or a checkpoint may have left less memory than there was.
         self._show_at = min(self._show_at, self._iterations_seen + 1)
+
+    @property
+    def waits(self) -> tuple[BubbleKind, int] | None:
+        """The kind of the open bubble, and when it opened; None outside of bubbles.  For any thread."""
+        bubble = self._bubble
+        return None if bubble is None else (bubble[0], bubble[2])
+
+    @property
+    def longest_ns(self) -> int:
+        """How long the longest of the latest iterations took; 0 before the first has ended.  For any thread."""
+        return max(tuple(self._recent_ns), default=0)
+
+    def finish(self) -> bool:
+        """The training is over; False if not all of its record could be written."""
+        if self.watch is not None:
+            self.watch.stop()
+        return self.recorder.close()
 
     def shut(self) -> None:
         """Called when the bus takes this listener off after a failure: no bubble opens any more."""

@@ -259,7 +259,7 @@ def serve(spec: RelaySpec) -> None:
     finally:
         if gate is not None and not relay.ended:
             gate.end()
-        written = listener.recorder.close()
+        written = listener.finish()
         if ring.lost:
             logger.warning("%d facts were lost: the relay was too slow", ring.lost)
     if not written:

@@ -14,6 +14,7 @@ from megatron.fill.rank.listener import RankListener
 from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
+from megatron.fill.rank.stillness import StillnessWatch
 from megatron.fill.types import RankInfo
 
 
@@ -53,7 +54,7 @@ class RankSpec:
         brake = None
         if gate is not None and self.max_slowdown:
             brake = Brake(self.max_slowdown, self.info.rank, self.rule.guard_ns, self.paired_blocks)
-        return RankListener(
+        listener = RankListener(
             gate,
             Recorder(self.info, self.trace_iterations, Path(self.record)),
             BubblePredictor(self.rule),
@@ -63,3 +64,7 @@ class RankSpec:
             brake=brake,
             control=control,
         )
+        if board is not None:
+            listener.watch = StillnessWatch(listener, self.info, board.beat)
+            listener.watch.start()
+        return listener

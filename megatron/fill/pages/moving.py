@@ -1,0 +1,116 @@
+"""Whether the ranks of a run on this node move, and if not, which one waits for whom: from outside, by their pages."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.fill import untrusted
+from megatron.fill.linux.tree import read_process
+from megatron.fill.pages.board import BOARD_BYTES, CycleBoardReader
+from megatron.fill.pages.control import notes
+from megatron.fill.pages.pulse import Pulse
+
+_S = 1e9
+_STOPPED = "Tt"  # by a signal, by a debugger
+
+
+@dataclass(frozen=True, slots=True)
+class RankStanding:
+    """One rank of a run on this node that has not said that it is done.
+
+    Attributes:
+        state: of its process, a letter of proc_pid_stat(5); empty once that is gone.
+        pulse: what its own thread saw last; None before its first look, and where no board was written down.
+    """
+
+    rank: int
+    pid: int
+    state: str
+    pulse: Pulse | None
+
+    @property
+    def gone(self) -> bool:
+        return not self.state or self.state in "ZX"
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.state) and self.state in _STOPPED
+
+    def still_s(self, now_ns: int) -> float:
+        """For how long nothing has moved in it; 0 while that is usual, or it is gone."""
+        return 0.0 if self.pulse is None or self.gone else self.pulse.still_s(now_ns)
+
+    def said(self, now_ns: int) -> str:
+        """What it does, as a line."""
+        where = f"rank {self.rank}" + (f" (stage {self.pulse.stage})" if self.pulse is not None else "")
+        if self.gone:
+            return f"{where}: its process {self.pid} is gone"
+        if self.stopped:
+            return f"{where}: its process {self.pid} is stopped; kill -CONT {self.pid} continues it"
+        if self.pulse is None:
+            return f"{where}: nothing is known of it yet"
+        if self.pulse.silent(now_ns):
+            silent_s = (now_ns - self.pulse.looked_ns) / _S
+            return f"{where}: its process {self.pid} has not even looked around for {silent_s:.0f} s"
+        return f"{where}: {self.pulse.waits_for(now_ns)}"
+
+
+def find_standings(run_dir: Path) -> list[RankStanding]:
+    """The ranks of a run that have left a note on this node, by rank."""
+    found = [standing for path in notes(run_dir) if (standing := _standing(path)) is not None]
+    return sorted(found, key=lambda standing: standing.rank)
+
+
+def stillness(standings: Sequence[RankStanding], now_ns: int | None = None) -> list[str]:
+    """What keeps a run from going on, as lines: since when nothing moved, and what each rank does; none while it moves.
+
+    Args:
+        now_ns: CLOCK_MONOTONIC; None for now.
+    """
+    now_ns = time.monotonic_ns() if now_ns is None else now_ns
+    still = [(one.still_s(now_ns), one.pulse) for one in standings if one.pulse is not None]
+    longest_s, pulse = max(still, key=lambda one: one[0], default=(0.0, None))
+    if pulse is None or not longest_s:
+        return [one.said(now_ns) for one in standings if one.gone or one.stopped]
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - longest_s))
+    before = f", and the longest before was {pulse.longest_ns / _S:.1f} s" if pulse.longest_ns else ""
+    at = f" in iteration {pulse.iteration}" if pulse.iteration else ""
+    return [
+        f"nothing has moved{at} since {since}, for {longest_s:.0f} s{before}:",
+        *(f"  {one.said(now_ns)}" for one in standings),
+    ]
+
+
+def _standing(path: Path) -> RankStanding | None:
+    """Of the rank that wrote this note; None if it has just taken it away, or it is damaged."""
+    named = re.fullmatch(r"rank(\d+)\.json", path.name)
+    try:
+        note = untrusted.read_json(path)
+    except (OSError, ValueError):
+        return None
+    pid = note.get("pid") if isinstance(note, dict) else None
+    if named is None or type(pid) is not int or pid <= 0:
+        return None
+    process = read_process(pid)
+    return RankStanding(int(named[1]), pid, "" if process is None else process.state, _pulse(pid, note.get("board")))
+
+
+def _pulse(pid: int, number: object) -> Pulse | None:
+    if type(number) is not int or number < 0:
+        return None
+    link = f"/proc/{pid}/fd/{number}"
+    try:
+        if not os.readlink(link).startswith("/memfd:pipefill-cycle"):
+            return None
+        fd = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return CycleBoardReader(fd).pulse() if os.fstat(fd).st_size >= BOARD_BYTES else None
+    finally:
+        os.close(fd)
