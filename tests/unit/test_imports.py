@@ -238,6 +238,7 @@ OTHER_READS = {
     "cli/options.py": {"path.open"},  # to write
     "cli/simulate.py": {"load"},
     "pages/control.py": {"os.open"},
+    "pages/moving.py": {"os.open"},  # a page, through /proc
     "records/files.py": {"from_json", "os.open", "path.open"},
     "records/rank.py": {"os.open", "temporary.open"},
     "records/segment.py": {"os.open"},

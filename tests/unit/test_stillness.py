@@ -218,7 +218,7 @@ def test_status_tells_of_a_hang_and_of_a_rank_that_is_stopped(run, monkeypatch, 
         assert "nothing has moved in iteration 7 since" in said(listing, monkeypatch, capsys)
         shown = said(["pipefill", "status", str(folder)], monkeypatch, capsys)
         assert "nothing has moved in iteration 7 since" in shown
-        assert "rank 0 (stage 0): waits for a neighbouring stage (interior bubble), for 5" in shown
+        assert "rank 0 (stage 0): waits for a neighbouring stage (interior bubble), for " in shown
         assert f"rank 1 (stage 1): its process {second.pid} is stopped" in shown
         assert len(json.loads(said(["pipefill", "status", str(folder), "--json"], monkeypatch, capsys))["still"]) == 3
     finally:
