@@ -207,3 +207,8 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
 
 def broken(tree: TokenTree, target: Any, chance: Chance) -> list[int]:
     raise IndexError("no leaf")
+
+
+def test_a_rule_that_gives_no_token_is_not_exact() -> None:
+    for case in cases(quick=True)[:3]:
+        assert not check(lambda tree, target, chance: [], case).exact

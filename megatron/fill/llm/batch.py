@@ -286,8 +286,9 @@ class BatchJob(NodeTask):
             return None
         least = room.bytes_for_one(2 * _MEASURED_TOKENS)
         if min(limits) < least:
+            left = max(0, min(limits)) >> 10
             raise TaskError(
-                f"{mib(min(limits))} are left for keys and values; expected {mib(least)} at least: give the job more "
+                f"{left:,} KiB are left for keys and values; expected {-(-least >> 10):,} KiB at least: give the job more "
                 "memory, or smaller batch_sizes and chunks"
             )
         return min(limits)

@@ -75,8 +75,9 @@ def check_step(step: Callable[[Chance], list[int]], case: CheckedCase) -> Checke
     found: dict[Tokens, float] = {}
     taken = listed = 0.0
     for probability, tokens in outcomes(step):
-        key = tuple(tokens)
-        found[key] = found.get(key, 0.0) + probability
+        key = tuple(tokens)[:length]
+        if key:  # a step without a token would go on for ever: its share is lost
+            found[key] = found.get(key, 0.0) + probability
         taken += probability * len(tokens)
         listed += 1
     wanted = _sequences(case.target, case.vocabulary, (), length)
