@@ -288,8 +288,8 @@ class BatchJob(NodeTask):
         if min(limits) < least:
             left = max(0, min(limits)) >> 10
             raise TaskError(
-                f"{left:,} KiB are left for keys and values; expected {-(-least >> 10):,} KiB at least: give the job more "
-                "memory, or smaller batch_sizes and chunks"
+                f"{left:,} KiB are left for keys and values; expected {-(-least >> 10):,} KiB at least: give the job "
+                "more memory, or smaller batch_sizes and chunks"
             )
         return min(limits)
 
