@@ -83,7 +83,6 @@ ROWS: dict[str, Row] = {
     ),
     "bf16": Row(4, "--bf16"),
     "fp16": Row(4, "--fp16"),
-    "ramp-up": Row(2, "--rampup-batch-size 2 2 64"),
     "uneven-first": Row(2, "--num-layers 4 --decoder-first-pipeline-num-layers 1"),
     "uneven-last": Row(2, "--num-layers 4 --decoder-last-pipeline-num-layers 1"),
     "uneven-layout": Row(2, "--num-layers 3 --pipeline-model-parallel-layout Et|ttL"),

@@ -15,7 +15,7 @@ import pytest
 
 from megatron.fill.agent import walls
 from megatron.fill.app import keptin
-from megatron.fill.app.expected import warn_of_few_bubbles
+from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.launch import Launch, _counted
 from megatron.fill.app.runfolder import check_store, new_run_folder, served, store_of
 from megatron.fill.app.session import Session
@@ -217,3 +217,15 @@ def test_a_session_whose_listening_fails_leaves_no_agent_behind(tmp_path, monkey
     with pytest.raises(DeviceError, match="the driver refuses"):
         Failing(FillSettings(store="x"), info, tmp_path, tmp_path, "x", [], None, keptin.KeptIn())
     assert ended == [True]
+
+
+@pytest.mark.parametrize(
+    ("ramp", "begins", "said"),
+    [
+        (["2", "2", "64"], 8, ["--rampup-batch-size 2 2 64 is ignored by this Megatron: the batch size begins with 8"]),
+        (["2", "2", "64"], 2, []),
+    ],
+)
+def test_a_ramp_that_megatron_ignores_is_said(caplog, ramp, begins, said):
+    warn_of_no_ramp(ramp, begins)
+    assert [message.partition(", not")[0] for message in caplog.messages] == said

@@ -1,9 +1,10 @@
-"""What can be said of a training's bubbles before one was seen."""
+"""What can be said of a training before its first iteration."""
 
 from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from collections.abc import Sequence
 
 from megatron.fill.types import RankInfo
 
@@ -34,4 +35,21 @@ def warn_of_few_bubbles(info: RankInfo, args: Namespace) -> None:
             info.stages,
             passes,
             100 * share,
+        )
+
+
+def warn_of_no_ramp(ramp: Sequence[int | str], batch_size: int) -> None:
+    """Say so where Megatron does not heed ``--rampup-batch-size``, as from 0.18 on.
+
+    Args:
+        ramp: the flag's values; the first is the batch size to begin with, in samples.
+        batch_size: the global batch size with which Megatron begins, in samples.
+    """
+    if int(ramp[0]) != batch_size:
+        logger.warning(
+            "--rampup-batch-size %s is ignored by this Megatron: the batch size begins with %d, not %s; "
+            "expected --step-batch-size-schedule",
+            " ".join(map(str, ramp)),
+            batch_size,
+            ramp[0],
         )

@@ -23,7 +23,7 @@ import pipefill_patches
 from megatron.fill.agent.submitted import forget_submitted, not_yet_submitted
 from megatron.fill.app.alone import measure_alone, turns
 from megatron.fill.app.closing import kept, tell_of_jobs
-from megatron.fill.app.expected import warn_of_few_bubbles
+from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.keptin import KeptIn, check_emulation, check_flags, keep_in
 from megatron.fill.app.placing import Place, world_size
 from megatron.fill.app.runfolder import (
@@ -133,6 +133,10 @@ class Launch:
         settings = self.settings
         if settings is None or not settings.active:
             return
+        if info.rank == 0 and getattr(args, "rampup_batch_size", None):
+            from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+            warn_of_no_ramp(args.rampup_batch_size, get_current_global_batch_size())
         # A rank waits for others in a collective, which has an end.
         held = hold(settings.report or new_run_folder(), info, most_s=30.0 * args.distributed_timeout_minutes)
         if held is None:
