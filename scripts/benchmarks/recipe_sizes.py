@@ -51,6 +51,7 @@ FIXED = {
     "--eval-iters": 1,
     "--manual-gc-interval": 4,
     "--save-interval": ENDLESS,  # one is saved at the end
+    "--save-retain-interval": ENDLESS,
     "--check-weight-hash-across-dp-replicas-interval": 4,
 }
 # None: the flag goes.
@@ -159,6 +160,7 @@ def shrink(recipe: Recipe) -> Shrunk:
     if recipe.kind in FROZEN:
         replaced.append("from its own first iterations, not NVIDIA's checkpoint")
     flags |= {name: str(size) for name, size in FIXED.items() if name in flags}
+    flags |= {name: "1" for name, value in flags.items() if value == "${REPEAT}"}  # the number of the test's run
     flags |= _model(flags, placed) | _batches(flags, placed)
     if recipe.family == "bert" and flags.get("--spec") != "local":
         replaced.append("--spec local")  # its script takes it for --transformer-impl

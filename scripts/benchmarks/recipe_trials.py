@@ -45,11 +45,11 @@ class Outcome:
     Attributes:
         iterations: that were compared; 0 where it does not train.
         bubble_share: of the iterations' time, over all ranks, in the last start.
-        steps: that each rank's jobs did in the last start.
+        steps: that the jobs of each rank did.
         identical: the losses of all iterations, to the bit.
         exit_code: of both trainings; not 0 where the recipe is about that.
         refusal: the reason why it cannot be trained here, PipeFill or not.
-        failure: what went wrong with PipeFill and not without.
+        failure: what went wrong with PipeFill and not without; or it hangs, here or there.
     """
 
     iterations: int = 0
@@ -101,6 +101,8 @@ class Trial:
         except Stopped as stopped:
             if filled.code == stopped.code and stopped.code in RERUN_CODES:
                 return self._compare(stopped.code)
+            if filled.code is None and stopped.code is None:
+                return Outcome(failure=f"with jobs and without: {stopped}")
             return Outcome(refusal=str(stopped)) if stopped.code == filled.code else Outcome(failure=str(filled))
         return Outcome(failure=str(filled))
 
@@ -151,13 +153,12 @@ class Trial:
         """
         folder = self._place("with")
         names, filling = spins(folder, self.shrunk.ranks)
-        before = dict.fromkeys(names, 0)
-        if not self.shrunk.resumed:
-            return [self._fill_once(filling, {name: _beyond(0) for name in names}, SECOND)]
-        first = self._fill_once(filling, {}, FIRST)
-        before |= {job["name"]: job["steps"] for job in Trained("", folder).report["jobs"]}
-        second = self._fill_once(filling, {name: _beyond(before[name]) for name in names}, SECOND - FIRST)
-        return [first, second]
+        ends, before = [], {}
+        if self.shrunk.resumed:
+            ends = [self._fill_once(filling, {}, FIRST)]
+            before = {job["name"]: job["steps"] for job in Trained("", folder).report["jobs"]}
+        further = {name: _beyond(before.get(name, 0)) for name in names}
+        return [*ends, self._fill_once(filling, further, SECOND - FIRST * len(ends))]
 
     def _fill_once(self, filling: str, expected: dict[str, Callable[[Job], bool]], iterations: int) -> int:
         folder, ranks = self._place("with"), self.shrunk.ranks

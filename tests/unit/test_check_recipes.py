@@ -12,7 +12,7 @@ import pytest
 
 from scripts.benchmarks.check_recipes import Row, main, row, summary, untrained
 from scripts.benchmarks.recipe_sizes import layout, shrink
-from scripts.benchmarks.recipe_trials import Outcome, told, who_waits
+from scripts.benchmarks.recipe_trials import Outcome, Stopped, Trial, told, who_waits
 from scripts.benchmarks.recipes import CASES, Recipe, parse, read
 
 PIPELINE = {"--pipeline-model-parallel-size": "2"}
@@ -218,6 +218,28 @@ def test_only_equal_losses_with_steps_on_every_rank_are_well():
 def test_what_does_not_train_is_no_training():
     assert untrained(Recipe("own", "gpt", "frozen-start", "inference", PIPELINE))
     assert not untrained(recipe())
+
+
+@pytest.mark.parametrize(
+    ("with_jobs", "without", "expected"),
+    [
+        (Stopped("as upstream", 1), Stopped("upstream", 1), Outcome(refusal="upstream")),
+        (Stopped("ours", 1), None, Outcome(failure="ours")),
+        (Stopped("ours", 1), Stopped("it hangs", None), Outcome(failure="ours")),
+        (Stopped("it hangs", None), Stopped("it hangs", None), Outcome(failure="with jobs and without: it hangs")),
+        (None, Stopped("upstream", 1), Outcome(failure="without PipeFill: upstream")),
+        (Stopped("told to", 16), Stopped("told to", 16), Outcome(exit_code=16)),
+    ],
+)
+def test_only_what_fails_without_pipefill_too_is_a_refusal(tmp_path, monkeypatch, with_jobs, without, expected):
+    def train(stopped: Stopped | None) -> list[int]:
+        if stopped is not None:
+            raise stopped
+        return [12]
+
+    monkeypatch.setattr(Trial, "_fill", lambda _: train(with_jobs))
+    monkeypatch.setattr(Trial, "_train", lambda *_: train(without))
+    assert Trial(shrink(recipe()), "gpt", tmp_path, tmp_path, 1).run() == expected
 
 
 def test_the_first_error_is_told_without_its_echoes():
