@@ -73,7 +73,11 @@ GONE = (
     "--wandb-save-dir",
 )
 WORDS = f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY}"
-BERT_WORDS = "--data-path {folder}/corpus --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/tokenizer"
+# In a very short sequence no word is masked, and the loss is 0 / 0.
+BERT_WORDS = (
+    "--data-path {folder}/corpus --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}/tokenizer "
+    "--short-seq-prob 0"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,8 @@ class Trial:
         try:
             self._train([FIRST, end] if self.shrunk.resumed else [end])
         except Stopped as stopped:
-            if filled.code == stopped.code and stopped.code in RERUN_CODES:
+            told_to = "--error-injection-type" in self.shrunk.flags and stopped.code in RERUN_CODES
+            if filled.code == stopped.code and told_to:
                 return self._compare(stopped.code)
             if filled.code is None and stopped.code is None:
                 return Outcome(failure=f"with jobs and without: {stopped}")

@@ -239,7 +239,10 @@ def test_only_what_fails_without_pipefill_too_is_a_refusal(tmp_path, monkeypatch
 
     monkeypatch.setattr(Trial, "_fill", lambda _: train(with_jobs))
     monkeypatch.setattr(Trial, "_train", lambda *_: train(without))
-    assert Trial(shrink(recipe()), "gpt", tmp_path, tmp_path, 1).run() == expected
+    injected = shrink(recipe(error_injection_type="persistent_error"))
+    assert Trial(injected, "gpt", tmp_path, tmp_path, 1).run() == expected
+    if expected.exit_code:  # not where the recipe does not ask for an error
+        assert Trial(shrink(recipe()), "gpt", tmp_path, tmp_path, 1).run() == Outcome(refusal="told to")
 
 
 def test_the_first_error_is_told_without_its_echoes():
