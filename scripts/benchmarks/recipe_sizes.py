@@ -167,8 +167,8 @@ def shrink(recipe: Recipe) -> Shrunk:
     flags |= {name: "1" for name, value in flags.items() if value == "${REPEAT}"}  # the number of the test's run
     flags |= _model(flags, placed) | _batches(flags, placed)
     if recipe.family == "bert" and flags.get("--spec") != "local":
-        replaced.append("--spec local")  # its script takes it for --transformer-impl
-        flags["--spec"] = "local"
+        replaced.append("--spec local --attention-backend local")  # its script's --transformer-impl
+        flags |= {"--spec": "local", "--attention-backend": "local"}
     flags |= {"--save": "{folder}/checkpoints", "--load": "{folder}/checkpoints", "--data-cache-path": "{folder}/cache"}
     words = BERT_WORDS if recipe.family == "bert" else WORDS
     return Shrunk(

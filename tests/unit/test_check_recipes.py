@@ -121,6 +121,14 @@ def test_what_is_not_here_is_replaced_and_said():
     }
 
 
+def test_bert_has_other_flags_for_local_layers():
+    shrunk = shrink(recipe(family="bert"))
+    flags = pairs(shrunk.flags)
+    assert (flags["--spec"], flags["--attention-backend"], "--mock-data" in flags) == ("local", "local", False)
+    assert shrunk.replaced == ("--spec local --attention-backend local",)
+    assert not shrink(recipe(family="bert", spec="local")).replaced
+
+
 @pytest.mark.parametrize(
     ("flags", "ranks", "sizes", "changed"),
     [
