@@ -99,8 +99,8 @@ class Trial:
         try:
             self._train([FIRST, end] if self.shrunk.resumed else [end])
         except Stopped as stopped:
-            told_to = "--error-injection-type" in self.shrunk.flags and stopped.code in RERUN_CODES
-            if filled.code == stopped.code and told_to:
+            injected = "--error-injection-type" in self.shrunk.flags
+            if injected and filled.code == stopped.code and stopped.code in RERUN_CODES:
                 return self._compare(stopped.code)
             if filled.code is None and stopped.code is None:
                 return Outcome(failure=f"with jobs and without: {stopped}")
