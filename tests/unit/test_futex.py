@@ -106,14 +106,20 @@ def test_a_job_s_own_waiters_cost_the_rank_no_more_than_a_few_wakes():
 def test_a_worker_that_is_woken_for_nothing_naps(naps):
     gate = SharedGate()
     reader, job = SharedGateReader(gate.reader_fd()), Attacker(gate.reader_fd())
-    thread = threading.Thread(target=reader.wait, args=(0,), daemon=True)
+
+    def wait() -> None:
+        while not naps:  # on a busy machine one wait may be over before it is woken
+            reader.wait(0)
+
+    thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    until(job.wake)
+    until(lambda: job.wake() >= 0 and naps)
     thread.join(30)
-    assert naps == [futex.NAP_S]
+    assert set(naps) == {futex.NAP_S}
+    count = len(naps)
     gate.open(_LONG_NS, 0)
     assert reader.wait(0) is not None
-    assert len(naps) == 1  # a bubble that is open is not slept over
+    assert len(naps) == count  # a bubble that is open is not slept over
 
 
 @pytest.mark.parametrize("lie", ["another word", "another bubble"])

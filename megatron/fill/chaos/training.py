@@ -148,8 +148,9 @@ class ChaosTraining:
         return f"its ranks ended with {' and '.join(map(str, codes))} after iteration {self.iteration}; see {self._log}"
 
     def refused(self) -> bool:
-        """Whether it said that it was given something wrong, before it trained."""
-        return all(rank.returncode == 2 for rank in self._ranks) and b"error: " in self._log.read_bytes()
+        """Whether it said that it was given something wrong, before it trained; the others may be ended meanwhile."""
+        codes = {rank.returncode for rank in self._ranks}
+        return 2 in codes and codes <= {2, -signal.SIGKILL} and b"error: " in self._log.read_bytes()
 
     def end(self) -> None:
         """Kill what is left of it."""
