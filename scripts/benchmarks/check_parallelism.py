@@ -3,8 +3,9 @@
 Each row is a tiny GPT on the CPU with flags of Megatron's own.  It is trained with a job on every rank, until each of
 them has stepped, and then as long with none of PipeFill but its CPU backend.  Said of a row is whether the losses of
 all iterations are equal to the bit, how much of the time was bubbles, how many steps the jobs did, and whether the
-report knows the stage of each rank and sees the same bubbles on all ranks of a stage.  Where Megatron itself does not
-train on a CPU, its error is shown.
+report knows the stage of each rank and sees the same bubbles on all ranks of a stage.  A row must also show that its
+flags had effect: ``parallelism_rows.py`` has what each rank of it must be seen to train.  Where Megatron itself does
+not train on a CPU, its error is shown.
 
     python scripts/benchmarks/check_parallelism.py --json docs/benchmarks/parallelism.json
 
@@ -16,92 +17,35 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.e2e.training import ENDLESS, UPSTREAM, Trained, start, stepped, train_until, warm_ranks, write_jobs  # noqa: E402
-
-MODEL = "--num-layers 2 --hidden-size 32 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
-ITERATIONS = 10  # at least
-MOE = (
-    "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --swiglu --disable-bias-linear "
-    "--expert-model-parallel-size 2"
+from scripts.benchmarks.parallelism_rows import ROWS, TENSOR, Row, at, unmet  # noqa: E402
+from tests.e2e.training import (  # noqa: E402
+    ENDLESS,
+    MODEL,
+    SCRIPT,
+    UPSTREAM,
+    Trained,
+    start,
+    stepped,
+    train_until,
+    warm_ranks,
+    write_jobs,
 )
-INTERLEAVED = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
-TENSOR, CONTEXT, SHARDED = "--tensor-model-parallel-size 2", "--context-parallel-size 2", "--use-distributed-optimizer"
-OVERLAPPED = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A training of two stages: how many ranks, and its flags besides the model's."""
-
-    ranks: int
-    flags: str = ""
-
-
-ROWS: dict[str, Row] = {
-    "tensor": Row(4, TENSOR),
-    "tensor-sequence": Row(4, f"{TENSOR} --sequence-parallel"),
-    "data": Row(4),
-    "data-overlapped": Row(4, "--overlap-grad-reduce"),
-    "data-unaligned": Row(4, f"{SHARDED} --overlap-grad-reduce --no-align-grad-reduce"),
-    "distributed-optimizer": Row(4, SHARDED),
-    "distributed-optimizer-overlapped": Row(4, OVERLAPPED),
-    "context": Row(4, CONTEXT),
-    "experts-alltoall": Row(4, f"{MOE} --moe-token-dispatcher-type alltoall"),
-    "experts-allgather": Row(4, f"{MOE} --moe-token-dispatcher-type allgather"),
-    "tensor-data": Row(8, f"{TENSOR} --sequence-parallel {OVERLAPPED}"),
-    "tensor-data-gpipe": Row(8, f"{TENSOR} --fill-pipeline-schedule gpipe"),
-    "tensor-pipeline-data-order": Row(8, f"{TENSOR} --use-tp-pp-dp-mapping"),
-    "tensor-context": Row(8, f"{TENSOR} --sequence-parallel {CONTEXT}"),
-    "tensor-experts": Row(8, f"{TENSOR} --sequence-parallel {MOE} --moe-token-dispatcher-type alltoall"),
-    "context-data-experts": Row(8, f"{CONTEXT} {MOE} --moe-token-dispatcher-type alltoall {SHARDED}"),
-    "interleaved-data": Row(4, f"{INTERLEAVED} {OVERLAPPED}"),
-    "interleaved-tensor": Row(4, f"{INTERLEAVED} {TENSOR} --sequence-parallel"),
-    "interleaved-flush": Row(2, f"{INTERLEAVED} --overlap-p2p-communication-warmup-flush"),
-    "interleaved-groups": Row(2, f"{INTERLEAVED} --microbatch-group-size-per-virtual-pipeline-stage 4"),
-    "interleaved-experts": Row(4, f"{INTERLEAVED} {MOE} --moe-token-dispatcher-type alltoall"),
-    "interleaved-experts-overlapped": Row(
-        4,
-        f"{INTERLEAVED} {MOE} --moe-token-dispatcher-type alltoall --bf16 --overlap-moe-expert-parallel-comm",
-    ),
-    "recompute-full": Row(2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
-    "recompute-selective": Row(2, "--recompute-granularity selective"),
-    "llama": Row(
-        2,
-        "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
-        "--group-query-attention --num-query-groups 2",
-    ),
-    "bf16": Row(4, "--bf16"),
-    "fp16": Row(4, "--fp16"),
-    "uneven-first": Row(2, "--num-layers 4 --decoder-first-pipeline-num-layers 1"),
-    "uneven-last": Row(2, "--num-layers 4 --decoder-last-pipeline-num-layers 1"),
-    "uneven-layout": Row(2, "--num-layers 3 --pipeline-model-parallel-layout Et|ttL"),
-    "embedding-counted": Row(2, "--num-layers 3 --account-for-embedding-in-pipeline-split"),
-    "loss-counted": Row(2, "--num-layers 3 --account-for-loss-in-pipeline-split"),
-    "untied-embeddings": Row(2, "--untie-embeddings-and-output-weights"),
-    "more-tokens": Row(2, "--mtp-num-layers 1 --position-embedding-type rope --use-rotary-position-embeddings"),
-    "evaluations": Row(4, "--eval-interval 3 --eval-iters 2"),
-    "loss-per-token": Row(4, "--calculate-per-token-loss"),
-    "zeros-and-norm": Row(2, "--log-num-zeros-in-grad --log-params-norm"),
-    "memory-emptied": Row(2, "--empty-unused-memory-level 2"),
-    "embedding-deferred": Row(2, "--defer-embedding-wgrad-compute"),
-    "optimizer-instances": Row(
-        8, f"{SHARDED} --num-distributed-optimizer-instances 2 --overlap-grad-reduce --calculate-per-token-loss"
-    ),
-    "gather-with-step": Row(
-        4, f"{INTERLEAVED} {OVERLAPPED} --overlap-param-gather-with-optimizer-step --ckpt-format torch"
-    ),
-}
+FLAGS = "--num-layers 2 --hidden-size 32 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1"
+ITERATIONS = 10  # at least
+PROBE = "scripts/benchmarks/parallelism_probe.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +59,9 @@ class Checked:
         identical: the losses of all iterations, to the bit.
         stages_right: the report has the stage of each rank, and all of its iterations.
         peers_alike: the ranks of a stage have the same kinds of bubbles, in the same order.
+        expected: what the ranks had to show for the flags to have had effect, by path into their facts.
+        found: what each rank showed there.
+        unmet: the expectations that a rank does not meet.
         seconds: for both trainings.
         error: Megatron's own, where it does not train on a CPU.
     """
@@ -127,12 +74,16 @@ class Checked:
     identical: bool = False
     stages_right: bool = False
     peers_alike: bool = False
+    expected: Mapping[str, str] = field(default_factory=dict)
+    found: Mapping[str, list[Any]] = field(default_factory=dict)
+    unmet: tuple[str, ...] = ("it was not checked",)
     seconds: float = 0.0
     error: str = ""
 
     @property
     def well(self) -> bool:
-        return self.identical and self.stages_right and self.peers_alike and bool(self.steps) and min(self.steps) > 0
+        right = self.identical and self.stages_right and self.peers_alike and not self.unmet
+        return right and bool(self.steps) and min(self.steps) > 0
 
 
 def check(row: Row, folder: Path, iterations: int = ITERATIONS, rest_ms: float = 0) -> Checked:
@@ -148,6 +99,7 @@ def check(row: Row, folder: Path, iterations: int = ITERATIONS, rest_ms: float =
     """
     begun = time.monotonic()
     (folder / "upstream").mkdir()
+    iterations = max(iterations, row.iterations)
     try:
         filled = fill(row, folder, iterations, rest_ms)
     except AssertionError:
@@ -158,6 +110,7 @@ def check(row: Row, folder: Path, iterations: int = ITERATIONS, rest_ms: float =
     losses, report = filled.losses, filled.report
     error = train_upstream(row, folder / "upstream", len(losses))
     assert not error, error
+    ranks = seen(folder)
     return Checked(
         row.ranks,
         row.flags,
@@ -168,6 +121,9 @@ def check(row: Row, folder: Path, iterations: int = ITERATIONS, rest_ms: float =
         stages_right=[(rank["stage"], rank["iterations"]) for rank in report["ranks"]]
         == [(stage, len(losses)) for stage in stages(row)],
         peers_alike=len({(rank["stage"], *kinds(rank)) for rank in report["cycle"]}) == 2,
+        expected={path: repr(value) for path, value in row.expected.items()},
+        found={path: [at(facts, path) for facts in ranks] for path in row.expected},
+        unmet=tuple(unmet(row.expected, ranks)),
         seconds=round(time.monotonic() - begun, 1),
     )
 
@@ -185,10 +141,27 @@ def kinds(cycle: Mapping[str, Any]) -> Iterator[str]:
 
 
 def fill(row: Row, folder: Path, iterations: int, rest_ms: float) -> Trained:
-    """Train until a job on each rank has stepped, and for some iterations."""
+    """Train until a job on each rank has stepped, and for some iterations; the ranks' facts are left in the folder."""
     names, filling = spins(folder, row.ranks)
-    flags = f"{MODEL} {row.flags} {filling}"
-    return train_until(folder, flags, dict.fromkeys(names, stepped), iterations, ranks=row.ranks, rest_ms=rest_ms)
+    script = (PROBE, str(folder), SCRIPT)
+    expected = dict.fromkeys(names, stepped)
+    options: dict[str, Any] = {"ranks": row.ranks, "rest_ms": rest_ms, "model": model(row), "script": script}
+    return train_until(folder, filling, expected, iterations, **options)
+
+
+def model(row: Row) -> list[str]:
+    """The model's flags, but those that the row does without, and the row's."""
+    words = [*MODEL.split(), *FLAGS.split()]
+    for name in row.without:
+        place = words.index(name)
+        del words[place : place + 2]
+    return [*words, *shlex.split(row.flags)]
+
+
+def seen(folder: Path) -> list[dict[str, Any]]:
+    """The facts of the ranks that wrote them, in their order."""
+    files = sorted(folder.glob("facts-*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 
 
 def spins(folder: Path, ranks: int) -> tuple[list[str], str]:
@@ -202,8 +175,8 @@ def spins(folder: Path, ranks: int) -> tuple[list[str], str]:
 
 def train_upstream(row: Row, folder: Path, iterations: int) -> str:
     """Train for so many iterations with no patch but the CPU backend; the error if it fails."""
-    flags = re.sub(r"--fill-\S+ \S+", "", row.flags)
-    process = start(folder, f"{MODEL} {flags} --exit-interval {iterations}", ENDLESS, UPSTREAM, row.ranks)
+    plain = replace(row, flags=re.sub(r"--fill-\S+ \S+", "", row.flags))
+    process = start(folder, f"--exit-interval {iterations}", ENDLESS, UPSTREAM, row.ranks, model=model(plain))
     output, _ = process.communicate(timeout=240)
     if process.returncode == 0:
         return ""
@@ -219,6 +192,7 @@ def line(name: str, found: Checked) -> str:
         "identical" if found.identical else "DIFFERENT LOSSES",
         "" if found.stages_right else "STAGES WRONG",
         "" if found.peers_alike else "PEERS DIFFER",
+        f"NO EFFECT: {'; '.join(found.unmet)}" if found.unmet else "",
     )
     return (
         f"{name:<33}{found.ranks:>3}{found.iterations:>6}{found.bubble_share:>9.0%}"
@@ -288,6 +262,7 @@ def write(path: Path, rows: dict[str, Any]) -> None:
         "identical": sum(row["identical"] for row in trained),
         "iterations": sum(row["iterations"] for row in trained),
         "refused_by_megatron": len(rows) - len(trained),
+        "shown_to_have_effect": sum(row.get("unmet") == [] or row.get("unmet") == () for row in trained),
     }
     result = {"command": "python scripts/benchmarks/check_parallelism.py", "summary": summary, "rows": rows}
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

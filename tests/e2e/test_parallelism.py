@@ -9,14 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.check_parallelism import (
+from scripts.benchmarks.check_parallelism import Checked, check
+from scripts.benchmarks.parallelism_rows import (
+    CHUNKS,
     INTERLEAVED,
     MOE,
     OVERLAPPED,
+    OVERLAPS,
+    SENT,
+    SEQUENCE,
+    SPLIT,
     TENSOR,
-    Checked,
+    AtLeast,
     Row,
-    check,
+    Stages,
 )
 from tests.e2e.training import REST_MS
 
@@ -26,11 +32,13 @@ ROWS = {
         f"{TENSOR} --sequence-parallel --num-layers 3 --decoder-first-pipeline-num-layers 1 "
         "--recompute-granularity selective --swiglu --position-embedding-type rope --group-query-attention "
         "--num-query-groups 2",
+        {**SPLIT, **SEQUENCE, "layers": Stages([1], [2]), "calls.recomputed": AtLeast(1), "position_embedding": "rope"},
     ),
     "interleaved-experts-data": Row(
         4,
         f"{INTERLEAVED} {MOE} --moe-token-dispatcher-type alltoall {OVERLAPPED} "
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        {**CHUNKS, **SENT, **OVERLAPS, "calls.recomputed": AtLeast(1)},
     ),
 }
 ITERATIONS = 7  # at least
@@ -57,3 +65,7 @@ def test_every_rank_has_bubbles_that_are_filled(checked):
 def test_the_report_knows_the_stages(checked):
     assert checked.stages_right
     assert checked.peers_alike
+
+
+def test_the_flags_have_effect(checked):
+    assert checked.unmet == ()

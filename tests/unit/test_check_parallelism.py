@@ -9,17 +9,56 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.check_parallelism import ROWS, Checked, Row, earlier, line, stages, write
+from scripts.benchmarks.check_parallelism import Checked, earlier, line, model, seen, stages, write
+from scripts.benchmarks.parallelism_probe import COUNTED
+from scripts.benchmarks.parallelism_rows import ROWS, AtLeast, Has, Row, Stages, at, unmet
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks" / "check_parallelism.py"
-WELL = Checked(4, "--flag", 8, 0.25, (3, 5, 9, 9), identical=True, stages_right=True, peers_alike=True)
+RIGHT = {"identical": True, "stages_right": True, "peers_alike": True, "unmet": ()}
+WELL = Checked(4, "--flag", 8, 0.25, (3, 5, 9, 9), **RIGHT)
 
 
 def test_a_row_is_well_only_if_every_rank_stepped():
     assert WELL.well
-    assert not Checked(4, "", 8, 0.25, (3, 5, 0, 9), identical=True, stages_right=True, peers_alike=True).well
-    assert not Checked(4, "", 8, 0.25, (3, 5, 9, 9), identical=False, stages_right=True, peers_alike=True).well
+    assert not Checked(4, "", 8, 0.25, (3, 5, 0, 9), **RIGHT).well
+    assert not Checked(4, "", 8, 0.25, (3, 5, 9, 9), **RIGHT | {"identical": False}).well
+    assert not Checked(4, "", 8, 0.25, (3, 5, 9, 9), **RIGHT | {"unmet": ("a is 1; expected 2",)}).well
+    assert "NO EFFECT: a is 1" in line("row", Checked(2, "", steps=(1, 1), **RIGHT | {"unmet": ("a is 1",)}))
     assert "DIFFERENT LOSSES PEERS DIFFER" in line("row", Checked(2, "", steps=(1, 1), stages_right=True))
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_expects_something(name):
+    assert ROWS[name].expected
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_count_that_a_row_needs_is_made(name):
+    counts = {path.removeprefix("calls.") for path in ROWS[name].expected if path.startswith("calls.")}
+    assert counts <= set(COUNTED)
+
+
+def test_expectations():
+    ranks = [{"stage": 0, "layers": [1], "modules": ["A"]}, {"stage": 1, "layers": [2], "modules": ["A", "B"]}]
+    assert unmet({"layers": Stages([1], [2]), "layers.0": AtLeast(1), "modules": Has("A")}, ranks) == []
+    assert unmet({"layers.0": 1}, ranks) == ["layers.0 of rank 1 is 2; expected 1"]
+    assert unmet({"modules": Has("B")}, ranks) == ["modules of rank 0 is ['A']; expected Has(part='B')"]
+    assert unmet({"calls.none": AtLeast(0)}, ranks[:1]) == ["calls.none of rank 0 is None; expected AtLeast(least=0)"]
+    assert unmet({}, ranks) == ["nothing is expected of this row"]
+    assert unmet({"layers": [1]}, []) == ["no rank wrote what it trains"]
+
+
+def test_what_ranks_wrote_is_read_in_their_order(tmp_path):
+    for rank in (1, 0):
+        (tmp_path / f"facts-{rank}.json").write_text(json.dumps({"groups": {"tensor": rank}}))
+    assert [at(facts, "groups.tensor") for facts in seen(tmp_path)] == [0, 1]
+
+
+def test_flags_are_split_as_in_a_shell_and_replace_the_models():
+    words = model(ROWS["step-batch-size-schedule"])
+    assert words[-2:] == ["--step-batch-size-schedule", "0:2 2K:4 8K:8"]
+    assert "--global-batch-size" not in words
+    assert "--global-batch-size" in model(Row(2))
 
 
 def test_stages_in_both_orders_of_megatron():
