@@ -262,7 +262,7 @@ def write(path: Path, rows: dict[str, Any]) -> None:
         "identical": sum(row["identical"] for row in trained),
         "iterations": sum(row["iterations"] for row in trained),
         "refused_by_megatron": len(rows) - len(trained),
-        "shown_to_have_effect": sum(row.get("unmet") == [] or row.get("unmet") == () for row in trained),
+        "shown_to_have_effect": sum("unmet" in row and not row["unmet"] for row in trained),
     }
     result = {"command": "python scripts/benchmarks/check_parallelism.py", "summary": summary, "rows": rows}
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

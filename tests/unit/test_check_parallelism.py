@@ -70,10 +70,12 @@ def test_stages_in_both_orders_of_megatron():
 def test_the_file_keeps_rows(tmp_path):
     path = tmp_path / "new.json"
     assert earlier(path) == {}
-    write(path, {"one": {"error": "", "identical": True, "iterations": 8}, "two": {"error": "no", "identical": False}})
-    assert list(earlier(path)) == ["one", "two"]
+    right = {"error": "", "identical": True, "iterations": 8}
+    write(path, {"one": right, "two": {"error": "no", "identical": False}, "three": right | {"unmet": []}})
+    assert list(earlier(path)) == ["one", "two", "three"]
     summary = json.loads(path.read_text())["summary"]
-    assert summary == {"trained": 1, "identical": 1, "iterations": 8, "refused_by_megatron": 1}
+    counts = {"trained": 2, "identical": 2, "iterations": 16, "refused_by_megatron": 1, "shown_to_have_effect": 1}
+    assert summary == counts
 
 
 @pytest.mark.parametrize(
