@@ -23,6 +23,10 @@ def chat(custom_id: str = "a", **body: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
 
 
+def embedding(custom_id: str = "a", **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/embeddings", "body": {"input": "Once"} | body}
+
+
 def asks(arguments: str) -> dict[str, Any]:
     """An answer that calls a tool."""
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}
@@ -57,6 +61,7 @@ def test_a_completion_has_openais_defaults(tmp_path: Path) -> None:
         seed=None,
         stop=(),
         logprobs=None,
+        encoding=None,
         schema=None,
     )
 
@@ -122,6 +127,13 @@ def test_how_tokens_are_drawn(tmp_path: Path) -> None:
     assert one(tmp_path, completion(top_k=-1)).sampling == Sampling(1.0)
 
 
+def test_embeddings(tmp_path: Path) -> None:
+    found = one(tmp_path, embedding(input=["x", [1, 2]], model="m", encoding_format="base64", user="u"))
+    assert (found.prompts, found.encoding, found.model, found.choices) == (("x", (1, 2)), "base64", "m", 2)
+    assert one(tmp_path, embedding()).encoding == "float"
+    assert one(tmp_path, completion()).encoding is None
+
+
 def test_the_form_of_answers(tmp_path: Path) -> None:
     schema = {"type": "array", "items": {"type": "integer"}}
     asked = {"type": "json_schema", "json_schema": {"name": "numbers", "strict": True, "schema": schema}}
@@ -151,7 +163,12 @@ def test_tools_and_what_only_the_template_knows(tmp_path: Path) -> None:
     [
         (completion() | {"custom_id": 5}, "custom_id", "is 5"),
         (completion() | {"method": "GET"}, "method", "'POST'"),
-        (completion() | {"url": "/v1/embeddings"}, "url", "/v1/completions"),
+        (completion() | {"url": "/v1/responses"}, "url", "/v1/embeddings"),
+        (embedding(input=[]), "input", "[]"),
+        (embedding(input=["a", ""]), "input[1]", "''"),
+        (embedding(encoding_format="hex"), "encoding_format", "float or base64"),
+        (embedding(dimensions=8), "dimensions", "not supported"),
+        (embedding(temperature=1), "temperature", "not supported"),
         (completion() | {"url": ["/v1/completions"]}, "url", "/v1/completions"),
         (completion() | {"body": []}, "body", "a JSON object"),
         (completion(prompt=None), "prompt", "None"),

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from megatron.fill.errors import TaskError
 from megatron.fill.llm.answers import AnswerFile, Choice, TokenLogprob, answer, error_answer
 from megatron.fill.llm.attention import Context
 from megatron.fill.llm.grammar import Grammars
 from megatron.fill.llm.models import Tokenizer
 from megatron.fill.llm.requests import Refused, Request
-from megatron.fill.llm.sequence import GeneratedSequence, Wanted
+from megatron.fill.llm.sequence import GeneratedSequence, Pooling, Wanted
 
 _UNSIGNED = (1 << 64) - 1
 
@@ -44,6 +46,7 @@ class Answering:
         fits: whether a sequence can be generated at all; asked before any is.
         vocabulary: the token ids that the model knows are below it.
         grammars: of the tokenizer; None if no request has a schema.
+        pooling: of embeddings.
     """
 
     def __init__(
@@ -57,10 +60,11 @@ class Answering:
         fits: Callable[[GeneratedSequence], bool],
         vocabulary: int,
         grammars: Grammars | None = None,
+        pooling: Pooling = "last",
     ) -> None:
         self._lines, self._file, self._tokenizer = iter(lines), file, tokenizer
         self._context, self._model, self._seed, self._fits = context, model, seed, fits
-        self._vocabulary, self._grammars = vocabulary, grammars
+        self._vocabulary, self._grammars, self._pooling = vocabulary, grammars, pooling
         self._begun: dict[int, _Begun] = {}  # by line
         self._ready: deque[GeneratedSequence] = deque()
         self._kept: dict[tuple[int, int], dict[str, Any]] = {}
@@ -184,6 +188,8 @@ class Answering:
         most = self._most(request, len(prompt))
         own = (0, self._seed & _UNSIGNED, request.line) if request.seed is None else (1, request.seed & _UNSIGNED)
         wanted = Wanted(tuple(prompt), most, request.sampling, (*own, number), request.stop, request.logprobs)
+        if request.encoding is not None:
+            wanted = Wanted((*prompt, prompt[-1]), most, pooling=self._pooling)
         sequence = GeneratedSequence(wanted, (request.line, number))
         if request.schema is not None:
             assert self._grammars is not None
@@ -204,7 +210,11 @@ class Answering:
                 for note in sequence.notes
             ]
         assert sequence.finish is not None
-        return Choice(number, sequence.text, sequence.finish, len(sequence.generated), notes)
+        vector = None
+        if sequence.pooled is not None:
+            length = np.linalg.norm(sequence.pooled) or 1.0  # zeros stay zeros
+            vector = tuple(map(float, (sequence.pooled / length).astype(np.float32)))
+        return Choice(number, sequence.text, sequence.finish, len(sequence.generated), notes, vector)
 
     def _refuse(self, request: Request, why: str, status_code: int) -> None:
         self._write(error_answer(Refused(request.line, request.custom_id, why, None, status_code)))
@@ -257,14 +267,15 @@ def _part(sequence: GeneratedSequence) -> float:
 def _choice_as_data(choice: Choice) -> list[Any]:
     notes = choice.logprobs
     noted = None if notes is None else [[note.token, note.logprob, list(map(list, note.top))] for note in notes]
-    return [choice.index, choice.text, choice.finish_reason, choice.tokens, noted]
+    vector = None if choice.vector is None else list(choice.vector)
+    return [choice.index, choice.text, choice.finish_reason, choice.tokens, noted, vector]
 
 
 def _choice_from_data(data: list[Any]) -> Choice:
-    index, text, finish, tokens, noted = data
+    index, text, finish, tokens, noted, vector = data
     notes = None
     if noted is not None:
         notes = [
             TokenLogprob(token, value, tuple((other, least) for other, least in top)) for token, value, top in noted
         ]
-    return Choice(index, text, finish, tokens, notes)
+    return Choice(index, text, finish, tokens, notes, None if vector is None else tuple(vector))

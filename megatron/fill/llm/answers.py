@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,8 @@ class Choice:
     tokens: int
     """How many were generated."""
     logprobs: Sequence[TokenLogprob] | None = None
+    vector: tuple[float, ...] | None = None
+    """Of a prompt, of length 1, if there is no text."""
 
 
 def answer(request: Request, choices: Sequence[Choice], prompt_tokens: int, model: str) -> dict[str, Any]:
@@ -45,6 +49,8 @@ def answer(request: Request, choices: Sequence[Choice], prompt_tokens: int, mode
 
     It depends on nothing but the arguments, so that a job that was killed gives the same file; ``created`` is 0.
     """
+    if request.encoding is not None:
+        return _line(request, 200, _embeddings(request.encoding, choices, prompt_tokens, model))
     generated = sum(choice.tokens for choice in choices)
     body = {
         "id": ("chatcmpl-" if request.chat else "cmpl-") + _digest(request),
@@ -59,6 +65,18 @@ def answer(request: Request, choices: Sequence[Choice], prompt_tokens: int, mode
         },
     }
     return _line(request, 200, body)
+
+
+def _embeddings(encoding: str, choices: Sequence[Choice], prompt_tokens: int, model: str) -> dict[str, Any]:
+    data = []
+    for choice in choices:
+        assert choice.vector is not None
+        found: str | list[float] = list(choice.vector)
+        if encoding == "base64":
+            found = base64.b64encode(struct.pack(f"<{len(choice.vector)}f", *choice.vector)).decode()
+        data.append({"object": "embedding", "index": choice.index, "embedding": found})
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}
 
 
 def error_answer(refused: Refused) -> dict[str, Any]:

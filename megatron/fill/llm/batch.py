@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from megatron.fill.device.port import mib
 from megatron.fill.errors import TaskError
 from megatron.fill.given.quantities import parse_bytes
+from megatron.fill.llm import fitting
 from megatron.fill.llm.answers import AnswerFile
-from megatron.fill.llm.fitting import claimed_bytes, clock, held_bytes, pass_bytes, pieces_of, release, settle
+from megatron.fill.llm.pooling import read_pooling
 from megatron.fill.llm.requests import Request, read_requests
 from megatron.fill.llm.shapes import most_nodes, read_shapes
 from megatron.fill.profiles import Configuration
@@ -19,7 +20,6 @@ from megatron.fill.sidetask.nodes import NodeTask
 
 if TYPE_CHECKING:
     from megatron.fill.llm.engine import Engine
-    from megatron.fill.llm.room import KeyValueRoom
     from megatron.fill.llm.sequence import GeneratedSequence
 
 _RULES = ("matching", "multi_step", "traversal")
@@ -53,6 +53,7 @@ class BatchJob(NodeTask):
         seed: int = 0,
         kv_bytes: int | str | None = None,
         pieces: int | None = None,
+        pooling: str = "auto",
     ) -> None:
         """Load models and requests.
 
@@ -70,6 +71,8 @@ class BatchJob(NodeTask):
             seed: for requests that have none.
             kv_bytes: of keys and values at most, such as ``1GiB``; None for what the job's memory leaves.
             pieces: what a pass of the large model is cut into; None for pieces of a few milliseconds.
+            pooling: of embeddings: the hidden state of the ``last`` token, or the ``mean``; ``auto`` for what the
+                model's folder says (``1_Pooling``, of sentence-transformers), or else ``last``.
 
         Raises:
             ValueError: an argument is wrong.
@@ -83,6 +86,7 @@ class BatchJob(NodeTask):
         if rule not in _RULES:
             raise ValueError(f"rule is {rule!r}: expected one of {', '.join(_RULES)}")
         self._rule = rule
+        self._pooling = read_pooling(pooling, Path(model))
         self._batches = whole_numbers("batch_sizes", batch_sizes, _BATCH_SIZES)
         self._chunks = whole_numbers("chunks", chunks, _CHUNKS)
         check_whole(seed=(seed, 0), pieces=(1 if pieces is None else pieces, 1))
@@ -141,7 +145,7 @@ class BatchJob(NodeTask):
             one.to(self.context.device).eval()
             check_model(one)
         device, rows = self.context.device, self._most_rows()
-        pieces = [pieces_of(one, rows, device) for one in models]
+        pieces = [fitting.pieces_of(one, rows, device) for one in models]
         if self._pieces is not None:
             pieces[0] = self._pieces
         size = token_rows(self._model)
@@ -160,9 +164,11 @@ class BatchJob(NodeTask):
             self._configuration.batch_size,
             self._configuration.chunk,
             None,
-            clock(self.context.device),
+            fitting.clock(self.context.device),
         )
-        limit = self._key_value_bytes(self._engine.room)
+        least = self._engine.room.bytes_for_one(2 * _MEASURED_TOKENS)
+        taken = fitting.claimed_bytes(device) + fitting.pass_bytes(self._model.config, rows)
+        limit = fitting.key_value_bytes(self._most_bytes, self.context.memory_bytes, taken, least)
         self._engine.room.limit(limit)
         self._answering = Answering(
             self._lines,
@@ -174,6 +180,7 @@ class BatchJob(NodeTask):
             self._fits(limit),
             size,
             self._grammars,
+            self._pooling,
         )
         self._answering.load_state_dict(self._state)
 
@@ -201,7 +208,7 @@ class BatchJob(NodeTask):
                     return work  # answers that took no step: errors
                 raise StopIteration
         self.next_node = engine.run(self.next_node)
-        settle(self.context.device)
+        fitting.settle(self.context.device)
         if self.next_node or self.context.measuring:
             return 0.0
         reported = self._answering.answered // _REPORT_EVERY
@@ -217,8 +224,8 @@ class BatchJob(NodeTask):
         engine.abandon()  # what a pass in progress holds is given back too
         self.next_node = 0
         held = sum(runner.cache.held_bytes for runner in engine.runners)
-        left = memory_bytes - (held_bytes(device) - held)
-        needed = engine.room.bytes_for_one(self._longest(engine.runners[0].context))
+        left = memory_bytes - (fitting.held_bytes(device) - held)
+        needed = engine.room.bytes_for_one(fitting.longest(self._lines, engine.runners[0].context))
         if needed > left:
             self.context.logger.info(
                 "of its %s of keys and values it may keep %s, and its longest sequence needs %s",
@@ -227,7 +234,7 @@ class BatchJob(NodeTask):
             return False
         before = len(engine.room.active)
         engine.room.limit(left)
-        release(device)
+        fitting.release(device)
         now = sum(runner.cache.held_bytes for runner in engine.runners)
         lost = before - len(engine.room.active)
         self.context.logger.info("gave back %s of keys and values; %d sequences wait for room", mib(held - now), lost)
@@ -272,39 +279,9 @@ class BatchJob(NodeTask):
             room.waiting.append(following)
         return False
 
-    def _key_value_bytes(self, room: KeyValueRoom) -> int | None:
-        """What was asked for, but no more than the job's memory leaves beside models and passes; None for no limit.
-
-        Raises:
-            TaskError: that is not enough for anything.
-        """
-        limits = [] if self._most_bytes is None else [self._most_bytes]
-        if self.context.memory_bytes is not None:
-            taken = claimed_bytes(self.context.device) + pass_bytes(self._model.config, self._most_rows())
-            limits.append(self.context.memory_bytes - taken)
-        if not limits:
-            return None
-        least = room.bytes_for_one(2 * _MEASURED_TOKENS)
-        if min(limits) < least:
-            left = max(0, min(limits)) >> 10
-            raise TaskError(
-                f"{left:,} KiB are left for keys and values; expected {-(-least >> 10):,} KiB at least: give the job "
-                "more memory, or smaller batch_sizes and chunks"
-            )
-        return min(limits)
-
     def _fits(self, limit: int | None) -> Callable[[GeneratedSequence], bool]:
         room = self._running.room
         return lambda sequence: limit is None or room.bytes_for_one(sequence.most_tokens) <= limit
-
-    def _longest(self, context: int) -> int:
-        """Tokens that no sequence exceeds: a token is a byte at least, but for a few of a chat's template."""
-        sizes = [
-            max(len(str(one).encode()) for one in line.prompts or (_conversation(line),)) + (line.max_tokens or context)
-            for line in self._lines
-            if isinstance(line, Request)
-        ]
-        return min(context, 256 + max(sizes, default=0))
 
     def _most_rows(self) -> int:
         """Tokens in the largest pass."""
@@ -315,7 +292,3 @@ class BatchJob(NodeTask):
         counts = self._running.counts
         per_step = counts.tokens / counts.steps if counts.steps else 0.0
         self.context.report(answered=self._answering.answered, tokens=counts.tokens, tokens_per_step=round(per_step, 3))
-
-
-def _conversation(request: Request) -> str:
-    return f"{request.messages}{request.tools}{request.template}"

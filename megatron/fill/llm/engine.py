@@ -191,7 +191,9 @@ class Engine:
         for model, runner in enumerate(self.runners):
             left, rows, behind = self.chunk, [], _BEHIND if model else 0
             for slot, sequence in enumerate(self.room.active):
-                if model and not (this.shape and sequence.length + len(this.shape) <= runner.context):
+                if model and (
+                    sequence.wanted.pooling or not (this.shape and sequence.length + len(this.shape) <= runner.context)
+                ):
                     continue
                 cached, wanted = sequence.cached[model], sequence.length - 1
                 count = min(left, wanted - cached)
@@ -205,8 +207,8 @@ class Engine:
                     drafting.setdefault(slot, []).append(model)
             if rows:
                 this.prefill[model] = rows
-        for slot in range(len(self.room.active)):
-            if slot not in late:
+        for slot, sequence in enumerate(self.room.active):
+            if slot not in late and not sequence.wanted.pooling:
                 this.branching.append(self._branch(slot, drafting.get(slot, [])))
 
     def _branch(self, slot: int, drafts: list[int]) -> Branching:
@@ -227,21 +229,29 @@ class Engine:
     def _growing(self, model: int, level: int) -> list[Branching]:
         return [one for one in self._round.branching if one.grows(model, level)]
 
-    def _ended(self, kind: str, model: int, level: int, logits: Any) -> None:
+    def _ended(self, kind: str, model: int, level: int, result: Any) -> None:
         if kind == "prefill":
-            for row in self._round.prefill[model]:
-                self.room.active[row.slot].cached[model] += len(row.tokens)
+            for at, row in enumerate(self._round.prefill[model]):
+                sequence, count = self.room.active[row.slot], len(row.tokens)
+                if sequence.wanted.pooling:
+                    sequence.pool(result[at, :count])
+                sequence.cached[model] += count
         elif kind == "verify":
-            self._round.logits = logits
+            self._round.logits = result
         else:
-            for one, its in zip(self._growing(model, level), logits, strict=True):
+            for one, its in zip(self._growing(model, level), result, strict=True):
                 one.grow(model, level, its)
 
     def _commit(self) -> None:
-        """Verify the trees, and keep what was taken."""
-        this, room = self._round, self.room
-        if not this.branching:
-            return
+        """Verify the trees, keep what was taken, and let go of what has ended."""
+        if self._round.branching:
+            self._verify()
+        for sequence in [one for one in self.room.active if one.finish is not None]:
+            self.room.release(sequence)
+            self.finished.append(sequence)
+
+    def _verify(self) -> None:
+        this = self._round
         most, best = this.logits.max(-1)
         finite, best = most.isfinite().tolist(), best.tolist()
         moves: list[tuple[list[int], list[list[int]], list[list[int]]]] = [([], [], []) for _ in self.runners]
@@ -263,10 +273,7 @@ class Engine:
             runner.cache.compact(slots, sources, targets)
         for one in this.branching:
             if one.sequence.tainted:  # a tree that is not taken leaves what it was in columns that are masked
-                room.wipe_rest(one.sequence)
-            if one.sequence.finish is not None:
-                room.release(one.sequence)
-                self.finished.append(one.sequence)
+                self.room.wipe_rest(one.sequence)
 
     def _take(self, one: Branching, logits: Any, best: list[int], finite: list[bool]) -> list[int] | None:
         """Add to a sequence what is verified of its tree; the path there, None if that sequence has failed."""

@@ -29,7 +29,7 @@ def answered(requests: str, answers: str, tokenizer: Tokenizer) -> Iterator[tupl
     """
     texts = _texts(Path(answers))
     for line in read_requests(requests):
-        if not isinstance(line, Request):
+        if not isinstance(line, Request) or line.encoding is not None:
             continue
         prompts = prompt_tokens(line, tokenizer, tokenizer.size) if line.custom_id in texts else []
         for index, text, stopped in texts.get(line.custom_id, ()):
@@ -60,7 +60,7 @@ def _choices(line: str, where: str) -> tuple[str, list[dict[str, Any]]]:
     try:
         value = untrusted.parse_json(line, _MOST_DEPTH, _MOST_VALUES)
         body = value["response"]["body"] if value["response"]["status_code"] == 200 else {"choices": []}
-        return value["custom_id"], body["choices"]
+        return value["custom_id"], [] if body.get("object") == "list" else body["choices"]
     except (json.JSONDecodeError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{where}: is not an answer of a batch: {error!r}") from error
 

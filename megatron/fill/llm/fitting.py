@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron.fill.device.meter import resident_bytes
+from megatron.fill.errors import TaskError
 from megatron.fill.linux.held import private_bytes
+from megatron.fill.llm.requests import Refused, Request
 
 # A piece of a pass is to take a few milliseconds: products of a weight and a token.
 _PIECE = {"cpu": 20e6, "cuda": 200e9}
@@ -26,6 +28,46 @@ def pass_bytes(config: Any, tokens: int) -> int:
     """What a pass takes besides weights, keys and values: logits twice, and a layer's activations."""
     inner = max(4 * config.hidden_size, getattr(config, "intermediate_size", None) or 0)
     return tokens * (2 * config.vocab_size + 6 * inner) * 4
+
+
+def key_value_bytes(asked: int | None, memory_bytes: int | None, taken: int, least: int) -> int | None:
+    """The most that keys and values may take; None for no limit.
+
+    Args:
+        asked: no more than this; None for what there is.
+        memory_bytes: the job's; None for no limit.
+        taken: of it, by models and passes.
+        least: that is of use.
+
+    Raises:
+        TaskError: that much is not left.
+    """
+    limits = [] if asked is None else [asked]
+    if memory_bytes is not None:
+        limits.append(memory_bytes - taken)
+    if not limits:
+        return None
+    if min(limits) < least:
+        left = max(0, min(limits)) >> 10
+        raise TaskError(
+            f"{left:,} KiB are left for keys and values; expected {-(-least >> 10):,} KiB at least: give the job "
+            "more memory, or smaller batch_sizes and chunks"
+        )
+    return min(limits)
+
+
+def longest(lines: Iterable[Request | Refused], context: int) -> int:
+    """Tokens that no sequence exceeds: a token is a byte at least, but for a few of a chat's template."""
+    sizes = [
+        max(len(str(one).encode()) for one in line.prompts or (_conversation(line),)) + (line.max_tokens or context)
+        for line in lines
+        if isinstance(line, Request)
+    ]
+    return min(context, 256 + max(sizes, default=0))
+
+
+def _conversation(request: Request) -> str:
+    return f"{request.messages}{request.tools}{request.template}"
 
 
 def held_bytes(device: str) -> int:

@@ -140,7 +140,7 @@ class ModelRunner:
         """Begin a pass; ``passes.run`` runs its pieces, and leaves ``[rows, queries, vocabulary]`` as its result.
 
         Args:
-            logits: else there is no result: only keys and values are wanted.
+            logits: else the result is the hidden states after the last layer, ``[rows, queries, hidden]``.
         """
         inputs = self._inputs(rows)
 
@@ -149,8 +149,7 @@ class ModelRunner:
                 found = self.model(**inputs).logits[..., : min(self._rows, self._vocabulary)]
                 lacking = self._vocabulary - found.shape[-1]
                 return torch.nn.functional.pad(found, (0, lacking), value=-torch.inf) if lacking else found
-            self.model.base_model(**inputs)
-            return None
+            return self.model.base_model(**inputs).last_hidden_state
 
         self.passes.begin(function)
 

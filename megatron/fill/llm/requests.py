@@ -10,28 +10,26 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from megatron.fill import untrusted
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.problems import shown
 from megatron.fill.llm.conversation import read_messages, read_template_arguments, read_tools
-from megatron.fill.llm.fields import MOST_INTEGER, WrongFieldError, integer, number, text
+from megatron.fill.llm.fields import MOST_INTEGER, WrongFieldError, integer, text
+from megatron.fill.llm.generation import SAMPLING_FIELDS, read_sampling, read_schema
 from megatron.fill.llm.sampling import Sampling
 
 _CHATS = {"/v1/completions": False, "/v1/chat/completions": True}
+_EMBEDDINGS = "/v1/embeddings"
 _EXPECTED = "a batch file: one JSON object a line, with custom_id, method, url and body"
 _CUSTOM_ID = re.compile(r'"custom_id"\s*:\s*("(?:[^"\\]|\\.)*")')
 _MOST_LINE_BYTES = 16 << 20
 _MOST_DEPTH, _MOST_VALUES = 16, 2_000_000  # of one line
-_MOST_CHOICES, _MOST_STOPS, _MOST_PROMPTS, _MOST_BIASES = 128, 4, 2048, 1024
+_MOST_CHOICES, _MOST_STOPS, _MOST_PROMPTS = 128, 4, 2048
 _MOST_ALTERNATIVES = {False: 5, True: 20}  # by whether it is a chat: OpenAI's own limits
 _DEFAULT_MAX_TOKENS = 16  # of a completion
-_SAMPLING = {
-    *("temperature", "top_p", "top_k", "min_p", "logit_bias"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-}
-_BOTH = {"model", "max_tokens", "logprobs", "n", "seed", "stop", "response_format"} | _SAMPLING
+_BOTH = {"model", "max_tokens", "logprobs", "n", "seed", "stop", "response_format"} | SAMPLING_FIELDS
 _READ = {
     False: _BOTH | {"prompt"},
     True: _BOTH
@@ -84,6 +82,8 @@ class Request:
     stop: tuple[str, ...]
     logprobs: int | None
     """How many alternatives are given for each token; None: no log probabilities at all."""
+    encoding: Literal["float", "base64"] | None
+    """Of the vectors of its prompts; None: they are gone on with."""
     schema: Mapping[str, Any] | None
     """The JSON schema of its answers; None: they may be any text."""
 
@@ -202,36 +202,64 @@ def _request(value: dict[str, Any], line: int) -> Request:
     if value.get("method") != "POST":
         raise WrongFieldError("method", f"method is {shown(value.get('method'))}; expected 'POST'")
     url, body = value.get("url"), value.get("body")
-    if not isinstance(url, str) or url not in _CHATS:
-        raise WrongFieldError("url", f"url is {shown(url)}; expected one of {', '.join(_CHATS)}")
+    if not isinstance(url, str) or url not in (*_CHATS, _EMBEDDINGS):
+        raise WrongFieldError("url", f"url is {shown(url)}; expected one of {', '.join((*_CHATS, _EMBEDDINGS))}")
     if not isinstance(body, dict):
         raise WrongFieldError("body", f"body is {shown(body)}; expected a JSON object")
     body = {name: given for name, given in body.items() if given is not None}
+    if url == _EMBEDDINGS:
+        return _embedding(value["custom_id"], body, line)
     chat = _CHATS[url]
-    _refuse_unsupported(body, chat)
+    _refuse_unsupported(body, _READ[chat])
     max_tokens = _max_tokens(body, chat)
     return Request(
         line=line,
         custom_id=value["custom_id"],
         chat=chat,
-        prompts=() if chat else _prompts(body.get("prompt")),
+        prompts=() if chat else _prompts(body.get("prompt"), "prompt"),
         messages=read_messages(body.get("messages")) if chat else (),
         tools=read_tools(body) if chat else (),
         template=read_template_arguments(body) if chat else {},
         model=text(body["model"], "model") if "model" in body else "",
         n=integer(body.get("n", 1), "n", 1, _MOST_CHOICES),
         max_tokens=max_tokens,
-        sampling=_sampling(body),
+        sampling=read_sampling(body),
         seed=integer(body["seed"], "seed", -MOST_INTEGER, MOST_INTEGER) if "seed" in body else None,
         stop=_stop(body.get("stop", [])),
         logprobs=_logprobs(body, chat),
-        schema=_schema(body.get("response_format", {"type": "text"})),
+        encoding=None,
+        schema=read_schema(body.get("response_format", {"type": "text"})),
     )
 
 
-def _refuse_unsupported(body: dict[str, Any], chat: bool) -> None:
+def _embedding(custom_id: str, body: dict[str, Any], line: int) -> Request:
+    _refuse_unsupported(body, {"model", "input", "encoding_format"})
+    encoding = body.get("encoding_format", "float")
+    if encoding not in ("float", "base64"):
+        raise WrongFieldError("encoding_format", f"encoding_format is {shown(encoding)}; expected float or base64")
+    return Request(
+        line=line,
+        custom_id=custom_id,
+        chat=False,
+        prompts=_prompts(body.get("input"), "input"),
+        messages=(),
+        tools=(),
+        template={},
+        model=text(body["model"], "model") if "model" in body else "",
+        n=1,
+        max_tokens=1,
+        sampling=Sampling(),
+        seed=None,
+        stop=(),
+        logprobs=None,
+        encoding=encoding,
+        schema=None,
+    )
+
+
+def _refuse_unsupported(body: dict[str, Any], read: set[str]) -> None:
     for name, given in body.items():
-        if name in _READ[chat] or name in _WITHOUT_EFFECT or given in _NEUTRAL.get(name, ()):
+        if name in read or name in _WITHOUT_EFFECT or given in _NEUTRAL.get(name, ()):
             continue
         if name == "best_of" and given == body.get("n"):  # all that are generated are given
             continue
@@ -245,15 +273,15 @@ def _max_tokens(body: dict[str, Any], chat: bool) -> int | None:
     return None if chat else _DEFAULT_MAX_TOKENS
 
 
-def _prompts(given: object) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(given: object, name: str) -> tuple[str | tuple[int, ...], ...]:
     """A text, token ids, or a list of some of these."""
     if not (isinstance(given, list) and given and isinstance(given[0], str | list)):
-        return (_prompt(given, "prompt"),)
+        return (_prompt(given, name),)
     if len(given) > _MOST_PROMPTS:
-        raise WrongFieldError("prompt", f"prompt has {len(given)} prompts; expected at most {_MOST_PROMPTS}")
+        raise WrongFieldError(name, f"{name} has {len(given)} prompts; expected at most {_MOST_PROMPTS}")
     if len(given) == 1:
-        return (_prompt(given[0], "prompt"),)
-    return tuple(_prompt(one, f"prompt[{place}]") for place, one in enumerate(given))
+        return (_prompt(given[0], name),)
+    return tuple(_prompt(one, f"{name}[{place}]") for place, one in enumerate(given))
 
 
 def _prompt(given: object, name: str) -> str | tuple[int, ...]:
@@ -262,62 +290,11 @@ def _prompt(given: object, name: str) -> str | tuple[int, ...]:
     return text(given, name, "text or a list of token ids")
 
 
-def _sampling(body: Mapping[str, Any]) -> Sampling:
-    def read(name: str, usual: float, most: float, least: float = 0) -> float:
-        return number(body.get(name, usual), name, most, lambda given: given >= least, f"from {least:g}")
-
-    top_k = body.get("top_k", 0)
-    return Sampling(
-        temperature=read("temperature", 1, 2),
-        top_p=number(body.get("top_p", 1), "top_p", 1, lambda given: given > 0, "above 0"),
-        top_k=0 if top_k == -1 else integer(top_k, "top_k", 0, MOST_INTEGER),  # vLLM has both for all tokens
-        min_p=read("min_p", 0, 1),
-        presence_penalty=read("presence_penalty", 0, 2, -2),
-        frequency_penalty=read("frequency_penalty", 0, 2, -2),
-        repetition_penalty=number(
-            body.get("repetition_penalty", 1), "repetition_penalty", 100, lambda given: given > 0, "above 0"
-        ),
-        logit_bias=_bias(body.get("logit_bias", {})),
-    )
-
-
-def _bias(given: object) -> tuple[tuple[int, float], ...]:
-    if not isinstance(given, dict) or len(given) > _MOST_BIASES:
-        raise WrongFieldError(
-            "logit_bias", f"logit_bias is {shown(given)}; expected an object of at most {_MOST_BIASES} token ids"
-        )
-    found = {}
-    for token, bias in given.items():
-        if not (token.isascii() and token.isdecimal() and int(token) <= MOST_INTEGER) or int(token) in found:
-            raise WrongFieldError("logit_bias", f"logit_bias has {shown(token)}; expected different token ids")
-        found[int(token)] = number(bias, f"logit_bias[{token}]", 100, lambda value: value >= -100, "from -100")
-    return tuple(found.items())
-
-
 def _stop(given: object) -> tuple[str, ...]:
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list) or len(given) > _MOST_STOPS:
         raise WrongFieldError("stop", f"stop is {shown(given)}; expected text or a list of at most {_MOST_STOPS} texts")
     return tuple(text(one, "stop") for one in given)
-
-
-def _schema(given: object) -> Mapping[str, Any] | None:
-    """The schema that ``response_format`` asks for."""
-    kind = given.get("type") if isinstance(given, dict) else None
-    if not isinstance(given, dict) or kind not in ("text", "json_object", "json_schema"):
-        raise WrongFieldError(
-            "response_format",
-            f"response_format is {shown(given)}; expected an object with type text, json_object or json_schema",
-        )
-    if kind != "json_schema":
-        return {"type": "object"} if kind == "json_object" else None
-    inner = given.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, dict) else None
-    if not isinstance(schema, dict):
-        raise WrongFieldError(
-            "response_format", f"response_format.json_schema is {shown(inner)}; expected an object with a schema"
-        )
-    return schema
 
 
 def _logprobs(body: dict[str, Any], chat: bool) -> int | None:

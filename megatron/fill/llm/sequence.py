@@ -13,6 +13,7 @@ from megatron.fill.llm.sampling import Sampling
 if TYPE_CHECKING:
     from megatron.fill.llm.grammar import Grammar
 
+Pooling = Literal["last", "mean"]
 Decode = Callable[[list[int]], str]
 
 
@@ -27,6 +28,8 @@ class Wanted:
         seed: where its randomness comes from: the same numbers, the same draws.
         stop: texts that end it; they are not in its text.
         alternatives: how many of the most probable tokens to note at each place; None notes nothing.
+        pooling: nothing is generated: the hidden states of all tokens but the last one, which stands for nothing, are
+            made one vector, that of the last of them or their mean; None generates.
     """
 
     prompt: tuple[int, ...]
@@ -35,6 +38,7 @@ class Wanted:
     seed: tuple[int, ...] = (0,)
     stop: tuple[str, ...] = ()
     alternatives: int | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,7 @@ class GeneratedSequence:
         text: without what ended it, or what the error was; set at its end.
         tainted: a model gave numbers for it that are not finite: its keys and values may have such too.
         grammar: what it has to follow; None for nothing.
+        pooled: the vector so far, ``[hidden]``, not normalised.
     """
 
     wanted: Wanted
@@ -72,6 +77,7 @@ class GeneratedSequence:
     text: str = ""
     tainted: bool = False
     grammar: Grammar | None = None
+    pooled: np.ndarray | None = None
     _prompt_ids: np.ndarray | None = field(default=None, repr=False)
 
     @property
@@ -122,6 +128,25 @@ class GeneratedSequence:
     def fail(self, why: str) -> None:
         """End it without an answer."""
         self.finish, self.text = "error", why
+
+    def pool(self, states: Any) -> None:
+        """Add the hidden states, a tensor ``[tokens, hidden]``, of the tokens after the cached ones; the last end it.
+
+        What it had is forgotten if they begin anew.
+        """
+        start = self.cached[0]
+        if not start:
+            self.pooled, self.finish = None, None
+        if not states.isfinite().all():
+            self.tainted = True
+            self.fail("the model's hidden states are not finite numbers (NaN or infinite)")
+        if self.finish is not None:
+            return
+        last = self.wanted.pooling == "last"
+        part = (states[-1:] if last else states).double().sum(0).cpu().numpy()
+        self.pooled = part if last or self.pooled is None else self.pooled + part
+        if start + len(states) == len(self.wanted.prompt) - 1:
+            self.finish = "stop"
 
     def _stopped(self, decode: Decode) -> str | None:
         """The text before a stop that the latest token completed; None for none."""
