@@ -14,6 +14,8 @@ from scripts.benchmarks.parallelism_probe import COUNTED
 from scripts.benchmarks.parallelism_rows import ROWS, AtLeast, Has, Row, Stages, at, unmet
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks" / "check_parallelism.py"
+# Written by the ranks of step-batch-size-schedule: nothing of it but the batch is as in another row.
+PLAIN = json.loads(Path(__file__).with_name("plain_training.json").read_text(encoding="utf-8"))
 RIGHT = {"identical": True, "stages_right": True, "peers_alike": True, "unmet": ()}
 WELL = Checked(4, "--flag", 8, 0.25, (3, 5, 9, 9), **RIGHT)
 
@@ -28,8 +30,14 @@ def test_a_row_is_well_only_if_every_rank_stepped():
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_every_row_expects_something(name):
+def test_a_training_without_its_flags_does_not_pass_for_a_row(name):
+    constant = {"forwards": [8] * 50, "batch_changes": 0}
     assert ROWS[name].expected
+    assert unmet(ROWS[name].expected, [rank | constant for rank in PLAIN])
+
+
+def test_a_training_with_its_flags_passes():
+    assert unmet(ROWS["step-batch-size-schedule"].expected, PLAIN) == []
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -56,7 +64,7 @@ def test_what_ranks_wrote_is_read_in_their_order(tmp_path):
 
 def test_flags_are_split_as_in_a_shell_and_replace_the_models():
     words = model(ROWS["step-batch-size-schedule"])
-    assert words[-2:] == ["--step-batch-size-schedule", "0:2 2K:4 8K:8"]
+    assert words[words.index("--step-batch-size-schedule") + 1] == "0:2 2K:4 8K:8"
     assert "--global-batch-size" not in words
     assert "--global-batch-size" in model(Row(2))
 
