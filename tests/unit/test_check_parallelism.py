@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from scripts.benchmarks.parallelism_rows import ROWS, AtLeast, Has, Row, Stages,
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks" / "check_parallelism.py"
 # Written by the ranks of step-batch-size-schedule: nothing of it but the batch is as in another row.
 PLAIN = json.loads(Path(__file__).with_name("plain_training.json").read_text(encoding="utf-8"))
-RIGHT = {"identical": True, "stages_right": True, "peers_alike": True, "unmet": ()}
+RIGHT: dict[str, Any] = {"identical": True, "stages_right": True, "peers_alike": True, "unmet": ()}
 WELL = Checked(4, "--flag", 8, 0.25, (3, 5, 9, 9), **RIGHT)
 
 
