@@ -149,7 +149,10 @@ class ModelRunner:
                 found = self.model(**inputs).logits[..., : min(self._rows, self._vocabulary)]
                 lacking = self._vocabulary - found.shape[-1]
                 return torch.nn.functional.pad(found, (0, lacking), value=-torch.inf) if lacking else found
-            return self.model.base_model(**inputs).last_hidden_state
+            base = self.model.base_model
+            if base is self.model:  # as of Llama 4's text models, whose prefix names no attribute
+                base = self.model.get_decoder()
+            return getattr(base(**inputs), "last_hidden_state", None)
 
         self.passes.begin(function)
 
