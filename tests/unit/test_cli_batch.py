@@ -131,6 +131,61 @@ def test_an_interrupted_watch_leaves_the_job(pipefill, monkeypatch):
         assert store.find("mine").state is JobState.QUEUED
 
 
+def partly_answered(folder):
+    """An agent has begun with the job; one answer is there, and one that is torn."""
+    with closing(open_store("run")) as store:
+        (job,) = store.list()
+        claim = store.claim("agent", [job.id], 60)
+        assert claim is not None
+        directory = folder / "run" / "jobs" / job.name
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "answers.jsonl").write_text(ANSWERS.splitlines(keepends=True)[0] + '{"resp')
+        store.place(claim, str(directory))
+        return claim
+
+
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.CANCELLED])
+def test_the_answers_of_a_job_that_ends_in_the_middle_are_kept(pipefill, tmp_path, monkeypatch, state):
+    pipefill("--name", "mine")
+    claim = partly_answered(tmp_path)
+
+    def sleep(seconds):
+        with closing(open_store("run")) as store:
+            store.finish(claim, state, "it broke", Progress(1.0, 2.0, harvested_s=2.0), {})
+
+    monkeypatch.setattr("megatron.fill.cli.batch.time.sleep", sleep)
+    status, out, err = pipefill("--name", "mine", "--watch")
+    assert status == 1
+    assert f"mine is {state}: it broke" in err
+    assert "1 of 2 answers are in in.answers.jsonl.partial." in out
+    assert (tmp_path / "in.answers.jsonl.partial").read_text() == ANSWERS.splitlines(keepends=True)[0]
+    assert not (tmp_path / "in.answers.jsonl").exists()
+    pipefill("--name", "mine")
+    finish(tmp_path)
+    status, out, _ = pipefill("--name", "mine")
+    assert status == 0
+    assert (tmp_path / "in.answers.jsonl").read_text() == ANSWERS
+    assert not (tmp_path / "in.answers.jsonl.partial").exists()
+
+
+def test_interrupted_while_it_runs_the_answers_that_are_there_are_kept(pipefill, tmp_path, monkeypatch):
+    pipefill("--name", "mine")
+    partly_answered(tmp_path)
+
+    def sleep(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megatron.fill.cli.batch.time.sleep", sleep)
+    status, out, err = pipefill("--name", "mine", "--watch")
+    assert status == 130
+    assert "mine goes on" in err
+    assert "1 of 2 answers are in in.answers.jsonl.partial." in out
+    status, out, _ = pipefill("--name", "mine", "--json", "--watch")
+    found = json.loads(out)
+    assert (status, found["output"], found["partial"]) == (130, None, "in.answers.jsonl.partial")
+    assert (found["answered"], found["failed"]) == (1, 0)
+
+
 def test_json_has_the_job_and_the_counts(pipefill):
     _, out, _ = pipefill("--json")
     found = json.loads(out)

@@ -28,7 +28,7 @@ def request(line: int = 1, chat: bool = False, custom_id: str = "a") -> Request:
 
 LOGPROBS = [
     TokenLogprob("é", -0.5, (("é", -0.5), ("x", -2.0), ("x", -3.0))),
-    TokenLogprob("\ufffd", -math.inf),
+    TokenLogprob("\udcc3", -math.inf, offset=1),
 ]
 
 
@@ -41,7 +41,7 @@ def test_a_completion() -> None:
     first, second = body["choices"]
     assert second == {"index": 1, "text": "y", "logprobs": None, "finish_reason": "length"}
     assert first["logprobs"] == {
-        "tokens": ["é", "\ufffd"],
+        "tokens": ["é", r"bytes:\xc3"],
         "token_logprobs": [-0.5, -9999.0],
         "top_logprobs": [{"x": -2.0, "é": -0.5}, {}],
         "text_offset": [0, 1],
@@ -55,7 +55,7 @@ def test_a_chat() -> None:
     assert choice["message"] == {"role": "assistant", "content": "é", "refusal": None}
     first, second = choice["logprobs"]["content"]
     assert (first["bytes"], first["top_logprobs"][1]["token"]) == ([0xC3, 0xA9], "x")
-    assert second == {"token": "\ufffd", "logprob": -9999.0, "bytes": None, "top_logprobs": []}
+    assert second == {"token": r"\xc3", "logprob": -9999.0, "bytes": [0xC3], "top_logprobs": []}
 
 
 def test_a_wrong_request_is_answered_with_its_error() -> None:

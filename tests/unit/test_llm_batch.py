@@ -346,3 +346,25 @@ def test_what_is_no_file_of_requests_or_no_model_is_refused(models, tmp_path):
     requests = write(tmp_path / "in.jsonl", some_requests(1))
     with pytest.raises(TaskError, match="expected a folder as"):
         job((tmp_path, models[1]), requests, tmp_path / "job")
+
+
+def test_a_stop_may_be_a_special_token(models, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    made = AutoModelForCausalLM.from_pretrained(models[0], local_files_only=True).eval()
+    tokens = alone(made, [5, 6, 7], 12)
+    at = next(at for at, token in enumerate(tokens) if at > 1 and token not in tokens[:at])
+    where = folder(tmp_path / "model", made, TEMPLATE)
+    tokenizer = AutoTokenizer.from_pretrained(where)
+    tokenizer.add_special_tokens({"additional_special_tokens": [LETTERS[tokens[at]]]})
+    tokenizer.save_pretrained(where)
+    body = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "logprobs": 2}
+    lines = [request(0, **body, stop=[LETTERS[tokens[at]]]), request(1, **body)]
+    run(job((where, models[1]), write(tmp_path / "in.jsonl", lines), tmp_path / "job", draft=[]))
+    stopped, through = (answers(tmp_path / "job")[f"r{at}"]["body"]["choices"][0] for at in range(2))
+    before = [LETTERS[token] for token in tokens[:at]]
+    assert (stopped["text"], stopped["finish_reason"]) == ("".join(before), "stop")
+    assert stopped["logprobs"]["tokens"] == before
+    assert stopped["logprobs"]["text_offset"] == list(range(at))
+    assert through["text"].startswith(stopped["text"])
+    assert LETTERS[tokens[at]] not in through["text"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -64,17 +63,19 @@ def batch(
     """Answer a file of requests with a language model, in the bubbles of the trainings that serve the store.
 
     The requests are looked through first; one that is wrong gets an error for its answer. The same command again finds
-    the job that is there, and writes the output once it has succeeded; a job that has failed is queued again.
-    Interrupted, --watch leaves the job as it is.
+    the job that is there, and writes the output once it has succeeded; a job that has failed is queued again. Until
+    then the answers that are there are in OUTPUT.partial, also when it fails. Interrupted, --watch leaves the job as it
+    is.
 
     --alone answers on this machine's device instead. Answers are in OUTPUT.*.partial until all are there; killed or
     interrupted, the same command goes on with the requests that are not answered yet.
 
     Exits with 0 if the output is there or the job still waits or runs, 1 if the job failed or was cancelled, 2 if
-    something makes no sense.
+    something makes no sense, 130 if it was interrupted.
 
-    --json prints the job as "show" does, with output (null until it is there), requests and refused; once the output is
-    there, answered, failed, prompt_tokens, completion_tokens and tokens_per_s too. With --alone it prints these only.
+    --json prints the job as "show" does, with output (null until it is there), partial (null if it is not there),
+    requests and refused; of the answers in either, answered, failed, prompt_tokens, completion_tokens and tokens_per_s
+    too. With --alone it prints these only.
     """
     from megatron.fill.llm.requests import Refused, read_requests
 
@@ -104,25 +105,30 @@ def batch(
     if not as_json:
         _introduce(requests, len(lines), refused)
     with opened(store, create=True) as jobs:
-        job = _found_or_new(jobs, called, args, memory, written)
+        job, interrupted = _found_or_new(jobs, called, args, memory, written), False
         if watch:
-            job = _watched(jobs, job, quiet=as_json)
+            job, interrupted = _watched(jobs, job, quiet=as_json)
         now_s = jobs.now_s()
     there = job.state is JobState.SUCCEEDED
-    figures: dict[str, Any] = {}
-    if there:
-        _copy(job, written)
-        figures = _figures(written, None, job.progress.harvested_s)
+    taken = _take(job, written)
+    figures = {} if taken is None else _figures(taken, None, job.progress.harvested_s)
     if as_json:
-        counts = {"requests": len(lines), "refused": len(refused), "output": str(written) if there else None}
+        places = {"output": str(taken) if there else None, "partial": None if there or taken is None else str(taken)}
+        counts = {"requests": len(lines), "refused": len(refused)} | places
         views.print_json(views.as_dict(job, now_s) | counts | figures)
     elif there:
         _conclude(written, figures, "of bubble time")
-    elif not job.state.finished:
-        print(f"{job.name} is {job.state}. The same command with --watch waits for it, and writes {written}.")
+    else:
+        if taken is not None:
+            print(f"{figures['answered'] + figures['failed']} of {len(lines)} answers are in {taken}.")
+        if not job.state.finished:
+            print(f"{job.name} is {job.state}. The same command with --watch waits for it, and writes {written}.")
     if job.state in (JobState.FAILED, JobState.CANCELLED):
         print(f"pipefill: {job.name} is {job.state}: {job.reason}", file=sys.stderr)
         raise typer.Exit(1)
+    if interrupted:
+        print(f"{job.name} goes on without being watched; pipefill cancel {job.name} ends it.", file=sys.stderr)
+        raise typer.Exit(130)
 
 
 def _check_alone(options: dict[str, bool]) -> None:
@@ -251,8 +257,8 @@ def _found_or_new(jobs: JobStore, name: str, args: dict[str, Any], memory: str |
     return jobs.submit([new])[0]
 
 
-def _watched(jobs: JobStore, job: Job, quiet: bool) -> Job:
-    """Wait until the job has ended, and show its progress unless it is to be quiet."""
+def _watched(jobs: JobStore, job: Job, quiet: bool) -> tuple[Job, bool]:
+    """Wait until the job has ended, and show its progress unless it is to be quiet; whether that was interrupted."""
     try:
         with _progress(quiet) as shown:
             line = shown.add_task(job.name, total=None)
@@ -261,25 +267,47 @@ def _watched(jobs: JobStore, job: Job, quiet: bool) -> Job:
                 done, total = int(job.progress.work_done), job.progress.total_work
                 shown.update(line, description=f"{job.name} {job.state}", completed=done, total=total)
                 if job.state.finished:
-                    return job
+                    return job, False
                 time.sleep(_LOOK_S)
     except KeyboardInterrupt:
-        print(f"{job.name} goes on without being watched; pipefill cancel {job.name} ends it.", file=sys.stderr)
-        raise typer.Exit(130) from None
+        return job, True
+
+
+def _take(job: Job, output: Path) -> Path | None:
+    """Take the answers from the job's folder: into the output if all are there, else beside it; None if none is.
+
+    Raises:
+        ConfigError: all are there and on another machine, or cannot be written here.
+    """
+    partial = output.with_name(f"{output.name}.partial")
+    if job.state is JobState.SUCCEEDED:
+        _copy(job, output)
+        partial.unlink(missing_ok=True)
+        return output
+    if not job.directory:  # it was never begun
+        return None
+    try:
+        _copy(job, partial)
+    except ConfigError as error:
+        print(f"pipefill: no answers were taken: {error}", file=sys.stderr)
+        return None
+    return partial
 
 
 def _copy(job: Job, output: Path) -> None:
-    """Take the answers from the job's folder.
+    """Copy the answers that are whole lines.
 
     Raises:
         ConfigError: they are on another machine, or cannot be written here.
     """
     answers = Path(job.directory) / _ANSWERS
     try:
-        partial = output.with_name(f".{output.name}.partial")
-        with untrusted.open_plain(answers) as theirs, partial.open("wb") as mine:
-            shutil.copyfileobj(theirs, mine)
-        partial.replace(output)
+        copied = output.with_name(f".{output.name}.copied")
+        with untrusted.open_plain(answers) as theirs, copied.open("wb") as mine:
+            for line in theirs:
+                if line.endswith(b"\n"):  # else the job is writing it, or was stopped while it did
+                    mine.write(line)
+        copied.replace(output)
     except OSError as error:
         raise ConfigError(
             f"{answers} to {output}: {error.strerror}; expected a folder that this machine sees"

@@ -13,6 +13,7 @@ from megatron.fill.errors import TaskError
 from megatron.fill.llm.answers import AnswerFile, Choice, TokenLogprob, answer, error_answer
 from megatron.fill.llm.attention import Context
 from megatron.fill.llm.grammar import Grammars
+from megatron.fill.llm.logprobs import logprobs_of
 from megatron.fill.llm.models import Tokenizer
 from megatron.fill.llm.requests import Refused, Request
 from megatron.fill.llm.sequence import GeneratedSequence, Pooling, Wanted
@@ -120,14 +121,14 @@ class Answering:
         sequences = [[*one.name, one.state_dict()] for one in (*unfinished, *self._ready) if one.generated]
         sequences += [[*name, kept] for name, kept in self._kept.items()]  # of requests that were not reached again
         there = {line: begun.choices for line, begun in self._begun.items()} | self._choices
-        choices = [[line, _choice_as_data(choice)] for line, found in there.items() for choice in found.values()]
+        choices = [[line, choice_as_data(choice)] for line, found in there.items() for choice in found.values()]
         return {"sequences": sequences, "choices": choices}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; before the first ``following``."""
         self._kept = {(line, number): kept for line, number, kept in state["sequences"]}
         for line, data in state["choices"]:
-            choice = _choice_from_data(data)
+            choice = choice_from_data(data)
             self._choices.setdefault(line, {})[choice.index] = choice
 
     def _begin(self, line: Request | Refused) -> None:
@@ -187,7 +188,8 @@ class Answering:
     def _sequence(self, request: Request, prompt: list[int], number: int) -> GeneratedSequence:
         most = self._most(request, len(prompt))
         own = (0, self._seed & _UNSIGNED, request.line) if request.seed is None else (1, request.seed & _UNSIGNED)
-        wanted = Wanted(tuple(prompt), most, request.sampling, (*own, number), request.stop, request.logprobs)
+        stops = tuple(one for stop in request.stop if (one := self._tokenizer.special(stop)) is not None)
+        wanted = Wanted(tuple(prompt), most, request.sampling, (*own, number), request.stop, request.logprobs, stops)
         if request.encoding is not None:
             wanted = Wanted((*prompt, prompt[-1]), most, pooling=self._pooling)
         sequence = GeneratedSequence(wanted, (request.line, number))
@@ -200,16 +202,9 @@ class Answering:
         return sequence
 
     def _choice(self, number: int, sequence: GeneratedSequence, request: Request) -> Choice:
-        piece = self._tokenizer.piece
-        notes = None
-        if request.logprobs is not None:
-            notes = [
-                TokenLogprob(
-                    piece(note.token), note.logarithm, tuple((piece(other), value) for other, value in note.best)
-                )
-                for note in sequence.notes
-            ]
         assert sequence.finish is not None
+        noted = request.logprobs is not None and sequence.finish != "error"
+        notes = logprobs_of(sequence, self._tokenizer) if noted else None
         vector = None
         if sequence.pooled is not None:
             length = np.linalg.norm(sequence.pooled) or 1.0  # zeros stay zeros
@@ -264,18 +259,23 @@ def _part(sequence: GeneratedSequence) -> float:
     return len(sequence.generated) / sequence.wanted.most
 
 
-def _choice_as_data(choice: Choice) -> list[Any]:
+def choice_as_data(choice: Choice) -> list[Any]:
+    """A choice as JSON has it, for the state of a job."""
     notes = choice.logprobs
-    noted = None if notes is None else [[note.token, note.logprob, list(map(list, note.top))] for note in notes]
+    noted = None
+    if notes is not None:
+        noted = [[note.token, note.logprob, list(map(list, note.top)), note.offset] for note in notes]
     vector = None if choice.vector is None else list(choice.vector)
     return [choice.index, choice.text, choice.finish_reason, choice.tokens, noted, vector]
 
 
-def _choice_from_data(data: list[Any]) -> Choice:
+def choice_from_data(data: list[Any]) -> Choice:
+    """The choice that ``choice_as_data`` gave."""
     index, text, finish, tokens, noted, vector = data
     notes = None
     if noted is not None:
         notes = [
-            TokenLogprob(token, value, tuple((other, least) for other, least in top)) for token, value, top in noted
+            TokenLogprob(token, value, tuple((other, least) for other, least in top), offset)
+            for token, value, top, offset in noted
         ]
     return Choice(index, text, finish, tokens, notes, None if vector is None else tuple(vector))

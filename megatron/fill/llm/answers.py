@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 from megatron.fill.llm.requests import Refused, Request
 
+_BYTES = "bytes:"  # before a completion's token that is shown by its bytes
 _LEAST_LOGPROB = -9999.0  # as OpenAI gives that of a token that cannot be: JSON has no infinity
 
 
@@ -23,10 +24,13 @@ class TokenLogprob:
     """How probable one generated token was."""
 
     token: str
+    """Its text; bytes of it that are no whole character are surrogates (``surrogateescape``)."""
     logprob: float
     """Natural logarithm; may be minus infinity."""
     top: tuple[tuple[str, float], ...] = ()
     """The most probable tokens there, best first."""
+    offset: int = 0
+    """Characters of the choice's text before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +125,27 @@ def _chat_choice(choice: Choice) -> dict[str, Any]:
 
 
 def _chat_token(token: str, logprob: float) -> dict[str, Any]:
-    whole = "\ufffd" not in token  # else it is a part of a character, whose bytes the text does not say
-    return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode()) if whole else None}
+    data = token.encode(errors="surrogateescape")
+    return {"token": _shown(token), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _shown(token: str, mark: str = "") -> str:
+    """A token as text; as OpenAI shows it, by its bytes, if some of them are no whole character."""
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        return mark + "".join(rf"\x{byte:02x}" for byte in token.encode(errors="surrogateescape"))
+    return token
 
 
 def _completion_choice(choice: Choice) -> dict[str, Any]:
     logprobs = None
     if choice.logprobs is not None:
-        offsets = [0]
-        for each in choice.logprobs[:-1]:
-            offsets.append(offsets[-1] + len(each.token))
         logprobs = {
-            "tokens": [each.token for each in choice.logprobs],
+            "tokens": [_shown(each.token, _BYTES) for each in choice.logprobs],
             "token_logprobs": [_finite(each.logprob) for each in choice.logprobs],
             "top_logprobs": [_by_text(each) for each in choice.logprobs],
-            "text_offset": offsets[: len(choice.logprobs)],
+            "text_offset": [each.offset for each in choice.logprobs],
         }
     return {
         "index": choice.index,
@@ -147,7 +157,7 @@ def _completion_choice(choice: Choice) -> dict[str, Any]:
 
 def _by_text(token: TokenLogprob) -> dict[str, float]:
     """The alternatives; of several tokens with the same text, the most probable."""
-    return {text: _finite(logprob) for text, logprob in reversed(token.top)}
+    return {_shown(text, _BYTES): _finite(logprob) for text, logprob in reversed(token.top)}
 
 
 def _finite(logprob: float) -> float:

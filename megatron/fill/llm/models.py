@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +38,10 @@ class Tokenizer(Protocol):
         """The text of ids; an incomplete character becomes U+FFFD."""
 
     def piece(self, token: int) -> str:
-        """One token's text."""
+        """One token's text; bytes of it that are no whole character are surrogates (``surrogateescape``)."""
+
+    def special(self, text: str) -> int | None:
+        """The id of a token of this name that has no text; None if there is none."""
 
     def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **arguments: Any
@@ -85,7 +89,18 @@ class FolderTokenizer:
         return self._after_text(tokens, skip_special=True)
 
     def piece(self, token: int) -> str:
-        return self._after_text([token], skip_special=False)
+        text = self._after_text([token], skip_special=False)
+        if "\ufffd" not in text:
+            return text
+        form = str(self._tokenizer.convert_ids_to_tokens(token))
+        data = _bytes_of(form)
+        return form if data is None else data.decode(errors="surrogateescape")
+
+    def special(self, text: str) -> int | None:
+        found = self._tokenizer.convert_tokens_to_ids(text)
+        if found is None or self._tokenizer.convert_ids_to_tokens(found) != text or self.decode([found]):
+            return None
+        return int(found)
 
     def _after_text(self, tokens: list[int], skip_special: bool) -> str:
         """The text of ids that follow others: some decoders (Llama-2, Mistral) drop a space before the first one."""
@@ -140,7 +155,10 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256 and token != self._end).decode(errors="replace")
 
     def piece(self, token: int) -> str:
-        return self.decode([token])
+        return bytes([token]).decode(errors="surrogateescape") if token < 256 and token != self._end else ""
+
+    def special(self, text: str) -> int | None:
+        return None
 
     def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **arguments: Any
@@ -152,6 +170,16 @@ class ByteTokenizer:
 
     def save(self, folder: Path) -> None:
         (folder / _BYTES).write_text(json.dumps({"size": self.size, "end": self._end}), encoding="utf-8")
+
+
+def _bytes_of(form: str) -> bytes | None:
+    """The bytes of a token with this form in its vocabulary; None if it is not in a notation of bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", form):
+        return bytes.fromhex(byte[1])
+    alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of byte-level BPE
+    return bytes(alphabet[letter] for letter in form) if set(form) <= set(alphabet) else None
 
 
 def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer]:

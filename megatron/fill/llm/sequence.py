@@ -27,6 +27,7 @@ class Wanted:
         sampling: how its tokens are drawn.
         seed: where its randomness comes from: the same numbers, the same draws.
         stop: texts that end it; they are not in its text.
+        stop_ids: tokens that end it besides those that end every sequence.
         alternatives: how many of the most probable tokens to note at each place; None notes nothing.
         pooling: nothing is generated: the hidden states of all tokens but the last one, which stands for nothing, are
             made one vector, that of the last of them or their mean; None generates.
@@ -38,6 +39,7 @@ class Wanted:
     seed: tuple[int, ...] = (0,)
     stop: tuple[str, ...] = ()
     alternatives: int | None = None
+    stop_ids: tuple[int, ...] = ()
     pooling: Pooling | None = None
 
 
@@ -115,7 +117,7 @@ class GeneratedSequence:
         for count, token in enumerate(tokens, 1):
             self.generated.append(token)
             self.notes.extend(notes[count - 1 : count])
-            if token in ends:
+            if token in ends or token in self.wanted.stop_ids:
                 self._end("stop", decode(self.generated[:-1]))
             elif (text := self._stopped(decode)) is not None:
                 self._end("stop", text)
