@@ -368,3 +368,13 @@ def test_a_stop_may_be_a_special_token(models, tmp_path):
     assert stopped["logprobs"]["text_offset"] == list(range(at))
     assert through["text"].startswith(stopped["text"])
     assert LETTERS[tokens[at]] not in through["text"]
+
+
+def test_the_largest_and_the_smallest_configuration_are_measured_by_default(models, tmp_path):
+    requests = write(tmp_path / "in.jsonl", some_requests(1))
+    assert job(models, requests, tmp_path / "a").configurations() == [
+        Configuration(8, chunk=128),
+        Configuration(1, chunk=32),
+    ]
+    given = job(models, requests, tmp_path / "b", batch_sizes=[4, 2], chunks=[16]).configurations()
+    assert given == [Configuration(4, chunk=16), Configuration(2, chunk=16)]

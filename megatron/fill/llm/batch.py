@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from megatron.fill.llm.sequence import GeneratedSequence
 
 _RULES = ("matching", "multi_step", "traversal")
-_BATCH_SIZES = (8, 4, 2, 1)
-_CHUNKS = (128, 32)
+_BATCH_SIZES, _CHUNKS = (8, 1), (128, 32)  # the largest and the smallest: each costs seconds of measuring
 _REPORT_EVERY = 16  # answers
 _MEASURED_TOKENS = 64  # of a sequence that is only measured
 
@@ -65,7 +65,7 @@ class BatchJob(NodeTask):
             draft: folders of small models with the same tokens.
             tree: how many tokens each draft proposes below each node, by depth; ``auto`` chooses what is fastest.
             rule: how sampled tokens are verified: ``matching``, ``multi_step`` or ``traversal``.
-            batch_sizes: how many sequences are generated at a time; None for 1 to 8.
+            batch_sizes: how many sequences are generated at a time; None for 8 and 1.
             chunks: how many tokens of prompts pass through the model at a time; None for 32 and 128.
             dtype: of the weights: ``auto`` for that of the files, or ``float32``, ``bfloat16``, ``float16``.
             seed: for requests that have none.
@@ -89,6 +89,7 @@ class BatchJob(NodeTask):
         self._pooling = read_pooling(pooling, Path(model))
         self._batches = whole_numbers("batch_sizes", batch_sizes, _BATCH_SIZES)
         self._chunks = whole_numbers("chunks", chunks, _CHUNKS)
+        self._given = not (batch_sizes is None and chunks is None)
         check_whole(seed=(seed, 0), pieces=(1 if pieces is None else pieces, 1))
         self._seed, self._pieces = seed, pieces
         try:
@@ -116,8 +117,9 @@ class BatchJob(NodeTask):
         self._state: dict[str, Any] = {"sequences": [], "choices": []}
 
     def configurations(self) -> list[Configuration]:
-        """Every batch size with every length of a chunk."""
-        return [Configuration(size, chunk=chunk) for size in self._batches for chunk in self._chunks]
+        """Every batch size with every length of a chunk; the largest and the smallest if none were given."""
+        pairs = product(self._batches, self._chunks) if self._given else zip(self._batches, self._chunks, strict=True)
+        return [Configuration(size, chunk=chunk) for size, chunk in pairs]
 
     def configure(self, configuration: Configuration) -> None:
         self._configuration = configuration
