@@ -61,9 +61,9 @@ def choice(tokenizer: Tokenizer, tokens: list[int], chat: bool = False, **wanted
     sequence.take(tokens, notes, tokenizer.eos_ids, tokenizer.decode)
     assert sequence.finish in ("stop", "length")
     noted = logprobs_of(sequence, tokenizer)
-    one = Choice(0, sequence.text, sequence.finish, len(sequence.generated), noted)
-    one = choice_from_data(json.loads(json.dumps(choice_as_data(one))))
-    return dict(answer(request(chat=chat), [one], 1, "m")["response"]["body"]["choices"][0])
+    made = Choice(0, sequence.text, sequence.finish, len(sequence.generated), noted)
+    made = choice_from_data(json.loads(json.dumps(choice_as_data(made))))
+    return dict(answer(request(chat=chat), [made], 1, "m")["response"]["body"]["choices"][0])
 
 
 def test_logprobs_end_where_the_text_does(byte_level: FolderTokenizer) -> None:
