@@ -25,6 +25,7 @@ import torch.distributed.distributed_c10d
 import torch.utils.data.dataloader
 from torch.overrides import TorchFunctionMode
 
+from megatron.fill.hooks import BubbleBus
 from pipefill_patches.registry import replace
 
 _CPU = torch.device("cpu")
@@ -290,4 +291,13 @@ def install(stack: contextlib.ExitStack) -> None:
             return engine(*args, **kwargs)
 
     replace(stack, torch.autograd, "_engine_run_backward", run_backward)
+    beside = BubbleBus.wait
+
+    @functools.wraps(beside)
+    def wait(self: BubbleBus, *args: Any, **kwargs: Any) -> Any:
+        # A collective is a torch function too, and the training's own work that is done while it waits needs the mode.
+        with mode if self.own_work is not None else contextlib.nullcontext():
+            return beside(self, *args, **kwargs)
+
+    replace(stack, BubbleBus, "wait", wait)
     stack.enter_context(mode)

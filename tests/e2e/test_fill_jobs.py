@@ -130,7 +130,7 @@ def test_a_killed_worker_costs_no_more_than_the_interval(running):
     log = output_file(Path(before.directory))
     running.wait(lambda: log.exists() and "goes on from its checkpoint" in log.read_text())
     assert "measuring" not in log.read_text()  # the profile was kept
-    assert (log.parent / f"output-{before.attempt}.log").exists()
+    assert log.with_name(f"{log.stem}.{before.attempt}.log").exists()
     checkpoint_s = running.job("layers-0").progress.checkpoint_s
     running.wait(lambda: running.job("layers-0").progress.checkpoint_s > checkpoint_s)
     assert running.job("layers-0").progress.work_done >= before.progress.work_done - LOST

@@ -26,16 +26,16 @@ def test_real_stages_are_rehearsed_and_kept(tmp_path):
     python.chmod(0o755)
     flags = ["--device", "cpu", "--only", "stages", "--seconds", "250"]  # less than this test may take
     done = subprocess.run(
-        ["bash", "scripts/gpu_day.sh", "smoke", str(tmp_path), *flags],
+        ["bash", "scripts/gpu_day.sh", "figures2", str(tmp_path), *flags],
         cwd=ROOT,
         env=os.environ | {"PYTHON": str(python), REST: str(REST_MS)},
         capture_output=True,
         text=True,
         check=False,
     )
-    content = json.loads((tmp_path / "smoke.json").read_text(encoding="utf-8"))
+    content = json.loads((tmp_path / "figures2.json").read_text(encoding="utf-8"))
     (step,) = content["steps"]
-    log = (tmp_path / "smoke.log").read_text(encoding="utf-8")
+    log = (tmp_path / "figures2.log").read_text(encoding="utf-8")
     assert (done.returncode, step["result"]) == (0, "ran"), (step, log)
     assert (content["rehearsal"], content["device"]) == (True, "cpu")
     assert step["found"]["identical"]
