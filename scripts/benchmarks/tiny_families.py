@@ -11,7 +11,7 @@ from tests.unit.small_models import VOCABULARY
 
 CONTEXT = 192  # tokens
 WINDOW = 24
-_MOST = 5_000_000  # parameters
+_MOST = 30_000_000  # parameters
 
 # Sizes by the names that configs have for them.
 _SIZES: dict[str, Any] = {
@@ -42,18 +42,27 @@ _SIZES: dict[str, Any] = {
     for name in names.split()
 }
 # Without a value these are worked out from others, which some configs forget to do.
-_SET_WITHOUT = {"head_dim", "num_key_value_heads", "num_kv_heads", "n_head_kv", "intermediate_size", "n_inner"}
+_SET_WITHOUT = {"head_dim", "num_key_value_heads", "num_kv_heads", "n_head_kv", "intermediate_size", "n_inner"} | {
+    *("num_experts_per_tok", "n_routed_experts", "n_shared_experts"),
+}
 _TOKEN_IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
 
 # What a family's own rules ask for; None leaves the config's default, or what it works out itself.
 _FAMILIES: dict[str, dict[str, Any]] = {
-    "bloom": {"n_layer": 4},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}, "ffn_config": {"ffn_hidden_size": 128}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 128},
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"head_dim": 32},
     "prophetnet": {"num_hidden_layers": None, "num_decoder_layers": 4, "num_decoder_attention_heads": 4},
+    "reformer": {"axial_pos_embds": False},
     "xlm": {"n_layers": 4},
     "xlnet": {"d_inner": 128},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
 }
 # Multi-head latent attention: each head has keys and values of its own, and the width of a rotated head is not chosen.
 _LATENT = {"num_key_value_heads": 4, "head_dim": None}
