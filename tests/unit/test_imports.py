@@ -233,7 +233,7 @@ OTHER_READS = {
     "app/session.py": {"(agents / f'agent{self.info.rank}.log').open"},
     "app/standin.py": {"StandInSpec.from_json"},  # likewise
     # To write, and to count what this process has just written there; the user's own, twice.
-    "cli/batch.py": {"partial.open", "output.open", "requests.read_bytes", "Path(args['requests']).read_bytes"},
+    "cli/batch.py": {"copied.open", "output.open", "requests.read_bytes", "Path(args['requests']).read_bytes"},
     "cli/configure.py": {"Correction.load"},  # the user's own
     "cli/network.py": {"Network.load"},  # the user's own
     "cli/options.py": {"path.open"},  # to write

@@ -49,7 +49,7 @@ def step_of(kind, target, draft, sampling, shape, rule):
             nodes = one.levels[1][level]
             one.grow(1, level, torch.stack([logits_of(draft, one.tree.path(node)) for node in nodes]))
         logits = torch.stack([logits_of(target, one.tree.path(node)) for node in range(len(one.tree.tokens))])
-        return one.verified(rule, logits, logits.argmax(-1).tolist())
+        return one.verified(rule, logits, logits.argmax(-1).tolist(), [True] * len(logits))
 
     return step
 

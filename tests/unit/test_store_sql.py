@@ -103,7 +103,7 @@ class TestOpening:
             ("postgresql+psycopg://db/x?user=ada&password=secret", True),
             ("postgresql://db/x?sslpassword=secret", True),
             ("postgresql://ada@db:5432/x?passfile=/etc/pgpass", False),
-            ("postgresql://db:5432/x?user=a@b", False),
+            ("postgresql://db:5432/x?user=a%40b", False),
             ("sqlite:////data/a:b@c.db", False),
             ("runs/first", False),
             ("", False),

@@ -93,7 +93,7 @@ report folder --price main=4,side=1,main=3 => --price is 'main=4,side=1,main=3':
 report folder --price main=4,side=1,tax=1 => --price is 'main=4,side=1,tax=1': expected what an hour costs
 report folder --price main=nan,side=1 => --price is 'main=nan,side=1': expected what an hour costs
 batch none.jsonl --model folder => none.jsonl: cannot be read: No such file or directory; expected a batch file
-batch jobs.yaml --model folder => jobs.yaml, line 1: is not JSON
+batch jobs.yaml --model folder => jobs.yaml, line 1: the line is not JSON
 speccheck odd => RULE is 'odd': expected matching, multi_step, traversal, or module:function
 speccheck no.such:rule => No module named 'no'; expected matching
 speccheck math:pi => RULE is 'math:pi', a float; expected a function
