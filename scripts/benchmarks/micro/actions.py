@@ -184,8 +184,12 @@ class Actions:
         return {"done": done}
 
     def confine(self, folder: str) -> dict[str, Any]:
-        """Enter the rules that a job is under, for good."""
-        lacking = [forgo_privileges(), *enter_rules([folder, "/tmp", "/dev"], network=False)]
+        """Enter Landlock's rules as a job does, for good.
+
+        Of ``/proc``, which is closed to jobs, the driver writes the names of its threads; a job's init opens these for
+        it.  Here it is open: the whole of a cage is what ``pipefill try`` has.
+        """
+        lacking = [forgo_privileges(), *enter_rules([folder, "/tmp", "/dev", "/proc"], network=False)]
         return {"lacking": [reason for reason in lacking if reason]}
 
     def cap(self, memory_bytes: int) -> dict[str, Any]:
