@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megatron.fill.app.listening import fill_rule
 from megatron.fill.config import FillSettings
 from megatron.fill.device.port import Sharing
-from megatron.fill.rank.predictor import BubblePredictor
-from megatron.fill.rank.rule import FillRule
+from megatron.fill.rank.predictor import CASES, among_replicas
 
 MS = 1_000_000
 
@@ -30,8 +30,34 @@ def test_what_the_user_says_counts(sharing):
     assert (rule.guard_ns, rule.min_bubble_ns) == (0, 300_000)
 
 
-def test_replicas_share_what_overruns_may_cost_and_are_predicted_to_end_earlier():
-    alone, many = FillRule(overrun=0.004, stages=2), FillRule(overrun=0.004, stages=2, replicas=25)
-    assert (BubblePredictor(alone).overrun, BubblePredictor(many).overrun) == (0.002, 0.002 / 25)
-    # The 10% quantile is a spread before the median; with an exponential tail, that of 50% / 5^n is n spreads.
-    assert (alone.early_spreads, many.early_spreads) == (0.5, pytest.approx(2.5))
+def longest_of(times: np.ndarray, replicas: int) -> float:
+    """The mean of the longest of so many, row by row."""
+    return float(times[:, :replicas].max(axis=1).mean())
+
+
+@pytest.mark.parametrize("replicas", [2, 8, 64, 512])
+@pytest.mark.parametrize("noise_ms", [1.0, 5.0, 25.0])
+def test_what_runs_on_in_every_replica_costs_the_longest_of_them_no_more_than_it_may(replicas, noise_ms):
+    random = np.random.default_rng(replicas)
+    shape = (1500, replicas)
+    times = random.normal(500.0, noise_ms, shape)
+    longest = times.max(axis=1)
+    scale = (np.median(longest) - np.quantile(longest, 0.1)) / np.log(np.log(10) / np.log(2))
+    may = 2.5
+    mean = among_replicas(may, replicas, scale)
+    step = 2 * CASES * mean  # the longest that a gate with so much lets be caught
+    late = np.where(random.random(shape) < 2 * mean / step, random.uniform(0, step, shape), 0.0)
+    assert longest_of(times + late, replicas) - longest_of(times, replicas) <= 1.05 * may
+    alone = np.where(random.random(shape) < 2 * may / (2 * CASES * may), random.uniform(0, 2 * CASES * may, shape), 0.0)
+    if replicas > 2 and noise_ms < 10:  # what one replica may do costs more than that among many
+        assert longest_of(times + alone, replicas) - longest_of(times, replicas) > 1.05 * may
+
+
+def test_a_training_whose_iterations_do_not_vary_divides_what_overruns_may_cost_among_its_replicas():
+    assert [among_replicas(1000.0, replicas, 0.0) for replicas in (1, 2, 512)] == [1000.0, 500.0, 1000 / 512]
+
+
+def test_the_more_the_replicas_vary_the_more_may_run_on_up_to_a_half():
+    may = [among_replicas(1000.0, 64, scale) for scale in (0.0, 10.0, 1e3, 1e5, 1e9)]
+    assert may == sorted(may)
+    assert may[-1] == pytest.approx(500, rel=0.01)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from math import sqrt
+from itertools import islice
+from math import log, sqrt
 from typing import NamedTuple
 
 from megatron.fill.rank.rule import FillRule
@@ -52,8 +53,7 @@ class BubblePredictor:
 
     def __init__(self, rule: FillRule) -> None:
         self.rule = rule
-        self.overrun = rule.overrun / rule.stages / rule.replicas  # may be taken back while it runs
-        self._early = rule.early_spreads
+        self.overrun = rule.overrun / rule.stages  # may be taken back while it runs
         self._cycles: dict[CycleKey, _Cycle] = {}
         self._cycle = _Cycle()
         self._learning = False
@@ -66,7 +66,7 @@ class BubblePredictor:
         bubbles wait for something else than the other stages.
         """
         before, cycle = self._cycle, self._cycles.setdefault(key, _Cycle())
-        cycle.started(now_ns, follows=before is cycle and self._learning)
+        cycle.started(now_ns, before is cycle and self._learning, self.rule)
         self._cycle = cycle
         self._learning = not disturbed
         self._met_ns = now_ns
@@ -79,10 +79,11 @@ class BubblePredictor:
         history = cycle.histories[index]
         if history.kind is not kind or history.seen < rule.warmup:
             return _UNKNOWN
-        shortest_ns, ends_ns = history.predict(now_ns - self._met_ns, rule, self._early)
+        shortest_ns, ends_ns = history.predict(now_ns - self._met_ns, rule)
         shortest_ns = max(0, shortest_ns)
         usual_ns = max(0, sum(ends_ns)) // CASES
-        overrun_ns = int(self.overrun * cycle.period_ns * cycle.share(usual_ns))
+        share_ns = self.overrun * cycle.period_ns * cycle.share(usual_ns)
+        overrun_ns = int(among_replicas(share_ns, rule.replicas, cycle.scale_ns(rule)))
         if usual_ns >= rule.min_bubble_ns:
             cycle.weight += sqrt(usual_ns)
         fills = (usual_ns if overrun_ns else shortest_ns) >= rule.min_bubble_ns
@@ -117,6 +118,28 @@ class BubblePredictor:
         history.add(end_ns - start_ns, end_ns - met_ns, self.rule)
 
 
+def among_replicas(overrun_ns: float, replicas: int, scale_ns: float) -> float:
+    """By how much the steps of one replica may run on, so that waiting for the latest costs no more than this.
+
+    An iteration of R replicas is the longest of R.  Where each varies by itself, that maximum is nearly Gumbel
+    distributed, and a delay of mean d and variance v in every replica makes it longer by d + v / (2 scale): most
+    delays are hidden behind a replica that was late anyhow.  A step of length L that is caught runs on for 0 to L, so
+    v = (2/3) L d, and no step is caught that is longer than 2 ``CASES`` d (``OpenBubble.window``).  The tensor-parallel
+    ranks of one replica are caught by the same end of a bubble: there the latest of them is late by twice the mean at
+    most.
+
+    Args:
+        overrun_ns: what all of it may cost.
+        scale_ns: of the distribution of the iterations' times; with 0 the delays of all add up.
+    """
+    if replicas == 1:
+        return overrun_ns
+    latest_ns = overrun_ns / 2
+    grows = 2 * CASES / (3 * scale_ns) if scale_ns > 0 else 0.0  # d (1 + grows d) is what it costs
+    hidden_ns = (sqrt(1 + 4 * grows * latest_ns) - 1) / (2 * grows) if grows else 0.0
+    return max(hidden_ns, overrun_ns / replicas)
+
+
 class _Cycle:
     """What is known of one cycle of bubbles.
 
@@ -131,15 +154,25 @@ class _Cycle:
         self.histories: list[_History] = []
         self.period_ns = 0
         self.weight = self._whole = 0.0
-        self._periods: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)
+        self._periods = _Window()
         self._start_ns = 0
 
-    def started(self, now_ns: int, follows: bool) -> None:
+    def started(self, now_ns: int, follows: bool, rule: FillRule) -> None:
         if follows:
-            self._periods.append(now_ns - self._start_ns)
-            self.period_ns = min(self._periods)
+            self._periods.add(now_ns - self._start_ns, rule.window)
+            self.period_ns = min(islice(reversed(self._periods.recent), ENOUGH_TO_PLAN))
         self._start_ns = now_ns
         self._whole, self.weight = self.weight, 0.0
+
+    def scale_ns(self, rule: FillRule) -> float:
+        """The scale of the Gumbel distribution with the lower part of the periods; 0 where they do not vary.
+
+        Between its quantile ``p`` and its median lie log(log(1/p) / log(2)) scales.  Of the upper part nothing is
+        said: what holds a training up now and then is no noise of its replicas.
+        """
+        if not self._periods.ordered:
+            return 0.0
+        return self._periods.low(rule)[1] / log(log(1 / rule.quantile) / log(2))
 
     def share(self, usual_ns: int) -> float:
         """Of what overruns may cost in a cycle, what a bubble gets that is usually so long.
@@ -192,19 +225,15 @@ class _History:
         self.from_opening = _Window()  # from its own opening to its end
         self.from_meeting = _Window()  # from the end of the bubble before (or the start of the cycle) to its end
 
-    def predict(self, since_meeting_ns: int, rule: FillRule, early: float) -> tuple[int, tuple[int, ...]]:
-        """How long the bubble lasts at least, and by when it has ended in how many cases.
-
-        Args:
-            early: how many spreads before its base quantile it is predicted to end.
-        """
+    def predict(self, since_meeting_ns: int, rule: FillRule) -> tuple[int, tuple[int, ...]]:
+        """How long the bubble lasts at least, and by when it has ended in how many cases."""
         recent, since_ns = self.from_opening, 0
         duration_ns, spread = recent.low(rule)
         other_ns, other_spread = self.from_meeting.low(rule)
         if other_spread < 0.9 * spread:
             recent, since_ns = self.from_meeting, since_meeting_ns
             duration_ns, spread = other_ns - since_ns, other_spread
-        duration_ns -= int(early * spread)
+        duration_ns -= int(rule.margin * spread)
         self.usual_ns = duration_ns
         if self.cap_ns is not None:
             return min(duration_ns, self.cap_ns), ()
