@@ -27,6 +27,10 @@ _NOT_KNOWN = 1 << 62  # passes
 class Listener(Protocol):
     """What hears of one rank's bubbles.  All times are CLOCK_MONOTONIC nanoseconds."""
 
+    @property
+    def watching(self) -> bool:
+        """Whether it wants to hear what is in the iteration that has begun; asked once in each."""
+
     def iteration_started(self, iteration: int, now_ns: int) -> None:
         """A training iteration has begun."""
 
@@ -105,6 +109,7 @@ class BubbleBus:
         self.clock: Callable[[], int] = time.monotonic_ns
         self.in_pass = _InPass()
         self._training = False
+        self._watching = True  # the listener wants to hear what is in this iteration
         self._in_cycle = False
         self._thread = 0  # of the schedule
         self._waits = False
@@ -123,11 +128,15 @@ class BubbleBus:
             self.on_iteration()
         self._training = True
         if self.listener is not None:
-            self._guarded(self.listener.iteration_started, iteration, self.clock())
+            self._guarded(self._start, self.listener, iteration)
+
+    def _start(self, listener: Listener, iteration: int) -> None:
+        listener.iteration_started(iteration, self.clock())
+        self._watching = listener.watching
 
     def end_iteration(self) -> None:
         self._end_cycle()
-        self._training = False
+        self._training, self._watching = False, True
         if self.listener is not None:
             self._guarded(self.listener.iteration_ended, self.clock())
 
@@ -141,8 +150,8 @@ class BubbleBus:
         self._passes = key.microbatches * key.chunks
         if self.own_work is not None and self._training:
             self.own_work.cycle_started()
-        if self.listener is not None:
-            self._guarded(self.listener.cycle_started, key, self.clock())
+        if (listener := self._heard) is not None:
+            self._guarded(listener.cycle_started, key, self.clock())
 
     def end_schedule(self) -> None:
         """The schedule is over.  A training iteration's cycle goes on until the iteration's end, with the drain."""
@@ -200,10 +209,11 @@ class BubbleBus:
 
     def _begin(self, kind: BubbleKind, free_bytes: int | None) -> bool:
         """Open a bubble; False if one is open, or nobody listens."""
-        if self._open or self.listener is None:
+        listener = self._heard
+        if self._open or listener is None:
             return False
         self._open = True
-        self._guarded(self.listener.bubble_opened, kind, self._index, self.clock(), free_bytes)
+        self._guarded(listener.bubble_opened, kind, self._index, self.clock(), free_bytes)
         return True
 
     def _end(self) -> None:
@@ -211,22 +221,22 @@ class BubbleBus:
         if self._open:
             self._open = False
             self._index += 1
-            if self.listener is not None:
-                self._guarded(self.listener.bubble_closed, now_ns)
+            if (listener := self._heard) is not None:
+                self._guarded(listener.bubble_closed, now_ns)
 
     def forward(self, start_ns: int) -> None:
         """A forward pass that began at ``start_ns`` has ended."""
         self._forwards += 1
-        if self._in_cycle and self.listener is not None:
-            self._guarded(self.listener.computed, "forward", start_ns, self.clock())
+        if self._in_cycle and (listener := self._heard) is not None:
+            self._guarded(listener.computed, "forward", start_ns, self.clock())
 
     def backward(self, start_ns: int) -> None:
         """A backward pass that began at ``start_ns`` has ended."""
         self._backwards += 1
         if self._backwards == self._passes and self._training and self.on_last_backward is not None:
             self.on_last_backward()
-        if self._in_cycle and self.listener is not None:
-            self._guarded(self.listener.computed, "backward", start_ns, self.clock())
+        if self._in_cycle and (listener := self._heard) is not None:
+            self._guarded(listener.computed, "backward", start_ns, self.clock())
 
     def disturb(self, reason: str) -> None:
         if self.listener is not None:
@@ -251,11 +261,16 @@ class BubbleBus:
             return BubbleKind.FWD_BWD
         return BubbleKind.INTERIOR
 
+    @property
+    def _heard(self) -> Listener | None:
+        """Who hears of the bubbles and passes of this iteration."""
+        return self.listener if self._watching else None
+
     def _end_cycle(self) -> None:
         if self._in_cycle:
             self._in_cycle = False
-            if self.listener is not None:
-                self._guarded(self.listener.cycle_ended)
+            if (listener := self._heard) is not None:
+                self._guarded(listener.cycle_ended)
 
     def _guarded(self, call: Callable[..., None], *arguments: object) -> None:
         try:

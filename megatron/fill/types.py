@@ -97,6 +97,7 @@ class Iteration:
     end_ns: int
     filling: bool = False
     block: int = -1  # which block of --fill-paired-blocks; -1 outside them
+    watched: bool = True  # its bubbles were heard of
 
 
 @dataclass(frozen=True, slots=True)

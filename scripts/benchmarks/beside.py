@@ -126,25 +126,25 @@ class Telling(RankListener):
 
     def __init__(self, told: SharedGate, way: Way, blocks: Blocks, *others: Any, **settings: Any) -> None:
         super().__init__(*others, **settings)
-        self._told, self._way, self._blocks = told, way, blocks
+        self._told, self._way, self._alternation = told, way, blocks
         self._training_iteration = 0
         self._place: tuple[BubbleKind, int] | None = None  # in the cycle, of the latest bubble
         self._opened_ns = 0
         self._shortest_ns: dict[tuple[BubbleKind, int], int] = {}
 
-    def iteration_started(self, iteration: int, now_ns: int) -> None:
-        super().iteration_started(iteration, now_ns)
+    def iteration_started(self, iteration: int, now_ns: int, watched: bool | None = None) -> None:
+        super().iteration_started(iteration, now_ns, watched)
         self._training_iteration = iteration
         if self._way.when is When.ALWAYS:
-            if self._blocks.fills(iteration) and not self._blocks.fills(iteration - 1):
+            if self._alternation.fills(iteration) and not self._alternation.fills(iteration - 1):
                 self._told.open(now_ns + FAR_NS, 0)
-            elif not self._blocks.fills(iteration):
+            elif not self._alternation.fills(iteration):
                 self._told.close(now_ns)
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
         super().bubble_opened(kind, index, now_ns, free_bytes)
         self._place, self._opened_ns = (kind, index), now_ns
-        if self._way.when is When.ALWAYS or not self._blocks.fills(self._training_iteration):
+        if self._way.when is When.ALWAYS or not self._alternation.fills(self._training_iteration):
             return
         expected_ns = FAR_NS if self._way.when is When.BUBBLES else self._shortest_ns.get(self._place, 0)
         if expected_ns:
@@ -154,7 +154,7 @@ class Telling(RankListener):
         if self._way.when is When.BUBBLES:
             self._told.close(now_ns)
         super().bubble_closed(now_ns)
-        if self._place is not None and 0 <= self._blocks.warmup - self._training_iteration < PROFILED_ITERATIONS:
+        if self._place is not None and 0 <= self._alternation.warmup - self._training_iteration < PROFILED_ITERATIONS:
             shortest_ns = self._shortest_ns.get(self._place, FAR_NS)
             self._shortest_ns[self._place] = min(now_ns - self._opened_ns, shortest_ns)
 

@@ -13,6 +13,8 @@ from megatron.fill.types import CycleKey
 class Heard:
     """A listener that writes down what it hears."""
 
+    watching = True
+
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
 
@@ -217,3 +219,30 @@ def test_a_listener_that_raises_is_taken_off_and_shut(caplog):
     assert bus.listener is None
     assert Broken.shut_calls == 1
     assert "the training goes on" in caplog.text
+
+
+def test_of_an_iteration_that_is_not_watched_only_its_start_and_end_are_heard():
+    bus, heard = make()
+    for number, watching in enumerate((True, False, True)):
+        heard.watching = watching
+        bus.begin_iteration(number)
+        bus.begin_schedule(CycleKey("1f1b", 1))
+        assert bus.wait(lambda: "moved") == "moved"
+        bus.close()
+        bus.forward(0)
+        bus.backward(0)
+        bus.end_schedule()
+        bus.end_iteration()
+    names = [event[0] for event in heard.events]
+    watched = ["iteration_started", "cycle_started", "bubble_opened", "bubble_closed", "computed", "computed"]
+    watched += ["cycle_ended", "iteration_ended"]
+    assert names == [*watched, "iteration_started", "iteration_ended", *watched]
+
+
+def test_an_evaluation_after_an_iteration_that_was_not_watched_is_heard():
+    bus, heard = make()
+    heard.watching = False
+    bus.begin_iteration(1)
+    bus.end_iteration()
+    bus.begin_schedule(CycleKey("1f1b", 1, forward_only=True))
+    assert heard.events[-1][0] == "cycle_started"

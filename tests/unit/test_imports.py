@@ -47,7 +47,7 @@ RULES: dict[str, set[str]] = {
     "scheduler": {"errors", "planner", "profiles"},
     # What runs: a rank with its relay, an agent, its workers.
     "records": {"errors", "folders", "linux", "types"},
-    "rank": {"device", "errors", "hooks", "linux", "pages", "profiles", "records", "spec", "types"},
+    "rank": {"device", "errors", "linux", "pages", "profiles", "records", "spec", "types"},
     "worker": {
         *("device", "errors", "linux", "pages", "planner", "profiles", "sandbox", "sidetask", "spec"),
         *("types", "untrusted", "work"),

@@ -7,8 +7,9 @@ from typing import Any
 
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleSlot
+from megatron.fill.rank.blocks import MOST_SETTLING
 from megatron.fill.rank.brake import Brake
-from megatron.fill.rank.listener import MOST_SETTLING, RankListener
+from megatron.fill.rank.listener import RankListener
 from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
@@ -97,6 +98,31 @@ def test_of_paired_blocks_each_kind_comes_first_in_turn():
     filled = [iteration.filling for iteration in iterations if iteration.block >= 0]
     assert filled == [True] * 2 + [False] * 4 + [True] * 2
     assert [iteration.iteration for iteration in iterations] == list(range(1, 11))
+
+
+def test_the_middle_of_a_block_without_filling_is_not_watched():
+    listener = make(FakeGate(), paired_blocks=3)
+    drive = Drive(listener)
+    for _ in range(2 + 12):
+        drive.number += 1
+        listener.iteration_started(drive.number, drive.now_ns)
+        if listener.watching:
+            drive.cycle(20)
+        drive.now_ns += 5 * MS
+        listener.iteration_ended(drive.now_ns)
+    iterations = listener.recorder.iterations
+    assert [one.iteration - 3 for one in iterations if not one.watched] == [4, 7]  # in blocks 1 and 2
+    assert {one.block: one.filling for one in iterations[2:]} == {0: True, 1: False, 2: False, 3: True}
+    # The cycle before it does not count as long as two.
+    assert all(bubble.predicted_ns == 20 * MS for bubble in listener.recorder.bubbles[2:])
+
+
+def test_a_relay_s_listener_watches_what_it_is_told():
+    listener = make(None, paired_blocks=3)
+    for number, watched in enumerate((True, False, True), 1):
+        listener.iteration_started(number, 0, watched)
+        listener.iteration_ended(1)
+    assert [one.watched for one in listener.recorder.iterations] == [True, False, True]
 
 
 class Switch:

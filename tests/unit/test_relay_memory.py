@@ -16,7 +16,7 @@ class Listener:
     def __init__(self) -> None:
         self.promised: list[int | None] = []
 
-    def iteration_started(self, iteration: int, now_ns: int) -> None:
+    def iteration_started(self, iteration: int, now_ns: int, watched: bool | None = None) -> None:
         """Nothing to keep."""
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fill.report import paired_slowdown
+from megatron.fill.report import paired_slowdown, watching_slowdown
 from megatron.fill.types import Iteration
 
 MS = 1_000_000
@@ -94,3 +96,35 @@ def test_the_interval_of_many_pairs_is_that_of_the_mean() -> None:
 )
 def test_none_without_a_complete_pair(iterations: list[Iteration]) -> None:
     assert paired_slowdown(iterations) is None
+
+
+def unwatched(took_ns: list[int], at: set[int], blocks: list[int] | None = None) -> list[Iteration]:
+    """Iterations without filling, of which some are not watched."""
+    blocks = blocks or [0] * len(took_ns)
+    return [
+        Iteration(number, 0, ns, False, block, number not in at)
+        for number, (ns, block) in enumerate(zip(took_ns, blocks, strict=True))
+    ]
+
+
+def test_what_watching_costs_is_told_from_both_neighbours_so_that_a_drift_does_not_count() -> None:
+    found = watching_slowdown(unwatched([1000, 1040, 1080], {1}))
+    assert found is not None
+    assert (found.mean, found.pairs) == (0.0, 1)
+    found = watching_slowdown(unwatched([1020, 1000, 1040, 1020, 1000, 1040], {1, 4}, [1, 1, 1, 2, 2, 2]))
+    assert found is not None
+    assert (found.mean, found.pairs) == (pytest.approx(0.03), 2)
+
+
+def test_an_iteration_at_the_edge_of_a_block_or_of_the_run_is_compared_with_none() -> None:
+    assert watching_slowdown(unwatched([1000, 1040, 1080], {1}, [0, 1, 1])) is None
+    assert watching_slowdown(unwatched([1000, 1040], {1})) is None
+    assert watching_slowdown([]) is None
+
+
+def test_iterations_that_are_not_watched_are_on_no_side_of_the_slowdown() -> None:
+    made = blocks([([11 * MS] * 3, [10 * MS] * 3)])
+    made[4] = replace(made[4], end_ns=made[4].start_ns + MS, watched=False)
+    found = paired_slowdown(made)
+    assert found is not None
+    assert found.mean == pytest.approx(0.1)

@@ -15,9 +15,10 @@ from megatron.fill.device.port import Sharing
 from megatron.fill.hooks import Listener
 from megatron.fill.linux.host import FreeHostMemory
 from megatron.fill.pages.board import CycleBoard
-from megatron.fill.pages.control import ControlPage
+from megatron.fill.pages.control import AlwaysRunning, ControlPage
 from megatron.fill.pages.gate import SharedGate
 from megatron.fill.pages.ring import Ring
+from megatron.fill.rank.blocks import Blocks
 from megatron.fill.rank.relay import RelayProcess, RelaySpec
 from megatron.fill.rank.rule import TIMESLICED, FillRule
 from megatron.fill.rank.signals import cuda_signals
@@ -140,7 +141,9 @@ class RelayedListening:
             os.close(control_fd)
         self.free_bytes = FreeDeviceMemory(info.device)
         margin = OwnedMargin(CudaAllocator(info.device), owned_bytes)
-        self.listener = StreamListener(ring, signals, margin.keep, self._relay.alive, self._relay.shut)
+        switch = control or AlwaysRunning()
+        blocks = Blocks(spec.rule.warmup, spec.paired_blocks, lambda: switch.settled)
+        self.listener = StreamListener(ring, signals, margin.keep, self._relay.alive, self._relay.shut, blocks)
         if not self._relay.wait_ready():
             logger.warning("rank %d: its relay does not start, so nothing is filled; see %s", info.rank, log)
             self.listener.shut()

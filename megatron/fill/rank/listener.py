@@ -13,6 +13,7 @@ from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import AlwaysRunning, RankSwitch
 from megatron.fill.pages.gate import GateWriter
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
+from megatron.fill.rank.blocks import Blocks
 from megatron.fill.rank.brake import Brake
 from megatron.fill.rank.predictor import ENOUGH_TO_PLAN, BubblePredictor
 from megatron.fill.rank.recorder import Recorder
@@ -21,7 +22,6 @@ from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration, fills_b
 
 _SHOW_EVERY = 20  # iterations between two looks at the cycle for the board
 _FREED_BYTES = 64 << 20  # more free memory than was shown, for which the cycle is shown anew at once
-MOST_SETTLING = 200  # iterations after the warm-up, after which paired blocks begin whatever the jobs do
 
 
 class RankListener:
@@ -31,8 +31,7 @@ class RankListener:
         gate: the rank's gate; None to measure only.
         free_bytes: the device memory that the main job leaves free, now.
         paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
-            They begin when the jobs of all ranks have settled: until then the gate is open in every iteration, and
-            none of them counts.  A GPU's job sets itself up in bubbles, so its start would fall into the first blocks.
+            While jobs settle (``Blocks``), the gate is open in every iteration.
         board: where the cycle is shown to the planners, after a few iterations and then every 20; None for nowhere.
         brake: stops the filling while it slows the training down; None for never.
         control: no bubble is opened, or counts as fillable, that begins while it is not running.
@@ -60,6 +59,7 @@ class RankListener:
         self.brake = brake
         self.control = control or AlwaysRunning()
         self.filling = False  # in this iteration, unless paused
+        self.watching = True  # in this iteration
         if brake is not None:
             recorder.brakes = brake.events
         self._recent_ns: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)  # how long the latest iterations took
@@ -72,8 +72,7 @@ class RankListener:
         self.watch: StillnessWatch | None = None  # ends with the training
         self._iteration_start_ns = 0
         self._iterations_seen = 0
-        self._block = -1
-        self._settled = not paired_blocks
+        self._blocks = Blocks(predictor.rule.warmup, paired_blocks, lambda: self.control.settled)
         self._forward_only = False
         self._disturbed = False
         self._counts = False  # this iteration is past the warm-up and could be filled
@@ -81,53 +80,51 @@ class RankListener:
         self._paused = False  # at some time in it
         self._bubble: tuple[BubbleKind, int, int, int | None, int, int, bool] | None = None
 
-    def iteration_started(self, iteration: int, now_ns: int) -> None:
+    def iteration_started(self, iteration: int, now_ns: int, watched: bool | None = None) -> None:
+        """A training iteration has begun.
+
+        Args:
+            watched: whether its bubbles will be heard of, where somebody else decides that.
+        """
         self.iteration = iteration
         self._iteration_start_ns = now_ns
-        past_warmup = self._iterations_seen - self.predictor.rule.warmup
         self._iterations_seen += 1
-        if past_warmup >= 0 and self.paired_blocks:
-            self._block = self._block_of(past_warmup)
-        self._counts = self.gate is not None and past_warmup >= 0
-        self.filling = self._counts and self._on(iteration, past_warmup)
+        self._blocks.iteration_started()
+        self.watching = self._blocks.watched if watched is None else watched
+        if not self.watching:
+            self.predictor.iteration_skipped()
+        self._counts = self.gate is not None and self._blocks.past_warmup >= 0
+        self.filling = self._counts and self._on(iteration)
         self._odd = self._disturbed
         self._paused = not self.control.running
         self.recorder.iteration_started()
 
-    def _block_of(self, past_warmup: int) -> int:
-        """The block of an iteration, counted from the end of the warm-up; -1 while jobs settle.
-
-        So all ranks are in the same block, even if one hears later than the others that the jobs have settled.
-        """
-        if not self._settled and past_warmup % (2 * self.paired_blocks) == 0:
-            self._settled = self.control.settled or past_warmup >= MOST_SETTLING
-        return past_warmup // self.paired_blocks if self._settled else -1
-
-    def _on(self, iteration: int, past_warmup: int) -> bool:
-        if not self._settled:
+    def _on(self, iteration: int) -> bool:
+        blocks = self._blocks
+        if blocks.settling:
             return True
         if self.brake is not None:
-            on = self.brake.fills(iteration, past_warmup)
+            on = self.brake.fills(iteration, blocks.past_warmup)
             self.guard_ns = self.brake.guard_ns
             if self.gate is not None:
                 self.gate.brake(self.brake.on)
             if self.brake.events:
                 self.predictor.overrun = 0.0
             return on
-        return not self.paired_blocks or fills_block(self._block)
+        return not self.paired_blocks or fills_block(blocks.number)
 
     def iteration_ended(self, now_ns: int) -> None:
         start_ns, paused = self._iteration_start_ns, self._paused
         # One that was paused belongs to neither side of a comparison.
-        block = -1 if paused else self._block
+        block = -1 if paused else self._blocks.number
         self.moved_ns = now_ns
         self._recent_ns.append(now_ns - start_ns)
-        if self.brake is not None and self._counts and self._settled:
+        if self.brake is not None and self._counts and not self._blocks.settling:
             self.brake.observe(now_ns - start_ns, self._odd or paused)
         if self.board is not None:
             self._look(self.board)
         filled = self.filling and not paused
-        self.recorder.iteration_ended(Iteration(self.iteration, start_ns, now_ns, filled, block))
+        self.recorder.iteration_ended(Iteration(self.iteration, start_ns, now_ns, filled, block, self.watching))
 
     def _look(self, board: CycleBoard) -> None:
         """Show the cycle if it is time to, or if a job has given memory back."""

@@ -71,6 +71,10 @@ class BubblePredictor:
         self._learning = not disturbed
         self._met_ns = now_ns
 
+    def iteration_skipped(self) -> None:
+        """An iteration begins whose cycle is not told: the next one does not follow the last one."""
+        self._cycle = _Cycle()
+
     def forecast(self, kind: BubbleKind, index: int, now_ns: int) -> Forecast:
         """What is known of the bubble that opens now."""
         cycle, rule = self._cycle, self.rule

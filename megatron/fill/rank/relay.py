@@ -22,12 +22,12 @@ from pathlib import Path
 
 from megatron.fill.device.nvml import shared_nvml
 from megatron.fill.device.port import DeviceError
-from megatron.fill.hooks import Listener
 from megatron.fill.linux import host
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateWriter, SharedGate
 from megatron.fill.pages.ring import Entry, Fact, Ring, RingReader
+from megatron.fill.rank.listener import RankListener
 from megatron.fill.rank.spec import RankSpec
 from megatron.fill.spec import Spec
 from megatron.fill.types import BubbleKind, CycleKey
@@ -175,7 +175,7 @@ class Relay:
         gate: what the listener writes; shut here only when facts were lost.
     """
 
-    def __init__(self, ring: RingReader, listener: Listener, free: FreeMemory, gate: GateWriter | None) -> None:
+    def __init__(self, ring: RingReader, listener: RankListener, free: FreeMemory, gate: GateWriter | None) -> None:
         self.ring = ring
         self.listener = listener
         self.free = free
@@ -226,7 +226,7 @@ class Relay:
                 listener.computed(entry.text, self._last_ns, now_ns)
             case Fact.ITERATION_STARTED:
                 self.free.missing_bytes = entry.free_bytes
-                listener.iteration_started(entry.number, now_ns)
+                listener.iteration_started(entry.number, now_ns, watched=not entry.index)
             case Fact.ITERATION_ENDED:
                 listener.iteration_ended(now_ns)
             case Fact.CYCLE_STARTED:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from megatron.fill.errors import FillError
 from megatron.fill.pages.ring import Fact, Ring
+from megatron.fill.rank.blocks import Blocks
 from megatron.fill.rank.signals import Signals
 from megatron.fill.types import BubbleKind, CycleKey
 
@@ -24,6 +25,7 @@ class StreamListener:
             a disturbance, between two iterations.
         relayed: whether the relay, which reads the ring, is alive; asked once an iteration, must not block.
         on_shut: called once when the bus takes this listener off after a failure; must not block.
+        blocks: like those of the relay's listener; None to watch every iteration.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class StreamListener:
         missing_bytes: Callable[[], int] = lambda: 0,
         relayed: Callable[[], bool] = lambda: True,
         on_shut: Callable[[], None] = lambda: None,
+        blocks: Blocks | None = None,
     ) -> None:
+        self._blocks = blocks
         self._missing = missing_bytes
         self._missing_bytes = 0
         self._ask_in = _PEAKS  # iterations
@@ -49,8 +53,14 @@ class StreamListener:
         if not self._ask_in:
             self._missing_bytes, self._ask_in = self._missing(), _ASK_EVERY
         self._ask_in -= 1
-        self._write(Fact.ITERATION_STARTED, number=iteration, free_bytes=self._missing_bytes)
+        if self._blocks is not None:
+            self._blocks.iteration_started()
+        self._write(Fact.ITERATION_STARTED, index=not self.watching, number=iteration, free_bytes=self._missing_bytes)
         self._mark()
+
+    @property
+    def watching(self) -> bool:
+        return self._blocks is None or self._blocks.watched
 
     def iteration_ended(self, now_ns: int) -> None:
         self._write(Fact.ITERATION_ENDED)

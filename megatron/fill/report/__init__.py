@@ -14,7 +14,7 @@ from megatron.fill.report.drawn import Drawn, choose_drawn
 from megatron.fill.report.jobs import Ask, job_reports
 from megatron.fill.report.schema import RankCycle, Report, Slowdown
 from megatron.fill.report.seen import seen
-from megatron.fill.report.slowdown import paired_slowdown
+from megatron.fill.report.slowdown import paired_slowdown, watching_slowdown
 from megatron.fill.report.terminal import print_cycle, print_report
 from megatron.fill.report.timeline import draw_timeline
 from megatron.fill.report.trace import write_trace
@@ -34,6 +34,7 @@ __all__ = [
     "print_report",
     "profile",
     "seen",
+    "watching_slowdown",
     "write_cycles",
     "write_trace",
 ]

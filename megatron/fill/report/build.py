@@ -28,7 +28,7 @@ from megatron.fill.report.schema import (
     Wall,
 )
 from megatron.fill.report.seen import Seen, seen
-from megatron.fill.report.slowdown import paired_slowdown
+from megatron.fill.report.slowdown import paired_slowdown, watching_slowdown
 from megatron.fill.report.tally import MeanIterations, Tally
 from megatron.fill.types import BrakeEvent, Iteration, Prices, RankInfo, RankRecord, WorkerRecord
 
@@ -108,13 +108,15 @@ class ReportBuilder:
         """
         units = {job.name: job.unit for job in jobs}
         total = _with_units(self._total.totals(), units)
-        slowdown = paired_slowdown(self._paired())
+        paired = self._paired()
+        slowdown = paired_slowdown(paired)
         summary = Summary(
             iterations=total.iterations,
             bubble_share=total.bubble_share,
             harvest_ratio=total.harvest_ratio,
             fill_efficiency=total.fill_efficiency,
             slowdown=slowdown,
+            watching=watching_slowdown(paired),
             brakes=max((len(rank.brakes) for rank in self._ranks), default=0),
             open_to_step_us=total.open_to_step_us,
             overrun_us=total.overrun_us,

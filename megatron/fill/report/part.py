@@ -34,7 +34,7 @@ class RankPart:
     """One rank in one segment; times in nanoseconds.
 
     Attributes:
-        number, duration, filling, block: of its training iterations.
+        number, duration, filling, block, watched: of its training iterations.
         filled: how long the training was in iterations with filling on, and in what followed each (an evaluation, say).
         bubbles, evaluation: by kind, in training iterations that ended and in evaluations.
         time_use: of the fillable nanoseconds.
@@ -49,6 +49,7 @@ class RankPart:
     duration: np.ndarray
     filling: np.ndarray
     block: np.ndarray
+    watched: np.ndarray
     filled: int
     bubbles: dict[BubbleKind, int]
     evaluation: dict[BubbleKind, int]
@@ -88,6 +89,7 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord]) -> RankPa
         duration=its.duration,
         filling=its.filling,
         block=its.block,
+        watched=its.watched,
         filled=_filled(its),
         bubbles=_by_kind(seen, ended & ~bubbles.forward_only),
         evaluation=_by_kind(seen, bubbles.forward_only),

@@ -22,11 +22,11 @@ class _Model(BaseModel):
 
 
 class Slowdown(_Model):
-    """How much slower the main job's iterations are with filling on, from paired blocks."""
+    """How much slower the main job's iterations are with something than without, from pairs of neighbours."""
 
-    mean: float = Field(description="mean over the pairs of (median time on / median time off) - 1; 0.01 is 1%")
+    mean: float = Field(description="mean over the pairs of (time with / time without) - 1; 0.01 is 1%")
     ci95: tuple[float, float] = Field(description="95% bootstrap interval of the mean over the pairs: [low, high]")
-    pairs: int = Field(description="complete pairs of an on block and an off block")
+    pairs: int = Field(description="how many pairs there are")
 
 
 class Percentiles(_Model):
@@ -51,7 +51,7 @@ class PairedTimes(_Model):
     """The iteration times inside the paired blocks, split by whether filling was on."""
 
     on: Times | None = Field(description="iterations with filling on")
-    off: Times | None = Field(description="iterations with filling off")
+    off: Times | None = Field(description="iterations with filling off, watched")
 
 
 class WorkReport(_Model):
@@ -231,7 +231,12 @@ class Summary(_Model):
     bubble_share: float | None = Field(description="bubble seconds / iteration seconds, over all ranks")
     harvest_ratio: float | None = Field(description="harvested seconds / fillable bubble seconds, over all ranks")
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
-    slowdown: Slowdown | None = Field(description="of the main job; null without --fill-paired-blocks")
+    slowdown: Slowdown | None = Field(
+        description="by filling: medians of a block with it and one without; null without --fill-paired-blocks"
+    )
+    watching: Slowdown | None = Field(
+        description="by watching bubbles: where nothing is filled, against iterations not watched; null without"
+    )
     brakes: int = Field(description="how often the automatic brake stopped the filling, on the rank where most often")
     open_to_step_us: Percentiles | None = Field(description="from a gate's opening to the start of the first step")
     overrun_us: Percentiles | None = Field(description="how long the last step ran on after its bubble; 0 counts")

@@ -24,6 +24,7 @@ class IterationTimes:
     duration: np.ndarray
     filling: np.ndarray
     block: np.ndarray
+    watched: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ def seen(record: RankRecord) -> Seen:
             duration=_numbers(its, "end_ns") - started,
             filling=_flags(its, "filling"),
             block=_numbers(its, "block"),
+            watched=_flags(its, "watched"),
         ),
         Bubbles(
             iteration=_numbers(bubbles, "iteration"),

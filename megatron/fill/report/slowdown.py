@@ -1,10 +1,10 @@
-"""How much filling slows the main job, from blocks of iterations with filling on and off in turn."""
+"""How much filling slows the main job, and watching its bubbles, from blocks of iterations."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
@@ -28,13 +28,34 @@ def paired_slowdown(iterations: Sequence[Iteration]) -> Slowdown | None:
     """
     times: defaultdict[int, dict[bool, list[int]]] = defaultdict(lambda: {True: [], False: []})
     for iteration in iterations:
-        if iteration.block >= 0:
+        if iteration.block >= 0 and iteration.watched:
             times[iteration.block // 2][iteration.filling].append(iteration.end_ns - iteration.start_ns)
     values = [
         median(pair[True]) / median(pair[False]) - 1
         for _, pair in sorted(times.items())
         if _complete(pair[True], pair[False]) and median(pair[False]) > 0
     ]
+    return _over(values)
+
+
+def watching_slowdown(iterations: Sequence[Iteration]) -> Slowdown | None:
+    """Compare iterations that are not watched with the two around each, which are, and are not filled either.
+
+    Returns:
+        None if there is none between two others of its block.
+    """
+    at = {one.iteration: one for one in iterations}
+    values = []
+    for middle in iterations:
+        around = [at.get(middle.iteration - 1), at.get(middle.iteration + 1)]
+        beside = [one for one in around if one and one.watched and not one.filling and one.block == middle.block]
+        if not middle.watched and not middle.filling and len(beside) == 2:
+            values.append(fmean(one.end_ns - one.start_ns for one in beside) / (middle.end_ns - middle.start_ns) - 1)
+    return _over(values)
+
+
+def _over(values: Sequence[float]) -> Slowdown | None:
+    """The mean of the pairs, with an interval; None for no pair."""
     if not values:
         return None
     pairs = np.asarray(values)

@@ -74,7 +74,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.iterations: defaultdict[int, int] = defaultdict(int)  # by rank
-        self.fillable = 0
+        self.fillable = self._watched = 0
         self._times, self._on, self._off = Pool(), Pool(), Pool()
         self._latencies, self._overruns = Pool(), Pool()
         self._bubbles = dict.fromkeys(BubbleKind, 0)
@@ -88,7 +88,8 @@ class Tally:
         self.iterations[part.info.rank] += len(part.number)
         self.fillable += part.fillable
         self._times.add(part.duration)
-        paired = part.block >= 0
+        self._watched += int(part.duration[part.watched].sum())
+        paired = (part.block >= 0) & part.watched
         self._on.add(part.duration[paired & part.filling])
         self._off.add(part.duration[paired & ~part.filling])
         self._latencies.add(part.latencies)
@@ -114,7 +115,7 @@ class Tally:
             iteration_s=self._times.total / _S,
             iteration_time=self._times.times(),
             bubble_s=_seconds(self._bubbles),
-            bubble_share=ratio(sum(self._bubbles.values()), self._times.total),
+            bubble_share=ratio(sum(self._bubbles.values()), self._watched),
             evaluation_bubble_s=_seconds(self._evaluation),
             fillable_s=self.fillable / _S,
             harvested_s=harvested / _S,
@@ -147,7 +148,7 @@ class MeanIterations:
         self._first = 0
         self._sums = self._counts = np.zeros(0, dtype=np.int64)
         self._block = np.zeros(0, dtype=np.int64)
-        self._filling = np.zeros(0, dtype=bool)
+        self._filling = self._watched = np.zeros(0, dtype=bool)
         self._ranks = 0
 
     def add(self, part: RankPart) -> None:
@@ -159,6 +160,8 @@ class MeanIterations:
         new = at[self._counts[at] == 0]
         fresh = self._counts[at] == 0
         self._block[new], self._filling[new] = part.block[fresh], part.filling[fresh]
+        self._watched[new] = True
+        self._watched[at] &= part.watched
         # An iteration counts for the comparison only if all ranks were in a block: one may settle later than another.
         self._block[at] = np.minimum(self._block[at], part.block)
         self._sums[at] += part.duration
@@ -172,8 +175,9 @@ class MeanIterations:
         if not before and not after:
             return
         self._first -= before
-        self._sums, self._counts, self._block, self._filling = (
-            np.pad(kept, (before, after)) for kept in (self._sums, self._counts, self._block, self._filling)
+        self._sums, self._counts, self._block, self._filling, self._watched = (
+            np.pad(kept, (before, after))
+            for kept in (self._sums, self._counts, self._block, self._filling, self._watched)
         )
 
     def iterations(self, blocks_before: int) -> list[Iteration]:
@@ -186,6 +190,7 @@ class MeanIterations:
                 round(self._sums[at] / self._counts[at]),
                 bool(self._filling[at]),
                 int(self._block[at]) + blocks_before,
+                bool(self._watched[at]),
             )
             for at in whole
         ]

@@ -23,6 +23,7 @@ from megatron.fill.report.schema import (
     RankReport,
     Report,
     SegmentReport,
+    Slowdown,
     Summary,
     Totals,
 )
@@ -170,16 +171,21 @@ _ENDED = {
 }
 
 
+def _slowdown(found: Slowdown, pairs: str) -> str:
+    low, high = found.ci95
+    return f"{found.mean:+.2%} (95% interval {low:+.2%} to {high:+.2%}, {found.pairs} {pairs})"
+
+
 def _lines(summary: Summary, paired_blocks: int, jobs: bool) -> list[str]:
     if summary.slowdown:
-        low, high = summary.slowdown.ci95
-        pairs = f"{summary.slowdown.pairs} pair{'s' if summary.slowdown.pairs > 1 else ''} of blocks"
-        slowdown = f"{summary.slowdown.mean:+.2%} (95% interval {low:+.2%} to {high:+.2%}, {pairs})"
+        slowdown = _slowdown(summary.slowdown, f"pair{'s' if summary.slowdown.pairs > 1 else ''} of blocks")
     elif paired_blocks:
         slowdown = f"not known, for no two blocks of {paired_blocks} iterations with and without filling were recorded"
     else:
         slowdown = "not measured; --fill-paired-blocks measures it"
     lines = [f"main job slowdown: {slowdown}"]
+    if summary.watching:
+        lines.append(f"... by watching alone: {_slowdown(summary.watching, 'iterations that were not watched')}")
     if not jobs:
         return lines
     if summary.fill_efficiency is None:
