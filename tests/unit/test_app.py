@@ -20,7 +20,7 @@ from megatron.fill.app.launch import Launch, _counted
 from megatron.fill.app.runfolder import check_store, new_run_folder, served, store_of
 from megatron.fill.app.session import Session
 from megatron.fill.config import FillSettings
-from megatron.fill.device import DeviceError, meter
+from megatron.fill.device import DeviceError, MpsDaemon, meter
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.sandbox import Layer, Walls
 from megatron.fill.types import RankInfo
@@ -76,6 +76,9 @@ def test_a_checkout_that_is_not_installed_is_refused_where_jobs_would_run(monkey
     Launch().on_parse(flags(profile_only=True))  # no agent, so nothing needs it
 
 
+DAEMON = MpsDaemon(Path("/nowhere"), Path("/nowhere"), ours=False, program="")
+
+
 def lacking(*names: str) -> Walls:
     return Walls(
         ("pid",), tuple(Layer(name, "keeps", "not here" if name in names else "") for name in ("files", "ipc"))
@@ -84,21 +87,35 @@ def lacking(*names: str) -> Walls:
 
 def test_a_wall_that_is_missing_is_said_or_with_strict_refused(monkeypatch, capsys):
     monkeypatch.setattr(walls, "look", lambda *asked: lacking("ipc"))
-    found = keptin.keep_in(FillSettings(store="x"), mps=True)
+    found = keptin.keep_in(FillSettings(store="x"), mps=DAEMON)
     assert "jobs are kept in less well here (pipefill doctor says more): ipc: not here" in capsys.readouterr().out
     assert (found.namespaces, found.user) == (("pid",), None)
     with pytest.raises(ConfigError, match=r"--fill-strict: this machine cannot keep jobs in .*: ipc: not here"):
-        keptin.keep_in(FillSettings(store="x", strict=True), mps=True)
+        keptin.keep_in(FillSettings(store="x", strict=True), mps=DAEMON)
     monkeypatch.setattr(walls, "look", lambda *asked: lacking())
-    keptin.keep_in(FillSettings(store="x", strict=True), mps=True)
+    keptin.keep_in(FillSettings(store="x", strict=True), mps=DAEMON)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_rank_of_a_node_with_gpus_tries_whether_jobs_can_use_them(monkeypatch, capsys, rank):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(walls, "look", lambda *asked: lacking())
+    monkeypatch.setattr(keptin, "why_no_cuda_for_jobs", lambda user, namespaces, network, pipe: f"304 {pipe}")
+    keptin.keep_in(FillSettings(store="x"), None)
+    assert "no job can use a GPU" not in capsys.readouterr().out
+    keptin.keep_in(FillSettings(store="x"), DAEMON, on_gpu=True)
+    assert ("no job can use a GPU: 304 /nowhere" in capsys.readouterr().out) == (rank == "0")
+    if rank == "0":
+        with pytest.raises(ConfigError, match=r"--fill-strict: on .* no job can use a GPU: 304 None"):
+            keptin.keep_in(FillSettings(store="x", strict=True), None, on_gpu=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's jobs run as another user")
 def test_a_folder_of_modules_that_jobs_may_not_enter_is_said(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(walls, "look", lambda *asked: Walls(("pid", "mount"), ()))
     tmp_path.chmod(0o700)
-    keptin.keep_in(FillSettings(store="x"), mps=False, modules=[str(tmp_path), "/"])
+    keptin.keep_in(FillSettings(store="x"), mps=None, modules=[str(tmp_path), "/"])
     assert capsys.readouterr().out == (
         f"PipeFill: jobs run as nobody, who may not enter {tmp_path}: a module there is not found (chmod o+rx helps)\n"
     )

@@ -116,6 +116,17 @@ def test_a_machine_without_a_gpu_has_no_gpu_s_limits():
     assert abilities(found)["CPU pinning"] is Has.NO
 
 
+def test_a_gpu_that_jobs_cannot_use_is_told_with_the_reason():
+    assert {abilities(diagnose(CLUSTER))[name] for name in ("compute mode", "CUDA for jobs")} == {Has.YES}
+    facts = replace(CLUSTER, exclusive=("GPU 1 is for one process",), cuda_lacks="cuInit gives 304")
+    found = diagnose(facts)
+    details = {ability.name: (ability.has, ability.detail) for ability in found.abilities}
+    assert details["compute mode"] == (Has.NO, "GPU 1 is for one process; expected Default (nvidia-smi -c 0, by root)")
+    assert details["CUDA for jobs"] == (Has.NO, "cuInit gives 304")
+    assert bindings(found)["sharing"] == "no job can use a GPU"
+    assert "compute mode" not in abilities(diagnose(LAPTOP))
+
+
 def test_the_hybrid_layout_is_partly_there():
     found = diagnose(replace(CLUSTER, cgroup=CgroupHome(Path("/sys/fs/cgroup/unified"), frozenset(), "no memory")))
     assert abilities(found)["cgroup v2"] is Has.PARTLY

@@ -30,7 +30,7 @@ RULES: dict[str, set[str]] = {
     # The machine.
     "linux": set(),
     "pages": {"errors", "folders", "linux", "profiles", "types", "untrusted"},
-    "sandbox": {"errors", "folders", "linux"},
+    "sandbox": {"errors", "folders", "linux", "spec"},
     "device": {"errors", "linux"},
     # What users give, what jobs are, and where they wait.
     "given": {"errors", "types", "untrusted"},

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.fill.agent.admission import JobUser, check_reach, default_user, find_user
+from megatron.fill.device.cuda import device_nodes
 from megatron.fill.errors import ConfigError
-from megatron.fill.sandbox import Walls, look
+from megatron.fill.sandbox import Bind, Cage, Walls, look
+from megatron.fill.sandbox.driver import DriverTrial, why_no_cuda
 
 _MPS = "MPS serves one user only: jobs run as the training's, and read what it can read"
 _NOT_ROOT = (
@@ -57,3 +60,29 @@ def _look(user: JobUser | None, why_same_user: str | None, network: bool) -> Wal
     if user is None:
         return look(None, None, why_same_user, network)
     return look(user.uid, user.gid, "", network)
+
+
+def why_no_cuda_for_jobs(
+    user: JobUser | None, namespaces: Sequence[str], network: bool = False, mps_pipe: str | None = None
+) -> str:
+    """Why no job could use this node's GPUs behind its walls, by trying it; empty if one can.
+
+    Args:
+        namespaces: those that this machine gives (``Walls``).
+        network: the jobs share the machine's network.
+        mps_pipe: of the MPS daemon that the ranks use; None without.
+    """
+    with tempfile.TemporaryDirectory(prefix="pipefill-cuda-") as folder:
+        if user is not None:
+            os.chown(folder, user.uid, user.gid)
+        cage = Cage(
+            namespaces=tuple(namespaces),
+            directory=folder,
+            binds=() if mps_pipe is None else (Bind(mps_pipe, writable=True),),
+            user=None if user is None else user.uid,
+            group=None if user is None else user.gid,
+            network=network,
+            devices=device_nodes(""),
+            host_memory_files=mps_pipe is not None,
+        )
+        return why_no_cuda(DriverTrial(cage))

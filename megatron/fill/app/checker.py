@@ -36,7 +36,7 @@ def main() -> None:
     host.adopt_orphans()
     settings = FillSettings(store=spec.folder, report=spec.folder, **spec.settings)
     try:
-        walls = keep_in(settings, False, spec.search)
+        walls = keep_in(settings, None, spec.search)
         directory = Path(spec.folder) / "job"
         directory.mkdir()
         if walls.user is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.agent.admission import JobUser, find_user
-from megatron.fill.agent.walls import find_walls
+from megatron.fill.agent.walls import find_walls, why_no_cuda_for_jobs
 from megatron.fill.config import FillSettings
+from megatron.fill.device import MpsDaemon
 from megatron.fill.device.emulated import why_not
 from megatron.fill.errors import ConfigError
 from megatron.fill.sandbox import Bind, Layer, parse_bind
@@ -60,23 +62,31 @@ def check_emulation(how: str, on_cpu: bool) -> None:
         raise ConfigError(f"--fill-emulate {how}: {why}")
 
 
-def keep_in(settings: FillSettings, mps: bool, modules: Sequence[str] = ()) -> KeptIn:
+def keep_in(settings: FillSettings, mps: MpsDaemon | None, modules: Sequence[str] = (), on_gpu: bool = False) -> KeptIn:
     """Find out what this machine gives, and say what it lacks.
 
     Args:
-        mps: the ranks use an MPS daemon.
+        mps: the daemon that the ranks use; None without.
         modules: folders where the jobs' own modules are looked for.
+        on_gpu: the jobs will use a GPU: the first rank of each node tries whether one can be used behind the walls.
 
     Raises:
-        ConfigError: as ``check_flags``, or ``--fill-strict`` and a wall is missing.
+        ConfigError: as ``check_flags``, or ``--fill-strict`` and a wall is missing, or in the way of the GPU's driver.
     """
     binds = tuple(parse_bind(text) for text in settings.bind)
-    user, walls = find_walls(settings.user, mps, settings.network, [Path(settings.report or "runs")])
+    user, walls = find_walls(settings.user, mps is not None, settings.network, [Path(settings.report or "runs")])
     lacking = "; ".join(f"{layer.name}: {layer.lacks}" for layer in walls.lacking)
     if lacking and settings.strict:
         raise ConfigError(f"--fill-strict: this machine cannot keep jobs in as well as it should: {lacking}")
     if lacking:
         _say(f"jobs are kept in less well here (pipefill doctor says more): {lacking}")
+    if on_gpu and os.environ.get("LOCAL_RANK", "0") == "0":
+        pipe = None if mps is None else str(mps.pipe)
+        why = why_no_cuda_for_jobs(user, walls.namespaces, settings.network, pipe)
+        if why and settings.strict:
+            raise ConfigError(f"--fill-strict: on {socket.gethostname()} no job can use a GPU: {why}")
+        if why:
+            print(f"PipeFill: on {socket.gethostname()} no job can use a GPU: {why}", flush=True)
     for folder in modules:
         if user is not None and not may_enter(Path(folder), user.uid, user.gid):
             _say(f"jobs run as {user.name}, who may not enter {folder}: a module there is not found (chmod o+rx helps)")

@@ -101,7 +101,7 @@ class Launch:
             self.mps = share(settings, pipefill_patches.PATCHES["cpu_backend"].applied)
         search = [] if args.fill_jobs is None else [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
         if settings.serves:
-            self.walls = keep_in(settings, self.mps is not None, search)
+            self.walls = keep_in(settings, self.mps, search, on_gpu=not pipefill_patches.PATCHES["cpu_backend"].applied)
         if args.fill_jobs is not None:
             self._jobs = [new_job(job, search, submitter()) for job in settings.jobs]
         if settings.pipeline_schedule == "gpipe":

@@ -58,7 +58,7 @@ def _serve(spec: StandInSpec) -> None:
     settings = FillSettings(store=spec.store, report=spec.run_dir, max_slowdown=0.0, **spec.settings)
     on_cpu = spec.device == "cpu"
     mps = share(settings, on_cpu)
-    walls = keep_in(settings, mps is not None, spec.search)
+    walls = keep_in(settings, mps, spec.search, on_gpu=not on_cpu)
     make_run_folder(run_dir, walls.seen)
     segment = begin_segment(run_dir, "pipefill try", ranks=1)
     info = RankInfo(0, 1, 0, 1, 0, 1, stage=0, stages=1, device=spec.device)

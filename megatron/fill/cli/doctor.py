@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from megatron.fill.cli.options import Json
@@ -24,17 +24,21 @@ def doctor(as_json: Json = False) -> None:
     --json prints an object: walls (name, keeps, lacks: why it does not stand here), abilities (name, has: yes, partly
     or no, detail), bindings (limit, uses, instead: why nothing better) and notes (faults that are not contained).
     """
-    from megatron.fill.agent.walls import find_walls
+    from megatron.fill.agent.walls import find_walls, why_no_cuda_for_jobs
     from megatron.fill.device.doctor import diagnose
     from megatron.fill.device.probes import gather
     from megatron.fill.errors import SandboxError
     from megatron.fill.sandbox import Layer
 
-    diagnosis = diagnose(gather())
+    facts = gather()
     try:
-        walls = find_walls()[1].layers
+        user, found = find_walls()
+        walls = found.layers
+        if facts.gpus:
+            facts = replace(facts, cuda_lacks=why_no_cuda_for_jobs(user, found.namespaces))
     except SandboxError as error:  # the rest is worth to be seen
         walls = (Layer("all of them", "", str(error)),)
+    diagnosis = diagnose(facts)
     if as_json:
         from megatron.fill.cli.views import print_json
 

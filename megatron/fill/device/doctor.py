@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron.fill.device.port import Sharing
+from megatron.fill.device.port import DeviceError, Sharing
 from megatron.fill.device.probes import Facts
 from megatron.fill.device.sharing import SharingFacts, choose_sharing, mps_obstacle
 
@@ -63,6 +63,7 @@ def _abilities(facts: Facts) -> list[Ability]:
     return [
         Ability("CUDA", _yes(bool(facts.gpus)), _counted(facts.gpus) or "no GPU"),
         Ability("NVML", _yes(bool(facts.gpus)), f"driver {facts.driver}" if facts.gpus else facts.driver),
+        *([_compute_mode(facts), _cuda_for_jobs(facts)] if facts.gpus else []),
         Ability("MPS", _yes(not mps_obstacle(_sharing_facts(facts))), facts.mps or "no nvidia-cuda-mps-control"),
         Ability("host pids", _yes(facts.host_pids), "" if facts.host_pids else "a container with pids of its own"),
         Ability("cgroup v2", cgroup, home.why or f"{home.path}: {controllers}"),
@@ -72,6 +73,16 @@ def _abilities(facts: Facts) -> list[Ability]:
         Ability("memfd seals", _yes(facts.sealing), "" if facts.sealing else "the gate needs them"),
         Ability("kernel log", _yes(facts.kernel_log), "" if facts.kernel_log else "/dev/kmsg is not readable"),
     ]
+
+
+def _compute_mode(facts: Facts) -> Ability:
+    detail = "; ".join(facts.exclusive)
+    detail += "; expected Default (nvidia-smi -c 0, by root)" if detail else "each GPU is for all processes"
+    return Ability("compute mode", _yes(not facts.exclusive), detail)
+
+
+def _cuda_for_jobs(facts: Facts) -> Ability:
+    return Ability("CUDA for jobs", _yes(not facts.cuda_lacks), facts.cuda_lacks or "it starts behind all the walls")
 
 
 def _cpu_memory(facts: Facts) -> Binding:
@@ -117,7 +128,10 @@ def _multiprocessors(facts: Facts) -> Binding:
 
 
 def _sharing(facts: Facts) -> Binding:
-    mode, why = choose_sharing("auto", _sharing_facts(facts))
+    try:
+        mode, why = choose_sharing("auto", _sharing_facts(facts))
+    except DeviceError as error:
+        return Binding("sharing", "no job can use a GPU", str(error))
     if not facts.gpus:
         return Binding("sharing", "the cores' scheduler", why)
     return Binding("sharing", "time-slicing" if mode is Sharing.TIMESLICE else "MPS", why)
@@ -166,7 +180,7 @@ def _why_no_group(facts: Facts) -> str:
 
 
 def _sharing_facts(facts: Facts) -> SharingFacts:
-    return SharingFacts(gpus=len(facts.gpus), mps_program=bool(facts.mps))
+    return SharingFacts(gpus=len(facts.gpus), mps_program=bool(facts.mps), exclusive=bool(facts.exclusive))
 
 
 def _yes(value: bool) -> Has:

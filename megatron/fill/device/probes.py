@@ -27,7 +27,9 @@ class Facts:
         mps: the MPS control program's path; empty for none.
         host_pids: this process has the pids that the driver and the kernel's log speak of.
         autogroup: sessions compete for the cores as groups.
+        exclusive: the GPUs that only one process or none may use, by their compute mode.
         device_regions: of device memory, as the kernel's controller ``dmem`` knows them.
+        cuda_lacks: why CUDA does not start behind a job's walls; empty where it does, or there is no GPU.
         device_limits: ``dmem.max`` of this process's control group, where somebody has set it: ``region bytes``.
     """
 
@@ -44,6 +46,8 @@ class Facts:
     root: bool
     device_regions: tuple[str, ...] = ()
     device_limits: tuple[str, ...] = ()
+    exclusive: tuple[str, ...] = ()
+    cuda_lacks: str = ""
 
 
 def gather() -> Facts:
@@ -64,6 +68,7 @@ def gather() -> Facts:
         root=os.getuid() == 0,
         device_regions=regions,
         device_limits=limits,
+        exclusive=find_exclusive(),
     )
 
 
@@ -74,6 +79,16 @@ def find_gpus() -> tuple[tuple[str, ...], str]:
         return tuple(gpu.name for gpu in nvml.gpus()), nvml.driver()
     except (DeviceError, ImportError) as error:
         return (), str(error)
+
+
+def find_exclusive() -> tuple[str, ...]:
+    """The GPUs that only one process, or none, may use: which and whom."""
+    try:
+        nvml = shared_nvml()
+        modes = [(gpu.index, nvml.shared_by(gpu.uuid)) for gpu in nvml.gpus()]
+    except (DeviceError, ImportError):
+        return ()
+    return tuple(f"GPU {index} is for {whom} process" for index, whom in modes if whom != "all")
 
 
 def find_device_limits(

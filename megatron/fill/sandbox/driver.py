@@ -1,0 +1,129 @@
+"""Whether CUDA starts behind a job's walls, and which of them is in its way where it does not: found out by trying it.
+
+A driver opens devices, libraries and files of ``/proc`` in ``cuInit``, and what it asks for changes with its version.
+So it is called in a process behind all the walls, and where it fails, behind all but one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron.fill.errors import SandboxError
+from megatron.fill.linux import host
+from megatron.fill.sandbox.cage import Cage
+from megatron.fill.sandbox.jail import Jail
+from megatron.fill.spec import Spec
+
+LIBRARY = "libcuda.so.1"
+_LEFT_OUT = ("proc", "landlock", "system calls")  # of cage.LEFT_OUT: those that a driver could meet
+_LOOK_S = 120.0  # for all attempts, on a machine that is busy
+_MOST_BYTES = 1000
+_LOOK = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from megatron.fill.sandbox.driver import main; main(sys.argv[2])"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DriverTrial(Spec):
+    """What is tried.
+
+    Attributes:
+        cage: like that of a job on the GPU.
+        library: the driver's.
+    """
+
+    cage: Cage
+    library: str = LIBRARY
+
+
+def why_no_cuda(trial: DriverTrial) -> str:
+    """Why no job could use a GPU in this cage, in one line; empty if one can.  Tried in processes of their own."""
+    command = [sys.executable, "-I", "-c", _LOOK, json.dumps(sys.path), trial.to_json()]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LOOK_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"cuInit does not return behind the walls ({_LOOK_S:.0f} s were waited)"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"the attempt ended with {done.returncode}"])[-1]
+    return done.stdout.strip()
+
+
+def main(text: str) -> None:
+    """What ``why_no_cuda`` runs."""
+    trial = DriverTrial.from_json(text)
+    host.adopt_orphans()
+    print(_judge(trial))
+
+
+def _judge(trial: DriverTrial) -> str:
+    wrong = _behind(trial.cage, trial.library)
+    if not wrong:
+        return ""
+    if _behind(None, trial.library):
+        return f"{wrong}, and without any wall too"
+    helps = [name for name, cage in _with_one_less(trial.cage) if not _behind(cage, trial.library)]
+    if not helps:
+        return f"{wrong} behind the walls, and with any one of them left out; it starts without all of them"
+    return f"{wrong} behind the walls; it starts with this one left out: {' or '.join(helps)}"
+
+
+def _with_one_less(cage: Cage) -> Iterator[tuple[str, Cage]]:
+    """The cage with one wall left out, by the names that ``pipefill doctor`` prints."""
+    for name, wall in (("net", "network"), ("cgroup", "control groups"), ("ipc", "ipc"), ("pid", "processes")):
+        if name in cage.namespaces:
+            yield wall, replace(cage, namespaces=tuple(one for one in cage.namespaces if one != name))
+    if "mount" in cage.namespaces:
+        yield "files", replace(cage, namespaces=tuple(n for n in cage.namespaces if n not in ("mount", "pid")))
+    for wall in _LEFT_OUT:
+        yield wall, replace(cage, without=(wall,))
+    if cage.user is not None:
+        yield "user", replace(cage, user=None, group=None)
+
+
+def _behind(cage: Cage | None, library: str) -> str:
+    """What is wrong with ``cuInit`` in this cage, or without any; empty where nothing is."""
+    told_r, told_w = os.pipe()
+
+    def start() -> None:
+        os.write(told_w, f"{_start(library)}\n".encode()[:_MOST_BYTES])
+        os._exit(0)  # what a driver registers for the end of a process is not ours to wait for
+
+    try:
+        if cage is None:
+            child = os.fork()
+            if child == 0:
+                start()
+            os.waitpid(child, 0)
+        else:
+            held = Jail(cage, lambda: None, start)
+            held.let_go()
+            held.wait()
+    except SandboxError as error:
+        return str(error)
+    finally:
+        os.close(told_w)
+        with os.fdopen(told_r, "rb") as answers:
+            said = answers.read().decode(errors="replace")
+    return said.strip() if said else "cuInit ends the process that calls it"
+
+
+def _start(library: str) -> str:
+    try:
+        cuda = ctypes.CDLL(library)
+        code = cuda.cuInit(0)
+        if not code:
+            return ""
+        name = ctypes.c_char_p()
+        known = cuda.cuGetErrorName(code, ctypes.byref(name)) == 0 and name.value is not None
+        return f"cuInit gives {code}" + (f" ({(name.value or b'').decode(errors='replace')})" if known else "")
+    except (OSError, AttributeError) as error:
+        return str(error)
