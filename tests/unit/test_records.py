@@ -34,6 +34,7 @@ from megatron.fill.records.files import append
 from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, CycleKey, JobRecord, JobState, RankRecord, WorkerRecord
 from tests.unit.segments import write_segment
 from tests.unit.synthetic import MS, synthetic_run
+from tests.waiting import until
 
 WAIT_S = 20.0
 
@@ -225,6 +226,55 @@ def test_a_record_that_cannot_be_written_is_said_once_and_harms_nobody(tmp_path:
         add(writer, part)
     assert not writer.close(record, WAIT_S)
     assert caplog.text.count("cannot be written") == 1
+
+
+def test_what_a_full_disk_refused_is_written_once_there_is_room_or_the_folder_is_back(tmp_path: Path, caplog) -> None:
+    record = synthetic_run()[0][0]
+    folder = tmp_path / "run"
+    folder.touch()  # in the folder's place: nothing can be written in it
+    writer = RankWriter(folder / "rank0.jsonl", record.info)
+    first, second, *others, last = pieces(record, 2)
+    for part in (first, second):
+        add(writer, part)
+    until(lambda: "cannot be written" in caplog.text)
+    folder.unlink()
+    for part in others:
+        add(writer, part)
+    assert writer.close(last, WAIT_S)
+    assert read_rank(folder / "rank0.jsonl") == record
+    assert caplog.text.count("cannot be written") == 1
+
+
+def test_a_record_whose_file_was_deleted_goes_on_in_a_new_one(tmp_path: Path) -> None:
+    record = synthetic_run()[0][0]
+    path = tmp_path / "rank0.jsonl"
+    writer = RankWriter(path, record.info, most_bytes=1)
+    first, *others, last = pieces(record, 2)
+    add(writer, first)
+    wait_written(writer, path, 4)
+    path.unlink()
+    for part in others:
+        add(writer, part)
+    assert writer.close(last, WAIT_S)
+    assert [one.iteration for one in read_rank(path).iterations] == [
+        one.iteration for part in (*others, last) for one in part.iterations
+    ]
+
+
+def test_lines_that_wait_for_a_disk_take_no_more_memory_than_a_record_may(tmp_path: Path) -> None:
+    record = synthetic_run()[0][0]
+    folder = tmp_path / "run"
+    folder.touch()
+    writer = RankWriter(folder / "rank0.jsonl", record.info, most_bytes=2000)
+    for part in pieces(record, 2):
+        add(writer, part)
+    until(lambda: writer.ready)
+    folder.unlink()
+    assert writer.close(RankRecord(record.info, [], [], []), WAIT_S)
+    read = read_rank(folder / "rank0.jsonl")
+    assert read.iterations == record.iterations
+    assert records.add_up(read.bubbles) == records.add_up(record.bubbles)
+    assert len(read.bubbles) < len(record.bubbles)
 
 
 def test_the_recorder_writes_every_few_iterations_and_forgets(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import struct
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from megatron.fill.agent.progress import progress_of
 from megatron.fill.errors import TaskError
 from megatron.fill.pages import steplog
 from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog, create_log
+from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog, create_log, map_log
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import NewJob
@@ -192,3 +193,18 @@ def test_a_task_that_cannot_be_loaded_says_why(tmp_path, path, source, expected)
     with pytest.raises(TaskError) as error:
         load_task(path, (str(tmp_path),))
     assert expected in str(error.value)
+
+
+def test_a_worker_s_log_stays_mapped_and_leaves_no_descriptor():
+    def open_logs() -> int:
+        links = []
+        for entry in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):
+                links.append(entry.readlink().name)
+        return sum(link.startswith("memfd:pipefill-steps") for link in links)
+
+    before, fd = open_logs(), create_log()
+    log = StepLog(map_log(fd))
+    os.close(fd)
+    log.unit = "images"
+    assert (log.unit, open_logs()) == ("images", before)

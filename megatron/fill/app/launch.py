@@ -237,7 +237,11 @@ class Launch:
             print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
             return
         store = store_of(settings, run_dir)
-        made = report.compose(run_dir, lambda names: standing(store, run_dir, False, names))
+        try:
+            made = report.compose(run_dir, lambda names: standing(store, run_dir, False, names))
+        except report.NotWritten as error:
+            report.print_report(error.report, console)
+            raise
         report.print_report(made, console)
         print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
 

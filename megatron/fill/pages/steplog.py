@@ -43,6 +43,14 @@ def create_log() -> int:
     return memfd.create("steps", _BYTES)
 
 
+def map_log(fd: int) -> memoryview:
+    """The log of this descriptor, mapped until the process ends: once it is closed, a task finds none of it.
+
+    Python's own ``mmap`` keeps a descriptor as long as its mapping.
+    """
+    return memfd.map_page(fd, _BYTES, writable=True)[0]
+
+
 class StepLog:
     """Both ends of a step log.
 

@@ -1,7 +1,8 @@
 """What one rank of the main job saw: ``rank0.jsonl``, to which lines are added while it trains.
 
 The rank makes the lines and a thread of its own writes them, so that a slow disk holds nobody up.  Were a record
-longer than ``MOST_BYTES``, the older half of its bubbles would be replaced by their sums.
+longer than ``MOST_BYTES``, the older half of its bubbles would be replaced by their sums.  What cannot be written, on a
+full disk say, is kept and tried again with what comes next.
 """
 
 from __future__ import annotations
@@ -74,6 +75,18 @@ def _lines(part: RankRecord) -> list[_Line]:
     return made
 
 
+def _held(lines: list[_Line], most_bytes: int) -> list[_Line]:
+    """Lines that wait in memory: above so much, without spans and with sums in the place of the bubbles."""
+    if sum(len(one.data) for one in lines) <= most_bytes:
+        return lines
+    sums: Sums = {}
+    for one in lines:
+        for key, total_ns in one.sums.items():
+            sums[key] = sums.get(key, 0) + total_ns
+    whole = [one for one in lines if one.table not in ("bubbles", "spans")]
+    return [_Line("bubbles", line({"bubbles": as_columns(Bubble, as_bubbles(sums))}), sums), *whole]
+
+
 def rank_file(folder: Path, rank: int) -> Path:
     """Where the rank writes, in the folder of a segment."""
     return folder / f"rank{rank}.jsonl"
@@ -93,7 +106,7 @@ class RankWriter:
         self._spans = spans
         self._most_bytes = most_bytes
         self._kept: list[tuple[str, int, Sums]] = []  # of each line: its table, its length, its bubbles' sums
-        self._failing = False
+        self._unwritten: list[_Line] = []
         self._waiting: queue.Queue[list[_Line] | None] = queue.Queue(1)
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
         self._thread.start()
@@ -119,23 +132,26 @@ class RankWriter:
         except queue.Full:
             return False
         self._thread.join(timeout_s)
-        return not self._thread.is_alive() and not self._failing
+        return not self._thread.is_alive() and not self._unwritten
 
     def _run(self) -> None:
         part: list[_Line] | None = []
         while part is not None:
+            failed = bool(self._unwritten)
             try:
-                self._write(part)
+                self._write([*self._unwritten, *part])
+                self._unwritten = []
             except OSError as error:
-                if not self._failing:
-                    logger.warning("%s cannot be written, so the report will lack some of it: %s", self._path, error)
-                self._failing = True
+                self._unwritten = _held([*self._unwritten, *part], self._most_bytes)
+                if not failed and self._unwritten:
+                    logger.warning("%s cannot be written; this is kept and tried again: %s", self._path, error)
             part = self._waiting.get()
 
     def _write(self, part: list[_Line]) -> None:
         if not self._path.exists():
             with replacing(self._path) as temporary:
                 temporary.write_bytes(self._head)
+            self._kept = []  # one that was there before has been deleted
         append(self._path, b"".join(one.data for one in part))
         self._kept += [(one.table, len(one.data), one.sums) for one in part]
         length = sum(size for _, size, _ in self._kept)

@@ -22,6 +22,7 @@ from megatron.fill.types import JobRecord, Prices, RankRecord, WorkerRecord
 
 __all__ = [
     "Ask",
+    "NotWritten",
     "RankCycle",
     "Report",
     "ReportBuilder",
@@ -42,6 +43,18 @@ __all__ = [
 REPORT, TRACE, TIMELINE = "report.json", "trace.json", "timeline.png"  # in a run folder
 
 
+class NotWritten(FillError):
+    """The files of a report cannot be written.
+
+    Attributes:
+        report: what was to be written.
+    """
+
+    def __init__(self, report: Report, run_dir: Path, error: OSError) -> None:
+        super().__init__(f"{run_dir}: the report cannot be written there: {error.strerror or error}")
+        self.report = report
+
+
 def _nobody(names: Collection[str]) -> Mapping[str, JobRecord]:
     return {}
 
@@ -57,6 +70,7 @@ def compose(run_dir: Path, ask: Ask = _nobody, prices: Prices | None = None) -> 
         prices: in place of those that the run was started with.
 
     Raises:
+        NotWritten: not all of these files could be written.
         FillError: if no rank left a record, or a record cannot be read.
     """
     segments = read_segments(run_dir)
@@ -68,8 +82,11 @@ def compose(run_dir: Path, ask: Ask = _nobody, prices: Prices | None = None) -> 
     if builder.empty:
         raise FillError(f"{run_dir}: no rank has left a record yet, so there is nothing to report")
     report = builder.report(segments, job_reports(segments, jobs, ask), prices)
-    write_text(run_dir / REPORT, report.model_dump_json(indent=2) + "\n")
-    _draw(run_dir, report, segments, files, choose_drawn(builder.segments))
+    try:
+        write_text(run_dir / REPORT, report.model_dump_json(indent=2) + "\n")
+        _draw(run_dir, report, segments, files, choose_drawn(builder.segments))
+    except OSError as error:
+        raise NotWritten(report, run_dir, error) from error
     return report
 
 

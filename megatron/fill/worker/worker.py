@@ -23,7 +23,7 @@ from megatron.fill.pages.baton import Baton, TailGate
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateReader, SharedGateReader
-from megatron.fill.pages.steplog import StepLog
+from megatron.fill.pages.steplog import StepLog, map_log
 from megatron.fill.worker.command import CommandRun
 from megatron.fill.worker.confined import apply_environment, end_as, jail
 from megatron.fill.worker.spec import Outcome, WorkerSpec
@@ -45,7 +45,7 @@ class Worker:
         self.control = ControlReader(spec.control_fd)
         self.baton = Baton(spec.baton_fd)
         self.view: GateReader = TailGate(self.gate, self.baton) if spec.tail else self.gate
-        self.log = StepLog(log_fd)
+        self.log = StepLog(map_log(log_fd))
         for fd in (spec.gate_fd, spec.board_fd, spec.control_fd, spec.baton_fd, log_fd):
             os.close(fd)  # they stay mapped
         self._launches: Launches | None = None
