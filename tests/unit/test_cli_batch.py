@@ -198,6 +198,7 @@ def test_json_has_the_job_and_the_counts(pipefill):
         (["--tree", "wide"], "--tree is 'wide': expected auto"),
         (["--tree", "1,0"], "--tree is '1,0'"),
         (["--draft", "none"], "none is not a folder"),
+        (["--adapter", "none"], "none is not a folder: expected the folder of an adapter"),
         (["--memory", "lots"], "memory"),
         (["--output", "in.jsonl"], "in.jsonl is there already"),
     ],

@@ -37,6 +37,9 @@ def batch(
         list[Path] | None,
         typer.Option(metavar="FOLDER", help="A small model with the same tokens; may be given again."),
     ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A LoRA adapter of the model, as peft saves it.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="[default: REQUESTS.answers.jsonl]")
     ] = None,
@@ -84,7 +87,11 @@ def batch(
     for folder in (model, *(draft or ())):
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: expected the folder of a model")
+    if adapter is not None and not adapter.is_dir():
+        raise ConfigError(f"{adapter} is not a folder: expected the folder of an adapter")
     args: dict[str, Any] = {"model": str(model.resolve()), "requests": str(requests.resolve()), "tree": _shape(tree)}
+    if adapter is not None:
+        args["adapter"] = str(adapter.resolve())
     if draft:
         args["draft"] = [str(folder.resolve()) for folder in draft]
     written = output or requests.with_name(f"{requests.stem}.{_ANSWERS}")

@@ -44,6 +44,7 @@ class BatchJob(NodeTask):
         model: str,
         requests: str,
         output: str = "answers.jsonl",
+        adapter: str | None = None,
         draft: list[str] | None = None,
         tree: list[int] | str = "auto",
         rule: str = "traversal",
@@ -62,6 +63,7 @@ class BatchJob(NodeTask):
                 checkpoints.
             requests: a file in OpenAI's batch format.
             output: the file of answers; relative to the job's folder.
+            adapter: a folder with a LoRA adapter of the model, as ``peft`` saves it.
             draft: folders of small models with the same tokens.
             tree: how many tokens each draft proposes below each node, by depth; ``auto`` chooses what is fastest.
             rule: how sampled tokens are verified: ``matching``, ``multi_step`` or ``traversal``.
@@ -79,6 +81,7 @@ class BatchJob(NodeTask):
             ConfigError: the file of requests is none.
             TaskError: a model cannot be loaded, a draft has other tokens, or a package is missing.
         """
+        from megatron.fill.llm.adapters import merge_adapter
         from megatron.fill.llm.grammar import Grammars
         from megatron.fill.llm.models import load_language_model
 
@@ -97,8 +100,10 @@ class BatchJob(NodeTask):
         except ValueError as error:
             raise ValueError(f"kv_bytes is {kv_bytes!r}: {error}") from None
         self._lines = read_requests(requests)
-        self._model_name = Path(model).name
+        self._model_name = Path(adapter or model).name
         self._model, self._tokenizer = load_language_model(Path(model), dtype)
+        if adapter is not None:
+            self._model = merge_adapter(self._model, Path(adapter)).eval()
         with_schema = any(isinstance(line, Request) and line.schema is not None for line in self._lines)
         self._grammars = Grammars(self._tokenizer) if with_schema else None
         self._drafts = []
