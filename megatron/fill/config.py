@@ -119,10 +119,11 @@ class FillSettings(BaseModel):
         ge=0,
         le=100,
     )
-    emulate: Literal["completion", "slices"] | None = _flag(
+    emulate: Literal["completion", "slices", "free-slices"] | None = _flag(
         None,
         "on the CPU, for benchmarks: a side task's step cannot be interrupted, as what runs on a GPU cannot; it "
-        "runs to completion, or takes turns of 2 ms with the training (it takes the right to real-time priorities)",
+        "runs to completion, or takes turns of 2 ms with the training, in bubbles too or (free-slices) after them only "
+        "(it takes the right to real-time priorities)",
     )
     min_bubble_us: _Amount | None = _flag(
         None,

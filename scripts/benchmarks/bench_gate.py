@@ -82,7 +82,7 @@ def start(gate_fd: int, log_fd: int, core: int, step_ms: float, how: Emulation |
     server = os.fork()
     if server == 0:
         gate = SharedGateReader(gate_fd)
-        launches.turns.serve(worker, [core], lambda: gate.ended)
+        launches.turns.serve(worker, [core], lambda: gate.ended, lambda: not gate.shut)
         os._exit(0)
     return [worker, server]
 

@@ -16,6 +16,7 @@ not.  Therefore also on an emulated device that does not preempt (``--fill-emula
 priorities), where steps run to completion (``emulated``) or take turns with the main job (``slices``):
 
 * ``emulated``, ``slices``: with everything;
+* ``slices-free``: the same as ``slices``, with a main job that needs no turn while it waits (--fill-free-waits);
 * ``emulated-gate``, ``slices-gate``: with a gate but no prediction: steps until the bubble is over (beside.py);
 * ``emulated-no-gate``, ``slices-no-gate``: without a gate;
 * ``emulated-freeride``, ``slices-freeride``: driven as FreeRide drives side tasks (beside.py).
@@ -127,6 +128,7 @@ def parts() -> dict[str, Part]:
         ):
             part = f"{name}-{suffix}"
             found[part] = ((key, "baselines", baseline), partial(without, way=Way(how, when), name=part))
+    found["slices-free"] = (("emulated_free_slices",), partial(emulated, how="free-slices", name="slices-free"))
     return found
 
 

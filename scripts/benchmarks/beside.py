@@ -175,7 +175,9 @@ def rank_with_task(asked: dict[str, Any], script: Sequence[str]) -> None:
     if way.when is When.FREERIDE:
         child(partial(manage, SharedGateReader(told.reader_fd()), running, core))
     if launches is not None and launches.turns is not None:
-        child(partial(launches.turns.serve, task, [core], lambda: False))  # it ends with the rank
+        child(
+            partial(launches.turns.serve, task, [core], lambda: False, lambda: not gate.shut)
+        )  # it ends with the rank
     spec.RankListener = partial(Telling, told, way, blocks)  # type: ignore[misc,assignment]
     sys.argv = [str(ROOT / "pretrain_gpt.py"), *script]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from megatron.fill.app.keptin import check_emulation
 from megatron.fill.device.emulated import Emulation, Launches, Turns, why_not
 from megatron.fill.errors import ConfigError
-from megatron.fill.pages.gate import OpenBubble
+from megatron.fill.pages.gate import OpenBubble, SharedGate, SharedGateReader
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.worker.loop import StepLoop
 from tests.waiting import until
@@ -65,9 +66,9 @@ def test_a_step_cannot_be_interrupted_from_its_launch_to_its_end(how):
 
 @needs_real_time
 def test_while_a_step_runs_the_main_job_has_every_second_turn():
-    turns = Turns()
+    turns = Turns(spins=True)
     worker = fork(lambda: time.sleep(FOR_EVER_S))  # it takes no core: only what it is counts here
-    server = fork(lambda: turns.serve(worker, [], lambda: not os.path.exists(f"/proc/{worker}")))
+    server = fork(lambda: turns.serve(worker, [], lambda: not os.path.exists(f"/proc/{worker}"), lambda: True))
     try:
         until(lambda: os.sched_getscheduler(server) == os.SCHED_FIFO)
         for _ in range(3):
@@ -78,6 +79,35 @@ def test_while_a_step_runs_the_main_job_has_every_second_turn():
             assert turns.count % 2 == 0
             until(lambda: state(worker) == "S")
         turns.begin()  # it dies in the middle of a step
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
+        os.waitpid(server, 0)
+
+
+@needs_real_time
+def test_a_main_job_that_waits_freely_needs_no_turn_until_its_bubble_is_over():
+    read, write = os.pipe()
+    gate = SharedGate()
+    reader = SharedGateReader(gate.reader_fd())
+    turns, seq = Turns(spins=False), gate.open(1 << 62, 0)
+    worker = fork(lambda: time.sleep(FOR_EVER_S))
+    asked = count()
+
+    def waits() -> bool:
+        if next(asked) == 20:
+            os.write(write, b"x")
+        return not reader.shut
+
+    server = fork(lambda: turns.serve(worker, [], lambda: not os.path.exists(f"/proc/{worker}"), waits))
+    try:
+        turns.begin()
+        assert os.read(read, 1) == b"x"  # twenty turns later
+        assert state(worker) == "S"
+        assert reader.is_open(seq)
+        gate.close(1)
+        until(lambda: state(worker) == "T")
+        turns.end()
     finally:
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)

@@ -36,10 +36,16 @@ class Emulation(StrEnum):
         COMPLETION: what was launched runs to its end, as kernels do that fill the GPU under MPS.
         SLICES: while a step runs, it and the main job take turns, and the main job keeps its turn also when it only
             waits, as NCCL's kernels do that spin.
+        FREE_SLICES: the same, but in a bubble the main job needs no turn, as with --fill-free-waits.
     """
 
     COMPLETION = "completion"
     SLICES = "slices"
+    FREE_SLICES = "free-slices"
+
+    @property
+    def takes_turns(self) -> bool:
+        return self is not Emulation.COMPLETION
 
 
 class Launches:
@@ -49,7 +55,7 @@ class Launches:
     """
 
     def __init__(self, how: Emulation) -> None:
-        self.turns = Turns() if how is Emulation.SLICES else None
+        self.turns = Turns(spins=how is Emulation.SLICES) if how.takes_turns else None
 
     def launch(self) -> None:
         """A step begins: nothing but a turn's end interrupts it from now on.
@@ -69,9 +75,14 @@ class Launches:
 
 
 class Turns:
-    """The turns that a worker's steps and the main job take: a page with a count that is odd during a step."""
+    """The turns that a worker's steps and the main job take: a page with a count that is odd during a step.
 
-    def __init__(self) -> None:
+    Args:
+        spins: the main job takes its turns in bubbles too.
+    """
+
+    def __init__(self, spins: bool) -> None:
+        self._spins = spins
         fd = memfd.create("turns", _PAGE_BYTES)
         _, self._address = memfd.map_page(fd, _PAGE_BYTES, writable=True)
         os.close(fd)  # it stays mapped
@@ -95,13 +106,14 @@ class Turns:
         """Odd while a step is in flight."""
         return self._word.value
 
-    def serve(self, pid: int, cpus: list[int], over: Callable[[], bool]) -> None:
+    def serve(self, pid: int, cpus: list[int], over: Callable[[], bool], waits: Callable[[], bool]) -> None:
         """Stop the worker for every second turn of its steps, from outside of its cage, until it is over.
 
         Args:
             pid: the worker's process.
             cpus: the rank's cores.
             over: asked only when nothing has happened for a while.
+            waits: whether the main job is in a bubble now.
 
         Raises:
             PermissionError: this process may not have a real-time priority.
@@ -117,7 +129,7 @@ class Turns:
                 count = seen
             elif over():
                 return
-            elif in_flight:
+            elif in_flight and (self._spins or not waits()):
                 self._signal(pid, signal.SIGSTOP)
                 time.sleep(SLICE_NS / 1e9)
                 self._signal(pid, signal.SIGCONT)

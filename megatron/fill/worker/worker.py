@@ -62,7 +62,9 @@ class Worker:
         held = jail(self.spec, self.channel, self._inside)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that is for the task
         if self._launches is not None and self._launches.turns is not None:
-            self._launches.turns.serve(held.pid, self.spec.cpus, lambda: held.poll() is not None)
+            self._launches.turns.serve(
+                held.pid, self.spec.cpus, lambda: held.poll() is not None, lambda: not self.gate.shut
+            )
         return held.wait()
 
     def _inside(self) -> None:
