@@ -15,6 +15,7 @@ from pipefill_patches import (
     arguments,
     bridge,
     cpu_backend,
+    free_waits,
     ghost_flags,
     ghost_stages,
     host_p2p,
@@ -39,6 +40,7 @@ PATCHES: dict[str, Patch] = {
         training_loop.PATCH,
         schedules.PATCH,
         host_p2p.PATCH,
+        free_waits.PATCH,
         p2p_communicator.PATCH,
         schedules.GPIPE_PATCH,
         bridge.PATCH,
@@ -53,12 +55,14 @@ def defaults(argv: Sequence[str]) -> tuple[str, ...]:
 
     The CPU backend is among them when asked for (``--fill-cpu-backend`` or ``PIPEFILL_CPU_BACKEND=1``) or when there
     is no CUDA device.  Pipeline transfers go through the host on ``PIPEFILL_HOST_P2P=1``;
-    ``--fill-real-stage`` makes all stages but one ghosts.
+    ``--fill-real-stage`` makes all stages but one ghosts; ``--fill-free-waits`` holds receives up.
     """
     on_cpu = "--fill-cpu-backend" in argv or os.environ.get("PIPEFILL_CPU_BACKEND") == "1" or cpu_backend.needed()
     names: tuple[str, ...] = ("arguments", "training_loop", "schedules", "p2p_communicator")
     if os.environ.get("PIPEFILL_HOST_P2P") == "1":
         names = ("host_p2p", *names)
+    if "--fill-free-waits" in argv:
+        names = ("free_waits", *names)
     if ghost_flags.asked_for(argv):
         names = ("ghost_stages", *names)
     return ("cpu_backend" if on_cpu else "wheel", *names)

@@ -41,6 +41,11 @@ class _Call:
     for_backward = False
 
 
+def waits_at_once() -> bool:
+    """Whether the ``_communicate`` call that is running waits for its transfers itself."""
+    return _Call.waits
+
+
 class _WatchedRequest:
     """A transfer whose ``wait`` opens a bubble, and closes it unless the running call will."""
 

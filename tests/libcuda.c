@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-typedef enum { RECORD, WAIT, HOST, SLEEP, WRITE } Kind;
+typedef enum { RECORD, WAIT, HOST, SLEEP, WRITE, WRITE32, WAIT32 } Kind;
 typedef struct Event { long recorded, reached; } Event;
 typedef struct Item { Kind kind; Event *event; long number; void (*run)(void *); void *data; unsigned long long *word, value;
                struct Item *next; } Item;
@@ -33,6 +33,12 @@ static void *work(void *argument) {
         if (!(stream->first = item->next)) stream->last = &stream->first;
         if (item->kind == RECORD) item->event->reached = item->number;
         if (item->kind == WRITE) __atomic_store_n(item->word, item->value, __ATOMIC_RELEASE);
+        if (item->kind == WRITE32) __atomic_store_n((unsigned *)item->word, (unsigned)item->value, __ATOMIC_RELEASE);
+        while (item->kind == WAIT32 && (int)(__atomic_load_n((unsigned *)item->word, __ATOMIC_ACQUIRE) - item->value) < 0) {
+            pthread_mutex_unlock(&lock); /* the word may be written by another process */
+            usleep(200);
+            pthread_mutex_lock(&lock);
+        }
         while (item->kind == WAIT && item->event->reached < item->number) pthread_cond_wait(&changed, &lock);
         if (item->kind == HOST || item->kind == SLEEP) {
             pthread_mutex_unlock(&lock);
@@ -74,7 +80,7 @@ static Stream *make(void) {
 /* As in cuda.h, CUDA 13. */
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return failing; }
 int cuStreamCreateWithPriority(Stream **stream, unsigned flags, int priority) {
-    if (flags != 1 || priority != -5) return 1; /* CUDA_ERROR_INVALID_VALUE */
+    if (flags != 1 || priority > 0 || priority < -5) return 1; /* CUDA_ERROR_INVALID_VALUE */
     *stream = make();
     return failing;
 }
@@ -99,18 +105,26 @@ int cuLaunchHostFunc(Stream *stream, void (*run)(void *), void *data) {
     return enqueue(stream, (Item){.kind = HOST, .run = run, .data = data});
 }
 
-static char *registered;
-static unsigned long registered_bytes;
+enum { PAGES = 16 };
+static struct { char *page; unsigned long size; } registered[PAGES];
+static int holds(char *at, int bytes) {
+    for (int i = 0; i < PAGES; i++)
+        if (registered[i].page && at >= registered[i].page && at + bytes <= registered[i].page + registered[i].size) return 1;
+    return 0;
+}
 int cuMemHostRegister_v2(void *page, unsigned long size, unsigned flags) {
-    if (flags != 2 || (unsigned long)page % 4096 || registered) return 1;
-    registered = page;
-    registered_bytes = size;
+    int i = 0;
+    if (!(flags & 2) || (unsigned long)page % 4096 || holds(page, 1)) return 1;
+    while (i < PAGES && registered[i].page) i++;
+    if (i == PAGES) return 2; /* CUDA_ERROR_OUT_OF_MEMORY */
+    registered[i].page = page;
+    registered[i].size = size;
     return failing;
 }
 /* The device's address of a page is another one than the host's. */
 enum { ELSEWHERE = 1 << 20 };
 int cuMemHostGetDevicePointer_v2(unsigned long long *device, void *page, unsigned flags) {
-    if (flags || page != registered) return 1;
+    if (flags || !holds(page, 1)) return 1;
     *device = (unsigned long long)page + ELSEWHERE;
     return failing;
 }
@@ -118,9 +132,25 @@ int cuStreamWriteValue64_v2(Stream *stream, unsigned long long device, unsigned 
     char *at = (char *)(device - ELSEWHERE);
     note('v');
     if (failing) return failing;
-    if (flags || at < registered || at + 8 > registered + registered_bytes || device % 8) return 1;
+    if (flags || !holds(at, 8) || device % 8) return 1;
     pthread_mutex_lock(&lock);
     return enqueue(stream, (Item){.kind = WRITE, .word = (unsigned long long *)at, .value = value});
+}
+
+static int value32(Stream *stream, Kind kind, unsigned long long device, unsigned value, unsigned flags) {
+    char *at = (char *)(device - ELSEWHERE);
+    if (failing) return failing;
+    if (flags || !holds(at, 4) || device % 4) return 1;
+    pthread_mutex_lock(&lock);
+    return enqueue(stream, (Item){.kind = kind, .word = (unsigned long long *)at, .value = value});
+}
+int cuStreamWriteValue32_v2(Stream *stream, unsigned long long device, unsigned value, unsigned flags) {
+    note('V');
+    return value32(stream, WRITE32, device, value, flags);
+}
+int cuStreamWaitValue32_v2(Stream *stream, unsigned long long device, unsigned value, unsigned flags) {
+    note('W');
+    return value32(stream, WAIT32, device, value, flags);
 }
 
 /* For the tests. */

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,12 +42,26 @@ class OffloadAdvice(Protocol):
         """Whether to go on moving it to the host, given what that gains and costs an iteration."""
 
 
+class HeldReceives(Protocol):
+    """Who holds the pipeline's receives up until their data is there (--fill-free-waits)."""
+
+    def announce(self, receiver: int) -> None:
+        """What the current stream computed last is about to be sent to this rank."""
+
+    def receive(self, sender: int, *, hold: bool = True) -> AbstractContextManager[None]:
+        """A receive from this rank is posted inside; it is held up, or only counted."""
+
+    def release(self) -> None:
+        """Nothing is held up any more."""
+
+
 @dataclass(slots=True)
 class Attached:
     """Who hears of the training beside the bubbles' listener; None for nobody."""
 
     lifecycle: Lifecycle | None = None
     offload: OffloadAdvice | None = None
+    waits: HeldReceives | None = None
 
     def parsed(self, args: Namespace) -> None:
         """As ``Lifecycle.on_parse``."""
@@ -66,6 +81,12 @@ class Attached:
     def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
         """As ``OffloadAdvice.offload_pays``."""
         return self.offload is not None and self.offload.offload_pays(gained_bytes, lost_ns, iteration_ns)
+
+    def wait_usually(self) -> None:
+        """Hold no receive up any more."""
+        waits, self.waits = self.waits, None
+        if waits is not None:
+            waits.release()
 
 
 attached = Attached()

@@ -73,6 +73,11 @@ class FillSettings(BaseModel):
     offload_optimizer: bool = _flag(
         False, "keep the main job's optimizer state in host memory between optimizer steps, where that pays"
     )
+    free_waits: bool = _flag(
+        False,
+        "hold the pipeline's receives up in the GPU's front end until their data is there, so that a rank that waits "
+        "leaves a time-sliced GPU to the jobs; between ranks of one node (no GPU has shown yet what it costs)",
+    )
     report: _Folder | None = _flag(
         None,
         "run folder: report.json, trace.json, timeline.png and the jobs' output (default: runs/pipefill-TIME, "

@@ -238,7 +238,9 @@ OTHER_READS = {
     "cli/network.py": {"Network.load"},  # the user's own
     "cli/options.py": {"path.open"},  # to write
     "cli/simulate.py": {"load"},
+    "app/freeing.py": {"_BOOT.read_text"},  # the kernel's
     "pages/control.py": {"os.open"},
+    "pages/ready.py": {"os.open"},  # a rank's own, which it names to the others
     "pages/moving.py": {"os.open"},  # a page, through /proc
     "records/files.py": {"from_json", "os.open", "path.open"},
     "records/rank.py": {"os.open", "temporary.open"},

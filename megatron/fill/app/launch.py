@@ -24,6 +24,7 @@ from megatron.fill.agent.submitted import forget_submitted, not_yet_submitted
 from megatron.fill.app.alone import measure_alone, turns
 from megatron.fill.app.closing import kept, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
+from megatron.fill.app.freeing import Freed, check_free_waits
 from megatron.fill.app.keptin import KeptIn, check_emulation, check_flags, keep_in
 from megatron.fill.app.placing import Place, world_size
 from megatron.fill.app.runfolder import (
@@ -74,6 +75,7 @@ class Launch:
         self._turns = 0  # in which jobs are measured alone
         self.mps: MpsDaemon | None = None
         self.walls = KeptIn()
+        self._freed: Freed | None = None
 
     def on_parse(self, args: Namespace) -> None:
         self.settings = settings = FillSettings.from_args(args)
@@ -108,6 +110,14 @@ class Launch:
             if args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank:
                 raise ConfigError("--fill-pipeline-schedule gpipe does not interleave; expected no virtual stages")
             pipefill_patches.apply(("gpipe",))
+        if settings.free_waits:
+            patches = pipefill_patches.PATCHES
+            check_free_waits(
+                args,
+                active=settings.active,
+                on_cpu=patches["cpu_backend"].applied,
+                through_host=patches["host_p2p"].applied,
+            )
         if settings.offload_optimizer:
             self._check_offload(args)
             pipefill_patches.apply(("offload",))
@@ -146,6 +156,12 @@ class Launch:
         if segment is None:
             return
         self._run_dir, self._records = run_dir, segment
+        if settings.free_waits:
+            try:
+                self._freed = Freed(info)  # all ranks together
+            except FillError as error:
+                if info.rank == 0:
+                    print(f"PipeFill: {error}", flush=True)
         lacking = "" if self.mps is None else why_no_client(self.mps, settings.mps_pipe is not None)
         if lacking:
             logger.warning("rank %d fills nothing: %s", info.rank, lacking)
@@ -213,6 +229,8 @@ class Launch:
             return
         import torch.distributed as dist
 
+        if self._freed is not None:
+            self._freed.end()
         with kept("the records of this rank are lost"):
             if self.session is not None:
                 self.session.finish()
@@ -249,6 +267,8 @@ class Launch:
         """The main job failed."""
         if self._records is not None:  # the launcher ends the others when one has failed: not before they are done
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self._freed is not None:
+            self._freed.end()
         if self.session is not None:
             self.session.abort()
             if self._records is not None and self._run_dir is not None and self.session.settings.serves:

@@ -21,7 +21,7 @@ class Targets:
     Attributes:
         namespace: the inode of the process namespace that the numbers are of.
         ranks, agents: processes; wardens are among the agents.
-        files: of the run folder, which are not the job's.
+        files: of the run folder.
         cgroups: where cgroups are mounted outside: folder and version.
         ports, sockets: where somebody listens outside: on the loopback interface, and unix sockets by name.
     """

@@ -39,7 +39,7 @@ class Signals(Protocol):
         """
 
 
-class _Driver:
+class Driver:
     """The CUDA driver, for one thread of a process in which torch has initialised the device.
 
     Raises:
@@ -92,7 +92,7 @@ class PostedSignals:
     """
 
     def __init__(self, device: str, ring: Ring) -> None:
-        self._driver = driver = _Driver(device)
+        self._driver = driver = Driver(device)
         least, greatest = ctypes.c_int(), ctypes.c_int()
         driver.bind("cuCtxGetStreamPriorityRange")(ctypes.byref(least), ctypes.byref(greatest))
         # Not one of torch's streams: those are handed out in turn, so NCCL or an offload could get the same one.  And
@@ -127,7 +127,7 @@ class WrittenSignals:
     """
 
     def __init__(self, device: str, ring: Ring) -> None:
-        self._driver = driver = _Driver(device)
+        self._driver = driver = Driver(device)
         page, size = ring.header
         driver.bind("cuMemHostRegister_v2")(ctypes.c_void_p(page), ctypes.c_size_t(size), _MAPPED)
         at = ctypes.c_uint64()

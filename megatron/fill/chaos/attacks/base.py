@@ -70,6 +70,10 @@ class Ground:
         """The run's folder."""
         return self.directory.parents[1]
 
+    def others_files(self) -> list[Path]:
+        """The run's files that it was told of, without those in the job's own folder."""
+        return [path for path in map(Path, self.targets.files) if not path.is_relative_to(self.directory)]
+
     def ranks(self) -> list[int]:
         """The training's processes: those that can be seen, or else by the numbers that they have outside.
 

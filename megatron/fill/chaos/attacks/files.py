@@ -97,14 +97,14 @@ def _write_outside(ground: Ground) -> str:
 def _delete_run(ground: Ground) -> str:
     """Remove the run folder's own files."""
     run = ground.directory.parents[1]
-    files = [*(run / "agents").glob("*"), *(run / "records").glob("*/*"), *map(Path, ground.targets.files)]
+    files = [*(run / "agents").glob("*"), *(run / "records").glob("*/*"), *ground.others_files()]
     return try_all((path.name, path.unlink) for path in files)
 
 
 def _announcement(how: str, ground: Ground) -> str:
     """Spoil where an operator finds the control pages."""
     run = ground.directory.parents[1]
-    told = [Path(path) for path in ground.targets.files if Path(path).parents[1].name == "control"]
+    told = [path for path in ground.others_files() if path.parents[1].name == "control"]
     files = list((run / "control").glob("*/*.json")) or told
 
     def spoil(path: Path) -> None:

@@ -24,18 +24,14 @@ _IN_ALL = 0xFFF
 
 def _run(ground: Ground) -> list[Path]:
     """The run folder's lock and files; the folder itself may be another one here, with nothing in it."""
-    run = ground.run
-    own = str(ground.directory)
-    return [run / RUN_LOCK, *(Path(path) for path in ground.targets.files if not path.startswith(own))]
+    return [ground.run / RUN_LOCK, *ground.others_files()]
 
 
 def _others(ground: Ground) -> list[Path]:
     """Other jobs' folders, outputs, locks and files."""
     run = ground.run
-    parts = tuple(str(run / part) + os.sep for part in (JOBS, OUTPUT, LOCKS))
-    own = str(ground.directory)
-    found = [path for path in ground.targets.files if path.startswith(parts) and not path.startswith(own)]
-    return list(map(Path, found))
+    parts = [run / part for part in (JOBS, OUTPUT, LOCKS)]
+    return [path for path in ground.others_files() if any(map(path.is_relative_to, parts))]
 
 
 def _store(ground: Ground) -> list[Path]:

@@ -20,7 +20,7 @@ _SPARSE = 1 << 40
 
 def _flicker(names: tuple[str, ...], ground: Ground) -> str:
     """In turn a file, a link to somebody else's file, and nothing: between a look and an open it is another."""
-    target = next(iter(ground.targets.files), "/etc/shadow")
+    target = str(next(iter(ground.others_files()), "/etc/shadow"))
 
     def flick() -> None:
         end_s = time.monotonic() + _STORM_S

@@ -1,0 +1,135 @@
+"""Receives of the pipeline that leave the GPU free until their data is there (--fill-free-waits).
+
+Both functions that post transfers are wrapped, inside of the watching ones of ``p2p_communicator``.  All sends of a
+call are announced first; then each receive is posted on a stream that is held up until its sender has announced it
+(``megatron.fill.rank.freewaits``).  The stream that computes is never held up: it waits where the schedule waits.
+
+* Transfers posted one by one: each receive is held up by itself; sends are not.
+* Batched: NCCL starts all transfers of a batch as one, so a send in it would be held up too.  So a batch is held up
+  only if all of it is with one neighbour: then that neighbour's batch, which announces, is the one that takes the send.
+* With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` whatever is enqueued after a wait is behind it, in whichever stream.  So there
+  only transfers are held up that the schedule waits for at once.
+
+Whatever fails here, the transfers are posted as Megatron does.  Shapes that are exchanged for sequences of varying
+lengths, and Megatron's ring exchange, are not held up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from megatron.fill.attached import HeldReceives, attached
+from megatron.fill.errors import FillError, PatchError
+from pipefill_patches import p2p_communicator
+from pipefill_patches.registry import Patch, Target, replace
+
+logger = logging.getLogger("pipefill")
+
+_MODULE = "megatron.core.pipeline_parallel.p2p_communication"
+_PARAMETERS = (
+    *("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"),
+    *("group", "prev_pipeline_rank", "next_pipeline_rank"),
+)
+_SIDES = ("next", "prev")
+_POST = Target(f"{_MODULE}:_p2p_ops", _PARAMETERS, uses=("irecv",))
+_POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _PARAMETERS)
+
+
+def _holds() -> bool:
+    """Whether receives of the call that is running may be held up."""
+    return p2p_communicator.waits_at_once() or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
+
+
+def _announce(waits: HeldReceives, transfers: dict[str, Any]) -> None:
+    """Announce a call's sends, in the order in which they are posted: with two stages both are to the same rank."""
+    for side in _SIDES:
+        if transfers[f"tensor_send_{side}"] is not None:
+            waits.announce(transfers[f"{side}_pipeline_rank"])
+
+
+@contextlib.contextmanager
+def _off_where_it_fails() -> Any:
+    """The training goes on without free waits where the driver refuses something."""
+    try:
+        yield
+    except FillError as error:
+        logger.warning("waits for other stages leave the GPU free no longer: %s", error)
+        attached.wait_usually()
+
+
+def _one_by_one(post: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(post)
+    def run(**transfers: Any) -> Any:
+        waits = attached.waits
+        if waits is None:
+            return post(**transfers)
+        import torch.distributed as dist
+
+        with _off_where_it_fails():
+            _announce(waits, transfers)
+        # Only for this call: a batch's transfers are told apart by the function itself.
+        receive, dist.irecv = dist.irecv, _receiving(dist.irecv)
+        try:
+            return post(**transfers)
+        finally:
+            dist.irecv = receive
+
+    return run
+
+
+def _receiving(receive: Callable[..., Any]) -> Callable[..., Any]:
+    def irecv(*, src: int, **kwargs: Any) -> Any:
+        waits = attached.waits
+        with contextlib.ExitStack() as stack:
+            if waits is not None:
+                with _off_where_it_fails():
+                    stack.enter_context(waits.receive(src, hold=_holds()))
+            return receive(src=src, **kwargs)
+
+    return irecv
+
+
+def _batched(post: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(post)
+    def run(**transfers: Any) -> Any:
+        waits = attached.waits
+        if waits is None:
+            return post(**transfers)
+        sides = {
+            side
+            for side in ("prev", "next")
+            for way in ("send", "recv")
+            if transfers[f"tensor_{way}_{side}"] is not None
+        }
+        with contextlib.ExitStack() as stack:
+            with _off_where_it_fails():
+                _announce(waits, transfers)
+                for side in _SIDES:
+                    if transfers[f"tensor_recv_{side}"] is not None:
+                        hold = len(sides) == 1 and _holds()
+                        stack.enter_context(waits.receive(transfers[f"{side}_pipeline_rank"], hold=hold))
+            return post(**transfers)
+
+    return run
+
+
+def _install(stack: contextlib.ExitStack) -> None:
+    if p2p_communicator.PATCH.applied:
+        raise PatchError("patch 'free_waits' must be applied before 'p2p_communicator', which watches its waits")
+    for target, wrapper in ((_POST, _one_by_one), (_POST_BATCHED, _batched)):
+        holder, name = target.resolve()
+        replace(stack, holder, name, wrapper(getattr(holder, name)))
+    stack.callback(attached.wait_usually)
+
+
+PATCH = Patch(
+    "free_waits",
+    "all pipeline transfers are posted by one of two functions, one by one with torch.distributed.irecv",
+    _install,
+    (_POST, _POST_BATCHED),
+)
