@@ -102,6 +102,15 @@ class Ground:
         """
         return list(dict.fromkeys([*self.ranks(), *self.agents()]))
 
+    def outsiders(self) -> list[int]:
+        """The same without the job's own init: what only tells something of that one gives nothing away.
+
+        Raises:
+            NoTargetError: as there.
+        """
+        init = 1 if self._has_init() else None
+        return [pid for pid in self.everyone() if pid != init]
+
     def _found(self, wanted: Callable[[list[str]], bool], told: Sequence[int], what: str) -> list[int]:
         pids = [pid for pid, words in _commands() if wanted(words) and self._ours(words)]
         if pids:

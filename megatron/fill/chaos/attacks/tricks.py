@@ -48,13 +48,13 @@ def _by_descriptor(ground: Ground) -> str:
     def use(pid: int) -> None:
         os.close(os.pidfd_open(pid))
 
-    return try_all((f"of {pid}", partial(use, pid)) for pid in ground.everyone())
+    return try_all((f"of {pid}", partial(use, pid)) for pid in ground.outsiders())
 
 
 def _ask_about(ground: Ground) -> str:
     """Calls that only tell something: sessions, groups, priorities, cores, clocks of others."""
     ways: list[tuple[str, Callable[[], object]]] = []
-    for pid in ground.everyone():
+    for pid in ground.outsiders():
         ways += [
             (f"session of {pid}", partial(os.getsid, pid)),
             (f"priority of {pid}", partial(os.getpriority, os.PRIO_PROCESS, pid)),
