@@ -39,7 +39,7 @@ def _owned(ground: Ground) -> str:
             fcntl.fcntl(ours, fcntl.F_SETFL, fcntl.fcntl(ours, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
             theirs.send(b"x")
 
-    return try_all((f"news to {pid}", partial(own, pid)) for pid in ground.everyone())
+    return try_all((f"news to {pid}", partial(own, pid)) for pid in ground.outsiders())
 
 
 def _by_descriptor(ground: Ground) -> str:
