@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 from megatron.fill.config import FillSettings
-from megatron.fill.device import DeviceError, MpsDaemon, Sharing, mps_guard
+from megatron.fill.device import DeviceError, MpsDaemon, Sharing
 from megatron.fill.device.before_cuda import ASK_NVML
+from megatron.fill.device.joining import join
 from megatron.fill.device.mps import PROGRAM
-from megatron.fill.device.nvml import Nvml, uuid_of
+from megatron.fill.device.nvml import Nvml
 from megatron.fill.device.probes import has_host_pids
 from megatron.fill.device.sharing import SharingFacts, choose_sharing
 from megatron.fill.errors import ConfigError
@@ -46,17 +46,7 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
             daemon = MpsDaemon.existing(Path(settings.mps_pipe))
             os.environ["CUDA_MPS_PIPE_DIRECTORY"] = settings.mps_pipe
             return daemon
-        chosen = os.environ.get("CUDA_VISIBLE_DEVICES") or None
-        count = len(gpus) if chosen is None else chosen.count(",") + 1
-        uuids = [uuid_of(f"cuda:{number}", chosen, gpus) for number in range(count)]
-        # The ranks of a node have their launcher in common; with the run's name it tells this run from others.
-        launcher = os.getppid()
-        home = Path(settings.report or Path(tempfile.gettempdir()) / f"pipefill-{launcher}")
-        daemon = MpsDaemon.start(home, uuids, launcher)
-        if daemon.ours:
-            mps_guard.start(daemon, launcher)
-        os.environ.update(daemon.main_environment(uuids))
-        return daemon
+        return join(settings.report, os.environ)
     except DeviceError as error:
         raise ConfigError(f"--fill-sharing {settings.sharing}: {error}") from error
 

@@ -1,8 +1,7 @@
 """Imported before Megatron, which asks PyTorch for CUDA, and imports Transformer Engine, while it is imported.
 
-A process becomes a client of MPS when it first uses the driver, or never.  PyTorch's ``is_available`` uses it, unless
-it is told to ask NVML instead.  So where this run is to share by MPS it is told: whose client to become is known only
-once the command line is parsed.
+A process becomes a client of MPS when it first uses the driver, or never.  So where this run is to share by MPS, its
+daemon is joined here, and PyTorch's ``is_available`` is told to ask NVML instead of the driver.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ import os
 import sys
 from collections.abc import MutableMapping, Sequence
 
+from megatron.fill.device.joining import flag_of, join_early
+
 ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def leave_driver_alone(argv: Sequence[str], environment: MutableMapping[str, str]) -> None:
     """Have PyTorch ask NVML whether there is CUDA, if this command line shares by MPS."""
-    pairs = zip(argv, [*argv[1:], ""], strict=True)
-    if any(first == "--fill-sharing=mps" or (first, second) == ("--fill-sharing", "mps") for first, second in pairs):
+    if flag_of(argv, "--fill-sharing") == "mps":
         environment.setdefault(ASK_NVML, "1")
 
 
@@ -51,4 +51,5 @@ def leave_out_broken(names: Sequence[str] = ("transformer_engine.pytorch", "apex
 
 
 leave_driver_alone(sys.argv, os.environ)
+join_early(sys.argv, os.environ)
 leave_out_broken()
