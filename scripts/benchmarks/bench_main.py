@@ -21,8 +21,10 @@ priorities), where steps run to completion (``emulated``) or take turns with the
 * ``emulated-no-gate``, ``slices-no-gate``: without a gate;
 * ``emulated-freeride``, ``slices-freeride``: driven as FreeRide drives side tasks (beside.py).
 
-There ``harvest_ratio`` is the share of bubble time inside steps, ``device_harvest`` the steps' CPU time over it, and
-``--step-ms`` has steps of a given length in the place of the two tasks.  A part is one training but for ``identity``.
+There ``harvest_ratio`` is the share of bubble time inside steps, ``device_harvest`` the steps' CPU time over it, both
+from the end of the warm-up on, with the time in which jobs set themselves up; ``first_block_harvest`` and
+``later_blocks_harvest``, of each rank, are of the blocks alone.  ``--step-ms`` has steps of a given length in the place
+of the two tasks.  A part is one training but for ``identity``.
 What the file of --json has of other parts is kept.
 
     python scripts/benchmarks/bench_main.py --parts filled --json docs/benchmarks/main.json
@@ -44,6 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import why_not
 from scripts.benchmarks.beside import Way, When, beside
 from scripts.benchmarks.colocated import colocated
+from scripts.benchmarks.gpu_figures import harvest_in_blocks
 from scripts.benchmarks.results import Results, opened
 from scripts.benchmarks.sidetasks import TASKS, tasks_of
 from scripts.benchmarks.trainings import (
@@ -90,7 +93,9 @@ def emulated(folder: Path, blocks: Blocks, step_ms: float | None, *, how: str, n
     return {
         "slowdown": report["summary"]["slowdown"],
         "p99_slowdown": p99_slowdown(iterations_of(folder / f"{name}-run")),
+        "watching": report["summary"]["watching"],
         "harvest_ratio": report["summary"]["harvest_ratio"],
+        **harvest_in_blocks(folder / f"{name}-run"),
         "device_harvest": sum(job["result"]["device_s"] for job in report["jobs"]) / report["total"]["fillable_s"],
     }
 

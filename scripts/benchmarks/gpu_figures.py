@@ -82,6 +82,18 @@ def first_and_later(record: RankRecord, uses: Sequence[BubbleUse]) -> dict[str, 
     return {"first_block_harvest": shares[0], "later_blocks_harvest": shares[1]}
 
 
+def harvest_in_blocks(run: Path) -> dict[str, list[float | None]]:
+    """``first_and_later`` of a run's ranks, in their order."""
+    segment = last_segment(run)
+    files = segment.files()
+    found: defaultdict[str, list[float | None]] = defaultdict(list)
+    for record in sorted(segment.records(), key=lambda one: one.info.rank):
+        uses = [use for _, worker in files[record.info.rank].attempts() for use in worker.uses]
+        for name, share in first_and_later(record, uses).items():
+            found[name].append(share)
+    return dict(found)
+
+
 def check_steps(report: dict[str, Any], blocks: Blocks) -> None:
     """Figures of a run in which nothing was filled would be taken for those of filling."""
     if not report["total"]["steps"]:
