@@ -56,6 +56,8 @@ class Findings:
     Attributes:
         wanted: how many faults of each kind there should be.
         leaked: processes that were left when the last training had ended.
+        unjudged: the names of jobs that nobody saw the end of, as the run was ended before.
+        cut_off: whether Ctrl-C or SIGTERM ended the run.
     """
 
     wanted: Mapping[str, int]
@@ -65,6 +67,12 @@ class Findings:
     windows: Sequence[Stretch]
     segments: Sequence[TrainingRun]
     leaked: Sequence[int]
+    unjudged: Collection[str] = ()
+    cut_off: bool = False
+
+    def judged(self) -> list[Submitted]:
+        """The jobs whose end was seen."""
+        return [job for job in self.jobs if job.name not in self.unjudged]
 
     def injected(self) -> Counter[str]:
         """Faults by kind: causes that are independent of one another, each of them seen.
@@ -74,7 +82,7 @@ class Findings:
         """
         astray = {one.job for one in self.lost}
         counts = Counter(deed.kind for deed in self.deeds)
-        counts.update(job.kind.name for job in self.jobs if job.name not in astray and job.tried)
+        counts.update(job.kind.name for job in self.judged() if job.name not in astray and job.tried)
         return counts
 
     def never_tried(self) -> dict[str, str]:
@@ -128,14 +136,16 @@ class Campaign:
         self.lost: list[Lost] = []
         self.deeds: list[Deed] = []
         self.windows: list[Stretch] = []
+        self._judged = 0  # of the submitter's jobs
 
     def run(self, faults: int, seed: int) -> Findings:
         """Inject until there are so many ``faults``, and end everything that was started; called once.
 
         Raises:
             FillError: the training does not run at all.
+            KeyboardInterrupt: there was no job yet; later, what was seen until then is returned.
         """
-        wanted = plan.quotas(self.kinds, faults)
+        wanted, cut_off = plan.quotas(self.kinds, faults), False
         try:
             self.main.refer()
             for turn in range(_ROUNDS):
@@ -150,15 +160,23 @@ class Campaign:
             processes.await_end(self.main.mark, self.folder, _END_S)
         except GivenUpError as error:
             self.say(str(error))
+        except KeyboardInterrupt:
+            if not self.submitter.jobs:
+                raise
+            cut_off = True
+            self.say("cut off: what was seen until now is the result")
+            self.main.cut_off()
         finally:
             self.main.abandon()
             self.store.close()
             leaked = processes.end_all(self.main.mark, self.folder)
             cgroups.sweep(self.main.disk)
-        return self._findings(wanted, leaked)
+        return self._findings(wanted, leaked, cut_off)
 
-    def _findings(self, wanted: Mapping[str, int], leaked: Sequence[int] = ()) -> Findings:
-        return Findings(wanted, self.submitter.jobs, self.deeds, self.lost, self.windows, self.main.segments, leaked)
+    def _findings(self, wanted: Mapping[str, int], leaked: Sequence[int] = (), cut_off: bool = False) -> Findings:
+        jobs, segments = self.submitter.jobs, self.main.segments
+        unjudged = {job.name for job in jobs[self._judged :]}
+        return Findings(wanted, jobs, self.deeds, self.lost, self.windows, segments, leaked, unjudged, cut_off)
 
     def _inject(self, batch: Sequence[FaultKind]) -> None:
         """One window with faults, and a quiet one after it."""
@@ -242,6 +260,7 @@ class Campaign:
                 self._lose(lost)
             if not job.state.finished:
                 self._give_up(job.id)
+        self._judged = len(self.submitter.jobs)
 
     def _give_up(self, number: int) -> None:
         try:

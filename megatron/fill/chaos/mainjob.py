@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import time
 from collections.abc import Callable
@@ -108,8 +109,7 @@ class RepeatedTraining:
         """
         if self.training is not None and self.training.running():
             return
-        if self.training is not None:
-            self._close(self.training)
+        self._close()
         number = len(self.segments)
         self.say(f"training {number + 1}: {self.iterations} iterations under faults")
         self._start_ns = time.monotonic_ns()
@@ -142,8 +142,13 @@ class RepeatedTraining:
         if self.training is not None:
             while self.training.running():
                 time.sleep(_LOOK_S)
-            self._close(self.training)
-            self.training = None
+            self._close()
+
+    def cut_off(self) -> None:
+        """Kill the training that goes on; what it has done is compared, and its end is no failure of its own."""
+        if self.training is not None:
+            with contextlib.suppress(GivenUpError):
+                self._close(cut_off=self.training.running())
 
     def abandon(self) -> None:
         """Kill it."""
@@ -153,14 +158,18 @@ class RepeatedTraining:
     def _start(self, folder: Path, flags: list[str]) -> ChaosTraining:
         return ChaosTraining(self.script, folder, self.iterations, flags, self.clock.python_path)
 
-    def _close(self, training: ChaosTraining) -> None:
-        failure, losses = training.failure(), training.losses()
+    def _close(self, cut_off: bool = False) -> None:
+        training, self.training = self.training, None
+        if training is None:
+            return
+        training.end()
+        failure, losses = "" if cut_off else training.failure(), training.losses()
         if failure and not losses and not self.segments:
             raise FillError(f"the training does not run: {failure}")
-        expected = [number for number in self.reference if number in losses or not failure]
+        expected = [number for number in self.reference if number in losses or not (failure or cut_off)]
         differing = tuple(number for number in expected if losses.get(number) != self.reference[number])
         self.segments.append(TrainingRun(self.run_dir, self._start_ns, time.monotonic_ns(), failure, differing))
-        self.say(f"training {len(self.segments)}: {failure or 'ended well'}; {len(differing)} losses differ")
+        end = "cut off" if cut_off else failure or "ended well"
+        self.say(f"training {len(self.segments)}: {end}; {len(differing)} losses differ")
         if failure and sum(bool(segment.failure) for segment in self.segments) >= _MOST_FAILURES:
-            self.training = None
             raise GivenUpError(f"given up: {_MOST_FAILURES} trainings failed, the last one since {failure}")

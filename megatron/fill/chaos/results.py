@@ -96,6 +96,7 @@ class ChaosResult:
             "leaked_processes": len(findings.leaked),
             "trainings": len(findings.segments),
             "iterations": len(self.seen),
+            "cut_off": findings.cut_off,
             "slowdown": slowed and {"mean": slowed.mean, "ci95": list(slowed.ci95), "pairs": slowed.pairs},
             "recovery_s": _spread([one.seconds for one in self.recoveries]),
             "startup_s": _spread([one.startup_s for one in self.recoveries if one.startup_s is not None]),
@@ -107,7 +108,7 @@ class ChaosResult:
         summary = self.summary
         harmful = (
             *("main_failures", "loss_differences", "jobs_lost", "leaked_processes", "stalls", "slowed"),
-            *("never_tried", "untested"),
+            *("never_tried", "untested", "cut_off"),
         )
         return summary["injected"] >= self.wanted and not any(summary[name] for name in harmful)
 
@@ -180,7 +181,7 @@ def outcomes(kind: FaultKind, findings: Findings) -> dict[str, int]:
     """How often attacks of a kind went through, were refused, and found no target."""
     if kind.source not in (Source.ATTACK, Source.BROUGHT):
         return {}
-    jobs = [job for job in findings.jobs if job.kind is kind]
+    jobs = [job for job in findings.judged() if job.kind is kind]
     return {
         "done": sum(bool(job.through()) for job in jobs),
         "refused": sum(bool(job.held()) for job in jobs),
@@ -191,7 +192,7 @@ def outcomes(kind: FaultKind, findings: Findings) -> dict[str, int]:
 def observed(kind: FaultKind, findings: Findings) -> str:
     """What came of the faults of a kind, in a few words: the worst of it first."""
     lost = [one.why for one in findings.lost if one.kind == kind.name]
-    jobs = [job for job in findings.jobs if job.kind is kind]
+    jobs = [job for job in findings.judged() if job.kind is kind]
     through = [mark.detail for job in jobs for mark in job.through()]
     held = [mark.detail for job in jobs for mark in job.held()]
     if lost:

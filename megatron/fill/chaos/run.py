@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,10 +74,11 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> ChaosResult:
     Raises:
         ConfigError: an option is wrong, or there is no training script.
         FillError: the training does not run at all.
+        KeyboardInterrupt: Ctrl-C or SIGTERM before there was any fault; later, the result is what was seen until then.
     """
     kinds = chosen(options.kinds)
     script = find_script(options.script)
-    with _folder(options.keep) as folder:
+    with _terminated_as_interrupted(), _folder(options.keep) as folder:
         disk = SmallDisk(folder / "disk")
         network = OwnNetwork()
         lacking = {DISK: disk.why_not, NETWORK: network.why_not}
@@ -98,11 +98,7 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> ChaosResult:
             raise ConfigError("--kinds names only faults that cannot be injected here; expected others")
         iterations = options.iterations or (_SHORT if options.faults < _FEW else _LONG)
         campaign = Campaign(script, able, folder, disk, iterations, say, network.machine)
-        before = signal.signal(signal.SIGTERM, _exit)  # as Ctrl-C: end what was started
-        try:
-            findings = campaign.run(options.faults, options.seed)
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        findings = campaign.run(options.faults, options.seed)
         result = compile_result(findings, able, options.faults, not_run, controls)
         if options.keep is not None and not disk.why_not:  # the disk goes with this process
             _keep(disk.folder, folder / "runs", say)
@@ -137,8 +133,13 @@ def _folder(keep: Path | None) -> Iterator[Path]:
     yield keep.resolve()
 
 
-def _exit(number: int, frame: object) -> None:
-    sys.exit(128 + number)
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _why_not(kind: FaultKind, lacking: Mapping[str, str], named: Collection[str]) -> str:
