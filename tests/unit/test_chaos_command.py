@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,15 @@ def test_what_attacks_left_in_the_run_folders_does_not_cost_the_result(tmp_path)
     assert (target / "run" / "checkpoint.pt").stat().st_blocks < 1000
     _keep(tmp_path / "nowhere", target, said.append)
     assert said[0].startswith("not all of the run folders could be kept: ")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a network of its own")
+def test_a_network_of_its_own_has_an_abstract_socket_to_attack():
+    find = (
+        "from pathlib import Path; from megatron.fill.chaos.network import OwnNetwork; "
+        "from megatron.fill.chaos.attacks.network import unix_names; "
+        "own = OwnNetwork(); print(own.why_not, unix_names(Path('/nowhere'))); "
+        "own.close(); print(unix_names(Path('/nowhere')))"
+    )
+    done = subprocess.run([sys.executable, "-c", find], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [" ['@pipefill-chaos']", "[]"]

@@ -12,6 +12,7 @@ from megatron.fill.chaos.deed import Deed
 from megatron.fill.chaos.kind import FaultKind
 from megatron.fill.chaos.kinds import HONEST, KINDS
 from megatron.fill.chaos.marks import Note, mark, prepare
+from megatron.fill.chaos.results import compile_result
 from megatron.fill.chaos.verdict import Lost, Submitted, judge
 from megatron.fill.store import open_store
 from megatron.fill.store.port import Job, NewJob, Progress
@@ -81,6 +82,16 @@ def test_an_attack_that_found_no_target_is_no_cause_and_its_kind_was_never_tried
     seen = Findings({}, [missed, held], [], [], [], [], [])
     assert seen.injected() == {"signal-agents": 1}
     assert seen.never_tried() == {}
+
+
+def test_a_result_names_what_was_never_tried_also_when_the_marks_are_gone(tmp_path):
+    missed = submitted(tmp_path, KINDS["signal-agents"], 1)
+    mark(missed.notes, Note.MISSED, "nobody is there")
+    result = compile_result(Findings({}, [missed], [], [], [], [], []), [missed.kind], 0, {})
+    missed.notes.unlink()  # with the run's folder
+    assert result.summary["never_tried"] == ["signal-agents"]
+    assert result.as_dict("")["never_tried"] == [{"kind": "signal-agents", "why": "nobody is there"}]
+    assert not result.passed
 
 
 def test_what_must_be_refused_and_was_not_is_lost_however_its_job_ended(tmp_path):

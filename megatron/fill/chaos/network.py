@@ -1,4 +1,4 @@
-"""A network of a chaos run's own, with nothing but a loopback interface: to be taken down, and listened in."""
+"""A network of a chaos run's own: a loopback interface to be taken down, and an abstract socket to be found."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import struct
 
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1
+_NAME = "\0pipefill-chaos"
 _FLAGS = struct.Struct("16sH14x")
 
 
@@ -22,6 +23,14 @@ class OwnNetwork:
     def __init__(self) -> None:
         self.machine = os.stat("/proc/self/ns/net").st_ino
         self.why_not = _leave()
+        self._stranger = socket.socket(socket.AF_UNIX)  # as of another program on the node; else there would be none
+        if not self.why_not:
+            self._stranger.bind(_NAME)
+            self._stranger.listen()
+
+    def close(self) -> None:
+        """Close the socket; the namespace ends with its last process."""
+        self._stranger.close()
 
 
 def _leave() -> str:

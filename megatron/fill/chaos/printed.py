@@ -43,7 +43,7 @@ def print_result(result: ChaosResult, console: Console) -> None:
         console.print(f"not run: {kind}: {why}", highlight=False)
     for kind, why in result.untested.items():
         console.print(f"untested: {kind}: {shown(why)}", highlight=False, markup=False)
-    for kind, why in result.findings.never_tried().items():
+    for kind, why in result.never_tried.items():
         console.print(f"never tried: {kind}: {shown(why)}", highlight=False, markup=False)
     for lost in result.findings.lost:
         console.print(f"lost: {lost.job}: {shown(lost.why)}", highlight=False, markup=False)

@@ -61,6 +61,7 @@ class ChaosResult:
         not_run: the kinds that could not be injected here, and why.
         untested: the kinds of attacks that were not counted, as their control did not succeed, and why.
         controls: of all kinds of attacks.
+        never_tried: the kinds of attacks that found nothing to try it on, and what one of them said.
     """
 
     wanted: int
@@ -74,6 +75,7 @@ class ChaosResult:
     slowed: Sequence[str]
     untested: Mapping[str, str] = field(default_factory=dict)
     controls: Sequence[Controlled] = ()
+    never_tried: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class ChaosResult:
             "jobs_lost": len(findings.lost),
             "stalls": len(self.stalls),
             "slowed": list(self.slowed),
-            "never_tried": sorted(findings.never_tried()),
+            "never_tried": sorted(self.never_tried),
             "untested": sorted(self.untested),
             "controls": sum(not one.wrong for one in self.controls),
             "jobs": len(findings.jobs),
@@ -119,7 +121,7 @@ class ChaosResult:
             "summary": self.summary,
             "kinds": [asdict(one) for one in self.kinds],
             "not_run": [{"kind": kind, "why": why} for kind, why in self.not_run.items()],
-            "never_tried": [{"kind": kind, "why": why} for kind, why in self.findings.never_tried().items()],
+            "never_tried": [{"kind": kind, "why": why} for kind, why in self.never_tried.items()],
             "untested": [{"kind": kind, "why": why} for kind, why in self.untested.items()],
             "controls": [asdict(one) for one in self.controls],
             "lost": [asdict(one) for one in self.findings.lost],
@@ -173,7 +175,18 @@ def compile_result(
     overall = measure.slowdown(findings.windows, seen)
     untested = {one.kind: one.wrong for one in controls if one.wrong}
     return ChaosResult(
-        wanted, rows, not_run, findings, overall, recovered, seen, stalls, beyond, untested, list(controls)
+        wanted,
+        rows,
+        not_run,
+        findings,
+        overall,
+        recovered,
+        seen,
+        stalls,
+        beyond,
+        untested,
+        list(controls),
+        findings.never_tried(),  # not later: the tasks' marks may go with the run's folder
     )
 
 

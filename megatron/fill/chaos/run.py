@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,9 +78,8 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> ChaosResult:
     """
     kinds = chosen(options.kinds)
     script = find_script(options.script)
-    with _terminated_as_interrupted(), _folder(options.keep) as folder:
+    with _terminated_as_interrupted(), _folder(options.keep) as folder, closing(OwnNetwork()) as network:
         disk = SmallDisk(folder / "disk")
-        network = OwnNetwork()
         lacking = {DISK: disk.why_not, NETWORK: network.why_not}
         not_run = {kind.name: why for kind in kinds if (why := _why_not(kind, lacking, options.kinds))}
         for name, why in not_run.items():
