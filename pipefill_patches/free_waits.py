@@ -36,6 +36,9 @@ _PARAMETERS = (
     *("group", "prev_pipeline_rank", "next_pipeline_rank"),
 )
 _SIDES = ("next", "prev")
+
+type Post = Callable[..., Any]
+
 _POST = Target(f"{_MODULE}:_p2p_ops", _PARAMETERS, uses=("irecv",))
 _POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _PARAMETERS)
 
@@ -62,27 +65,31 @@ def _off_where_it_fails() -> Any:
         attached.wait_usually()
 
 
-def _one_by_one(post: Callable[..., Any]) -> Callable[..., Any]:
+def _while_held(post: Post, held: Callable[[HeldReceives, Post, dict[str, Any]], Any]) -> Post:
+    """A function that posts transfers, called through another one while somebody holds receives up."""
+
     @functools.wraps(post)
     def run(**transfers: Any) -> Any:
         waits = attached.waits
-        if waits is None:
-            return post(**transfers)
-        import torch.distributed as dist
-
-        with _off_where_it_fails():
-            _announce(waits, transfers)
-        # Only for this call: a batch's transfers are told apart by the function itself.
-        receive, dist.irecv = dist.irecv, _receiving(dist.irecv)
-        try:
-            return post(**transfers)
-        finally:
-            dist.irecv = receive
+        return post(**transfers) if waits is None else held(waits, post, transfers)
 
     return run
 
 
-def _receiving(receive: Callable[..., Any]) -> Callable[..., Any]:
+def _one_by_one(waits: HeldReceives, post: Post, transfers: dict[str, Any]) -> Any:
+    import torch.distributed as dist
+
+    with _off_where_it_fails():
+        _announce(waits, transfers)
+    # Only for this call: a batch's transfers are told apart by the function itself.
+    receive, dist.irecv = dist.irecv, _receiving(dist.irecv)
+    try:
+        return post(**transfers)
+    finally:
+        dist.irecv = receive
+
+
+def _receiving(receive: Post) -> Post:
     def irecv(*, src: int, **kwargs: Any) -> Any:
         waits = attached.waits
         with contextlib.ExitStack() as stack:
@@ -94,36 +101,24 @@ def _receiving(receive: Callable[..., Any]) -> Callable[..., Any]:
     return irecv
 
 
-def _batched(post: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(post)
-    def run(**transfers: Any) -> Any:
-        waits = attached.waits
-        if waits is None:
-            return post(**transfers)
-        sides = {
-            side
-            for side in ("prev", "next")
-            for way in ("send", "recv")
-            if transfers[f"tensor_{way}_{side}"] is not None
-        }
-        with contextlib.ExitStack() as stack:
-            with _off_where_it_fails():
-                _announce(waits, transfers)
-                for side in _SIDES:
-                    if transfers[f"tensor_recv_{side}"] is not None:
-                        hold = len(sides) == 1 and _holds()
-                        stack.enter_context(waits.receive(transfers[f"{side}_pipeline_rank"], hold=hold))
-            return post(**transfers)
-
-    return run
+def _batched(waits: HeldReceives, post: Post, transfers: dict[str, Any]) -> Any:
+    sides = [side for side in _SIDES if any(transfers[f"tensor_{way}_{side}"] is not None for way in ("send", "recv"))]
+    with contextlib.ExitStack() as stack:
+        with _off_where_it_fails():
+            _announce(waits, transfers)
+            for side in sides:
+                if transfers[f"tensor_recv_{side}"] is not None:
+                    hold = len(sides) == 1 and _holds()
+                    stack.enter_context(waits.receive(transfers[f"{side}_pipeline_rank"], hold=hold))
+        return post(**transfers)
 
 
 def _install(stack: contextlib.ExitStack) -> None:
     if p2p_communicator.PATCH.applied:
         raise PatchError("patch 'free_waits' must be applied before 'p2p_communicator', which watches its waits")
-    for target, wrapper in ((_POST, _one_by_one), (_POST_BATCHED, _batched)):
+    for target, held in ((_POST, _one_by_one), (_POST_BATCHED, _batched)):
         holder, name = target.resolve()
-        replace(stack, holder, name, wrapper(getattr(holder, name)))
+        replace(stack, holder, name, _while_held(getattr(holder, name), held))
     stack.callback(attached.wait_usually)
 
 

@@ -180,7 +180,7 @@ def test_no_schedule_waits_in_a_circle(made: tuple[Schedule, bool], one_queue: b
         assert (left, held) == ([], 0)
         left, held = played(schedule, batched=batched, one_queue=one_queue, free=True, seed=seed, patch=patch)
         assert left == []
-        assert held > 0 or schedule.name == "interleaved"
+        assert held > 0
 
 
 @pytest.mark.usefixtures("patched")
@@ -263,8 +263,9 @@ def test_a_sender_that_is_gone_is_waited_for_as_nccl_does(caplog: pytest.LogCapt
 
 def test_a_sender_that_is_slow_is_not_given_up_while_it_sends() -> None:
     waits, _, own = make()
-    with waits.receive(1, count=5):
-        pass
+    for _ in range(5):
+        with waits.receive(1):
+            pass
     for second in range(0, 100, 10):
         own.words[1] = min(4, second // 20)
         waits.look(float(second))
@@ -274,13 +275,14 @@ def test_a_sender_that_is_slow_is_not_given_up_while_it_sends() -> None:
 
 def test_at_the_end_nothing_is_held_up_any_more() -> None:
     waits, streams, own = make()
-    with waits.receive(1, count=2):
-        pass
+    for _ in range(2):
+        with waits.receive(1):
+            pass
     waits.release()
     assert own.words[1] == 2
     with waits.receive(1):
         pass
-    assert len(streams.calls) == 1
+    assert len(streams.calls) == 2
 
 
 def test_counts_go_around() -> None:

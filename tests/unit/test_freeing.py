@@ -73,3 +73,24 @@ def test_a_driver_that_refuses_is_named_with_its_rank(monkeypatch: pytest.Monkey
     monkeypatch.setattr(freeing, "CudaStreams", refuse)
     with pytest.raises(FillError, match=r"--fill-free-waits cannot be had, .*: rank 0: .* failed with code 801"):
         Freed(INFO)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_without_room_for_a_page_takes_part_in_what_all_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[Any] = []
+    real = dist.all_gather_object
+
+    def gather(found: list[Any], mine: Any) -> None:
+        gathered.append(mine)
+        real(found, mine)
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+
+    def full(ranks: int) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(freeing.ReadyPage, "create", full)
+    with pytest.raises(FillError, match=r"so ranks wait as NCCL does: rank 0: .*No space left"):
+        Freed(INFO)
+    assert len(gathered) == 2
+    assert attached.waits is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ def check_free_waits(args: Namespace, *, active: bool, on_cpu: bool, through_hos
         raise ConfigError(f"{_FLAG} does not know Megatron's ring exchange; expected no --use-ring-exchange-p2p")
 
 
+def _waits(info: RankInfo, own: ReadyPage | None, paths: Sequence[str | None]) -> FreeWaits | None:
+    """A rank's free waits with all ranks whose pages have a path here; None without a page of its own."""
+    if own is None:
+        return None
+    found = enumerate(paths)
+    others = {rank: ReadyPage(path, info.world_size) for rank, path in found if path is not None and rank != info.rank}
+    return FreeWaits(CudaStreams(info.device, own, list(others.values())), own, others, info.rank)
+
+
 class Freed:
     """One rank's free waits, from when all ranks of its node have each other's pages to the end of the training.
 
@@ -48,25 +58,30 @@ class Freed:
     def __init__(self, info: RankInfo) -> None:
         import torch.distributed as dist
 
-        own = ReadyPage.create(info.world_size)
-        node = f"{socket.gethostname()} {_BOOT.read_text(encoding='ascii').strip()}"
-        places: list[Any] = [None] * info.world_size
-        others: dict[int, ReadyPage] = {}
-        refused = ""
+        def gathered(mine: Any) -> list[Any]:
+            """What every rank says, in their order."""
+            found: list[Any] = [None] * info.world_size
+            dist.all_gather_object(found, mine)
+            return found
+
+        # Whatever fails on a rank, it takes part in both of these: the others wait for it there.
+        own, node, refused = None, "", ""
         try:
-            dist.all_gather_object(places, (node, own.path))
-            for rank, (where, path) in enumerate(places):
-                if where == node and rank != info.rank:
-                    others[rank] = ReadyPage(path, info.world_size)
-            streams = CudaStreams(info.device, own, list(others.values()))
-        except (OSError, FillError) as error:
+            node = f"{socket.gethostname()} {_BOOT.read_text(encoding='ascii').strip()}"
+            own = ReadyPage.create(info.world_size)
+        except Exception as error:
             refused = f"rank {info.rank}: {error}"
-        found: list[Any] = [None] * info.world_size
-        dist.all_gather_object(found, refused)
-        own.forget()  # everybody has opened it
-        if any(found):
-            raise FillError(f"{_FLAG} cannot be had, so ranks wait as NCCL does: {next(filter(None, found))}")
-        waits = FreeWaits(streams, own, others, info.rank)
+        places = gathered((node, own and own.path))
+        waits = None
+        try:
+            waits = _waits(info, own, [path if where == node else None for where, path in places])
+        except Exception as error:
+            refused = refused or f"rank {info.rank}: {error}"
+        wrong = list(filter(None, gathered(refused)))
+        if own is not None:
+            own.forget()  # everybody has opened it
+        if wrong or waits is None:
+            raise FillError(f"{_FLAG} cannot be had, so ranks wait as NCCL does: {wrong[0]}")
         self._ended = threading.Event()
         threading.Thread(target=guard, args=(waits, self._ended), name="free-waits", daemon=True).start()
         attached.waits = waits

@@ -79,16 +79,15 @@ class FreeWaits:
             self._sent[receiver] = value = (self._sent[receiver] + 1) % _CYCLE
             self._streams.write(page, self._rank, value)
 
-    def receive(self, sender: int, count: int = 1, *, hold: bool = True) -> AbstractContextManager[None]:
-        """Post receives from this rank inside.
+    def receive(self, sender: int, *, hold: bool = True) -> AbstractContextManager[None]:
+        """Post a receive from this rank inside.
 
         Args:
-            count: how many.
-            hold: hold them up until the last of them is announced; else they are only counted.
+            hold: hold it up until it is announced; else it is only counted.
         """
         if sender not in self._others:
             return contextlib.nullcontext()
-        self._posted[sender] = value = (self._posted[sender] + count) % _CYCLE
+        self._posted[sender] = value = (self._posted[sender] + 1) % _CYCLE
         if not hold or self._releases >= MOST_RELEASES:
             return contextlib.nullcontext()
         with self._lock:
