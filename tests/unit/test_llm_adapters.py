@@ -72,6 +72,13 @@ def test_an_adapter_of_another_model_is_refused(saved):
         merge_adapter(made("gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=64), saved[0])
 
 
+def test_an_adapter_of_a_deeper_model_is_refused(tmp_path):
+    deeper = peft.get_peft_model(made("llama", **USUAL | {"num_hidden_layers": 4}), peft.LoraConfig(r=2))
+    deeper.save_pretrained(tmp_path / "deeper")
+    with pytest.raises(TaskError, match=r"deeper does not fit the model: the model lacks .*layers\.2\..* more"):
+        merge_adapter(made("llama", **USUAL), tmp_path / "deeper")
+
+
 def test_another_kind_of_adapter_is_refused_by_name(saved, tmp_path):
     def change(folder):
         config = json.loads((folder / "adapter_config.json").read_text())

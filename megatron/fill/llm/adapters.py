@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,15 @@ def merge_adapter(model: Any, path: Path) -> Any:
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":
             raise TaskError(f"adapter {path} is of the kind {kind}: expected LORA")
-        with warnings.catch_warnings():
-            # What an adapter lacks is only warned of, and would be left as if it had been trained to nothing.
-            warnings.filterwarnings("error", message=".*missing adapter keys.*")
-            merged = PeftModel.from_pretrained(model, str(path), config=config)
-        return merged.merge_and_unload(safe_merge=True)
+        config.inference_mode = True
+        adapted = PeftModel(model, config)
+        # What an adapter lacks would be left as if it had been trained to nothing, and what the model lacks left out.
+        found = adapted.load_adapter(str(path), "default", torch_device="cpu")
+        for names, where in ((found.missing_keys, "its files lack"), (found.unexpected_keys, "the model lacks")):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                raise TaskError(f"adapter {path} does not fit the model: {where} {', '.join(sorted(names)[:3])}{more}")
+        return adapted.merge_and_unload(safe_merge=True)
     except TaskError:
         raise
     except Exception as error:  # peft and safetensors raise whatever their parts do
