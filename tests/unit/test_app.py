@@ -217,6 +217,28 @@ def test_jobs_that_are_not_submitted_again_are_counted():
     assert _counted(3, 1) == "3 jobs (2 submitted here before: --fill-resubmit runs them anew)"
 
 
+def test_a_session_whose_folder_cannot_be_written_any_more_waits_for_its_agent(monkeypatch, tmp_path):
+    ended = []
+
+    class Serving(Session):
+        def _start_warden(self, *args: object) -> Any:
+            return SimpleNamespace(send_signal=lambda number: None, wait=lambda seconds: ended.append("the warden"))
+
+        def _listen(self) -> Any:
+            return None
+
+    (tmp_path / "agents").mkdir()
+    info = RankInfo(0, 2, 0, 2, 0, 1, 0, 2)
+    session = Serving(FillSettings(store="x"), info, tmp_path, tmp_path, "x", [], None, keptin.KeptIn())
+
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    session.close()
+    assert ended == ["the warden"]
+
+
 def test_a_session_whose_listening_fails_leaves_no_agent_behind(tmp_path, monkeypatch):
     ended: list[bool] = []
 

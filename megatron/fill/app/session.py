@@ -124,7 +124,8 @@ class Session:
         if self.gate is not None:
             self.gate.end()
         if self._announced is not None:
-            self._announced.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a read-only disk; what it names ends with this process
+                self._announced.unlink(missing_ok=True)
         self._wait_for_warden()
 
     def _start_warden(
