@@ -6,25 +6,19 @@ bubbles of that time are lost.  An agent therefore has the next worker's first p
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron.fill.linux.isolated import program
 from megatron.fill.linux.tree import MARK
 from megatron.fill.worker.confined import Confined
 
 # Even a worker's start-up is not to compete with the main job.
 _AT_IDLE_PRIORITY = [chrt, "--idle", "0"] if (chrt := shutil.which("chrt")) else []
-# It finds its modules where this process does, whatever folder or variable it is started in.
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from megatron.fill.worker.worker import main; main(*sys.argv[2:])"
-)
 
 
 class Holder:
@@ -56,8 +50,8 @@ class Holder:
     ) -> None:
         self.name = name
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-I", "-c", _START, json.dumps(sys.path)]
-        command += [str(os.getpid()), str(theirs.fileno()), ",".join(ahead), run_dir]
+        told = (str(os.getpid()), str(theirs.fileno()), ",".join(ahead), run_dir)
+        command = program("megatron.fill.worker.worker", *told)
         try:
             with theirs:
                 self.process = subprocess.Popen(

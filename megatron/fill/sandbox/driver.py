@@ -7,15 +7,14 @@ So it is called in a process behind all the walls, and where it fails, behind al
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron.fill.errors import SandboxError
 from megatron.fill.linux import host
+from megatron.fill.linux.isolated import program
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sandbox.jail import Jail
 from megatron.fill.spec import Spec
@@ -24,10 +23,6 @@ LIBRARY = "libcuda.so.1"
 _LEFT_OUT = ("proc", "landlock", "system calls")  # of cage.LEFT_OUT: those that a driver could meet
 _LOOK_S = 120.0  # for all attempts, on a machine that is busy
 _MOST_BYTES = 1000
-_LOOK = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from megatron.fill.sandbox.driver import main; main(sys.argv[2])"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +40,14 @@ class DriverTrial(Spec):
 
 def why_no_cuda(trial: DriverTrial) -> str:
     """Why no job could use a GPU in this cage, in one line; empty if one can.  Tried in processes of their own."""
-    command = [sys.executable, "-I", "-c", _LOOK, json.dumps(sys.path), trial.to_json()]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LOOK_S, check=False
+            program("megatron.fill.sandbox.driver", trial.to_json()),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"cuInit does not return behind the walls ({_LOOK_S:.0f} s were waited)"

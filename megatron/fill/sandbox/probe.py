@@ -6,23 +6,19 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from megatron.fill.errors import SandboxError
+from megatron.fill.linux.isolated import program
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sandbox.enter import NAMESPACES, give_everything_up, open_inner, open_outer
 from megatron.fill.sandbox.remedy import remedy
 
 _READ_BYTES = 4096
 _LOOK_S = 60.0  # on a machine that is busy
-_LOOK = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from megatron.fill.sandbox.probe import main; main(*json.loads(sys.argv[2]))"
-)
 _KEEPS = {
     "pid": "no process outside can be named",
     "mount": "files are read-only but for the job's own folder; no files of other jobs, sockets or devices",
@@ -84,7 +80,7 @@ def look(user: int | None, group: int | None, why_same_user: str | None = "", ne
     """
     asked = json.dumps([user, group, why_same_user, network])
     done = subprocess.run(
-        [sys.executable, "-I", "-c", _LOOK, json.dumps(sys.path), asked],
+        program("megatron.fill.sandbox.probe", asked),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -99,9 +95,9 @@ def look(user: int | None, group: int | None, why_same_user: str | None = "", ne
     return Walls(tuple(found["namespaces"]), tuple(Layer(**layer) for layer in found["layers"]))
 
 
-def main(user: int | None, group: int | None, why_same_user: str | None, network: bool) -> None:
+def main(asked: str) -> None:
     """What ``look`` runs."""
-    print(json.dumps(asdict(probe(user, group, why_same_user, network))))
+    print(json.dumps(asdict(probe(*json.loads(asked)))))
 
 
 def probe(user: int | None, group: int | None, why_same_user: str | None, network: bool) -> Walls:

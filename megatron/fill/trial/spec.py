@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.fill.linux import isolated
 from megatron.fill.spec import Spec
 
 NOTE = "PipeFill: "  # what a line begins with in which they say something of the walls
-# They find their modules where this process does.
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from megatron.fill.app.{} import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +54,4 @@ class StandInSpec(Spec):
 
 def program(name: str) -> list[str]:
     """The command line of one of these processes, ``checker`` or ``standin``."""
-    return [sys.executable, "-I", "-c", _START.format(name), json.dumps(sys.path)]
+    return isolated.program(f"megatron.fill.app.{name}")
