@@ -45,24 +45,25 @@ def report(
     from rich.console import Console
 
     from megatron.fill.records import SegmentEnding, last_segment
-    from megatron.fill.report import NotWritten, compose, print_report
+    from megatron.fill.report import NotWritten, Report, compose, print_report
     from megatron.fill.store.standing import standing
 
     prices = None if price is None else _prices(price)
     last = last_segment(run)
     where = store or last.store
     going = last.ending is SegmentEnding.RUNNING
-    trouble: NotWritten | None = None
+
+    def show(made: Report) -> None:
+        if as_json:
+            print(made.model_dump_json(indent=2))
+        else:
+            print_report(made, Console())
+
     try:
-        made = compose(run, partial(standing, where, run, going), prices) if where else compose(run, prices=prices)
+        show(compose(run, partial(standing, where, run, going), prices) if where else compose(run, prices=prices))
     except NotWritten as error:
-        made, trouble = error.report, error
-    if as_json:
-        print(made.model_dump_json(indent=2))
-    else:
-        print_report(made, Console())
-    if trouble is not None:
-        raise trouble
+        show(error.report)
+        raise
     if not as_json:
         print(f"report.json, trace.json and timeline.png in {run}")
 

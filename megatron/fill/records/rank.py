@@ -11,7 +11,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,12 +79,17 @@ def _held(lines: list[_Line], most_bytes: int) -> list[_Line]:
     """Lines that wait in memory: above so much, without spans and with sums in the place of the bubbles."""
     if sum(len(one.data) for one in lines) <= most_bytes:
         return lines
-    sums: Sums = {}
-    for one in lines:
-        for key, total_ns in one.sums.items():
-            sums[key] = sums.get(key, 0) + total_ns
     whole = [one for one in lines if one.table not in ("bubbles", "spans")]
-    return [_Line("bubbles", line({"bubbles": as_columns(Bubble, as_bubbles(sums))}), sums), *whole]
+    return [_sums_line(one.sums for one in lines), *whole]
+
+
+def _sums_line(parts: Iterable[Sums]) -> _Line:
+    """One line in the place of all lines of bubbles that these are the sums of."""
+    sums: Sums = {}
+    for its in parts:
+        for key, total_ns in its.items():
+            sums[key] = sums.get(key, 0) + total_ns
+    return _Line("bubbles", line({"bubbles": as_columns(Bubble, as_bubbles(sums))}), sums)
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -165,27 +170,26 @@ class RankWriter:
         half = sum(size for table, size, _ in self._kept if table == "bubbles") / 2
         spans = sum(table == "spans" for table, _, _ in self._kept)
         stretches, kept, at = [], [], len(self._head)
-        sums: Sums = {}
+        left_out: list[Sums] = []
         for table, size, its in self._kept:
             if table == "bubbles" and half > 0:
                 half -= size
-                for key, total_ns in its.items():
-                    sums[key] = sums.get(key, 0) + total_ns
+                left_out.append(its)
             elif table != "spans" or spans <= self._spans:
                 stretches.append((at, size))
                 kept.append((table, size, its))
             spans -= table == "spans"
             at += size
-        total = line({"bubbles": as_columns(Bubble, as_bubbles(sums))})
+        total = _sums_line(left_out)
         source = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with replacing(self._path) as temporary, temporary.open("wb") as target:
-                target.write(self._head + total)
+                target.write(self._head + total.data)
                 for at, size in stretches:
                     target.write(os.pread(source, size, at))
         finally:
             os.close(source)
-        self._kept = [("bubbles", len(total), sums), *kept]
+        self._kept = [("bubbles", len(total.data), total.sums), *kept]
 
 
 def write_rank(path: Path, record: RankRecord) -> None:
