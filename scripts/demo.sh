@@ -55,10 +55,10 @@ for job in report["jobs"]:
             done = f"{attempt['work_done']:,.0f} {job['unit']}"
             print(f"{job['name']} moved from rank {attempt['rank']} to rank {job['rank']}, with {done} done.")
 summary, use = report["summary"], report["total"]["time_use_ns"]
-starting = use["no_job"] / max(1, sum(use.values()))
+idle = use["no_job"] / max(1, sum(use.values()))
 print(
     f"The stages waited {summary['bubble_share']:.0%} of the time; in the iterations that were filled, "
-    f"{summary['harvest_ratio']:.0%} of the waiting\nwent to the jobs, and {starting:.0%} passed while they started.\n"
+    f"{summary['harvest_ratio']:.0%} of the waiting\nwent to the jobs, and {idle:.0%} passed while none was ready.\n"
     "The same figures of your own training: --fill-jobs and --fill-paired-blocks 5."
 )
 print(f"trace.json in {run} opens in Perfetto; two iterations as a picture:\n{run / 'timeline.png'}")

@@ -22,9 +22,9 @@ priorities), where steps run to completion (``emulated``) or take turns with the
 * ``emulated-freeride``, ``slices-freeride``: driven as FreeRide drives side tasks (beside.py).
 
 There ``harvest_ratio`` is the share of bubble time inside steps, ``device_harvest`` the steps' CPU time over it, both
-from the end of the warm-up on, with the time in which jobs set themselves up; ``first_block_harvest`` and
-``later_blocks_harvest``, of each rank, are of the blocks alone.  ``--step-ms`` has steps of a given length in the place
-of the two tasks.  A part is one training but for ``identity``.
+from the end of the warm-up on, with the time in which jobs set themselves up (``no_job_share``);
+``first_block_harvest`` and ``later_blocks_harvest``, of each rank, are of the blocks alone.  ``--step-ms`` has steps of
+a given length in the place of the two tasks.  A part is one training but for ``identity``.
 What the file of --json has of other parts is kept.
 
     python scripts/benchmarks/bench_main.py --parts filled --json docs/benchmarks/main.json
@@ -90,10 +90,12 @@ def emulated(folder: Path, blocks: Blocks, step_ms: float | None, *, how: str, n
     path = jobs_file(folder / f"{name}.yaml", jobs)
     # No brake: it would stop the worse ones before they are measured.
     report = filled(folder, name, path, blocks, "--fill-emulate", how, "--fill-max-slowdown", "0")
+    use = report["total"]["time_use_ns"]
     return {
         "slowdown": report["summary"]["slowdown"],
         "p99_slowdown": p99_slowdown(iterations_of(folder / f"{name}-run")),
         "watching": report["summary"]["watching"],
+        "no_job_share": use["no_job"] / sum(use.values()),
         "harvest_ratio": report["summary"]["harvest_ratio"],
         **harvest_in_blocks(folder / f"{name}-run"),
         "device_harvest": sum(job["result"]["device_s"] for job in report["jobs"]) / report["total"]["fillable_s"],
