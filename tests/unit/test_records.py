@@ -391,7 +391,7 @@ def test_a_folder_without_segments_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "change", "message"),
     [
-        (0, {"version": 99}, "has version 99; this PipeFill reads 4"),
+        (0, {"version": 99}, "has version 99; this PipeFill reads 5"),
         (0, {"kind": "agent"}, "is not the record of a PipeFill rank"),
         (0, {"info": {"rank": 0}}, "is damaged"),
         (2, {"bubbles": {"a": []}}, "is damaged: ValueError: the columns of Bubble are"),

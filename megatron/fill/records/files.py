@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from megatron.fill.errors import FillError
 
-RECORD_VERSION = 4
+RECORD_VERSION = 5
 _MODE = 0o644
 
 
