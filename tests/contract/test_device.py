@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -96,6 +98,12 @@ class Host:
         self.workers.append(worker)
         return worker.pid
 
+    def go_on(self) -> None:
+        """What the watch does after a look, which may have stopped the worker."""
+        for worker in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGCONT)
+
     def left(self, limiter: Limiter) -> int:
         """How many processes of the worker are alive, counted by their mark."""
         mark = limiter.environment[MARK]
@@ -131,6 +139,9 @@ class Pretended:
         if program == "deserter":
             self.machine.end(pid)
         return pid
+
+    def go_on(self) -> None:
+        pass
 
     def left(self, limiter: Limiter) -> int:
         return len(self.machine.of(self.pid))
@@ -169,12 +180,13 @@ def limiter_for(world: Host | Pretended, request: pytest.FixtureRequest) -> Iter
         limiter.close()
 
 
-def look_until(limiter: Limiter, seconds: float = 10) -> str:
+def look_until(world: Host | Pretended, limiter: Limiter, seconds: float = 10) -> str:
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         reason = limiter.look()
         if reason:
             return reason
+        world.go_on()
         time.sleep(0.02)
     return ""
 
@@ -195,14 +207,14 @@ def test_a_quiet_worker_is_let_be_and_ends_when_killed(world, limiter_for):
 def test_memory_that_malloc_does_not_know_of_counts(world, limiter_for):
     limiter = limiter_for(memory_bytes=64 * MIB)
     world.start(limiter, "hog")
-    assert look_until(limiter).startswith("over its cap of 64 MiB")
+    assert look_until(world, limiter).startswith("over its cap of 64 MiB")
     assert limiter.peak_bytes > 64 * MIB
 
 
 def test_the_cap_is_over_all_processes_of_a_worker(world, limiter_for):
     limiter = limiter_for(memory_bytes=80 * MIB)
     world.start(limiter, "hogs")
-    assert look_until(limiter).startswith("over its cap of 80 MiB")
+    assert look_until(world, limiter).startswith("over its cap of 80 MiB")
     limiter.kill()
     assert world.left(limiter) == 0
 
@@ -210,13 +222,13 @@ def test_the_cap_is_over_all_processes_of_a_worker(world, limiter_for):
 def test_without_a_cap_memory_is_only_counted(world, limiter_for):
     limiter = limiter_for()
     world.start(limiter, "hog")
-    assert look_until(limiter, 0.5) == ""
+    assert look_until(world, limiter, 0.5) == ""
 
 
 def test_too_many_processes_are_seen_and_all_of_them_end(world, limiter_for):
     limiter = limiter_for(processes=40)
     world.start(limiter, "bomb")
-    assert look_until(limiter).startswith("over its limit of 40 processes and threads")
+    assert look_until(world, limiter).startswith("over its limit of 40 processes and threads")
     began_s = time.monotonic()
     limiter.kill()
     assert time.monotonic() - began_s < 1

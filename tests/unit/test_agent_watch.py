@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -158,6 +159,18 @@ def test_what_is_beyond_its_limits_ends(tmp_path):
     bench.limiter.beyond = "over its cap of 1 MiB"
     assert bench.outcome()[1:] == ("over its cap of 1 MiB", "images", False)
     assert bench.limiter.calls == ["kill", "kill"]  # the worker, and what it left
+
+
+def test_the_enforcer_is_asked_after_the_rules_which_may_have_stopped_the_worker(tmp_path):
+    bench = Bench(tmp_path, "print('up', flush=True); import time; time.sleep(60)")
+    calls: list[str] = []
+    bench.limiter.look = lambda: calls.append("rules") or ""  # type: ignore[method-assign,func-returns-value]
+    bench.enforcer.check = lambda: calls.append("enforcer") or 0.2  # type: ignore[method-assign,func-returns-value]
+    bench.tick = lambda: bench.run.worker.kill() if calls.count("rules") == 3 else None  # type: ignore[method-assign]
+    bench.run.tick = bench.tick
+    bench.outcome()
+    assert "rules" in calls
+    assert all(after == "enforcer" for before, after in itertools.pairwise(calls) if before == "rules")
 
 
 def test_the_kernels_reason_is_told(tmp_path):

@@ -116,12 +116,12 @@ class Watch:
                     if key.fd == pipe and (not self._pump(pipe) or self.output.full):
                         selector.unregister(pipe)
                 now_s = time.monotonic()
-                if self.ending is None:
-                    look_s = self.enforcer.check()
                 if now_s - tick_s >= TICK_S:
                     tick_s = now_s
                     self.tick()
                     self._decide(now_s)
+                if self.ending is None:  # after the rules, which may have stopped the worker
+                    look_s = self.enforcer.check()
 
     def _decide(self, now_s: float) -> None:
         before, found = self.ending, harshest(self._watchers)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
+import time
 
 from megatron.fill.device.port import Limits, mib
 from megatron.fill.linux import tree
 from megatron.fill.linux.cgroup import Cgroup, CgroupHome, find_home
-from megatron.fill.linux.held import HeldMemory
+from megatron.fill.linux.held import Held, HeldMemory
 from megatron.fill.linux.host import FreeHostMemory
 from megatron.fill.linux.memorygroup import MemoryGroup, memory_groups
 from megatron.fill.linux.oom import OomLog
@@ -16,6 +20,7 @@ from megatron.fill.linux.standing import Standing
 
 logger = logging.getLogger("pipefill.device")
 
+_GROWTH_BYTES_S = 4 << 30  # no worker writes to new memory faster than that
 _KILL_S = 0.5  # of the second that ``kill`` may take; MPS and the removal of the group have the rest
 
 
@@ -44,6 +49,7 @@ class HostLimiter:
         self._oom = OomLog()
         self._held_bytes = 0
         self._peak_bytes = 0
+        self._exact_until_s = 0.0  # the latest exact count holds until then
 
     def adopt(self, pid: int, holder: int | None = None) -> None:
         self._tree = tree.WorkerTree(pid, self._name, holder)
@@ -150,13 +156,28 @@ class HostLimiter:
         found = self._memory.count(pids)
         held = found.likely_bytes
         if cap is not None and found.most_bytes > cap:  # worth the slow way
-            exact = self._memory.exact_bytes(pids, found)
-            held = found.most_bytes if exact is None else exact
+            held = self._exact_bytes(pids, found, cap)
         self._note(held)
         if cap is None or held <= cap:
             return ""
         count = f"{len(processes)} processes" if len(processes) > 1 else "1 process"
         return f"over its cap of {mib(cap)}: {mib(held)} held by {count}, with a peak of {mib(self._peak_bytes)}"
+
+    def _exact_bytes(self, pids: list[int], found: Held, cap: int) -> int:
+        """The latest exact count, or a new one if the cap could have been passed since.
+
+        The worker is stopped for a new one: its processes may be many, and would have the core while they are counted.
+        """
+        assert self._memory is not None
+        assert self._tree is not None
+        if time.monotonic() < self._exact_until_s:
+            return self._held_bytes
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._tree.pid, signal.SIGSTOP)
+        exact = self._memory.exact_bytes(pids, found)
+        held = found.most_bytes if exact is None else exact
+        self._exact_until_s = time.monotonic() + (cap - held) / _GROWTH_BYTES_S
+        return held
 
     def _note(self, held_bytes: int) -> None:
         self._held_bytes = held_bytes

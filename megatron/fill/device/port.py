@@ -70,7 +70,10 @@ class Limiter(Protocol):
         """
 
     def look(self) -> str:
-        """Called a few times a second: why the worker must end; empty while all is well."""
+        """Called a few times a second: why the worker must end; empty while all is well.
+
+        It may leave the worker stopped: who calls it decides next whether the worker is to run (``Enforcer.check``).
+        """
 
     def explain(self) -> str:
         """After a death by SIGKILL: the kernel's reason, if it was out of memory; else empty."""
