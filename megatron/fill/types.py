@@ -152,6 +152,7 @@ class RankRecord:
 
     Attributes:
         schedule: of its last training iteration; None if there was none.
+        lost_until: the last iteration of what was written before its file was deleted; 0 if it was not.
     """
 
     info: RankInfo
@@ -160,6 +161,7 @@ class RankRecord:
     spans: Sequence[Span]
     brakes: Sequence[BrakeEvent] = ()
     schedule: CycleKey | None = None
+    lost_until: int = 0
 
 
 class Lack(IntEnum):

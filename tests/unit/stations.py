@@ -26,6 +26,7 @@ from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
+from megatron.fill.pages.lastword import LastWord
 from megatron.fill.records import AgentFile
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Claim, DeviceEntry, Job, NewJob
@@ -84,6 +85,7 @@ class Post:
             "gate_fd": self.gate.reader_fd(),
             "board_fd": self.board.reader_fd(),
             "control_fd": self.control.fd,
+            "left_fd": LastWord.create().fd,
             "device": "cpu",
             "device_uuid": None,
             "cpus": [],

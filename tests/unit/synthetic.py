@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron.fill.records import Segment, SegmentEnding
 from megatron.fill.report import Report, ReportBuilder
+from megatron.fill.report.build import Part
 from megatron.fill.report.jobs import job_reports
 from megatron.fill.types import (
     Bubble,
@@ -107,7 +108,7 @@ def report_of(
     """The report of a run of one segment that ended by itself."""
     builder = ReportBuilder()
     for record in sorted(ranks, key=lambda record: record.info.rank):
-        builder.add([(1, record, [worker for worker in workers if worker.rank == record.info.rank])])
+        builder.add([Part(1, record, [worker for worker in workers if worker.rank == record.info.rank])])
     segment = Segment(Path("records/1"), 1, command, 0.0, len(ranks), ending=SegmentEnding.WELL)
     return builder.report([segment], job_reports([segment], [(1, job) for job in jobs], lambda names: {}), prices)
 

@@ -245,6 +245,7 @@ OTHER_READS = {
     "records/files.py": {"from_json", "os.open", "path.open"},
     "records/rank.py": {"os.open", "temporary.open"},
     "records/segment.py": {"os.open"},
+    "records/unwritten.py": {"json.loads", "open"},  # of another rank; to write
     "agent/agent.py": {"AgentSpec.from_json", "Path(spec_path).read_text"},
     "worker/confined.py": {"json.loads"},  # of a worker's first process, which runs nothing of the job
     "agent/folder.py": {"os.open"},  # folders themselves

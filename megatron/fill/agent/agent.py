@@ -38,6 +38,7 @@ from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlPage, RunState
 from megatron.fill.pages.gate import SharedGateReader
+from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.watcher import ControlWatcher
 from megatron.fill.profiles import cycle_to_dict
 from megatron.fill.records import AgentFile
@@ -66,7 +67,10 @@ class Agent:
         name = f"rank {spec.rank} of {spec.run_dir} on {os.uname().nodename}"
         self.station = station = self._station(spec, name, dead)
         self.crew = Crew(station)
-        self.ledger = AttemptLedger(AgentFile(Path(spec.records), spec.rank, len(dead)))
+        last_word = LastWord(spec.left_fd)
+        if dead:
+            last_word.succeed()
+        self.ledger = AttemptLedger(AgentFile(Path(spec.records), spec.rank, len(dead)), last_word)
         judge = Judge()
         self.resident = Seat(station, self.crew, self.ledger, judge, idle=self._look_elsewhere)
         self.tail = Seat(station, self.crew, self.ledger, judge, beside=lambda: self.resident.resident)
@@ -142,8 +146,12 @@ class Agent:
         for thread in threads:
             thread.join()
         self.crew.stand_down()
+        # First: the rank does not wait for the store for long.
+        try:
+            self.ledger.write()
+        except OSError as error:
+            logger.warning("what its jobs did cannot be written, and is left to the rank: %s", error)
         station.claims.stop()
-        self.ledger.write()
 
     def _control_changed(self, state: RunState) -> None:
         """Say so, and of a kill not before it is done: the seats end their workers at their next look."""

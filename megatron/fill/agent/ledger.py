@@ -6,17 +6,24 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron.fill.records import AgentFile
+from megatron.fill.pages.lastword import MOST_BYTES, LastWord
+from megatron.fill.records import AgentFile, attempts_text
 from megatron.fill.types import JobRecord, WorkerRecord
 
 type Record = tuple[JobRecord, WorkerRecord]
 
 
 class AttemptLedger:
-    """For any thread; a record that cannot be written now is kept and written later."""
+    """For any thread; a record that cannot be written now is kept and written later.
 
-    def __init__(self, file: AgentFile) -> None:
+    Args:
+        last_word: where what cannot be written is left for the rank; None for nowhere.
+    """
+
+    def __init__(self, file: AgentFile, last_word: LastWord | None = None) -> None:
         self._file = file
+        self._last_word = last_word
+        self._behind = False
         self._ended: list[Record] = []  # not in the file yet
         self._running: list[Callable[[], Record | None]] = []
         self._lock = threading.Lock()
@@ -48,7 +55,20 @@ class AttemptLedger:
             OSError: it cannot be written now.
         """
         with self._lock:
-            while self._ended:
-                self._file.add(*self._ended[0])
-                self._ended.pop(0)
-            self._file.show([record for so_far in self._running if (record := so_far()) is not None])
+            running = [record for so_far in self._running if (record := so_far()) is not None]
+            try:
+                while self._ended:
+                    self._file.add(*self._ended[0])
+                    self._ended.pop(0)
+                self._file.show(running)
+            except OSError:
+                self._file.note(behind=True)
+                self._behind = True
+                if self._last_word is not None:  # each time: it may be killed before the next
+                    self._last_word.leave(attempts_text([*self._ended, *running], MOST_BYTES))
+                raise
+            if self._behind:
+                self._file.note(behind=False)
+                self._behind = False
+                if self._last_word is not None:
+                    self._last_word.clear()

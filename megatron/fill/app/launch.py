@@ -16,8 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 import megatron.fill.device.before_cuda  # noqa: F401 -- the script imports Megatron, which asks for CUDA
 import pipefill_patches
 from megatron.fill.agent.submitted import forget_submitted, not_yet_submitted
@@ -26,7 +24,9 @@ from megatron.fill.app.closing import kept, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
 from megatron.fill.app.keptin import KeptIn, check_emulation, check_flags, keep_in
+from megatron.fill.app.lastwords import collect, hand_in
 from megatron.fill.app.placing import Place, world_size
+from megatron.fill.app.reporting import report_end
 from megatron.fill.app.runfolder import (
     STORE,
     check_owner,
@@ -48,11 +48,10 @@ from megatron.fill.errors import ConfigError, FillError, RunTaken, exit_saying
 from megatron.fill.given.rankorder import load_rank_order
 from megatron.fill.hooks import bus
 from megatron.fill.planner.offload import weigh_offload
-from megatron.fill.records import OpenSegment, SegmentEnding, begin_segment
+from megatron.fill.records import OpenSegment, SegmentEnding, Unwritten, begin_segment
 from megatron.fill.scheduler.policies import parse_policy
 from megatron.fill.store import NewJob
 from megatron.fill.store.location import database_file, locate, shown
-from megatron.fill.store.standing import standing
 from megatron.fill.store.submit import new_job, submitter
 from megatron.fill.types import RankInfo
 
@@ -240,28 +239,17 @@ class Launch:
             with kept("the fill agent of this rank may not have ended"):
                 if self.session is not None:
                     self.session.close()
+        with kept("what this rank could not write down is lost"):
+            if self.session is not None:
+                hand_in(dist.get_rank(), dist.get_world_size(), self.session.unwritten)
         dist.barrier()  # every rank comes here, also one whose session failed
         if self._segment is not None:  # on rank 0
             self._end(SegmentEnding.WELL)
+            unwritten: dict[int, Unwritten] = {}
+            with kept("what ranks could not write down is lost"):
+                unwritten = collect(dist.get_world_size())
             with kept("the report could not be made"):
-                self._report(self.settings, self._run_dir)
-
-    def _report(self, settings: FillSettings, run_dir: Path) -> None:
-        from megatron.fill import report
-
-        console = Console()
-        if settings.profile_only:
-            report.print_cycle(report.profile(run_dir), console)
-            print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
-            return
-        store = store_of(settings, run_dir)
-        try:
-            made = report.compose(run_dir, lambda names: standing(store, run_dir, False, names))
-        except report.NotWritten as error:
-            report.print_report(error.report, console)
-            raise
-        report.print_report(made, console)
-        print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
+                report_end(self.settings, self._run_dir, self._segment.segment, unwritten)
 
     def abort(self) -> None:
         """The main job failed."""

@@ -17,6 +17,7 @@ from megatron.fill.linux.host import FreeHostMemory
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import AlwaysRunning, ControlPage
 from megatron.fill.pages.gate import SharedGate
+from megatron.fill.pages.lastword import MOST_BYTES, LastWord
 from megatron.fill.pages.ring import Ring
 from megatron.fill.rank.blocks import Blocks
 from megatron.fill.rank.relay import RelayProcess, RelaySpec
@@ -39,8 +40,8 @@ class Listening(Protocol):
     def free_bytes(self) -> int:
         """The device memory that is free now."""
 
-    def finish(self) -> None:
-        """The training is over: the record is written, and the gate is the rank's."""
+    def finish(self) -> bytes:
+        """The training is over: the record is written, and the gate is the rank's; what of it is in no file."""
 
     def abort(self) -> None:
         """The training failed."""
@@ -97,9 +98,11 @@ class HostListening:
         self.free_bytes = FreeHostMemory(rest_s=0.25)
         self.listener = spec.listener(self.free_bytes, gate, board, control)
 
-    def finish(self) -> None:
-        if not self.listener.finish():
-            logger.warning("%s could not be written in full", self._record)
+    def finish(self) -> bytes:
+        if self.listener.finish():
+            return b""
+        logger.warning("%s could not be written in full", self._record)
+        return self.listener.recorder.unwritten(MOST_BYTES)
 
     def abort(self) -> None:
         self.finish()
@@ -124,7 +127,7 @@ class RelayedListening:
         uuid: str | None,
         owned_bytes: int,
     ) -> None:
-        info, ring = spec.info, Ring()
+        info, ring, self._last_word = spec.info, Ring(), LastWord.create()
         signals = cuda_signals(info.device, ring)
         control_fd = None if control is None else control.reader_fd()
         told = RelaySpec(
@@ -135,6 +138,7 @@ class RelayedListening:
             board_fd=None if board is None else board.fd,
             control_fd=control_fd,
             device_uuid=uuid,
+            left_fd=self._last_word.fd,
         )
         self._relay = RelayProcess(told, ring, gate, log)
         if control_fd is not None:
@@ -148,10 +152,11 @@ class RelayedListening:
             logger.warning("rank %d: its relay does not start, so nothing is filled; see %s", info.rank, log)
             self.listener.shut()
 
-    def finish(self) -> None:
+    def finish(self) -> bytes:
         self.listener.end()
         if not self._relay.finish():
             logger.warning("the relay failed: this rank's record may lack its end")
+        return self._last_word.read()
 
     def abort(self) -> None:
         self._relay.kill()

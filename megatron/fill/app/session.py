@@ -24,7 +24,8 @@ from megatron.fill.linux.tree import descendants
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate
-from megatron.fill.records import rank_file
+from megatron.fill.pages.lastword import LastWord, Left
+from megatron.fill.records import Unwritten, rank_file
 from megatron.fill.store import NewJob
 from megatron.fill.types import RankInfo
 
@@ -72,6 +73,8 @@ class Session:
         self.control: ControlPage | None = None
         self.warden: subprocess.Popen[bytes] | None = None
         self._announced: Path | None = None
+        self._last_word = LastWord.create()  # the agent's
+        self._seen = b""  # of this rank's record, what is in no file
         if settings.serves:
             self.gate, self.board, self.control = SharedGate(), CycleBoard(), ControlPage.create(info.rank)
             try:
@@ -102,7 +105,7 @@ class Session:
     def finish(self) -> None:
         """The main job is done: write this rank's records.  The jobs may be measured alone then; ``close`` ends it."""
         bus.listener = None
-        self.listening.finish()
+        self._seen = self.listening.finish()
 
     def measure_alone(self, seconds: float) -> None:
         """Run the jobs for so long, now that the main job stands still."""
@@ -128,6 +131,12 @@ class Session:
                 self._announced.unlink(missing_ok=True)
         self._wait_for_warden()
 
+    @property
+    def unwritten(self) -> Unwritten:
+        """After ``finish`` and ``close``: what of this rank's records is in no file."""
+        lost = self._last_word.state is Left.LOST
+        return Unwritten(self._seen.decode(), self._last_word.read().decode(), lost=lost)
+
     def _start_warden(
         self, gate: SharedGate, board: CycleBoard, control: ControlPage, store: str, jobs: list[NewJob]
     ) -> subprocess.Popen[bytes]:
@@ -142,6 +151,7 @@ class Session:
             gate_fd=gate_fd,
             board_fd=board_fd,
             control_fd=control_fd,
+            left_fd=self._last_word.fd,
             device=self.info.device,
             device_uuid=_uuid(self.info.device),
             emulate=None if settings.emulate is None else Emulation(settings.emulate),
@@ -177,7 +187,7 @@ class Session:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=(gate_fd, board_fd, control_fd),
+                pass_fds=(gate_fd, board_fd, control_fd, self._last_word.fd),
             )
         os.close(gate_fd)
         os.close(board_fd)

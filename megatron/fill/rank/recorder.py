@@ -64,6 +64,10 @@ class Recorder:
         """Write the rest; False if not all of the record could be written, or that took too long."""
         return self._writer is None or self._writer.close(self._taken(), _LAST_S)
 
+    def unwritten(self, most_bytes: int) -> bytes:
+        """After ``close``: what of the record is in no file, as ``RankWriter`` has it."""
+        return b"" if self._writer is None else self._writer.unwritten(most_bytes)
+
     def _taken(self) -> RankRecord:
         """What has not been written, which is forgotten here."""
         record = self.record()

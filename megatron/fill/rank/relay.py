@@ -26,6 +26,7 @@ from megatron.fill.linux import host
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateWriter, SharedGate
+from megatron.fill.pages.lastword import MOST_BYTES, LastWord
 from megatron.fill.pages.ring import Entry, Fact, Ring, RingReader
 from megatron.fill.rank.listener import RankListener
 from megatron.fill.rank.spec import RankSpec
@@ -45,6 +46,7 @@ class RelaySpec(Spec):
         rank: how it is listened to.
         parent: the rank's pid.
         gate_fd, board_fd, control_fd: None to measure only.
+        left_fd: of the page on which it leaves what it cannot write; None for nowhere.
         device_uuid: the GPU's own name; None where its memory does not matter.
     """
 
@@ -55,11 +57,13 @@ class RelaySpec(Spec):
     board_fd: int | None = None
     control_fd: int | None = None
     device_uuid: str | None = None
+    left_fd: int | None = None
 
     @property
     def fds(self) -> list[int]:
         """The descriptors that the relay is given."""
-        return [fd for fd in (self.ring_fd, self.gate_fd, self.board_fd, self.control_fd) if fd is not None]
+        fds = (self.ring_fd, self.gate_fd, self.board_fd, self.control_fd, self.left_fd)
+        return [fd for fd in fds if fd is not None]
 
 
 class RelayProcess:
@@ -263,6 +267,8 @@ def serve(spec: RelaySpec) -> None:
         if ring.lost:
             logger.warning("%d facts were lost: the relay was too slow", ring.lost)
     if not written:
+        if spec.left_fd is not None:
+            LastWord(spec.left_fd).leave(listener.recorder.unwritten(MOST_BYTES))
         raise OSError(f"{spec.rank.record} could not be written in full")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from megatron.fill.records.tables import Table, as_columns, extend, names_of
 from megatron.fill.types import BubbleUse, JobRecord, JobState, WorkerRecord
 
 type Attempts = list[tuple[JobRecord, WorkerRecord]]
-RUNNING = ".running.jsonl"  # how the name of the file ends
+RUNNING, BEHIND = ".running.jsonl", ".behind"  # how the names of the files end
 
 
 class AgentFile:
@@ -28,6 +29,7 @@ class AgentFile:
     def __init__(self, folder: Path, rank: int, before: int = 0) -> None:
         self._path = folder / (f"agent{rank}-{before}.jsonl" if before else f"agent{rank}.jsonl")
         self._running = self._path.with_suffix(RUNNING)
+        self._behind = self._path.with_suffix(BEHIND)
 
     def add(self, job: JobRecord, worker: WorkerRecord) -> None:
         """An attempt has ended.
@@ -50,6 +52,26 @@ class AgentFile:
             write_agent(self._running, running)
         else:
             self._running.unlink(missing_ok=True)
+
+    def note(self, behind: bool) -> None:
+        """Say whether more is known than is written, as far as the disk takes a name: a full one does."""
+        with suppress(OSError):
+            if behind:
+                self._behind.touch()
+            else:
+                self._behind.unlink(missing_ok=True)
+
+
+def attempts_text(attempts: Attempts, most_bytes: int) -> bytes | None:
+    """What ``write_agent`` would write of them, without steps; without single bubbles too if longer, or None."""
+    for uses in (True, False):
+        less = [(job, replace(worker, steps=())) for job, worker in attempts]
+        if not uses:
+            less = [(job, replace(worker, uses=())) for job, worker in less]
+        text = head("agent") + b"".join(_lines(job, worker) for job, worker in less)
+        if len(text) <= most_bytes:
+            return text
+    return None
 
 
 def write_agent(path: Path, attempts: Iterable[tuple[JobRecord, WorkerRecord]]) -> None:

@@ -52,6 +52,21 @@ def append(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
+def note(folder: Path, name: str, rank: int) -> bool:
+    """Write down that something has happened in a segment; whether this rank is the first to say so."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+    except FileExistsError:
+        return False
+    except OSError:  # it cannot be written down: rather twice than never
+        return True
+    with suppress(OSError):  # a full disk has room for a name
+        os.write(fd, f"rank {rank}\n".encode())
+    os.close(fd)
+    return True
+
+
 def read_lines(path: Path, kind: str, but: str = "") -> Iterator[dict[str, Any]]:
     """The head of a record and its lines, without a last one that was cut off.
 

@@ -2,7 +2,7 @@
 
 The rank makes the lines and a thread of its own writes them, so that a slow disk holds nobody up.  Were a record
 longer than ``MOST_BYTES``, the older half of its bubbles would be replaced by their sums.  What cannot be written, on a
-full disk say, is kept and tried again with what comes next.
+full disk say, is kept and tried again with what comes next.  If the file is deleted meanwhile, a new one begins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import replacing
-from megatron.fill.records.files import append, head, line, read_lines
+from megatron.fill.records.files import append, head, line, note, read_lines
 from megatron.fill.records.tables import Table, as_columns, extend, names_of
 from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, CycleKey, Iteration, RankInfo, RankRecord, Span
 
@@ -26,6 +26,7 @@ logger = logging.getLogger("pipefill")
 
 MOST_BYTES = 16 << 20
 _TABLES: dict[str, type] = {"iterations": Iteration, "bubbles": Bubble, "spans": Span, "brakes": BrakeEvent}
+_DELETED = "deleted"  # in the folder of a segment: a rank has said that its record was
 _CONVERT = {"bubbles": {"kind": BubbleKind}}
 
 type Sums = dict[tuple[BubbleKind, bool, bool], int]  # nanoseconds by kind, filling and forward_only
@@ -55,11 +56,13 @@ class _Line:
     Attributes:
         table: what is in it.
         sums: of its bubbles.
+        last: the number of its last iteration; 0 if it has none.
     """
 
     table: str
     data: bytes
     sums: Sums
+    last: int = 0
 
 
 def _lines(part: RankRecord) -> list[_Line]:
@@ -71,7 +74,8 @@ def _lines(part: RankRecord) -> list[_Line]:
             content: dict[str, Any] = {table: as_columns(cls, values)}
             if table == "iterations" and part.schedule is not None:
                 content["schedule"] = asdict(part.schedule)
-            made.append(_Line(table, line(content), add_up(values) if table == "bubbles" else {}))
+            sums = add_up(values) if table == "bubbles" else {}
+            made.append(_Line(table, line(content), sums, values[-1].iteration if table == "iterations" else 0))
     return made
 
 
@@ -107,7 +111,8 @@ class RankWriter:
 
     def __init__(self, path: Path, info: RankInfo, spans: int = 3, most_bytes: int = MOST_BYTES) -> None:
         self._path = path
-        self._head = head("rank", info=asdict(info))
+        self._info = asdict(info)
+        self._written = self._lost = 0  # the last iteration that was written, and that was deleted again
         self._spans = spans
         self._most_bytes = most_bytes
         self._kept: list[tuple[str, int, Sums]] = []  # of each line: its table, its length, its bubbles' sums
@@ -139,6 +144,19 @@ class RankWriter:
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and not self._unwritten
 
+    def unwritten(self, most_bytes: int) -> bytes:
+        """After ``close``: what of the record is in no file, with a head; without spans and single bubbles if longer.
+
+        Nothing while the disk still holds up what it was given: that may yet be written.
+        """
+        if self._thread.is_alive() or not self._unwritten:
+            return b""
+        return self._head + b"".join(one.data for one in _held(self._unwritten, most_bytes))
+
+    @property
+    def _head(self) -> bytes:
+        return head("rank", info=self._info, **({"lost_until": self._lost} if self._lost else {}))
+
     def _run(self) -> None:
         part: list[_Line] | None = []
         while part is not None:
@@ -154,16 +172,29 @@ class RankWriter:
 
     def _write(self, part: list[_Line]) -> None:
         if not self._path.exists():
+            self._miss()
             with replacing(self._path) as temporary:
                 temporary.write_bytes(self._head)
             self._kept = []  # one that was there before has been deleted
         append(self._path, b"".join(one.data for one in part))
+        self._written = max([self._written, *(one.last for one in part)])
         self._kept += [(one.table, len(one.data), one.sums) for one in part]
         length = sum(size for _, size, _ in self._kept)
         if length > self._most_bytes:
             self._shorten()
             # Iterations are all kept: where they are most of it, to try again each time would be of no use.
             self._most_bytes = max(self._most_bytes, 2 * sum(size for _, size, _ in self._kept))
+
+    def _miss(self) -> None:
+        """There is no file: where there was one, say what is lost with it, if no other rank has."""
+        if self._written == self._lost:
+            return
+        self._lost = self._written
+        folder = self._path.parent
+        if note(folder, _DELETED, self._info["rank"]):
+            said = f"what they said of iterations up to {self._lost} is lost, and not in the report"
+            # On standard output, for a relay's log was in the run folder too.
+            os.write(1, f"PipeFill: the records in {folder} have been deleted while it trains; {said}\n".encode())
 
     def _shorten(self) -> None:
         """Leave out old spans, and the older half of the bubbles but for their sums."""
@@ -200,11 +231,12 @@ def write_rank(path: Path, record: RankRecord) -> None:
         temporary.write_bytes(head("rank", info=asdict(record.info)) + lines + schedule)
 
 
-def read_rank(path: Path, spans: bool = True) -> RankRecord:
+def read_rank(path: Path, spans: bool = True, before: RankRecord | None = None) -> RankRecord:
     """Read what a rank has written so far.
 
     Args:
         spans: False to leave them out; they are half of it, and only pictures need them.
+        before: what the rank wrote elsewhere before, which comes first in the result.
 
     Raises:
         NothingRecorded: nothing whole is in it.
@@ -212,9 +244,14 @@ def read_rank(path: Path, spans: bool = True) -> RankRecord:
     """
     lines = read_lines(path, "rank", but="" if spans else "spans")
     try:
-        info = RankInfo(**next(lines)["info"])
+        first = next(lines)
+        info, lost = RankInfo(**first["info"]), int(first.get("lost_until", 0))
         columns: dict[str, dict[str, list[Any]]] = {table: {} for table in _TABLES}
         schedule = None
+        if before is not None:
+            schedule, lost = before.schedule, max(lost, before.lost_until)
+            for table, cls in _TABLES.items():
+                extend(columns[table], cls, as_columns(cls, getattr(before, table)))
         for content in lines:
             for table, more in content.items():
                 if table == "schedule":
@@ -227,4 +264,4 @@ def read_rank(path: Path, spans: bool = True) -> RankRecord:
         table: Table(cls, columns[table] or {name: [] for name in names_of(cls)}, _CONVERT.get(table))
         for table, cls in _TABLES.items()
     }
-    return RankRecord(info=info, **tables, schedule=schedule)
+    return RankRecord(info=info, **tables, schedule=schedule, lost_until=lost)

@@ -16,13 +16,14 @@ from megatron.fill.errors import FillError
 from megatron.fill.folders import RECORDS
 from megatron.fill.linux.files import replacing
 from megatron.fill.records.agent import Attempts, read_agent
-from megatron.fill.records.files import NothingRecorded, head, read_lines
+from megatron.fill.records.files import NothingRecorded, head, note, read_lines
 from megatron.fill.records.rank import read_rank
+from megatron.fill.records.unwritten import Unwritten, in_memory
 from megatron.fill.types import Prices, RankRecord
 
 _SEGMENT = "segment.json"
 _FAILED = "failed"  # in the folder of a segment: a rank has failed, and says which
-_FILE = re.compile(r"(?P<who>rank|agent)(?P<rank>\d+)(?:-\d+)?(?P<running>\.running)?\.jsonl")
+_FILE = re.compile(r"(?P<who>rank|agent)(?P<rank>\d+)(?:-\d+)?(?:(?P<running>\.running)?\.jsonl|(?P<behind>\.behind))")
 
 
 class SegmentEnding(StrEnum):
@@ -32,6 +33,10 @@ class SegmentEnding(StrEnum):
     WELL = "by itself"
     FAILED = "failed"  # with an error of the training, of which a rank could tell
     CUT = "cut off"  # without a word: killed, preempted, or its machine was lost
+
+
+class NoRecords(FillError):
+    """A folder holds no segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +73,21 @@ class Segment:
     ended_s: float | None = None
     ending: SegmentEnding = SegmentEnding.CUT
 
-    def files(self) -> dict[int, RankFiles]:
-        """By rank, in their order, what there is of it."""
+    def files(self, unwritten: Mapping[int, Unwritten] | None = None) -> dict[int, RankFiles]:
+        """By rank, in their order, what there is of it.
+
+        Args:
+            unwritten: what is in no file, by rank, of those of which anything is not.
+        """
         found: dict[int, RankFiles] = {}
-        for path in sorted(self.folder.glob("*.jsonl")):
+        for path in sorted(self.folder.glob("*")):
             match = _FILE.fullmatch(path.name)
             if match is not None:
                 its = found.setdefault(int(match["rank"]), RankFiles())
-                part = its.seen if match["who"] == "rank" else its.running if match["running"] else its.ended
-                part.append(path)
+                agents = its.behind if match["behind"] else its.running if match["running"] else its.ended
+                (its.seen if match["who"] == "rank" else agents).append(path)
+        for rank, more in (unwritten or {}).items():
+            found.setdefault(rank, RankFiles()).add(more)
         return dict(sorted(found.items()))
 
     def records(self) -> Iterator[RankRecord]:
@@ -96,14 +107,24 @@ class RankFiles:
     """The files of one rank in one segment.
 
     Attributes:
-        seen: the rank's own; at most one.
+        seen: the rank's own; and what follows in memory.
         ended: its agents', of attempts that have ended.
         running: its agents', of those that run or ran last.
+        behind: one for each agent that could not write, and so knew more than is here.
     """
 
     seen: list[Path] = field(default_factory=list)
     ended: list[Path] = field(default_factory=list)
     running: list[Path] = field(default_factory=list)
+    behind: list[Path] = field(default_factory=list)
+
+    def add(self, more: Unwritten) -> None:
+        """Take what is in no file too."""
+        if more.seen:
+            self.seen.append(in_memory(more.seen))
+        if more.ended:
+            self.ended.append(in_memory(more.ended))
+        self.behind[:] = [in_memory("")] if more.lost else []
 
     def record(self, spans: bool = True) -> RankRecord | None:
         """What the rank has written, with or without ``spans``; None if it left nothing.
@@ -111,10 +132,11 @@ class RankFiles:
         Raises:
             FillError: it cannot be read.
         """
+        record = None
         for path in self.seen:
             with suppress(NothingRecorded):
-                return read_rank(path, spans)
-        return None
+                record = read_rank(path, spans, record)
+        return record
 
     def attempts(self, steps: bool = True) -> Attempts:
         """What its side tasks did, in the order in which they ended, then what was not seen to end.
@@ -204,29 +226,21 @@ def note_failure(folder: Path, rank: int) -> bool:
 
     Rank 0 may be ended by the launcher before it can say a word, because another rank has failed.
     """
-    try:
-        fd = os.open(folder / _FAILED, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    except FileExistsError:
-        return False
-    except OSError:  # the folder is gone: rather twice than never
-        return True
-    with suppress(OSError):  # a full disk has room for a name
-        os.write(fd, f"rank {rank}\n".encode())
-    os.close(fd)
-    return True
+    return note(folder, _FAILED, rank)
 
 
 def read_segments(run_dir: Path) -> list[Segment]:
     """The segments of a run in their order.
 
     Raises:
-        FillError: there is none, or one cannot be read.
+        NoRecords: there is none.
+        FillError: one cannot be read.
     """
     records = run_dir / RECORDS
     found = [_segment(records / str(number), number) for number in sorted(_numbers(records))]
     segments = [segment for segment in found if segment is not None]
     if not segments:
-        raise FillError(f"{records}: holds no records of a training; expected a run folder, as the training printed it")
+        raise NoRecords(f"{records}: holds no records of a training; expected a run folder, as the training printed it")
     return segments
 
 

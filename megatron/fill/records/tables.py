@@ -77,7 +77,7 @@ def as_columns(cls: type, values: Iterable[Any]) -> dict[str, Sequence[Any]]:
     return dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else {name: [] for name in names}
 
 
-def extend(columns: dict[str, list[Any]], cls: type, more: dict[str, list[Any]]) -> None:
+def extend(columns: dict[str, list[Any]], cls: type, more: Mapping[str, Sequence[Any]]) -> None:
     """Add what ``as_columns`` made of further values.
 
     Raises:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import write_text
-from megatron.fill.records import RankFiles, Segment, last_segment, read_segments
-from megatron.fill.report.build import ReportBuilder
+from megatron.fill.records import NoRecords, RankFiles, Segment, Unwritten, read_segments
+from megatron.fill.report.build import Part, ReportBuilder
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
 from megatron.fill.report.drawn import Drawn, choose_drawn
 from megatron.fill.report.jobs import Ask, job_reports
@@ -59,7 +59,14 @@ def _nobody(names: Collection[str]) -> Mapping[str, JobRecord]:
     return {}
 
 
-def compose(run_dir: Path, ask: Ask = _nobody, prices: Prices | None = None) -> Report:
+def compose(
+    run_dir: Path,
+    ask: Ask = _nobody,
+    prices: Prices | None = None,
+    *,
+    ended: Segment | None = None,
+    unwritten: Mapping[int, Unwritten] | None = None,
+) -> Report:
     """Build the report of a run folder and write ``report.json``, ``trace.json`` and ``timeline.png`` into it.
 
     It reads what the ranks and agents of all segments have written so far, one rank after the other, so it may be
@@ -68,20 +75,23 @@ def compose(run_dir: Path, ask: Ask = _nobody, prices: Prices | None = None) -> 
     Args:
         ask: what the job store says of the jobs whose end the records do not tell.
         prices: in place of those that the run was started with.
+        ended: the segment that has just ended, which the run folder may not say.
+        unwritten: what of its records is in no file, by rank.
 
     Raises:
         NotWritten: not all of these files could be written.
         FillError: if no rank left a record, or a record cannot be read.
     """
-    segments = read_segments(run_dir)
-    files = {segment.number: segment.files() for segment in segments}
+    segments = _segments(run_dir, ended)
+    left = {ended.number: unwritten or {}} if ended else {}
+    files = {segment.number: segment.files(left.get(segment.number)) for segment in segments}
     builder = ReportBuilder()
     jobs: list[tuple[int, JobRecord]] = []
     for rank in sorted(set().union(*files.values())):
         builder.add(_parts({number: its[rank] for number, its in files.items() if rank in its}, jobs))
     if builder.empty:
         raise FillError(f"{run_dir}: no rank has left a record yet, so there is nothing to report")
-    report = builder.report(segments, job_reports(segments, jobs, ask), prices)
+    report = builder.report(segments, job_reports(segments, jobs, ask), prices, left)
     try:
         write_text(run_dir / REPORT, report.model_dump_json(indent=2) + "\n")
         _draw(run_dir, report, segments, files, choose_drawn(builder.segments))
@@ -90,16 +100,28 @@ def compose(run_dir: Path, ask: Ask = _nobody, prices: Prices | None = None) -> 
     return report
 
 
-def _parts(
-    files: Mapping[int, RankFiles], jobs: list[tuple[int, JobRecord]]
-) -> Iterator[tuple[int, RankRecord, list[WorkerRecord]]]:
+def _segments(run_dir: Path, ended: Segment | None) -> list[Segment]:
+    """The run's, of which one has just ended."""
+    if ended is None:
+        return read_segments(run_dir)
+    try:
+        before = [segment for segment in read_segments(run_dir) if segment.number != ended.number]
+    except NoRecords:  # its folder is gone
+        before = []
+    return [*before, ended]
+
+
+def _parts(files: Mapping[int, RankFiles], jobs: list[tuple[int, JobRecord]]) -> Iterator[Part]:
     """What one rank left in each segment; its agents' jobs go to ``jobs``."""
     for number, its in files.items():
         attempts = its.attempts(steps=False)
         jobs += [(number, job) for job, _ in attempts]
         record = its.record(spans=False)
         if record is not None:
-            yield number, record, [worker for _, worker in attempts]
+            unknown = "its agent could not write what they did" if its.behind else ""
+            if record.lost_until:
+                unknown = f"its record up to iteration {record.lost_until} was deleted"
+            yield Part(number, record, [worker for _, worker in attempts], unknown)
 
 
 def _draw(
@@ -125,15 +147,17 @@ def _draw(
     draw_timeline(run_dir / TIMELINE, ranks, workers, summary=report.summary, what=what)
 
 
-def profile(run_dir: Path) -> list[RankCycle]:
-    """Write the bubble cycles of a run folder's ranks, in its last segment, to ``bubbles.json`` in it.
+def profile(segment: Segment, unwritten: Mapping[int, Unwritten] | None = None) -> list[RankCycle]:
+    """The bubble cycles of a segment's ranks.
+
+    Args:
+        unwritten: what of its records is in no file, by rank.
 
     Raises:
         FillError: if no rank left a record, or a record cannot be read.
     """
-    records = (its.record(spans=False) for its in last_segment(run_dir).files().values())
+    records = (its.record(spans=False) for its in segment.files(unwritten).values())
     cycles = [bubble_cycle(seen(record)) for record in records if record is not None]
     if not cycles:
-        raise FillError(f"{run_dir}: no rank has left a record yet, so there is nothing to report")
-    write_cycles(run_dir / "bubbles.json", cycles)
+        raise FillError(f"{segment.folder}: no rank has left a record, so there is nothing to report")
     return cycles

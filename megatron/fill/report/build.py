@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import NamedTuple
 
-from megatron.fill.records import Segment
+from megatron.fill.records import Segment, Unwritten
 from megatron.fill.report.cost import cost_of
 from megatron.fill.report.cycle import bubble_cycle
 from megatron.fill.report.part import RankPart, part_of
@@ -35,6 +36,20 @@ from megatron.fill.types import BrakeEvent, Iteration, Prices, RankInfo, RankRec
 _S, _MS = 1e9, 1e6  # nanoseconds
 
 
+class Part(NamedTuple):
+    """One rank in one segment.
+
+    Attributes:
+        segment: its number.
+        unknown: why it is not known what its workers harvested; empty if it is.
+    """
+
+    segment: int
+    record: RankRecord
+    workers: Sequence[WorkerRecord]
+    unknown: str = ""
+
+
 @dataclass(slots=True)
 class SegmentSums:
     """What is known of one segment when all its ranks were added.
@@ -52,6 +67,7 @@ class SegmentSums:
     numbers: list[int] = field(default_factory=list)  # of the first and the last iteration of each rank
     means: MeanIterations = field(default_factory=MeanIterations)
     blocks: int = 0
+    lost_until: int = 0  # the last iteration of what was deleted, of any rank
 
 
 class ReportBuilder:
@@ -64,18 +80,21 @@ class ReportBuilder:
         self._ranks: list[RankReport] = []
         self._cycles: list[RankCycle] = []
 
-    def add(self, parts: Iterable[tuple[int, RankRecord, Sequence[WorkerRecord]]]) -> None:
-        """One rank: its record and its workers' in each segment (by number, in their order) in which it left one."""
+    def add(self, parts: Iterable[Part]) -> None:
+        """One rank in each segment in which it left a record, in their order."""
         tally, brakes = Tally(), list[BrakeEvent]()
         last: Seen | None = None
-        for number, record, workers in parts:
+        why = ""
+        for number, record, workers, unknown in parts:
             saw = seen(record)
-            self._count(part_of(number, saw, workers), tally)
+            self._count(part_of(number, saw, workers, known=not unknown), tally)
+            self.segments[number].lost_until = max(self.segments[number].lost_until, record.lost_until)
             brakes += record.brakes
+            why = unknown or why
             if last is None or len(saw.iterations.number):
                 last = saw
         if last is not None:
-            self._ranks.append(_rank(last.info, tally, brakes))
+            self._ranks.append(_rank(last.info, tally, brakes, why))
             self._cycles.append(bubble_cycle(last))
 
     def _count(self, part: RankPart, of_rank: Tally) -> None:
@@ -98,13 +117,20 @@ class ReportBuilder:
         """Whether no rank left a record."""
         return not self._ranks
 
-    def report(self, segments: Sequence[Segment], jobs: Sequence[JobReport], prices: Prices | None = None) -> Report:
+    def report(
+        self,
+        segments: Sequence[Segment],
+        jobs: Sequence[JobReport],
+        prices: Prices | None = None,
+        unwritten: Mapping[int, Mapping[int, Unwritten]] | None = None,
+    ) -> Report:
         """The report of all that was added.
 
         Args:
             segments: of the run.
             jobs: how each ended.
             prices: in place of those that the run was started with.
+            unwritten: by segment and rank, what was added and is in no file.
         """
         units = {job.name: job.unit for job in jobs}
         total = _with_units(self._total.totals(), units)
@@ -125,7 +151,7 @@ class ReportBuilder:
         last = segments[-1] if segments else None
         return Report(
             command=last.command if last else "",
-            segments=[self._segment(segment) for segment in segments],
+            segments=[self._segment(segment, (unwritten or {}).get(segment.number, {})) for segment in segments],
             summary=summary,
             ranks=[_with_units(rank, units) for rank in self._ranks],
             stages=[
@@ -160,7 +186,7 @@ class ReportBuilder:
             before += sums.blocks + sums.blocks % 2
         return found
 
-    def _segment(self, segment: Segment) -> SegmentReport:
+    def _segment(self, segment: Segment, unwritten: Mapping[int, Unwritten]) -> SegmentReport:
         sums = self.segments.get(segment.number, SegmentSums())
         return SegmentReport(
             number=segment.number,
@@ -176,6 +202,9 @@ class ReportBuilder:
             warmup=segment.warmup,
             paired_blocks=segment.paired_blocks,
             command=segment.command,
+            lost_until=sums.lost_until or None,
+            unwritten=sorted(unwritten),
+            cut=sorted(rank for rank, its in unwritten.items() if its.cut),
         )
 
 
@@ -185,7 +214,7 @@ def _with_units[T: Totals](totals: T, units: Mapping[str, str]) -> T:
     return totals.model_copy(update={"work": work})
 
 
-def _rank(info: RankInfo, tally: Tally, brakes: Sequence[BrakeEvent]) -> RankReport:
+def _rank(info: RankInfo, tally: Tally, brakes: Sequence[BrakeEvent], unknown: str) -> RankReport:
     return RankReport(
         **tally.totals().model_dump(),
         rank=info.rank,
@@ -194,6 +223,7 @@ def _rank(info: RankInfo, tally: Tally, brakes: Sequence[BrakeEvent]) -> RankRep
         device=info.device,
         data_parallel_rank=info.data_parallel_rank,
         tensor_parallel_rank=info.tensor_parallel_rank,
+        harvest_unknown=unknown,
         brakes=[
             BrakeReport(
                 iteration=event.iteration,

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.fill.records import column
 from megatron.fill.report.seen import KINDS, IterationTimes, Seen
-from megatron.fill.report.timeuse import TimeUse, time_use
+from megatron.fill.report.timeuse import TimeUse, time_use, time_use_unknown
 from megatron.fill.types import BubbleKind, RankInfo, WorkerRecord
 
 
@@ -41,6 +41,7 @@ class RankPart:
         alone, share: what ``fill_efficiency`` is made of.
         latencies, overruns: of the recent bubbles of its workers.
         errors: of predicted durations, in all; of so many.
+        known: what its workers did; else ``done`` has no more than what happened to be written of it.
     """
 
     info: RankInfo
@@ -62,21 +63,26 @@ class RankPart:
     overruns: np.ndarray
     errors: int
     predicted: int
+    known: bool = True
 
     @property
     def harvested(self) -> int:
         return sum(its.harvested_ns for its in self.done.values())
 
 
-def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord]) -> RankPart:
-    """The part of one rank, from its record and those of the workers that ran in its bubbles."""
+def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bool = True) -> RankPart:
+    """The part of one rank, from its record and those of the workers that ran in its bubbles.
+
+    Args:
+        known: these are all that these workers did.
+    """
     its, bubbles = seen.iterations, seen.bubbles
     # What a broken-off iteration left has no iteration time to be a share of.  Sums that stand for older bubbles
     # (index -1) are of iterations that ended.
     ended = (bubbles.index < 0) | np.isin(bubbles.iteration, its.number)
     fillable = int(bubbles.duration[bubbles.filling].sum())
-    known = bubbles.predicted > 0
-    alone, share = _efficiency(fillable, workers)
+    predicted = bubbles.predicted > 0
+    alone, share = _efficiency(fillable, workers) if known else (0.0, 0.0)
     done: dict[str, JobWork] = {}
     for worker in workers:
         its_alone = (finite(worker.alone_work), worker.alone_ns)
@@ -94,14 +100,15 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord]) -> RankPa
         bubbles=_by_kind(seen, ended & ~bubbles.forward_only),
         evaluation=_by_kind(seen, bubbles.forward_only),
         fillable=fillable,
-        time_use=time_use(bubbles, workers),
+        time_use=time_use(bubbles, workers) if known else time_use_unknown(bubbles),
         alone=alone,
         share=share,
         done=done,
         latencies=_of_uses(workers, "latency_ns", "latency_ns", 0),
         overruns=_of_uses(workers, "overrun_ns", "steps", 1),
-        errors=int(np.abs(bubbles.predicted - bubbles.duration)[known].sum()),
-        predicted=int(known.sum()),
+        errors=int(np.abs(bubbles.predicted - bubbles.duration)[predicted].sum()),
+        predicted=int(predicted.sum()),
+        known=known,
     )
 
 

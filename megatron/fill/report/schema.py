@@ -74,8 +74,10 @@ class Totals(_Model):
     bubble_share: float | None = Field(description="sum of bubble_s / iteration_s")
     evaluation_bubble_s: dict[BubbleKind, float] = Field(description="seconds of bubbles in evaluations, by kind")
     fillable_s: float = Field(description="seconds of bubbles, training and evaluation, while filling was on")
-    harvested_s: float = Field(description="seconds inside side-task steps and inside bubbles")
-    harvest_ratio: float | None = Field(description="harvested_s / fillable_s")
+    harvested_s: float | None = Field(
+        description="seconds inside side-task steps and inside bubbles, as far as known; null if of no rank"
+    )
+    harvest_ratio: float | None = Field(description="harvested_s / fillable_s, of ranks whose harvest is known")
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
     time_use_ns: dict[TimeUse, int] = Field(description="the nanoseconds of fillable_s, by what became of them")
     steps: int = Field(description="side-task steps done in bubbles")
@@ -106,6 +108,7 @@ class RankReport(Totals):
     device: str = Field(description="its device")
     data_parallel_rank: int = Field(description="its place in data parallelism")
     tensor_parallel_rank: int = Field(description="its place in tensor parallelism")
+    harvest_unknown: str = Field(default="", description="why its harvest is not known, or not of all segments")
     brakes: list[BrakeReport] = Field(description="each time that the automatic brake stopped its filling")
 
 
@@ -266,6 +269,11 @@ class SegmentReport(_Model):
     warmup: int | None = Field(default=None, description="iterations before it filled; null where no job was served")
     paired_blocks: int = Field(default=0, description="iterations of a block with or without filling; 0: no blocks")
     command: str = Field(description="the command line of the main job")
+    lost_until: int | None = Field(
+        default=None, description="its records up to this iteration were deleted while it ran; null: none were"
+    )
+    unwritten: list[int] = Field(default=[], description="ranks with records in this report that are in no file")
+    cut: list[int] = Field(default=[], description="those of them that had more than could be kept in memory")
 
 
 class Report(_Model):

@@ -75,6 +75,8 @@ class Tally:
     def __init__(self) -> None:
         self.iterations: defaultdict[int, int] = defaultdict(int)  # by rank
         self.fillable = self._watched = 0
+        self._harvested = self._known = 0  # of the parts of which that is known, and their fillable time
+        self._unknown = False
         self._times, self._on, self._off = Pool(), Pool(), Pool()
         self._latencies, self._overruns = Pool(), Pool()
         self._bubbles = dict.fromkeys(BubbleKind, 0)
@@ -87,6 +89,11 @@ class Tally:
     def add(self, part: RankPart) -> None:
         self.iterations[part.info.rank] += len(part.number)
         self.fillable += part.fillable
+        if part.known:
+            self._harvested += part.harvested
+            self._known += part.fillable
+        else:
+            self._unknown = True
         self._times.add(part.duration)
         self._watched += int(part.duration[part.watched].sum())
         paired = (part.block >= 0) & part.watched
@@ -108,7 +115,7 @@ class Tally:
 
     def totals(self) -> Totals:
         """All that was added, without the units of work."""
-        harvested = sum(done.harvested_ns for done in self.done.values())
+        unknown = self._unknown and not self._known
         paired = PairedTimes(on=self._on.times(), off=self._off.times())
         return Totals(
             iterations=max(self.iterations.values(), default=0),
@@ -118,8 +125,8 @@ class Tally:
             bubble_share=ratio(sum(self._bubbles.values()), self._watched),
             evaluation_bubble_s=_seconds(self._evaluation),
             fillable_s=self.fillable / _S,
-            harvested_s=harvested / _S,
-            harvest_ratio=ratio(harvested, self.fillable),
+            harvested_s=None if unknown else self._harvested / _S,
+            harvest_ratio=ratio(self._harvested, self._known),
             fill_efficiency=ratio(self._alone, self._share),
             time_use_ns=self._time_use,
             steps=sum(done.steps for done in self.done.values()),

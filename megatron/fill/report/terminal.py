@@ -14,6 +14,7 @@ from megatron.fill.display import one_line, state_colour
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report.advice import advice
 from megatron.fill.report.drawn import MANY
+from megatron.fill.report.lacking import record_lines
 from megatron.fill.report.rows import add_rows, named_rows, new_table
 from megatron.fill.report.schema import (
     CycleBubble,
@@ -49,6 +50,7 @@ def print_report(report: Report, console: Console) -> None:
             console.print(line, highlight=False, markup=False)
     lines = [
         *_segment_lines(report.segments),
+        *record_lines(report),
         *_lines(report.summary, report.segments[-1].paired_blocks if report.segments else 0, jobs=bool(report.jobs)),
         *(cost_lines(report.cost) if report.jobs else []),
         *_brake_lines(report.ranks),
@@ -95,7 +97,7 @@ def _rank_cells(totals: Totals) -> list[str]:
         _short(time.median_s * 1e3) if time else "-",
         _percent(totals.bubble_share),
         *(_short(totals.bubble_s.get(kind, 0.0)) for kind in BubbleKind),
-        _short(totals.harvested_s),
+        "-" if totals.harvested_s is None else _short(totals.harvested_s),
         "-" if totals.harvest_ratio is None else f"{totals.harvest_ratio:.3f}",
     ]
 

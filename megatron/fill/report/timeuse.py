@@ -27,7 +27,7 @@ class TimeUse(StrEnum):
     NO_JOB = "no_job"  # nobody had a step to run
     TOO_SHORT = "too_short"  # before the predicted end, and the gate stayed shut since that was near
     NOT_PREDICTED = "not_predicted"  # so the gate stayed shut
-    NOT_KNOWN = "not_known"  # of old bubbles the records have only sums
+    NOT_KNOWN = "not_known"  # of old bubbles the records have only sums; or what workers did was never written
 
 
 def time_use(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> dict[TimeUse, int]:
@@ -47,6 +47,13 @@ def time_use(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> dict[TimeUse,
     # Of old bubbles it is still known how much was harvested.
     forgotten = sum(worker.harvested_ns - sum(column(worker.uses, "harvested_ns")) for worker in workers)
     _move(use, TimeUse.NOT_KNOWN, TimeUse.STEPS, max(0, forgotten))
+    return use
+
+
+def time_use_unknown(bubbles: Bubbles) -> dict[TimeUse, int]:
+    """The same where it is not known what the workers did."""
+    use = time_use(bubbles, ())
+    _move(use, TimeUse.NO_JOB, TimeUse.NOT_KNOWN, use[TimeUse.NO_JOB])
     return use
 
 

@@ -1,0 +1,47 @@
+"""The report of a training that has just ended, on rank 0: files in the run folder, tables on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron.fill.app.runfolder import store_of
+from megatron.fill.config import FillSettings
+from megatron.fill.records import Segment, Unwritten
+from megatron.fill.store.standing import standing
+
+
+def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritten: Mapping[int, Unwritten]) -> None:
+    """Print what the training's ranks and jobs did, and write it down.
+
+    Args:
+        segment: the one that has ended.
+        unwritten: what of its records is in no file, by rank.
+
+    Raises:
+        OSError, FillError: not all could be written, or there is nothing to report.
+    """
+    from megatron.fill import report
+
+    console = Console()
+    if settings.profile_only:
+        cycles = report.profile(segment, unwritten)
+        report.print_cycle(cycles, console)
+        report.write_cycles(run_dir / "bubbles.json", cycles)
+        print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
+        return
+    store = store_of(settings, run_dir)
+    try:
+        made = report.compose(
+            run_dir,
+            lambda names: standing(store, run_dir, False, names),
+            ended=segment,
+            unwritten=unwritten,
+        )
+    except report.NotWritten as error:
+        report.print_report(error.report, console)
+        raise
+    report.print_report(made, console)
+    print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
