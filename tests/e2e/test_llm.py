@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.training import MODEL, ROOT, train_until, write_jobs
 
+CLI = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
     "--num-query-groups 2 --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 384"
@@ -53,3 +54,19 @@ def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, fla
     assert found["samples"][0]["prompt"] == "def "
     assert trained.jobs["evaluate"]["result"]["evaluated"] == len(lines)
     assert list(trained.path("evaluate", "tensorboard").glob("events*"))
+    # What the bubbles have left, of which the last checkpoint is one, gets the same by the command; 12 is left too.
+    file = trained.path("evaluate", "evaluations.jsonl")
+    owner = file.stat().st_uid
+    kept = [line for line in lines if json.loads(line)["iteration"] != 12]
+    file.write_text("".join(f"{line}\n" for line in kept))
+    command = [*CLI, "evaluate", "evaluate", "--store", str(tmp_path / "run"), "--device", "cpu", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    saves = sorted(int(path.name[5:]) for path in saved.glob("iter_*"))
+    after = {line["iteration"]: line for line in map(json.loads, file.read_text().splitlines())}
+    assert sorted(after) == saves
+    assert saves[-1] not in [json.loads(line)["iteration"] for line in lines]
+    assert after[12]["loss"] == pytest.approx(float(said[1]), rel=1e-5)
+    assert after[12]["samples"] == found["samples"]
+    assert json.loads(done.stdout)["evaluated"] == list(after.values())[len(kept) :]
+    assert file.stat().st_uid == owner

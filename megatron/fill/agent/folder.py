@@ -40,7 +40,7 @@ def job_folder(run_dir: Path, job: Job, user: JobUser | None) -> Path | None:
         user: whom it is to belong to, if not us.
     """
     own, before = run_dir / JOBS / folder_name(job), Path(job.directory)
-    for directory in [before] * (before != own and _is_known(before, folder_name(job))) + [own]:
+    for directory in [before] * (before != own and is_known(before, folder_name(job))) + [own]:
         try:
             if directory == own:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def job_folder(run_dir: Path, job: Job, user: JobUser | None) -> Path | None:
     return None
 
 
-def _is_known(directory: Path, name: str) -> bool:
+def is_known(directory: Path, name: str) -> bool:
     """Whether it is the folder of a job of this name, with no link on the way, that an agent of this user has made."""
     if (directory.parent.name, directory.name) != (JOBS, name):
         return False

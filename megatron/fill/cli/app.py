@@ -17,6 +17,7 @@ from megatron.fill.cli import (
     configure,
     control,
     doctor,
+    evaluate,
     graph,
     jobs,
     logs,
@@ -77,6 +78,7 @@ def options(
 app.command("try")(trial.try_)
 app.command("submit")(jobs.submit)
 app.command("batch")(batch.batch)
+app.command("evaluate")(evaluate.evaluate)
 app.command("list")(jobs.list_jobs)
 app.command("show")(jobs.show)
 app.command("logs")(logs.logs)

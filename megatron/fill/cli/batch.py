@@ -14,13 +14,12 @@ import typer
 from megatron.fill import untrusted
 from megatron.fill.cli import views
 from megatron.fill.cli.options import Json, Store, opened
+from megatron.fill.cli.progress import progress
 from megatron.fill.errors import ConfigError, JobError
 from megatron.fill.store import Job, JobStore
 from megatron.fill.types import JobState
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from megatron.fill.llm.requests import Refused
 
 _TASK, _ANSWERS = "megatron.fill.llm:BatchJob", "answers.jsonl"
@@ -157,7 +156,7 @@ def _answer_alone(
         raise ConfigError(f"--memory is {memory!r}: {error}") from None
     partial = partial_path(output, args, Path(args["requests"]).read_bytes())
     try:
-        with _progress(quiet) as shown:
+        with progress(quiet) as shown:
             line = shown.add_task(f"loading {Path(args['model']).name}", total=count)
 
             def told(answered: int, tokens: int, seconds: float) -> None:
@@ -201,14 +200,6 @@ def _conclude(output: Path, figures: dict[str, Any], where: str) -> None:
         f"{figures['prompt_tokens']:,} tokens of prompts, {figures['completion_tokens']:,} of answers"
         + ("." if speed is None else f": {speed:,.1f} a second {where}.")
     )
-
-
-def _progress(quiet: bool) -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(file=sys.stderr), disable=quiet)
 
 
 def _shape(tree: str) -> list[int] | str:
@@ -267,7 +258,7 @@ def _found_or_new(jobs: JobStore, name: str, args: dict[str, Any], memory: str |
 def _watched(jobs: JobStore, job: Job, quiet: bool) -> tuple[Job, bool]:
     """Wait until the job has ended, and show its progress unless it is to be quiet; whether that was interrupted."""
     try:
-        with _progress(quiet) as shown:
+        with progress(quiet) as shown:
             line = shown.add_task(job.name, total=None)
             while True:
                 job = jobs.get(job.id)

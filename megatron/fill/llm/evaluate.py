@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron.fill.errors import TaskError
-from megatron.fill.linux.files import write_text
+from megatron.fill.llm.evaluations import as_text, read_evaluations, write_evaluations, write_to_tensorboard
 from megatron.fill.llm.fitting import pieces_of, settle
 from megatron.fill.sidetask.base import SideTask
 from megatron.fill.sidetask.checks import check_whole
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _METRICS = ("loss", "samples")
 _LOOK, _TAKE, _FORWARD, _ENGINE = 0, 1, 2, 100  # kinds of steps; those of passes and of the engine are several
-_EVALUATIONS = "evaluations.jsonl"
 _LOOK_S = 1.0
 
 
@@ -81,6 +80,7 @@ class EvaluateCheckpoints(SideTask):
 
         Raises:
             ValueError: an argument is wrong.
+            TaskError: the ``evaluations.jsonl`` that is there cannot be read.
         """
         self._metrics = metrics or ["loss", *(["samples"] if prompts else [])]
         for metric in self._metrics:
@@ -93,7 +93,8 @@ class EvaluateCheckpoints(SideTask):
         )
         self._folder, self._count, self._prompts = Path(checkpoints), samples, list(prompts or [])
         self._new_tokens, self._batch = new_tokens, batch_size
-        self._done: list[int] = []  # iterations that were evaluated, or cannot be any more
+        # Iterations that were evaluated, here or by "pipefill evaluate", or that cannot be any more.
+        self._done = list(read_evaluations(self.context.directory))
         self._tries: dict[int, int] = {}
         self._looked_s = 0.0
 
@@ -139,7 +140,7 @@ class EvaluateCheckpoints(SideTask):
         return {"done": self._done, "result": dict(self.context.result)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._done = list(state["done"])
+        self._done = list(dict.fromkeys([*state["done"], *self._done]))
         self.context.report(**state["result"])
 
     def stop(self) -> None:
@@ -147,16 +148,24 @@ class EvaluateCheckpoints(SideTask):
             assert self._loading is not None
             self._loading.join()
 
-    def _look(self) -> None:
-        """Begin with the oldest checkpoint that is complete and not evaluated."""
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being read or evaluated."""
+        return self._work is not None or self._loading is not None
+
+    def left(self) -> dict[int, Path]:
+        """The checkpoints that are complete and not evaluated, by iteration, in order."""
         from megatron.fill.llm.megatron import checkpoints
 
+        return {at: path for at, path in checkpoints(self._folder).items() if at not in self._done}
+
+    def _look(self) -> None:
+        """Begin with the oldest checkpoint that is complete and not evaluated."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_S:
             return
         self._looked_s = now_s
-        waiting = {at: path for at, path in checkpoints(self._folder).items() if at not in self._done}
-        if waiting:
+        if waiting := self.left():
             self._iteration, path = next(iter(waiting.items()))
             self._behind = len(waiting) - 1
             self._loading = _Loading(path, self._count)
@@ -233,32 +242,19 @@ class EvaluateCheckpoints(SideTask):
 
     def _note(self, found: dict[str, float], texts: list[str]) -> None:
         """Write down what was found of a checkpoint."""
-        line: dict[str, Any] = {"iteration": self._iteration, **found}
+        finite = {name: value if math.isfinite(value) else None for name, value in found.items()}  # as JSON has them
+        line: dict[str, Any] = {"iteration": self._iteration, **finite}
         if texts:
             line["samples"] = [{"prompt": p, "text": text} for p, text in zip(self._prompts, texts, strict=True)]
-        path = self.context.directory / _EVALUATIONS
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [one for one in lines if json.loads(one)["iteration"] != self._iteration]
-        write_text(path, "\n".join([*kept, json.dumps(line)]) + "\n")
-        said = ", ".join(f"{name} {value:.6f}" for name, value in found.items())
-        self.context.logger.info("iteration %d: %s; %d checkpoints behind", self._iteration, said, self._behind)
+        folder = self.context.directory
+        known = {at: one for at, one in read_evaluations(folder).items() if at != self._iteration}
+        write_evaluations(folder, [*known.values(), line])
+        self.context.logger.info("%s; %d checkpoints behind", as_text(line), self._behind)
         for one in texts:
             self.context.logger.info("  %s", one)
-        self._to_tensorboard(found, line.get("samples", []))
+        write_to_tensorboard(folder, self._iteration, found, line.get("samples", []))
         self._done.append(self._iteration)
-        self.context.report(iteration=self._iteration, evaluated=len(self._done), behind=self._behind, **found)
-
-    def _to_tensorboard(self, found: dict[str, float], samples: list[dict[str, str]]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:  # Megatron trains without it too
-            return
-        with SummaryWriter(str(self.context.directory / "tensorboard")) as writer:
-            for name, value in found.items():
-                writer.add_scalar(f"fill/{name}", value, self._iteration)
-            for number, sample in enumerate(samples):
-                text = f"{sample['prompt']}**{sample['text']}**"
-                writer.add_text(f"fill/sample {number}", text, self._iteration)
+        self.context.report(iteration=self._iteration, evaluated=len(known) + 1, behind=self._behind, **found)
 
 
 def _losses(model: Any, passes: LayeredPass, batch: torch.Tensor) -> Iterator[tuple[int, float]]:
