@@ -1,4 +1,4 @@
-"""A training's own checkpoints are evaluated in its bubbles."""
+"""A training's own checkpoints are evaluated in its bubbles, and the last one after them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.training import MODEL, ROOT, train_until, write_jobs
+from tests.e2e.training import MODEL, REST_MS, ROOT, train, train_until, write_jobs
 
 CLI = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 LLAMA = (
@@ -70,3 +70,27 @@ def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, fla
     assert after[12]["samples"] == found["samples"]
     assert json.loads(done.stdout)["evaluated"] == list(after.values())[len(kept) :]
     assert file.stat().st_uid == owner
+
+
+def test_the_loss_of_what_is_saved_at_the_very_end_is_megatrons(tmp_path, corpus):
+    saved = tmp_path / "saved"
+    job = {"name": "evaluate", "task": "megatron.fill.llm:EvaluateCheckpoints", "args": {"checkpoints": str(saved)}}
+    model = MODEL.replace("--mock-data", f"--data-path {corpus} --split 80,20,0").replace("size 255", "size 256")
+    model = model.replace("--eval-iters 0 --eval-interval 100000", "--eval-iters 3 --eval-interval 30")
+    trained = train(
+        tmp_path,
+        f"{write_jobs(tmp_path, job)} --fill-bind {tmp_path} {Path(corpus).parent} --save {saved} --save-interval 10",
+        iterations=30,
+        rest_ms=REST_MS,
+        model=model,
+    )
+    command = [*CLI, "evaluate", "evaluate", "--json", "--store", tmp_path / "run", "--device", "cpu"]
+    before = trained.jobs["evaluate"]
+    said = json.loads(subprocess.check_output(command, cwd=ROOT))
+    assert before["state"] == "QUEUED"
+    found = [json.loads(line) for line in Path(said["evaluations"]).read_text().splitlines()]
+    assert [line["iteration"] for line in found] == [10, 20, 30]
+    assert said["evaluated"] == found[before["result"].get("evaluated", 0) :]
+    megatrons = re.search(r"validation loss at iteration 30 \| lm loss value: ([0-9.E+-]+)", trained.output)
+    assert megatrons is not None
+    assert found[-1]["loss"] == pytest.approx(float(megatrons[1]), rel=1e-5)

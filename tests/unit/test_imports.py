@@ -152,6 +152,7 @@ TORCH_FREE = [
     "llm.batch",
     "llm.evaluate",
     "cli.batch",
+    "cli.evaluate",
     "trial.run",
     "trial.printed",
     "app.checker",

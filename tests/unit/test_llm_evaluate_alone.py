@@ -128,7 +128,7 @@ def test_interrupted_or_refused_what_was_evaluated_is_kept(data, tmp_path, pipef
     assert "--num-experts 8" in err
     assert "iteration 5: loss" in out
     job = store.find("evaluate")
-    assert (job.state, job.result["evaluated"]) == (JobState.QUEUED, 1)
+    assert (job.state, job.result["evaluated"], job.result["behind"]) == (JobState.QUEUED, 1, 1)
 
     def interrupted(*_):
         raise KeyboardInterrupt

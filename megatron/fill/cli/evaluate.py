@@ -51,6 +51,7 @@ def evaluate(name: JobName, store: Store = None, device: Device = None, as_json:
     --json prints job (its name), evaluations (the file), evaluated (the new lines of it) and seconds.
     """
     from megatron.fill.llm.evaluations import EVALUATIONS, as_text, read_evaluations
+    from megatron.fill.llm.megatron import checkpoints
 
     where = checked_device(device)
     status, why = 0, ""
@@ -71,8 +72,10 @@ def evaluate(name: JobName, store: Store = None, device: Device = None, as_json:
             new = [line for iteration, line in found.items() if line != before.get(iteration)]
             if new:
                 reason = f"pipefill evaluate did {len(new)} checkpoints; it goes on in the next training"
-                latest = {name: value for name, value in new[-1].items() if name != "samples"}
-                jobs.release(claim, reason, job.progress, job.result | latest | {"evaluated": len(found)})
+                result = job.result | {name: value for name, value in new[-1].items() if name != "samples"}
+                behind = set(checkpoints(Path(job.work.args["checkpoints"]))) - set(found)
+                result |= {"evaluated": len(found), "behind": len(behind)}
+                jobs.release(claim, reason, job.progress, result)
     file = directory / EVALUATIONS
     if as_json:
         views.print_json({"job": job.name, "evaluations": str(file), "evaluated": new, "seconds": round(seconds, 3)})

@@ -43,8 +43,9 @@ def evaluate_alone(
         task.context = TaskContext(folder.name, private, device, logger=logger)
         try:
             _create(task, args)
-            task.init()
             done, left = 0, len(task.left())
+            if left:
+                task.init()
             while left:
                 if task.run_next_step():
                     publish(private, folder)
