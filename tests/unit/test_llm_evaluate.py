@@ -19,9 +19,11 @@ pytest.importorskip("greenlet")
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save  # noqa: E402
 
 from megatron.fill.llm import EvaluateCheckpoints  # noqa: E402
+from megatron.fill.llm.evaluate import _CHECK  # noqa: E402
 from megatron.fill.llm.heldout import validation_samples  # noqa: E402
 from megatron.fill.llm.megatron import IncompleteCheckpoint, checkpoints, latest, load_megatron  # noqa: E402
 from megatron.fill.llm.models import load_language_model  # noqa: E402
+from megatron.fill.llm.passes import ModelRunner, RowInput, decoder_layers, layer_by_layer  # noqa: E402
 
 HIDDEN, LAYERS, LENGTH = 16, 2, 8
 ARGS = {
@@ -197,7 +199,7 @@ def test_every_checkpoint_is_evaluated_in_small_steps(data, tmp_path, monkeypatc
     for iteration in (5, 10):
         checkpoint(saved, iteration, data[0], seed=iteration)
     kinds = run(made, 2, monkeypatch)
-    assert {0, 1, 2} <= kinds
+    assert {0, 1, 2, 3} <= kinds
     samples = torch.from_numpy(validation_samples(Namespace(**ARGS, data_path=[str(data[0])]))[:6])
     for line, iteration in zip(lines(tmp_path / "job"), (5, 10), strict=True):
         model = load_megatron(saved / f"iter_{iteration:07d}")[0]
@@ -215,6 +217,52 @@ def test_every_checkpoint_is_evaluated_in_small_steps(data, tmp_path, monkeypatc
     run(other, 1, monkeypatch)
     assert [line["iteration"] for line in lines(tmp_path / "job")] == [5, 10, 15]
     assert other.context.result["evaluated"] == 3
+
+
+@pytest.mark.parametrize("prompts", [[], ["ab"]], ids=["loss", "samples"])
+def test_a_model_that_answers_wrongly_is_refused_by_name(data, tmp_path, monkeypatch, prompts):
+    def looks_ahead(path):
+        model, args = load_megatron(path)
+        plain = model.forward
+
+        def forward(*given, **inputs):
+            found = plain(*given, **inputs)
+            found.logits = found.logits + found.logits.mean(1, keepdim=True)
+            return found
+
+        model.forward = forward
+        return model, args
+
+    monkeypatch.setattr("megatron.fill.llm.megatron.load_megatron", looks_ahead)
+    checkpoint(tmp_path / "saved", 5, data[0])
+    made = task(tmp_path / "job", tmp_path / "saved", prompts=prompts)
+    made.init()
+    with pytest.raises(TaskError, match="iteration 5: GPT2LMHeadModel is no causal model"):
+        run(made, 1, monkeypatch)
+    assert not (tmp_path / "job" / "evaluations.jsonl").exists()
+
+
+def test_what_only_samples_need_is_looked_into_with_samples_only(data, tmp_path, monkeypatch):
+    plain = ModelRunner._inputs
+
+    def wrong_positions(self, rows):
+        inputs = plain(self, rows)
+        if any(row.held is not None for row in rows):
+            inputs["position_ids"] = torch.full_like(inputs["position_ids"], 3)
+        return inputs
+
+    monkeypatch.setattr(ModelRunner, "_inputs", wrong_positions)
+    checkpoint(tmp_path / "saved", 5, data[0])
+    made = task(tmp_path / "loss", tmp_path / "saved")
+    made.init()
+    steps = []
+    monkeypatch.setattr(made, "run_next_step", lambda: steps.append(made.next_node) or type(made).run_next_step(made))
+    run(made, 1, monkeypatch)
+    assert steps.count(_CHECK) > 3 * LAYERS  # it is cut by layers as all else is
+    made = task(tmp_path / "samples", tmp_path / "saved", prompts=["ab"])
+    made.init()
+    with pytest.raises(TaskError, match=r"iteration 5: GPT2LMHeadModel .* with a token tree its logits differ"):
+        run(made, 1, monkeypatch)
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_is_left_out(data, tmp_path, monkeypatch):
@@ -244,6 +292,44 @@ def test_one_that_cannot_be_read_fails_the_job_and_says_why(data, tmp_path):
     made._loading.join()
     with pytest.raises(TaskError, match=r"iteration 5: .*--num-experts 8"):
         made.run_next_step()
+
+
+def test_what_runs_a_model_stops_before_each_layer_and_leaves_nothing_when_it_is_given_up(data, tmp_path):
+    checkpoint(tmp_path / "saved", 5, data[0])
+    model = load_megatron(tmp_path / "saved")[0].eval()
+    layers, ids = decoder_layers(model), torch.tensor([[1, 2, 3]])
+    found = []
+    steps = layer_by_layer(layers, lambda: found.append(model(ids).logits))
+    assert len(list(steps)) == LAYERS
+    with torch.no_grad():
+        assert torch.equal(found[0], model(ids).logits)
+    assert not torch.is_inference_mode_enabled()
+    runner = ModelRunner(model, LENGTH, 2)
+
+    def through_a_runner():
+        runner.cache.resize(1, LENGTH)
+        runner.begin([RowInput.following(0, [1, 2, 3], 0)])
+        while not runner.passes.run():
+            pass
+        found.append(runner.passes.result)
+
+    assert len(list(layer_by_layer(layers, through_a_runner))) == LAYERS
+    assert torch.allclose(found[1], found[0], atol=1e-5)
+    given_up = layer_by_layer(layers, through_a_runner)
+    next(given_up)
+    given_up.close()
+    runner.passes.remove()
+    assert len(found) == 2
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not torch.is_inference_mode_enabled()
+
+    def fails():
+        model(ids)
+        raise ValueError("it fails")
+
+    with pytest.raises(ValueError, match="it fails"):
+        list(layer_by_layer(layers, fails))
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize(

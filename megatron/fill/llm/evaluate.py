@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron.fill.llm.passes import LayeredPass
 
 _METRICS = ("loss", "samples")
-_LOOK, _TAKE, _FORWARD, _ENGINE = 0, 1, 2, 100  # kinds of steps; those of passes and of the engine are several
+_LOOK, _TAKE, _CHECK, _FORWARD, _ENGINE = 0, 1, 2, 3, 100  # kinds of steps; of passes and the engine there are several
 _LOOK_S = 1.0
 
 
@@ -104,7 +104,7 @@ class EvaluateCheckpoints(SideTask):
             import torch.utils.tensorboard  # noqa: F401
         from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, LlamaForCausalLM  # noqa: F401
 
-        from megatron.fill.llm import engine, heldout, megatron_weights, models, passes, verify  # noqa: F401
+        from megatron.fill.llm import engine, heldout, megatron_weights, models, passes, selfcheck, verify  # noqa: F401
 
         if not self._folder.is_dir():
             self.context.logger.info("%s is not there, or this job may not see it (--fill-bind)", self._folder)
@@ -190,10 +190,15 @@ class EvaluateCheckpoints(SideTask):
         raise TaskError(f"iteration {self._iteration}: {error}") from error
 
     def _evaluation(self, model: Any, tokenizer: Any, samples: np.ndarray) -> Iterator[tuple[int, float]]:
-        """The steps of one evaluation, each with the kind of the next one; the last step ends it."""
+        """The steps of one evaluation, each with the kind of the next one; the last step ends it.
+
+        Raises:
+            TaskError: the model is not computed right.
+        """
         import torch
 
-        from megatron.fill.llm.passes import LayeredPass, decoder_layers
+        from megatron.fill.llm.passes import LayeredPass, decoder_layers, layer_by_layer
+        from megatron.fill.llm.selfcheck import check_model
 
         device, found = self.context.device, {}
         for module in model.modules():  # a few weights at a time
@@ -202,6 +207,13 @@ class EvaluateCheckpoints(SideTask):
                     setattr(module, name, torch.nn.Parameter(parameter.to(device), requires_grad=False))
                     yield _TAKE, 0.0
         model.to(device).eval()
+        yield _CHECK, 0.0
+        try:
+            for _ in layer_by_layer(decoder_layers(model), lambda: check_model(model, "samples" in self._metrics)):
+                yield _CHECK, 0.0
+        except TaskError as error:
+            raise TaskError(f"iteration {self._iteration}: {error}") from error
+        yield (_FORWARD if "loss" in self._metrics else _ENGINE), 0.0
         if "loss" in self._metrics:
             length = samples.shape[1] - 1
             passes = LayeredPass(decoder_layers(model), pieces_of(model, self._batch * length, device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,35 @@ class LayeredPass:
             parent = self._running.parent
             assert parent is not None
             parent.switch()
+
+
+def layer_by_layer(layers: Sequence[torch.nn.Module], function: Callable[[], Any]) -> Iterator[None]:
+    """Run a function that runs a model as it likes, by ``LayeredPass`` too; yields before every layer.
+
+    What the function raises is raised here.
+    """
+    outside = getcurrent()
+    running = paused = greenlet(function)
+
+    def pause(*_: Any) -> None:
+        nonlocal paused
+        paused = getcurrent()  # the function's own, or that of a pass in it
+        outside.switch()
+
+    hooks = [layer.register_forward_pre_hook(pause) for layer in layers]
+    try:
+        while True:
+            with torch.inference_mode():
+                paused.switch()
+            if running.dead:
+                return
+            yield
+    finally:
+        if running:
+            with torch.inference_mode():  # what the function leaves leads back to this
+                running.throw(GreenletExit)
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(frozen=True, slots=True)

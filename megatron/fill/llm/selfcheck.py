@@ -46,7 +46,7 @@ class _Found:
     logits: torch.Tensor
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, generates: bool = True) -> None:
     """Compare what the engine would compute with what the model computes.
 
     It takes passes over about 100 tokens, and if the model is small enough one over the longest length at which the
@@ -54,6 +54,8 @@ def check_model(model: Any) -> None:
 
     Args:
         model: in evaluation mode, on its device; it is left as it was.
+        generates: else it is only given whole sequences, in batches: no keys and values are kept, and there are no
+            chunks and no trees.
 
     Raises:
         TaskError: they differ, or the model cannot be run so: naming what differs and by how much.
@@ -61,12 +63,13 @@ def check_model(model: Any) -> None:
     name = type(model).__name__
     try:
         with torch.inference_mode():
-            _check(_precise(model))
+            (_check if generates else _check_whole)(_precise(model))
     except TaskError:
         raise
     except Exception as error:  # whatever a model's code does with inputs that it does not expect
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise TaskError(f"{name} cannot be run with keys and values of several sequences in slots: {said}") from error
+        how = "with keys and values of several sequences in slots" if generates else "over several sequences"
+        raise TaskError(f"{name} cannot be run {how}: {said}") from error
 
 
 def _precise(model: Any) -> Any:
@@ -81,18 +84,35 @@ def _check(model: Any) -> None:
     runner = ModelRunner(model, context, min(2, len(decoder_layers(model))))
     try:
         sequences = _sequences(model, min(_LENGTH, context))
-        truth = [model(input_ids=_ids(model, tokens), use_cache=False).logits[0] for tokens in sequences]
-        shared = min(_SHARED, len(sequences[0]))
-        earlier = [
-            _Found("tokens that come later", at, range(shared), truth[0][:shared]) for at in range(1, len(truth))
-        ]
-        _compare(model, earlier, truth)
+        truth = _truth(model, sequences)
         runner.cache.resize(3, 2 * len(sequences[0]))
         _compare(model, _ways(runner, sequences), truth)
         if (longest := _longest(model, context)) is not None:
             _check_long(model, runner, longest)
     finally:
         runner.passes.remove()
+
+
+def _check_whole(model: Any) -> None:
+    """Whether whole sequences have the same logits in a batch."""
+    sequences = _sequences(model, min(_LENGTH, context_length(model)))
+    truth = _truth(model, sequences)
+    together = model(input_ids=torch.tensor(sequences, device=model.device), use_cache=False).logits
+    places = range(len(sequences[0]))
+    _compare(model, [_Found("a batch", at, places, logits) for at, logits in enumerate(together)], truth)
+
+
+def _truth(model: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """The logits of each sequence alone, ``[tokens, vocabulary]``.
+
+    Raises:
+        TaskError: those of the tokens that the sequences share are not the same.
+    """
+    truth = [model(input_ids=_ids(model, tokens), use_cache=False).logits[0] for tokens in sequences]
+    shared = min(_SHARED, len(sequences[0]))
+    earlier = [_Found("tokens that come later", at, range(shared), truth[0][:shared]) for at in range(1, len(truth))]
+    _compare(model, earlier, truth)
+    return truth
 
 
 def _sequences(model: Any, length: int) -> list[list[int]]:
