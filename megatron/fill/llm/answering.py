@@ -48,6 +48,7 @@ class Answering:
         vocabulary: the token ids that the model knows are below it.
         grammars: of the tokenizer; None if no request has a schema.
         pooling: of embeddings.
+        embeds: whether the model gives the hidden states that embeddings are made of.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class Answering:
         vocabulary: int,
         grammars: Grammars | None = None,
         pooling: Pooling = "last",
+        embeds: bool = True,
     ) -> None:
         self._lines, self._file, self._tokenizer = iter(lines), file, tokenizer
         self._context, self._model, self._seed, self._fits = context, model, seed, fits
-        self._vocabulary, self._grammars, self._pooling = vocabulary, grammars, pooling
+        self._vocabulary, self._grammars = vocabulary, grammars
+        self._pooling, self._embeds = pooling, embeds
         self._begun: dict[int, _Begun] = {}  # by line
         self._ready: deque[GeneratedSequence] = deque()
         self._kept: dict[tuple[int, int], dict[str, Any]] = {}
@@ -136,6 +139,8 @@ class Answering:
             self._write(error_answer(line))
             return
         try:
+            if line.encoding is not None and not self._embeds:
+                raise ValueError(f"{self._model} gives no hidden states: expected another model for /v1/embeddings")
             prompts = prompt_tokens(line, self._tokenizer, self._vocabulary)
             self._check_tokens(line)
             sequences = [

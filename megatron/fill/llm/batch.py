@@ -12,7 +12,7 @@ from megatron.fill.errors import TaskError
 from megatron.fill.given.quantities import parse_bytes
 from megatron.fill.llm import fitting
 from megatron.fill.llm.answers import AnswerFile
-from megatron.fill.llm.pooling import read_pooling
+from megatron.fill.llm.pooling import can_embed, read_pooling
 from megatron.fill.llm.requests import Request, read_requests
 from megatron.fill.llm.shapes import most_nodes, read_shapes
 from megatron.fill.profiles import Configuration
@@ -158,9 +158,7 @@ class BatchJob(NodeTask):
         size = token_rows(self._model)
         if self._tokenizer.closed:
             size = min(size, self._tokenizer.size)
-        runners = [
-            ModelRunner(one, context_length(one), count, size) for one, count in zip(models, pieces, strict=True)
-        ]
+        runners = [ModelRunner(one, context_length(one), cut, size) for one, cut in zip(models, pieces, strict=True)]
         self.split = f"layers, {runners[0].passes.pieces} pieces"
         self._engine = Engine(
             runners,
@@ -188,6 +186,7 @@ class BatchJob(NodeTask):
             size,
             self._grammars,
             self._pooling,
+            can_embed(self._model, self._lines),
         )
         self._answering.load_state_dict(self._state)
 
@@ -287,8 +286,7 @@ class BatchJob(NodeTask):
         return False
 
     def _fits(self, limit: int | None) -> Callable[[GeneratedSequence], bool]:
-        room = self._running.room
-        return lambda sequence: limit is None or room.bytes_for_one(sequence.most_tokens) <= limit
+        return lambda sequence: limit is None or self._running.room.bytes_for_one(sequence.most_tokens) <= limit
 
     def _most_rows(self) -> int:
         """Tokens in the largest pass."""

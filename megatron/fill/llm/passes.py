@@ -36,6 +36,21 @@ def token_rows(model: Any) -> int:
     return min(len(one.weight) for one in (given, gives) if one is not None)
 
 
+def gives_hidden_states(model: Any) -> bool:
+    """Whether a pass without logits gives the hidden states after the last layer; by a pass over one token."""
+    with torch.inference_mode():
+        found = _base(model)(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    return getattr(found, "last_hidden_state", None) is not None
+
+
+def _base(model: Any) -> Any:
+    """The model without what makes logits of its hidden states."""
+    base = model.base_model
+    return (
+        model.get_decoder() if base is model else base
+    )  # as of Llama 4's text models, whose prefix names no attribute
+
+
 class LayeredPass:
     """Runs a function that runs a model, and stops before every so many layers of it, to go on later.
 
@@ -169,7 +184,8 @@ class ModelRunner:
         """Begin a pass; ``passes.run`` runs its pieces, and leaves ``[rows, queries, vocabulary]`` as its result.
 
         Args:
-            logits: else the result is the hidden states after the last layer, ``[rows, queries, hidden]``.
+            logits: else the result is the hidden states after the last layer, ``[rows, queries, hidden]``; None if the
+                model gives none (``gives_hidden_states``).
         """
         inputs = self._inputs(rows)
 
@@ -178,10 +194,7 @@ class ModelRunner:
                 found = self.model(**inputs).logits[..., : min(self._rows, self._vocabulary)]
                 lacking = self._vocabulary - found.shape[-1]
                 return torch.nn.functional.pad(found, (0, lacking), value=-torch.inf) if lacking else found
-            base = self.model.base_model
-            if base is self.model:  # as of Llama 4's text models, whose prefix names no attribute
-                base = self.model.get_decoder()
-            return getattr(base(**inputs), "last_hidden_state", None)
+            return getattr(_base(self.model)(**inputs), "last_hidden_state", None)
 
         self.passes.begin(function)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from megatron.fill.errors import TaskError
+from megatron.fill.llm.requests import Refused, Request
 from megatron.fill.llm.sequence import Pooling
 
 _FILE = "1_Pooling/config.json"  # of sentence-transformers
@@ -44,3 +47,11 @@ def read_pooling(asked: str, model: Path) -> Pooling:
             f"{model / _FILE} asks for {', '.join(modes) or 'no pooling'}: expected the last token or the mean"
         )
     return found[0]
+
+
+def can_embed(model: Any, lines: Iterable[Request | Refused]) -> bool:
+    """Whether the model gives the hidden states that embeddings are made of; True also if none are asked for."""
+    from megatron.fill.llm.passes import gives_hidden_states
+
+    asked = any(isinstance(line, Request) and line.encoding is not None for line in lines)
+    return not asked or gives_hidden_states(model)
