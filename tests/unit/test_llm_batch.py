@@ -359,8 +359,12 @@ def test_a_stop_may_be_a_special_token(models, tmp_path):
     tokenizer.add_special_tokens({"additional_special_tokens": [LETTERS[tokens[at]]]})
     tokenizer.save_pretrained(where)
     body = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0, "logprobs": 2}
-    lines = [request(0, **body, stop=[LETTERS[tokens[at]]]), request(1, **body)]
+    after = LETTERS[tokens[at]] + next(LETTERS[token] for token in tokens[at:] if token != tokens[at])
+    lines = [request(0, **body, stop=[LETTERS[tokens[at]]]), request(1, **body), request(2, **body, stop=[after])]
     run(job((where, models[1]), write(tmp_path / "in.jsonl", lines), tmp_path / "job", draft=[]))
+    mixed = answers(tmp_path / "job")["r2"]["body"]["choices"][0]
+    assert mixed["finish_reason"] == "stop"
+    assert mixed["text"] == "".join(LETTERS[token] for token in tokens[:at])
     stopped, through = (answers(tmp_path / "job")[f"r{at}"]["body"]["choices"][0] for at in range(2))
     before = [LETTERS[token] for token in tokens[:at]]
     assert (stopped["text"], stopped["finish_reason"]) == ("".join(before), "stop")

@@ -16,10 +16,10 @@ pytest.importorskip("llguidance")
 
 from megatron.fill.llm.branching import Branching  # noqa: E402
 from megatron.fill.llm.grammar import Grammars  # noqa: E402
-from megatron.fill.llm.models import ByteTokenizer, FolderTokenizer  # noqa: E402
 from megatron.fill.llm.sampling import Sampling, distribution  # noqa: E402
 from megatron.fill.llm.sequence import GeneratedSequence, Wanted  # noqa: E402
 from megatron.fill.llm.speccheck import EXACT, CheckedCase, check_step  # noqa: E402
+from megatron.fill.llm.tokenizers import ByteTokenizer, FolderTokenizer  # noqa: E402
 from megatron.fill.llm.verify import matching, multi_step, traversal  # noqa: E402
 
 END = 256

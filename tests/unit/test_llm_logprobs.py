@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 from megatron.fill.llm.answering import choice_as_data, choice_from_data
 from megatron.fill.llm.answers import Choice, answer
 from megatron.fill.llm.logprobs import logprobs_of
-from megatron.fill.llm.models import ByteTokenizer, FolderTokenizer, Tokenizer
 from megatron.fill.llm.sequence import GeneratedSequence, TokenNote, Wanted
+from megatron.fill.llm.tokenizers import ByteTokenizer, FolderTokenizer, Tokenizer
 from tests.unit.test_llm_answers import request
 
 
@@ -57,7 +57,9 @@ def choice(tokenizer: Tokenizer, tokens: list[int], chat: bool = False, **wanted
     best = tuple((token, -float(at)) for at, token in enumerate(tokens))
     notes = [TokenNote(token, -0.5, best) for token in tokens]
     ends = [one for stop in wanted.get("stop", ()) if (one := tokenizer.special(stop)) is not None]
-    sequence = GeneratedSequence(Wanted((1,), len(tokens), stop_ids=tuple(ends), **wanted))
+    mixed = [stop for stop in wanted.get("stop", ()) if tokenizer.special(stop) is None and tokenizer.has_special(stop)]
+    more = {"stop_ids": tuple(ends), "special_stops": tuple(mixed)}
+    sequence = GeneratedSequence(Wanted((1,), len(tokens), **more, **wanted))
     sequence.take(tokens, notes, tokenizer.eos_ids, tokenizer.decode)
     assert sequence.finish in ("stop", "length")
     noted = logprobs_of(sequence, tokenizer)
@@ -120,3 +122,35 @@ def test_a_special_token_is_a_stop(byte_level: FolderTokenizer) -> None:
     found = choice(byte_level, [hello, special, you], stop=("<|im_end|>",))
     assert (found["text"], found["finish_reason"]) == ("hello", "stop")
     assert found["logprobs"]["tokens"] == ["hello"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "noted"),
+    [
+        ("<|im_end|>lo", "hello you", 2),
+        ("<|im_end|>l", "hello you", 2),
+        ("ou<|im_end|>", "hello y", 2),
+        ("lo you<|im_end|>lo<|im_end|>h", "hel", 1),
+        ("<|im_end|>\n", None, 0),  # not there
+        ("you<|im_end|><|im_end|>", None, 0),
+    ],
+)
+def test_a_stop_may_be_a_special_token_and_text(byte_level: FolderTokenizer, stop: str, text: str, noted: int) -> None:
+    hello, you, special, lo, h = ids(byte_level, "hello", "\u0120you", "<|im_end|>", "lo", "h")
+    assert byte_level.has_special(stop)
+    assert not byte_level.has_special("hello|im_end|")
+    found = choice(byte_level, [hello, you, special, lo, special, h], stop=("nothing", stop))
+    if text is None:
+        assert (found["text"], found["finish_reason"]) == ("hello youloh", "length")
+    else:
+        assert (found["text"], found["finish_reason"]) == (text, "stop")
+        assert len(found["logprobs"]["tokens"]) == noted
+
+
+def test_the_first_of_all_stops_counts(byte_level: FolderTokenizer) -> None:
+    hello, you, special, lo = ids(byte_level, "hello", "\u0120you", "<|im_end|>", "lo")
+    for stop in (("<|im_end|>lo", "o\u0020"), ("o\u0020", "<|im_end|>lo")):
+        assert choice(byte_level, [hello, you, special, lo], stop=stop)["text"] == "hell"
+    # The same letters, written by other tokens, are no special token, but they are that text.
+    letters = ids(byte_level, *"<|im_end|>lo")
+    assert choice(byte_level, [hello, *letters], stop=("<|im_end|>lo",))["text"] == "hello"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.fill.llm.models import FolderTokenizer
 from megatron.fill.llm.sequence import GeneratedSequence, Wanted
+from megatron.fill.llm.tokenizers import FolderTokenizer
 
 pytest.importorskip("transformers")
 

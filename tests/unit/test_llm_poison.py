@@ -164,7 +164,7 @@ def test_a_slot_is_clean_after_a_sequence_of_nan(loaded, undisturbed, tmp_path, 
 
 
 def test_a_request_that_nobody_foresaw_is_an_error_of_its_own(loaded, tmp_path, monkeypatch):
-    from megatron.fill.llm.models import FolderTokenizer
+    from megatron.fill.llm.tokenizers import FolderTokenizer
 
     encode, decode = FolderTokenizer.encode, FolderTokenizer.decode
     monkeypatch.setattr(FolderTokenizer, "encode", lambda self, text: 1 // (text != "abc") and encode(self, text))

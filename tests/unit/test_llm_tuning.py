@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from megatron.fill.errors import ConfigError, TaskError
 from megatron.fill.llm.examples import NOT_LEARNT, Left, Windows, answered
-from megatron.fill.llm.models import ByteTokenizer, load_language_model, load_tokenizer
+from megatron.fill.llm.models import load_language_model, load_tokenizer
+from megatron.fill.llm.tokenizers import ByteTokenizer
 from megatron.fill.sidetask.base import TaskContext
 from tests.unit.small_models import LETTERS, alone, folder, model
 

@@ -14,9 +14,9 @@ from megatron.fill.llm.answers import AnswerFile, Choice, TokenLogprob, answer, 
 from megatron.fill.llm.attention import Context
 from megatron.fill.llm.grammar import Grammars
 from megatron.fill.llm.logprobs import logprobs_of
-from megatron.fill.llm.models import Tokenizer
 from megatron.fill.llm.requests import Refused, Request
 from megatron.fill.llm.sequence import GeneratedSequence, Pooling, Wanted
+from megatron.fill.llm.tokenizers import Tokenizer
 
 _UNSIGNED = (1 << 64) - 1
 
@@ -193,8 +193,17 @@ class Answering:
     def _sequence(self, request: Request, prompt: list[int], number: int) -> GeneratedSequence:
         most = self._most(request, len(prompt))
         own = (0, self._seed & _UNSIGNED, request.line) if request.seed is None else (1, request.seed & _UNSIGNED)
-        stops = tuple(one for stop in request.stop if (one := self._tokenizer.special(stop)) is not None)
-        wanted = Wanted(tuple(prompt), most, request.sampling, (*own, number), request.stop, request.logprobs, stops)
+        special = self._tokenizer.special
+        wanted = Wanted(
+            tuple(prompt),
+            most,
+            request.sampling,
+            (*own, number),
+            request.stop,
+            request.logprobs,
+            tuple(one for stop in request.stop if (one := special(stop)) is not None),
+            tuple(stop for stop in request.stop if special(stop) is None and self._tokenizer.has_special(stop)),
+        )
         if request.encoding is not None:
             wanted = Wanted((*prompt, prompt[-1]), most, pooling=self._pooling)
         sequence = GeneratedSequence(wanted, (request.line, number))

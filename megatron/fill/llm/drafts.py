@@ -9,7 +9,7 @@ from megatron.fill.errors import TaskError
 from megatron.fill.sidetask.checks import check_whole
 
 if TYPE_CHECKING:
-    from megatron.fill.llm.models import Tokenizer
+    from megatron.fill.llm.tokenizers import Tokenizer
 
 INNER = "model."  # before the names of a draft's weights
 _POSITIONS = 131_072  # that a new draft may be asked for; rotary ones cost nothing

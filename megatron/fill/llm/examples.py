@@ -15,7 +15,7 @@ from megatron.fill.llm.answering import prompt_tokens
 from megatron.fill.llm.requests import Request, read_requests
 
 if TYPE_CHECKING:
-    from megatron.fill.llm.models import Tokenizer
+    from megatron.fill.llm.tokenizers import Tokenizer
 
 NOT_LEARNT = -100  # a label that torch's cross entropy leaves out
 _MOST_DEPTH, _MOST_VALUES = 16, 2_000_000  # of one line

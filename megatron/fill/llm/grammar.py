@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron.fill.errors import TaskError
-from megatron.fill.llm.models import ByteTokenizer, Tokenizer
+from megatron.fill.llm.tokenizers import ByteTokenizer, Tokenizer
 
 
 class Grammars:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.fill.llm.answers import TokenLogprob
-from megatron.fill.llm.models import Tokenizer
 from megatron.fill.llm.sequence import Decode, GeneratedSequence
+from megatron.fill.llm.tokenizers import Tokenizer
 
 _MOST_PARTS = 8  # tokens of one character, and of bytes before it that are none
 

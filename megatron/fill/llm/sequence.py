@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from megatron.fill.llm.grammar import Grammar
 
 Pooling = Literal["last", "mean"]
-Decode = Callable[[list[int]], str]
+Decode = Callable[..., str]  # as Tokenizer.decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Wanted:
         seed: where its randomness comes from: the same numbers, the same draws.
         stop: texts that end it; they are not in its text.
         stop_ids: tokens that end it besides those that end every sequence.
+        special_stops: texts that end it, looked for in the text with the names of tokens that have no text.
         alternatives: how many of the most probable tokens to note at each place; None notes nothing.
         pooling: nothing is generated: the hidden states of all tokens but the last one, which stands for nothing, are
             made one vector, that of the last of them or their mean; None generates.
@@ -40,6 +43,7 @@ class Wanted:
     stop: tuple[str, ...] = ()
     alternatives: int | None = None
     stop_ids: tuple[int, ...] = ()
+    special_stops: tuple[str, ...] = ()
     pooling: Pooling | None = None
 
 
@@ -152,15 +156,30 @@ class GeneratedSequence:
 
     def _stopped(self, decode: Decode) -> str | None:
         """The text before a stop that the latest token completed; None for none."""
-        if not self.wanted.stop:
+        found = [self._before(self.wanted.stop, decode, False), self._before(self.wanted.special_stops, decode, True)]
+        return min((text for text in found if text is not None), key=len, default=None)
+
+    def _before(self, stops: Sequence[str], decode: Decode, special: bool) -> str | None:
+        """The text before the first of these stops.
+
+        Args:
+            special: they are looked for in the text with the names of tokens that have no text.
+        """
+        if not stops:
             return None
+        read = partial(decode, special=True) if special else decode
         # A token may be a single byte, and a character four of them.
-        tail = decode(self.generated[-(4 * max(map(len, self.wanted.stop)) + 8) :])
-        if not any(stop in tail for stop in self.wanted.stop):
+        tail = read(self.generated[-(4 * max(map(len, stops)) + 8) :])
+        if not any(stop in tail for stop in stops):
             return None
-        text = decode(self.generated)
-        found = [at for stop in self.wanted.stop if (at := text.find(stop)) >= 0]
-        return text[: min(found)] if found else None
+        text = read(self.generated)
+        found = [at for stop in stops if (at := text.find(stop)) >= 0]
+        if not found or not special:
+            return text[: min(found)] if found else None
+        # The tokens that end before it, and what there is of the next one.
+        at, places = min(found), range(len(self.generated) + 1)
+        whole = bisect_right(places, at, key=lambda count: len(read(self.generated[:count]))) - 1
+        return str(decode(self.generated[:whole]) + text[len(read(self.generated[:whole])) : at])
 
     def _end(self, finish: Literal["stop", "length"], text: str) -> None:
         self.finish, self.text = finish, text

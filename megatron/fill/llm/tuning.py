@@ -20,7 +20,7 @@ from megatron.fill.sidetask.state import on_cpu
 from megatron.fill.sidetask.training import TrainingJob
 
 if TYPE_CHECKING:
-    from megatron.fill.llm.models import Tokenizer
+    from megatron.fill.llm.tokenizers import Tokenizer
 
 
 class DraftTuning(TrainingJob):
