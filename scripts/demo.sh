@@ -58,7 +58,8 @@ summary, use = report["summary"], report["total"]["time_use_ns"]
 idle = use["no_job"] / max(1, sum(use.values()))
 print(
     f"The stages waited {summary['bubble_share']:.0%} of the time; in the iterations that were filled, "
-    f"{summary['harvest_ratio']:.0%} of the waiting\nwent to the jobs, and {idle:.0%} passed while none was ready.\n"
+    f"{summary['harvest_ratio']:.0%} of the waiting\nwent to the jobs, and {idle:.0%} passed while none was ready "
+    f"(and {report['total']['settling_s']:.0f} s before, while jobs started).\n"
     "The same figures of your own training: --fill-jobs and --fill-paired-blocks 5."
 )
 print(f"trace.json in {run} opens in Perfetto; two iterations as a picture:\n{run / 'timeline.png'}")

@@ -152,6 +152,8 @@ class RankRecord:
 
     Attributes:
         schedule: of its last training iteration; None if there was none.
+        settled_after: the last iteration in which jobs of some rank still set themselves up, where it is known that
+            this was over then; else 0.
         lost_until: the last iteration of what was written before its file was deleted; 0 if it was not.
     """
 
@@ -161,6 +163,7 @@ class RankRecord:
     spans: Sequence[Span]
     brakes: Sequence[BrakeEvent] = ()
     schedule: CycleKey | None = None
+    settled_after: int = 0
     lost_until: int = 0
 
 

@@ -91,6 +91,7 @@ def emulated(folder: Path, blocks: Blocks, step_ms: float | None, *, how: str, n
     # No brake: it would stop the worse ones before they are measured.
     report = filled(folder, name, path, blocks, "--fill-emulate", how, "--fill-max-slowdown", "0")
     use = report["total"]["time_use_ns"]
+    filled_s = report["total"]["fillable_s"] + report["total"]["settling_s"]  # jobs count from their start
     return {
         "slowdown": report["summary"]["slowdown"],
         "p99_slowdown": p99_slowdown(iterations_of(folder / f"{name}-run")),
@@ -98,7 +99,7 @@ def emulated(folder: Path, blocks: Blocks, step_ms: float | None, *, how: str, n
         "no_job_share": use["no_job"] / sum(use.values()),
         "harvest_ratio": report["summary"]["harvest_ratio"],
         **harvest_in_blocks(folder / f"{name}-run"),
-        "device_harvest": sum(job["result"]["device_s"] for job in report["jobs"]) / report["total"]["fillable_s"],
+        "device_harvest": sum(job["result"]["device_s"] for job in report["jobs"]) / filled_s,
     }
 
 

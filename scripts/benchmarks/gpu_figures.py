@@ -39,7 +39,7 @@ def of_run(run: Path, blocks: Blocks) -> dict[str, Any]:
     segment = last_segment(run)
     records = list(segment.records())
     uses = [use for files in segment.files().values() for _, worker in files.attempts() for use in worker.uses]
-    fillable_s = report["total"]["fillable_s"]
+    fillable_s = report["total"]["fillable_s"] + report["total"]["settling_s"]  # all uses are in it
     free = [one.free_bytes for record in records for one in record.bubbles if one.free_bytes]
     iterations = iterations_of(run)
     lengths = {

@@ -56,9 +56,10 @@ def fill(blocks: Blocks, stages: int) -> tuple[dict[str, Any], dict[str, Any]]:
         report = json.loads((folder / "jobs-run" / "report.json").read_text(encoding="utf-8"))
         iterations = iterations_of(folder / "jobs-run")
     used_s = sum(job["steps"] for job in report["jobs"]) * STEP_MS / 1e3
+    filled_s = report["total"]["fillable_s"] + report["total"]["settling_s"]  # jobs count from their start
     figures = {
         "harvest_ratio": report["summary"]["harvest_ratio"],
-        "harvest_ratio_of_cpu_time": used_s / report["total"]["fillable_s"],
+        "harvest_ratio_of_cpu_time": used_s / filled_s,
         "losses_identical": same["losses_identical_to_no_jobs"],
         "slowdown": slowdown_of(iterations),
         "p99_slowdown": p99_slowdown(iterations),

@@ -56,8 +56,8 @@ _SHOW_S = 10.0  # how often what runs is written down, and what waits is told wh
 class Agent:
     """Runs jobs in the bubbles of one rank until the main job is over.
 
-    Six threads: the main one, one for each seat, and those of the claims, the control page and the records; where
-    paired blocks wait for jobs, one more until these have settled.
+    Six threads: the main one, one for each seat, and those of the claims, the control page and the records; and one
+    more until jobs have settled.
 
     Args:
         dead: the pids of the agents that served this rank before and died: what they held is given back.
@@ -134,8 +134,7 @@ class Agent:
         station.claims.start()
         ControlWatcher(station.control, self._control_changed).start()
         threading.Thread(target=self._show, name="records", daemon=True).start()
-        if station.spec.ranks:
-            threading.Thread(target=self._settle, name="settling", daemon=True).start()
+        threading.Thread(target=self._settle, name="settling", daemon=True).start()
         threads = [
             threading.Thread(target=self._serve, args=(seat, looks_s), name=str(seat))
             for seat, looks_s in ((self.resident, _RESIDENT_LOOKS_S), (self.tail, _TAIL_LOOKS_S))
@@ -182,7 +181,7 @@ class Agent:
                 seat.rest(looks_s)
 
     def _settle(self) -> None:
-        """Tell the rank when paired blocks may begin."""
+        """Tell the rank when jobs have settled: paired blocks may begin, and the harvest counts."""
         station = self.station
         spec = station.spec
         settling = Settling(Path(spec.records), spec.rank, spec.ranks, self._stepped, station.control)

@@ -1,4 +1,5 @@
-"""The settle phase: paired blocks of iterations begin once the first job of every rank has done a step.
+"""The settle phase: paired blocks of iterations begin, and the harvest counts, once the first job of every rank has
+done a step.
 
 On a GPU a job sets itself up in bubbles (its context, its model, its first kernels), so its start would fall into the
 first blocks that are measured.  The agents agree through empty files beside their records, one for each rank whose job

@@ -18,7 +18,7 @@ class AgentSpec(Spec):
 
     Attributes:
         records: the folder for its records.
-        ranks: how many ranks train, if paired blocks wait for the jobs of all of them; 0 if nothing waits.
+        ranks: how many train.
         left_fd: of the page on which the agent leaves what it cannot write.
         mps_pipe: of the MPS daemon that the rank uses; None without MPS.
         parent: the rank's pid; the warden is the agent's.

@@ -146,7 +146,7 @@ class Session:
             run_dir=str(self.run_dir.resolve()),
             records=str(self.segment.resolve()),
             rank=self.info.rank,
-            ranks=self.info.world_size if settings.paired_blocks else 0,
+            ranks=self.info.world_size,
             parent=os.getpid(),
             gate_fd=gate_fd,
             board_fd=board_fd,

@@ -73,6 +73,7 @@ class RankListener:
         self._iteration_start_ns = 0
         self._iterations_seen = 0
         self._blocks = Blocks(predictor.rule.warmup, paired_blocks, lambda: self.control.settled)
+        self._last_settling = 0  # the iteration after the warm-up in which jobs still set themselves up
         self._forward_only = False
         self._disturbed = False
         self._counts = False  # this iteration is past the warm-up and could be filled
@@ -89,7 +90,12 @@ class RankListener:
         self.iteration = iteration
         self._iteration_start_ns = now_ns
         self._iterations_seen += 1
+        begun = self._blocks.begun
         self._blocks.iteration_started()
+        if self._blocks.begun and not begun and self._last_settling:
+            self.recorder.settled_after = self._last_settling
+        if not self._blocks.begun and self._blocks.past_warmup >= 0:
+            self._last_settling = iteration
         self.watching = self._blocks.watched if watched is None else watched
         if not self.watching:
             self.predictor.iteration_skipped()

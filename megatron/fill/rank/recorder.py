@@ -30,6 +30,7 @@ class Recorder:
         self.iterations: list[Iteration] = []
         self.brakes: list[BrakeEvent] = []  # all of them, whoever appends them
         self.schedule: CycleKey | None = None  # of the last training iteration
+        self.settled_after = 0  # as RankRecord has it
         spans = trace_iterations + _MORE_SPANS
         self._spans: deque[list[Span]] = deque(maxlen=spans)
         self._writer = None if path is None else RankWriter(path, info, -(-spans // WRITE_EVERY))
@@ -58,7 +59,9 @@ class Recorder:
         """What has not been written."""
         spans = [span for spans in self._spans for span in spans]
         brakes = self.brakes[self._brakes_written :]
-        return RankRecord(self.info, self.iterations, self.bubbles, spans, brakes, self.schedule)
+        return RankRecord(
+            self.info, self.iterations, self.bubbles, spans, brakes, self.schedule, settled_after=self.settled_after
+        )
 
     def close(self) -> bool:
         """Write the rest; False if not all of the record could be written, or that took too long."""

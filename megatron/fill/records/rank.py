@@ -72,11 +72,17 @@ def _lines(part: RankRecord) -> list[_Line]:
         values = getattr(part, table)
         if values:
             content: dict[str, Any] = {table: as_columns(cls, values)}
-            if table == "iterations" and part.schedule is not None:
-                content["schedule"] = asdict(part.schedule)
+            if table == "iterations":
+                content |= _said(part)
             sums = add_up(values) if table == "bubbles" else {}
             made.append(_Line(table, line(content), sums, values[-1].iteration if table == "iterations" else 0))
     return made
+
+
+def _said(part: RankRecord) -> dict[str, Any]:
+    """What is not in tables, as far as it is known: what was said last counts."""
+    said = {} if part.schedule is None else {"schedule": asdict(part.schedule)}
+    return said | ({"settled_after": part.settled_after} if part.settled_after else {})
 
 
 def _held(lines: list[_Line], most_bytes: int) -> list[_Line]:
@@ -227,8 +233,8 @@ def write_rank(path: Path, record: RankRecord) -> None:
     """Write the whole record of one rank at once."""
     with replacing(path) as temporary:
         lines = b"".join(one.data for one in _lines(record))
-        schedule = line({"schedule": asdict(record.schedule)}) if record.schedule is not None else b""
-        temporary.write_bytes(head("rank", info=asdict(record.info)) + lines + schedule)
+        said = _said(record)
+        temporary.write_bytes(head("rank", info=asdict(record.info)) + lines + (line(said) if said else b""))
 
 
 def read_rank(path: Path, spans: bool = True, before: RankRecord | None = None) -> RankRecord:
@@ -247,15 +253,17 @@ def read_rank(path: Path, spans: bool = True, before: RankRecord | None = None) 
         first = next(lines)
         info, lost = RankInfo(**first["info"]), int(first.get("lost_until", 0))
         columns: dict[str, dict[str, list[Any]]] = {table: {} for table in _TABLES}
-        schedule = None
+        schedule, settled = None, 0
         if before is not None:
-            schedule, lost = before.schedule, max(lost, before.lost_until)
+            schedule, settled, lost = before.schedule, before.settled_after, max(lost, before.lost_until)
             for table, cls in _TABLES.items():
                 extend(columns[table], cls, as_columns(cls, getattr(before, table)))
         for content in lines:
             for table, more in content.items():
                 if table == "schedule":
                     schedule = CycleKey(**more)
+                elif table == "settled_after":
+                    settled = int(more)
                 else:
                     extend(columns[table], _TABLES[table], more)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -264,4 +272,4 @@ def read_rank(path: Path, spans: bool = True, before: RankRecord | None = None) 
         table: Table(cls, columns[table] or {name: [] for name in names_of(cls)}, _CONVERT.get(table))
         for table, cls in _TABLES.items()
     }
-    return RankRecord(info=info, **tables, schedule=schedule, lost_until=lost)
+    return RankRecord(info=info, **tables, schedule=schedule, settled_after=settled, lost_until=lost)

@@ -44,11 +44,12 @@ def cause(report: Report) -> Cause | None:
         return None
     if not total.iterations:
         return Cause.NOTHING_RECORDED
-    if not sum(total.bubble_s.values()) and not total.fillable_s:
+    filled_s = total.fillable_s + total.settling_s
+    if not sum(total.bubble_s.values()) and not filled_s:
         return Cause.ONE_STAGE if len(report.stages) == 1 else Cause.NO_BUBBLES
     if not report.jobs:
         return Cause.NO_JOBS
-    return _of_jobs(report) if total.fillable_s else _never_open(report)
+    return _of_jobs(report) if filled_s else _never_open(report)
 
 
 def _never_open(report: Report) -> Cause:

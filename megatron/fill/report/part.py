@@ -37,6 +37,8 @@ class RankPart:
         number, duration, filling, block, watched: of its training iterations.
         filled: how long the training was in iterations with filling on, and in what followed each (an evaluation, say).
         bubbles, evaluation: by kind, in training iterations that ended and in evaluations.
+        settling: of bubbles that were filled while jobs of some rank still set themselves up; not fillable.
+        harvested: in steps inside fillable bubbles.
         time_use: of the fillable nanoseconds.
         alone, share: what ``fill_efficiency`` is made of.
         latencies, overruns: of the recent bubbles of its workers.
@@ -55,6 +57,8 @@ class RankPart:
     bubbles: dict[BubbleKind, int]
     evaluation: dict[BubbleKind, int]
     fillable: int
+    settling: int
+    harvested: int
     time_use: dict[TimeUse, int]
     alone: float
     share: float
@@ -64,10 +68,6 @@ class RankPart:
     errors: int
     predicted: int
     known: bool = True
-
-    @property
-    def harvested(self) -> int:
-        return sum(its.harvested_ns for its in self.done.values())
 
 
 def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bool = True) -> RankPart:
@@ -81,8 +81,9 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bo
     # (index -1) are of iterations that ended.
     ended = (bubbles.index < 0) | np.isin(bubbles.iteration, its.number)
     fillable = int(bubbles.duration[bubbles.filling].sum())
+    early = _harvested_in(bubbles.seq[bubbles.settling], workers)
     predicted = bubbles.predicted > 0
-    alone, share = _efficiency(fillable, workers) if known else (0.0, 0.0)
+    alone, share = _efficiency(fillable, workers, early) if known else (0.0, 0.0)
     done: dict[str, JobWork] = {}
     for worker in workers:
         its_alone = (finite(worker.alone_work), worker.alone_ns)
@@ -100,6 +101,8 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bo
         bubbles=_by_kind(seen, ended & ~bubbles.forward_only),
         evaluation=_by_kind(seen, bubbles.forward_only),
         fillable=fillable,
+        settling=int(bubbles.duration[bubbles.settling].sum()),
+        harvested=sum(worker.harvested_ns for worker in workers) - sum(early),
         time_use=time_use(bubbles, workers) if known else time_use_unknown(bubbles),
         alone=alone,
         share=share,
@@ -126,21 +129,37 @@ def _filled(its: IterationTimes) -> int:
     return int(np.where(follows, until_next, its.duration)[its.filling].sum())
 
 
-def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord]) -> tuple[float, float]:
+def _harvested_in(seqs: np.ndarray, workers: Sequence[WorkerRecord]) -> list[int]:
+    """What each worker harvested in these bubbles, as far as it is still known of single ones."""
+    return [
+        int(
+            np.array(column(worker.uses, "harvested_ns"), dtype=np.int64)[
+                np.isin(column(worker.uses, "seq"), seqs)
+            ].sum()
+        )
+        if len(seqs) and len(worker.uses)
+        else 0
+        for worker in workers
+    ]
+
+
+def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord], early: Sequence[int]) -> tuple[float, float]:
     """The nanoseconds that the work would have taken alone, and the fillable ones that it was done in.
 
     Their ratio is the fill efficiency: work per fillable second, relative to the same task's work per second with the
     device to itself.  Workers that ran one after the other on a rank share its fillable seconds in proportion to what
     they harvested (equally, if none harvested anything).  A worker without a measurement alone is left out together
-    with its share.
+    with its share.  Work is taken to be spread evenly over what a worker harvested, of which ``early`` does not count.
     """
     alone = share = 0.0
-    harvested = sum(worker.harvested_ns for worker in workers)
-    for worker in workers:
+    counted = [worker.harvested_ns - less for worker, less in zip(workers, early, strict=True)]
+    harvested = sum(counted)
+    for worker, its in zip(workers, counted, strict=True):
         if worker.alone_ns <= 0 or worker.alone_work <= 0:
             continue
-        alone += finite(worker.work_done) * worker.alone_ns / worker.alone_work
-        share += fillable_ns * (worker.harvested_ns / harvested if harvested else 1 / len(workers))
+        part = its / worker.harvested_ns if worker.harvested_ns else 1.0
+        alone += part * finite(worker.work_done) * worker.alone_ns / worker.alone_work
+        share += fillable_ns * (its / harvested if harvested else 1 / len(workers))
     return alone, share
 
 

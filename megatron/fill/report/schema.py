@@ -73,9 +73,12 @@ class Totals(_Model):
     bubble_s: dict[BubbleKind, float] = Field(description="seconds of bubbles in training iterations, by kind")
     bubble_share: float | None = Field(description="sum of bubble_s / iteration_s")
     evaluation_bubble_s: dict[BubbleKind, float] = Field(description="seconds of bubbles in evaluations, by kind")
-    fillable_s: float = Field(description="seconds of bubbles, training and evaluation, while filling was on")
+    fillable_s: float = Field(
+        description="seconds of bubbles, training and evaluation, while filling was on and jobs had settled"
+    )
+    settling_s: float = Field(default=0.0, description="seconds of those before that, in no other figure of filling")
     harvested_s: float | None = Field(
-        description="seconds inside side-task steps and inside bubbles, as far as known; null if of no rank"
+        description="seconds inside side-task steps and inside fillable bubbles, as far as known; null if of no rank"
     )
     harvest_ratio: float | None = Field(description="harvested_s / fillable_s, of ranks whose harvest is known")
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")

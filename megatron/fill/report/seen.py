@@ -39,7 +39,8 @@ class Bubbles:
     predicted: np.ndarray
     seq: np.ndarray
     free_bytes: np.ndarray
-    filling: np.ndarray
+    filling: np.ndarray  # and it counts: jobs had settled
+    settling: np.ndarray  # filling was on, and jobs of some rank still set themselves up
     forward_only: np.ndarray
 
 
@@ -55,6 +56,9 @@ class Seen:
 def seen(record: RankRecord) -> Seen:
     """The record as arrays."""
     its, bubbles = record.iterations, record.bubbles
+    on, iteration, index = _flags(bubbles, "filling"), _numbers(bubbles, "iteration"), _numbers(bubbles, "index")
+    # Sums of old bubbles (index -1) have no iteration any more: they count.
+    settling = on & (index >= 0) & (iteration > 0) & (iteration <= record.settled_after)
     started, opened = _numbers(its, "start_ns"), _numbers(bubbles, "start_ns")
     return Seen(
         record.info,
@@ -67,15 +71,16 @@ def seen(record: RankRecord) -> Seen:
             watched=_flags(its, "watched"),
         ),
         Bubbles(
-            iteration=_numbers(bubbles, "iteration"),
-            index=_numbers(bubbles, "index"),
+            iteration=iteration,
+            index=index,
             kind=np.array([_CODES[kind] for kind in column(bubbles, "kind")], dtype=np.int8),
             start=opened,
             duration=_numbers(bubbles, "end_ns") - opened,
             predicted=_numbers(bubbles, "predicted_ns"),
             seq=_numbers(bubbles, "seq"),
             free_bytes=_numbers(bubbles, "free_bytes"),
-            filling=_flags(bubbles, "filling"),
+            filling=on & ~settling,
+            settling=settling,
             forward_only=_flags(bubbles, "forward_only"),
         ),
     )

@@ -74,7 +74,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.iterations: defaultdict[int, int] = defaultdict(int)  # by rank
-        self.fillable = self._watched = 0
+        self.fillable = self._settling = self._watched = 0
         self._harvested = self._known = 0  # of the parts of which that is known, and their fillable time
         self._unknown = False
         self._times, self._on, self._off = Pool(), Pool(), Pool()
@@ -89,6 +89,7 @@ class Tally:
     def add(self, part: RankPart) -> None:
         self.iterations[part.info.rank] += len(part.number)
         self.fillable += part.fillable
+        self._settling += part.settling
         if part.known:
             self._harvested += part.harvested
             self._known += part.fillable
@@ -125,6 +126,7 @@ class Tally:
             bubble_share=ratio(sum(self._bubbles.values()), self._watched),
             evaluation_bubble_s=_seconds(self._evaluation),
             fillable_s=self.fillable / _S,
+            settling_s=self._settling / _S,
             harvested_s=None if unknown else self._harvested / _S,
             harvest_ratio=ratio(self._harvested, self._known),
             fill_efficiency=ratio(self._alone, self._share),

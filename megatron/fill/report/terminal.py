@@ -51,6 +51,7 @@ def print_report(report: Report, console: Console) -> None:
     lines = [
         *_segment_lines(report.segments),
         *record_lines(report),
+        *_settling_lines(report.total),
         *_lines(report.summary, report.segments[-1].paired_blocks if report.segments else 0, jobs=bool(report.jobs)),
         *(cost_lines(report.cost) if report.jobs else []),
         *_brake_lines(report.ranks),
@@ -198,6 +199,12 @@ def _lines(summary: Summary, paired_blocks: int, jobs: bool) -> list[str]:
     lines.append(f"bubble to first step: {opening}")
     lines.append(f"overrun of the bubble: {overrun}")
     return lines
+
+
+def _settling_lines(total: Totals) -> list[str]:
+    return (
+        [f"bubbles that passed while jobs started, in no ratio: {total.settling_s:,.2f} s"] if total.settling_s else []
+    )
 
 
 def _brake_lines(ranks: Sequence[RankReport]) -> list[str]:
