@@ -15,6 +15,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+from megatron.fill.errors import FillError
 from megatron.fill.rank.freewaits import _reached
 
 type Element = tuple[str, int, int, int]  # send or recv; from, to, and which of these
@@ -45,6 +46,7 @@ class Gpus:
         self.one_queue = one_queue
         self.queues: list[list[Op]] = [[] for _ in range(ranks)]
         self.words: list[defaultdict[int, int]] = [defaultdict(int) for _ in range(ranks)]
+        self.gone: list[defaultdict[int, int]] = [defaultdict(int) for _ in range(ranks)]
         self.rank = 0
         self.current: list[Any] = ["compute"] * ranks
         self._last: dict[tuple[int, Any], Op] = {}
@@ -80,8 +82,8 @@ class Gpus:
 
     def run(self, order: Random) -> list[Op]:
         """Let everything run in some order; what is left when nothing moves any more."""
-        waiting = [deque(queue) for queue in self.queues]
-        in_flight: list[tuple[int, Op]] = []
+        waiting = [deque(op for op in queue if not op.begun) for queue in self.queues]
+        in_flight = [(rank, op) for rank, queue in enumerate(self.queues) for op in queue if op.begun and not op.over]
         moved = True
         while moved:
             moved = False
@@ -122,12 +124,19 @@ class Gpus:
 
 
 class HeldStreams:
-    """freewaits.Streams on them."""
+    """freewaits.Streams on them.
 
-    def __init__(self, gpus: Gpus, rank: int) -> None:
-        self._gpus, self._rank = gpus, rank
+    Args:
+        writes: how many succeed, before the driver refuses every further one.
+    """
+
+    def __init__(self, gpus: Gpus, rank: int, writes: int = 1 << 30) -> None:
+        self._gpus, self._rank, self._writes = gpus, rank, writes
 
     def write(self, page: Any, index: int, value: int) -> None:
+        self._writes -= 1
+        if self._writes < 0:
+            raise FillError("the CUDA driver's cuStreamWriteValue32_v2 failed with code 1")
         self._gpus.enqueue("write", word=(page.rank, index), value=value)
 
     @contextlib.contextmanager

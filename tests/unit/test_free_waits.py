@@ -122,13 +122,25 @@ def posting_on(gpus: Gpus) -> Iterator[None]:
 
 
 def played(
-    schedule: Schedule, *, batched: bool, one_queue: bool, free: bool, seed: int, patch: pytest.MonkeyPatch
+    schedule: Schedule,
+    *,
+    batched: bool,
+    one_queue: bool,
+    free: bool,
+    seed: int,
+    patch: pytest.MonkeyPatch,
+    refused: tuple[int, int] | None = None,
 ) -> tuple[list[Any], int]:
-    """What is left of a schedule's program when nothing moves any more; and how many receives were held up."""
+    """What is left of a schedule's program when nothing moves any more; and how many receives were held up.
+
+    Args:
+        refused: the rank whose driver refuses to announce, and after how many times.
+    """
     ranks = schedule.stages
     gpus = Gpus(ranks, one_queue=one_queue)
     patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1" if one_queue else "8")
-    pages = [SimpleNamespace(rank=rank, words=gpus.words[rank]) for rank in range(ranks)]
+    pages = [SimpleNamespace(rank=rank, words=gpus.words[rank], gone=gpus.gone[rank]) for rank in range(ranks)]
+    everybody = []
     transfers = programs.Transfers(schedule)
     write = programs._interleaved if schedule.name == "interleaved" else None
     with posting_on(gpus):
@@ -137,7 +149,9 @@ def played(
             if free:
                 others: Any = {other: pages[other] for other in range(ranks) if other != rank}
                 own: Any = pages[rank]
-                attached.waits = FreeWaits(HeldStreams(gpus, rank), own, others, rank)
+                writes = {} if refused is None or refused[0] != rank else {"writes": refused[1]}
+                attached.waits = waits = FreeWaits(HeldStreams(gpus, rank, **writes), own, others, rank)
+                everybody.append(waits)
             caller: Any = Caller(gpus, rank, ranks, batched=batched)
             caller.rank = rank
             try:
@@ -148,7 +162,12 @@ def played(
             finally:
                 attached.waits = None
     held = sum(op.kind == "wait" for queue in gpus.queues for op in queue)
-    return gpus.run(Random(seed)), held
+    left = gpus.run(Random(seed))
+    for _ in range(len(left) if refused else 0):  # what a guard sees at once, without any time
+        for waits in everybody:
+            waits.look(0.0)
+        left = gpus.run(Random(seed))
+    return left, held
 
 
 @pytest.fixture
@@ -181,6 +200,45 @@ def test_no_schedule_waits_in_a_circle(made: tuple[Schedule, bool], one_queue: b
         left, held = played(schedule, batched=batched, one_queue=one_queue, free=True, seed=seed, patch=patch)
         assert left == []
         assert held > 0
+
+
+@pytest.mark.usefixtures("patched")
+@settings(max_examples=100, deadline=None)
+@given(schedules(), st.booleans(), st.integers(0, 1000), st.integers(0, 4), st.integers(0, 6))
+def test_nobody_waits_for_a_rank_that_announces_no_longer(
+    made: tuple[Schedule, bool], one_queue: bool, seed: int, rank: int, announced: int
+) -> None:
+    schedule, batched = made
+    refused = (rank % schedule.stages, announced)
+    with pytest.MonkeyPatch.context() as patch:
+        left, _ = played(
+            schedule, batched=batched, one_queue=one_queue, free=True, seed=seed, patch=patch, refused=refused
+        )
+    assert left == []
+
+
+def test_the_neighbours_of_a_rank_that_gives_up_are_told_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    pages: list[Any] = [SimpleNamespace(words=[0, 0], gone=[0, 0]) for _ in range(2)]
+    streams = Noted()
+    first, second = (FreeWaits(streams, pages[rank], {1 - rank: pages[1 - rank]}, rank) for rank in (0, 1))
+    for _ in range(3):
+        with second.receive(0):
+            pass
+    first.announce(1)
+    first.release()
+    assert pages[1].gone == [1, 0]
+    assert pages[1].words[0] >= 3  # no second passes
+    pages[1].words[0] = 1  # what the first rank's stream still had to write comes now
+    second.look(0.0)
+    assert pages[1].words[0] == 3
+    with caplog.at_level(logging.WARNING, "pipefill"):
+        for _ in range(2):
+            with second.receive(0):
+                pass
+    assert len([call for call in streams.calls if call[0] == "held"]) == 3
+    assert caplog.text.count("rank 1: rank 0 announces nothing any more, so receives from it wait as NCCL does") == 1
+    second.announce(0)
+    assert streams.calls[-1] == ("write", 1, 1)
 
 
 @pytest.mark.usefixtures("patched")
@@ -223,9 +281,9 @@ class Noted:
 
 
 def make(rank: int = 0) -> tuple[FreeWaits, Noted, Any]:
-    own: Any = SimpleNamespace(words=[0, 0, 0])
+    own: Any = SimpleNamespace(words=[0, 0, 0], gone=[0, 0, 0])
     streams = Noted()
-    other: Any = SimpleNamespace(words=[0, 0, 0])
+    other: Any = SimpleNamespace(words=[0, 0, 0], gone=[0, 0, 0])
     return FreeWaits(streams, own, {1: other}, rank), streams, own
 
 

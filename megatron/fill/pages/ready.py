@@ -17,9 +17,11 @@ class ReadyPage:
 
     Args:
         path: its file; ``create`` makes it.
-        ranks: of the training: a word each.
+        ranks: of the training: two words each.
 
     Attributes:
+        words: how many transfers each rank has ready; GPUs write and wait for these.
+        gone: of each rank, whether it announces nothing any more; for hosts.
         address: of the first word; the words of the ranks follow each other, 4 bytes each.
         size: in bytes, whole pages.
 
@@ -35,7 +37,8 @@ class ReadyPage:
             view, self.address = memfd.map_page(fd, self.size, writable=True)
         finally:
             os.close(fd)
-        self.words = view.cast("I")
+        words = view.cast("I")
+        self.words, self.gone = words[:ranks], words[ranks : 2 * ranks]
 
     @classmethod
     def create(cls, ranks: int) -> ReadyPage:
@@ -55,4 +58,4 @@ class ReadyPage:
 
 
 def _size(ranks: int) -> int:
-    return -(-4 * ranks // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-8 * ranks // mmap.PAGESIZE) * mmap.PAGESIZE

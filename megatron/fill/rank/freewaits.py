@@ -35,6 +35,7 @@ HELD_S = 30.0  # how long a receive is held up while nothing comes from its send
 MOST_RELEASES = 3  # after as many, this rank holds nothing up any more
 _LOOK_S = 1.0
 _CYCLE = 1 << 32  # the words' values are compared modulo this
+_FAR = 1 << 30  # more transfers than any training has in flight
 _MAPPED = 2 | 1  # CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -70,6 +71,7 @@ class FreeWaits:
         self._held: dict[int, int] = {}  # by sender: the last receive that is held up
         self._seen: dict[int, tuple[int, float]] = {}  # by sender: its word, and when it was seen to change
         self._releases = 0
+        self._told: set[int] = set()  # of which senders it was said that they announce nothing any more
         self._lock = threading.Lock()
 
     def announce(self, receiver: int) -> None:
@@ -88,7 +90,7 @@ class FreeWaits:
         if sender not in self._others:
             return contextlib.nullcontext()
         self._posted[sender] = value = (self._posted[sender] + 1) % _CYCLE
-        if not hold or self._releases >= MOST_RELEASES:
+        if not hold or self._releases >= MOST_RELEASES or self._gone(sender):
             return contextlib.nullcontext()
         with self._lock:
             self._held[sender] = value
@@ -102,6 +104,9 @@ class FreeWaits:
                 if due is None or _reached(word, due):
                     self._seen.pop(sender, None)
                     continue
+                if self._gone(sender):
+                    self._own.words[sender] = due
+                    continue
                 seen, since_s = self._seen.setdefault(sender, (word, now_s))
                 if seen != word:
                     self._seen[sender] = word, now_s
@@ -110,12 +115,26 @@ class FreeWaits:
                     self._let_go(sender, due)
 
     def release(self) -> None:
-        """Hold nothing up any more: the training ends."""
+        """Hold nothing up and announce nothing any more, for the end of the training or a driver that refuses: others
+        are told."""
+        for receiver, page in self._others.items():
+            # What the streams still have to write may come after this and be less: then the other's guard sees to it.
+            page.words[self._rank] = (self._sent[receiver] + _FAR) % _CYCLE
+            page.gone[self._rank] = 1
         self._releases = MOST_RELEASES
         with self._lock:
             for sender, due in self._held.items():
                 if not _reached(self._own.words[sender], due):
                     self._own.words[sender] = due
+
+    def _gone(self, sender: int) -> bool:
+        gone = bool(self._own.gone[sender])
+        if gone and sender not in self._told:
+            self._told.add(sender)
+            logger.warning(
+                "rank %d: rank %d announces nothing any more, so receives from it wait as NCCL does", self._rank, sender
+            )
+        return gone
 
     def _let_go(self, sender: int, due: int) -> None:
         self._own.words[sender] = due
