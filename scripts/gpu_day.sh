@@ -4,7 +4,7 @@
 #     look      what is there, one job behind all walls, the tests that need a GPU, what the GPU does to bubbles
 #     smoke     short trainings with ghost stages: does everything work
 #     figures1  slowdown, harvest, delays and overruns of one stage with ghosts, time-sliced and under MPS
-#     figures2  another schedule; whether weights and losses are the same, of ghosts' and of real stages
+#     figures2  another schedule; whether weights and losses are the same, of ghosts' and of real stages; --fill-free-waits
 # OUT (default: $OUT, else runs/gpu-day) gets PART.json, which is written after every step, PART.log, and PART.tgz with the
 # logs, records and reports of all steps.  Each step has its own time limit, and one that fails does not stop the others;
 # --seconds bounds them all (580).  On a machine without an NVIDIA driver it is a rehearsal on the CPU, in which every
@@ -102,25 +102,26 @@ look() {
 
 smoke() {
     local model=(--model "$smaller" --waits "$waits")
-    bench profile 60 --parts profile --model "$smaller"
-    bench bubbles 75 --parts bubbles "${model[@]}"
-    bench filled 145 --parts filled "${model[@]}" "${few[@]}"
-    bench filled-mps 120 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
+    bench profile 50 --parts profile --model "$smaller"
+    bench bubbles 65 --parts bubbles "${model[@]}"
+    bench filled 135 --parts filled "${model[@]}" "${few[@]}"
+    bench filled-mps 110 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
 }
 
 figures1() {
     local model=(--model "$larger" --waits "$waits")
-    bench profile 60 --parts profile --model "$larger"
-    bench filled 165 --parts filled "${model[@]}" "${some[@]}"
-    bench filled-mps 140 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
+    bench profile 50 --parts profile --model "$larger"
+    bench filled 145 --parts filled "${model[@]}" "${some[@]}"
+    bench filled-mps 120 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
     bench no-gate 95 --parts no-gate "${model[@]}" "${some[@]}"
     bench no-gate-mps 95 --parts no-gate "${model[@]}" --sharing "$mps" "${some[@]}"
 }
 
 figures2() {
-    bench filled-interleaved 165 --parts profile filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
+    bench filled-interleaved 155 --parts profile filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
     bench identity 150 --parts identity --model "$smaller" --waits "$waits" --startup-seconds 12
     step stages 100 "$python" scripts/benchmarks/gpu_identity.py --json @ --device "$device" --iterations 20 --most-seconds $((40 * stretch))
+    step free-waits 110 "$python" scripts/benchmarks/gpu_free_waits.py --json @ --pairs 1 --budget-seconds $((95 * stretch))
 }
 
 if [ "$device" = cpu ]; then

@@ -92,9 +92,20 @@ def _stages(found: dict[str, Any]) -> list[str]:
     return [f"losses of {found['iterations']} iterations: {same}", f"harvest ratio {found['harvest_ratio']:.4g}"]
 
 
+def _free_waits(found: dict[str, Any]) -> list[str]:
+    if "not_run" in found:
+        return []
+    slowdowns = ", ".join(f"{one:+.1%}" for one in found["slowdown_by_pair"])
+    return [
+        f"iterations with free waits longer by {slowdowns}",
+        f"harvest ratio {found['harvest_with']:.3f} with, {found['harvest_without']:.3f} without",
+    ]
+
+
 _OF: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "machine": _look,
     "doctor": _doctor,
     "micro": _micro,
     "stages": _stages,
+    "free-waits": _free_waits,
 }

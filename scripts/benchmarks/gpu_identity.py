@@ -74,22 +74,26 @@ class Awaited:
     Args:
         run: its run folder, in which its job store is.
         iterations: at least so many.
+        more: and so many after all jobs were seen to have run a step.
         most_s: seconds after which it is to end though some job has not run a step.
     """
 
-    def __init__(self, run: Path, iterations: int, most_s: float) -> None:
+    def __init__(self, run: Path, iterations: int, most_s: float, more: int = 0) -> None:
         self._store = run / "jobs.db"
         self._iterations = iterations
         self._end_s = time.monotonic() + most_s
         self._seen = 0
+        self._more = more
         self.stepped = False
 
     def __call__(self, line: str) -> bool:
         if not re.search(r" iteration +\d+/", line):
             return False
         self._seen += 1
+        self._more -= self.stepped
         self.stepped = self.stepped or self._all_stepped()
-        return (self.stepped and self._seen >= self._iterations) or time.monotonic() > self._end_s
+        done = self._seen >= self._iterations and self._more <= 0
+        return (self.stepped and done) or time.monotonic() > self._end_s
 
     def _all_stepped(self) -> bool:
         if not self._store.exists():

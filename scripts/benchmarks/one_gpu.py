@@ -66,6 +66,26 @@ def training(
 
 
 @contextmanager
+def on_gpus(
+    stages: int, arguments: list[str], log: Path, limit_s: float | None, enough: Callable[[str], bool]
+) -> Iterator[Iterator[str]]:
+    """A training of p real ranks, each on a GPU of its own, over NCCL; yields the lines that its last rank prints.
+
+    Args:
+        arguments, log, limit_s, enough: as ``training`` has them.
+
+    Raises:
+        RuntimeError: a rank failed, or it took too long; the message has the end of its output.
+    """
+    shared = {"WORLD_SIZE": str(stages), "LOCAL_WORLD_SIZE": str(stages)}
+    with free_port() as port:
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(stages)]
+        with _processes(ranks, [*arguments, "--exit-signal-handler"], log, limit_s, enough) as lines:
+            yield lines
+
+
+@contextmanager
 def beside_ghosts(stage: int, arguments: list[str], log: Path, limit_s: float | None = None) -> Iterator[Iterator[str]]:
     """A training of one real stage beside ghosts; yields the lines that it prints.
 

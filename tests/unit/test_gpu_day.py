@@ -9,16 +9,20 @@ import re
 import subprocess
 import sys
 import tarfile
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
 from megatron.fill.device.port import DeviceError
-from scripts.benchmarks import bench_gpu, carried, gpu_day, gpu_identity
+from megatron.fill.report import compose
+from scripts.benchmarks import bench_gpu, carried, gpu_day, gpu_free_waits, gpu_identity
 from scripts.benchmarks.day_figures import figures
 from scripts.benchmarks.gpu_parts import END_S, START_S
 from scripts.benchmarks.gpu_parts import least_s as least_s_of
+from tests.unit.segments import write_segment
+from tests.unit.synthetic import synthetic_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("look", "smoke", "figures1", "figures2")
@@ -75,6 +79,53 @@ def test_each_training_has_the_time_that_it_takes_at_a_slow_pace(part, monkeypat
             trained += 1
         assert least_s <= options.budget_seconds < limit, name
     assert trained >= 2
+
+
+def test_trainings_with_free_waits_and_without_have_the_time_that_they_take_at_a_slow_pace():
+    limit, command = steps_of("figures2")["free-waits"]
+    options = gpu_free_waits.parsed(command[2:])
+    least_s = gpu_free_waits.least_s(options, SLOW_S)
+    assert least_s == 2 * (START_S + 10 + 25 * SLOW_S + END_S)
+    assert least_s <= options.budget_seconds < limit
+
+
+def test_free_waits_are_compared_in_turns_that_change():
+    assert gpu_free_waits.order(2) == [True, False, False, True]
+    times_ms = [101.0, 100.0, 100.0, 103.0]
+    found = [
+        {"free_waits": on, "iteration_ms": ms, "harvest_ratio": 0.8 if on else 0.4}
+        for on, ms in zip(gpu_free_waits.order(2), times_ms, strict=True)
+    ]
+    told = gpu_free_waits.compared(found)
+    assert told["slowdown_by_pair"] == pytest.approx([0.01, 0.03])
+    assert figures("free-waits", told) == [
+        "iterations with free waits longer by +1.0%, +3.0%",
+        "harvest ratio 0.800 with, 0.400 without",
+    ]
+    assert figures("free-waits", {"not_run": "one GPU"}) == []
+
+
+def test_what_free_waits_are_compared_by_begins_once_jobs_have_stepped(tmp_path):
+    ranks = [replace(record, settled_after=4) for record in synthetic_run()[0]]
+    its = [replace(ranks[0].iterations[0], iteration=number, end_ns=number, start_ns=0) for number in range(1, 31)]
+    ranks = [replace(record, iterations=its) for record in ranks]
+    write_segment(tmp_path, ranks)
+    compose(tmp_path)
+    found = gpu_free_waits.figures(tmp_path)
+    assert found["iteration_ms"] == pytest.approx(18e-6)  # of iterations 6 to 30
+    late = tmp_path / "late"
+    write_segment(late, [replace(record, settled_after=25) for record in ranks])
+    compose(late)
+    with pytest.raises(RuntimeError, match="5 iterations after all jobs had stepped; expected 10 or more"):
+        gpu_free_waits.figures(late)
+
+
+def test_free_waits_without_two_gpus_are_not_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(sys, "argv", ["gpu_free_waits.py", "--json", str(tmp_path / "found.json")])
+    gpu_free_waits.main()
+    assert capsys.readouterr().out == "not run: two real stages over NCCL need two GPUs; there are 1\n"
+    assert "not_run" in json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
