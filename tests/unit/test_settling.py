@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 from megatron.fill.agent.settling import FOLDER, IDLE_LOOKS, Settling
 from megatron.fill.pages.control import ControlPage
 
@@ -45,6 +47,18 @@ def test_an_agent_that_follows_a_dead_one_counts_its_rank_once(tmp_path):
         rank.stepped = True
         assert not rank.settling.look()
     assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["0"]
+
+
+def test_a_rank_that_has_said_so_says_it_again_where_the_folder_was_deleted(tmp_path):
+    records = tmp_path / "records" / "1"
+    records.mkdir(parents=True)
+    first, second = Rank(records, 0, 2), Rank(records, 1, 2)
+    first.stepped = second.stepped = True
+    assert not first.settling.look()
+    shutil.rmtree(tmp_path / "records")
+    assert not first.settling.look()
+    assert second.settling.look()
+    assert first.settling.look()
 
 
 def test_workers_see_it_too():

@@ -185,12 +185,15 @@ class Agent:
         station = self.station
         spec = station.spec
         settling = Settling(Path(spec.records), spec.rank, spec.ranks, self._stepped, station.control)
+        failed = False
         while not station.over:
             try:
                 if settling.look():
                     return
             except OSError as error:
-                logger.warning("whether the jobs of all ranks have settled cannot be told now: %s", error)
+                if not failed:
+                    logger.warning("whether the jobs of all ranks have settled cannot be told now: %s", error)
+                failed = True
             time.sleep(_SETTLE_S)
 
     def _stepped(self) -> bool | None:

@@ -47,11 +47,12 @@ class Settling:
         Raises:
             OSError: the folder cannot be read or written now.
         """
-        if not self._said and self._settled():
-            self._mine.parent.mkdir(exist_ok=True)
+        if self._said or self._settled():
+            self._mine.parent.mkdir(parents=True, exist_ok=True)  # again, if somebody deleted it
             self._mine.touch()
+            if not self._said:
+                logger.info("the jobs of this rank have settled")
             self._said = True
-            logger.info("the jobs of this rank have settled")
         if not self._said or len(os.listdir(self._mine.parent)) < self._ranks:
             return False
         self._page.settle()
