@@ -256,7 +256,12 @@ def test_what_only_samples_need_is_looked_into_with_samples_only(data, tmp_path,
     made = task(tmp_path / "loss", tmp_path / "saved")
     made.init()
     steps = []
-    monkeypatch.setattr(made, "run_next_step", lambda: steps.append(made.next_node) or type(made).run_next_step(made))
+
+    def noted() -> bool:
+        steps.append(made.next_node)
+        return type(made).run_next_step(made)
+
+    monkeypatch.setattr(made, "run_next_step", noted)
     run(made, 1, monkeypatch)
     assert steps.count(_CHECK) > 3 * LAYERS  # it is cut by layers as all else is
     made = task(tmp_path / "samples", tmp_path / "saved", prompts=["ab"])

@@ -58,7 +58,7 @@ def choice(tokenizer: Tokenizer, tokens: list[int], chat: bool = False, **wanted
     notes = [TokenNote(token, -0.5, best) for token in tokens]
     ends = [one for stop in wanted.get("stop", ()) if (one := tokenizer.special(stop)) is not None]
     mixed = [stop for stop in wanted.get("stop", ()) if tokenizer.special(stop) is None and tokenizer.has_special(stop)]
-    more = {"stop_ids": tuple(ends), "special_stops": tuple(mixed)}
+    more: dict[str, Any] = {"stop_ids": tuple(ends), "special_stops": tuple(mixed)}
     sequence = GeneratedSequence(Wanted((1,), len(tokens), **more, **wanted))
     sequence.take(tokens, notes, tokenizer.eos_ids, tokenizer.decode)
     assert sequence.finish in ("stop", "length")

@@ -250,6 +250,7 @@ def test_a_report_covers_all_segments(tmp_path: Path) -> None:
     one = report_of(ranks, workers, jobs)
     assert report.total.iterations == 18
     assert report.total.iteration_s == pytest.approx(2.008 + 1.608)
+    assert one.total.harvested_s is not None
     assert report.total.harvested_s == pytest.approx(2 * one.total.harvested_s - workers[2].harvested_ns / 1e9)
     assert report.summary.slowdown is not None
     assert report.summary.slowdown.pairs == 2 + 1  # blocks of two: the cut left one whole pair

@@ -17,6 +17,7 @@ from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.records import read_rank, write_rank
 from megatron.fill.report import print_report
+from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import RankInfo
 from tests.unit.synthetic import is_filling, report_of, synthetic_run
 
@@ -85,7 +86,7 @@ def test_what_passed_before_is_in_no_ratio():
         assert rank.fillable_s + rank.settling_s == pytest.approx(before.fillable_s)
         assert sum(rank.time_use_ns.values()) == round(rank.fillable_s * 1e9)
         assert rank.harvested_s is not None
-        assert rank.time_use_ns["steps"] == round(rank.harvested_s * 1e9)
+        assert rank.time_use_ns[TimeUse.STEPS] == round(rank.harvested_s * 1e9)
         assert rank.harvest_ratio == pytest.approx(before.harvest_ratio, abs=0.05)  # every bubble is filled alike
         assert [work.steps for work in rank.work] == [work.steps for work in before.work]
     assert report.total.settling_s == pytest.approx(sum(rank.settling_s for rank in report.ranks))

@@ -140,6 +140,7 @@ def test_the_shares_of_a_report_add_up_for_each_rank_and_stage_and_in_all():
     report = report_of(ranks, workers, jobs)
     for totals in (*report.ranks, *report.stages, report.total):
         assert sum(totals.time_use_ns.values()) == round(totals.fillable_s * 1e9)
+        assert totals.harvested_s is not None
         assert totals.time_use_ns[TimeUse.STEPS] == round(totals.harvested_s * 1e9)
     # Rank 0: in 4 of its iterations 4 steps of 4 ms after 0.1 ms in 20 ms, and 9.9 of 12 ms in steps after 0.1 ms.
     parts = {"steps": 103_600_000, "runtime": 800_000, "little_time": 15_600_000}

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,12 @@ def child() -> Iterator[Callable[[Callable[[], object]], Child]]:
         one.end()
 
 
+def kill(pid: int) -> None:
+    """Return when it has ended: its locks are gone then."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its fixture reaps it
+
+
 def test_a_second_training_is_told_who_holds_the_folder_and_what_to_do(tmp_path, child):
     run = tmp_path / "run"
     first = child(lambda: RunLock.take(run, 2))
@@ -66,7 +73,7 @@ def test_a_second_training_is_told_who_holds_the_folder_and_what_to_do(tmp_path,
 
 def test_a_killed_training_is_in_nobodys_way(tmp_path, child):
     first = child(lambda: RunLock.take(tmp_path, 2))
-    os.kill(first.pid, 9)
+    kill(first.pid)
     RunLock.take(tmp_path, 2).release()
     assert json.loads((tmp_path / RUN_LOCK).read_text())["pid"] == os.getpid()
 
@@ -74,7 +81,7 @@ def test_a_killed_training_is_in_nobodys_way(tmp_path, child):
 def test_a_rank_that_outlives_rank_0_still_holds_the_folder(tmp_path, child):
     rank_0 = child(lambda: RunLock.take(tmp_path, 4))
     rank_3 = child(lambda: RunLock.join(tmp_path, 3))
-    os.kill(rank_0.pid, 9)
+    kill(rank_0.pid)
     with pytest.raises(RunTaken, match=rf"its rank 3, process {rank_3.pid} on {NODE}"):
         RunLock.take(tmp_path, 2)
 
@@ -94,7 +101,7 @@ def test_a_process_forked_from_a_rank_does_not_keep_its_lock(tmp_path, child):
             time.sleep(3)
             os._exit(0)
 
-    os.kill(child(forks).pid, 9)
+    kill(child(forks).pid)
     RunLock.take(tmp_path, 1).release()
 
 

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from megatron.fill.records import (
     read_rank,
 )
 from megatron.fill.report import NotWritten, Report, compose, print_report, profile
+from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
 from tests.unit.segments import write_segment
 from tests.unit.synthetic import synthetic_run
@@ -123,13 +125,13 @@ def test_a_deleted_record_is_said_once_by_one_rank_and_in_the_table(tmp_path, ca
     folder = opened.segment.folder
     writers = [RankWriter(rank_file(folder, rank), record.info) for rank, record in enumerate(ranks)]
     for rank, writer in enumerate(writers):
-        until(lambda writer=writer: writer.ready)
+        until(partial(getattr, writer, "ready"))
         writer.add(until_iteration(ranks[rank], 4))
     until(lambda: all(_iterations(folder, rank) == 4 for rank in (0, 1)))
     shutil.rmtree(folder)
     for rank, writer in enumerate(writers):
         writer.add(from_iteration(until_iteration(ranks[rank], 6), 5))
-        until(lambda rank=rank: _iterations(folder, rank) == 2)
+        until(partial(_has_two, folder, rank))
     for rank, writer in enumerate(writers):
         assert writer.close(from_iteration(ranks[rank], 7), WAIT_S)
     [line] = capfd.readouterr().out.splitlines()
@@ -149,6 +151,10 @@ def test_a_deleted_record_is_said_once_by_one_rank_and_in_the_table(tmp_path, ca
     assert "harvest of ranks 0, 1 not known (-) and in no sum: its record up to iteration 4 was deleted" in text
 
 
+def _has_two(folder: Path, rank: int) -> bool:
+    return _iterations(folder, rank) == 2
+
+
 def _iterations(folder: Path, rank: int) -> int:
     path = rank_file(folder, rank)
     return len(read_rank(path).iterations) if path.exists() else 0
@@ -163,8 +169,8 @@ def test_a_harvest_that_an_agent_could_not_write_is_not_known(tmp_path):
     known, unknown = report.ranks
     assert unknown.harvested_s is None
     assert unknown.harvest_ratio is None
-    assert unknown.time_use_ns["no_job"] == 0
-    assert unknown.time_use_ns["not_known"] > 0
+    assert unknown.time_use_ns[TimeUse.NO_JOB] == 0
+    assert unknown.time_use_ns[TimeUse.NOT_KNOWN] > 0
     assert report.total.harvested_s == known.harvested_s
     assert report.summary.harvest_ratio == known.harvest_ratio
     assert "harvest of rank 1 not known (-) and in no sum: its agent could not write what they did" in printed(report)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ class LayeredPass:
             parent.switch()
 
 
-def layer_by_layer(layers: Sequence[torch.nn.Module], function: Callable[[], Any]) -> Iterator[None]:
+def layer_by_layer(layers: Sequence[torch.nn.Module], function: Callable[[], Any]) -> Generator[None]:
     """Run a function that runs a model as it likes, by ``LayeredPass`` too; yields before every layer.
 
     What the function raises is raised here.
