@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import subprocess
@@ -11,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.config import FillSettings
-from megatron.fill.rank.rule import FillRule
-from pipefill_patches.arguments import add_fill_arguments
+from scripts import flags_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -105,36 +102,5 @@ def test_messages_that_are_explained_are_said():
     assert {text for text in quoted if text not in texts} == set()
 
 
-def table_of_flags() -> Iterator[tuple[list[tuple[str, str]], list[float]]]:
-    """Of each row of README's table of flags: its flags, each with what its value is called, and its plain defaults."""
-    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("| `--fill-"):
-            first, _, meaning = line.strip("| ").partition(" | ")
-            flags = re.findall(r"`--fill-([\w-]+) ?([^`]*)`", first)
-            quoted = re.findall(r"\((\d[\d., ]*)[);]", meaning)
-            yield flags, [float(number) for text in quoted for number in re.findall(r"\d+(?:\.\d+)?", text)]
-
-
-def usual(name: str) -> object:
-    """The default of a setting; where the device decides, the CPU's."""
-    rule = FillRule()
-    decided = {"guard_us": rule.guard_ns / 1000, "min_bubble_us": rule.min_bubble_ns / 1000}
-    return decided.get(name, FillSettings.model_fields[name].default)
-
-
-def test_the_table_of_flags_has_every_setting_once():
-    listed = [name for flags, _ in table_of_flags() for name, _ in flags]
-    others = {"cpu-backend", "real-stage", "ghost-"}  # no settings of a run
-    assert sorted(set(listed) - others) == sorted(name.replace("_", "-") for name in FillSettings.model_fields)
-    assert len(set(listed)) == len(listed)
-
-
-@pytest.mark.parametrize(("flags", "numbers"), [*table_of_flags()], ids=str)
-def test_the_table_of_flags_says_what_help_says(flags, numbers):
-    parser = add_fill_arguments(argparse.ArgumentParser())
-    said = re.sub(r"\s+", " ", parser.format_help())
-    for name, value in flags:
-        if name not in ("real-stage", "ghost-"):
-            assert re.search(rf"\[--fill-{name}[^]]*{re.escape(value.removesuffix('...'))}", said)
-    if numbers:
-        assert numbers == [usual(name.replace("-", "_")) for name, _ in flags]
+def test_the_page_of_flags_is_made_of_the_settings():
+    assert flags_page.PAGE.read_text(encoding="utf-8") == flags_page.page(), "python scripts/flags_page.py"
