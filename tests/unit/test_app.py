@@ -79,6 +79,14 @@ def test_a_checkout_that_is_not_installed_is_refused_where_jobs_would_run(monkey
 DAEMON = MpsDaemon(Path("/nowhere"), Path("/nowhere"), ours=False, program="")
 
 
+def test_bubbles_are_not_filled_where_shared_memory_needs_barriers(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    for asked in ({"jobs": "jobs.yaml"}, {"profile_only": True}):
+        with pytest.raises(ConfigError, match=r"this processor is aarch64, .* expected x86_64"):
+            Launch().on_parse(flags(**asked))
+    Launch().on_parse(flags())
+
+
 def lacking(*names: str) -> Walls:
     return Walls(
         ("pid",), tuple(Layer(name, "keeps", "not here" if name in names else "") for name in ("files", "ipc"))

@@ -13,6 +13,7 @@ import pytest
 from megatron.fill.device import probes
 from megatron.fill.device.doctor import Diagnosis, Has, diagnose
 from megatron.fill.device.probes import Facts
+from megatron.fill.linux.architecture import unordered
 from megatron.fill.linux.cgroup import CgroupHome
 
 BOTH = frozenset({"memory", "pids"})
@@ -168,3 +169,12 @@ def test_the_command_prints_80_columns_or_json(options):
     else:
         assert max(len(line) for line in done.stdout.splitlines()) <= 80
         assert "landlock" in done.stdout
+
+
+def test_a_processor_that_reorders_stores_is_named():
+    found = next(
+        one for one in diagnose(replace(CLUSTER, unordered=unordered("aarch64"))).abilities if "order" in one.name
+    )
+    assert (found.name, found.has) == ("ordered memory", Has.NO)
+    assert found.detail == "this processor is aarch64, which reorders stores to shared memory; expected x86_64"
+    assert unordered("x86_64") == ""

@@ -47,6 +47,7 @@ from megatron.fill.device.meter import own_version
 from megatron.fill.errors import ConfigError, FillError, RunTaken, exit_saying
 from megatron.fill.given.rankorder import load_rank_order
 from megatron.fill.hooks import bus
+from megatron.fill.linux.architecture import unordered
 from megatron.fill.planner.offload import weigh_offload
 from megatron.fill.records import OpenSegment, SegmentEnding, Unwritten, begin_segment
 from megatron.fill.scheduler.policies import parse_policy
@@ -88,6 +89,8 @@ class Launch:
                     f"--fill-report {settings.report}: {error.strerror}; expected a folder that can be written"
                 ) from error
         parse_policy(settings.policy)
+        if settings.active and (reason := unordered()):
+            raise ConfigError(f"bubbles cannot be filled or measured here: {reason}")
         if settings.serves:
             own_version()  # agents need it, and this is where somebody reads what is wrong
             run_dir = None if settings.report is None else Path(settings.report)

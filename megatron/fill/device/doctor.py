@@ -69,6 +69,7 @@ def _abilities(facts: Facts) -> list[Ability]:
         Ability("cgroup v2", cgroup, home.why or f"{home.path}: {controllers}"),
         Ability("dmem", _yes(bool(facts.device_regions)), ", ".join(facts.device_regions)),
         Ability("CPU pinning", _yes(facts.cores > 1), f"{facts.cores} cores for this process"),
+        Ability("ordered memory", _yes(not facts.unordered), facts.unordered),
         Ability("idle class", _yes(facts.idle_class), "within each session's autogroup" if facts.autogroup else ""),
         Ability("memfd seals", _yes(facts.sealing), "" if facts.sealing else "the gate needs them"),
         Ability("kernel log", _yes(facts.kernel_log), "" if facts.kernel_log else "/dev/kmsg is not readable"),

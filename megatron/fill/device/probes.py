@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron.fill.device.mps import PROGRAM
 from megatron.fill.device.nvml import shared_nvml
 from megatron.fill.device.port import DeviceError
+from megatron.fill.linux.architecture import unordered
 from megatron.fill.linux.cgroup import CgroupHome, find_home
 
 _HOST_PIDS = "pid:[4026531836]"  # the first pid namespace has this number on every Linux
@@ -29,6 +30,7 @@ class Facts:
         autogroup: sessions compete for the cores as groups.
         exclusive: the GPUs that only one process or none may use, by their compute mode.
         device_regions: of device memory, as the kernel's controller ``dmem`` knows them.
+        unordered: why this processor's shared memory cannot be used without locks; empty where it can.
         cuda_lacks: why CUDA does not start behind a job's walls; empty where it does, or there is no GPU.
         device_limits: ``dmem.max`` of this process's control group, where somebody has set it: ``region bytes``.
     """
@@ -48,6 +50,7 @@ class Facts:
     device_limits: tuple[str, ...] = ()
     exclusive: tuple[str, ...] = ()
     cuda_lacks: str = ""
+    unordered: str = ""
 
 
 def gather() -> Facts:
@@ -64,6 +67,7 @@ def gather() -> Facts:
         idle_class=can_idle(),
         autogroup=has_autogroup(),
         sealing=can_seal(),
+        unordered=unordered(),
         kernel_log=os.access("/dev/kmsg", os.R_OK),
         root=os.getuid() == 0,
         device_regions=regions,

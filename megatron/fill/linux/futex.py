@@ -12,15 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import platform
 import time
 
 from megatron.fill.linux.libc import libc
 
-_NUMBERS = {"x86_64": 202, "aarch64": 98, "ppc64le": 221}  # of the system call
-if platform.machine() not in _NUMBERS:
-    raise ImportError(f"no futex system call is known for {platform.machine()}; expected one of {', '.join(_NUMBERS)}")
-_NUMBER = ctypes.c_long(_NUMBERS[platform.machine()])
+_NUMBER = ctypes.c_long(202)  # the system call's on x86-64; no other architecture is admitted (architecture.py)
 _WAIT = 0
 _WAKE = 1
 ALL = 0x7FFFFFFF  # waiters
