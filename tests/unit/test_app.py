@@ -81,7 +81,7 @@ DAEMON = MpsDaemon(Path("/nowhere"), Path("/nowhere"), ours=False, program="")
 
 def test_bubbles_are_not_filled_where_shared_memory_needs_barriers(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    for asked in ({"jobs": "jobs.yaml"}, {"profile_only": True}):
+    for asked in ({"store": "jobs.db"}, {"profile_only": True}):
         with pytest.raises(ConfigError, match=r"this processor is aarch64, .* expected x86_64"):
             Launch().on_parse(flags(**asked))
     Launch().on_parse(flags())
