@@ -1,1 +1,1 @@
-"""Shared memory between processes: each page has one writer, and readers who cannot be harmed by it."""
+"""Shared memory between processes: each page has one writer, and readers that it cannot harm."""

@@ -1,8 +1,9 @@
-"""The baton: how two jobs share a rank's bubbles, the second one getting what the first one cannot use.
+"""The baton: two jobs share a rank's bubbles, and the second gets the time that the first cannot use.
 
-One page of an anonymous memory file that both workers and their agent map.  The resident job *holds* the baton while it
-serves bubbles, and passes it on in each of them when its next step does not fit any more; the tail job sleeps until
-then.  Words: 0 the futex (low 32 bits of the number of the bubble passed on), 1 that number, 2 whether it is held.
+A baton is one page of an anonymous memory file that both workers and their agent map.  The resident job *holds* the
+baton while it serves bubbles, and passes it on in each bubble when its next step does not fit any more; the tail job
+sleeps until then.  Words: 0 the futex (low 32 bits of the number of the bubble passed on), 1 that number, 2 is 1 while
+the baton is held.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _BYTES = 4096
 
 
 class Baton:
-    """Every end of a baton, over its descriptor."""
+    """A baton, mapped from its descriptor; the resident job, the tail job and the agent all use this class."""
 
     def __init__(self, fd: int) -> None:
         page, self._address = memfd.map_page(fd, _BYTES, writable=True)
@@ -25,7 +26,7 @@ class Baton:
 
     @staticmethod
     def create() -> int:
-        """A new baton that nobody holds; returns its descriptor."""
+        """Create a baton that no job holds; return its descriptor."""
         return memfd.create("baton", _BYTES)
 
     @property
@@ -33,33 +34,33 @@ class Baton:
         return bool(self._words[2])
 
     def hold(self) -> None:
-        """The resident job serves bubbles from now on."""
+        """Take the baton: the resident job serves bubbles from now on."""
         self._words[2] = 1
 
     def drop(self) -> None:
-        """The resident job is gone."""
+        """Give up the baton: the resident job has ended.  Wakes the tail job."""
         self._words[2] = 0
         self._wake()
 
     def pass_on(self, seq: int) -> None:
-        """The resident job is done with bubble ``seq``."""
+        """Pass on bubble ``seq``: the resident job is done with it.  Wakes the tail job."""
         self._words[1] = seq
         self._word[0] = seq & 0xFFFFFFFF
         self._wake()
 
     @property
     def seq(self) -> int:
-        """The last bubble that was passed on."""
+        """The number of the last bubble that was passed on."""
         return self._words[1]
 
     def wait(self, seen: int) -> None:
-        """Sleep until another bubble than ``seen`` is passed on, the baton is dropped, a signal comes, or a second
-        is over."""
-        futex.wait(self._address, seen & 0xFFFFFFFF, LOOK_AGAIN_NS)  # the holder may die
+        """Sleep until another bubble than ``seen`` is passed on, the baton is dropped or a signal comes, for at most
+        a second."""
+        futex.wait(self._address, seen & 0xFFFFFFFF, LOOK_AGAIN_NS)  # a timeout, since the holder may die
 
 
 class TailGate:
-    """The gate as the tail job sees it (GateReader): bubbles open when the resident job is done with them."""
+    """The tail job's view of the gate (GateReader): a bubble opens when the resident job is done with it."""
 
     def __init__(self, gate: SharedGateReader, baton: Baton) -> None:
         self._gate = gate
@@ -77,7 +78,7 @@ class TailGate:
             self._seen = self._baton.seq
             bubble = self._gate.current(after_seq)
         if bubble is None:
-            # The other job can write here whatever it likes, and is not to keep this one busy outside of bubbles.
+            # The other job can write anything here, and must not make this one spin outside of bubbles.
             time.sleep(futex.NAP_S)
         return bubble
 

@@ -1,10 +1,10 @@
-"""The cycle board: where a rank shows its bubble cycle to its agent and workers, for their execution plans.
+"""The cycle board: a rank shows its bubble cycle to its agent and workers, for their execution plans.
 
-Some pages of an anonymous memory file, like the gate: the rank is the only writer, everyone else maps them read-only.
-There is no lock; a reader that meets a half-written cycle looks again (a sequence lock)::
+Like the gate, it is an anonymous memory file of a few pages: the rank is the only writer, everyone else maps it
+read-only.  Readers take no lock: one that meets a half-written cycle reads again (a sequence lock)::
 
-    0  version: odd while being written     1  the cycle's period     2  how many bubbles follow
-    3..  kind, duration, free bytes of each bubble    and behind 1024 of them, the rank's pulse (``pages/pulse.py``)
+    0  version: odd while being written     1  the cycle's period in ns     2  number of bubbles that follow
+    3..  kind, duration in ns, free bytes of each bubble; after 1024 of them, the rank's pulse (``pages/pulse.py``)
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _KINDS = tuple(BubbleKind)
 
 
 class CycleBoard:
-    """The rank's end.
+    """The writer's end: the rank's, or its relay's on CUDA.
 
     Args:
-        fd: a board that exists, passed on by the rank to the process that writes it instead; None for a new one.
+        fd: descriptor of an existing board, which the rank passed to this process to write; None creates one.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -34,7 +34,7 @@ class CycleBoard:
         self._words = memoryview(mmap.mmap(self.fd, BOARD_BYTES)).cast("Q")
 
     def show(self, cycle: BubbleCycle) -> None:
-        """Replace the cycle on the board.  Of a cycle with more than 1024 bubbles, the first 1024 are shown."""
+        """Replace the cycle on the board.  Bubbles beyond the first 1024 are left out."""
         words = self._words
         slots = cycle.slots[:_MOST_SLOTS]
         words[0] += 1
@@ -46,36 +46,36 @@ class CycleBoard:
         words[0] += 1
 
     def beat(self, pulse: Pulse) -> None:
-        """Show what the latest look at this rank saw; for another thread than ``show``."""
+        """Replace the pulse on the board.  May be called from another thread than ``show``."""
         write_pulse(self._words[_PULSE:], pulse)
 
     def reader_fd(self) -> int:
-        """A new descriptor of the board through which nothing can be written."""
+        """Return a new, read-only descriptor of the board."""
         return memfd.reader_fd(self.fd)
 
     def seal(self) -> None:
-        """Nobody but this object's process can write to the board from now on, even who can open it anew."""
+        """Seal the board: only existing mappings can write to it from now on, even if another process reopens it."""
         memfd.close_to_writers(self.fd)
 
 
 class CycleBoardReader:
-    """The other end, over the descriptor that was passed on."""
+    """A reader's end, over the descriptor that the rank or the agent passed on."""
 
     def __init__(self, fd: int) -> None:
-        page, _ = memfd.map_page(fd, BOARD_BYTES, writable=False)  # Python's own would keep a descriptor
+        page, _ = memfd.map_page(fd, BOARD_BYTES, writable=False)  # Python's mmap would keep a descriptor
         self._words = page.cast("Q")
 
     @property
     def version(self) -> int:
-        """Grows with every cycle shown; 0 before the first."""
+        """The version of the cycle: even, grows with every cycle shown, 0 before the first."""
         return self._words[0] & ~1
 
     def pulse(self) -> Pulse | None:
-        """What the latest look at the rank saw; None before the first, or while one is being written."""
+        """The rank's latest pulse; None before the first, or while one is being written."""
         return read_pulse(self._words[_PULSE:])
 
     def read(self) -> BubbleCycle | None:
-        """The cycle on the board; None before the first, or while one is being written (look again later)."""
+        """The cycle on the board; None before the first, or while one is being written (read again later)."""
         words = self._words
         version = words[0]
         if version == 0 or version & 1:

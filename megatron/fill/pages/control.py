@@ -1,16 +1,16 @@
-"""The control page: one rank's shared word that says whether its side tasks may run, and the operator's way to it.
+"""The control page: one rank's shared word with the state of its jobs (running, paused, ...), set by the operator.
 
-One page of an anonymous memory file, like the gate, and not a file in the run folder: that could be cut short, or lie
-on a server that stops answering, and either would take the training down with it.  The rank makes the page and writes
-down where it is (``RUN/control/NODE/rank3.json``: a process and a descriptor); an operator's command on the same node
-opens it through ``/proc``.  The rank and the workers only read; a change is one store and one wake-up.  No lock.
+It is one page of an anonymous memory file, like the gate, and not a file in the run folder: such a file could be
+truncated, or lie on a server that stops answering, and either would take the training down.  The rank creates the page
+and notes its process and descriptor in ``RUN/control/NODE/rank3.json``; an operator's command on the same node opens
+the page through ``/proc``.  The rank and the workers only read; a change is one store and one wake-up, without a lock.
 
 Layout, in 64-bit words of the machine's byte order::
 
     0  the futex word (low 32 bits): 4 x generation + state; the generation grows with every change
-    1  magic and version    2  rank    3  its process    4  its agent's process, 0 before that has started
+    1  magic and version    2  rank    3  the rank's pid    4  the agent's pid, 0 before the agent has started
     5  the last word that the agent has acted on
-    6  when the agent's process started, in ticks since boot: another one may get its number
+    6  the start time of the agent's process, in ticks since boot: its pid may be reused
     7  1 once the jobs of all ranks have settled
 """
 
@@ -39,36 +39,36 @@ _NAME = "control"
 
 
 class RunState(IntEnum):
-    """What the operator wants of the side tasks.  In the odd states no step may start: one bit tells."""
+    """The state that the operator wants the jobs in.  No step may start in the odd states, so one bit is enough."""
 
     RUNNING = 0
-    PAUSED = 1  # nothing runs; it goes on with the first bubble after RUNNING
-    DRAINING = 2  # jobs that run go on to their end, no other is begun
-    KILLED = 3  # workers are ended at once, and their jobs go back to the queue
+    PAUSED = 1  # no job runs; jobs resume in the first bubble after RUNNING
+    DRAINING = 2  # running jobs continue to their end, no other is started
+    KILLED = 3  # workers are killed at once, and their jobs go back to the queue
 
 
 class RunSwitch(Protocol):
-    """Whether steps may start."""
+    """A switch that jobs check before every step: ``running`` is True if steps may start."""
 
     @property
     def running(self) -> bool: ...
 
 
 class RankSwitch(RunSwitch, Protocol):
-    """The switch as a rank sees it, which also learns from it whether the jobs have settled."""
+    """The rank's view of the switch: ``settled`` is True once the jobs have settled."""
 
     @property
     def settled(self) -> bool: ...
 
 
 class AlwaysRunning:
-    """The switch where nobody can pause: without a control page."""
+    """The switch of a run without a control page, which cannot be paused."""
 
     running = settled = True
 
 
 class ControlReader:
-    """A page as a worker sees it, over the descriptor that its agent passed on.
+    """A worker's view of the control page, over the descriptor that its agent passed on.
 
     Raises:
         ControlError: the descriptor is not a control page of this version.
@@ -90,17 +90,17 @@ class ControlReader:
 
     @property
     def running(self) -> bool:
-        """Whether steps may start.  Costs a tenth of a microsecond, so that every step can ask."""
+        """True if steps may start.  Reading it takes a tenth of a microsecond, so every step can."""
         return not self._word[0] & 1
 
     @property
     def settled(self) -> bool:
-        """Whether the first job of every rank has done a step, as the agents say."""
+        """True once the first job of every rank has done a step, as the agents report."""
         return bool(self._words[_SETTLED])
 
     @property
     def word(self) -> int:
-        """Generation and state together: it differs after every change."""
+        """Generation and state together, different after every change."""
         return self._word[0]
 
     @property
@@ -108,31 +108,31 @@ class ControlReader:
         return RunState(self._word[0] & 3)
 
     def wait(self, word: int) -> None:
-        """Sleep in the kernel while the word is still ``word``, at most for a second; a signal ends it too."""
-        futex.wait(self._address, word, _LOOK_AGAIN_NS)  # whoever maps the page may move its waiters elsewhere
+        """Sleep in the kernel until the word is not ``word`` or a signal comes, for at most a second."""
+        futex.wait(self._address, word, _LOOK_AGAIN_NS)  # a timeout: another process that maps the page may requeue us
 
 
 class ControlPage(ControlReader):
-    """A page as the rank that made it, its agent and the operator's command see it."""
+    """The control page, writable: for the rank that created it, its agent and the operator's command."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._attach(fd, writable=True)
-        self._wake = futex.Waker(self._address, futex.ALL)  # never by the rank
+        self._wake = futex.Waker(self._address, futex.ALL)  # waking all takes long, but the rank never does it
 
     @classmethod
     def create(cls, rank: int) -> ControlPage:
-        """A new page of the calling process, RUNNING."""
+        """Create the page of ``rank``, owned by the calling process, in the state RUNNING."""
         fd = memfd.create(_NAME, _PAGE_BYTES)
         os.pwrite(fd, struct.pack("=4Q", 0, _MAGIC, rank, os.getpid()), 0)
         return cls(fd)
 
     def reader_fd(self) -> int:
-        """A new descriptor of the page through which nothing can be written."""
+        """Return a new, read-only descriptor of the page."""
         return memfd.reader_fd(self.fd)
 
     def change(self, state: RunState) -> None:
-        """Say what is wanted from now on; whoever sleeps on the page wakes."""
+        """Set the state and wake every process that sleeps on the page."""
         generation = (self._word[0] >> 2) + 1
         self._word[0] = (4 * generation + state) & 0xFFFFFFFF
         self._wake()
@@ -143,48 +143,48 @@ class ControlPage(ControlReader):
 
     @property
     def pid(self) -> int:
-        """The rank's process."""
+        """The pid of the rank."""
         return self._words[_PID]
 
     @property
     def agent(self) -> int:
-        """The process of the rank's agent; 0 before it has started."""
+        """The pid of the rank's agent; 0 before it has started."""
         return self._words[_AGENT]
 
     @property
     def agent_lives(self) -> bool:
-        """Whether that process is there, and not another one that got its number."""
+        """True if the agent's process is alive; a reused pid is told by its start time."""
         return bool(self.agent) and _born(self.agent) == self._words[_AGENT_BORN]
 
     @property
     def acknowledged(self) -> bool:
-        """Whether the agent has acted on the last change."""
+        """True if the agent has acted on the last change."""
         return self._words[_ACKNOWLEDGED] == self.word
 
     @property
     def silent(self) -> bool:
-        """Whether the agent lives and has not acted on the last change."""
+        """True if the agent is alive and has not acted on the last change."""
         return not self.acknowledged and self.agent_lives
 
     def acknowledge(self, word: int) -> None:
-        """The calling agent has acted on ``word``."""
+        """Record that the calling agent has acted on ``word``."""
         if self.agent != os.getpid():
             self._words[_AGENT_BORN] = _born(os.getpid()) or 0
             self._words[_AGENT] = os.getpid()
         self._words[_ACKNOWLEDGED] = word
 
     def settle(self) -> None:
-        """The first job of every rank has done a step."""
+        """Record that the first job of every rank has done a step."""
         self._words[_SETTLED] = 1
 
     def announce(self, run_dir: Path, board_fd: int | None = None) -> Path:
-        """Write down where the page is, for the operator; to be removed when the rank is done.
+        """Write the note by which the operator finds the page; the caller removes it when the rank is done.
 
         Args:
-            board_fd: the rank's board, whose pulse tells whether anything moves.
+            board_fd: descriptor of the rank's board, whose pulse shows whether the training moves.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the note cannot be written.
         """
         path = run_dir / CONTROL / os.uname().nodename / f"rank{self.rank}.json"
         write_text(path, json.dumps({"pid": self.pid, "fd": self.fd, "board": board_fd}) + "\n")
@@ -192,16 +192,16 @@ class ControlPage(ControlReader):
 
 
 def _born(pid: int) -> int | None:
-    """When a process started, in ticks since boot; None if it has ended."""
+    """The start time of a process in ticks since boot; None if it has ended."""
     process = read_process(pid)
     return process.started if process is not None and process.alive else None
 
 
 def find_pages(run_dir: Path) -> list[ControlPage]:
-    """The pages of the ranks of a run that are alive on this node, by rank.
+    """The control pages of a run's ranks that are alive on this node, by rank.
 
     Raises:
-        ControlError: there is no such run folder, nothing of it can be found on this node, or it is another user's.
+        ControlError: there is no such run folder, no rank is found on this node, or one belongs to another user.
     """
     if not run_dir.is_dir():
         raise ControlError(f"{run_dir}: no such folder; expected the run folder that the training printed")
@@ -216,12 +216,12 @@ def find_pages(run_dir: Path) -> list[ControlPage]:
 
 
 def damaged_notes(run_dir: Path) -> list[str]:
-    """Of each rank that did not tell legibly where its page is: a line that says so.  Nobody can say how it is."""
+    """One error line for each damaged note, whose rank and state are unknown."""
     damaged = []
     for path in notes(run_dir):
         try:
             _read_note(path)
-        except PermissionError:  # said where it is opened
+        except PermissionError:  # reported where it is opened
             continue
         except (OSError, ValueError) as error:
             reason = error.strerror or error if isinstance(error, OSError) else error
@@ -230,16 +230,17 @@ def damaged_notes(run_dir: Path) -> list[str]:
 
 
 def notes(run_dir: Path) -> list[Path]:
-    """Where the ranks of a run on this node wrote down where their pages are; those that are done took theirs away."""
+    """The paths of the notes by which the run's ranks on this node are found; a rank that is done has removed its
+    note."""
     return sorted((run_dir / CONTROL / os.uname().nodename).glob("rank*.json"))
 
 
 def _read_note(path: Path) -> tuple[int, int] | None:
-    """The process and the descriptor that a rank wrote down; None if it has just taken its note away.
+    """The pid and the descriptor in a rank's note; None if the rank has just removed it.
 
     Raises:
-        OSError: it cannot be read, or is not a plain file.
-        ValueError: it is none.
+        OSError: the note cannot be read, or is not a plain file.
+        ValueError: its content is not a valid note.
     """
     try:
         where = untrusted.read_json(path)
@@ -252,14 +253,18 @@ def _read_note(path: Path) -> tuple[int, int] | None:
 
 
 def _open(path: Path) -> ControlPage | None:
-    """The page that a rank wrote down; None if that rank is gone, or its note is damaged."""
+    """Open the page that a note names; None if that rank is gone or the note is damaged.
+
+    Raises:
+        ControlError: the rank belongs to another user.
+    """
     try:
         where = _read_note(path)
         if where is None:
             return None
         pid, number = where
         link = f"/proc/{pid}/fd/{number}"
-        # Another process may have the number by now, and to open its pipe or terminal could do harm.
+        # The pid may be reused by now, and opening another process's pipe or terminal could do harm.
         if not os.readlink(link).startswith(f"/memfd:pipefill-{_NAME}"):
             return None
         fd = os.open(link, os.O_RDWR | os.O_CLOEXEC)

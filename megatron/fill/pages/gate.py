@@ -1,20 +1,20 @@
 """The gate: one rank's shared-memory word that says "a bubble is open until T, with B bytes free".
 
-One page of an anonymous memory file (``memfd``): it has no name, so nothing is left behind and two runs cannot
-collide.  The rank is its only writer; workers map it read-only, so nothing a worker does can reach the rank through
-it.  Opening is a handful of stores and one futex wake; so is closing.  There is no lock.
+It is one page of an anonymous memory file (``memfd``): without a name, it leaves nothing behind and cannot collide with
+another run's.  The rank is its only writer; workers map it read-only, so no worker can reach the rank through it.
+Opening is a handful of stores and one futex wake; so is closing.  There is no lock.
 
-Layout, in 64-bit words of the machine's byte order::
+Layout, in 64-bit words of the machine's byte order; times in ns of CLOCK_MONOTONIC::
 
-    0  the futex word (low 32 bits): even = shut, odd = open; it grows with every opening and every closing
+    0  the futex word (low 32 bits): even = shut, odd = open; grows with every opening and every closing
     1  magic and version
     2  number of the open (or last) bubble, from 1
-    3  when it opened            4  when it is expected to end       5  free bytes
+    3  its start                4  its deadline                      5  free bytes
     6  phase (Phase)            7  1 while the brake is on
-    8  how long all bubbles before this one were open, together
-    9  by how much steps may run on after it, in expectation
-    10  how many ends are told                   80..  those (``OpenBubble.ends_ns``)
-    16..79  when bubble n ended, at 16 + n % 64 (0 while it is open)
+    8  total time that all bubbles before this one were open
+    9  expected time that steps may run on after its end
+    10  number of predicted ends                 80..  the predicted ends (``OpenBubble.ends_ns``)
+    16..79  end of bubble n, at 16 + n % 64 (0 while it is open)
 """
 
 from __future__ import annotations
@@ -34,27 +34,32 @@ _MAGIC = 0x50495045_00000002
 _FUTEX, _VERSION, _SEQ, _OPENED, _DEADLINE, _FREE, _PHASE, _BRAKED, _OPEN_NS, _OVERRUN, _TOLD = range(11)
 _CLOSED, _CLOSED_SLOTS, _ENDS = 16, 64, 80
 _NEVER_NS = 1 << 62
-LOOK_AGAIN_NS = 1_000_000_000  # a signal between a look around and the sleep is noticed then, and a waiter moved away
-# Of the waiters: two workers and their agent's two watchers, twice.  A job that queues more delays the others' wakes.
+# Timeout of every sleep: notices a signal that came just before the sleep, and waiters that were requeued elsewhere.
+LOOK_AGAIN_NS = 1_000_000_000
+# Waiters woken at once: two workers and their agent's two watchers, twice.  A job that queues more delays other wakes.
 MOST_WOKEN = 8
 
 
 class Phase(IntEnum):
-    """What the main job is doing."""
+    """The phase of the training."""
 
     TRAINING = 0
-    ALONE = 1  # it stands still after its last iteration; the open bubble measures tasks by themselves
+    ALONE = 1  # the training stands still after its last iteration; the open bubble measures tasks by themselves
     ENDED = 2
 
 
 @dataclass(frozen=True, slots=True)
 class OpenBubble:
-    """What a worker knows of a bubble while it is open.
+    """An open bubble, as workers see it.
 
     Attributes:
-        deadline_ns: before that it hardly ever ends.
-        ends_ns: by when it has ended in 1, 2 ... n of n cases; empty if nothing is known beyond the deadline.
-        overrun_ns: by how much steps may run on after its end, in expectation.
+        seq: number of the bubble, from 1.
+        opened_ns: start of the bubble.
+        deadline_ns: time before which the bubble hardly ever ends.
+        free_bytes: device memory that the training leaves free in it.
+        alone: True if the training stands still, to measure tasks by themselves.
+        ends_ns: times by which it has ended in 1, 2 ... n of n cases; empty if no end beyond the deadline is predicted.
+        overrun_ns: expected time that steps may run on after its end.
     """
 
     seq: int
@@ -66,18 +71,18 @@ class OpenBubble:
     overrun_ns: int = 0
 
     def fits(self, step_ns: int, now_ns: int, pause_ns: int = 0) -> bool:
-        """Whether a step of this length, and the pause after it, may begin now."""
+        """True if a step of ``step_ns``, followed by a pause of ``pause_ns``, may begin now."""
         begin_ns, end_ns = self.window(step_ns)
         return begin_ns <= now_ns and now_ns + step_ns + pause_ns <= end_ns
 
     def window(self, step_ns: int) -> tuple[int, int]:
-        """From when on a step of this length may begin, and when it must have ended.
+        """The earliest start and the latest end of a step of ``step_ns``.
 
-        Beyond the deadline an end catches one step, which runs on for half its length on average.  So the share of
-        cases that may be caught is ``overrun_ns`` over half of ``step_ns``: short steps go on until the bubble is over,
-        however long it is, long ones end before even short bubbles do.  Where already the first step might be caught,
-        it waits until those bubbles have ended that end soon: in many places nearly all waits are short, and a few are
-        long.
+        A bubble that ends beyond the deadline catches one step, which runs on for half its length on average.  So the
+        share of bubbles that may catch a step is ``overrun_ns`` over half of ``step_ns``: short steps continue until
+        the bubble is over, however long it is, and long steps end before even short bubbles do.  If the first step
+        might already be caught, it is delayed until the bubbles that end early have ended: at many places in the
+        schedule nearly all waits are short, and a few are long.
         """
         ends = self.ends_ns
         caught = 2 * self.overrun_ns * len(ends) // step_ns if step_ns else 0
@@ -97,49 +102,51 @@ class OpenBubble:
 
 
 class GateWriter(Protocol):
-    """The rank's end."""
+    """The writer's end of a gate: the rank's, or its relay's on CUDA."""
 
     def open(self, deadline_ns: int, free_bytes: int, ends_ns: Sequence[int] = (), overrun_ns: int = 0) -> int:
-        """Open a bubble, of which this is known (``OpenBubble``); return its number."""
+        """Open a bubble (arguments as in ``OpenBubble``); return its number."""
 
     def close(self, now_ns: int) -> None:
-        """The bubble is over."""
+        """Close the open bubble, if there is one."""
 
     def brake(self, on: bool) -> None:
-        """No bubble is opened for a while (or is again), since filling slows the main job down."""
+        """Record that no bubble is opened for a while, since filling slows the training; or that the brake is off."""
 
     def end(self) -> None:
-        """The main job is over: every waiter returns None from now on."""
+        """Record that the training is over: every ``wait`` returns None from now on."""
 
 
 class GateReader(Protocol):
-    """A worker's end."""
+    """A worker's end of a gate."""
 
     def wait(self, after_seq: int) -> OpenBubble | None:
-        """Sleep until a bubble with a number above ``after_seq`` is open; None when the main job is over, a signal asks
-        to look around, or a second is over (call again)."""
+        """Sleep until a bubble with a number above ``after_seq`` is open, and return it.
+
+        Returns None when the training is over, on a signal, or after a second (call again).
+        """
 
     def is_open(self, seq: int) -> bool:
-        """Whether bubble ``seq`` is still open."""
+        """True if bubble ``seq`` is still open."""
 
     def wait_change(self, seq: int, timeout_ns: int) -> None:
-        """Sleep until bubble ``seq`` is over, at most ``timeout_ns`` and a second."""
+        """Sleep until bubble ``seq`` is over, for at most ``timeout_ns`` and at most a second."""
 
     def closed_ns(self, seq: int) -> int | None:
-        """When bubble ``seq`` ended; None while it is open."""
+        """The end of bubble ``seq``; None while it is open."""
 
     @property
     def ended(self) -> bool:
-        """Whether the main job is over."""
+        """True if the training is over."""
 
 
 class SharedGate:
-    """The rank's end of a real gate (GateWriter).
+    """The writer's end of a gate in shared memory (GateWriter).
 
-    All of its state is in the page, so whoever writes next goes on where the last one stopped.  One writes at a time.
+    All of its state is in the page, so a new writer resumes where the last one stopped.  One process writes at a time.
 
     Args:
-        fd: a gate that exists, passed on by the rank to the process that writes it instead; None for a new one.
+        fd: descriptor of an existing gate, which the rank passed to this process to write; None creates one.
 
     Raises:
         GateError: ``fd`` is not a gate of this version.
@@ -163,7 +170,7 @@ class SharedGate:
         return self._open(deadline_ns, free_bytes, Phase.TRAINING)
 
     def open_alone(self, deadline_ns: int) -> int:
-        """Open a bubble in which the main job stands still, to measure the tasks by themselves."""
+        """Open a bubble in which the training stands still, to measure the tasks by themselves."""
         self._words[_TOLD] = 0
         return self._open(deadline_ns, 0, Phase.ALONE)
 
@@ -200,20 +207,20 @@ class SharedGate:
 
     @property
     def ended(self) -> bool:
-        """Whether it was ended, by us or by who wrote it in our place."""
+        """True if the training is over, as recorded by this process or by another that wrote the gate."""
         return self._words[_PHASE] == Phase.ENDED
 
     def reader_fd(self) -> int:
-        """A new descriptor of the gate through which nothing can be written."""
+        """Return a new, read-only descriptor of the gate."""
         return memfd.reader_fd(self.fd)
 
     def seal(self) -> None:
-        """Nobody but this object's process can write to the gate from now on, even who can open it anew."""
+        """Seal the gate: only existing mappings can write to it from now on, even if another process reopens it."""
         memfd.close_to_writers(self.fd)
 
 
 class SharedGateReader:
-    """A worker's end of a real gate (GateReader), over the descriptor that the agent passed on.
+    """A worker's end of a gate in shared memory (GateReader), over the descriptor that the agent passed on.
 
     Raises:
         GateError: the descriptor is not a gate of this version.
@@ -237,7 +244,7 @@ class SharedGateReader:
         return self.current(after_seq)
 
     def current(self, after_seq: int = 0) -> OpenBubble | None:
-        """The open bubble, if its number is above ``after_seq``."""
+        """The open bubble if its number is above ``after_seq``, else None."""
         words = self._words
         seq = words[_SEQ]
         if self._word[0] != (2 * seq + 1) & 0xFFFFFFFF or seq <= after_seq:
@@ -251,11 +258,11 @@ class SharedGateReader:
             tuple(words[_ENDS : _ENDS + words[_TOLD]]),
             words[_OVERRUN],
         )
-        # The fields belong together only if the word did not move while they were read.
+        # The fields belong together only if the word did not change while they were read.
         return bubble if self.is_open(seq) else None
 
     def wait_change(self, seq: int, timeout_ns: int) -> None:
-        """Sleep until bubble ``seq`` is over, at most ``timeout_ns`` and a second."""
+        """Sleep until bubble ``seq`` is over, for at most ``timeout_ns`` and at most a second."""
         word = (2 * seq + 1) & 0xFFFFFFFF
         if self._word[0] == word:
             futex.wait(self._address, word, min(timeout_ns, LOOK_AGAIN_NS))
@@ -273,16 +280,16 @@ class SharedGateReader:
 
     @property
     def shut(self) -> bool:
-        """Whether no bubble is open."""
+        """True if no bubble is open."""
         return not self._word[0] & 1
 
     @property
     def braked(self) -> bool:
-        """Whether the brake is on: nothing of a worker is to run."""
+        """True if the brake is on: no job may run."""
         return bool(self._words[_BRAKED])
 
     def open_ns(self) -> int:
-        """How long bubbles have been open in all, the present one included."""
+        """The total time in ns that bubbles have been open, the present one included."""
         words = self._words
         return words[_OPEN_NS] + (0 if self.shut else max(0, time.monotonic_ns() - words[_OPENED]))
 

@@ -1,8 +1,8 @@
-"""What a process beside a rank leaves to it, because no file takes it: one anonymous memory file.
+"""Records that a rank's helper process could not write to a file, left to the rank in an anonymous memory file.
 
-The relay leaves the end of the rank's record there, the agent what its jobs did.  No worker has the descriptor.
+The relay leaves the end of the rank's record there, the agent leaves its jobs' records.  No worker has the descriptor.
 
-Layout: a word of 8 bytes, the state; a word, the length of what is left; then that.
+Layout: the state, a word of 8 bytes; the length of the data, a word of 8 bytes; the data.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _NAME = "last-word"
 
 
 class Left(IntEnum):
-    """How it stands with what its writer has to say."""
+    """The state of the data that is in no file."""
 
-    NOTHING = 0  # all of it is in a file
-    HERE = 1  # what is in no file is here
-    LOST = 2  # it is not: it was too much, or its writer died while it wrote it, or before another one followed
+    NOTHING = 0  # all data is in a file
+    HERE = 1  # the data is in the page
+    LOST = 2  # the data is lost: it was too long, or its writer died while writing it or before it was in a file
 
 
 class LastWord:
-    """The page; the writer and the rank have a descriptor each."""
+    """The memory file; the writer and the rank have a descriptor each."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._succeeded = False  # the writer before left something that is lost
+        self._succeeded = False  # True if the previous writer left data that is lost
 
     @classmethod
     def create(cls) -> LastWord:
-        """A new one; its memory is taken when something is left."""
+        """Create an empty one; its memory is allocated when data is left."""
         return cls(memfd.create(_NAME, _HEAD.size + MOST_BYTES))
 
     @property
@@ -43,18 +43,18 @@ class LastWord:
         return Left(self._head()[0])
 
     def succeed(self) -> None:
-        """Another writer follows one that died: what that one could not write is lost."""
+        """Start a new writer after one that died: data that was in no file yet is lost."""
         if self.state is not Left.NOTHING:
             self._succeeded = True
             self._say(Left.LOST)
 
     def clear(self) -> None:
-        """All is in a file now."""
+        """Record that all data is in a file now."""
         if not self._succeeded:
             self._say(Left.NOTHING)
 
     def leave(self, data: bytes | None) -> None:
-        """This is in no file now, in place of what was left before; None if it is too much."""
+        """Replace the data by ``data``, which is in no file; None records that there is too much, so it is lost."""
         self._say(Left.LOST)
         if self._succeeded or data is None or len(data) > MOST_BYTES:
             return
@@ -62,7 +62,7 @@ class LastWord:
         self._say(Left.HERE, len(data))
 
     def read(self) -> bytes:
-        """What is left; nothing unless the state is HERE."""
+        """The data; empty unless the state is HERE."""
         state, length = self._head()
         return os.pread(self.fd, min(length, MOST_BYTES), _HEAD.size) if state == Left.HERE else b""
 

@@ -1,4 +1,4 @@
-"""Whether the ranks of a run on this node move, and if not, which one waits for whom: from outside, by their pages."""
+"""Detection of a stalled run from outside, by the pages of its ranks on this node: which rank waits for which."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megatron.fill.pages.control import notes
 from megatron.fill.pages.pulse import Pulse
 
 _S = 1e9
-_STOPPED = "Tt"  # by a signal, by a debugger
+_STOPPED = "Tt"  # stopped by a signal, by a debugger
 
 
 @dataclass(frozen=True, slots=True)
 class RankStanding:
-    """One rank of a run on this node that has not said that it is done.
+    """A rank on this node whose note is still there: it is not done, or it died.
 
     Attributes:
-        state: of its process, a letter of proc_pid_stat(5); empty once that is gone.
-        pulse: what its own thread saw last; None before its first look, and where no board was written down.
+        state: process state, a letter of proc_pid_stat(5); empty once the process is gone.
+        pulse: latest pulse of the rank; None before the first, and if the note names no board.
     """
 
     rank: int
@@ -42,11 +42,11 @@ class RankStanding:
         return bool(self.state) and self.state in _STOPPED
 
     def still_s(self, now_ns: int) -> float:
-        """For how long nothing has moved in it; 0 while that is usual, or it is gone."""
+        """Seconds since anything moved in the rank; 0 while that is usual, or if the rank is gone."""
         return 0.0 if self.pulse is None or self.gone else self.pulse.still_s(now_ns)
 
     def said(self, now_ns: int) -> str:
-        """What it does, as a line."""
+        """One line that describes the rank's state."""
         where = f"rank {self.rank}" + (f" (stage {self.pulse.stage})" if self.pulse is not None else "")
         if self.gone:
             return f"{where}: its process {self.pid} is gone"
@@ -61,13 +61,15 @@ class RankStanding:
 
 
 def find_standings(run_dir: Path) -> list[RankStanding]:
-    """The ranks of a run that have left a note on this node, by rank."""
+    """The states of a run's ranks that have a note on this node, by rank."""
     found = [standing for path in notes(run_dir) if (standing := _standing(path)) is not None]
     return sorted(found, key=lambda standing: standing.rank)
 
 
 def stillness(standings: Sequence[RankStanding], now_ns: int | None = None) -> list[str]:
-    """What keeps a run from going on, as lines: since when nothing moved, and what each rank does; none while it moves.
+    """Lines that describe a stall: since when nothing has moved, and the state of each rank.
+
+    While the run moves, only ranks whose process is gone or stopped have a line.
 
     Args:
         now_ns: CLOCK_MONOTONIC; None for now.
@@ -87,7 +89,7 @@ def stillness(standings: Sequence[RankStanding], now_ns: int | None = None) -> l
 
 
 def _standing(path: Path) -> RankStanding | None:
-    """Of the rank that wrote this note; None if it has just taken it away, or it is damaged."""
+    """The state of the rank that wrote the note at ``path``; None if the note is damaged or has just been removed."""
     named = re.fullmatch(r"rank(\d+)\.json", path.name)
     try:
         note = untrusted.read_json(path)

@@ -1,4 +1,4 @@
-"""What a worker is at, and what its agent and it tell each other of it through the step log."""
+"""The phases of a worker, and the states of a save that its agent requests; both are in the step log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class WorkerPhase(IntEnum):
-    """What a worker is at; the agent names it when the worker dies."""
+    """The callback or state that a worker is in; the agent reports it when the worker dies."""
 
     STARTING = 0
     CREATE = 1
@@ -36,7 +36,7 @@ _NAMES = {
 
 
 class Saving(IntEnum):
-    """Whether the agent wants the task saved before anything else, and what came of it."""
+    """The state of a save that the agent requests before anything else."""
 
     NONE = 0
     WANTED = 1

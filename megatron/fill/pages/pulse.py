@@ -1,11 +1,11 @@
-"""The pulse of a rank: when something last moved in it, and what it waits for now; the last words of its board.
+"""The pulse of a rank: its last progress and the bubble that it waits in; the last words of its board.
 
-Layout, in 64-bit words::
+A thread of the rank (the relay's, on CUDA) writes it every ``LOOK_S``.  Layout, in 64-bit words; times in ns::
 
-    0  when this was looked at, CLOCK_MONOTONIC ns; 0 before the first look, and while it is being written
-    1  when an iteration last ended, or a schedule last began      2  the iteration
-    3  the longest iteration or rest so far                          4  1 + the kind of the open bubble; 0 for none
-    5  when that opened        6  its stage        7  how many stages there are
+    0  time of this pulse, CLOCK_MONOTONIC; 0 before the first, and while one is being written
+    1  time at which an iteration last ended or a schedule last began    2  the iteration
+    3  the longest iteration or standstill so far                        4  1 + the kind of the open bubble; 0 for none
+    5  start of that bubble        6  the rank's stage        7  number of stages
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from dataclasses import dataclass
 from megatron.fill.types import BubbleKind
 
 WORDS = 8
-LOOK_S = 10.0  # how often a rank's own thread looks
+LOOK_S = 10.0  # period of the pulse
 _S = 1e9
 _KINDS = tuple(BubbleKind)
-_LEAST_S, _FIRST_S = 30.0, 300.0
-_TIMES = 10  # the longest pause of the run so far
+_LEAST_S, _FIRST_S = 30.0, 300.0  # the least patience, and the patience before the first iteration has ended
+_TIMES = 10  # patience as a multiple of the longest iteration or standstill so far
 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """What one look saw; times in ns, CLOCK_MONOTONIC.
+    """One pulse; times in ns, CLOCK_MONOTONIC.
 
     Attributes:
-        looked_ns: when.
-        moved_ns: when an iteration last ended, or a schedule (of an iteration, an evaluation) last began.
-        iteration: the last one that began; 0 before the first.
-        longest_ns: the longest that an iteration took, or that nothing moved before; 0 before the first has ended.
-        waits: the kind of the open bubble; None outside of bubbles.
-        waits_since_ns: when that opened.
+        looked_ns: time of the pulse.
+        moved_ns: time at which an iteration last ended, or a schedule (of an iteration, an evaluation) last began.
+        iteration: last iteration that began; 0 before the first.
+        longest_ns: longest iteration or standstill so far; 0 before the first iteration has ended.
+        waits: kind of the open bubble; None outside of bubbles.
+        waits_since_ns: start of that bubble.
+        stage: pipeline stage of the rank.
+        stages: number of pipeline stages.
     """
 
     looked_ns: int
@@ -46,24 +48,24 @@ class Pulse:
 
     @property
     def patience_s(self) -> float:
-        """How long nothing may move before that is said: ten times the longest so far, and half a minute at least."""
+        """Seconds without progress before a stall is reported: ten times the longest so far, and at least 30 s."""
         return max(_LEAST_S, _TIMES * self.longest_ns / _S) if self.longest_ns else _FIRST_S
 
     def still_s(self, now_ns: int) -> float:
-        """For how long nothing has moved, as far as is known; 0 while that is usual.
+        """Seconds without progress, as far as is known; 0 while that is usual.
 
-        A process that does not even look any more (stopped, or stuck) has not moved since its last look.
+        A process whose pulse has stopped (it is stopped or stuck) counts as still since its last progress.
         """
         silent = self.silent(now_ns)
         still_s = ((now_ns if silent else self.looked_ns) - self.moved_ns) / _S
         return still_s if silent or still_s > self.patience_s else 0.0
 
     def silent(self, now_ns: int) -> bool:
-        """Whether the rank's own thread has not looked for long, which costs it nothing while it is alive."""
+        """True if the pulse is overdue: the thread that writes it is stopped or stuck."""
         return now_ns - self.looked_ns > 3 * LOOK_S * _S
 
     def waits_for(self, now_ns: int) -> str:
-        """Whom it waits for and since when, in words."""
+        """A phrase for the log: the stage that the rank waits for, and for how long."""
         if self.waits is None:
             return "is in no bubble: it computes, writes a checkpoint, or waits outside of the pipeline"
         whom = {
@@ -76,7 +78,7 @@ class Pulse:
 
 
 def write_pulse(words: memoryview, pulse: Pulse) -> None:
-    """Show it; a reader that comes in between sees that it is being written."""
+    """Write the pulse; a reader in the middle of it finds that it is being written."""
     words[0] = 0
     waits = 0 if pulse.waits is None else 1 + _KINDS.index(pulse.waits)
     shown = pulse.moved_ns, pulse.iteration, pulse.longest_ns, waits, pulse.waits_since_ns, pulse.stage, pulse.stages
@@ -86,7 +88,7 @@ def write_pulse(words: memoryview, pulse: Pulse) -> None:
 
 
 def read_pulse(words: memoryview) -> Pulse | None:
-    """What the last look saw; None before the first, or while one is being written (look again)."""
+    """The latest pulse; None before the first, or while one is being written (read again)."""
     looked_ns, moved_ns, iteration, longest_ns, waits, since_ns, stage, stages = words[:WORDS].tolist()
     if not looked_ns or words[0] != looked_ns or waits > len(_KINDS):
         return None

@@ -1,4 +1,5 @@
-"""How many transfers each other rank has ready for this one: words that all ranks of a node map, and their GPUs too."""
+"""The number of transfers that each other rank has ready for this one, in words that all ranks of a node and their
+GPUs map."""
 
 from __future__ import annotations
 
@@ -9,24 +10,24 @@ import secrets
 
 from megatron.fill.linux import memfd
 
-_FOLDER = "/dev/shm"  # a file that all ranks of the node can open until they have
+_FOLDER = "/dev/shm"  # all ranks of the node can open a file there; its name is removed once they have
 
 
 class ReadyPage:
-    """One rank's page, as its owner or another rank of its user has it mapped.
+    """One rank's page, mapped by its owner or by another rank of the same user.
 
     Args:
-        path: its file; ``create`` makes it.
-        ranks: of the training: two words each.
+        path: file of the page, which ``create`` makes.
+        ranks: number of ranks of the training; each has two words.
 
     Attributes:
-        words: how many transfers each rank has ready; GPUs write and wait for these.
-        gone: of each rank, whether it announces nothing any more; for hosts.
-        address: of the first word; the words of the ranks follow each other, 4 bytes each.
-        size: in bytes, whole pages.
+        words: number of transfers that each rank has ready; GPUs write these and wait for them.
+        gone: 1 for each rank that announces no more transfers; read and written by hosts.
+        address: address of the first word; one word of 4 bytes for each rank.
+        size: size in bytes, whole pages.
 
     Raises:
-        OSError: there is no such file here, or it is another user's.
+        OSError: the file does not exist on this node, or belongs to another user.
     """
 
     def __init__(self, path: str, ranks: int) -> None:
@@ -42,7 +43,7 @@ class ReadyPage:
 
     @classmethod
     def create(cls, ranks: int) -> ReadyPage:
-        """A new page of this rank, all zero."""
+        """Create a page for this rank, all zero."""
         path = f"{_FOLDER}/pipefill-ready-{os.getpid()}-{secrets.token_hex(8)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -52,7 +53,7 @@ class ReadyPage:
         return cls(path, ranks)
 
     def forget(self) -> None:
-        """Take its name away: nobody else can open it from now on."""
+        """Remove the file's name: no other process can open it from now on."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 

@@ -1,15 +1,15 @@
-"""The ring: facts on their way from the rank to its relay, in shared memory.
+"""The ring: a buffer of facts in shared memory, which the rank writes and its relay reads.
 
-The rank writes a fact when its Python comes by, which may be long before the GPU does.  Most facts are *marked*: a
-signal is put into the stream behind what was enqueued so far, and posts the ring's semaphore, or writes the mark's
-number, when the GPU gets there.  The others need no time of their own and ride on the next mark.  Every entry says with
-which mark it is due, so the relay knows what each signal stands for.
+The rank writes a fact when its Python code reaches it, which may be long before the GPU does.  Most facts are *marked*:
+a signal is put into the stream behind everything enqueued so far, and posts the ring's semaphore, or writes the mark's
+number, when the GPU reaches it.  The other facts need no time of their own and are delivered with the next mark.  Every
+entry holds the number of its mark, so the relay knows which facts a signal stands for.
 
-The rank never waits: a relay that falls behind by more than the ring holds finds its entries overwritten, and knows
-how many.  Layout, in 64-bit words, then entries of 64 bytes from byte 4096 on::
+The rank never waits: if the relay falls behind by more than the ring holds, entries are overwritten, and the relay
+counts them.  Layout, in 64-bit words, then entries of 64 bytes from byte 4096 on::
 
     0  magic and version    1  entries begun    2  1 when the rank has switched off    3  1 when the relay listens
-    4  the number of the last mark that the GPU has reached, where marks are written    5  1 where they are
+    4  number of the last mark that the GPU has reached, if marks are written    5  1 if they are
     8..15  the semaphore
 
 An entry is visible before its signal can fire: between them are a launch and the GPU, which order memory.
@@ -29,7 +29,7 @@ from megatron.fill.linux import memfd, semaphore
 
 _MAGIC = 0x50495045_52000001
 _VERSION, _BEGUN, _OFF, _LISTENING, _REACHED, _WRITTEN = range(6)
-_LOOK_S = 20e-6  # between two looks for a mark that is written
+_LOOK_S = 20e-6  # polling interval for written marks
 _SEMAPHORE_AT = 64
 _ENTRIES_AT = 4096
 _ENTRY = struct.Struct("=QQIiqq24s")
@@ -38,22 +38,22 @@ CAPACITY = 4096  # entries; an iteration of 64 microbatches takes some 400
 
 
 class Fact(IntEnum):
-    """What the bus reported."""
+    """The kinds of facts; each comment lists the fields of ``Entry`` that it uses."""
 
-    ITERATION_STARTED = 1  # number: the iteration; free_bytes: what is missing of the training's own memory margin
+    ITERATION_STARTED = 1  # number: the iteration; free_bytes: bytes missing in the training's own memory margin
     ITERATION_ENDED = 2
     CYCLE_STARTED = 3  # text: the schedule; index: microbatches; number: chunks, negative for forward only
     CYCLE_ENDED = 4
-    BUBBLE_OPENED = 5  # text: the kind; index: in the cycle; free_bytes: as its author promised, negative without
+    BUBBLE_OPENED = 5  # text: the kind; index: place in the cycle; free_bytes: free memory announced, negative if none
     BUBBLE_CLOSED = 6
     COMPUTED = 7  # text: forward or backward
-    DISTURBED = 8  # text: by what
-    END = 9  # of the training
+    DISTURBED = 8  # text: the cause
+    END = 9  # the training is over
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One fact.  ``due`` is the number, from 1, of the mark that it comes with."""
+    """One fact.  ``due`` is the number, from 1, of the mark with which it is delivered."""
 
     due: int
     fact: Fact
@@ -64,13 +64,13 @@ class Entry:
 
 
 class Ring:
-    """The rank's end.
+    """The rank's end of a new ring.
 
     Attributes:
-        fd: to pass on to the relay.
-        semaphore: the address of the semaphore that a posted mark posts once.
-        header: the address and the size of the pages that hold it and all other words.
-        reached: the address of the 64-bit word in them into which a written mark writes its number, from 1.
+        fd: descriptor to pass to the relay.
+        semaphore: address of the semaphore that each posted mark posts once.
+        header: address and size in bytes of the pages that hold the semaphore and all other words.
+        reached: address of the 64-bit word into which a written mark writes its number, from 1.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Ring:
         *,
         marked: bool = True,
     ) -> None:
-        """Put a fact in.  The caller puts a signal into the stream next if it is ``marked``."""
+        """Write a fact.  If it is ``marked``, the caller puts a signal into the stream next."""
         self._begun = begun = self._begun + 1
         due = self._marks + 1
         if marked:
@@ -106,7 +106,7 @@ class Ring:
 
     @property
     def written(self) -> bool:
-        """Whether marks are written, and not posted; set before anybody listens."""
+        """True if marks are written, and not posted; set before the relay listens."""
         return self._words[_WRITTEN] != 0
 
     @written.setter
@@ -115,20 +115,20 @@ class Ring:
 
     @property
     def heard(self) -> bool:
-        """Whether the relay listens."""
+        """True if the relay listens."""
         return self._words[_LISTENING] != 0
 
     def switch_off(self) -> None:
-        """Tell the relay, out of order, that nothing more comes."""
+        """Notify the relay, out of order, that no more facts come."""
         self._words[_OFF] = 1
         semaphore.post(self.semaphore)
 
 
 class RingReader:
-    """The relay's end, over the descriptor that the rank passed on.
+    """The relay's end of a ring, over the descriptor that the rank passed on.
 
     Attributes:
-        lost: entries that were overwritten before they were read.
+        lost: number of entries that were overwritten before they were read.
 
     Raises:
         FillError: the descriptor is not a ring of this version.
@@ -149,15 +149,15 @@ class RingReader:
 
     @property
     def off(self) -> bool:
-        """Whether the rank has switched off: what is left means nothing."""
+        """True if the rank has switched off: entries that are left mean nothing."""
         return self._words[_OFF] != 0
 
     def listen(self) -> None:
-        """Tell the rank that its facts are heard from now on."""
+        """Notify the rank that the relay reads its facts from now on."""
         self._words[_LISTENING] = 1
 
     def wait(self) -> None:
-        """Sleep until the next signal; ``take`` what it stands for then.  It also ends when the rank switches off."""
+        """Sleep until the next signal, whose facts ``take`` returns, or until the rank switches off."""
         words, marks = self._words, self._marks
         if not words[_WRITTEN]:
             semaphore.wait(self._semaphore)
@@ -166,7 +166,7 @@ class RingReader:
             time.sleep(_LOOK_S)
 
     def take(self) -> list[Entry]:
-        """The entries that come with the next mark, in order; those that are ``lost`` are missing."""
+        """Take the entries of the next mark, in order; entries that were overwritten are missing (``lost``)."""
         self._marks += 1
         taken: list[Entry] = []
         while True:
@@ -175,7 +175,7 @@ class RingReader:
             )
             begun = self._words[_BEGUN]
             if begun - self._next >= CAPACITY:
-                # Go on in the middle, so that the rank does not overtake again at once.
+                # Resume in the middle, so that the rank does not overtake again at once.
                 self.lost += begun - CAPACITY // 2 - self._next
                 self._next = begun - CAPACITY // 2
             elif number != self._next or due > self._marks:

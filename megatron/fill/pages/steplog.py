@@ -1,9 +1,9 @@
-"""What a worker has done, in shared memory: written after every step, readable by the agent whatever happens.
+"""The step log: a worker's counts in shared memory, written after every step.
 
-A worker that is killed takes nothing with it: the totals, the callback it was in and its recent steps are here, and its
-last word, which needs no disk.  Only the worker writes (and the agent ``wanted_bytes``); the rank never reads it.  What
-is read here may be anything: the task runs in the process that writes it.  So amounts are finite and sums of them too,
-and a bubble or step that makes no sense is left out.
+A worker that is killed loses nothing: its totals, current callback and recent steps are here, and its last message,
+which needs no disk.  Only the worker writes the log (the agent writes ``wanted_bytes`` and ``saving``); the rank never
+reads it.  Its content is untrusted, since the task runs in the process that writes it.  So an amount that is not finite
+or too large is read as 0, and a bubble or step with impossible values is left out.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _HEADER = 64
 _WORD_AT = 8 * (_HEADER + _USES * _USE_FIELDS + _STEPS * 2)
 MOST_WORD_BYTES = 1 << 20
 _BYTES = _WORD_AT + MOST_WORD_BYTES
-_MOST = 1 << 62  # what no honest count comes to
-_LONGEST_NS = 10**15  # what no bubble or step comes to: eleven days
+_MOST = 1 << 62  # limit of any valid count
+_LONGEST_NS = 10**15  # limit of any valid bubble or step: eleven days
 
 _PHASE, _STEP_SEQ, _STEP_COUNT, _FILL_STEPS, _HARVESTED, _USE_COUNT, _ALONE_NS, _READY, _WANTED, _WORD = range(10)
 _SERVING, _RESUMABLE, _SAVING, _SINCE, _ALONE_STEPS = range(10, 15)
 _WORK, _ALONE_WORK, _BASE_WORK, _TOTAL_WORK, _CHECKPOINT_S, _PARTIAL_WORK = range(16, 22)  # float64
 _UNIT = slice(8 * 32, 8 * 40)  # UTF-8 text
-_LONGEST = 40  # and on: the longest stay in each phase
+_LONGEST = 40  # first of the words with the longest stay in each phase
 _TIMED = (  # phases that are one call each
     *(WorkerPhase.CREATE, WorkerPhase.LOAD, WorkerPhase.INIT, WorkerPhase.START, WorkerPhase.PAUSE),
     *(WorkerPhase.SAVE, WorkerPhase.STOP),
@@ -39,23 +39,23 @@ _TIMED = (  # phases that are one call each
 
 
 def create_log() -> int:
-    """A new, empty log; returns its descriptor.  It cannot be shrunk by the worker that it is given to."""
+    """Create an empty log; return its descriptor.  The worker that gets it cannot shrink it."""
     return memfd.create("steps", _BYTES)
 
 
 def map_log(fd: int) -> memoryview:
-    """The log of this descriptor, mapped until the process ends: once it is closed, a task finds none of it.
+    """Map the log of ``fd`` until the process ends; the caller can then close ``fd``, so that a task cannot find it.
 
-    Python's own ``mmap`` keeps a descriptor as long as its mapping.
+    Python's ``mmap`` would keep a descriptor as long as its mapping.
     """
     return memfd.map_page(fd, _BYTES, writable=True)[0]
 
 
 class StepLog:
-    """Both ends of a step log.
+    """A step log; the worker and the agent both use this class.
 
     Args:
-        page: its descriptor, or the log where it is mapped already.
+        page: descriptor of the log, or the log if it is mapped already.
     """
 
     def __init__(self, page: int | memoryview) -> None:
@@ -63,7 +63,7 @@ class StepLog:
         self._unit = view[_UNIT]
         self._words = view.cast("Q")
         self._floats = view.cast("d")
-        # Signed, for the latency of -1 that stands for "no step".
+        # Signed, since a latency of -1 stands for "no step".
         self._uses = view[8 * _HEADER : 8 * (_HEADER + _USES * _USE_FIELDS)].cast("q")
         self._steps = view[8 * (_HEADER + _USES * _USE_FIELDS) : _WORD_AT].cast("Q")
         self._word = view[_WORD_AT:]
@@ -82,18 +82,18 @@ class StepLog:
 
     @property
     def longest_ns(self) -> dict[str, int]:
-        """The longest that each callback took, of those that have returned; steps are told one by one."""
+        """The longest duration in ns of each callback that has returned; steps are recorded one by one."""
         taken = {phase.callback: self._count(_LONGEST + phase) for phase in _TIMED}
         return {callback: duration_ns for callback, duration_ns in taken.items() if 0 < duration_ns <= _LONGEST_NS}
 
     @property
     def step_seq(self) -> int:
-        """The bubble that the running step, start or pause was begun in; 0 when the worker is between bubbles."""
+        """The number of the bubble in which the running step, start or pause began; 0 between bubbles."""
         return self._words[_STEP_SEQ]
 
     @property
     def step_count(self) -> int:
-        """All the steps so far, those alone included."""
+        """The number of steps so far, those alone included."""
         return self._count(_STEP_COUNT)
 
     @property
@@ -102,17 +102,17 @@ class StepLog:
 
     @property
     def work_done(self) -> float:
-        """All the work so far, that alone included."""
+        """The work so far, that alone included."""
         return self.whole_work + self.partial_work
 
     @property
     def whole_work(self) -> float:
-        """The part of ``work_done`` that belongs to iterations that have ended: the sum of what they said."""
+        """The part of ``work_done`` of iterations that have ended."""
         return self._amount(_WORK)
 
     @property
     def unit(self) -> str:
-        """What the task's work is counted in; empty before it was loaded."""
+        """The unit of the task's work; empty before the task was loaded."""
         return plain(bytes(self._unit).rstrip(b"\0").decode("utf-8", "ignore"))
 
     @unit.setter
@@ -122,7 +122,7 @@ class StepLog:
 
     @property
     def base_work(self) -> float:
-        """The work of earlier attempts, which the checkpoint that this one began from holds."""
+        """The work of earlier attempts: that of the checkpoint from which this attempt began."""
         return self._amount(_BASE_WORK)
 
     @base_work.setter
@@ -131,12 +131,12 @@ class StepLog:
 
     @property
     def partial_work(self) -> float:
-        """The part of ``work_done`` that belongs to an iteration that has not ended."""
+        """The part of ``work_done`` of the iteration that has not ended."""
         return self._amount(_PARTIAL_WORK)
 
     @property
     def total_work(self) -> float | None:
-        """How much there is in all; None if the task has not said."""
+        """The total work of the task; None if the task has not reported it."""
         return self._amount(_TOTAL_WORK) or None
 
     @total_work.setter
@@ -145,7 +145,7 @@ class StepLog:
 
     @property
     def checkpoint_s(self) -> float | None:
-        """When the task was last saved, in seconds since the epoch; None for never."""
+        """The time of the last save, in seconds since the epoch; None for never."""
         return self._amount(_CHECKPOINT_S) or None
 
     @checkpoint_s.setter
@@ -154,7 +154,7 @@ class StepLog:
 
     @property
     def ready_ns(self) -> int:
-        """When the worker had started and called the task's ``create``, or had its command to run; 0 before."""
+        """The time (CLOCK_MONOTONIC) at which the worker called the task's ``create``, or had its command; 0 before."""
         return self._count(_READY)
 
     @ready_ns.setter
@@ -163,7 +163,7 @@ class StepLog:
 
     @property
     def serving_ns(self) -> int:
-        """When the task first waited for a bubble; 0 before."""
+        """The time (CLOCK_MONOTONIC) at which the task first waited for a bubble; 0 before."""
         return self._count(_SERVING)
 
     @serving_ns.setter
@@ -172,7 +172,7 @@ class StepLog:
 
     @property
     def resumable(self) -> bool:
-        """Whether the task can be saved and go on elsewhere, by what it implements."""
+        """True if the task implements saving, so that it can resume elsewhere."""
         return bool(self._words[_RESUMABLE])
 
     @resumable.setter
@@ -181,7 +181,7 @@ class StepLog:
 
     @property
     def saving(self) -> Saving:
-        """Written by the agent (NONE, WANTED), which the worker answers (SAVED, FAILED)."""
+        """The state of a save: the agent writes NONE or WANTED, the worker answers SAVED or FAILED."""
         value = self._words[_SAVING]
         return Saving(value) if value < len(Saving) else Saving.FAILED
 
@@ -191,9 +191,9 @@ class StepLog:
 
     @property
     def wanted_bytes(self) -> int | None:
-        """Written by the agent: the task should hold no more memory than this from now on.
+        """The memory in bytes that the task should not exceed from now on, written by the agent; None for no request.
 
-        The worker sets it to None when the task has given memory back, or could not.
+        The worker sets it to None when the task has freed memory, or could not.
         """
         word = self._words[_WANTED]
         return word - 1 if word else None
@@ -207,13 +207,13 @@ class StepLog:
         return self._count(_HARVESTED)
 
     def leave_word(self, word: bytes) -> None:
-        """Say how it ended; at most ``MOST_WORD_BYTES``."""
+        """Write the worker's last message, the way it ended; at most ``MOST_WORD_BYTES``."""
         self._word[: len(word)] = word
         self._words[_WORD] = len(word)
 
     @property
     def word(self) -> bytes:
-        """What was left so; empty before."""
+        """The worker's last message; empty before it is written."""
         size = self._words[_WORD]
         return bytes(self._word[:size]) if size <= MOST_WORD_BYTES else b""
 
@@ -229,11 +229,12 @@ class StepLog:
         self._words[_STEP_SEQ] = seq
 
     def step_ended(self, start_ns: int, end_ns: int, work: float, alone: bool, partial_work: float = 0.0) -> None:
-        """Note a step.
+        """Record a step.
 
         Args:
-            work: that counts for good: without a profile each step's, with one that of an iteration that has ended.
-            partial_work: of the iteration that has not ended, all of it so far.
+            work: committed work: without a profile that of the step, with one that of an iteration that has ended.
+            alone: True if the training stands still.
+            partial_work: work so far of the iteration that has not ended.
         """
         words, floats = self._words, self._floats
         count = words[_STEP_COUNT]
@@ -259,7 +260,7 @@ class StepLog:
         self._note(use)
 
     def skip_bubble(self, seq: int, now_ns: int, lack: Lack, alone: bool) -> None:
-        """Note that nothing is done in a bubble that is open."""
+        """Record that the worker does nothing in an open bubble."""
         if not alone:
             self._note(BubbleUse(seq, -1, 0, 0, 0, now_ns, lack))
 
@@ -276,10 +277,10 @@ class StepLog:
         self._words[_USE_COUNT] = count + 1
 
     def record(self, job: str, rank: int, most: int = _USES) -> WorkerRecord:
-        """Everything that makes sense, as the report wants it.
+        """The valid content of the log, as a record for the report.
 
         Args:
-            most: of the most recent bubbles and steps.
+            most: greatest number of the most recent bubbles, and of the most recent steps.
         """
         now_ns = time.monotonic_ns()
         given = self._count(_USE_COUNT)

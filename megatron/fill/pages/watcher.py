@@ -13,14 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class ControlWatcher:
-    """Calls back with the state: once at the start, and then after every change.
+    """A thread that calls back with the state once at the start, and after every change.
 
-    A callback that raises is reported and called again with the next change.  Changes that follow one another within
-    the callback are seen as one, the last.
+    A callback that raises is logged, and called again with the next change.  Of several changes during one callback,
+    only the last is seen.
 
     Args:
-        page: where the change is acknowledged too, if it is one that can be written.
-        act: called in the watcher's thread; a change counts as acknowledged when it returns.
+        page: control page to watch; changes are acknowledged in it if it is a writable ``ControlPage``.
+        act: callback, called in the watcher's thread; a change counts as acknowledged when it returns.
     """
 
     def __init__(self, page: ControlReader, act: Callable[[RunState], None]) -> None:
@@ -29,11 +29,11 @@ class ControlWatcher:
         self._thread = threading.Thread(target=self._watch, name="control", daemon=True)
 
     def start(self) -> None:
-        """Begin.  The thread ends with the process: asleep in the kernel, it holds nobody up."""
+        """Start the thread.  It is a daemon that sleeps in the kernel, so it does not delay the process's end."""
         self._thread.start()
 
     def _watch(self) -> None:
-        # Signals are for the main thread, whose sleep they are to interrupt.
+        # Signals go to the main thread, whose sleep they must interrupt.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         page = self._page
         while True:
