@@ -1,1 +1,1 @@
-"""What Linux offers and Python has no name for: processes, shared memory, signals, control groups."""
+"""Linux interfaces that Python lacks: processes, shared memory, signals, control groups."""

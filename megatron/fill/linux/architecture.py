@@ -6,13 +6,12 @@ import platform
 
 
 def unordered(machine: str | None = None) -> str:
-    """Why shared pages cannot be read without locks on this architecture, or '' where they can.
+    """The reason why shared pages cannot be read without locks on this architecture; empty if they can.
 
-    XX
-      x86-64 keeps in order.  Python has no memory barrier, and aarch64 and ppc64le need one.
+    x86-64 keeps stores in order.  aarch64 and ppc64le need a memory barrier, which Python does not have.
 
-      Args:
-          machine: architecture as in ``uname -m``, or None for this machine's.
+    Args:
+        machine: architecture as in ``uname -m``; None for this machine's.
     """
     machine = machine or platform.machine()
     if machine == "x86_64":

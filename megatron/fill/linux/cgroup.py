@@ -1,14 +1,14 @@
-"""A control group (v2) for each worker, where this process may make one.
+"""A control group (v2) for each worker, if this process may create one.
 
-Which place is ours to use, in this order:
+The parent of the workers' groups is, in this order of preference:
 
-1. The parent of our own group, if it was delegated to us and hands its controllers down: the worker's group becomes
-   a sibling of ours.  That is so under a user's systemd (``systemd-run --user --scope``).
-2. Our own group.  It holds processes, so by the rule of no internal processes it hands down no controller (the
-   root of the hierarchy may); a group in it can still be frozen and killed as a whole.
+1. The parent of our own group, if it was delegated to us and enables its controllers for its children: the worker's
+   group becomes a sibling of ours.  That is so under a user's systemd (``systemd-run --user --scope``).
+2. Our own group.  It holds processes, so by cgroup v2's "no internal processes" rule it enables no controller for its
+   children (the root of the hierarchy may); a group in it can still be frozen and killed as a whole.
 
-Where systemd runs, a group that it did not delegate is its own to manage, even if we are root.  Nothing is ever
-changed but the groups made here.
+Where systemd runs, it alone manages a group that it did not delegate, even if we are root.  Only groups created here
+are ever changed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from pathlib import Path
 
 _NAME = re.compile(r"[\w.-]+")
 _PREFIX = "pipefill-"
-_STALE_S = 60.0  # a group that is empty for longer than it takes to start a worker was left by a killed agent
-_REMOVE_S = 0.2  # how long a group whose processes are being ended may take to become empty
+_STALE_S = 60.0  # a group that is empty for longer than a worker takes to start was left by a killed agent
+_REMOVE_S = 0.2  # time within which a group whose processes are being killed becomes empty
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupHome:
-    """Where a worker's group may be made.
+    """The place where workers' groups can be created.
 
     Attributes:
-        path: the parent of the group; None if there is no such place.
-        controllers: what the group will have: ``memory``, ``pids``, ``cpu``, ...
-        why: why there is no place, or no better one; empty if nothing is missing.
+        path: parent of the groups; None if no group can be created.
+        controllers: controllers that the groups will have: ``memory``, ``pids``, ``cpu``, ...
+        why: reason why there is no place, or why ``memory`` or ``pids`` is missing; empty if nothing is missing.
     """
 
     path: Path | None
@@ -55,9 +55,9 @@ def find_home(
     """The best place for workers' groups that this process may use.
 
     Args:
-        proc: for tests.
-        systemd: whether systemd manages the groups of this machine; None to look.
-        delegated: the groups that it delegated, for tests; None to look.
+        proc: another /proc, for tests.
+        systemd: True if systemd manages the groups of this machine; None to find out.
+        delegated: groups that systemd delegated, for tests; None to find out.
     """
     own = own_group(proc)
     if isinstance(own, str):
@@ -67,7 +67,7 @@ def find_home(
     managed = systemd and not _is_delegated(own, delegated)
     if managed:
         return CgroupHome(None, why="systemd manages this group; start with systemd-run --scope -p Delegate=yes")
-    if not (own / "cgroup.type").exists():  # the root, which may have processes and hand controllers down
+    if not (own / "cgroup.type").exists():  # the root, which may hold processes and still enable controllers
         return _usable(own, "the root group does not hand down")
     parent = own.parent
     if (parent / "cgroup.type").exists() and (not systemd or _is_delegated(parent, delegated)):
@@ -78,7 +78,7 @@ def find_home(
 
 
 def _usable(path: Path, why: str) -> CgroupHome:
-    """``path`` as a home, if it can be written to."""
+    """The home at ``path``, if it is writable; ``why`` explains missing controllers."""
     if not all(os.access(file, os.W_OK) for file in (path, path / "cgroup.procs")):
         return CgroupHome(None, why="the control groups are not writable for this user")
     controllers = frozenset(_read(path / "cgroup.subtree_control").split())
@@ -87,10 +87,10 @@ def _usable(path: Path, why: str) -> CgroupHome:
 
 
 def own_group(proc: Path = Path("/proc"), version_1: str = "") -> Path | str:
-    """This process's group, or why there is none.
+    """The folder of this process's group, or as text the reason why it cannot be found.
 
     Args:
-        version_1: in the hierarchy of this controller, of version 1; empty for version 2's only one.
+        version_1: controller whose version 1 hierarchy is searched; empty for version 2's hierarchy.
     """
     name = f"cgroup v1 with {version_1}" if version_1 else "cgroup v2"
     mounts = [line.split() for line in _read(proc / "self/mountinfo").splitlines()]
@@ -108,14 +108,14 @@ def own_group(proc: Path = Path("/proc"), version_1: str = "") -> Path | str:
 
 
 def _is_hierarchy(mounted: list[str], version_1: str) -> bool:
-    """Whether this is it: the type, source and options of a line of mountinfo(5)."""
+    """True if a mount (type, source and options from mountinfo(5)) is that hierarchy."""
     if not version_1:
         return mounted[0] == "cgroup2"
     return mounted[0] == "cgroup" and version_1 in mounted[-1].split(",")
 
 
 def _is_delegated(path: Path, known: frozenset[Path] | None) -> bool:
-    """Whether systemd handed this group, or one above it, to somebody else."""
+    """True if systemd delegated this group, or one above it."""
     if known is not None:
         return any(place in known for place in (path, *path.parents))
     for place in (path, *path.parents):
@@ -127,15 +127,16 @@ def _is_delegated(path: Path, known: frozenset[Path] | None) -> bool:
 
 
 class Cgroup:
-    """One worker's group.
+    """A worker's group, created here.
 
     Args:
-        home: a place with a path.
-        memory_bytes, processes: limits; kept by the kernel where ``home`` has the controllers.
+        home: home with a path.
+        name: name of the group, without the prefix.
+        memory_bytes, processes: limits; the kernel enforces them if ``home`` has the controllers.
 
     Raises:
-        OSError: it cannot be made after all.
-        ValueError: the name cannot be a folder's.
+        OSError: the group cannot be created.
+        ValueError: ``name`` is not a valid name of a folder.
     """
 
     def __init__(self, home: CgroupHome, name: str, memory_bytes: int | None, processes: int) -> None:
@@ -145,7 +146,7 @@ class Cgroup:
         self.path = home.path / f"{_PREFIX}{name}"
         _sweep(home.path)
         self.binds_memory = home.binds_memory and memory_bytes is not None
-        with contextlib.suppress(FileExistsError):  # left by a run that was killed; its limits are written anew
+        with contextlib.suppress(FileExistsError):  # left by a run that was killed; its limits are written again
             self.path.mkdir()
         try:
             if home.binds_memory:
@@ -155,7 +156,7 @@ class Cgroup:
             if home.binds_processes:
                 (self.path / "pids.max").write_text(str(processes))
             if "cpu" in home.controllers and not self._write("cpu.idle", "1"):
-                # A group competes as one with the training's; the idle class counts only within it.
+                # The group competes as a whole with the training's; SCHED_IDLE has an effect only within the group.
                 (self.path / "cpu.weight").write_text("1")
         except OSError:
             self.close()
@@ -168,36 +169,36 @@ class Cgroup:
         return [int(pid) for pid in _read(self.path / "cgroup.procs").split() if pid != "0"]
 
     def kill(self) -> bool:
-        """End all processes in it at once, those being forked too; False where the kernel cannot (before 5.14)."""
+        """Kill all processes in it at once, also those being forked; False if the kernel cannot (before 5.14)."""
         return self._write("cgroup.kill", "1")
 
     def freeze(self, on: bool) -> bool:
         return self._write("cgroup.freeze", "1" if on else "0")
 
     def held_bytes(self) -> int:
-        """What the processes hold that is not a file's: the rest of memory.current is given back when it is needed."""
+        """The memory of the processes without file pages, which the kernel reclaims when memory is needed."""
         stat = self.path / "memory.stat"
         return _entry(stat, "anon") + _entry(stat, "shmem")
 
     def busy_s(self) -> float | None:
-        """The CPU time that was used in it; None where the kernel does not say."""
+        """The CPU time in s used in the group; None if the kernel does not report it."""
         return _entry(self.path / "cpu.stat", "usage_usec") / 1e6 if (self.path / "cpu.stat").exists() else None
 
     def peak_bytes(self) -> int:
-        """The most that ``memory.max`` was compared with; 0 where the kernel does not say (before 5.19)."""
+        """The peak of the memory that ``memory.max`` limits; 0 if the kernel does not report it (before 5.19)."""
         text = _read(self.path / "memory.peak").strip()
         return int(text) if text.isdigit() else 0
 
     def memory_kills(self) -> int:
-        """How often the kernel ended a process because of ``memory.max``."""
+        """The number of processes that the kernel killed because of ``memory.max``."""
         return _entry(self.path / "memory.events", "oom_kill")
 
     def refused_forks(self) -> int:
-        """How often ``pids.max`` was reached."""
+        """The number of forks refused because of ``pids.max``."""
         return _entry(self.path / "pids.events", "max")
 
     def close(self) -> None:
-        """Remove it; it stays if a process cannot be ended (asleep in a driver)."""
+        """Remove the group; it stays if a process in it cannot be killed (asleep in a driver)."""
         end_s = time.monotonic() + _REMOVE_S
         while self.path.exists():
             with contextlib.suppress(OSError):
@@ -209,7 +210,7 @@ class Cgroup:
 
     def _write(self, name: str, value: str) -> bool:
         try:
-            # Not to be created: in a real group a file is there or not.
+            # No O_CREAT: files of a group either exist or cannot be created.
             fd = os.open(self.path / name, os.O_WRONLY)
         except OSError:
             return False
@@ -223,9 +224,9 @@ class Cgroup:
 
 
 def _sweep(home: Path) -> None:
-    """Remove groups that nobody will use any more."""
+    """Remove stale groups, left by agents that were killed."""
     for group in home.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # it holds processes, or somebody else was quicker
+        with contextlib.suppress(OSError):  # it holds processes, or another process removed it first
             if time.time() - group.stat().st_mtime > _STALE_S:
                 group.rmdir()
 
@@ -238,6 +239,6 @@ def _read(path: Path) -> str:
 
 
 def _entry(path: Path, name: str) -> int:
-    """One number of a file of names and numbers."""
+    """The number behind ``name`` in a file of names and numbers; 0 if it is missing."""
     found = [line.split()[1] for line in _read(path).splitlines() if line.startswith(name + " ")]
     return int(found[0]) if found else 0

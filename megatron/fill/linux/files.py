@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write to and rename it at the end, so that no reader sees half a file."""
+    """Yield a temporary path to write to, and rename it at the end, so that no reader sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -21,6 +21,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file or none."""
+    """Write a file as a whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Wait for, and wake on, a 32-bit word in shared memory (Linux ``futex(2)``).
+"""Waiting for a change of a 32-bit word in shared memory, and waking the waiters (Linux ``futex(2)``).
 
 A wake can never block, whatever the waiters do: that is why the gate is a futex and not a pipe, a socket or an
-eventfd, whose far end could be filled up by a misbehaving side task.
+eventfd, which a misbehaving job could fill up.
 
-Whoever maps the page, read-only too, can wake its waiters for nothing, have the kernel move them to a word of its own
-(``FUTEX_REQUEUE``), and queue waiters of its own before them.  So a wait gives a time-out and looks again, naps after a
-wake for nothing, and a wake on a page that jobs map is bounded.
+A process that maps the page, even read-only, can wake its waiters for nothing, requeue them to a word of its own
+(``FUTEX_REQUEUE``), and queue waiters of its own before them.  So every wait has a timeout after which the caller reads
+the word again, and sleeps briefly after a wake for nothing; and on a page that jobs map, a wake wakes a limited number.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _WAKE = 1
 ALL = 0x7FFFFFFF  # waiters
 NAP_S = 0.001
 
-# Waiting must release the interpreter lock, as libc's calls do; waking takes about a microsecond and must not hand the
-# lock to anybody.
+# Waiting must release the interpreter lock, as calls of ``libc`` do; waking takes about a microsecond and must not
+# release it.
 _waking = ctypes.PyDLL(None)
 
 
@@ -32,13 +32,17 @@ class _Timespec(ctypes.Structure):
 
 
 def wait(address: int, expected: int, timeout_ns: int) -> bool:
-    """Sleep in the kernel while the word at ``address`` equals ``expected``, at most ``timeout_ns``.
+    """Sleep in the kernel while the word at ``address`` equals ``expected``, for at most ``timeout_ns``.
 
-    A wake that finds the word as it was costs a nap of ``NAP_S``: a storm of them is not to keep the caller busy.
+    After a wake without a change of the word it sleeps ``NAP_S``, so that a storm of wakes does not keep the caller
+    busy.
 
     Returns:
-        False when ``timeout_ns`` passed; True after a wake, a signal, or at once if the word differs already.  The
-        caller looks at the word again in any case.
+        False if ``timeout_ns`` has passed; True after a wake, a signal, or at once if the word differs already.  The
+        caller must read the word again in any case.
+
+    Raises:
+        OSError: the system call failed.
     """
     if timeout_ns <= 0:
         return False
@@ -65,10 +69,10 @@ def wait(address: int, expected: int, timeout_ns: int) -> bool:
 
 
 class Waker:
-    """Wakes who waits on the word at ``address``, the first ``most`` of them; prepared once.
+    """A call that wakes the first ``most`` waiters on the word at ``address``; its arguments are prepared once.
 
-    It takes a microsecond, and some more for each that it wakes.  On a word on which jobs can wait it must be bounded:
-    a job can have as many waiters as threads, and 250 of them make a call take milliseconds.
+    A wake takes a microsecond, and more for each waiter woken.  On a word that jobs can wait on, ``most`` must be
+    small: a job can have as many waiters as threads, and 250 waiters make a call take milliseconds.
     """
 
     __slots__ = ("_arguments",)

@@ -1,4 +1,4 @@
-"""The host memory that one worker holds, also what no process has mapped and what the kernel holds on its behalf."""
+"""The host memory that a worker holds, including memory that no process has mapped and memory in the kernel."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pathlib import Path
 
 from megatron.fill.linux.tree import read
 
-_BLOCK_BYTES = 512  # of st_blocks, whatever the file system's are
-_INODE_BYTES = 1024  # what a file in memory takes, and its names and attributes: the kernel's own measure of them
-_THREAD_BYTES = 32 << 10  # a stack in the kernel, and what it knows of a thread
-# A job needs some of each, which are free; what is more is charged the most that one can hold.
+_BLOCK_BYTES = 512  # unit of st_blocks on every file system
+_INODE_BYTES = 1024  # a file in memory with its names and attributes, as the kernel itself counts it
+_THREAD_BYTES = 32 << 10  # a thread's stack and data in the kernel
+# Some of each are free, since a job needs them; any more are counted with the most memory that each can hold.
 _FREE_FDS, _FD_BYTES = 1024, 8 << 10
-_FREE_SOCKETS, _SOCKET_BYTES = 64, 416 << 10  # both buffers of the default size, which a job cannot change
-_FREE_PIPES, _PIPE_BYTES = 64, 64 << 10  # nor this one
+_FREE_SOCKETS, _SOCKET_BYTES = 64, 416 << 10  # both buffers at the default size, which a job cannot change
+_FREE_PIPES, _PIPE_BYTES = 64, 64 << 10  # a job cannot change this size either
 _WATCH_BYTES = 192  # one descriptor in one epoll instance
-_MOST_LINKS = 8192  # descriptors that are looked at one by one; the watch has to come to an end
-_SHARED = ("/memfd:", "/dev/zero", "/SYSV")  # memory that is shared by descriptor or descent, and no file system's
+_MOST_LINKS = 8192  # greatest number of descriptors that are resolved one by one, so that a count ends in time
+_SHARED = ("/memfd:", "/dev/zero", "/SYSV")  # memory that processes share without a file system
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a worker's processes hold, in bytes.
+    """The memory of a worker's processes, in bytes.
 
     Attributes:
-        private: anonymous memory, resident or swapped out; a page that processes share since a fork counts in each.
-        mapped: shared memory that is mapped, in each process that has it.
+        private: anonymous memory, resident or swapped out; a page shared since a fork counts in each process.
+        mapped: mapped shared memory, counted in each process that maps it.
         files: files in memory, mapped or not.
         kernel: page tables, stacks of threads, descriptors, buffers.
     """
@@ -40,28 +40,28 @@ class Held:
 
     @property
     def likely_bytes(self) -> int:
-        """What is mapped being the files."""
+        """The total if the mapped memory is that of the files."""
         return self.private + max(self.mapped, self.files) + self.kernel
 
     @property
     def most_bytes(self) -> int:
-        """What is mapped being other than the files."""
+        """The total if the mapped memory is other than that of the files."""
         return self.private + self.mapped + self.files + self.kernel
 
 
 def private_bytes(pid: int, proc: str = "/proc") -> int:
-    """What one process has, resident or swapped out, that is no file's on a disk; 0 once it is gone."""
+    """A process's memory, resident or swapped out, without that of files on disk; 0 once the process is gone."""
     status = _numbers(f"{proc}/{pid}/status")
     return 1024 * sum(status.get(name, 0) for name in (b"RssAnon", b"RssShmem", b"VmSwap"))
 
 
 class HeldMemory:
-    """Counts one worker's memory, again and again.
+    """A counter of a worker's memory.
 
     Args:
-        pid: a process of it, which has not begun: what shows its own file system in memory and its own network is
-            kept from then on, since a job can close its processes to us.
-        proc: for tests.
+        pid: a process of the worker, before the job begins in it.  The places that show the worker's own file system in
+            memory and its own network are kept from then on, since a job can make its processes unreadable.
+        proc: another /proc, for tests.
     """
 
     def __init__(self, pid: int, proc: str = "/proc") -> None:
@@ -71,7 +71,7 @@ class HeldMemory:
         self._kept_files: tuple[int, ...] = ()  # inodes of the files in memory that were counted last
 
     def count(self, pids: Collection[int]) -> Held:
-        """What these processes hold now; a few file reads for each."""
+        """Count the memory of these processes; takes a few file reads for each."""
         private = mapped = kernel = descriptors = watches = 0
         sizes: dict[int, int] = {}
         sockets: set[str] = set()
@@ -84,7 +84,7 @@ class HeldMemory:
             entries = _entries(f"{self._proc}/{pid}/fd")
             polls = 0
             for entry in entries[: max(0, _MOST_LINKS - descriptors)]:
-                with contextlib.suppress(OSError):  # it was closed just now, or is not ours to see
+                with contextlib.suppress(OSError):  # it was closed just now, or is not readable
                     target = os.readlink(entry)
                     if target.startswith("/memfd:"):
                         found = os.stat(entry)
@@ -103,13 +103,13 @@ class HeldMemory:
         return Held(private, mapped, sum(sizes.values()) + self._own_files(), kernel)
 
     def exact_bytes(self, pids: Collection[int], held: Held) -> int | None:
-        """What they hold with every page counted once.  Slow: it walks the page tables.
+        """The memory of these processes with every page counted once.  Slow: the kernel walks the page tables.
 
         Args:
-            held: what was counted of them just now.
+            held: result of ``count`` for the same processes just before.
 
         Returns:
-            None where the kernel does not say.
+            None if the kernel does not report it.
         """
         private = mapped = 0
         for pid in pids:
@@ -134,19 +134,19 @@ class HeldMemory:
         return (found.f_blocks - found.f_bfree) * found.f_frsize + (found.f_files - found.f_ffree) * _INODE_BYTES
 
     def _own_sockets(self) -> int:
-        """How many there are in its own network, also those that are on their way in another; 0 without one."""
+        """The number of sockets in the worker's own network, also those being passed in another; 0 if it has none."""
         for line in read(self._sockets).splitlines() if self._sockets else ():
             if line.startswith(b"sockets: used "):
                 return int(line.split()[2])
         return 0
 
     def _shared_bytes(self, pid: int) -> int:
-        """What a process has mapped of shared memory that is none of the counted files, each page once over all."""
+        """The shared memory that a process maps and that is not in a counted file, as its share of each page (Pss)."""
         total, counts = 0, False
         shared = _SHARED if self._memory_fd is not None else (*_SHARED, "/dev/shm/")
         for line in read(f"{self._proc}/{pid}/smaps").splitlines():
             name, _, value = line.partition(b":")
-            if b" " in name:  # the head of a mapping: where, how, offset, device, inode, path
+            if b" " in name:  # first line of a mapping: addresses, permissions, offset, device, inode, path
                 fields = line.decode(errors="replace").split(maxsplit=5)
                 path = fields[5] if len(fields) > 5 else ""
                 counts = path.startswith(shared) and int(fields[4]) not in self._kept_files
@@ -156,7 +156,8 @@ class HeldMemory:
 
 
 def _own_memory_files(pid: int, proc: str) -> int | None:
-    """Its ``/tmp`` and ``/dev/shm``, which are one file system in memory, if it has its own; None if not."""
+    """A descriptor of the process's own file system in memory, which is its ``/tmp`` and ``/dev/shm``; None if it has
+    none."""
     with contextlib.suppress(OSError):
         place = f"{proc}/{pid}/root/dev/shm"
         if os.stat(place).st_dev != os.stat("/dev/shm").st_dev:
@@ -182,7 +183,7 @@ def _entries(folder: str) -> list[str]:
 
 
 def _numbers(path: str) -> dict[bytes, int]:
-    """The numbers of a file of names and numbers, in its own units."""
+    """The numbers in a file of names and numbers, in the file's units."""
     found = {}
     for line in read(path).splitlines():
         name, _, value = line.partition(b":")

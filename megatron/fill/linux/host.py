@@ -1,4 +1,4 @@
-"""What Linux gives us to keep a worker out of the main job's way, and to take it down with it."""
+"""Process settings that keep a worker from slowing the training down, and end it together with its parent."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, p
 
 
 def die_with_parent(parent: int, how: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel end this process when its parent dies.  ``parent`` is the pid that the parent was known by."""
+    """Have the kernel end this process when its parent dies.  ``parent`` is the parent's pid, known from before."""
     prctl(PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, so that none can slip away."""
+    """Become the parent of every descendant whose own parent dies, so that none escapes."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def yield_to_main_job(cpus: list[int] | None = None) -> None:
-    """Run this process only when nothing else wants its cores, and only on those of the rank it serves.
+    """Run this process only when nothing else needs its cores (SCHED_IDLE), and only on ``cpus``, those of its rank.
 
-    A waking rank then takes the core back at once, even from a step in flight.  The scheduling class counts only
-    inside one autogroup, so the worker must stay in its parent's session.
+    A rank that wakes up then gets its core at once, even from a running step.  The scheduling class has an effect only
+    within an autogroup, so the worker must stay in its parent's session.
     """
     if cpus:
         with contextlib.suppress(OSError):  # the cores may have been taken from us since
@@ -37,16 +37,16 @@ def yield_to_main_job(cpus: list[int] | None = None) -> None:
 
 
 def ignore_notices() -> None:
-    """Ignore, with all that this process starts, what a batch system sends to every process before a time limit.
+    """Ignore the signals that a batch system sends to every process before a time limit; children inherit that.
 
-    SLURM's ``--signal=USR2@60`` means the main job; whoever does not expect it would die of it.
+    SLURM's ``--signal=USR2@60`` is meant for the training; a process without a handler would die of it.
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
 def signal_name(number: int) -> str:
-    """What a signal is called; real-time ones have a number only."""
+    """The name of a signal; real-time signals have only a number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -54,23 +54,27 @@ def signal_name(number: int) -> str:
 
 
 def use_every_core() -> None:
-    """Undo a pinning that was inherited."""
+    """Undo an inherited CPU affinity."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def cap_memory(memory_bytes: int | None) -> None:
-    """Make allocations beyond ``memory_bytes`` of private memory fail in this process and its children."""
+    """Make allocations beyond ``memory_bytes`` of private memory fail, in this process and in each child.
+
+    None sets no such limit.  Core dumps are switched off in any case.
+    """
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 class FreeHostMemory:
-    """The machine's available memory in bytes.
+    """A callable that returns the machine's available memory in bytes.
 
     Args:
-        rest_s: for how long a reading is taken to hold, where many ask and none needs it to be exact.
+        rest_s: time in s for which a reading is reused, if there are many calls and none needs it to be exact.
+        meminfo: file to read, for tests.
     """
 
     def __init__(self, rest_s: float = 0, meminfo: str = "/proc/meminfo") -> None:
@@ -90,11 +94,11 @@ class FreeHostMemory:
 
 
 def may_become(uid: int, gid: int, proc: Path = Path("/proc/self")) -> bool:
-    """Whether this root's user namespace, perhaps a rootless container's, has that user and group, and lets root leave
-    its own groups.
+    """True if this process, as root, can become that user and group: its user namespace, perhaps a rootless
+    container's, maps both and allows setgroups(2).
 
     Args:
-        proc: for tests.
+        proc: another /proc/self, for tests.
     """
     try:
         users, groups = ((proc / name).read_text(encoding="ascii") for name in ("uid_map", "gid_map"))

@@ -1,4 +1,4 @@
-"""Processes of Python that nothing but their starter has a say in: no variable, and no folder that they start in."""
+"""Python processes that neither environment variables nor their working folder influence."""
 
 from __future__ import annotations
 
@@ -9,8 +9,5 @@ _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} impor
 
 
 def program(module: str, *arguments: str) -> list[str]:
-    """The command that calls a module's ``main`` with these texts.
-
-    It finds its modules where this process does.
-    """
+    """The command line that calls a module's ``main`` with ``arguments``, with the ``sys.path`` of this process."""
     return [sys.executable, "-I", "-c", _START.format(module), json.dumps(sys.path), *arguments]

@@ -1,4 +1,4 @@
-"""The C library, for what Python has no name for: its errors are OSErrors."""
+"""Calls of the C library that Python lacks; their errors are raised as OSError."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ libc.syscall.restype = ctypes.c_long
 
 
 def last_error(what: str = "") -> OSError:
-    """The error that the latest call in this thread met.
+    """The error (errno) of the latest call in this thread.
 
     Args:
-        what: the file, or the call that failed.
+        what: file or call that failed.
     """
     code = ctypes.get_errno()
     return OSError(code, os.strerror(code), what) if what else OSError(code, os.strerror(code))
 
 
 def system_call(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """Make a system call by its number.
+    """Make the system call with this number.
 
     Raises:
         OSError: the kernel refused it.
@@ -35,7 +35,7 @@ def system_call(number: int, *arguments: int | bytes | ctypes.Array[ctypes.c_cha
 
 
 def prctl(option: int, value: int = 0) -> int:
-    """prctl(2) with one argument.
+    """Call prctl(2) with one argument.
 
     Raises:
         OSError: the kernel refused it.

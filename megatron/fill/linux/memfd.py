@@ -1,4 +1,4 @@
-"""Shared memory without a name: anonymous files that nothing leaves behind and nobody can cut short."""
+"""Shared memory without a name: anonymous files that leave nothing behind and cannot be truncated."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ libc.mmap.argtypes = (
 
 
 def create(name: str, size: int, *, sealable: bool = False) -> int:
-    """The descriptor of a new file of ``size`` zero bytes, for its owner only.
+    """Create a file of ``size`` zero bytes that only its owner can open; return its descriptor.
 
-    It cannot shrink, or a page could be taken away from under who uses it.
+    Its size is sealed: shrinking it would take pages away from processes that have them mapped.
 
     Args:
-        name: for people who look into /proc.
-        sealable: ``close_to_writers`` is still to come.
+        name: name that /proc shows.
+        sealable: True if ``close_to_writers`` will be called.
     """
     fd = os.memfd_create(f"pipefill-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.fchmod(fd, 0o600)
@@ -41,24 +41,24 @@ def create(name: str, size: int, *, sealable: bool = False) -> int:
 
 
 def close_to_writers(fd: int) -> None:
-    """Whoever has it mapped may go on writing; nobody can write to it in any other way from now on."""
+    """Forbid writing from now on, except through mappings that exist already."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FUTURE_WRITE | fcntl.F_SEAL_SEAL)
 
 
 def reader_fd(fd: int) -> int:
-    """A new descriptor through which nothing can be written."""
+    """Return a new, read-only descriptor of the same file."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def map_page(fd: int, size: int, *, writable: bool) -> tuple[memoryview, int]:
-    """The first ``size`` bytes of a file as memory, and its address; mapped until the process ends.
+    """Map the first ``size`` bytes of a file until the process ends; return them as memory, and their address.
 
-    Python's own ``mmap`` does not tell the address of memory that cannot be written to, which a futex needs.
+    Python's ``mmap`` does not give the address of read-only memory, which a futex needs.
 
     Raises:
-        OSError: it cannot be mapped so, or is shorter.
+        OSError: the file cannot be mapped this way, or is shorter.
     """
-    if os.fstat(fd).st_size < size:  # beyond its end there is no memory but a SIGBUS
+    if os.fstat(fd).st_size < size:  # access beyond its end would raise SIGBUS
         raise OSError(f"it has {os.fstat(fd).st_size} bytes; expected {size}")
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     address = libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)

@@ -1,4 +1,4 @@
-"""The control groups, of both versions, that cap the memory of this process from outside: a container, a batch job."""
+"""The control groups (v1 and v2) of a container or batch job that limit this process's memory."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 
 from megatron.fill.linux.cgroup import own_group
 
-_NO_LIMIT = 1 << 62  # version 1 says a number a little below 2**63
+_NO_LIMIT = 1 << 62  # version 1 reports "no limit" as a number a little below 2**63
 
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Where a version says it.
+    """The files of a cgroup version that hold limit and usage.
 
     Attributes:
-        limits: files of one number, or names in ``memory.stat``; the least counts.
-        idle: the pages of files that nobody has used of late, with those of the groups below, in ``memory.stat``.
+        limits: files with one number, or names in ``memory.stat``; the smallest limit counts.
+        used: file with the usage.
+        idle: name in ``memory.stat`` of the file pages not used recently, those of child groups included.
     """
 
     limits: tuple[str, ...]
@@ -27,7 +28,7 @@ class _Files:
 
 _VERSIONS = {
     "": _Files(("memory.max",), "memory.current", "inactive_file"),
-    # What a group above one allows that cannot be seen from here is in the group's own statistics.
+    # The limit of a parent group that is not visible from here is in the group's own statistics.
     "memory": _Files(
         ("memory.limit_in_bytes", "hierarchical_memory_limit"), "memory.usage_in_bytes", "total_inactive_file"
     ),
@@ -36,15 +37,16 @@ _VERSIONS = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
-    """One of them."""
+    """A control group that can limit memory."""
 
     path: Path
     files: _Files
 
     def room_bytes(self) -> int:
-        """What it may still take: a file's pages that nobody uses are given back for it; no limit is a large number.
+        """The bytes that the group may still take; ``sys.maxsize`` without a limit.
 
-        A limit may come, change or go at any time.
+        File pages not used recently count as available, since the kernel reclaims them.  The limit is read each time,
+        since it may change.
         """
         stat = _numbers(self.path / "memory.stat")
         limits = [stat.get(name, _number(self.path / name)) for name in self.files.limits]
@@ -56,7 +58,7 @@ class MemoryGroup:
 
 
 def memory_groups(proc: Path = Path("/proc")) -> list[MemoryGroup]:
-    """This process's group and those above it that can limit their memory, of either version."""
+    """This process's group and the groups above it that can limit memory, of both versions."""
     found = []
     for version_1, files in _VERSIONS.items():
         own = own_group(proc, version_1)
@@ -72,7 +74,7 @@ def _number(file: Path) -> int | None:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """A file of names and numbers."""
+    """The numbers in a file of names and numbers."""
     pairs = [line.split() for line in _read(file).splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 

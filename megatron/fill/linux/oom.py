@@ -1,4 +1,4 @@
-"""Whether the kernel's out-of-memory killer ended a worker."""
+"""Detection of workers that the kernel's out-of-memory killer ended."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import re
 from pathlib import Path
 
-_RECORD_BYTES = 8192  # the longest record that /dev/kmsg gives
+_RECORD_BYTES = 8192  # the longest record of /dev/kmsg
 
 
 class OomLog:
-    """Reads the kernel's log from now on, or where that is not allowed, its count of such ends."""
+    """A reader of the kernel's log from now on, or if that is not allowed, of its count of out-of-memory kills."""
 
     def __init__(self, log: Path = Path("/dev/kmsg"), counters: Path = Path("/proc/vmstat")) -> None:
         self._counters = counters
@@ -22,7 +22,7 @@ class OomLog:
             os.lseek(self._fd, 0, os.SEEK_END)
 
     def explain(self, pids: set[int]) -> str:
-        """The kernel's words on the end of one of these processes; empty if it ended none."""
+        """The kernel's message about the killing of one of these processes; empty if it killed none."""
         if self._fd is not None:
             for record in self._records():
                 found = re.search(r"[Oo]ut of memory.*Killed process (\d+)", record)

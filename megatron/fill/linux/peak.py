@@ -1,6 +1,6 @@
-"""The most memory that this process has had resident, since it was last asked to forget that.
+"""The peak of this process's resident memory since the last reset.
 
-Forgetting is a write to a file of ``/proc``, which a job sees read-only: it is opened before that is so.
+A reset writes to a file in ``/proc``, which is read-only for a job: the file is opened before that.
 """
 
 from __future__ import annotations
@@ -8,25 +8,25 @@ from __future__ import annotations
 import contextlib
 import os
 
-_RESET = b"5"  # what clears VmHWM, see proc_pid_clear_refs(5)
-_kept: dict[int, int] = {}  # this process: a descriptor of its own file
+_RESET = b"5"  # value that resets VmHWM, see proc_pid_clear_refs(5)
+_kept: dict[int, int] = {}  # pid of this process: descriptor of its clear_refs
 
 
 def keep(proc: int) -> None:
-    """Keep the file open that a job's process cannot open any more.
+    """Open ``clear_refs`` and keep it, since a job's process cannot open it later.
 
     Args:
-        proc: a descriptor of a ``/proc`` that can be written.
+        proc: descriptor of a writable ``/proc``.
     """
-    with contextlib.suppress(OSError):  # whoever measures is told then
+    with contextlib.suppress(OSError):  # ``PeakMemory`` raises the error
         _kept[os.getpid()] = os.open("self/clear_refs", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
 
 
 class PeakMemory:
-    """This process's own.
+    """The peak of this process's resident memory.
 
     Raises:
-        OSError: it sees ``/proc`` read-only and has kept nothing.
+        OSError: ``/proc`` is read-only and ``keep`` was not called before.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A port for the ranks of a training to meet at."""
+"""A free port for the rendezvous of a training's ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def free_port() -> Iterator[int]:
-    """A port of this machine for rank 0: nobody gets it meanwhile but who asks for it by its number."""
+    """Reserve a port of this machine for rank 0: in the meantime, the kernel assigns it to no other process."""
     with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as who listens there does
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0, which listens there, does the same
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]

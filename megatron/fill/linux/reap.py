@@ -1,8 +1,7 @@
-"""Ends what is below this process: all of one worker, or whatever came here from a child that died.
+"""Killing of descendants: all processes of a worker, or all orphans that this process adopted from dead children.
 
-One rule for both: what this process started for itself is not an orphan.  That is what stays in its process group (a
-control program that it asks something, say), and what is in ``tree.OWN`` (workers and who holds them).  To adopt
-orphans at all, it calls ``host.adopt_orphans``.
+A process that this process started for its own use is not an orphan: it stays in this process's group (a control
+program, say) or is in ``tree.OWN`` (workers and their holders).  Adopting orphans requires ``host.adopt_orphans``.
 """
 
 from __future__ import annotations
@@ -22,19 +21,20 @@ _LOOK_S = 0.005
 def end_all(
     tree: WorkerTree, budget_s: float, at_once: Callable[[], None] = lambda: None, more: Callable[[], list[int]] = list
 ) -> bool:
-    """Stop, then end, everything in ``tree``; whether it is all gone.
+    """Stop, then kill, all processes in ``tree``; return True if all are gone.
 
     Args:
-        budget_s: give up after this long (a process that is asleep in a driver cannot be ended by anyone).
-        at_once: ends what it can in one go (``cgroup.kill``).
-        more: pids of further processes of the worker.
+        tree: processes of the worker.
+        budget_s: time in s after which it gives up (a process asleep in a driver cannot be killed).
+        at_once: kills all processes that it can with one call (``cgroup.kill``).
+        more: returns pids of further processes of the worker.
     """
     return _end(lambda: tree.look(more()), tree.groups, budget_s, at_once)
 
 
 def end_descendants() -> None:
-    """End and collect all orphans that came to this process, however they fork."""
-    # They may have joined any group of the session, so none of their groups gets a signal.
+    """Kill and reap all orphans that this process adopted, however they fork."""
+    # They may have joined any process group of the session, so no group gets a signal.
     _end(_orphans, lambda processes: set(), _WITHIN_S, lambda: None)
 
 
@@ -44,11 +44,15 @@ def _end(
     budget_s: float,
     at_once: Callable[[], None],
 ) -> bool:
-    """All are stopped before the first is ended: what is stopped forks no more, so even a fork bomb is a finite set.
+    """Stop all processes, then kill them: a stopped process does not fork, so even a fork bomb is a finite set.
 
     Args:
-        look: the living processes to end, as they are now.
-        groups: the process groups among these that are theirs alone.
+        look: returns the processes to kill that are alive now.
+        groups: returns those of their process groups that hold no other process.
+        budget_s, at_once: as in ``end_all``.
+
+    Returns:
+        True if all are gone.
     """
     end_s = time.monotonic() + budget_s
     empty = 0
@@ -56,7 +60,7 @@ def _end(
         at_once()
         processes = _stop_all(look, groups, end_s)
         _collect()
-        # One look may pass over a process that is just moving from a dying parent to us.
+        # A single look may miss a process that is just moving from a dying parent to us.
         empty = 0 if processes else empty + 1
         if empty == 2:
             return True
@@ -72,7 +76,7 @@ def _end(
 def _stop_all(
     look: Callable[[], list[Process]], groups: Callable[[list[Process]], set[int]], end_s: float
 ) -> list[Process]:
-    """Stop until a look finds nobody new; returns the processes."""
+    """Stop processes until a look finds no new one; return all of them."""
     stopped: set[tuple[int, int]] = set()
     while True:
         processes = look()
@@ -87,14 +91,14 @@ def _stop_all(
 
 
 def _orphans() -> list[Process]:
-    """What came here, and all that is below it."""
+    """The living orphans that this process adopted, and their descendants."""
     came = [child for child in children(os.getpid()) if _came(read_process(child))]
     found = [read_process(pid) for child in came for pid in (child, *descendants(child))]
     return [process for process in found if process is not None and process.alive]
 
 
 def _collect() -> None:
-    """Take the dead that came to us off the kernel's hands."""
+    """Reap adopted orphans that have died."""
     for child in children(os.getpid()):
         process = read_process(child)
         if _came(process) and process is not None and not process.alive:
@@ -103,7 +107,7 @@ def _collect() -> None:
 
 
 def _came(child: Process | None) -> bool:
-    """Whether a child is an orphan that this process adopted."""
+    """True if a child is an orphan that this process adopted."""
     return child is not None and child.pid not in OWN and child.group != os.getpgrp()
 
 

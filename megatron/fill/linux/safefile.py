@@ -1,4 +1,4 @@
-"""Writing into a folder that a job may write to: it may have put a link there.  ``untrusted`` reads from it."""
+"""Writing into a folder that a job can write to, where it may have put links; ``untrusted`` reads from such folders."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_folder(path: Path) -> int:
-    """A descriptor of a folder that is reached without any link; the caller closes it.
+    """Open a folder whose absolute path contains no link; return its descriptor, which the caller closes.
 
     Raises:
-        OSError: it is not there, or something on the way is a link or no folder.
+        OSError: the folder does not exist, or a part of the path is a link or not a folder.
     """
     if not path.is_absolute() or ".." in path.parts:
         raise OSError(f"{path} is no absolute path of folders")
@@ -28,7 +28,7 @@ def open_folder(path: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove whatever has this name, a folder with all that is in it; it need not be there.
+    """Remove the file, link or whole folder at ``path``, if there is one.
 
     Raises:
         OSError: it cannot be removed.
@@ -40,17 +40,21 @@ def remove(path: Path) -> None:
 
 
 def create(path: Path, mode: int = 0o644) -> int:
-    """A descriptor of a new, empty file in place of whatever has this name; the caller closes it.
+    """Create an empty file in place of anything at ``path``; return its descriptor, which the caller closes.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     remove(path)
-    # Exclusive: whoever is quick enough to put a link there again makes this fail instead.
+    # Exclusive: if a job is quick enough to put a link there again, this fails.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a new file in place of whatever has this name."""
+    """Write a new file in place of anything at ``path``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     with os.fdopen(create(path, mode), "w", encoding="utf-8") as file:
         file.write(text)

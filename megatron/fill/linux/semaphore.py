@@ -1,6 +1,6 @@
-"""A POSIX semaphore in shared memory: what a CUDA host function can post.
+"""A POSIX semaphore in shared memory, which a CUDA host function can post.
 
-A host function gets one pointer and may neither run Python nor call CUDA; libc's ``sem_post`` is such a function.
+A host function gets one pointer and may neither run Python nor call CUDA; libc's ``sem_post`` fulfils that.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _sem_post = libc.sem_post
 _sem_post.argtypes = (ctypes.c_void_p,)
 _sem_wait = libc.sem_wait
 _sem_wait.argtypes = (ctypes.c_void_p,)
-POST_FUNCTION = ctypes.cast(_sem_post, ctypes.c_void_p).value or 0  # the address of sem_post itself
+POST_FUNCTION = ctypes.cast(_sem_post, ctypes.c_void_p).value or 0  # address of sem_post
 
 
 def create(address: int) -> None:
-    """Make ``SEMAPHORE_BYTES`` of shared memory at ``address`` a semaphore of all who map it, with the value 0."""
+    """Initialize a semaphore with the value 0 in ``SEMAPHORE_BYTES`` of shared memory at ``address``."""
     _check(_sem_init(address, 1, 0), "sem_init")
 
 
@@ -30,7 +30,7 @@ def post(address: int) -> None:
 
 
 def wait(address: int) -> None:
-    """Sleep in the kernel until there is a post to take, and take it."""
+    """Sleep in the kernel until the value is above 0, and decrement it."""
     while _sem_wait(address):
         if ctypes.get_errno() != errno.EINTR:
             _check(-1, "sem_wait")

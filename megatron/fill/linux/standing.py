@@ -1,4 +1,4 @@
-"""What a worker can change of its standing with the kernel where no wall closes ``/proc`` to it: seen, and put back."""
+"""Kernel settings that a worker can change if no sandbox makes ``/proc`` read-only: changes are detected and undone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _BROKEN = "it changed its own standing"
 
 
 class Standing:
-    """How soon the kernel ends a worker, and the weight of the session that it shares with its rank and its agent.
+    """A worker's ``oom_score_adj``, and the nice value of the session that it shares with its rank and its agent.
 
     Args:
-        pid: its first process, which is as all that it starts should be.
-        proc: for tests.
+        pid: the worker's first process, whose present ``oom_score_adj`` is expected of all its processes.
+        proc: another /proc, for tests.
     """
 
     def __init__(self, pid: int, proc: str = "/proc") -> None:
@@ -27,7 +27,7 @@ class Standing:
         self._nice = self._read_nice()
 
     def look(self, pids: Iterable[int]) -> str:
-        """Why the worker must end; empty while it has changed nothing.  What it has changed is put back."""
+        """Undo changes by these processes; return the reason to end the worker, empty if nothing was changed."""
         found = ""
         for pid in pids:
             now = self._read_adjustment(pid)
@@ -38,7 +38,7 @@ class Standing:
         return found or self.restore_autogroup()
 
     def restore_autogroup(self) -> str:
-        """Give the session its weight back; what was changed, empty for nothing."""
+        """Restore the session's nice value; return a description of the change, empty if there was none."""
         now = self._read_nice()
         if now is None or self._nice is None or now == self._nice:
             return ""
@@ -55,6 +55,6 @@ class Standing:
         return int(text) if text.strip() else None
 
     def _read_nice(self) -> int | None:
-        """Of this process's autogroup: ``/autogroup-12 nice 0``; None where there are none."""
+        """The nice value of this process's autogroup (``/autogroup-12 nice 0``); None without autogroups."""
         fields = read(f"{self._proc}/self/autogroup").split()
         return int(fields[-1]) if fields else None

@@ -1,4 +1,4 @@
-"""What the kernel says a process or a thread is at."""
+"""The state and the waiting time of a process or thread, as the kernel reports them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from megatron.fill.linux.tree import stat_fields
 
 
 def state_in(stat: Path) -> str:
-    """The kernel's letter in such a file of ``/proc`` (proc_pid_stat(5)); X once its process or thread has ended."""
+    """The state letter in a ``stat`` file of ``/proc`` (proc_pid_stat(5)); X once its process or thread has ended."""
     fields = stat_fields(str(stat))
     return fields[2].decode() if fields else "X"
 
 
 def waited_ns_in(schedstat: Path) -> int:
-    """How long the thread of such a file of ``/proc`` has been ready without a core; 0 where no kernel tells.
+    """The time in ns that a thread was ready but had no core, from its ``schedstat``; 0 if the kernel has no such file.
 
-    A wait that goes on is not in it.
+    A wait that has not ended is not included.
     """
     try:
         return int(schedstat.read_bytes().split()[1])

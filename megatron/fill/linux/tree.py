@@ -1,7 +1,7 @@
-"""The processes of one worker, found in /proc: what it forked, and what these forked.
+"""The processes of a worker, found in /proc: its first process and all descendants of it.
 
 A child whose parent dies goes to the nearest ancestor that is a subreaper: the worker itself, and after its death the
-agent.  So whatever double-forks or starts a session of its own stays a descendant, and is found.
+agent.  So a process that double-forks or starts its own session stays a descendant, and is found.
 """
 
 from __future__ import annotations
@@ -9,22 +9,26 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-MARK = "PIPEFILL_WORKER"  # in the environment of all that a worker starts
-# The workers that this process started, and who holds them: none is an orphan, and each is waited for by its starter.
+MARK = "PIPEFILL_WORKER"  # environment variable of all processes of a worker
+# Workers that this process started, and their holders: they are not orphans, since their starter waits for them.
 OWN: set[int] = set()
 _READ_BYTES = 1 << 16
-_PARENT, _GROUP, _THREADS, _STARTED = 3, 4, 19, 21  # as ``stat_fields`` counts
-_BUSY = slice(13, 17)  # its own time in user mode and in the kernel, and that of its children
+_PARENT, _GROUP, _THREADS, _STARTED = 3, 4, 19, 21  # indices into ``stat_fields``
+_BUSY = slice(13, 17)  # own time in user mode and in the kernel, and that of reaped children
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process at one moment.
+    """A process at one moment.
 
     Attributes:
-        started: when, in the kernel's ticks since boot: with the pid it names a process for good.
-        busy_ticks: the CPU time that it has had, with its children that have ended and were reaped.
+        parent: pid of its parent.
+        group: its process group.
+        state: state letter of proc_pid_stat(5).
+        threads: number of its threads.
+        started: start time in ticks since boot; with the pid it identifies a process uniquely.
+        busy_ticks: CPU time in ticks, with that of reaped children.
     """
 
     pid: int
@@ -41,15 +45,18 @@ class Process:
 
 
 def stat_fields(path: str) -> list[bytes]:
-    """What such a file of /proc says of a process or a thread, counted from 0 as in proc_pid_stat(5), but for its
-    number and its name; empty once it is gone."""
+    """The fields of a ``stat`` file of /proc, in the order of proc_pid_stat(5) from 0; empty once the process or thread
+    is gone.
+
+    Pid and name are left empty.
+    """
     text = read(path)
-    # The name, in parentheses, may hold anything, spaces and parentheses too.
+    # The name, in parentheses, may contain any characters, also spaces and parentheses.
     return [b"", b"", *text[text.rindex(b")") + 1 :].split()] if text else []
 
 
 def read_process(pid: int, proc: str = "/proc") -> Process | None:
-    """The process; None if there is none of that number."""
+    """The process with this pid; None if there is none."""
     fields = stat_fields(f"{proc}/{pid}/stat")
     if not fields:
         return None
@@ -73,7 +80,7 @@ def descendants(pid: int, proc: str = "/proc") -> list[int]:
     pending, seen = children(pid, proc), {pid}
     while pending:
         child = pending.pop()
-        if child not in seen:  # a pid may be used anew while we look
+        if child not in seen:  # a pid may be reused during the search
             seen.add(child)
             found.append(child)
             pending += children(child, proc)
@@ -81,12 +88,12 @@ def descendants(pid: int, proc: str = "/proc") -> list[int]:
 
 
 def marked(pid: int, mark: str, proc: str = "/proc") -> bool:
-    """Whether the process was started with this mark in its environment."""
+    """True if the process was started with this mark in its environment."""
     return f"{MARK}={mark}".encode() in read(f"{proc}/{pid}/environ").split(b"\0")
 
 
 def read(path: str) -> bytes:
-    """The whole file; nothing if the process is gone.  A few times quicker than ``Path.read_bytes``."""
+    """Read a whole file; empty if the process is gone.  A few times faster than ``Path.read_bytes``."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -95,7 +102,7 @@ def read(path: str) -> bytes:
     try:
         while part := os.read(fd, _READ_BYTES):  # the kernel may give a page at a time
             parts.append(part)
-    except OSError:  # it ended meanwhile
+    except OSError:  # the process has ended in the meantime
         return b""
     finally:
         os.close(fd)
@@ -103,15 +110,15 @@ def read(path: str) -> bytes:
 
 
 class WorkerTree:
-    """Keeps track of one worker's processes, the orphans among them too.
+    """The processes of a worker, including orphans.
 
     Args:
-        pid: the first process of it.
-        mark: what its environment has as ``MARK``.
-        holder: who put it where it is and ends with it; a child of this process that is none of the tree.
+        pid: first process of the worker.
+        mark: value of ``MARK`` in its environment.
+        holder: pid of the parent that set up the sandbox and ends with the worker; excluded from the tree.
 
     Attributes:
-        zombies: dead and not reaped, as of the latest look: each still takes a pid.
+        zombies: number of processes dead but not reaped, as of the latest look; each still takes a pid.
     """
 
     def __init__(self, pid: int, mark: str, holder: int | None = None) -> None:
@@ -121,11 +128,15 @@ class WorkerTree:
         self._own = {pid} if holder is None else {pid, holder}
         self._added = self._own - OWN
         OWN.update(self._added)
-        self._seen: dict[int, int] = {}  # pid: when it started
+        self._seen: dict[int, int] = {}  # pid: start time
         self.look()
 
     def look(self, more: list[int] | None = None) -> list[Process]:
-        """The living processes of the worker now; ``more`` are pids known to be its own."""
+        """Find the living processes of the worker.
+
+        Args:
+            more: pids of further processes that are known to be the worker's.
+        """
         worker = read_process(self.pid)
         if worker is not None and self._seen.setdefault(self.pid, worker.started) == worker.started and worker.alive:
             found = [self.pid, *descendants(self.pid)]
@@ -135,7 +146,7 @@ class WorkerTree:
         for pid in dict.fromkeys([*found, *(more or []), *self._seen]):
             process = read_process(pid)
             if process is None or self._seen.setdefault(pid, process.started) != process.started:
-                self._seen.pop(pid, None)  # gone, and its number maybe another's
+                self._seen.pop(pid, None)  # gone, and its pid possibly reused
             elif process.alive:
                 alive.append(process)
             elif pid != self.pid:
@@ -143,14 +154,14 @@ class WorkerTree:
         return alive
 
     def groups(self, processes: list[Process]) -> set[int]:
-        """The process groups among these that are the worker's own.
+        """The process groups of ``processes`` that a process of the worker leads.
 
-        A process may join any group of its session, the training's too: that group must never get a signal.
+        A process may join any group of its session, even the training's, and that group must never get a signal.
         """
         return {process.group for process in processes if process.group in self._seen}
 
     def _orphans(self) -> list[int]:
-        """What came to this process, the agent, when the worker died."""
+        """The pids of the worker's processes that this process, the agent, adopted when the worker died."""
         ours = []
         for child in children(os.getpid()):
             process = read_process(child)
@@ -161,5 +172,5 @@ class WorkerTree:
         return ours
 
     def forget(self) -> None:
-        """The worker was reaped; its number may become another process's."""
+        """Forget the worker's pids: it was reaped, and they may be reused."""
         OWN.difference_update(self._added)

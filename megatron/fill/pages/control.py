@@ -216,7 +216,7 @@ def find_pages(run_dir: Path) -> list[ControlPage]:
 
 
 def damaged_notes(run_dir: Path) -> list[str]:
-    """One error line for each damaged note, whose rank and state are unknown."""
+    """Error lines, one for each damaged note: the state of its rank is unknown."""
     damaged = []
     for path in notes(run_dir):
         try:

@@ -46,7 +46,7 @@ class RankStanding:
         return 0.0 if self.pulse is None or self.gone else self.pulse.still_s(now_ns)
 
     def said(self, now_ns: int) -> str:
-        """One line that describes the rank's state."""
+        """The rank's state, as a line of text."""
         where = f"rank {self.rank}" + (f" (stage {self.pulse.stage})" if self.pulse is not None else "")
         if self.gone:
             return f"{where}: its process {self.pid} is gone"
@@ -67,7 +67,7 @@ def find_standings(run_dir: Path) -> list[RankStanding]:
 
 
 def stillness(standings: Sequence[RankStanding], now_ns: int | None = None) -> list[str]:
-    """Lines that describe a stall: since when nothing has moved, and the state of each rank.
+    """Return lines that describe a stall: since when nothing has moved, and the state of each rank.
 
     While the run moves, only ranks whose process is gone or stopped have a line.
 

@@ -24,7 +24,7 @@ _TIMES = 10  # patience as a multiple of the longest iteration or standstill so 
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """One pulse; times in ns, CLOCK_MONOTONIC.
+    """A pulse; times in ns, CLOCK_MONOTONIC.
 
     Attributes:
         looked_ns: time of the pulse.

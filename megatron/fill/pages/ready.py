@@ -14,7 +14,7 @@ _FOLDER = "/dev/shm"  # all ranks of the node can open a file there; its name is
 
 
 class ReadyPage:
-    """One rank's page, mapped by its owner or by another rank of the same user.
+    """A rank's page, mapped by its owner or by another rank of the same user.
 
     Args:
         path: file of the page, which ``create`` makes.

@@ -53,7 +53,7 @@ class Fact(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One fact.  ``due`` is the number, from 1, of the mark with which it is delivered."""
+    """A fact in the ring.  ``due`` is the number, from 1, of the mark with which it is delivered."""
 
     due: int
     fact: Fact
