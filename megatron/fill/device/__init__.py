@@ -1,4 +1,4 @@
-"""What a worker may use, and what the main job leaves free.
+"""The limits of workers, and the device memory that the training leaves free.
 
 The agent opens the device of its rank and gets a ``Limiter`` for each worker.
 """
@@ -18,12 +18,14 @@ def open_device(
     uuid: str | None = None,
     rank: int | None = None,
 ) -> WorkerDevice:
-    """The device ``cpu`` or ``cuda:N``.
+    """Open the device ``cpu`` or ``cuda:N``.
 
     Args:
-        mps: the daemon that the rank uses; needed for sharing by MPS.
-        uuid: of the GPU, if the rank knows it.
-        rank: the main job's process on it; None for this one.
+        name: name by which the rank knows the device.
+        sharing: sharing of a GPU between training and workers.
+        mps: daemon that the rank uses; required for sharing by MPS.
+        uuid: UUID of the GPU, if the rank knows it.
+        rank: pid of the training's process on the device; None for this process.
 
     Raises:
         DeviceError: there is no such device, or no daemon for MPS.

@@ -1,7 +1,7 @@
-"""Imported before Megatron, which asks PyTorch for CUDA, and imports Transformer Engine, while it is imported.
+"""Import-time setup before Megatron, whose own import queries CUDA and imports Transformer Engine.
 
-A process becomes a client of MPS when it first uses the driver, or never.  So where this run is to share by MPS, its
-daemon is joined here, and PyTorch's ``is_available`` is told to ask NVML instead of the driver.
+A process becomes a client of MPS when it first uses the driver, or never.  So if this run shares by MPS, its daemon is
+joined here, and PyTorch's ``is_available`` is made to query NVML instead of the driver.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def leave_driver_alone(argv: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    """Have PyTorch ask NVML whether there is CUDA, if this command line shares by MPS."""
+    """Make PyTorch look for CUDA through NVML, if this command line shares by MPS."""
     if flag_of(argv, "--fill-sharing") == "mps":
         environment.setdefault(ASK_NVML, "1")
 
 
 def leave_out_broken(names: Sequence[str] = ("transformer_engine.pytorch", "apex")) -> None:
-    """Have packages that are installed, and whose import fails in another way than by ImportError, count as missing.
+    """Make packages count as missing that are installed but whose import fails with another error than ImportError.
 
-    Megatron does without a package that is not there.  One that was built for another PyTorch or another CUDA raises
-    something else, in the middle of Megatron's own imports.
+    Megatron works without a package that is missing.  A package that was built for another PyTorch or CUDA raises other
+    errors, in the middle of Megatron's own imports.
     """
     for name in names:
         top = name.partition(".")[0]
@@ -40,7 +40,7 @@ def leave_out_broken(names: Sequence[str] = ("transformer_engine.pytorch", "apex
         except Exception as error:
             for module in [one for one in sys.modules if one == top or one.startswith(f"{top}.")]:
                 del sys.modules[module]
-            sys.modules[top] = None  # type: ignore[assignment]  # each further import of it is an ImportError
+            sys.modules[top] = None  # type: ignore[assignment]  # any further import raises ImportError
             if os.environ.get("RANK", "0") == "0":
                 why = (str(error).splitlines() or [""])[0]
                 print(

@@ -20,19 +20,21 @@ from megatron.fill.linux.standing import Standing
 
 logger = logging.getLogger("pipefill.device")
 
-_GROWTH_BYTES_S = 4 << 30  # no worker writes to new memory faster than that
-_KILL_S = 0.5  # of the second that ``kill`` may take; MPS and the removal of the group have the rest
+_GROWTH_BYTES_S = 4 << 30  # no worker writes to new memory faster than this
+_KILL_S = 0.5  # part of the second that ``kill`` may take; MPS and the removal of the group have the rest
 
 
 class HostLimiter:
-    """Holds one worker to its limits on processes and, unless ``cap_host_memory`` is off, host memory.
+    """The enforcement of a worker's limits on processes and, unless ``cap_host_memory`` is off, on host memory.
 
-    Memory is capped by the kernel (``memory.max``) where there is a group with that controller; else by watching what
-    the processes hold, after ``sandbox.powers.limit_resources`` has capped each by itself.
+    If there is a control group with the memory controller, the kernel enforces the cap (``memory.max``); else the
+    memory of the processes is watched, in addition to the cap of each process by ``sandbox.powers.limit_resources``.
 
     Args:
-        home: where its control group may be made.
-        name: of the worker.
+        limits: limits to enforce.
+        name: name of the worker.
+        home: place in which its control group can be created.
+        cap_host_memory: True if ``limits.memory_bytes`` limits host memory.
     """
 
     def __init__(self, limits: Limits, name: str, home: CgroupHome, cap_host_memory: bool = True) -> None:
@@ -41,7 +43,7 @@ class HostLimiter:
         self._name = name
         self._cap_bytes = limits.memory_bytes if cap_host_memory else None
         self._cgroup = self._new_cgroup(home)
-        self.alive: list[tree.Process] = []  # as of the latest look
+        self.alive: list[tree.Process] = []  # living processes as of the latest look
         self._tree: tree.WorkerTree | None = None
         self._memory: HeldMemory | None = None
         self._standing: Standing | None = None
@@ -49,12 +51,12 @@ class HostLimiter:
         self._oom = OomLog()
         self._held_bytes = 0
         self._peak_bytes = 0
-        self._exact_until_s = 0.0  # the latest exact count holds until then
+        self._exact_until_s = 0.0  # time until which the latest exact count is valid
 
     def adopt(self, pid: int, holder: int | None = None) -> None:
         self._tree = tree.WorkerTree(pid, self._name, holder)
         self._pids.add(pid)
-        # An init has closed itself to whoever has no power over it; the job below it has not begun to.
+        # An init process has made itself unreadable to unprivileged processes; its child has not yet begun the job.
         self._memory = HeldMemory((tree.descendants(pid) or [pid])[0])
         self._standing = Standing(pid)
         if self._cgroup is None:
@@ -64,7 +66,7 @@ class HostLimiter:
             self._cgroup.close()
             self._cgroup = None
             return
-        for child in tree.descendants(pid):  # forked before: not in the group by itself
+        for child in tree.descendants(pid):  # forked before, so not in the group yet
             self._cgroup.add(child)
 
     def look(self) -> str:
@@ -107,7 +109,7 @@ class HostLimiter:
 
         def at_once() -> None:
             if cgroup is not None and not cgroup.kill():
-                cgroup.freeze(True)  # SIGKILL ends what is frozen
+                cgroup.freeze(True)  # SIGKILL also ends frozen processes
 
         if not end_all(self._tree, _KILL_S, at_once, self._members):
             left = [process.pid for process in self._tree.look()]
@@ -117,7 +119,7 @@ class HostLimiter:
     def close(self) -> None:
         self._oom.close()
         if self._standing is not None:
-            self._standing.restore_autogroup()  # it may have been the last thing that the worker did
+            self._standing.restore_autogroup()  # the worker may have changed it just before its end
         if self._memory is not None:
             self._memory.close()
         if self._tree is not None:
@@ -155,7 +157,7 @@ class HostLimiter:
         pids = [process.pid for process in processes]
         found = self._memory.count(pids)
         held = found.likely_bytes
-        if cap is not None and found.most_bytes > cap:  # worth the slow way
+        if cap is not None and found.most_bytes > cap:  # only now is the slow, exact count needed
             held = self._exact_bytes(pids, found, cap)
         self._note(held)
         if cap is None or held <= cap:
@@ -164,9 +166,9 @@ class HostLimiter:
         return f"over its cap of {mib(cap)}: {mib(held)} held by {count}, with a peak of {mib(self._peak_bytes)}"
 
     def _exact_bytes(self, pids: list[int], found: Held, cap: int) -> int:
-        """The latest exact count, or a new one if the cap could have been passed since.
+        """The latest exact count, or a new one if the worker could have exceeded the cap since.
 
-        The worker is stopped for a new one: its processes may be many, and would have the core while they are counted.
+        The worker is stopped for a new count: its processes may be many, and would use the core in the meantime.
         """
         assert self._memory is not None
         assert self._tree is not None
@@ -185,10 +187,11 @@ class HostLimiter:
 
 
 class CpuDevice:
-    """The host itself, or the part of it that this process's control group may use.
+    """The host, or the part of it that this process's control group may use.
 
     Args:
-        groups: those that may limit its memory.
+        home: place for the workers' control groups; None to find it.
+        groups: control groups that may limit this process's memory; None to find them.
     """
 
     def __init__(self, home: CgroupHome | None = None, groups: list[MemoryGroup] | None = None) -> None:
@@ -200,7 +203,7 @@ class CpuDevice:
         self._groups = memory_groups() if groups is None else groups
 
     def free_bytes(self) -> int:
-        # Read anew each time: beside what a worker has given back since, an old reading would ask for it twice.
+        # Read each time: an old reading would miss memory that a worker has freed since, and request it twice.
         return min([self._free(), *(group.room_bytes() for group in self._groups)])
 
     def limiter(self, limits: Limits, name: str) -> HostLimiter:

@@ -1,8 +1,8 @@
-"""A CUDA GPU as a worker's device, and the worker's own side of it.
+"""A CUDA GPU as a worker's device, and the limits that the worker sets in its own process.
 
-Three things hold a worker to its memory: PyTorch's allocator, which makes the allocation fail; the MPS server, where
-one is used, which makes the driver's fail; and a watch over what the driver says its processes hold, which ends the
-worker if it got around both.
+Three mechanisms limit a worker's memory: PyTorch's allocator fails allocations beyond the cap; an MPS server, if there
+is one, fails those of the driver; and a watch over the memory that the driver reports for its processes ends a worker
+that got around both.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron.fill.linux.cgroup import CgroupHome, find_home
 
 logger = logging.getLogger("pipefill.agent")
 
-# A context, its modules and cuBLAS workspaces: what a process takes before, and beyond, its first allocation.
+# Memory of a process besides its allocations: the context, its modules and cuBLAS workspaces.
 OVERHEAD_BYTES = 1024 * MIB
-_TERMINATE_S = 0.8  # of the second that ``kill`` may take; three processes have to start and answer meanwhile
-_FRACTION_SINCE = (2, 15)  # PyTorch's allocator knows per_process_memory_fraction in its configuration
-_SM_GRAIN = 8  # green contexts come in these, on compute capability 9 and later
-_NO_DAEMON = "/nonexistent"  # a folder of pipes where no daemon answers
-_keep: list[Any] = []  # green contexts, which end with their last reference
+_TERMINATE_S = 0.8  # part of the second that ``kill`` may take, in which three programs have to start and answer
+_FRACTION_SINCE = (2, 15)  # first PyTorch whose allocator accepts per_process_memory_fraction in its configuration
+_SM_GRAIN = 8  # granularity of green contexts in multiprocessors, on compute capability 9 and later
+_NO_DAEMON = "/nonexistent"  # a pipe folder without a daemon
+_keep: list[Any] = []  # green contexts, which are destroyed with their last reference
 
 
 def cap_memory(device: str, memory_bytes: int | None) -> None:
@@ -45,13 +45,16 @@ def cap_memory(device: str, memory_bytes: int | None) -> None:
 
 
 class Entrance:
-    """The worker's side of its limits on a GPU, entered as soon as the task has brought PyTorch.
+    """A callable that sets the worker's limits in its own process as soon as the task has imported PyTorch.
 
-    A task may import it as late as in ``create``, or in ``init``: so this is called before and after ``init``, and does
-    nothing more once it is done.
+    A task may import PyTorch as late as in ``create`` or ``init``, so this is called before and after ``init``; once
+    the limits are set, further calls do nothing.
 
     Args:
-        say: called with each limit that cannot be kept, and why.
+        device: device as the worker knows it.
+        limits: limits to set.
+        sharing: sharing of the GPU between training and workers.
+        say: called with a message for each limit that cannot be set.
     """
 
     def __init__(self, device: str, limits: Limits, sharing: Sharing, say: Callable[[str], None]) -> None:
@@ -75,12 +78,12 @@ class Entrance:
 
 
 def enter(device: str, limits: Limits, sharing: Sharing) -> list[str]:
-    """Hold PyTorch in this process to its limits on a GPU.
+    """Set the limits of PyTorch in this process on a GPU.
 
-    It begins to use CUDA.  Every thread's current stream but this one's is left as it is.
+    This initializes CUDA.  It changes the current stream of this thread only.
 
     Returns:
-        What could not be done, and why.
+        Messages, one for each limit that could not be set, with the reason.
     """
     cap_memory(device, limits.memory_bytes)
     if sharing is Sharing.MPS or limits.sm_percentage == 100:
@@ -90,7 +93,7 @@ def enter(device: str, limits: Limits, sharing: Sharing) -> list[str]:
 
 
 def _share_multiprocessors(device: str, percentage: int) -> str:
-    """Run this thread's kernels on a share of the GPU, in a green context; why not, if it cannot."""
+    """Run this thread's kernels on a share of the GPU, in a green context; return the reason if that fails, or ''."""
     import torch
 
     try:
@@ -98,8 +101,8 @@ def _share_multiprocessors(device: str, percentage: int) -> str:
     except ImportError:
         return f"PyTorch {torch.__version__} has no green contexts"
     if not hasattr(GreenContext, "Stream"):
-        # Before 2.12 one could only be made current in this thread.  Autograd's own thread would run backward passes
-        # on another default stream, beside the share and in no order with what this thread enqueues.
+        # Before 2.12 a green context could only be made current in this thread.  Autograd's own thread would run
+        # backward passes on another default stream, outside of the share and not ordered with this thread's kernels.
         return f"PyTorch {torch.__version__} has no streams of green contexts, which came with 2.12"
     index = torch.device(device).index or 0
     count = torch.cuda.get_device_properties(index).multi_processor_count
@@ -113,19 +116,19 @@ def _share_multiprocessors(device: str, percentage: int) -> str:
 
 
 def share_of(count: int, percentage: int) -> int:
-    """The multiprocessors of a share: no more than asked for, and at least the fewest that there can be."""
+    """The number of multiprocessors for a share of ``count``: rounded down to the granularity, but at least that."""
     return max(_SM_GRAIN, count * percentage // 100 // _SM_GRAIN * _SM_GRAIN)
 
 
 def settle(device: str) -> None:
-    """Return when all kernels of this process have ended: host time is not GPU time, and a step ends only then."""
+    """Wait until all kernels of this process have ended: only then is a step over, since launches are asynchronous."""
     torch = sys.modules.get("torch")
     if device.startswith("cuda") and torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize(device)
 
 
 class FreeDeviceMemory:
-    """The device's free memory in bytes, as the driver says; read at most every quarter of a second."""
+    """A callable that returns the device's free memory in bytes, read from the driver at most every 0.25 s."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -143,12 +146,17 @@ class FreeDeviceMemory:
 
 
 class CudaLimiter:
-    """Holds one worker to its limits on a GPU, and to those on processes.
+    """The enforcement of a worker's limits on a GPU, and on processes.
 
     Args:
-        uuid: of the GPU.
-        witness: a process known to use this GPU, if the driver's pids may be those of another namespace: what the
-            driver lists then counts only while this one is among it.
+        limits: limits to enforce.
+        name: name of the worker.
+        home: place in which its control group can be created.
+        uuid: UUID of the GPU.
+        nvml: access to NVML.
+        mps: daemon that the rank uses; None for time-slicing.
+        witness: pid of a process that uses this GPU, if the driver's pids may be those of another pid namespace: the
+            driver's list is then used only while it contains this pid.
     """
 
     def __init__(
@@ -168,17 +176,17 @@ class CudaLimiter:
         self._witness = witness
         self._held_bytes = 0
         self._peak_bytes = 0
-        # A task of which a module asks PyTorch for CUDA while it is imported can still fork afterwards.
+        # With the NVML check, a task whose import asks PyTorch for CUDA can still fork afterwards.
         environment = {"CUDA_VISIBLE_DEVICES": uuid, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-        # Without MPS, a daemon that happens to run on this machine must not make the worker its client: it would share
-        # its faults with all others of that daemon, and be under none of its limits.
+        # Without MPS, the worker must not become a client of a daemon that happens to run on this machine: it would
+        # share faults with all other clients of that daemon, and have no limits.
         environment |= (
             {"CUDA_MPS_PIPE_DIRECTORY": _NO_DAEMON} if mps is None else mps.environment(limits, uuid, OVERHEAD_BYTES)
         )
         if limits.memory_bytes is not None:
             total = nvml.total_bytes(uuid)
             environment |= allocator_environment(limits.memory_bytes, total, os.environ, version("torch"))
-        # Last of all: whatever is raised before leaves no control group behind.
+        # Created last, so that an error above leaves no control group behind.
         self._host = HostLimiter(limits, name, home, cap_host_memory=False)
         self.environment = self._host.environment | environment
 
@@ -189,12 +197,12 @@ class CudaLimiter:
         reason = self._host.look()
         used = self._nvml.used_bytes(self._uuid)
         if self._witness is not None and self._witness not in used:
-            used = {}  # one of these numbers may be a process of the job's, and mean another
+            used = {}  # these pids are of another namespace: one may equal a pid of the job and mean another process
         holders = [process.pid for process in self._host.alive if process.pid in used]
         self._held_bytes = sum(used[pid] for pid in holders)
         self._peak_bytes = max(self._peak_bytes, self._held_bytes)
         cap = self.limits.memory_bytes
-        # A context for each process is not what the job allocated.
+        # The context of each process does not count as memory of the job.
         if reason or cap is None or self._held_bytes <= cap + OVERHEAD_BYTES * len(holders):
             return reason
         return (
@@ -232,7 +240,8 @@ class CudaLimiter:
 
 
 def allocator_environment(memory_bytes: int, total_bytes: int, environment: Any, torch: str) -> dict[str, str]:
-    """The cap for PyTorch's allocator, for whatever the worker starts too; empty if this PyTorch does not know it."""
+    """The environment that caps PyTorch's allocator in the worker and the processes that it starts; empty if this
+    PyTorch cannot be capped this way."""
     if tuple(int(part) for part in torch.split(".")[:2]) < _FRACTION_SINCE:
         return {}
     inherited = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF")
@@ -241,7 +250,7 @@ def allocator_environment(memory_bytes: int, total_bytes: int, environment: Any,
 
 
 def device_nodes(uuid: str, proc: Path = Path("/proc"), dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """The files of ``/dev`` for this one GPU; those of all where the driver does not say whose is whose."""
+    """The files in ``/dev`` of this GPU; those of all GPUs if the driver does not report which are its own."""
     shared = [dev / name for name in ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset", "nvidia-caps")]
     for found in (proc / "driver/nvidia/gpus").glob("*/information"):
         facts = dict(line.split(":", 1) for line in found.read_text(encoding="utf-8").splitlines() if ":" in line)
@@ -251,14 +260,16 @@ def device_nodes(uuid: str, proc: Path = Path("/proc"), dev: Path = Path("/dev")
 
 
 class CudaDevice:
-    """One GPU.
+    """A GPU.
 
     Args:
-        name: as the rank knows it: ``cuda:3``.
-        mps: the daemon that the rank uses; None for time-slicing.
-        rank: the main job's process on it; None for this one.
-        uuid: of the GPU; found by ``CUDA_VISIBLE_DEVICES`` if not given, which trusts that CUDA numbers the GPUs as
-            their bus does.
+        name: name by which the rank knows the device: ``cuda:3``.
+        mps: daemon that the rank uses; None for time-slicing.
+        uuid: UUID of the GPU; None to find it by ``CUDA_VISIBLE_DEVICES``, which assumes that CUDA numbers the GPUs in
+            the order of their PCI bus.
+        nvml: access to NVML; None for this process's own.
+        home: place for the workers' control groups; None to find it.
+        rank: pid of the training's process on the device; None for this process.
 
     Raises:
         DeviceError: there is no driver, or no such GPU.

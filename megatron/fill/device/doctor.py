@@ -1,4 +1,4 @@
-"""What this machine can do to keep workers in, what is used for each limit, and what nothing here contains."""
+"""A diagnosis of this machine: its means to isolate workers, the enforcement of each limit, faults that stay open."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Has(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """One thing that a machine may have."""
+    """An ability that a machine has, has partly, or lacks."""
 
     name: str
     has: Has
@@ -27,11 +27,12 @@ class Ability:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What keeps one limit.
+    """The enforcement of a limit.
 
     Attributes:
-        uses: what will be used.
-        instead: why not something better; empty if there is nothing better.
+        limit: name of the limit.
+        uses: mechanism that enforces it.
+        instead: reason why no better mechanism is used; empty if there is none.
     """
 
     limit: str
@@ -41,7 +42,7 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All that ``pipefill doctor`` says."""
+    """The content of ``pipefill doctor``."""
 
     abilities: list[Ability]
     bindings: list[Binding]
@@ -49,7 +50,7 @@ class Diagnosis:
 
 
 def diagnose(facts: Facts) -> Diagnosis:
-    """Judge a machine by what was found on it."""
+    """Diagnose a machine from the facts found on it."""
     cuda = bool(facts.gpus)
     bindings = [_cpu_memory(facts), *([_gpu_memory(facts)] if cuda else []), _processes(facts)]
     bindings += [*([_multiprocessors(facts)] if cuda else []), _sharing(facts), _kill(facts)]
@@ -95,7 +96,7 @@ def _cpu_memory(facts: Facts) -> Binding:
 
 
 def _gpu_memory(facts: Facts) -> Binding:
-    """What keeps a worker's device memory, and what a kernel and a driver that know of it would add."""
+    """The enforcement of a worker's device memory, and what a kernel and driver with ``dmem`` would add."""
     uses = "PyTorch's allocator"
     uses += "; with MPS also the driver" if not mps_obstacle(_sharing_facts(facts)) else ""
     uses += "; a watch over NVML for what escapes"
@@ -108,7 +109,7 @@ def _gpu_memory(facts: Facts) -> Binding:
 
 
 def _why_no_dmem(facts: Facts) -> str:
-    """Why no control group of a worker's own holds its device memory, whatever allocates it."""
+    """The reason why no control group of the worker limits its device memory."""
     if facts.device_regions:
         return "PipeFill sets no dmem.max for a worker yet"
     return "no dmem.max for a worker: no driver has registered device memory (Linux 6.14, NVIDIA from r615)"
@@ -151,7 +152,7 @@ def _cores(facts: Facts) -> Binding:
 
 
 def _notes(facts: Facts) -> list[str]:
-    """Which mode cannot contain which fault."""
+    """Notes on the faults that each mode cannot contain."""
     notes = []
     if facts.gpus:
         notes += [

@@ -1,11 +1,11 @@
-"""A device that does not preempt, emulated on a core of the CPU, for benchmarks and tests.
+"""A device without preemption, emulated on a CPU core, for benchmarks and tests.
 
-From a worker at idle priority the kernel takes the core back at any instant, so that on a CPU a step that is caught by
-the end of its bubble holds nobody up.  A GPU does not preempt: what was launched runs on.  Here a worker takes the
-lowest real-time priority while a step is in flight, so that the main job cannot interrupt it; between steps it is at
-idle priority.  Its cage lets it (``Cage.real_time``), and it trusts it: such a worker can keep the core for good.
+The kernel takes the core from a worker at idle priority at any instant, so on a CPU a step that is caught by the end of
+its bubble delays nobody.  A GPU does not preempt: launched kernels run to their end.  Here a worker has the lowest
+real-time priority while a step is in flight, so that the training cannot interrupt it, and idle priority between steps.
+Its sandbox must allow that (``Cage.real_time``) and trust the worker, which could keep the core permanently.
 
-What it is not: a step keeps one core, so what a GPU does beside it at the same time is left out.
+Limitation: a step takes a whole core, so work that a GPU does at the same time is not emulated.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from enum import StrEnum
 
 from megatron.fill.linux import futex, memfd
 
-SLICE_NS = 2_000_000  # how long a turn is
-# The main job waits on the core that is the device here: several of its threads need it, one after the other, until the
-# gate is shut.  On a GPU they have cores of their own.
+SLICE_NS = 2_000_000  # length of a turn
+# Pause after each step beyond the deadline: several threads of the training need this core, the emulated device, one
+# after the other until the gate is shut.  With a GPU they have cores of their own.
 BREATHER_NS = 200_000
 _PAGE_BYTES = 4096
 _STEP, _ABOVE_STEPS, _IDLE = os.sched_param(1), os.sched_param(2), os.sched_param(0)
@@ -30,13 +30,13 @@ _LOOK_NS = 100_000_000
 
 
 class Emulation(StrEnum):
-    """How a step and the main job share the device.
+    """The sharing of the device between a step and the training.
 
     Attributes:
-        COMPLETION: what was launched runs to its end, as kernels do that fill the GPU under MPS.
-        SLICES: while a step runs, it and the main job take turns, and the main job keeps its turn also when it only
-            waits, as NCCL's kernels do that spin.
-        FREE_SLICES: the same, but in a bubble the main job needs no turn, as with --fill-free-waits.
+        COMPLETION: a step runs to its end, like kernels that fill the GPU under MPS.
+        SLICES: while a step runs, it and the training take turns; the training uses its turns even while it waits, as
+            NCCL's spinning kernels do.
+        FREE_SLICES: the same, but in a bubble the training takes no turn, as with --fill-free-waits.
     """
 
     COMPLETION = "completion"
@@ -51,14 +51,14 @@ class Emulation(StrEnum):
 class Launches:
     """A worker's steps, as launches on the device.
 
-    To be made before the worker is forked; only the worker's one thread that runs its steps may launch.
+    It must be created before the worker is forked; only the thread of the worker that runs its steps may launch.
     """
 
     def __init__(self, how: Emulation) -> None:
         self.turns = Turns(spins=how is Emulation.SLICES) if how.takes_turns else None
 
     def launch(self) -> None:
-        """A step begins: nothing but a turn's end interrupts it from now on.
+        """Begin a step: only the end of a turn interrupts it from now on.
 
         Raises:
             PermissionError: this process may not have a real-time priority.
@@ -68,17 +68,17 @@ class Launches:
             self.turns.begin()
 
     def land(self) -> None:
-        """The step has ended."""
+        """End the step: return to idle priority."""
         if self.turns is not None:
             self.turns.end()
         os.sched_setscheduler(0, os.SCHED_IDLE, _IDLE)
 
 
 class Turns:
-    """The turns that a worker's steps and the main job take: a page with a count that is odd during a step.
+    """The turns that a worker's steps and the training take, by a page with a count that is odd during a step.
 
     Args:
-        spins: the main job takes its turns in bubbles too.
+        spins: True if the training takes turns in bubbles too.
     """
 
     def __init__(self, spins: bool) -> None:
@@ -90,11 +90,11 @@ class Turns:
         self._wake = futex.Waker(self._address, futex.ALL)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record the beginning of a step."""
         self._tell()
 
     def end(self) -> None:
-        """It has ended."""
+        """Record the end of a step."""
         self._tell()
 
     def _tell(self) -> None:
@@ -103,17 +103,17 @@ class Turns:
 
     @property
     def count(self) -> int:
-        """Odd while a step is in flight."""
+        """The number of beginnings and ends of steps; odd while a step is in flight."""
         return self._word.value
 
     def serve(self, pid: int, cpus: list[int], over: Callable[[], bool], waits: Callable[[], bool]) -> None:
-        """Stop the worker for every second turn of its steps, from outside of its cage, until it is over.
+        """Stop the worker for every second turn of its steps, from outside of its sandbox, until ``over`` returns True.
 
         Args:
-            pid: the worker's process.
-            cpus: the rank's cores.
-            over: asked only when nothing has happened for a while.
-            waits: whether the main job is in a bubble now.
+            pid: pid of the worker.
+            cpus: cores of the rank.
+            over: returns True if the worker has ended; called only if nothing has happened for a while.
+            waits: returns True if the training is in a bubble now.
 
         Raises:
             PermissionError: this process may not have a real-time priority.
@@ -135,7 +135,7 @@ class Turns:
                 self._signal(pid, signal.SIGCONT)
 
     def _wait(self, seen: int, timeout_ns: int) -> int:
-        """The count once it is another one than ``seen``, or after so long."""
+        """Wait until the count differs from ``seen``, for at most ``timeout_ns``; return the count."""
         futex.wait(self._address, seen, timeout_ns)
         return self.count
 
@@ -146,7 +146,7 @@ class Turns:
 
 
 def why_not() -> str:
-    """Why this process cannot emulate such a device; empty if it can."""
+    """The reason why this process cannot emulate the device; empty if it can."""
     child = os.fork()
     if child == 0:
         try:

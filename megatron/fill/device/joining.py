@@ -1,7 +1,7 @@
-"""The run's own MPS daemon, which a rank joins before anything in it uses CUDA.
+"""The run's own MPS daemon, which a rank joins before it uses CUDA.
 
-Transformer Engine with flash-attn asks the driver while it is imported, which is before Megatron's command line is
-parsed.  So the command line is looked at here first, for these few flags.
+Transformer Engine with flash-attn uses the driver during its import, which is before Megatron's command line is parsed.
+So the few flags that matter are read from the command line here.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from megatron.fill.device.mps import MpsDaemon
 from megatron.fill.device.nvml import Nvml, uuid_of
 from megatron.fill.device.port import DeviceError
 
-_joined: list[MpsDaemon] = []  # one at most
+_joined: list[MpsDaemon] = []  # at most one
 
 
 def join(report: str | None, environment: MutableMapping[str, str]) -> MpsDaemon:
-    """The daemon of this run on this node, started if this rank is its first; CUDA uses it from now on.
+    """Join the daemon of this run on this node, which the first rank starts; CUDA uses it from now on.
 
     Args:
-        report: the run folder; None for a name that is this run's only.
-        environment: of this process.
+        report: run folder; None for a folder named after the ranks' launcher.
+        environment: environment of this process, which is changed.
 
     Raises:
-        DeviceError: it cannot be had.
+        DeviceError: the daemon cannot be used.
     """
     if not _joined:
         gpus = Nvml().gpus()
         chosen = environment.get("CUDA_VISIBLE_DEVICES") or None
         count = len(gpus) if chosen is None else chosen.count(",") + 1
         uuids = [uuid_of(f"cuda:{number}", chosen, gpus) for number in range(count)]
-        # The ranks of a node have their launcher in common; with the run's name it tells this run from others.
+        # The ranks of a node share a launcher; together with the run's name it identifies this run.
         launcher = os.getppid()
         daemon = MpsDaemon.start(Path(report or Path(tempfile.gettempdir()) / f"pipefill-{launcher}"), uuids, launcher)
         if daemon.ours:
@@ -46,7 +46,7 @@ def join(report: str | None, environment: MutableMapping[str, str]) -> MpsDaemon
 
 
 def join_early(argv: Sequence[str], environment: MutableMapping[str, str]) -> None:
-    """Use the daemon that this command line asks for; what is wrong with it is said when the command line is parsed."""
+    """Join the daemon that this command line asks for; errors in it are reported later, when it is parsed."""
     if flag_of(argv, "--fill-sharing") != "mps":
         return
     pipe = flag_of(argv, "--fill-mps-pipe")
@@ -58,7 +58,7 @@ def join_early(argv: Sequence[str], environment: MutableMapping[str, str]) -> No
 
 
 def flag_of(argv: Sequence[str], name: str) -> str | None:
-    """The value of a flag on a command line, as argparse takes it; None if it is not there."""
+    """The value of a flag on a command line, as argparse reads it; None if the flag is not given."""
     found = None
     for first, second in zip(argv, [*argv[1:], None], strict=True):
         if first == name:

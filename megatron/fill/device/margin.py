@@ -1,9 +1,9 @@
-"""The margin that the training owns: device memory that its own allocator holds and has never needed so far.
+"""The training's own margin: device memory that its allocator has reserved but not needed so far.
 
-Free memory is anybody's: a worker may take it in the moment in which the training wants to grow, and an allocation that
-fails ends the training at once.  What the training's caching allocator has reserved is the training's alone.  So the
-rank has its allocator reserve the margin beyond what it has used at most, when filling begins, and again when it has
-grown into it.  Nothing is written to that memory, and the rank never waits for anybody.
+A worker may take free memory at the moment when the training needs it, and an allocation that fails ends the training.
+Memory that the training's caching allocator has reserved belongs to the training alone.  So the rank makes its
+allocator reserve a margin beyond its peak use when filling begins, and again when it has grown into the margin.
+Nothing is written to that memory, and the rank never waits for another process.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from typing import Any, Protocol
 
 from megatron.fill.device.port import MIB
 
-DRIVER_BYTES = 256 * MIB  # what stays free in the driver all the same: NCCL and cuBLAS allocate there
+DRIVER_BYTES = 256 * MIB  # memory that stays free in the driver in addition: NCCL and cuBLAS allocate there
 _PIECE_BYTES = 64 * MIB
 
 
 class Allocator(Protocol):
-    """A caching allocator: what it has reserved it keeps."""
+    """A caching allocator, which keeps memory that it has reserved."""
 
     def reserved_bytes(self) -> int:
-        """All that it has got from the driver."""
+        """The memory reserved from the driver, in use or not."""
 
     def peak_bytes(self) -> int:
-        """The most that has been in use at once."""
+        """The peak of the memory in use."""
 
     def take(self, size: int) -> Any:
-        """Allocate; the memory is given back to the allocator's cache when the result is dropped.
+        """Allocate ``size`` bytes, which return to the allocator's cache when the result is dropped.
 
         Raises:
-            MemoryError: the driver has no more.
+            MemoryError: the driver has no more memory.
         """
 
 
 class OwnedMargin:
-    """Keeps a margin reserved in the training's allocator.
+    """A margin that is kept reserved in the training's allocator.
 
     Args:
-        margin_bytes: to be reserved beyond the peak.
+        allocator: allocator of the training.
+        margin_bytes: memory to reserve beyond the peak.
     """
 
     def __init__(self, allocator: Allocator, margin_bytes: int) -> None:
@@ -45,10 +46,10 @@ class OwnedMargin:
         self.margin_bytes = margin_bytes
 
     def keep(self) -> int:
-        """Reserve what is missing; returns the bytes that could not be had.
+        """Reserve the missing part of the margin; return the number of bytes that could not be reserved.
 
-        The allocator serves a request from its cache first.  So pieces are taken, and held, until it has had to reserve
-        as much as is missing, and then given back at once.
+        The allocator serves a request from its cache first.  So pieces are allocated and held until it has had to
+        reserve the missing memory, and then freed at once.
         """
         allocator = self._allocator
         wanted = allocator.peak_bytes() + self.margin_bytes
@@ -62,7 +63,7 @@ class OwnedMargin:
 
 
 class CudaAllocator:
-    """PyTorch's, of one device, for the thread and the stream in which the training computes."""
+    """PyTorch's caching allocator of a device; to be used in the thread and stream in which the training computes."""
 
     def __init__(self, device: str) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""How long a piece of work takes by itself, and the most memory it needs."""
+"""Meters for the time and the peak memory of a piece of work."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from megatron.fill.linux.peak import PeakMemory
 
 
 class Meter(Protocol):
-    """Measures one piece of work at a time."""
+    """A meter of one piece of work at a time."""
 
     def forget(self) -> None:
-        """What earlier work has left in an allocator's cache is no need of the work that follows."""
+        """Empty the allocator's cache, so that memory of earlier work does not count for the work that follows."""
 
     def start(self) -> None:
-        """The work begins."""
+        """Start to measure."""
 
     def stop(self) -> tuple[int, int]:
-        """It has ended: its nanoseconds, and the peak of all that this process held meanwhile, in bytes."""
+        """Stop to measure; return the time in ns, and the peak of all memory of this process since ``start``, in
+        bytes."""
 
 
 class HostMeter:
-    """On the CPU: the time that this process had the core, between the main job's turns; its peak resident memory."""
+    """A meter on the CPU: the CPU time of this process, and its peak resident memory."""
 
     def __init__(self) -> None:
         self._memory = PeakMemory()
         self._start_ns = 0
 
     def forget(self) -> None:
-        """Nothing to do: what was given back is resident no more."""
+        """Do nothing: freed memory is not resident any more."""
 
     def start(self) -> None:
         self._memory.reset()
@@ -46,7 +47,7 @@ class HostMeter:
 
 
 class CudaMeter:
-    """On CUDA: from an idle device to an idle device; the peak of PyTorch's allocator."""
+    """A meter on CUDA: the time from an idle device to an idle device, and the peak of PyTorch's reserved memory."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -76,14 +77,14 @@ def meter(device: str) -> Meter:
 
 
 def resident_bytes() -> int:
-    """The memory that this process holds now."""
+    """The resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def fingerprint(device: str) -> str:
-    """What a measured time depends on besides the job: the device's model, and the versions of what runs on it.
+    """A text with all that a measured time depends on besides the job: the device's model, and software versions.
 
-    Two devices with the same fingerprint share their profiles.
+    Devices with the same fingerprint share their profiles.
 
     Raises:
         DeviceError: PipeFill is used from a checkout that is not installed.
@@ -97,10 +98,10 @@ def fingerprint(device: str) -> str:
 
 
 def own_version() -> str:
-    """Of PipeFill, as it is installed for this Python.
+    """The version of PipeFill that is installed for this Python.
 
     Raises:
-        DeviceError: it is not, as where a checkout is used as it is.
+        DeviceError: PipeFill is not installed, for example because a checkout is used without an install.
     """
     try:
         return version("pipefill")
@@ -112,7 +113,7 @@ def own_version() -> str:
 
 
 def default_device() -> str:
-    """Where a job is measured if nobody says: on the first GPU, where there is one."""
+    """The device on which a job is measured by default: the first GPU, or the CPU if there is none."""
     return "cuda:0" if Path("/dev/nvidia0").exists() else "cpu"
 
 

@@ -1,8 +1,8 @@
-"""NVIDIA's MPS: one daemon per run and node, with pipes of its own, so that no other program's daemon is touched.
+"""NVIDIA's MPS: one daemon per run and node, with its own pipes, so that no other program's daemon is touched.
 
-Kernels of the main job and of a worker then run side by side on one GPU, and the driver keeps a client's memory cap
-and its share of the multiprocessors.  The price is in ``sharing``.  Neither static partitioning nor the GPU's compute
-mode is ever touched: both take something from the main job for good.
+Kernels of the training and of a worker then run at the same time on one GPU, and the driver enforces a client's memory
+cap and its share of the multiprocessors; ``sharing`` describes the risk.  Static partitions and the GPU's compute mode
+are never changed: both would take something from the training permanently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.fill.linux.tree import read_process
 
 PROGRAM = "nvidia-cuda-mps-control"
 _PID_FILE = "nvidia-cuda-mps-control.pid"
-_OWNER_FILE = "owner"  # who the daemon was started for
+_OWNER_FILE = "owner"  # identity of the process for which the daemon was started
 _PATH_BYTES = 107 - len("/control_privileged")  # a unix socket's address has 108 bytes with its final zero
 _COMMAND_S = 5.0
 _START_S = 5.0
@@ -33,11 +33,12 @@ _QUIT_S = 10
 
 
 class MpsDaemon:
-    """A running daemon.  Made by ``start`` or ``existing``.
+    """A running daemon; ``start`` or ``existing`` creates it.
 
     Attributes:
         pipe: ``CUDA_MPS_PIPE_DIRECTORY``.
-        ours: we started it, and so we may stop it.
+        log: ``CUDA_MPS_LOG_DIRECTORY``.
+        ours: True if this process started it, and so may stop it.
     """
 
     def __init__(self, pipe: Path, log: Path, ours: bool, program: str) -> None:
@@ -50,19 +51,20 @@ class MpsDaemon:
     def start(
         cls, run_dir: Path, uuids: Sequence[str], owner: int, program: str = PROGRAM, base: Path | None = None
     ) -> MpsDaemon:
-        """The run's daemon on this node: a new one, or the one that another rank of ``owner`` has just started.
+        """Start the run's daemon on this node, or return the one that another rank of ``owner`` has just started.
 
-        What a run that was killed left behind (a daemon, its pipes) is ended and removed.
+        A daemon and pipes left by a run that was killed are ended and removed.
 
         Args:
-            run_dir: the log goes to its folder ``mps``.
-            uuids: the GPUs to serve, in the order in which the main job numbers them.
-            owner: a process that lives as long as the run on this node, such as the ranks' common parent.
-            base: where the pipes go; must be short, the system's folder for temporary files by default.
+            run_dir: run folder; the log goes into its folder ``mps``.
+            uuids: GPUs to serve, in the order in which the training numbers them.
+            owner: pid of a process that lives as long as the run on this node, such as the ranks' common parent.
+            program: name or path of the control program.
+            base: folder for the pipes, whose path must be short; None for the system's folder for temporary files.
 
         Raises:
-            DeviceError: there is no such program, it does not start, the folder cannot be used, or another run that is
-                alive uses the same ``run_dir``.
+            DeviceError: the program is missing, it does not start, the folder cannot be used, or another living run
+                uses the same ``run_dir``.
         """
         pipe = _pipe_folder(run_dir, base)
         log = run_dir / "mps"
@@ -85,10 +87,10 @@ class MpsDaemon:
 
     @classmethod
     def existing(cls, pipe: Path, program: str = PROGRAM) -> MpsDaemon:
-        """A daemon that somebody else runs; it is used and never stopped.
+        """Use a daemon that another program runs, and never stop it.
 
         Raises:
-            DeviceError: none answers there.
+            DeviceError: no daemon answers there.
         """
         daemon = cls(pipe, pipe, False, program)
         if not daemon.answers():
@@ -99,10 +101,10 @@ class MpsDaemon:
         return self._ask("get_server_list") is not None
 
     def main_environment(self, uuids: Sequence[str]) -> dict[str, str]:
-        """For the main job's ranks, before they use CUDA: all of the GPU, at normal priority.
+        """The environment for the training's ranks, set before they use CUDA: the whole GPU, at normal priority.
 
         Args:
-            uuids: as given to ``start``.  Indices would be counted anew among the daemon's own devices.
+            uuids: GPUs as given to ``start``.  Indices would be relative to the daemon's own devices.
         """
         return {
             "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe),
@@ -112,10 +114,10 @@ class MpsDaemon:
         }
 
     def environment(self, limits: Limits, device_uuid: str, overhead_bytes: int) -> dict[str, str]:
-        """For a worker: it sees this one device, which is thereby its number 0.
+        """The environment for a worker: a single visible device, which therefore has the number 0.
 
-        A memory limit that names a device which is not visible makes the driver drop all limits without a word, and
-        some versions do not match UUIDs: number 0 of a single visible device is always right.
+        If a memory limit names a device that is not visible, the driver silently drops all limits, and some versions do
+        not match UUIDs; the number 0 of a single visible device is always right.
         """
         environment = {
             "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe),
@@ -129,10 +131,10 @@ class MpsDaemon:
         return environment
 
     def clients(self, timeout_s: float = _COMMAND_S) -> dict[int, int]:
-        """The processes that use the daemon, each with its server's pid.
+        """The pids of the daemon's clients, each with the pid of its server.
 
         Raises:
-            DeviceError: it did not answer in time.
+            DeviceError: the daemon did not answer in time.
         """
         end_s = time.monotonic() + timeout_s
 
@@ -146,12 +148,12 @@ class MpsDaemon:
         return {client: server for server in servers for client in asked(f"get_client_list {server}")}
 
     def terminate(self, pids: Sequence[int], timeout_s: float = _COMMAND_S) -> list[int]:
-        """Take these processes off the GPU, where they are clients, before they are killed.
+        """Have the daemon take these processes off the GPU, if they are clients, before they are killed.
 
-        A client that dies with work outstanding can take the others of its GPU with it.
+        A client that dies with outstanding work can end the other clients of its GPU.
 
         Returns:
-            Those of which the daemon did not say in time that it was done, or that they are no clients.
+            Pids of processes for which the daemon did not confirm in time that they are off the GPU.
         """
         end_s = time.monotonic() + timeout_s
         try:
@@ -166,7 +168,7 @@ class MpsDaemon:
         return left
 
     def stop(self) -> None:
-        """End it and remove its pipes, if we started it.  All clients must have ended, the main job's ranks too."""
+        """Stop the daemon and remove its pipes, if we started it.  All clients must have ended, also the ranks."""
         if self.ours:
             with _locked(self.pipe):
                 self._quit()
@@ -201,11 +203,11 @@ class MpsDaemon:
         end_s = time.monotonic() + _COMMAND_S
         while daemon is not None and _is_daemon(daemon):
             if time.monotonic() > end_s:
-                return  # _clean ends it
+                return  # _clean kills it
             time.sleep(0.02)
 
     def _clean(self) -> None:
-        """Remove what is in the folder of pipes, after ending a daemon that is there and does not answer."""
+        """Kill a daemon that does not answer, and empty the pipe folder."""
         daemon = self._pid()
         if daemon is not None and _is_daemon(daemon):
             with contextlib.suppress(ProcessLookupError):
@@ -223,8 +225,8 @@ class MpsDaemon:
             return None
 
     def _ask(self, command: str, timeout_s: float = _COMMAND_S) -> str | None:
-        """The daemon's answer; None if it gave none."""
-        if not (self.pipe / _PID_FILE).exists():  # the program would wait for one
+        """The daemon's answer to a command; None if it gave none."""
+        if not (self.pipe / _PID_FILE).exists():  # the program would wait for a daemon
             return None
         try:
             done = subprocess.run(
@@ -246,11 +248,15 @@ class MpsDaemon:
 
 
 def _pipe_folder(run_dir: Path, base: Path | None) -> Path:
-    """The same for every start of a run on this node, and for this user only."""
+    """Create the run's pipe folder, which is the same for every start on this node and open to this user only.
+
+    Raises:
+        DeviceError: its path is too long, or it is not this user's alone.
+    """
     digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
     name = f"pipefill-mps-{os.getuid()}-{digest}"
     pipe = (base or Path(tempfile.gettempdir())) / name
-    if base is None and len(os.fsencode(pipe)) > _PATH_BYTES:  # a scheduler's own folder for temporary files
+    if base is None and len(os.fsencode(pipe)) > _PATH_BYTES:  # a batch system may set a long TMPDIR
         pipe = Path("/tmp") / name
     if len(os.fsencode(pipe)) > _PATH_BYTES:
         raise DeviceError(f"{pipe}: too long for the MPS pipes; expected at most {_PATH_BYTES} bytes")
@@ -263,7 +269,7 @@ def _pipe_folder(run_dir: Path, base: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _locked(pipe: Path) -> Iterator[None]:
-    """Only one rank of a node starts or stops the daemon at a time."""
+    """Hold a lock, so that only one rank of a node starts or stops the daemon at a time."""
     fd = os.open(pipe, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -285,7 +291,7 @@ def _owner(pipe: Path) -> str:
 
 
 def _is_daemon(pid: int) -> bool:
-    """Whether the process is alive and an MPS daemon: the number may have become another's."""
+    """True if the process is alive and an MPS daemon; its pid may have been reused."""
     process = read_process(pid)
     try:
         return process is not None and process.alive and PROGRAM.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -1,6 +1,6 @@
-"""Stops a run's MPS daemon when the run is over, however it ended.
+"""A process that stops a run's MPS daemon when the run is over, however it ended.
 
-No rank can: each is a client until its last moment, and a daemon waits for its clients.
+A rank cannot do that: it is a client until it ends, and the daemon waits for its clients.
 
     python -m megatron.fill.device.mps_guard PIPE LOG OWNER
 """
@@ -17,11 +17,11 @@ from megatron.fill.device.mps import PROGRAM, MpsDaemon
 
 
 def start(daemon: MpsDaemon, owner: int) -> subprocess.Popen[bytes]:
-    """Watch over a daemon of ours from a process of its own, until the process ``owner`` ends."""
+    """Start a process that stops our daemon when the process ``owner`` ends."""
     return subprocess.Popen(
         [sys.executable, "-m", "megatron.fill.device.mps_guard", str(daemon.pipe), str(daemon.log), str(owner)],
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is not for it
+        start_new_session=True,  # it must not get Ctrl-C
     )
 
 

@@ -1,4 +1,4 @@
-"""What the driver says of its GPUs, through NVML: no CUDA context is needed for it, so an agent may ask."""
+"""The driver's information about GPUs, through NVML, which needs no CUDA context, so an agent can use it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPUTE_MODES = {1: "one", 2: "nobody", 3: "one"}  # NVML_COMPUTEMODE_*: exclus
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU, or one MIG slice."""
+    """A GPU, or a MIG slice."""
 
     index: int
     uuid: str
@@ -24,10 +24,10 @@ class Gpu:
 
 
 class Nvml:
-    """A thin, typed face of the ``pynvml`` module.
+    """A thin, typed wrapper of the ``pynvml`` module.
 
     Args:
-        library: for tests.
+        library: module to use instead, for tests.
 
     Raises:
         DeviceError: there is no driver.
@@ -56,10 +56,11 @@ class Nvml:
         return found
 
     def shared_by(self, uuid: str) -> str:
-        """Who may use a GPU at a time, by its compute mode: ``all``, ``one`` or ``nobody``; ``all`` if it has none."""
+        """The processes that may use a GPU at a time, by its compute mode: ``all``, ``one`` or ``nobody``; ``all``
+        without a mode."""
         try:
             mode = self._library.nvmlDeviceGetComputeMode(self._handle(uuid))
-        except (self._library.NVMLError, AttributeError):  # a slice has none
+        except (self._library.NVMLError, AttributeError):  # a MIG slice has no compute mode
             return "all"
         return _COMPUTE_MODES.get(int(mode), "all")
 
@@ -70,13 +71,13 @@ class Nvml:
         return int(self._library.nvmlDeviceGetMemoryInfo(self._handle(uuid)).total)
 
     def used_bytes(self, uuid: str) -> dict[int, int]:
-        """Memory by process, contexts included.
+        """The memory of each process on a GPU by pid, contexts included.
 
-        The pids are the host's: in a container with pids of its own nothing that we know is among them.
+        The pids are the host's: in a container with its own pid namespace they are not the ones that we know.
         """
         library, handle = self._library, self._handle(uuid)
         used: dict[int, int] = {}
-        # Clients of MPS are in a list of their own.
+        # Clients of MPS are in a separate list.
         for ask in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses"):
             with contextlib.suppress(library.NVMLError, AttributeError):
                 for process in getattr(library, ask)(handle):
@@ -92,7 +93,7 @@ class Nvml:
 
 @cache
 def shared_nvml() -> Nvml:
-    """This process's own.
+    """The ``Nvml`` of this process.
 
     Raises:
         DeviceError: there is no driver.
@@ -104,7 +105,9 @@ def uuid_of(name: str, visible: str | None, gpus: list[Gpu]) -> str:
     """The UUID of the device that CUDA calls ``cuda:N``.
 
     Args:
-        visible: ``CUDA_VISIBLE_DEVICES``; its entries are indices or the beginnings of UUIDs.
+        name: ``cuda`` or ``cuda:N``.
+        visible: ``CUDA_VISIBLE_DEVICES``, whose entries are indices or beginnings of UUIDs; None if it is not set.
+        gpus: GPUs in the order of their PCI bus.
 
     Raises:
         DeviceError: there is no such device.

@@ -1,4 +1,4 @@
-"""What the runtime sees of a device: the limits of a worker, and who holds the worker to them."""
+"""The runtime's interface to a device: the limits of a worker, and their enforcement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DeviceError(FillError):
 
 
 class Sharing(StrEnum):
-    """How the main job and the workers share a GPU."""
+    """The sharing of a GPU between the training and the workers."""
 
     TIMESLICE = "timeslice"
     MPS = "mps"
@@ -24,18 +24,18 @@ class Sharing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one worker may use.
+    """The limits of a worker.
 
     Attributes:
-        memory_bytes: device memory, of all processes of the worker together; on the CPU what they hold privately or
-            share with each other, on CUDA what they allocate (a context needs ``WorkerDevice.overhead_bytes`` more).
-            None for no cap.
-        processes: processes and threads.
-        files: open files of each process.
-        sm_percentage: the share of a GPU's multiprocessors, 1 to 100.
+        memory_bytes: device memory of all processes of the worker together; on the CPU, memory that they hold privately
+            or share with each other; on CUDA, memory that they allocate (each context takes
+            ``WorkerDevice.overhead_bytes`` more).  None for no cap.
+        processes: number of processes and threads.
+        files: number of open files of each process.
+        sm_percentage: share of a GPU's multiprocessors, 1 to 100.
 
     Raises:
-        DeviceError: a limit that nothing could keep.
+        DeviceError: a limit is out of its range.
     """
 
     memory_bytes: int | None = None
@@ -53,56 +53,56 @@ class Limits:
 
 
 class Limiter(Protocol):
-    """The agent's hold on one worker.
+    """The enforcement of one worker's limits, by its agent.
 
     Attributes:
-        environment: to be added to the worker's environment before it is started.
+        environment: variables to add to the worker's environment before it is started.
     """
 
     environment: dict[str, str]
 
     def adopt(self, pid: int, holder: int | None = None) -> None:
-        """The worker was just started.
+        """Take over a worker that was just started.
 
         Args:
-            pid: its first process; the worker's others are below it.
-            holder: the process that holds it, if that is not the caller; it is under no limit.
+            pid: first process of the worker; all others descend from it.
+            holder: parent of the worker that set up its sandbox, if it is not the caller; it has no limits.
         """
 
     def look(self) -> str:
-        """Called a few times a second: why the worker must end; empty while all is well.
+        """Check the limits, a few times a second; return the reason why the worker must end, empty if there is none.
 
-        It may leave the worker stopped: who calls it decides next whether the worker is to run (``Enforcer.check``).
+        The call may leave the worker stopped: the caller then decides whether it runs again (``Enforcer.check``).
         """
 
     def explain(self) -> str:
-        """After a death by SIGKILL: the kernel's reason, if it was out of memory; else empty."""
+        """The kernel's reason for a death by SIGKILL if it was out of memory, else empty."""
 
     def busy_s(self) -> float:
-        """The CPU time that the worker's processes have had in all, those that have ended included."""
+        """The CPU time in s of all processes of the worker, including those that have ended."""
 
     def held_bytes(self) -> int:
         """The device memory that the worker's processes hold, as of the latest ``look``."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that it was seen to hold."""
+        """The greatest device memory in bytes that any ``look`` has found."""
 
     def kill(self) -> None:
-        """End every process of the worker that can be found, within a second.  It does not reap the worker itself."""
+        """Kill all processes of the worker that can be found, within a second.  The worker itself is not reaped."""
 
     def close(self) -> None:
-        """Give back what the limiter itself holds; the worker is gone."""
+        """Release the limiter's own resources; the worker has ended."""
 
 
 class WorkerDevice(Protocol):
-    """One rank's device, as its agent sees it.
+    """A rank's device, as its agent sees it.
 
     Attributes:
-        name: as the rank knows it: ``cpu`` or ``cuda:3``.
-        worker_name: as its workers know it; they see one GPU only, which is ``cuda:0`` to them.
-        overhead_bytes: what a worker takes of the device beyond what it allocates.
-        nodes: the files of ``/dev`` that a worker needs to use it.
+        name: name by which the rank knows it: ``cpu`` or ``cuda:3``.
+        worker_name: name by which workers know it; they see a single GPU, ``cuda:0``.
+        overhead_bytes: device memory that a worker takes in addition to its allocations.
+        nodes: files in ``/dev`` that a worker needs to use it.
     """
 
     name: str
@@ -111,13 +111,14 @@ class WorkerDevice(Protocol):
     nodes: tuple[str, ...]
 
     def free_bytes(self) -> int:
-        """Memory of the device that is free, for everyone."""
+        """The free memory of the device in bytes."""
 
     def limiter(self, limits: Limits, name: str) -> Limiter:
-        """A limiter for one worker that is about to be started.
+        """Create the limiter of a worker that is about to be started.
 
         Args:
-            name: unique among the living workers of this machine; letters, digits, ``.``, ``_`` and ``-``.
+            limits: limits of the worker.
+            name: name unique among the living workers of this machine; letters, digits, ``.``, ``_`` and ``-``.
         """
 
 

@@ -1,7 +1,7 @@
-"""Keeping the main job's memory free: how much a worker may have, and what to do when the main job grows.
+"""Protection of the training's memory: the memory cap of a worker, and the response when the training grows.
 
-The main job needs more than in its usual cycle when it evaluates, or when a longer sequence comes.  Nothing is asked
-of it: a margin stays free at all times, and while the main job eats into it the workers give theirs back.
+The training needs more memory than in its usual cycle when it evaluates, or when a longer sequence comes.  It is never
+asked to wait: a margin stays free at all times, and when the training grows into it, workers must free memory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from enum import StrEnum
 
 from megatron.fill.device.port import DeviceError, mib
 
-_LAST = 4  # below the margin divided by this there is no time to ask
+_LAST = 4  # with less than the margin divided by this free, a worker is killed without being asked to shrink
 
 
 class Order(StrEnum):
-    """What a worker has to do, from mild to harsh."""
+    """The orders to a worker, by increasing severity."""
 
     OK = "ok"
     SHRINK = "shrink"
@@ -27,11 +27,11 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PressureOrder:
-    """An order and its grounds.
+    """An order and its reason.
 
     Attributes:
-        held_bytes: with SHRINK, what the worker may still hold.
-        reason: for people; empty with OK.
+        held_bytes: memory that the worker may still hold, with SHRINK; else None.
+        reason: explanation for messages; empty with OK.
     """
 
     order: Order
@@ -41,18 +41,18 @@ class PressureOrder:
 
 @dataclass(frozen=True, slots=True)
 class NoRoom:
-    """No worker fits at all."""
+    """The result that no worker fits into the device's memory."""
 
     reason: str
 
 
 class MemoryGuard:
-    """Judges one worker by the free memory of its device.
+    """The memory policy for one worker, based on the free memory of its device.
 
     Args:
-        margin_bytes: what has to stay free.
-        patience_s: how long a worker has to shrink before it is stopped.
-        clock: seconds, monotonic.
+        margin_bytes: memory that has to stay free.
+        patience_s: time in s in which a worker has to shrink before it is stopped.
+        clock: monotonic clock in s.
 
     Raises:
         DeviceError: the margin is negative.
@@ -64,14 +64,14 @@ class MemoryGuard:
         self.margin_bytes = margin_bytes
         self.patience_s = patience_s
         self._clock = clock
-        self._since_s: float | None = None  # since when the margin has been eaten into
+        self._since_s: float | None = None  # time since which less than the margin is free
 
     def judge(self, free_bytes: int, held_bytes: int) -> PressureOrder:
-        """What to do now; called a few times a second.
+        """The order for the worker now; called a few times a second.
 
         Args:
-            free_bytes: free on the device, for everyone.
-            held_bytes: what the worker holds; one that holds nothing has nothing to give.
+            free_bytes: free memory of the device.
+            held_bytes: memory that the worker holds; a worker without memory cannot free any, so it gets OK.
         """
         if free_bytes >= self.margin_bytes or held_bytes <= 0:
             self._since_s = None
@@ -91,16 +91,17 @@ class MemoryGuard:
 def cap(
     job_bytes: int | None, cycle_free: Sequence[int], margin_bytes: int, held_by_others: int = 0
 ) -> int | NoRoom | None:
-    """How much memory a worker may have.
+    """The memory cap of a worker.
 
     Args:
-        job_bytes: what the job asked for; None for as much as there is.
-        cycle_free: the free bytes in each bubble of the main job's cycle; empty while the cycle is unknown.
-        margin_bytes: what has to stay free, a worker's ``overhead_bytes`` included.
-        held_by_others: what other workers of the device may use.
+        job_bytes: memory that the job asked for; None for as much as there is.
+        cycle_free: free bytes in each bubble of the training's cycle; empty while the cycle is unknown.
+        margin_bytes: memory that has to stay free, a worker's ``overhead_bytes`` included.
+        held_by_others: memory that other workers of the device may use.
 
     Returns:
-        Bytes; None for no cap (the cycle is unknown and the job asked for none); or that there is no room.
+        Cap in bytes; None for no cap (the cycle is unknown and the job asked for no amount); ``NoRoom`` if nothing is
+        left.
     """
     if not cycle_free:
         return job_bytes

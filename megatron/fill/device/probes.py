@@ -1,4 +1,4 @@
-"""What this machine has for keeping workers in: one small question per function."""
+"""Probes of this machine's means to isolate workers, a small one per function."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ _HOST_PIDS = "pid:[4026531836]"  # the first pid namespace has this number on ev
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was found.
+    """The results of the probes.
 
     Attributes:
-        gpus: their names; empty for none.
-        driver: its version; where there is none, why not.
-        mps: the MPS control program's path; empty for none.
-        host_pids: this process has the pids that the driver and the kernel's log speak of.
-        autogroup: sessions compete for the cores as groups.
-        exclusive: the GPUs that only one process or none may use, by their compute mode.
-        device_regions: of device memory, as the kernel's controller ``dmem`` knows them.
-        unordered: why this processor's shared memory cannot be used without locks; empty where it can.
-        cuda_lacks: why CUDA does not start behind a job's walls; empty where it does, or there is no GPU.
-        device_limits: ``dmem.max`` of this process's control group, where somebody has set it: ``region bytes``.
+        gpus: names of the GPUs; empty for none.
+        driver: version of the driver, or the reason why there is none.
+        mps: path of the MPS control program; empty for none.
+        host_pids: True if this process is in the pid namespace that the driver and the kernel's log use.
+        cgroup: place for the workers' control groups.
+        cores: number of cores that this process may use.
+        idle_class: True if the idle scheduling class may be used.
+        autogroup: True if sessions compete for the cores as groups.
+        sealing: True if shared memory can be sealed.
+        kernel_log: True if the kernel's log is readable.
+        root: True if this process runs as root.
+        device_regions: regions of device memory that the kernel's controller ``dmem`` knows.
+        device_limits: limits in ``dmem.max`` of this process's control group and those above it: ``region bytes``.
+        exclusive: descriptions of the GPUs that only one process or none may use, by their compute mode.
+        cuda_lacks: reason why CUDA does not start in a job's sandbox; empty if it does, or there is no GPU.
+        unordered: reason why this processor's shared memory cannot be used without locks; empty if it can.
     """
 
     gpus: tuple[str, ...]
@@ -54,7 +60,7 @@ class Facts:
 
 
 def gather() -> Facts:
-    """Ask this machine."""
+    """Probe this machine; all but ``cuda_lacks``."""
     gpus, driver = find_gpus()
     regions, limits = find_device_limits()
     return Facts(
@@ -77,7 +83,7 @@ def gather() -> Facts:
 
 
 def find_gpus() -> tuple[tuple[str, ...], str]:
-    """The GPUs' names, and the driver's version or why there is none."""
+    """The GPUs' names, and the driver's version or the reason why there is none."""
     try:
         nvml = shared_nvml()
         return tuple(gpu.name for gpu in nvml.gpus()), nvml.driver()
@@ -86,7 +92,7 @@ def find_gpus() -> tuple[tuple[str, ...], str]:
 
 
 def find_exclusive() -> tuple[str, ...]:
-    """The GPUs that only one process, or none, may use: which and whom."""
+    """Descriptions of the GPUs that only one process, or none, may use."""
     try:
         nvml = shared_nvml()
         modes = [(gpu.index, nvml.shared_by(gpu.uuid)) for gpu in nvml.gpus()]
@@ -98,9 +104,10 @@ def find_exclusive() -> tuple[str, ...]:
 def find_device_limits(
     proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the control groups know of device memory, and which limits hold this process (the kernel's cgroup-v2.rst).
+    """The regions of device memory that control groups know, and the limits on this process (Linux, cgroup-v2.rst).
 
-    Drivers register their regions with the controller ``dmem``; where one does not, nothing is limited by it.
+    Drivers register their regions with the controller ``dmem``, which cannot limit the memory of a driver that does
+    not.
     """
     path = ""
     with contextlib.suppress(OSError, StopIteration):
@@ -131,7 +138,7 @@ def has_host_pids(proc: Path = Path("/proc")) -> bool:
 
 
 def can_idle() -> bool:
-    """Whether a process may enter the idle scheduling class; tried in a child, since it may not get out again."""
+    """True if a process may enter the idle scheduling class; tried in a child, which may be unable to leave it."""
     child = os.fork()
     if child == 0:
         try:
@@ -151,7 +158,7 @@ def has_autogroup(proc: Path = Path("/proc")) -> bool:
 
 
 def can_seal() -> bool:
-    """Whether shared memory can be made that its readers cannot resize: the gate's."""
+    """True if shared memory can be sealed against resizing, as the gate requires."""
     try:
         fd = os.memfd_create("pipefill-probe", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     except (OSError, AttributeError):

@@ -1,9 +1,8 @@
-"""How main job and workers share a GPU.
+"""The choice of how the training and the workers share a GPU.
 
-*Time-slicing*: each process has a context of its own, and the GPU runs one at a time.  A fault stays with the process
-that made it.  *MPS*: kernels of several processes run side by side, which is faster, but they share what a fault hits:
-an illegal access in one client can take down all clients of that GPU, the main job too.  So MPS is only ever used where
-it was asked for.
+*Time-slicing*: each process has its own context, and the GPU runs one at a time.  A fault affects only the process that
+caused it.  *MPS*: kernels of several processes run at the same time, which is faster, but an illegal access in one
+client can end all clients of that GPU, the training too.  So MPS is used only if the user asks for it.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from megatron.fill.device.port import DeviceError, Sharing
 
 @dataclass(frozen=True, slots=True)
 class SharingFacts:
-    """What the choice depends on.
+    """The facts that the choice depends on.
 
     Attributes:
-        gpus: the number of GPUs.
-        mps_program: whether the MPS control program is installed.
-        same_user: workers run as the main job's user.
-        exclusive: the compute mode lets one process use a GPU at a time.
+        gpus: number of GPUs.
+        mps_program: True if the MPS control program is installed.
+        same_user: True if workers run as the training's user.
+        exclusive: True if the compute mode of a GPU allows at most one process at a time.
     """
 
     gpus: int
@@ -31,13 +30,14 @@ class SharingFacts:
 
 
 def choose_sharing(setting: str, facts: SharingFacts) -> tuple[Sharing, str]:
-    """The mode, and why this one.
+    """Choose the mode; return it and the reason.
 
     Args:
-        setting: ``auto``, ``mps`` or ``timeslice``, as the user said.
+        setting: the user's choice: ``auto``, ``mps`` or ``timeslice``.
+        facts: facts about this machine.
 
     Raises:
-        DeviceError: MPS was asked for and cannot be used; or time-slicing cannot.
+        DeviceError: MPS was asked for and cannot be used, or time-slicing cannot be used.
     """
     if setting not in ("auto", *Sharing):
         raise DeviceError(f"sharing {setting!r}: expected auto, mps or timeslice")
@@ -59,7 +59,7 @@ def choose_sharing(setting: str, facts: SharingFacts) -> tuple[Sharing, str]:
 
 
 def mps_obstacle(facts: SharingFacts) -> str:
-    """Why MPS cannot be used; empty if it can."""
+    """The reason why MPS cannot be used; empty if it can."""
     if not facts.gpus:
         return "there is no GPU"
     if not facts.mps_program:

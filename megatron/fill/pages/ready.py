@@ -1,5 +1,4 @@
-"""The number of transfers that each other rank has ready for this one, in words that all ranks of a node and their
-GPUs map."""
+"""The number of transfers that each other rank has ready for this one, in words that a node's ranks and GPUs map."""
 
 from __future__ import annotations
 
