@@ -1,4 +1,4 @@
-"""What a run did, from its raw records to ``report.json``, a terminal, a trace and a picture."""
+"""Reports of a run: ``report.json``, tables on a terminal, a trace and a picture, made from its raw records."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class NotWritten(FillError):
     """The files of a report cannot be written.
 
     Attributes:
-        report: what was to be written.
+        report: the report that was to be written.
     """
 
     def __init__(self, report: Report, run_dir: Path, error: OSError) -> None:
@@ -69,14 +69,14 @@ def compose(
 ) -> Report:
     """Build the report of a run folder and write ``report.json``, ``trace.json`` and ``timeline.png`` into it.
 
-    It reads what the ranks and agents of all segments have written so far, one rank after the other, so it may be
-    called of a run that goes on, has ended or was cut off.
+    It reads the records that the ranks and agents of all segments have written so far, one rank after the other; the
+    run may still be going on, have ended or have been cut off.
 
     Args:
-        ask: what the job store says of the jobs whose end the records do not tell.
-        prices: in place of those that the run was started with.
-        ended: the segment that has just ended, which the run folder may not say.
-        unwritten: what of its records is in no file, by rank.
+        ask: looks up, in the job store, the jobs whose end is not in the records.
+        prices: used instead of the prices that the run was started with.
+        ended: the segment that has just ended; the run folder may lack it or its end.
+        unwritten: records of ``ended`` that are in no file, by rank.
 
     Raises:
         NotWritten: not all of these files could be written.
@@ -101,7 +101,7 @@ def compose(
 
 
 def _segments(run_dir: Path, ended: Segment | None) -> list[Segment]:
-    """The run's, of which one has just ended."""
+    """Return the run's segments in order, with ``ended`` in place of what the run folder holds of it."""
     if ended is None:
         return read_segments(run_dir)
     try:
@@ -112,7 +112,7 @@ def _segments(run_dir: Path, ended: Segment | None) -> list[Segment]:
 
 
 def _parts(files: Mapping[int, RankFiles], jobs: list[tuple[int, JobRecord]]) -> Iterator[Part]:
-    """What one rank left in each segment; its agents' jobs go to ``jobs``."""
+    """Yield a rank's records of each segment; the jobs of its agents are appended to ``jobs``."""
     for number, its in files.items():
         attempts = its.attempts(steps=False)
         jobs += [(number, job) for job, _ in attempts]
@@ -148,10 +148,10 @@ def _draw(
 
 
 def profile(segment: Segment, unwritten: Mapping[int, Unwritten] | None = None) -> list[RankCycle]:
-    """The bubble cycles of a segment's ranks.
+    """Return the bubble cycle of each rank of a segment.
 
     Args:
-        unwritten: what of its records is in no file, by rank.
+        unwritten: records of the segment that are in no file, by rank.
 
     Raises:
         FillError: if no rank left a record, or a record cannot be read.

@@ -1,6 +1,6 @@
-"""Why a run filled nothing, and what would help.
+"""The reason why a run filled nothing, and a sentence of advice for its user.
 
-A cause is found in what was measured, never in what somebody said of it; every figure in a sentence is the report's.
+The cause is derived from the report's measured figures alone, never from the text of a message.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ _SHUT = (TimeUse.NOT_PREDICTED, TimeUse.TOO_SHORT)  # bubbles in which the gate 
 
 
 class Cause(Enum):
-    """Why nothing was filled, in the order in which it is looked for."""
+    """Reasons why nothing was filled, in the order in which they are checked."""
 
-    NOTHING_RECORDED = auto()  # no iteration that anything could be said of
+    NOTHING_RECORDED = auto()  # no iteration was recorded
     ONE_STAGE = auto()
     NO_BUBBLES = auto()
     NO_JOBS = auto()
     BRAKED = auto()
     WARMING_UP = auto()
     PAUSED = auto()
-    FAILED = auto()  # every job did, or was cancelled
-    NOT_STARTED = auto()  # no job was taken
-    NOT_READY = auto()  # some were, and none had begun
-    LONG_STEPS = auto()  # of jobs that were there, the next step did not fit
-    LARGE_STEPS = auto()
-    LATE = auto()  # they were there, and did not get to a step
-    SHORT_BUBBLES = auto()  # too short to be opened
+    FAILED = auto()  # every job failed or was cancelled
+    NOT_STARTED = auto()  # no agent took a job
+    NOT_READY = auto()  # workers were started, and none of them had begun its job
+    LONG_STEPS = auto()  # the next step did not fit into the time of the bubble
+    LARGE_STEPS = auto()  # the next step did not fit into the memory of the bubble
+    LATE = auto()  # workers were ready, and the bubble ended before their first step
+    SHORT_BUBBLES = auto()  # bubbles too short for the gate to open
     NOT_PREDICTED = auto()
-    NO_STEP = auto()  # jobs had begun, and had none to run
+    NO_STEP = auto()  # jobs had begun, and had no step to run
 
 
 def cause(report: Report) -> Cause | None:
-    """Why a run that served jobs filled nothing; None where it did, or served none."""
+    """Return the reason why a run that served jobs filled nothing; None if it filled something, or served no jobs."""
     total = report.total
     if not any(segment.store for segment in report.segments) or total.steps:
         return None
@@ -59,7 +59,7 @@ def _never_open(report: Report) -> Cause:
 
 
 def _of_jobs(report: Report) -> Cause:
-    """Why bubbles that were open to jobs saw no step of them."""
+    """Return the reason why no step ran although bubbles were fillable."""
     attempts = [attempt for job in report.jobs for attempt in job.attempts]
     if all(job.state in _WITHOUT_SUCCESS for job in report.jobs):
         return Cause.FAILED
@@ -82,18 +82,18 @@ def _of_jobs(report: Report) -> Cause:
 
 
 def _past_prediction_ns(use: dict[TimeUse, int]) -> int:
-    """What followed a predicted end counts where a step did not fit before it, and not where the gate was shut."""
+    """Return the time past predicted ends, in ns, if some step did not fit before one; it is 0 for shut gates alone."""
     return use[TimeUse.PAST_PREDICTION] if use[TimeUse.LITTLE_TIME] else 0
 
 
 def advice(report: Report) -> str:
-    """One sentence for the user of a run that served jobs and did nothing with them; empty where it did."""
+    """Return one sentence for the user of a run that served jobs and filled nothing; empty for any other run."""
     found = cause(report)
     return "" if found is None else f"nothing was filled: {_SENTENCES[found].format(**_figures(report))}"
 
 
 def _figures(report: Report) -> dict[str, str]:
-    """What the sentences may name."""
+    """Return the placeholders of ``_SENTENCES``."""
     last = report.segments[-1]
     longest = max((bubble.median_ms for cycle in report.cycle for bubble in cycle.training), default=0.0)
     attempts = sum(len(job.attempts) for job in report.jobs)

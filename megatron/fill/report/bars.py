@@ -1,4 +1,4 @@
-"""Arithmetic of the bars of a picture."""
+"""Arithmetic on the bars of a picture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ type Bar = tuple[float, float]  # start and width
 
 
 def subtract(bars: Iterable[Bar], taken: Iterable[Bar]) -> list[Bar]:
-    """What of the bars none of the taken ones covers."""
+    """Subtract the intervals in ``taken`` from ``bars``."""
     holes = sorted((start, start + width) for start, width in taken)
     rest = []
     for start, width in bars:
@@ -24,7 +24,7 @@ def subtract(bars: Iterable[Bar], taken: Iterable[Bar]) -> list[Bar]:
 
 
 def join(bars: Iterable[Bar], gap: float) -> list[Bar]:
-    """The bars, those less than a gap apart as one, for bars too narrow to be told apart."""
+    """Merge narrow bars (below ``3 * gap``) into the bar before them where less than ``gap`` separates the two."""
     joined: list[Bar] = []
     for start, width in sorted(bars):
         if joined and width < 3 * gap and start - sum(joined[-1]) < gap:

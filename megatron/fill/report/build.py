@@ -1,6 +1,6 @@
-"""From the raw records of a run to its report, one rank after the other.
+"""The builder of a run's report from its raw records, one rank after the other.
 
-A worker whose rank left no record counts in no ratio: its bubbles are not known.  Its job is listed all the same.
+A worker whose rank left no record counts in no ratio, since its bubbles are unknown.  Its job is listed anyway.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Part(NamedTuple):
     """One rank in one segment.
 
     Attributes:
-        segment: its number.
-        unknown: why it is not known what its workers harvested; empty if it is.
+        segment: the segment's number.
+        unknown: reason why the harvest of its workers is unknown; empty if it is known.
     """
 
     segment: int
@@ -52,26 +52,30 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class SegmentSums:
-    """What is known of one segment when all its ranks were added.
+    """Sums over the ranks of one segment that have been added.
 
     Attributes:
-        infos: of the ranks that left a record.
-        harvested, filled: nanoseconds, by rank.
-        iterations: by rank.
+        infos: the ranks that left a record.
+        harvested: ns in steps inside fillable bubbles, by rank.
+        filled: ns of the training in iterations with filling on, by rank.
+        iterations: number of recorded training iterations, by rank.
+        numbers: numbers of the first and the last iteration of each rank.
+        blocks: number of paired blocks.
+        lost_until: last iteration whose records were deleted, over all ranks; 0 if none were.
     """
 
     infos: list[RankInfo] = field(default_factory=list)
     harvested: dict[int, int] = field(default_factory=dict)
     filled: dict[int, int] = field(default_factory=dict)
     iterations: dict[int, int] = field(default_factory=dict)
-    numbers: list[int] = field(default_factory=list)  # of the first and the last iteration of each rank
+    numbers: list[int] = field(default_factory=list)
     means: MeanIterations = field(default_factory=MeanIterations)
     blocks: int = 0
-    lost_until: int = 0  # the last iteration of what was deleted, of any rank
+    lost_until: int = 0
 
 
 class ReportBuilder:
-    """Takes the ranks one after the other, and keeps of each only what it adds to the report."""
+    """Builds the report rank by rank, keeping only each rank's contribution."""
 
     def __init__(self) -> None:
         self.segments: defaultdict[int, SegmentSums] = defaultdict(SegmentSums)
@@ -81,7 +85,7 @@ class ReportBuilder:
         self._cycles: list[RankCycle] = []
 
     def add(self, parts: Iterable[Part]) -> None:
-        """One rank in each segment in which it left a record, in their order."""
+        """Add one rank: its part of each segment in which it left a record, in order."""
         tally, brakes = Tally(), list[BrakeEvent]()
         last: Seen | None = None
         why = ""
@@ -114,7 +118,7 @@ class ReportBuilder:
 
     @property
     def empty(self) -> bool:
-        """Whether no rank left a record."""
+        """True if no rank left a record."""
         return not self._ranks
 
     def report(
@@ -124,13 +128,13 @@ class ReportBuilder:
         prices: Prices | None = None,
         unwritten: Mapping[int, Mapping[int, Unwritten]] | None = None,
     ) -> Report:
-        """The report of all that was added.
+        """Return the report of all ranks added so far.
 
         Args:
-            segments: of the run.
-            jobs: how each ended.
-            prices: in place of those that the run was started with.
-            unwritten: by segment and rank, what was added and is in no file.
+            segments: all segments of the run, in order.
+            jobs: the report of each job.
+            prices: used instead of the prices that the run was started with.
+            unwritten: added records that are in no file, by segment and rank.
         """
         units = {job.name: job.unit for job in jobs}
         total = _with_units(self._total.totals(), units)
@@ -173,12 +177,12 @@ class ReportBuilder:
         )
 
     def _with_s(self) -> float:
-        """How long the training was in iterations with filling: the mean over the ranks."""
+        """Return the seconds of training in iterations with filling on: the mean over the ranks of each segment."""
         filled = [fmean(sums.filled.values()) for sums in self.segments.values() if sums.filled]
         return sum(filled) / _S
 
     def _paired(self) -> list[Iteration]:
-        """The iterations of all segments in paired blocks; a pair lies within one segment."""
+        """Return the iterations of all segments in paired blocks; no pair spans two segments."""
         found: list[Iteration] = []
         before = 0
         for _, sums in sorted(self.segments.items()):
@@ -209,7 +213,7 @@ class ReportBuilder:
 
 
 def _with_units[T: Totals](totals: T, units: Mapping[str, str]) -> T:
-    """Agents say what work is counted in, and of some that is known only when all ranks have been added."""
+    """Set the unit of each job's work; some units are known only after all ranks have been added."""
     work = [its.model_copy(update={"unit": units.get(its.job, "")}) for its in totals.work]
     return totals.model_copy(update={"work": work})
 

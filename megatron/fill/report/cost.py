@@ -1,4 +1,4 @@
-"""What filling cost the training and what it saved, as FreeRide has it (arXiv 2409.06941, and its artifact's
+"""Cost of filling to the training and the saving from it, as defined by FreeRide (arXiv 2409.06941, and its artifact's
 ``analyze_cost.ipynb``).
 
 With T the time of the training, W the side work, Th its throughput on a cheaper device, and P the prices::
@@ -7,7 +7,7 @@ With T the time of the training, W the side work, Th its throughput on a cheaper
     saving        S = (sum W / Th * P_side - (T_with - T_without) * P_main) / (T_without * P_main)
                     = sum W / Th * P_side / (T_without * P_main) - I
 
-One run tells I from its paired blocks and T_with from its iterations with filling, and so T_without = T_with / (1 + I).
+One run measures I in its paired blocks and T_with in its iterations with filling, hence T_without = T_with / (1 + I).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.fill.report.schema import Cost, HourPrices, JobReport, SideWork, S
 from megatron.fill.types import Prices
 
 _S = 1e9  # nanoseconds
-_NAMED = 3  # jobs
+_NAMED = 3  # jobs named in a message
 
 
 def cost_of(
@@ -31,13 +31,13 @@ def cost_of(
     prices: Prices | None,
     paired: bool = False,
 ) -> Cost:
-    """What can be said of the cost.
+    """Return the cost and the saving as far as they are known, and the inputs that are missing.
 
     Args:
-        with_s: how long the training was in iterations with filling, in seconds.
-        done: by job, in bubbles and alone.
-        jobs: for the throughputs that the user stated.
-        paired: the run had blocks with and without filling, so that another flag would not help.
+        with_s: seconds of training in iterations with filling on.
+        done: work of each job, in bubbles and alone, by name.
+        jobs: reports of the jobs, with the throughputs that the user stated.
+        paired: True if the run had paired blocks, so that no advice to turn them on is given.
     """
     stated = {job.name: job.side_throughput for job in jobs}
     work = [_side_work(job, its, stated.get(job)) for job, its in done.items() if its.work > 0]
@@ -47,7 +47,7 @@ def cost_of(
         assert prices is not None
         assert slowdown is not None
         worth = sum(one.side_s or 0.0 for one in work) * prices.side / (with_s * prices.main)
-        # In I it is a straight line, so its ends are at those of I.
+        # The saving is linear in I, so its interval ends where that of I does.
         saving, *ends = (worth * (1 + increase) - increase for increase in (slowdown.mean, *slowdown.ci95))
         low, high = sorted(ends)
     return Cost(

@@ -1,4 +1,4 @@
-"""The bubble cycle of a rank: what each place in the iteration looks like, over the iterations of a run."""
+"""The bubble cycle of a rank: statistics of each bubble of the iteration, over the iterations of a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MS = 1e6  # nanoseconds
 
 
 def bubble_cycle(seen: Seen) -> RankCycle:
-    """The cycle over the iterations with the most common number of bubbles.
+    """Return the cycle over the iterations with the most common number of bubbles.
 
-    The run's first iteration, which compiles and allocates, is left out where others follow.  An evaluation iteration
-    has no record of its own: it begins with the first bubble whose index does not go up.
+    The run's first iteration, which compiles and allocates, is left out if others follow.  An evaluation iteration has
+    no record of its own: it begins with the first bubble whose index does not increase.
     """
     its, bubbles = seen.iterations, seen.bubbles
     used = its.number > its.number.min() if len(its.number) > 1 else np.ones(len(its.number), dtype=bool)
@@ -46,7 +46,7 @@ def write_cycles(path: Path, cycles: Sequence[RankCycle]) -> None:
 
 
 def _evaluations(bubbles: Bubbles) -> np.ndarray:
-    """As ``_most_common``, of the evaluation iterations."""
+    """Return ``_most_common`` of the evaluation iterations' bubbles."""
     chosen = np.flatnonzero(bubbles.forward_only & (bubbles.index >= 0))
     chosen = chosen[np.argsort(bubbles.start[chosen], kind="stable")]
     index, iteration = bubbles.index[chosen], bubbles.iteration[chosen]
@@ -56,11 +56,11 @@ def _evaluations(bubbles: Bubbles) -> np.ndarray:
 
 
 def _most_common(bubbles: Bubbles, chosen: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """The groups with the most common number of bubbles, a row each, the bubbles in the order of time.
+    """Return the groups with the most common number of bubbles: one row of bubble positions per group, ordered by time.
 
     Args:
-        chosen: which bubbles.
-        group: of each of them.
+        chosen: positions of the bubbles to group.
+        group: group number of each chosen bubble.
     """
     if not len(chosen):
         return np.zeros((0, 0), dtype=np.int64)

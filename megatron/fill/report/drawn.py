@@ -1,4 +1,4 @@
-"""Which ranks of a run are drawn: all of a small one, and of a large one the stages of one replica."""
+"""The choice of the ranks to draw: all ranks of a small run, one replica's stages of a large one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MANY = 16  # ranks, above which they are not drawn or listed one by one
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What picture and trace show.
+    """The segment and the ranks that the picture and the trace show.
 
     Attributes:
-        segment: its number.
-        ranks: in the order of their numbers.
-        what: which ranks those are, if not all; empty otherwise.
+        segment: the segment's number.
+        ranks: the ranks' numbers, ascending.
+        what: description of the ranks, such as ``data-parallel rank 3 of 128``; empty if all ranks are drawn.
     """
 
     segment: int
@@ -27,10 +27,10 @@ class Drawn:
 
 
 def choose_drawn(segments: Mapping[int, SegmentSums]) -> Drawn | None:
-    """The last segment in which side tasks ran, or else the last one with iterations; None if there is none.
+    """Choose the last segment in which jobs ran, or else the last one with iterations; None if there is none.
 
-    Of more than 16 ranks it is one replica (the ranks of equal places in data and tensor parallelism): the one whose
-    bubbles were used most.
+    Of a segment with more than ``MANY`` ranks, one replica (the ranks with equal data- and tensor-parallel ranks) is
+    drawn: the one that harvested the most.
     """
     worth = [
         (any(sums.harvested.values()), number) for number, sums in segments.items() if any(sums.iterations.values())
@@ -46,13 +46,13 @@ def choose_drawn(segments: Mapping[int, SegmentSums]) -> Drawn | None:
         replicas.setdefault((info.data_parallel_rank, info.tensor_parallel_rank), []).append(info)
     place, infos = max(replicas.items(), key=lambda one: sum(sums.harvested[info.rank] for info in one[1]))
     stages: dict[int, int] = {}
-    for info in infos:  # of several, as with context parallelism, the first
+    for info in infos:  # the first rank of each stage; context parallelism has several
         stages.setdefault(info.stage, info.rank)
     return Drawn(number, tuple(sorted(stages.values())), _what(place, list(replicas)))
 
 
 def _what(place: tuple[int, int], places: list[tuple[int, int]]) -> str:
-    """``data-parallel rank 3 of 128``."""
+    """Describe a replica, for example ``data-parallel rank 3 of 128``."""
     parts = []
     for at, name in enumerate(("data", "tensor")):
         several = len({one[at] for one in places})

@@ -1,4 +1,4 @@
-"""How each fill job of a run ended, from the records of its attempts and what the job store says."""
+"""The report of each job of a run, from the records of its attempts and from the job store."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron.fill.report.schema import AttemptReport, JobReport
 from megatron.fill.report.tally import ratio
 from megatron.fill.types import JobRecord, JobState
 
-type Ask = Callable[[Collection[str]], Mapping[str, JobRecord]]  # what the store says of these jobs, by name
+type Ask = Callable[[Collection[str]], Mapping[str, JobRecord]]  # looks up jobs in the job store, by name
 
 _CUT = "its agent went without a word while it ran; pipefill list tells where it is now"
 _UNKNOWN = "no agent had it; pipefill list tells where it is now"
 
 
 def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRecord]], ask: Ask) -> list[JobReport]:
-    """Every job that an agent had or that a jobs file of the run names.
+    """Return a report for every job that an agent took or that a jobs file of the run names.
 
     Args:
-        attempts: the records of all agents, with the number of their segment.
-        ask: of what the records do not say the end of.
+        attempts: the segment's number and the job's record, for each attempt of all agents.
+        ask: looks up the jobs whose end is not in the records.
     """
     going = {segment.number for segment in segments if segment.ending is SegmentEnding.RUNNING}
     merged: dict[tuple[str, str], tuple[JobRecord, list[AttemptReport]]] = {}
@@ -42,7 +42,7 @@ def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRe
 
 
 def _sum(before: JobRecord, job: JobRecord) -> JobRecord:
-    """The last one's word, with the work of both."""
+    """Return the later record with the work, steps and harvest of both."""
     return replace(
         job,
         work_done=before.work_done + job.work_done,
@@ -52,7 +52,7 @@ def _sum(before: JobRecord, job: JobRecord) -> JobRecord:
 
 
 def _corrected(job: JobRecord, told: Mapping[str, JobRecord]) -> JobRecord:
-    """What the store says of a job that was not seen to end, if it is the same one."""
+    """Return the record with the store's state and reason if its agent died first and the store has the same job."""
     now = told.get(job.name)
     if job.state is not JobState.RUNNING or not job.reason or now is None or now.directory != job.directory:
         return job

@@ -1,4 +1,4 @@
-"""What is missing in the records of a run, on a terminal."""
+"""Messages about records of a run that are missing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from megatron.fill.report.schema import Report
 
-_NAMED = 6  # ranks
+_NAMED = 6  # ranks named in a message
 
 
 def record_lines(report: Report) -> Iterator[str]:
-    """A line for each thing that a disk or a deleted folder has cost, and the harvests that are not known for it."""
+    """Yield a line for each loss by a full disk or a deleted folder, and for the harvests that are unknown for it."""
     several = len(report.segments) > 1
     for segment in report.segments:
         of = f" of segment {segment.number}" if several else ""

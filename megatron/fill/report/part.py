@@ -1,4 +1,4 @@
-"""What one rank did in one segment of a run, in figures that can be added up."""
+"""The figures of one rank in one segment of a run, in a form that can be added up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.fill.types import BubbleKind, RankInfo, WorkerRecord
 
 @dataclass(frozen=True, slots=True)
 class JobWork:
-    """What one job did in bubbles, and while the main job stood still (``alone``); times in nanoseconds."""
+    """The work of one job in bubbles, and while the training stood still (``alone``); times in nanoseconds."""
 
     work: float = 0.0
     steps: int = 0
@@ -34,16 +34,20 @@ class RankPart:
     """One rank in one segment; times in nanoseconds.
 
     Attributes:
-        number, duration, filling, block, watched: of its training iterations.
-        filled: how long the training was in iterations with filling on, and in what followed each (an evaluation, say).
-        bubbles, evaluation: by kind, in training iterations that ended and in evaluations.
-        settling: of bubbles that were filled while jobs of some rank still set themselves up; not fillable.
-        harvested: in steps inside fillable bubbles.
-        time_use: of the fillable nanoseconds.
-        alone, share: what ``fill_efficiency`` is made of.
-        latencies, overruns: of the recent bubbles of its workers.
-        errors: of predicted durations, in all; of so many.
-        known: what its workers did; else ``done`` has no more than what happened to be written of it.
+        number, duration, filling, block, watched: one entry for each training iteration, as in ``IterationTimes``.
+        filled: time in iterations with filling on, each up to the start of the next (with an evaluation in between).
+        bubbles: bubble time in completed training iterations, by kind.
+        evaluation: bubble time in evaluations, by kind.
+        fillable: bubble time with filling on, after jobs had settled.
+        settling: bubble time with filling on while jobs of some rank still set themselves up; not in ``fillable``.
+        harvested: time in steps inside fillable bubbles.
+        time_use: ``fillable``, split by use.
+        alone, share: numerator and denominator of ``fill_efficiency``.
+        done: work by job.
+        latencies, overruns: one entry for each recent bubble of its workers in which a step was begun.
+        errors: sum of the absolute errors of the predicted durations.
+        predicted: number of bubbles with a prediction.
+        known: True if the workers' records are complete; otherwise ``done`` is a lower bound.
     """
 
     info: RankInfo
@@ -71,14 +75,14 @@ class RankPart:
 
 
 def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bool = True) -> RankPart:
-    """The part of one rank, from its record and those of the workers that ran in its bubbles.
+    """Return the part of one rank, from its record and those of the workers that ran in its bubbles.
 
     Args:
-        known: these are all that these workers did.
+        known: True if the workers' records are complete.
     """
     its, bubbles = seen.iterations, seen.bubbles
-    # What a broken-off iteration left has no iteration time to be a share of.  Sums that stand for older bubbles
-    # (index -1) are of iterations that ended.
+    # Bubbles of an iteration that was cut off are left out of the shares, since its time is unknown.  Sums that stand
+    # for older bubbles (index -1) are of completed iterations.
     ended = (bubbles.index < 0) | np.isin(bubbles.iteration, its.number)
     fillable = int(bubbles.duration[bubbles.filling].sum())
     early = _harvested_in(bubbles.seq[bubbles.settling], workers)
@@ -116,12 +120,12 @@ def part_of(segment: int, seen: Seen, workers: Sequence[WorkerRecord], known: bo
 
 
 def finite(work: float) -> float:
-    """A task counts its own work and may count NaN; such a count is worth nothing."""
+    """Return the work, or 0 for NaN and infinity: a task counts its own work and may report them."""
     return work if math.isfinite(work) else 0.0
 
 
 def _filled(its: IterationTimes) -> int:
-    """From the start of each iteration with filling to that of the next one, or to its end where none follows."""
+    """Return the ns from the start of each iteration with filling on to that of the next one, or else to its end."""
     if not len(its.number):
         return 0
     follows = np.append(np.diff(its.number) == 1, False)
@@ -130,7 +134,7 @@ def _filled(its: IterationTimes) -> int:
 
 
 def _harvested_in(seqs: np.ndarray, workers: Sequence[WorkerRecord]) -> list[int]:
-    """What each worker harvested in these bubbles, as far as it is still known of single ones."""
+    """Return the ns that each worker harvested in these bubbles, as far as its record still has single bubbles."""
     return [
         int(
             np.array(column(worker.uses, "harvested_ns"), dtype=np.int64)[
@@ -144,12 +148,12 @@ def _harvested_in(seqs: np.ndarray, workers: Sequence[WorkerRecord]) -> list[int
 
 
 def _efficiency(fillable_ns: int, workers: Sequence[WorkerRecord], early: Sequence[int]) -> tuple[float, float]:
-    """The nanoseconds that the work would have taken alone, and the fillable ones that it was done in.
+    """Return the ns that the work would have taken alone, and the fillable ns in which it was done.
 
     Their ratio is the fill efficiency: work per fillable second, relative to the same task's work per second with the
-    device to itself.  Workers that ran one after the other on a rank share its fillable seconds in proportion to what
-    they harvested (equally, if none harvested anything).  A worker without a measurement alone is left out together
-    with its share.  Work is taken to be spread evenly over what a worker harvested, of which ``early`` does not count.
+    device to itself.  Workers that ran one after the other on a rank share its fillable time in proportion to their
+    harvest (equally, if none harvested anything).  A worker without a measurement alone is left out together with its
+    share.  Work is assumed to be spread evenly over a worker's harvest, of which ``early`` (ns) does not count.
     """
     alone = share = 0.0
     counted = [worker.harvested_ns - less for worker, less in zip(workers, early, strict=True)]
@@ -169,7 +173,7 @@ def _by_kind(seen: Seen, chosen: np.ndarray) -> dict[BubbleKind, int]:
 
 
 def _of_uses(workers: Sequence[WorkerRecord], name: str, by: str, least: int) -> np.ndarray:
-    """One field of all uses that have at least so much of another."""
+    """Return the field ``name`` of all uses whose field ``by`` is at least ``least``."""
     values, known = (
         np.array([value for worker in workers for value in column(worker.uses, field)], dtype=np.int64)
         for field in (name, by)

@@ -1,4 +1,4 @@
-"""Tables of a report on a terminal: how they look, and their rows of ranks or stages."""
+"""The style of a report's tables on a terminal, and their rows of ranks or stages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ALL = "all"
 
 
 def new_table(title: str) -> Table:
-    """An empty one."""
+    """Return an empty table in the report's style."""
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
 
 
 def named_rows(report: Report) -> tuple[str, list[tuple[str, Totals]]]:
-    """The figures of each rank (of each stage, if there are many ranks), then of all, and what their names are."""
+    """Return the first column's heading, and the rows: each rank (or each stage, if there are many ranks), then all."""
     rows: list[tuple[str, Totals]]
     if len(report.ranks) > MANY:
         first = "stage"
@@ -34,7 +34,7 @@ def named_rows(report: Report) -> tuple[str, list[tuple[str, Totals]]]:
 
 
 def add_rows(table: Table, rows: Iterable[tuple[str, Totals]], cells: Callable[[Totals], Sequence[str]]) -> None:
-    """Add a row for each, the one of all apart."""
+    """Add the rows; a line separates the row of all ranks."""
     for name, totals in rows:
         if name == ALL:
             table.add_section()

@@ -22,17 +22,17 @@ class _Model(BaseModel):
 
 
 class Slowdown(_Model):
-    """How much slower the main job's iterations are with something than without, from pairs of neighbours."""
+    """Slowdown of the training's iterations with something than without it, from pairs of neighbours."""
 
     mean: float = Field(description="mean over the pairs of (time with / time without) - 1; 0.01 is 1%")
     ci95: tuple[float, float] = Field(description="95% bootstrap interval of the mean over the pairs: [low, high]")
-    pairs: int = Field(description="how many pairs there are")
+    pairs: int = Field(description="number of pairs")
 
 
 class Percentiles(_Model):
     """The distribution of a short time, in microseconds."""
 
-    count: int = Field(description="how many values there are")
+    count: int = Field(description="number of values")
     p50: float = Field(description="median")
     p99: float = Field(description="99th percentile")
     max: float = Field(description="largest")
@@ -41,21 +41,21 @@ class Percentiles(_Model):
 class Times(_Model):
     """The distribution of iteration times."""
 
-    count: int = Field(description="how many iterations")
+    count: int = Field(description="number of iterations")
     mean_s: float = Field(description="mean seconds")
     median_s: float = Field(description="median seconds")
     p99_s: float = Field(description="99th percentile, seconds")
 
 
 class PairedTimes(_Model):
-    """The iteration times inside the paired blocks, split by whether filling was on."""
+    """The iteration times inside the paired blocks, with filling on and off."""
 
     on: Times | None = Field(description="iterations with filling on")
     off: Times | None = Field(description="iterations with filling off, watched")
 
 
 class WorkReport(_Model):
-    """What one job did in the bubbles of one rank (in the total: of all ranks)."""
+    """The work of one job in the bubbles of one rank (in the total: of all ranks)."""
 
     job: str = Field(description="the job's name")
     work_done: float = Field(description="work done in bubbles, in the job's unit")
@@ -76,57 +76,61 @@ class Totals(_Model):
     fillable_s: float = Field(
         description="seconds of bubbles, training and evaluation, while filling was on and jobs had settled"
     )
-    settling_s: float = Field(default=0.0, description="seconds of those before that, in no other figure of filling")
+    settling_s: float = Field(
+        default=0.0, description="seconds of bubbles with filling on before jobs had settled, in no other figure"
+    )
     harvested_s: float | None = Field(
-        description="seconds inside side-task steps and inside fillable bubbles, as far as known; null if of no rank"
+        description="seconds inside steps and inside fillable bubbles, of ranks where it is known; null if of none"
     )
     harvest_ratio: float | None = Field(description="harvested_s / fillable_s, of ranks whose harvest is known")
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
-    time_use_ns: dict[TimeUse, int] = Field(description="the nanoseconds of fillable_s, by what became of them")
-    steps: int = Field(description="side-task steps done in bubbles")
-    work: list[WorkReport] = Field(description="what each job did here")
-    open_to_step_us: Percentiles | None = Field(description="from a gate's opening to the start of the first step")
-    overrun_us: Percentiles | None = Field(description="how long the last step ran on after its bubble; 0 counts")
+    time_use_ns: dict[TimeUse, int] = Field(description="the nanoseconds of fillable_s, by use")
+    steps: int = Field(description="steps of jobs done in bubbles")
+    work: list[WorkReport] = Field(description="the work of each job")
+    open_to_step_us: Percentiles | None = Field(description="time from a gate's opening to the first step's start")
+    overrun_us: Percentiles | None = Field(description="time that the last step ran on after its bubble; 0 counts")
     paired: PairedTimes | None = Field(description="iteration times with filling on and off, inside paired blocks")
     predicted_bubbles: int = Field(description="bubbles whose duration was predicted when they opened")
     prediction_error_ms: float | None = Field(description="mean absolute error of those predictions")
 
 
 class BrakeReport(_Model):
-    """The automatic brake stopped the filling of one rank: the training was slower than --fill-max-slowdown."""
+    """One stop of the filling of a rank by the automatic brake: the training was slower than --fill-max-slowdown."""
 
     iteration: int = Field(description="the last iteration before it")
-    slowdown: float = Field(description="of the training, as measured then; 0.03 is 3%")
-    pairs: int = Field(description="stretches with and without filling that it was measured over")
-    until: int = Field(description="the iteration that was to be filled again")
-    guard_ms: float = Field(description="kept free at the end of every predicted bubble from then on")
+    slowdown: float = Field(description="the training's slowdown as measured then; 0.03 is 3%")
+    pairs: int = Field(description="pairs of stretches with and without filling that it was measured over")
+    until: int = Field(description="the iteration at which filling was to resume")
+    guard_ms: float = Field(description="time kept free at the end of every predicted bubble from then on")
 
 
 class RankReport(Totals):
-    """The figures of one rank of the main job."""
+    """The figures of one rank of the training."""
 
-    rank: int = Field(description="the rank in the main job")
+    rank: int = Field(description="the rank in the training")
     stage: int = Field(description="its pipeline stage, from 0")
     node: int = Field(description="the node that it runs on, from 0")
     device: str = Field(description="its device")
     data_parallel_rank: int = Field(description="its place in data parallelism")
     tensor_parallel_rank: int = Field(description="its place in tensor parallelism")
-    harvest_unknown: str = Field(default="", description="why its harvest is not known, or not of all segments")
+    harvest_unknown: str = Field(
+        default="", description="reason why its harvest is unknown in some segment; empty if it is known"
+    )
     brakes: list[BrakeReport] = Field(description="each time that the automatic brake stopped its filling")
 
 
 class StageReport(Totals):
-    """The figures of one pipeline stage: of all ranks that ran it."""
+    """The figures of one pipeline stage, over all ranks that ran it."""
 
     stage: int = Field(description="the stage, from 0")
-    ranks: int = Field(description="how many ranks ran it")
+    ranks: int = Field(description="number of ranks that ran it")
 
 
 class CycleBubble(_Model):
-    """One bubble of the cycle: the same place in every iteration."""
+    """One bubble of the cycle: the bubble at one position of every iteration."""
 
-    index: int = Field(description="its place in the cycle, from 0")
-    kind: BubbleKind = Field(description="where in the iteration: fill, fwd-bwd, interior or drain")
+    index: int = Field(description="its position in the cycle, from 0")
+    kind: BubbleKind = Field(description="its place in the iteration: fill, fwd-bwd, interior or drain")
     mean_ms: float = Field(description="mean duration")
     median_ms: float = Field(description="median duration")
     p10_ms: float = Field(description="10th percentile of the duration")
@@ -135,14 +139,14 @@ class CycleBubble(_Model):
         description="median time from the start of the iteration (evaluation: of its first bubble) to this bubble"
     )
     share: float | None = Field(description="mean duration / mean iteration time; null in evaluations")
-    free_bytes: int = Field(description="least device memory that the main job left free; 0 if not measured")
+    free_bytes: int = Field(description="least device memory that the training left free; 0 if not measured")
     count: int = Field(description="iterations that the figures are from")
 
 
 class RankCycle(_Model):
     """The bubble cycle of one rank."""
 
-    rank: int = Field(description="the rank in the main job")
+    rank: int = Field(description="the rank in the training")
     stage: int = Field(description="its pipeline stage, from 0")
     iteration_ms: float | None = Field(description="mean time of the iterations that the cycle is from")
     training: list[CycleBubble] = Field(description="the bubbles of a training iteration, in order")
@@ -157,24 +161,24 @@ class Cycles(_Model):
 
 
 class JobSummary(_Model):
-    """How one fill job ended, in short."""
+    """The outcome of one job, in short."""
 
     name: str = Field(description="the job's name")
     state: JobState = Field(description="QUEUED, RUNNING, SUCCEEDED, FAILED or CANCELLED")
-    reason: str = Field(description="why it is in this state")
+    reason: str = Field(description="the reason for its state")
     work_done: float = Field(description="work done, in its unit")
     unit: str = Field(description="the unit of work, as the task names it")
 
 
 class AttemptReport(_Model):
-    """One attempt at a fill job: from when an agent took it to when it gave it back, or ended."""
+    """One attempt at a job: from when an agent took it to when it gave it back, or ended."""
 
     segment: int = Field(description="the segment of the run that it was in")
     rank: int | None = Field(description="the rank whose bubbles it ran in")
-    state: JobState = Field(description="what came of it; QUEUED: it was to go on later")
-    reason: str = Field(description="why")
+    state: JobState = Field(description="its outcome; QUEUED: to be resumed later")
+    reason: str = Field(description="the reason for its state")
     ready_s: float | None = Field(
-        default=None, description="from the start of its worker until the job itself began; null if it never did"
+        default=None, description="seconds from the start of its worker to that of the job; null if it never began"
     )
     work_done: float = Field(description="work done in it, in the job's unit")
     steps: int = Field(description="steps done in it")
@@ -182,114 +186,114 @@ class AttemptReport(_Model):
 
 
 class JobReport(JobSummary):
-    """How one fill job ended, in full."""
+    """The outcome of one job, in full."""
 
     what: str = Field(description="module:Class, or the command line")
     rank: int | None = Field(description="the rank whose bubbles it ran in; null if it never started")
     steps: int = Field(description="steps done")
     harvested_s: float = Field(description="seconds inside its steps and inside bubbles")
     rate: float | None = Field(description="work_done / harvested_s")
-    total_work: float | None = Field(description="how much there was to do; null if the task did not say")
+    total_work: float | None = Field(description="amount of work in all; null if the task did not report it")
     side_throughput: float | None = Field(
         default=None, description="its work per second on a side device, if the user stated it"
     )
-    result: dict[str, Any] = Field(description="what the task reported")
+    result: dict[str, Any] = Field(description="the values that the task reported")
     directory: str = Field(description="its folder, with the task's own files")
     attempts: list[AttemptReport] = Field(default=[], description="each attempt at it in this run, in their order")
 
 
 class HourPrices(_Model):
-    """What an hour costs, in any currency."""
+    """Prices of an hour, in any currency."""
 
-    main: float = Field(description="of all that the training runs on, together")
-    side: float = Field(description="of one side device: a cheaper one, on which the side work would otherwise run")
+    main: float = Field(description="price of all devices of the training together")
+    side: float = Field(description="price of one side device: a cheaper one, on which jobs would run otherwise")
 
 
 class SideWork(_Model):
-    """What a job's work in bubbles comes to on a side device."""
+    """The time that a job's work in bubbles would take on a side device."""
 
     job: str = Field(description="the job's name")
     throughput: float | None = Field(description="work per second on a side device; null if not known")
     measured: bool = Field(
-        description="it is not stated by the user but the job's rate alone, on the main job's device"
+        description="true if the throughput is the job's measured rate alone on the training's device, not the user's"
     )
     side_s: float | None = Field(description="seconds of a side device that the work would take; null if not known")
 
 
 class Cost(_Model):
-    """What filling cost the training, and what it saved (FreeRide, arXiv 2409.06941)."""
+    """The cost of filling to the training, and the saving from it (FreeRide, arXiv 2409.06941)."""
 
     with_s: float | None = Field(description="T_with: time of the training in iterations with filling; null for none")
     without_s: float | None = Field(description="T_without: with_s / (1 + time_increase)")
     time_increase: float | None = Field(description="I: the mean slowdown; null without --fill-paired-blocks")
     time_increase_ci95: tuple[float, float] | None = Field(description="its 95% interval")
-    saving: float | None = Field(description="S: of what the training costs without filling; null if not known")
+    saving: float | None = Field(description="S: saving / cost of the training without filling; null if not known")
     saving_ci95: tuple[float, float] | None = Field(description="S over the interval of time_increase")
-    prices: HourPrices | None = Field(description="as given; null for none")
-    work: list[SideWork] = Field(description="of each job that did some, what its work comes to")
-    lacking: list[str] = Field(description="what is missing to know the saving; empty if it is known")
+    prices: HourPrices | None = Field(description="the prices as given; null for none")
+    work: list[SideWork] = Field(description="the side-device time of each job that did some work")
+    lacking: list[str] = Field(description="the inputs missing for the saving; empty if it is known")
 
 
 class Summary(_Model):
     """The run in a few figures."""
 
-    iterations: int = Field(description="training iterations of the main job")
+    iterations: int = Field(description="training iterations, the most of any rank")
     bubble_share: float | None = Field(description="bubble seconds / iteration seconds, over all ranks")
     harvest_ratio: float | None = Field(description="harvested seconds / fillable bubble seconds, over all ranks")
     fill_efficiency: float | None = Field(description="work per fillable second / work per second alone")
     slowdown: Slowdown | None = Field(
-        description="by filling: medians of a block with it and one without; null without --fill-paired-blocks"
+        description="slowdown by filling: medians of a block with it and one without; null without --fill-paired-blocks"
     )
     watching: Slowdown | None = Field(
-        description="by watching bubbles: where nothing is filled, against iterations not watched; null without"
+        description="slowdown by watching bubbles: unfilled iterations against those not watched; null if not measured"
     )
-    brakes: int = Field(description="how often the automatic brake stopped the filling, on the rank where most often")
-    open_to_step_us: Percentiles | None = Field(description="from a gate's opening to the start of the first step")
-    overrun_us: Percentiles | None = Field(description="how long the last step ran on after its bubble; 0 counts")
-    jobs: list[JobSummary] = Field(description="how each job ended")
+    brakes: int = Field(description="number of stops by the automatic brake, on the rank with the most")
+    open_to_step_us: Percentiles | None = Field(description="time from a gate's opening to the first step's start")
+    overrun_us: Percentiles | None = Field(description="time that the last step ran on after its bubble; 0 counts")
+    jobs: list[JobSummary] = Field(description="the outcome of each job")
 
 
 class Wall(_Model):
-    """One of the walls of the kernel around jobs."""
+    """One isolation layer of the sandbox of jobs."""
 
-    name: str = Field(description="as pipefill doctor names it")
-    lacks: str = Field(description="why it did not stand; empty where it did")
+    name: str = Field(description="its name, as pipefill doctor prints it")
+    lacks: str = Field(description="reason why it was missing; empty if it was there")
 
 
 class SegmentReport(_Model):
-    """One segment of the run: each time that its training was started."""
+    """One segment of the run: one start of its training."""
 
-    number: int = Field(description="from 1; the name of its folder in records/")
-    ending: SegmentEnding = Field(description="how it ended: by itself, failed, cut off, or running if it has not")
-    started_s: float = Field(description="when it was started, in seconds since 1970")
-    ended_s: float | None = Field(description="when it ended, in seconds since 1970; null if it did not say so")
-    ranks: int = Field(description="how many ranks it had")
-    recorded: int = Field(description="how many of them left a record")
+    number: int = Field(description="its number, from 1, and the name of its folder in records/")
+    ending: SegmentEnding = Field(description="its ending: by itself, failed, cut off, or running if it has not ended")
+    started_s: float = Field(description="time of its start, in seconds since 1970")
+    ended_s: float | None = Field(description="time of its end, in seconds since 1970; null if it was not recorded")
+    ranks: int = Field(description="number of its ranks")
+    recorded: int = Field(description="number of its ranks that left a record")
     iterations: int = Field(description="training iterations that were recorded; the most of any rank")
     first_iteration: int | None = Field(description="the number of the first one; null if there is none")
     last_iteration: int | None = Field(description="the number of the last one; null if there is none")
     store: str = Field(description="the job store that it served, without passwords; empty for none")
     warmup: int | None = Field(default=None, description="iterations before it filled; null where no job was served")
     paired_blocks: int = Field(default=0, description="iterations of a block with or without filling; 0: no blocks")
-    command: str = Field(description="the command line of the main job")
+    command: str = Field(description="the command line of the training")
     lost_until: int | None = Field(
-        default=None, description="its records up to this iteration were deleted while it ran; null: none were"
+        default=None, description="last iteration whose records were deleted while it ran; null if none were"
     )
     unwritten: list[int] = Field(default=[], description="ranks with records in this report that are in no file")
-    cut: list[int] = Field(default=[], description="those of them that had more than could be kept in memory")
+    cut: list[int] = Field(default=[], description="ranks of unwritten with more records than memory could hold")
 
 
 class Report(_Model):
     """``report.json``."""
 
     schema_version: int = Field(default=SCHEMA_VERSION, description="version of this schema")
-    command: str = Field(description="the command line of the main job, in the last segment")
-    segments: list[SegmentReport] = Field(description="each time that the training was started")
+    command: str = Field(description="the command line of the training, in the last segment")
+    segments: list[SegmentReport] = Field(description="the starts of the training, in order")
     summary: Summary = Field(description="the run in a few figures")
     ranks: list[RankReport] = Field(description="the figures of each rank")
     stages: list[StageReport] = Field(description="the figures of each pipeline stage")
     total: Totals = Field(description="the figures of all ranks together")
-    cost: Cost = Field(description="what filling cost the training, and what it saved")
-    jobs: list[JobReport] = Field(description="how each fill job ended")
+    cost: Cost = Field(description="the cost of filling to the training, and the saving from it")
+    jobs: list[JobReport] = Field(description="the outcome of each job")
     cycle: list[RankCycle] = Field(description="the bubble cycle of each rank")
-    walls: list[Wall] = Field(description="the walls around jobs on rank 0's node; empty without jobs")
+    walls: list[Wall] = Field(description="the layers of the sandbox of jobs on rank 0's node; empty without jobs")

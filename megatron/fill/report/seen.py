@@ -1,4 +1,4 @@
-"""What one rank saw, as arrays: thousands of ranks with thousands of bubbles each are added up in seconds."""
+"""The record of one rank as arrays: thousands of ranks with thousands of bubbles each are added up in seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CODES = {kind: code for code, kind in enumerate(KINDS)}
 
 @dataclass(frozen=True, slots=True)
 class IterationTimes:
-    """Training iterations, an entry each; times in nanoseconds."""
+    """Training iterations, one array entry each; times in nanoseconds."""
 
     number: np.ndarray
     start: np.ndarray
@@ -29,7 +29,7 @@ class IterationTimes:
 
 @dataclass(frozen=True, slots=True)
 class Bubbles:
-    """Bubbles, an entry each; times in nanoseconds, ``kind`` by its place in ``KINDS``."""
+    """Bubbles, one array entry each; times in nanoseconds, ``kind`` as its position in ``KINDS``."""
 
     iteration: np.ndarray
     index: np.ndarray
@@ -39,8 +39,8 @@ class Bubbles:
     predicted: np.ndarray
     seq: np.ndarray
     free_bytes: np.ndarray
-    filling: np.ndarray  # and it counts: jobs had settled
-    settling: np.ndarray  # filling was on, and jobs of some rank still set themselves up
+    filling: np.ndarray  # filling was on and jobs had settled
+    settling: np.ndarray  # filling was on and jobs of some rank still set themselves up
     forward_only: np.ndarray
 
 
@@ -54,10 +54,10 @@ class Seen:
 
 
 def seen(record: RankRecord) -> Seen:
-    """The record as arrays."""
+    """Convert the record to arrays."""
     its, bubbles = record.iterations, record.bubbles
     on, iteration, index = _flags(bubbles, "filling"), _numbers(bubbles, "iteration"), _numbers(bubbles, "index")
-    # Sums of old bubbles (index -1) have no iteration any more: they count.
+    # Sums of old bubbles (index -1) have no iteration; they count as filled after jobs had settled.
     settling = on & (index >= 0) & (iteration > 0) & (iteration <= record.settled_after)
     started, opened = _numbers(its, "start_ns"), _numbers(bubbles, "start_ns")
     return Seen(

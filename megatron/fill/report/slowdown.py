@@ -1,4 +1,4 @@
-"""How much filling slows the main job, and watching its bubbles, from blocks of iterations."""
+"""Slowdown of the training by filling its bubbles and by watching them, from blocks of iterations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.fill.report.schema import Slowdown
 from megatron.fill.types import Iteration
 
 RESAMPLES = 10_000
-CHUNKS = 20  # which bound the memory that a long run takes
+CHUNKS = 20  # the resamples are drawn in chunks, to bound the memory for a long run
 SEED = 0
 
 
@@ -39,10 +39,10 @@ def paired_slowdown(iterations: Sequence[Iteration]) -> Slowdown | None:
 
 
 def watching_slowdown(iterations: Sequence[Iteration]) -> Slowdown | None:
-    """Compare iterations that are not watched with the two around each, which are, and are not filled either.
+    """Compare each unwatched iteration with its two neighbours, which are watched and not filled either.
 
     Returns:
-        None if there is none between two others of its block.
+        None if no unwatched iteration has two such neighbours in its block.
     """
     at = {one.iteration: one for one in iterations}
     values = []
@@ -55,7 +55,7 @@ def watching_slowdown(iterations: Sequence[Iteration]) -> Slowdown | None:
 
 
 def _over(values: Sequence[float]) -> Slowdown | None:
-    """The mean of the pairs, with an interval; None for no pair."""
+    """Return the mean of the pairs with its bootstrap interval; None for no pair."""
     if not values:
         return None
     pairs = np.asarray(values)

@@ -1,4 +1,4 @@
-"""Where bubble time went and what filling cost, on a terminal."""
+"""The use of bubble time and the cost of filling, on a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEADINGS = {
 
 
 def use_table(report: Report) -> Table:
-    """What the bubble time with filling on was used for, in percent."""
+    """Return a table of the uses of the bubble time with filling on, in percent."""
     used = [use for use in TimeUse if use is not TimeUse.NOT_KNOWN or report.total.time_use_ns[use]]
 
     def cells(totals: Totals) -> list[str]:
@@ -39,7 +39,7 @@ def use_table(report: Report) -> Table:
 
 
 def cost_lines(cost: Cost) -> list[str]:
-    """The training's time with and without filling, and the saving or what is missing to know it."""
+    """Return lines with the training's time with and without filling, and the saving or the inputs missing for it."""
     lines = []
     if cost.with_s is not None:
         without = "not known" if cost.without_s is None else f"{cost.without_s:,.2f} s"

@@ -1,4 +1,4 @@
-"""Sums over parts of a run: of one rank, of one stage, of all; small, however many parts there are."""
+"""Sums over parts of a run (one rank, one stage, all ranks), in bounded memory for any number of parts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ _POOLED = 1_000_000
 
 
 class Pool:
-    """The distribution of many values: count, mean and maximum are exact; of more than a million, the percentiles are
-    those of a random sample of about half a million or more.
+    """The distribution of many values.
+
+    Count, mean and maximum are exact.  Above ``most`` values, the percentiles are those of a random sample of about
+    ``most / 2`` values or more.
 
     Args:
-        most: how many values are kept.
+        most: number of values kept.
     """
 
     def __init__(self, most: int = _POOLED) -> None:
@@ -49,7 +51,7 @@ class Pool:
             self._held = len(self._kept[0])
 
     def percentiles(self, *which: float) -> list[float]:
-        """Of the values; there is at least one."""
+        """Return percentiles of the values; there must be at least one value."""
         return np.percentile(np.concatenate(self._kept), which).tolist()
 
     def _sample(self, values: np.ndarray, share: float) -> np.ndarray:
@@ -70,12 +72,12 @@ class Pool:
 
 
 class Tally:
-    """Adds parts up."""
+    """Adds up parts."""
 
     def __init__(self) -> None:
         self.iterations: defaultdict[int, int] = defaultdict(int)  # by rank
         self.fillable = self._settling = self._watched = 0
-        self._harvested = self._known = 0  # of the parts of which that is known, and their fillable time
+        self._harvested = self._known = 0  # harvest of the parts where it is known, and their fillable time
         self._unknown = False
         self._times, self._on, self._off = Pool(), Pool(), Pool()
         self._latencies, self._overruns = Pool(), Pool()
@@ -115,7 +117,7 @@ class Tally:
         self._predicted += part.predicted
 
     def totals(self) -> Totals:
-        """All that was added, without the units of work."""
+        """Return the totals of all parts, with the units of work still empty."""
         unknown = self._unknown and not self._known
         paired = PairedTimes(on=self._on.times(), off=self._off.times())
         return Totals(
@@ -151,7 +153,7 @@ class Tally:
 
 
 class MeanIterations:
-    """The main job's iterations in one segment: times are means over the ranks, whose clocks need not agree."""
+    """The training's iterations in one segment: durations are means over the ranks, whose clocks need not agree."""
 
     def __init__(self) -> None:
         self._first = 0
@@ -177,7 +179,7 @@ class MeanIterations:
         self._counts[at] += 1
 
     def _cover(self, first: int, last: int) -> None:
-        """Make room for these numbers."""
+        """Extend the arrays to cover the iterations ``first`` to ``last``."""
         if not len(self._counts):
             self._first = first
         before, after = max(0, self._first - first), max(0, last - self._first + 1 - len(self._counts))
@@ -190,7 +192,7 @@ class MeanIterations:
         )
 
     def iterations(self, blocks_before: int) -> list[Iteration]:
-        """Those in paired blocks that all ranks have, with their blocks counted from so many on."""
+        """Return the iterations in paired blocks that all ranks recorded, their blocks offset by ``blocks_before``."""
         whole = np.flatnonzero((self._counts == self._ranks) & (self._counts > 0) & (self._block >= 0))
         return [
             Iteration(

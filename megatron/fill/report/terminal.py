@@ -32,9 +32,9 @@ from megatron.fill.report.spent import cost_lines, use_table
 from megatron.fill.types import BubbleKind, JobState
 
 _GIB = 2**30
-_BRAKES = 5  # of one rank, that are printed
-_JOBS, _SEGMENTS = 40, 10  # that are printed
-_RESULTS, _RESULT = 6, 40  # of one job: values, and letters of each
+_BRAKES = 5  # stops of one rank that are printed
+_JOBS, _SEGMENTS = 40, 10  # numbers of jobs and segments that are printed
+_RESULTS, _RESULT = 6, 40  # values printed of one job, and letters of each
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -63,7 +63,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def print_cycle(cycles: Sequence[RankCycle], console: Console) -> None:
-    """Print the bubble cycle of each rank, in training and, where there was one, in evaluation."""
+    """Print the bubble cycle of each rank in training and, if there was any, in evaluation."""
     for cycle in cycles:
         where = f"rank {cycle.rank} (stage {cycle.stage})"
         took = "" if cycle.iteration_ms is None else f": iterations of {cycle.iteration_ms:.1f} ms"
@@ -132,7 +132,7 @@ def _more_jobs(jobs: Sequence[JobReport], shown: int) -> list[str]:
 
 
 def _result_lines(jobs: Sequence[JobReport]) -> list[str]:
-    """What the tasks reported, in short."""
+    """Return a line for each job with the first values that its task reported."""
     lines = [f"{one_line(job.name)}: {_result(job.result)}" for job in jobs if job.result]
     return ["Results", *(f"  {line}" for line in lines), ""] if lines else []
 
@@ -148,7 +148,7 @@ def _value(value: object) -> str:
 
 
 def _segment_lines(segments: Sequence[SegmentReport]) -> list[str]:
-    """Which segments there are, unless it is one that ended by itself."""
+    """Return a line for each of the last segments; none for a single segment that ended by itself."""
     if len(segments) == 1 and segments[0].ending is SegmentEnding.WELL:
         return []
     lines = []
@@ -208,7 +208,7 @@ def _settling_lines(total: Totals) -> list[str]:
 
 
 def _brake_lines(ranks: Sequence[RankReport]) -> list[str]:
-    """What the automatic brake did, on the rank where it braked most often: the others brake about when it does."""
+    """Return lines on the automatic brake for the rank with the most stops; the others stop at about the same times."""
     rank = max(ranks, key=lambda rank: len(rank.brakes), default=None)
     if rank is None or not rank.brakes:
         return []
@@ -258,7 +258,7 @@ def _percent(share: float | None) -> str:
 
 
 def _short(value: float) -> str:
-    """At most six characters up to a million."""
+    """Format in at most six characters, for values below a million."""
     if value >= 1000 or value == 0:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 100 else f"{value:.2f}"

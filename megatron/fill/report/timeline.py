@@ -1,4 +1,4 @@
-"""A picture of a run's iterations: what each rank computed, where it waited, and what ran meanwhile."""
+"""A picture of a run's iterations: each rank's compute, its bubbles, and the steps of jobs in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart: blues for the main job, the rest for side tasks.
+# Okabe and Ito's palette, which colour-blind readers can tell apart: blues for the training, the rest for jobs.
 _FORWARD, _BACKWARD, _OTHER = "#56B4E9", "#0072B2", "#8F8F8F"
 _BUBBLE, _BUBBLE_HATCH, _INK = "#FAF8F2", "#CFC8B4", "#333333"
 _JOBS, _OTHER_JOBS = ("#E69F00", "#009E73", "#CC79A7", "#D55E00"), "#F0E442"
@@ -27,17 +27,17 @@ _WIDTH_IN, _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN, _ROW_IN = 13.0, 0.95, 0.25,
 _AXES_IN = _WIDTH_IN - _LEFT_IN - _RIGHT_IN
 _LEGEND_IN = 0.47  # its top, from the figure's bottom
 _LANE_TOP, _LANE, _SIDE_TOP, _SIDE = 0.08, 0.5, 0.62, 0.26  # in rows; a row is one rank
-_CHARACTER_IN = 0.075  # of a label in a bubble
+_CHARACTER_IN = 0.075  # width of a letter of a bubble's label
 _VISIBLE_EDGE_IN = 0.04  # a narrower bar would be all edge
 _JOIN_IN = 0.012  # steps less than a pixel apart are drawn as one
-_NUMBER_IN = 0.95  # what an iteration's number takes
+_NUMBER_IN = 0.95  # width of an iteration's number
 _NAME_LENGTH = 26
 _TITLE = 105  # letters of a title in full size
 
 
 @dataclass(frozen=True, slots=True)
 class _Lanes:
-    """What to draw of one rank, in ms from the window's start."""
+    """The bars of one rank, in ms from the window's start."""
 
     forward: list[tuple[Bar, str]]
     backward: list[tuple[Bar, str]]
@@ -56,13 +56,14 @@ def draw_timeline(
     summary: Summary | None = None,
     what: str = "",
 ) -> None:
-    """Draw a PNG with two lanes per rank: the main job with its bubbles, and the side tasks' steps.
+    """Draw a PNG with two lanes per rank: the training with its bubbles, and the jobs' steps.
 
-    The iterations are the last ones with side-task steps, or the last ones where there are none.
+    The iterations are the last ones with steps of jobs, or the last ones if there are no steps.
 
     Args:
-        summary: for the title.
-        what: which ranks these are, if not all.
+        iterations: number of iterations to draw.
+        summary: figures for the title.
+        what: description of the ranks, if not all are drawn.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -127,7 +128,7 @@ def _lanes(record: RankRecord, workers: Iterable[WorkerRecord], window: Window) 
 
 
 def _numbered(record: RankRecord, name: str, window: Window) -> Iterator[tuple[str, Span]]:
-    """Its spans of that name, each with the number of its micro-batch; without, where a rank has several chunks."""
+    """Yield the rank's spans of that name, labelled with the microbatch's number; unlabelled with several chunks."""
     chunks = 1 if record.schedule is None else record.schedule.chunks
     counts: defaultdict[int, int] = defaultdict(int)
     for span in near(record.spans, window):
@@ -185,7 +186,7 @@ def _edge(bars: Sequence[Bar], window: Window) -> float:
 
 
 def _job_colours(lanes: Iterable[_Lanes]) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """The colour of each visible job, and the legend's entries: the busiest have colours of their own."""
+    """Return the colour of each visible job and the legend's entries; only the busiest jobs have their own colours."""
     busy: defaultdict[str, float] = defaultdict(float)
     for its in lanes:
         for job, steps in its.steps.items():
@@ -199,7 +200,7 @@ def _job_colours(lanes: Iterable[_Lanes]) -> tuple[dict[str, str], list[tuple[st
 
 
 def _shorten(name: str) -> str:
-    """Both ends stay: names that differ often differ in their last characters."""
+    """Shorten a long name in its middle: names often differ in their last characters only."""
     half = _NAME_LENGTH // 2
     return name if len(name) <= _NAME_LENGTH else f"{name[:half]}…{name[-half + 1 :]}"
 

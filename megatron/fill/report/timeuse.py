@@ -1,7 +1,7 @@
-"""Where the bubble time of one rank went while filling was on (as FreeRide breaks it down, arXiv 2409.06941).
+"""The uses of one rank's bubble time while filling was on (FreeRide's breakdown, arXiv 2409.06941).
 
-Each nanosecond counts once.  What a worker left no word of is judged by whether it was there: its first and its last
-word tell from when to when.
+Each nanosecond counts once.  A bubble that no worker has a ``BubbleUse`` of counts as missed by a worker if it lies
+between that worker's first and last use, as not known if older uses were dropped, and otherwise as without a job.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from megatron.fill.types import Lack, WorkerRecord
 
 
 class TimeUse(StrEnum):
-    """What a stretch of a bubble was used for, or why it was not."""
+    """The use of a stretch of a bubble, or the reason why it was not used."""
 
-    STEPS = "steps"  # inside side-task steps
-    RUNTIME = "runtime"  # to the first step, between steps, in the pause; bubbles that a worker missed
-    LITTLE_TIME = "little_time"  # before the predicted end, and the next step did not fit
-    PAST_PREDICTION = "past_prediction"  # after the predicted end, which is why no step was begun
-    LITTLE_MEMORY = "little_memory"  # the next step needs more than the bubble has
-    NO_JOB = "no_job"  # nobody had a step to run
-    TOO_SHORT = "too_short"  # before the predicted end, and the gate stayed shut since that was near
-    NOT_PREDICTED = "not_predicted"  # so the gate stayed shut
-    NOT_KNOWN = "not_known"  # of old bubbles the records have only sums; or what workers did was never written
+    STEPS = "steps"  # inside steps of jobs
+    RUNTIME = "runtime"  # up to the first step, between steps, in the pause; bubbles that a worker missed
+    LITTLE_TIME = "little_time"  # before the predicted end; the next step did not fit
+    PAST_PREDICTION = "past_prediction"  # after the predicted end, hence no step was begun
+    LITTLE_MEMORY = "little_memory"  # the next step needs more memory than the bubble has
+    NO_JOB = "no_job"  # no worker had a step to run
+    TOO_SHORT = "too_short"  # before a predicted end so near that the gate stayed shut
+    NOT_PREDICTED = "not_predicted"  # no prediction, hence the gate stayed shut
+    NOT_KNOWN = "not_known"  # old bubbles, of which only sums are recorded; or the workers' records are missing
 
 
 def time_use(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> dict[TimeUse, int]:
-    """The nanoseconds of all bubbles with filling on, by what became of them."""
+    """Return the nanoseconds of all bubbles with filling on, by use."""
     use = dict.fromkeys(TimeUse, 0)
     single = bubbles.filling & (bubbles.index >= 0)
     shut = single & (bubbles.seq == 0)
@@ -44,28 +44,28 @@ def time_use(bubbles: Bubbles, workers: Sequence[WorkerRecord]) -> dict[TimeUse,
     opened = np.flatnonzero(single & (bubbles.seq > 0))
     opened = opened[np.argsort(bubbles.seq[opened], kind="stable")]
     _add_opened(use, bubbles, opened, _Words(bubbles.seq[opened], bubbles.duration[opened], workers))
-    # Of old bubbles it is still known how much was harvested.
+    # The harvest in old bubbles is still known, as a sum.
     forgotten = sum(worker.harvested_ns - sum(column(worker.uses, "harvested_ns")) for worker in workers)
     _move(use, TimeUse.NOT_KNOWN, TimeUse.STEPS, max(0, forgotten))
     return use
 
 
 def time_use_unknown(bubbles: Bubbles) -> dict[TimeUse, int]:
-    """The same where it is not known what the workers did."""
+    """Return ``time_use`` of bubbles whose workers' records are missing."""
     use = time_use(bubbles, ())
     _move(use, TimeUse.NO_JOB, TimeUse.NOT_KNOWN, use[TimeUse.NO_JOB])
     return use
 
 
 class _Words:
-    """What the workers said of bubbles, an entry for each of ``seq`` (ascending).
+    """The workers' uses of bubbles, one array entry for each bubble of ``seq`` (ascending).
 
     Attributes:
-        any: whether one said anything.
-        harvested: by all of them; of each no more than the bubble's ``duration``.
-        left, lack: of the one who was done with it last.
-        missed: whether one was there and said nothing.
-        forgotten: whether what one said may have been forgotten.
+        any: True if a worker has a use of it.
+        harvested: ns harvested by all workers; by each of them at most the bubble's ``duration``.
+        left, lack: fields of the worker that left the bubble last.
+        missed: True if a worker was running and has no use of it.
+        forgotten: True if a worker's use of it may have been dropped from its record.
     """
 
     def __init__(self, seq: np.ndarray, duration: np.ndarray, workers: Sequence[WorkerRecord]) -> None:

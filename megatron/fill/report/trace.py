@@ -26,10 +26,11 @@ def write_trace(
 ) -> None:
     """Write the trace of a few iterations: one process per rank, with threads main job, bubbles and side task.
 
-    The iterations are the last ones with side-task steps, or the last ones where there are none.
+    The iterations are the last ones with steps of jobs, or the last ones if there are no steps.
 
     Args:
-        what: which ranks these are, if not all.
+        iterations: number of iterations to write.
+        what: description of the ranks, if not all are written.
     """
     ranks = sorted(ranks, key=lambda record: record.info.rank)
     window = choose_window(ranks, workers, iterations)

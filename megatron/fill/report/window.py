@@ -1,4 +1,4 @@
-"""Which iterations of a run to draw, and where each rank's events stand on one time axis."""
+"""The choice of the iterations to draw, and one time axis for the events of all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from megatron.fill.records import column
 from megatron.fill.types import Iteration, RankRecord, WorkerRecord
 
-_LOOK_BACK = 1000  # iterations
-_GAP = 1.1  # a window this much longer than its iterations has something else inside, such as an evaluation
+_LOOK_BACK = 1000  # iterations considered, from the end
+_GAP = 1.1  # a window longer than its iterations by this factor contains something else, such as an evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Window:
     """A stretch of consecutive iterations.
 
     Attributes:
-        first, last: the numbers of its iterations.
-        start_ns, end_ns: on the clock of the lowest rank's node.
-        shift_ns: per rank, what to add to its node's clock to get to that one.
+        first, last: numbers of its first and last iteration.
+        start_ns, end_ns: its start and end on the clock of the lowest rank's node.
+        shift_ns: offset to add to a rank's times for that clock, by rank.
     """
 
     first: int
@@ -37,7 +37,7 @@ class Window:
         return self.end_ns - self.start_ns
 
     def place(self, rank: int, start_ns: int, end_ns: int) -> tuple[int, int] | None:
-        """Start and duration of an event of a rank in nanoseconds from the window's start; None if it lies outside."""
+        """Return start (from the window's) and duration of a rank's event, clipped to the window; None if outside."""
         start = start_ns + self.shift_ns.get(rank, 0) - self.start_ns
         end = start + end_ns - start_ns
         if end <= 0 or start >= self.duration_ns:
@@ -47,7 +47,7 @@ class Window:
 
 
 def near[T](values: Sequence[T], window: Window) -> Sequence[T]:
-    """The bubbles or spans of a rank that may lie in the window: a long record has many more."""
+    """Return the bubbles or spans of a rank that may lie in the window; a long record has many more."""
     places = [
         at
         for at, iteration in enumerate(column(values, "iteration"))
@@ -57,11 +57,11 @@ def near[T](values: Sequence[T], window: Window) -> Sequence[T]:
 
 
 def choose_window(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], iterations: int) -> Window | None:
-    """The last consecutive iterations that all ranks have and that show the most.
+    """Choose ``iterations`` consecutive iterations that all ranks recorded.
 
-    Iterations with side-task steps and filling on go before those with filling on alone, and those before the rest: a
-    run that ends in a block with filling off, or after its jobs, is still shown at work.  Then a window goes before one
-    that is torn apart by an evaluation.
+    Preferred are iterations with filling on and steps of jobs in each, then iterations with filling on: a run that ends
+    in a block with filling off, or after its jobs, is still shown at work.  Then a window without an evaluation inside
+    is preferred, and then the last one.
 
     Returns:
         None if the ranks have no iteration in common.
@@ -97,9 +97,9 @@ def choose_window(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], 
 def _shifts(
     ranks: Sequence[RankRecord], by_number: Sequence[dict[int, Iteration]], common: Iterable[int]
 ) -> dict[int, int]:
-    """Per rank, its node's clock shift.
+    """Return the clock shift of each rank's node, in ns, by rank.
 
-    Nodes do not share CLOCK_MONOTONIC; but an iteration ends with a collective of all ranks, so its ends are taken to
+    Nodes do not share CLOCK_MONOTONIC; but an iteration ends with a collective of all ranks, so its ends are assumed to
     be simultaneous.
     """
     ends: defaultdict[int, list[float]] = defaultdict(list)
