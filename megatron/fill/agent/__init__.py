@@ -1,1 +1,1 @@
-"""The process beside each rank that takes jobs from the store, runs each in a worker and holds it to its limits."""
+"""The process next to each rank that takes jobs from the store, runs each in a worker and enforces its limits."""

@@ -1,4 +1,4 @@
-"""What a job is let in with: its environment, its user, and whether it is let in at all."""
+"""Admission of jobs: the user, the environment, and the list of jobs that may run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron.fill.store.port import Job
 from megatron.fill.work import Work
 
 COMMAND = "command"  # stands for every command in a list of what is allowed
-_VARIABLE = "env:"  # what stands before the names of variables there
+_VARIABLE = "env:"  # prefix of the patterns for variables there
 _NOBODY = 65534
 
-# Everything else stays out: tokens and passwords, and what Megatron's ranks find each other by.
+# Nothing else is passed on: the rest may be tokens, passwords, or the addresses of Megatron's process group.
 _KEPT = {
     "PATH",
     "HOME",
@@ -68,10 +68,10 @@ class JobUser:
 
 
 def find_user(name: str) -> JobUser:
-    """The user of that name (or number), to run jobs as.
+    """Return the user with this name (or number), to run jobs as.
 
     Raises:
-        ConfigError: there is no such user, it is root, or we may not change to it.
+        ConfigError: there is no such user, it is root, or this process may not change to it.
     """
     try:
         entry = pwd.getpwuid(int(name)) if name.isdecimal() else pwd.getpwnam(name)
@@ -85,7 +85,10 @@ def find_user(name: str) -> JobUser:
 
 
 def default_user() -> JobUser | None:
-    """Whom jobs run as if nobody says: a user without rights where that can be, else None: as this process."""
+    """Return the default user for jobs: ``nobody`` if this process is root and can become it, otherwise None.
+
+    None stands for the user of this process.
+    """
     if os.geteuid() != 0:
         return None
     try:
@@ -96,10 +99,10 @@ def default_user() -> JobUser | None:
 
 
 def check_reach(user: JobUser, place: Path) -> None:
-    """Whether the user can come to a place that its jobs need: the run folder, the interpreter.
+    """Check that the user can reach a path that its jobs need: the run folder, the interpreter.
 
     Raises:
-        ConfigError: a folder on the way is closed to it; the message names it.
+        ConfigError: the user may not enter a folder on the path; the message names the folder.
     """
     place = place.resolve()
     for part in [*reversed(place.parents), place]:
@@ -113,12 +116,12 @@ def check_reach(user: JobUser, place: Path) -> None:
 def environment(
     host: Mapping[str, str], device: Mapping[str, str], user: JobUser | None, directory: Path
 ) -> dict[str, str]:
-    """What a worker is started with; a job's own variables count later, inside its cage.
+    """Return the environment that a worker is started with; the job's own variables are set later, in its sandbox.
 
     Args:
-        host: the agent's own, of which little is kept.
-        device: what the worker's device needs.
-        directory: the job's folder, which is the home of a user who has none.
+        host: the agent's environment, of which only ``_KEPT`` is passed on.
+        device: variables that the worker's device needs.
+        directory: the job's folder, used as HOME if the user has no home folder.
     """
     kept = {name: value for name, value in host.items() if name in _KEPT or name.startswith("LC_")}
     if user is not None:
@@ -128,11 +131,11 @@ def environment(
 
 
 def told(job: Job, run: str, directory: Path) -> dict[str, str]:
-    """What a job is told of itself, as variables, which hold no zero bytes.
+    """Return the variables ``PIPEFILL_*`` that describe a job to itself; zero bytes are removed.
 
     Args:
         run: the run folder.
-        directory: the job's.
+        directory: the job's folder.
     """
     index, count = job.work.array or (0, 1)
     values = {
@@ -148,11 +151,11 @@ def told(job: Job, run: str, directory: Path) -> dict[str, str]:
 
 
 def refusal(work: Work, allowed: Sequence[str]) -> str:
-    """Why a job may not run here; empty if it may.
+    """Return the reason why a job may not run here; empty if it may.
 
     Args:
         allowed: patterns (``fnmatch``) of ``module:Class``, the word ``command``, and ``env:PATTERN`` for the variables
-            that a task may set: many a variable decides what code is run.  Empty for everything.
+            that a task may set, since many variables decide which code runs.  An empty list allows everything.
     """
     if not allowed:
         return ""

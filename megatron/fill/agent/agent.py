@@ -1,10 +1,11 @@
-"""One rank's agent: takes jobs from the store, runs each in a worker, and sees to its end.
+"""The agent of one rank: takes jobs from the store, runs each in a worker and watches the worker until it has ended.
 
-The rank's warden starts it, and its workers are thereby in the rank's session: only there does Linux honour their
-idle priority against the rank (autogroups).  It is the workers' parent: nothing they start outlives it, and the kernel
-ends it when the warden dies.  It never talks to the rank; both look at the gate.
+The rank's warden starts the agent, so the workers are in the rank's session: Linux honours their idle priority against
+the rank only within one session (autogroups).  The agent is the workers' parent: no process of theirs outlives it, and
+the kernel ends it when the warden dies.  It never talks to the rank; both read the gate.
 
-It has two *seats*: the resident job gets every bubble first, the tail job what the resident one cannot use.
+It has two *seats*: the resident job gets every bubble first, the tail job gets the time that the resident job cannot
+use.
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ from megatron.fill.store.port import DeviceEntry
 
 logger = logging.getLogger("pipefill.agent")
 
-_KILL_S = 1.5  # how long a kill may take
-_SHRINK_S = 1.0  # how long a worker may take to give memory back, once its step has ended
-_RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # how often an empty seat looks for a job
-_SETTLE_S = 0.5  # how often is looked whether jobs have settled
-_SHOW_S = 10.0  # how often what runs is written down, and what waits is told why
+_KILL_S = 1.5  # time limit for a kill
+_SHRINK_S = 1.0  # time limit for giving memory back, once the worker's step has ended
+_RESIDENT_LOOKS_S, _TAIL_LOOKS_S = 1.0, 5.0  # time between two looks of an empty seat for a job
+_SETTLE_S = 0.5  # time between two looks whether jobs have settled
+_SHOW_S = 10.0  # time between two records of the running jobs, and of the reasons why others wait
 
 
 class Agent:
-    """Runs jobs in the bubbles of one rank until the main job is over.
+    """Runs jobs in the bubbles of one rank until the training is over.
 
-    Six threads: the main one, one for each seat, and those of the claims, the control page and the records; and one
-    more until jobs have settled.
+    It has six threads: the main thread, one per seat, and one each for claims, control page and records; and one more
+    until jobs have settled.
 
     Args:
-        dead: the pids of the agents that served this rank before and died: what they held is given back.
+        dead: pids of the agents that served this rank before and died; the jobs that they held are given back.
     """
 
     def __init__(self, spec: AgentSpec, dead: list[int]) -> None:
@@ -79,7 +80,7 @@ class Agent:
     def _station(self, spec: AgentSpec, name: str, dead: list[int]) -> Station:
         mps = MpsDaemon.existing(Path(spec.mps_pipe)) if spec.mps_pipe is not None else None
         device = open_device(spec.device, spec.sharing, mps, spec.device_uuid, spec.parent)
-        # It gives memory back between two steps, and a step may run on for its grace.
+        # A worker gives memory back between two steps, and a step may run beyond its bubble for the grace period.
         memory = DeviceMemory(device, spec.margin_bytes, _SHRINK_S + spec.grace_ns / 1e9)
         board, control, baton_fd = CycleBoardReader(spec.board_fd), ControlPage(spec.control_fd), Baton.create()
         margin_bytes = spec.margin_bytes + device.overhead_bytes
@@ -102,7 +103,7 @@ class Agent:
     def _claims(self, spec: AgentSpec, name: str, dead: list[int]) -> Claims:
         run_dir = Path(spec.run_dir)
         owners = [f"{name}, pid {pid}" for pid in (os.getpid(), *dead)]
-        # An agent that follows a dead one must not submit again what has finished meanwhile.
+        # An agent that replaces a dead one must not submit jobs again that have finished in the meantime.
         submit = not_yet_submitted(run_dir, spec.store, spec.submit)
         return Claims(
             spec.store,
@@ -115,10 +116,10 @@ class Agent:
         )
 
     def describe(self) -> DeviceEntry:
-        """This device as the store should know it."""
+        """Return the store's entry for this device."""
         station = self.station
         cycle = station.board.read()
-        paused = station.control.state is not RunState.RUNNING  # it takes no job, and nobody knows until when
+        paused = station.control.state is not RunState.RUNNING  # the device takes no job until an unknown time
         return DeviceEntry(
             name=station.name,
             run=station.spec.run_dir,
@@ -129,7 +130,7 @@ class Agent:
         )
 
     def run(self) -> None:
-        """Serve until the main job is over."""
+        """Serve until the training is over."""
         station = self.station
         station.claims.start()
         ControlWatcher(station.control, self._control_changed).start()
@@ -145,7 +146,7 @@ class Agent:
         for thread in threads:
             thread.join()
         self.crew.stand_down()
-        # First: the rank does not wait for the store for long.
+        # Before the store is notified: the rank does not wait long for the agent's end.
         try:
             self.ledger.write()
         except OSError as error:
@@ -153,7 +154,11 @@ class Agent:
         station.claims.stop()
 
     def _control_changed(self, state: RunState) -> None:
-        """Say so, and of a kill not before it is done: the seats end their workers at their next look."""
+        """Acknowledge the new state; a kill only when no worker is left (each seat ends its worker at its next look).
+
+        Raises:
+            TimeoutError: workers are left after ``_KILL_S``.
+        """
         logger.info("%s", state.name)
         if state is RunState.KILLED:
             self.crew.stand_down()
@@ -164,7 +169,7 @@ class Agent:
             time.sleep(0.02)
 
     def _look_elsewhere(self) -> None:
-        """There is no job at all: what is another rank's tail job worth here?"""
+        """Ask for the tail job of another rank, if this rank has no job at all."""
         if not self.tail.job_name:
             self.station.claims.ask(self.mover.look)
 
@@ -174,14 +179,14 @@ class Agent:
                 served = seat.serve()
                 if served:
                     self.ledger.write()
-            except Exception:  # one seat's trouble is not the other's
+            except Exception:  # an error in one seat must not stop the other
                 logger.exception("%s failed", seat)
                 served = False
             if not served:
                 seat.rest(looks_s)
 
     def _settle(self) -> None:
-        """Tell the rank when jobs have settled: paired blocks may begin, and the harvest counts."""
+        """Notify the rank when jobs have settled: from then on paired blocks may begin, and the harvest counts."""
         station = self.station
         spec = station.spec
         settling = Settling(Path(spec.records), spec.rank, spec.ranks, self._stepped, station.control)
@@ -202,9 +207,9 @@ class Agent:
         return self.resident.stepped
 
     def _show(self) -> None:
-        """Write down what runs, and tell why the others wait, again and again.
+        """Periodically record the running jobs, and the reasons why others wait.
 
-        Of an agent that is killed, what is written down is the last word.
+        The latest record is all that is left of an agent that is killed.
         """
         while not self.station.over:
             self.resident.rest(_SHOW_S)
@@ -226,9 +231,9 @@ def main() -> None:
         agent.station.orphaned.set()
 
     signal.signal(signal.SIGTERM, on_term)
-    host.ignore_notices()  # workers inherit this: until they listen to USR1, it is not to end them
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main job; its end ends us
-    host.use_every_core()  # only the workers belong on the rank's own
+    host.ignore_notices()  # workers inherit this: USR1 must not end them before they handle it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training; the agent ends with it
+    host.use_every_core()  # only the workers belong on the rank's own core
     host.adopt_orphans()
     host.die_with_parent(int(warden), signal.SIGTERM)
     agent.run()

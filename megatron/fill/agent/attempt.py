@@ -1,4 +1,4 @@
-"""One job in one worker, from its start to how it ended."""
+"""An attempt to run a job: starts its worker, watches it and returns how it ended."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from megatron.fill.worker.confined import Confined
 
 logger = logging.getLogger("pipefill.agent")
 
-_CONFINED_S, _LOOK_S = 60.0, 0.2  # how long a worker may take until its job can begin, on a machine that is busy
-_MOST_SAID = 2000
-_SHOWN = 2000  # bubbles and steps, the most recent ones, in the record of a job that runs
+_CONFINED_S, _LOOK_S = 60.0, 0.2  # time limit for setting up the sandbox, on a busy machine; time between two looks
+_MOST_SAID = 2000  # most characters of a worker's last output that are logged
+_SHOWN = 2000  # number of recent bubbles and steps in the record of a running job
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What there is of a job once it may begin."""
+    """The parts of an attempt whose job has begun or may begin."""
 
     holder: Holder
     confined: Confined
@@ -55,17 +55,17 @@ class _Begun:
 
 
 class Attempt:
-    """One claim of a job, served in a seat.
+    """An attempt to run a claimed job, in a seat.
 
-    The seat's thread calls ``run``.  What others may look at meanwhile (``progress``, ``so_far``, ``resident``,
-    ``forecast``) is for any thread.
+    The seat's thread calls ``run``.  Any thread may use ``progress``, ``so_far``, ``resident`` and ``forecast`` in the
+    meantime.
 
     Args:
         directory: the job's folder, ready.
-        beside: the resident job, for a tail job; None for a resident one.
+        beside: the resident job if this one is a tail job; None if it is itself the resident job.
 
     Attributes:
-        resident: the job and its folder, while it runs.
+        resident: the job and its folder while it runs; None before and after.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class Attempt:
         self._begun: _Begun | None = None
 
     def run(self) -> End:
-        """Run the job until its worker has ended; nothing of it is left then, whatever is raised.
+        """Run the job until its worker has ended; no process of it is left, whatever is raised.
 
         Raises:
-            NotStarted: it did not begin.
+            NotStarted: the job did not begin.
         """
         with contextlib.ExitStack() as always, contextlib.ExitStack() as on_failure:
             with starting():
@@ -102,16 +102,16 @@ class Attempt:
 
     @property
     def stepped(self) -> bool:
-        """Whether the job has done a step, as its worker says."""
+        """True if the job has done a step, according to its worker."""
         return self._begun is not None and self._begun.log.step_count > 0
 
     def progress(self) -> Progress:
-        """How far the job is."""
+        """Return the job's progress."""
         begun = self._begun
         return self.job.progress if begun is None else progress_of(self.job, begun.log, self.started_ns / 1e9)
 
     def so_far(self) -> Record | None:
-        """The record of a job that runs; None before it may begin."""
+        """Return the record of a running job; None before it may begin."""
         if (begun := self._begun) is None:
             return None
         unit = begun.log.unit or self.job.progress.unit
@@ -120,7 +120,7 @@ class Attempt:
         return replace(record, unit=unit, total_work=begun.log.total_work), worker
 
     def record(self, state: JobState, reason: str, end: End) -> Record:
-        """The record of a job that has ended."""
+        """Return the record of a job that has ended."""
         assert self._begun is not None
         outcome, worker = end.outcome, self._begun.log.record(self.job.name, self.station.spec.rank)
         record = replace(
@@ -134,11 +134,11 @@ class Attempt:
         return record, worker
 
     def _start(self, always: contextlib.ExitStack, on_failure: contextlib.ExitStack) -> _Begun:
-        """Let the job begin once it is kept in.
+        """Start the worker, and let the job begin once it is in its sandbox.
 
         Args:
-            always: what is to be given back at the end of the attempt.
-            on_failure: what is to be done before, if that end comes unforeseen.
+            always: clean-up for the end of the attempt.
+            on_failure: clean-up that comes before it if the attempt ends with an exception.
         """
         station, job = self.station, self.job
         station.claims.hold(self.held)  # on a busy machine a start may take longer than a lease
@@ -184,12 +184,12 @@ class Attempt:
         raise OSError(f"its worker was not ready within {_CONFINED_S:g} s")
 
     def _abandon(self, holder: Holder) -> None:
-        """End a worker before its time: it takes all with it."""
+        """End a worker whose attempt failed, with all that it started, and log its unread output."""
         if said := holder.end():
             logger.warning("job %s: its worker said: %s", self.job.name, said[-_MOST_SAID:])
 
     def _stay(self, begun: _Begun) -> End:
-        """Stay with the worker until it has ended."""
+        """Watch the worker until it has ended."""
         station, spec, log = self.station, self.station.spec, begun.log
         enforcer = Enforcer(
             begun.confined.pid,
@@ -238,7 +238,7 @@ class Attempt:
         )
 
     def _ask_to_stop(self) -> None:
-        """A task saves itself; of a command its holder says how far it came."""
+        """Ask the job to stop: a task saves its state; the first process of a command's worker reports its progress."""
         assert self._begun is not None
         if self.job.work.command is None:
             self._signal(signal.SIGTERM)
@@ -246,7 +246,7 @@ class Attempt:
             self._begun.holder.process.terminate()
 
     def _ask_to_shrink(self, to_bytes: int | None) -> None:
-        """Have the task give memory back at its next look around, which a signal brings about; a command cannot."""
+        """Ask the task to give memory back; a signal makes it look at the request.  A command cannot give any back."""
         assert self._begun is not None
         if self.job.work.command is None:
             if to_bytes is not None:
@@ -263,7 +263,7 @@ class Attempt:
             os.kill(self._begun.confined.pid, number)
 
     def _record(self, begun: _Begun, worker: WorkerRecord, state: JobState, reason: str) -> JobRecord:
-        """The job's, with the counts of its worker's: the log itself has gone on since then."""
+        """Return the job's record; its counts are those of ``worker``, since the log itself has changed since then."""
         job, log, now_ns = self.job, begun.log, time.monotonic_ns()
         return JobRecord(
             name=job.name,

@@ -1,7 +1,7 @@
-"""An agent's dealings with the job store: patient where the store cannot be reached, and never in the way.
+"""The agent's client of the job store: heartbeats, claims and ends of jobs, with retries while the store is away.
 
-A database that is locked, slow or gone costs the agent's jobs nothing while they run: heartbeats and questions are
-tried again after a pause that grows, and said in the agent's log.
+A database that is locked, slow or gone does not affect jobs that run: heartbeats and requests are tried again after a
+growing pause, and the agent's log says so.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from megatron.fill.types import JobState
 
 logger = logging.getLogger("pipefill.agent")
 
-_BEAT_S = 3.0  # at most between two heartbeats: they also carry progress out, and cancellations in
-_LAST_S = 5.0  # how long a store that does not answer is waited for at the end
+_BEAT_S = 3.0  # most time between two heartbeats, which also carry progress out and cancellations in
+_LAST_S = 5.0  # time for which a store that does not answer is tried at the end
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """With a store.
+    """Timing of the requests to a store.
 
     Attributes:
-        tick_s: between two looks at what is to be said to it.
-        first_pause_s, longest_pause_s: after it has not answered; twice as long each time.
+        tick_s: time between two looks whether a message is due.
+        first_pause_s, longest_pause_s: pause after the store has not answered; it doubles each time.
     """
 
     tick_s: float = 0.5
@@ -45,9 +45,10 @@ class HeldClaim:
     """A job that this agent holds.
 
     Attributes:
-        progress: how far the job is now.
-        standing: what the store last said of the claim.
-        stepped: the store knows of a step that it did since it was claimed.
+        progress: returns the job's progress.
+        standing: state of the claim at the latest heartbeat.
+        stepped: the store knows that the job has done a step since it was claimed.
+        beat_s: time of the latest heartbeat (``time.monotonic``).
     """
 
     claim: Claim
@@ -60,15 +61,15 @@ class HeldClaim:
 class Claims:
     """Keeps one agent's jobs and device alive in the store, in a thread of its own.
 
-    Any thread may ask, claim, hold and finish.  ``device`` and the progress of a claim are called by the thread here.
+    Any thread may ask, claim, hold and finish.  The thread here calls ``device`` and the progress of a claim.
 
     Args:
-        submit: the jobs to put into the queue once the store can be reached, which is made if need be; None if an agent
-            before this one has done so.  A store that is away then is not made anew: that one would stay empty.
-        submitted: called when they are there.
-        device: this agent's device as it is now.
-        lease_s: how long the store waits for a heartbeat.
-        dead: owners that are known to be dead: what they hold is given back.
+        submit: jobs to submit once the store can be reached; the store is created if need be.  None if an earlier agent
+            has submitted them: then a missing store is not created, since the new one would stay empty.
+        submitted: called when they are in the store.
+        device: returns this agent's device entry.
+        lease_s: time for which the store waits for a heartbeat.
+        dead: owners that are known to be dead; the jobs that they hold are given back.
         connect: opens the store of a URL.
     """
 
@@ -95,7 +96,7 @@ class Claims:
         self._device = device
         self._store: JobStore | None = None
         self._held: list[HeldClaim] = []
-        self._unsaid: list[Callable[[JobStore], bool]] = []  # ends of jobs that the store has not heard of
+        self._unsaid: list[Callable[[JobStore], bool]] = []  # ends of jobs that the store does not know yet
         self._lock = threading.Lock()
         self._patience = patience
         self._connect = connect
@@ -109,7 +110,7 @@ class Claims:
         self._thread.start()
 
     def stop(self) -> None:
-        """No more heartbeats; the device serves no more jobs."""
+        """Stop the heartbeats and remove the device from the store."""
         self._done.set()
         self._thread.join(self.lease_s)
         if self._unsaid:
@@ -119,7 +120,7 @@ class Claims:
             self._store.close()
 
     def ask[T](self, question: Callable[[JobStore], T], patience_s: float = 0.0) -> T | None:
-        """Ask the store; None when it cannot be reached (within ``patience_s``)."""
+        """Return the store's answer; None if it cannot be reached (within ``patience_s``)."""
         end = time.monotonic() + patience_s
         while True:
             if patience_s or time.monotonic() >= self._again_s:
@@ -132,7 +133,7 @@ class Claims:
             time.sleep(min(self._patience.tick_s, max(0.0, end - time.monotonic())))
 
     def claim(self, wanted: Callable[[JobStore], Sequence[int]], device: str) -> Claim | None:
-        """Take the first free one of the jobs that ``wanted`` names."""
+        """Claim the first job of ``wanted``'s list that is free; None if there is none."""
 
         def take(store: JobStore) -> Claim | None:
             numbers = wanted(store)
@@ -158,7 +159,11 @@ class Claims:
         result: dict[str, Any],
         patience_s: float,
     ) -> bool:
-        """Say that the job ended (QUEUED: give it back); False if it is not this agent's any more, or nobody heard."""
+        """Report that the job has ended (QUEUED: give it back).
+
+        Returns:
+            False if the job is no longer this agent's, or the store cannot be reached.
+        """
 
         def say(store: JobStore) -> bool:
             if state is JobState.QUEUED:
@@ -166,14 +171,14 @@ class Claims:
             return store.finish(claim, state, reason, progress, result)
 
         heard = self.ask(say, patience_s)
-        if heard is None:  # it is said again with the heartbeats, and counts if that is soon enough
+        if heard is None:  # reported again with the heartbeats; it counts if the lease still holds then
             with self._lock:
                 self._unsaid.append(say)
         return bool(heard)
 
     def _say_rest(self, store: JobStore) -> None:
         while self._unsaid:
-            with _alone("the end of a job cannot be told to the store"):  # not at the next tick, either
+            with _alone("the end of a job cannot be told to the store"):  # then it is not tried again
                 self._unsaid[0](store)
             self._unsaid.pop(0)
 
@@ -197,7 +202,7 @@ class Claims:
         except StoreError:
             self._submit = waiting
             raise
-        except JobError:  # one of them is in the way: submit the others
+        except JobError:  # one of the jobs is refused: submit the others
             for job in _firsts_first(waiting):
                 try:
                     store.submit([job])
@@ -218,7 +223,7 @@ class Claims:
 
     def _failed(self, error: StoreError) -> None:
         if time.monotonic() < self._again_s:
-            return  # known already, from another thread
+            return  # another thread has found that out
         logger.warning("the job store does not answer, trying again in %g s: %s", self._pause_s, error)
         self._again_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, self._patience.longest_pause_s)
@@ -227,7 +232,7 @@ class Claims:
         while not self._done.wait(self._patience.tick_s):
             try:
                 self.ask(self._beat)
-            except Exception:  # one heartbeat's trouble is not the next one's
+            except Exception:  # a failed heartbeat must not stop the next one
                 logger.exception("a heartbeat failed")
 
     def _beat(self, store: JobStore) -> None:
@@ -243,7 +248,7 @@ class Claims:
             job = held.claim.job
             with _alone(f"the heartbeat of job {job.name} failed"):
                 progress = held.progress()
-                first = not held.stepped and progress.steps > job.progress.steps  # somebody waits to see that it runs
+                first = not held.stepped and progress.steps > job.progress.steps  # users wait to see that it runs
                 if not first and now_s - held.beat_s < self.every_s:
                     continue
                 standing = store.heartbeat(held.claim, progress, self.lease_s)
@@ -252,13 +257,13 @@ class Claims:
                 held.standing, held.beat_s, held.stepped = standing, now_s, held.stepped or first
 
     def look_again(self) -> None:
-        """The device's load has changed: tell the store at the next tick."""
+        """Report the device at the next tick, since its load has changed."""
         self._device_s = 0.0
 
 
 @contextmanager
 def _alone(failed: str) -> Iterator[None]:
-    """What is raised in here is logged and stops nothing else, but for a store that does not answer: asked again.
+    """Log exceptions of this block instead of raising them, except StoreError, after which the caller tries again.
 
     Raises:
         StoreError: the store does not answer.
@@ -272,7 +277,7 @@ def _alone(failed: str) -> Iterator[None]:
 
 
 def _firsts_first(jobs: Iterable[NewJob]) -> list[NewJob]:
-    """In an order in which none is before a job that it is after."""
+    """Return the jobs in an order in which each follows the jobs that it depends on (``after``)."""
     by_name = {job.name: job for job in jobs}
     before = {job.name: [first for first in job.work.after if first in by_name] for job in by_name.values()}
     return [by_name[name] for name in TopologicalSorter(before).static_order()]

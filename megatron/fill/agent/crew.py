@@ -1,4 +1,4 @@
-"""The processes that an agent starts: its workers, and the one that stands by for the next job."""
+"""Worker processes of an agent: those that have a job, and a spare one for the next job."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from megatron.fill.store.port import Job
 
 logger = logging.getLogger("pipefill.agent")
 
-AHEAD = ("numpy",)  # what most tasks import, and what costs little memory
+AHEAD = ("numpy",)  # imported by most tasks, and costs little memory
 
 
 class Crew:
     """Starts workers' first processes, and forgets them when they have ended; for any thread.
 
-    Its lock is held while a process is started, and while orphans are ended: so nobody takes one for an orphan that was
-    started just now.
+    The lock is held while a process is started and while orphans are ended, so that a new process is not ended as an
+    orphan.
     """
 
     def __init__(self, station: Station) -> None:
         self._station = station
-        self._working: set[int] = set()  # those that have a job
+        self._working: set[int] = set()  # pids of those that have a job
         self._standby: Holder | None = None
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     @property
     def working(self) -> list[int]:
-        """The processes that have a job."""
+        """The pids of the processes that have a job."""
         return sorted(self._working.copy())
 
     @contextmanager
     def worker(self, job: Job) -> Iterator[Holder]:
-        """A worker's first process, for this job; in the end nothing of it is left.
+        """Provide a worker's first process for this job; no process of the worker is left at the end.
 
         Raises:
             OSError: it cannot be started.
@@ -59,26 +59,26 @@ class Crew:
                 self._forget(holder)
 
     def stand_by(self) -> None:
-        """Have the next worker's first process ready."""
+        """Start a spare process for the next job, if there is none."""
         station = self._station
         with self._lock:
             if self._standby is None and not station.over and station.control.state is not RunState.KILLED:
                 try:
                     self._standby = self._new(idle=True, ahead=AHEAD)
-                except OSError as error:  # the next job may be luckier
+                except OSError as error:  # this may succeed for the next job
                     logger.warning("no worker stands by: %s", error)
 
     def stand_down(self) -> None:
-        """End the one that stands by."""
+        """End the spare process."""
         with self._lock:
             self._dismiss()
 
     def _start(self, job: Job) -> Holder:
-        """The one that stands by, if it will do, or a new one."""
+        """Return the spare process if it suits the job, otherwise a new one."""
         task, plain = job.work.command is None, not job.work.env
         with self._lock:
-            # What stands by has imported libraries already, which may read variables then; and it runs at idle
-            # priority, where nobody can watch a command.
+            # The spare process has imported libraries, which may have read variables; and it runs at idle priority,
+            # which is too low for watching a command.
             holder = None
             if task and plain and self._standby is not None:
                 if self._standby.alive:
@@ -90,7 +90,7 @@ class Crew:
             return holder
 
     def _forget(self, holder: Holder) -> None:
-        """End what it left that slipped out of its process group and came to us."""
+        """End processes of the worker that left its process group and are now children of this one."""
         with self._lock:
             self._working.discard(holder.pid)
             OWN.discard(holder.pid)

@@ -1,4 +1,4 @@
-"""What a watch over a worker decides: that it ends, how, and why."""
+"""Decisions to end a worker: how, and why."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Protocol
 
 
 class How(IntEnum):
-    """How a worker is ended, from mild to harsh: a harsher decision takes the place of a milder one."""
+    """Ways to end a worker by severity; a more severe decision replaces a milder one."""
 
-    STOP = 1  # it is asked to save and stop
-    LATE = 2  # it was, and did not in time: killed
-    FAIL = 3  # killed for what it did
+    STOP = 1  # asked to save and stop
+    LATE = 2  # asked to, did not stop in time, and killed
+    FAIL = 3  # killed for a violation
     CUT = 4  # killed through no fault of its own
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """One decision.
+    """A decision to end a worker.
 
     Attributes:
-        why: for people.
-        stop: why it had been asked to stop before; empty if it had not.
+        why: reason, as text for users.
+        stop: reason of an earlier request to stop; empty if there was none.
     """
 
     how: How
@@ -32,13 +32,16 @@ class Ending:
 
 
 class Watcher(Protocol):
-    """Looks after one thing for which a worker may have to end."""
+    """Checks one condition under which a worker has to end."""
 
     def look(self) -> Ending | None:
-        """Called a few times a second, always by the thread that watches the worker; None while all is well."""
+        """Check once; None while the worker may go on.
+
+        The thread that watches the worker calls this a few times a second.
+        """
 
 
 def harshest(watchers: Iterable[Watcher]) -> Ending | None:
-    """What they decide together: every one of them looks, and of two that are as harsh the first one counts."""
+    """Ask all watchers, and return the most severe decision (the first one if several are as severe)."""
     found = [ending for watcher in watchers if (ending := watcher.look()) is not None]
     return max(found, key=lambda ending: ending.how, default=None)

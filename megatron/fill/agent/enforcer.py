@@ -1,4 +1,4 @@
-"""What holds a worker to its bubbles: a step that runs on is paused and at last ended, and so is other work outside."""
+"""Enforcement of bubbles: a worker that runs outside them is paused, and ended if it does so too often or too long."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megatron.fill.linux.state import state_in, waited_ns_in
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.steplog import StepLog
 
-_LOOK_S = 0.2  # between two looks while all is well
-_SOON_S = 0.02  # while a step is overdue
+_LOOK_S = 0.2  # between two looks while no step is overdue
+_SOON_S = 0.02  # between two looks while one is
 _SOON_NS = int(_SOON_S * 1e9)
-_SCHEDULED = 2  # the kind of clock that counts a process's time on a core: with its number it names the clock
-_ASLEEP = set("SDIZX")  # the kernel's letters; what is stopped could not have gone on
+_SCHEDULED = 2  # kernel's CPUCLOCK_SCHED: with a pid it makes the id of the clock of that process's CPU time
+_ASLEEP = set("SDIZX")  # states in /proc/PID/stat; not T, since a stopped process could not have run
 
 
 @dataclass(frozen=True, slots=True)
 class _Core:
-    """What a process has had of the cores so far, all its threads.
+    """A process's use of the cores so far, summed over its threads.
 
     Attributes:
-        ran_ns: the time on one.
-        waited_ns: the time that its threads were ready and had none, but for a wait that goes on.
-        sleeps: none of them runs or is ready.
+        ran_ns: CPU time.
+        waited_ns: time that its threads waited for a core, without a wait that has not ended yet.
+        sleeps: no thread runs or is ready to run.
     """
 
     ran_ns: int = 0
@@ -42,27 +42,27 @@ class _Core:
 class Enforcer:
     """Watches one worker (Watcher).
 
-    A step that is still in flight ``grace_ns`` after its bubble has ended gets its process group stopped, and
-    continued only while bubbles are open, until the step ends.  What counts against it is its *opportunity*: the time
-    after its bubble in which it was neither stopped nor waiting for a core that the main job had.  A step that had more
-    of that than the grace has offended; one that does not end soon after that hangs.
+    If a step is still in flight ``grace_ns`` after the end of its bubble, its process group is stopped, and continued
+    only while bubbles are open, until the step ends.  The *opportunity* of a step is the time after its bubble in which
+    it was neither stopped nor waiting for a core that the training had.  A step whose opportunity exceeds the grace
+    period is a violation; one that does not end soon after that hangs.
 
-    A worker that has used up its overtime is continued only while bubbles are open, too; and none runs at all while
-    filling is off.
+    A worker that has used up its overtime is also continued only while bubbles are open.  No worker runs while filling
+    is off.
 
-    All is called by the thread that watches the worker.  A thread of its own rations the worker to bubbles: it reads
-    what is set here, and writes ``offences``, ``ending`` and the opportunity that a step had.
+    The thread that watches the worker calls all methods.  A second thread lets the worker run in bubbles only: it reads
+    the attributes set here, and writes ``offences``, ``ending`` and the opportunity of the step.
 
     Args:
         pid: the worker's process and process group, which it cannot leave.
-        max_overruns: the number of steps (or starts, or pauses) that may offend before the worker must end.
-        overtime: its account of CPU time outside bubbles; None for no limit.
-        off: whether nothing is to run: paused by the operator, or by the brake.
-        hung_ns: how long a step that has used up its grace has to end, in the bubbles that come.
+        max_overruns: number of violations (steps, starts or pauses) at which the worker is ended.
+        overtime: account of the worker's CPU time outside bubbles; None for no limit.
+        off: returns True while no worker may run, paused by the operator or by the brake.
+        hung_ns: time that a step has to end, in further bubbles, once it has used up its grace period.
 
     Attributes:
-        offences: so far.
-        ending: that the worker must be ended, and why; None while it need not.
+        offences: number of violations so far.
+        ending: the decision to end the worker; None while it may go on.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class Enforcer:
         self.offences = 0
         self.ending: Ending | None = None
         self._overdue: int | None = None  # the bubble that has ended, and that it has not left
-        self._looked_ns, self._core = 0, _Core()  # when its worker was last looked at, and what it had had then
+        self._looked_ns, self._core = 0, _Core()  # time of the latest sample of the worker, and the sample
         self._opportunity_ns = self._hangs_at_ns = 0
-        self._overdue_in = ""  # the callback that is overdue: when it is charged, it may have returned
-        self._blamed: list[str] = []  # the callbacks that offended, each once
+        self._overdue_in = ""  # the overdue callback; noted here since it may have returned when it is charged
+        self._blamed: list[str] = []  # the callbacks with violations, each once
         self._rationing: threading.Thread | None = None
-        self._held = False  # stopped while nothing is to run
+        self._held = False  # stopped because no worker may run
         self._over = self._gone = False
 
     def check(self) -> float:
-        """Look once; seconds until the next look is due."""
+        """Check the worker once, and return the seconds until the next check is due."""
         now_ns = time.monotonic_ns()
         if self.ending or self._over:
             return _LOOK_S
@@ -107,21 +107,21 @@ class Enforcer:
                 late_s = self._opportunity_ns / 1e9
                 self._fail(f"{self._overdue_in} hung: it went on for {late_s:.2g} s after its bubble")
             return _SOON_S
-        callback = self.log.phase.callback  # looked at first: what is still in flight then was so here
-        # Not which step it is: only one can run on after its bubble, whatever the log says of more that have ended.
+        callback = self.log.phase.callback  # read first: a step that is in flight below was already in flight here
+        # The step's number does not matter: only one step can run after its bubble, whatever the log's counts are.
         seq = self.log.step_seq
         ended_ns = self._ended_ns(seq) if seq else None
         if ended_ns is None:
             self._overdue, self._core = None, self._sample()
             if self._overdrawn():
-                self._hangs_at_ns = 0  # a step that is stopped before its end is none that hangs
+                self._hangs_at_ns = 0  # a stopped step is not a hang
                 self._ration(self._overdrawn)
             else:
-                self._signal(signal.SIGCONT)  # whoever stopped it was not us, and it is not to block its seat
+                self._signal(signal.SIGCONT)  # another process may have stopped it: it must not block its seat
             return _LOOK_S
         if self._overdue != seq:
             self._overdue, self._opportunity_ns, self._looked_ns = seq, 0, ended_ns
-            # How long it has had a core since the bubble's end, nobody knows; what it waited for one may be in this.
+            # CPU time since the bubble's end is unknown and counts from now on; waiting counts from the last sample on.
             self._core = replace(self._sample(), waited_ns=self._core.waited_ns)
         self._look(now_ns)
         left_ns = self.grace_ns - (now_ns - ended_ns)
@@ -133,7 +133,7 @@ class Enforcer:
         return min(_LOOK_S, max(_SOON_S, left_ns / 1e9))
 
     def look(self) -> Ending | None:
-        """Bring the account of work outside bubbles up to date, and say whether the worker must end."""
+        """Update the account of work outside bubbles, and return the decision to end the worker, if there is one."""
         if self.overtime is not None and not self._over:
             self.overtime.look()
             if self.overtime.verdict:
@@ -146,14 +146,14 @@ class Enforcer:
         self._signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """The worker has ended, and its number may become another's: no more signals."""
+        """Send no more signals: the worker has ended, and the kernel may reuse its pid."""
         self._over = self._gone = True
 
     def _hold(self) -> bool:
-        """Stop the worker while nothing is to run, once its bubble is over; whether it is stopped for that."""
+        """Stop the worker while no worker may run, once its bubble is over; True while it is stopped for that."""
         if self.off() and (self._held or self.gate.shut):
             self._held = True
-            self._signal(signal.SIGSTOP)  # again and again: it may have been continued
+            self._signal(signal.SIGSTOP)  # at each look: something else may have continued it
         elif self._held:
             self._held = False
             self._signal(signal.SIGCONT)
@@ -163,10 +163,10 @@ class Enforcer:
         return self.overtime is not None and self.overtime.overdrawn
 
     def _look(self, now_ns: int) -> None:
-        """Add the opportunity that it had since it was last looked at.
+        """Add the worker's opportunity since the latest sample.
 
-        While it slept it could have gone on; while it was ready and had no core it could not.  Of one that is ready
-        now only the time on a core counts: the kernel tells how long it has been waiting no sooner than it gets one.
+        It could have run while it slept, but not while it waited for a core.  If it waits for a core now, only its CPU
+        time counts, since the kernel does not report a wait before its end.
         """
         core, since_ns = self._sample(), now_ns - self._looked_ns
         opportunity_ns = min(since_ns, core.ran_ns - self._core.ran_ns)
@@ -176,22 +176,22 @@ class Enforcer:
         self._looked_ns, self._core = now_ns, core
 
     def _ended_ns(self, seq: int) -> int | None:
-        """When bubble ``seq`` ended, or at the latest (the gate remembers 64); None while it is open."""
+        """Return the time when bubble ``seq`` ended, 1 if that is too long ago (the gate keeps 64), None while open."""
         if self.gate.is_open(seq):
             return None
         return self.gate.closed_ns(seq) if self.gate.seq - seq < 32 else 1
 
     def _sample(self) -> _Core:
-        """What the worker has had so far.  Its first thread may have ended long ago, while others go on."""
+        """Return the worker's use of the cores so far; other threads may run though its first thread has ended."""
         with contextlib.suppress(OSError, IndexError):
             threads = list(Path(f"/proc/{self.pid}/task").iterdir())
-            states = {state_in(thread / "stat") for thread in threads}  # before the rest: what goes on later is later
+            states = {state_in(thread / "stat") for thread in threads}  # first: the times below are then not older
             waited_ns = sum(waited_ns_in(thread / "schedstat") for thread in threads)
             return _Core(time.clock_gettime_ns(~self.pid << 3 | _SCHEDULED), waited_ns, states <= _ASLEEP)
         return replace(self._core, sleeps=False)
 
     def _ration(self, needed: Callable[[], bool], after: Callable[[], None] = lambda: None) -> None:
-        """Let the worker run inside bubbles only, as long as that is needed; what to do then."""
+        """Let the worker run in bubbles only, as long as ``needed`` returns True; then call ``after``."""
         self._signal(signal.SIGSTOP)
         self._rationing = threading.Thread(target=self._serve_rations, args=(needed, after), daemon=True)
         self._rationing.start()
@@ -206,17 +206,17 @@ class Enforcer:
             self._looked_ns, self._core = time.monotonic_ns(), self._sample()
             self._signal(signal.SIGCONT)
             while self.gate.is_open(seq) and not self._over:
-                self.gate.wait_change(seq, _SOON_NS)  # a job may have queued before us, or moved us away
+                self.gate.wait_change(seq, _SOON_NS)  # a job may wait at the same futex before us, or requeue us
             if not needed():
                 break
             self._look(time.monotonic_ns())
             self._signal(signal.SIGSTOP)
-        if self._over:  # released between a look at that and the signal
+        if self._over:  # released between the check and the signal
             self._signal(signal.SIGCONT)
         after()
 
     def _charge(self) -> None:
-        """The overdue step has ended, or the watch over it."""
+        """Count a violation if the overdue step had more opportunity than the grace period."""
         if self._opportunity_ns >= self.grace_ns:
             self.offences += 1
             if self._overdue_in not in self._blamed:

@@ -1,4 +1,4 @@
-"""A job's folder: made, cleared of what an earlier attempt said, and never outside of where it belongs."""
+"""The folder of a job: made in the run folder, cleared of an earlier attempt's results, and locked while in use."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def folder_name(job: Job) -> str:
-    """``NAME-NUMBER``; a name that is more than a name (the store takes any) has no say in where files go."""
+    """Return ``NAME-NUMBER``, or ``job-NUMBER`` for a name with other characters, which could lead elsewhere."""
     return f"{job.name}-{job.id}" if _PLAIN.fullmatch(job.name) else f"job-{job.id}"
 
 
 def job_folder(run_dir: Path, job: Job, user: JobUser | None) -> Path | None:
-    """The job's folder: where it was before, or in the run folder; None if it cannot be made.
+    """Return the job's folder, the one of its earlier attempt or a new one in the run folder; None if neither works.
 
-    Where it was before is what the store says, to which others write: it counts only if it is a job's folder of this
-    name that an agent of this user has made.  No other is made, changed or handed over.
+    The earlier folder comes from the store, to which others write.  It is used only if it is a job folder of this name
+    that an agent of this user has made (``is_known``); no other folder is made, changed or handed over.
 
     Args:
-        user: whom it is to belong to, if not us.
+        user: new owner of the folder; None for the user of this process.
     """
     own, before = run_dir / JOBS / folder_name(job), Path(job.directory)
     for directory in [before] * (before != own and is_known(before, folder_name(job))) + [own]:
@@ -56,7 +56,7 @@ def job_folder(run_dir: Path, job: Job, user: JobUser | None) -> Path | None:
 
 
 def is_known(directory: Path, name: str) -> bool:
-    """Whether it is the folder of a job of this name, with no link on the way, that an agent of this user has made."""
+    """True if an agent of this user made it as the folder of a job of this name, and no link is on the path."""
     if (directory.parent.name, directory.name) != (JOBS, name):
         return False
     lock = lock_file(directory)
@@ -72,7 +72,7 @@ def is_known(directory: Path, name: str) -> bool:
 
 
 def _make_room(directory: Path, attempt: int) -> None:
-    """Keep what an earlier attempt printed, and have a place for the lock."""
+    """Rename the output of an earlier attempt, and make the folders of output and lock."""
     output = output_file(directory)
     output.parent.mkdir(exist_ok=True)
     lock_file(directory).parent.mkdir(mode=0o700, exist_ok=True)
@@ -82,13 +82,13 @@ def _make_room(directory: Path, attempt: int) -> None:
 
 @contextlib.contextmanager
 def occupied(directory: Path) -> Iterator[None]:
-    """Keep every other worker out of the folder: after a jump of the clock two agents may believe a job to be theirs.
+    """Lock the folder against other workers: after a clock jump two agents may both hold a claim of the job.
 
-    Whoever gave the job back a moment ago is waited for.  The lock is on a file that no job can open, as far as the
-    walls stand: whoever can open a file, to read it only, can lock it.
+    A worker that has just given the job back gets time to leave.  The lock file lies where no job can open it while
+    the sandbox holds, since a file can be locked by any process that can open it, even only to read.
 
     Raises:
-        OSError: somebody is in there.
+        OSError: another worker is still in the folder.
     """
     until_s = time.monotonic() + _LEAVING_S
     fd = os.open(lock_file(directory), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -103,12 +103,12 @@ def occupied(directory: Path) -> Iterator[None]:
 
 
 def _locked(fd: int, directory: Path) -> bool:
-    """Lock it for ourselves; False if somebody else has."""
+    """Lock the file; False if another process holds the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # a file system that cannot
+    except OSError as error:  # a file system without locks
         logger.info("%s cannot be locked: %s", directory, error)
     return True
 

@@ -1,4 +1,4 @@
-"""What a job's folder tells while it runs: its profile, once it is measured, and when it should be done."""
+"""Forecast of a running job: its expected end, and its profile once the worker has measured it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megatron.fill.worker.profiler import PROFILE
 
 logger = logging.getLogger("pipefill.agent")
 
-_TELL_S = 5.0  # how often the end of the job is estimated anew
+_TELL_S = 5.0  # time between two estimates of the job's end
 
 
 class JobForecast:
-    """Of one job; the thread that watches it calls, any thread reads.
+    """Forecast of one job: the thread that watches the job calls the methods, any thread reads ``done_at_s``.
 
     Attributes:
-        done_at_s: in seconds since the epoch; infinity if nobody knows.
+        done_at_s: expected end in seconds since the epoch; infinity if unknown.
     """
 
     def __init__(self, station: Station, job: Job, directory: Path, progress: Callable[[], Progress]) -> None:
@@ -37,7 +37,7 @@ class JobForecast:
         self._profile_kept = False
 
     def look(self) -> None:
-        """Called a few times a second."""
+        """Update the forecast; called a few times a second."""
         if time.monotonic() - self._told_s > _TELL_S:
             self._told_s = time.monotonic()
             self.done_at_s = self._station.ranking.done_at_s(self._progress(), self._directory)

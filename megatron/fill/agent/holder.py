@@ -1,7 +1,7 @@
-"""A worker's first process, as its agent holds it.
+"""The agent's handle of a worker's first process.
 
-On cores that the training keeps busy, the interpreter and its imports take longer than a short job does, and the
-bubbles of that time are lost.  An agent therefore has the next worker's first process ready before its job is there.
+On cores that the training keeps busy, starting the interpreter and importing take longer than a short job, and the
+bubbles of that time are lost.  The agent therefore starts the next worker's first process before there is a job.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from megatron.fill.linux.isolated import program
 from megatron.fill.linux.tree import MARK
 from megatron.fill.worker.confined import Confined
 
-# Even a worker's start-up is not to compete with the main job.
+# A worker's start-up must not compete with the training either.
 _AT_IDLE_PRIORITY = [chrt, "--idle", "0"] if (chrt := shutil.which("chrt")) else []
 
 
 class Holder:
-    """Waits for its job from the start on, and ends when we do.
+    """Starts the process, which then waits for its job and ends when this process does.
 
-    Nothing of a job has a say in how it is started: neither its variables nor a folder that it may write to.
+    The start does not depend on the job: neither on its variables nor on a folder that it can write to.
 
     Args:
-        name: the worker's, by which its limiter knows what it started: unique among those of this machine.
-        fds: what every worker of this agent maps.
-        environment: what it and its libraries are started with.
-        run_dir: whose it is, for people who look at the machine's processes.
-        idle: at idle priority from its first instruction on; what watches a command needs more than that.
-        ahead: modules that its job may use, imported while it waits.
+        name: the worker's name, by which its limiter finds processes that it started; unique on this machine.
+        fds: descriptors that every worker of this agent maps.
+        environment: environment of the process and its libraries.
+        run_dir: the run folder, shown in the process's command line for people who look at it.
+        idle: start at idle priority; watching a command needs a higher one.
+        ahead: modules to import while it waits for a job.
 
     Raises:
         OSError: it cannot be started.
@@ -62,7 +62,7 @@ class Holder:
                     cwd="/",
                     pass_fds=(*fds, theirs.fileno()),
                     process_group=0,  # not a new session: that would be a new autogroup
-                    env={**environment, MARK: name},  # as the kernel shows it, which later changes are not
+                    env={**environment, MARK: name},  # /proc/PID/environ shows this, whatever is changed later
                 )
         except BaseException:
             self._channel.close()
@@ -71,22 +71,22 @@ class Holder:
 
     @property
     def alive(self) -> bool:
-        """Whether it still waits for its job."""
+        """True while the process runs."""
         return self.process.poll() is None
 
     def give(self, spec_path: Path, log_fd: int) -> None:
-        """Hand it its job: it builds the walls, and says what they are (``confined``).
+        """Send the job to the process, which then builds the sandbox and reports it (``confined``).
 
         Raises:
-            OSError: it has ended.
+            OSError: the process has ended.
         """
         socket.send_fds(self._channel, [os.fsencode(spec_path)], [log_fd])
 
     def confined(self, within_s: float) -> Confined | None:
-        """What it says of the job's walls; None if it has ended without a word.
+        """Return the sandbox that the worker reports, or None if it ended before reporting.
 
         Raises:
-            TimeoutError: it has not said anything yet.
+            TimeoutError: it has not reported within ``within_s`` seconds.
         """
         self._channel.settimeout(within_s)
         return Confined.receive(self._channel)
@@ -95,13 +95,13 @@ class Holder:
         """Let the job begin.
 
         Raises:
-            OSError: it has ended.
+            OSError: the process has ended.
         """
         self._channel.send(b"x")
         self._channel.close()
 
     def end(self) -> str:
-        """End it, if it has not ended; what it said that nobody has read."""
+        """Kill the process if it has not ended, and return its output that has not been read."""
         self._channel.close()
         self.process.kill()
         assert self.process.stdout is not None

@@ -1,4 +1,4 @@
-"""The record of one agent's attempts: those that have ended, and how far those are that run."""
+"""The record of one agent's attempts: those that have ended, and the progress of those that run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ type Record = tuple[JobRecord, WorkerRecord]
 
 
 class AttemptLedger:
-    """For any thread; a record that cannot be written now is kept and written later.
+    """Writes the agent's records; for any thread.  A record that cannot be written now is kept and written later.
 
     Args:
-        last_word: where what cannot be written is left for the rank; None for nowhere.
+        last_word: page on which records that cannot be written are left for the rank; None for nowhere.
     """
 
     def __init__(self, file: AgentFile, last_word: LastWord | None = None) -> None:
@@ -30,10 +30,10 @@ class AttemptLedger:
 
     @contextmanager
     def running(self, so_far: Callable[[], Record | None]) -> Iterator[None]:
-        """An attempt runs meanwhile.
+        """Include an attempt in what is written, as long as this context is open.
 
         Args:
-            so_far: its record as it is now; called by any thread.  None before it has begun.
+            so_far: returns its present record, None before it has begun; called by any thread.
         """
         with self._lock:
             self._running.append(so_far)
@@ -44,15 +44,15 @@ class AttemptLedger:
                 self._running.remove(so_far)
 
     def keep(self, job: JobRecord, worker: WorkerRecord) -> None:
-        """An attempt has ended."""
+        """Add the record of an attempt that has ended."""
         with self._lock:
             self._ended.append((job, worker))
 
     def write(self) -> None:
-        """Write all down: of an agent that is killed, that is the last word.
+        """Write all records; the latest write is all that is left of an agent that is killed.
 
         Raises:
-            OSError: it cannot be written now.
+            OSError: they cannot be written now.
         """
         with self._lock:
             running = [record for so_far in self._running if (record := so_far()) is not None]

@@ -1,4 +1,4 @@
-"""Room for the main job: what a worker may hold, and what it must give back when the main job grows."""
+"""Device memory: the cap of each worker, and the memory that it must give back when the training needs more."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ logger = logging.getLogger("pipefill.agent")
 def worker_cap(
     job_bytes: int | None, device: WorkerDevice, cycle: BubbleCycle | None, margin_bytes: int, others_bytes: int
 ) -> int | NoRoom | None:
-    """How much memory a worker may hold; None for no cap, NoRoom if it is less than the job asks for.
+    """Return the memory that a worker may hold in bytes; None for no cap, NoRoom if it is less than the job asks for.
 
     Args:
-        cycle: with what was free in each bubble of late.  Memory that a job has given back since then counts when the
-            rank has shown its cycle anew, for the main job may have grown meanwhile; and never more than is free now.
-        others_bytes: what the device's other worker was promised and does not hold yet.
+        cycle: the bubble cycle, with the memory that was recently free in each bubble; no more counts than is free now.
+            Memory that a job has given back since then counts once the rank has published its cycle again, since the
+            training may have grown in the meantime.
+        others_bytes: memory that the device's other worker was promised and does not hold yet.
     """
     now_bytes = device.free_bytes()
     free = [min(slot.free_bytes, now_bytes) for slot in cycle.slots] if cycle is not None else []
@@ -33,10 +34,10 @@ def worker_cap(
 
 
 class DeviceMemory:
-    """The memory of one device, and the workers that share it with the main job; for any thread.
+    """The memory of one device, and the workers that share it with the training; for any thread.
 
     Args:
-        patience_s: how long a worker has to give memory back once it is asked.
+        patience_s: time that a worker has to give memory back once it is asked.
     """
 
     def __init__(self, device: WorkerDevice, margin_bytes: int, patience_s: float) -> None:
@@ -46,12 +47,12 @@ class DeviceMemory:
         self._shares: list[MemoryShare] = []
 
     def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom | None:
-        """How much memory a worker that asks for so much may hold beside those that run (``worker_cap``)."""
+        """Return the memory that a worker may hold in addition to those that run (``worker_cap``)."""
         others_bytes = sum(share.claim_bytes for share in self._shares.copy())
         return worker_cap(job_bytes, self._device, cycle, self._margin_bytes, others_bytes)
 
     def room_bytes(self, cycle: BubbleCycle) -> int:
-        """How much one may hold that asks for all there is."""
+        """Return the memory in bytes for a worker that asks for no particular amount."""
         found = self.cap(None, cycle)
         return found if isinstance(found, int) else 0
 
@@ -63,7 +64,7 @@ class DeviceMemory:
         shrink: Callable[[int | None], None],
         shrinking: Callable[[], bool],
     ) -> Iterator[MemoryShare]:
-        """The watch over one worker's part, as long as it runs; the arguments are those of ``MemoryShare``."""
+        """Provide the watch over one worker's share while it runs; the arguments are those of ``MemoryShare``."""
         guard = MemoryGuard(self._margin_bytes, self._patience_s)
         share = MemoryShare(self._device, limiter, promised_bytes, guard, shrink, shrinking)
         self._shares.append(share)
@@ -79,14 +80,14 @@ class MemoryShare:
     Any thread may read ``claim_bytes``; the rest is for the one that watches the worker.
 
     Args:
-        promised_bytes: what the job asked for; 0 if it did not say.
-        guard: says what the worker has to do.
-        shrink: tells the worker to hold no more than so many bytes; None reminds it of what it was told.
-        shrinking: whether it has not answered yet.
+        promised_bytes: memory that the job asked for; 0 if it asked for no particular amount.
+        guard: decides whether the worker must shrink, stop or be killed.
+        shrink: asks the worker to hold at most this many bytes; None repeats the latest request.
+        shrinking: returns True while the worker has not answered a request.
 
     Attributes:
-        ending: that the worker has to go, and why; None while it may stay.
-        request: why it was last asked to shrink; empty if it never was.
+        ending: the decision to end the worker; None while it may go on.
+        request: reason of the latest request to shrink; empty if there was none.
     """
 
     def __init__(
@@ -109,11 +110,11 @@ class MemoryShare:
 
     @property
     def claim_bytes(self) -> int:
-        """What the worker was promised and does not hold yet."""
+        """Memory that the worker was promised and does not hold yet."""
         return max(0, self._promised_bytes - self._limiter.held_bytes())
 
     def look(self) -> Ending | None:
-        shrinking = self._shrinking()  # asked first: meanwhile it may hold more, where it copies what it keeps
+        shrinking = self._shrinking()  # before the memory is read: while it shrinks it may hold more, for a copy
         verdict = self._guard.judge(self._device.free_bytes(), self._limiter.held_bytes())
         if self.ending or (verdict.order is self._order and verdict.order is not Order.SHRINK):
             return self.ending

@@ -1,4 +1,4 @@
-"""Which jobs were found not to fit the bubbles of a rank, and what their users are told."""
+"""Jobs that do not fit the bubbles of a rank, and the messages to their users."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from megatron.fill.store.port import Job, JobStore
 
 
 class Misfits:
-    """What was found counts until the board shows another cycle.  For any thread.
+    """Remembers which jobs do not fit, until the board shows another cycle; for any thread.
 
     Args:
-        device: as users know it.
-        board: its bubble cycle.
+        device: the device's name, for users.
+        board: the page with its bubble cycle.
     """
 
     def __init__(self, device: str, board: CycleBoardReader) -> None:
@@ -21,32 +21,32 @@ class Misfits:
         self._planned: dict[int, int] = {}  # job -> the board's version then
 
     def tried(self, job_id: int, tail: bool) -> None:
-        """A worker found that there is no bubble for this job."""
+        """Remember that a worker found no bubble for this job."""
         self._tried[job_id, tail] = self._board.version
 
     def may_fit(self, job_id: int, tail: bool) -> bool:
-        """Whether no worker has found otherwise."""
+        """True unless a worker has found that the job does not fit."""
         return self._tried.get((job_id, tail)) != self._board.version
 
     @property
     def refused(self) -> tuple[int, ...]:
         """The jobs that are known not to fit."""
         version = self._board.version
-        # Copies: other threads write them meanwhile.
+        # Copies, since other threads may write at the same time.
         tried = {job_id for (job_id, tail), then in self._tried.copy().items() if then == version and not tail}
         planned = {job_id for job_id, then in self._planned.copy().items() if then == version}
         return tuple(sorted(tried | planned))
 
     def planned(self, job_id: int) -> bool:
-        """This job has no plan here; whether that is news."""
+        """Remember that the job has no plan here; True if that was not known for this cycle."""
         then, self._planned[job_id] = self._planned.get(job_id), self._board.version
         return then != self._planned[job_id]
 
     def reason(self, why: str) -> str:
-        """What the user of a job that does not fit is told."""
+        """Return the message to the user of a job that does not fit."""
         return self._says + why
 
     def withdraw(self, store: JobStore, job: Job) -> None:
-        """The job has a plan here, or nobody knows: what its user was told of another cycle is not so any more."""
+        """Clear the job's message of an earlier cycle: the job now has a plan here, or it is not known yet."""
         if job.reason.startswith(self._says):
             store.note(job.id, "")

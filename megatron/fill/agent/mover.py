@@ -1,8 +1,8 @@
-"""Brings a tail job of another rank here when this rank has none.
+"""Moves a tail job of another rank to this one when this rank has no job.
 
-An idle rank watches the tail jobs of its run for a while, as the store tells of them, and asks for the one that gains
-most (``scheduler/moving.py``).  Its holder hears of it with its next heartbeat, saves the job and gives it back; then
-only this rank can claim it (``JobStore.ask_for``), and it goes on from its checkpoint.
+An idle rank watches the tail jobs of its run for a while, by their entries in the store, and asks for the one that
+gains most (``scheduler/moving.py``).  The job's agent learns of the request with its next heartbeat, saves the job and
+gives it back.  Then only this rank can claim the job (``JobStore.ask_for``), which resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megatron.fill.types import JobState
 
 logger = logging.getLogger("pipefill.agent")
 
-_LOOK_S = 3.0  # as often as heartbeats come
-_WATCH_S = 12.0  # so long, to know what a tail job gets
-_YIELD = 0.7  # of its bubbles' time, what a resident job uses
+_LOOK_S = 3.0  # the period of heartbeats
+_WATCH_S = 12.0  # least time over which a tail job's rate is measured
+_YIELD = 0.7  # share of bubble time that a resident job uses
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """How far a job was when it was first looked at."""
+    """Progress of a job when it was first looked at."""
 
     attempt: int
     at_s: float
@@ -36,12 +36,12 @@ class _Seen:
 
 
 class Mover:
-    """Looks for a job that should come here.
+    """Looks for a job that should move to this rank.
 
     Args:
-        device, run: this rank's, as the store knows them.
-        fits: whether the job may run here.
-        clock: seconds that never jump.
+        device, run: names of this rank's device and run in the store.
+        fits: returns True if the job may run here.
+        clock: monotonic time in seconds.
         epoch: seconds since the epoch.
     """
 
@@ -64,11 +64,11 @@ class Mover:
         self._looked_s = -inf
 
     def look(self, store: JobStore) -> None:
-        """Called again and again while this rank is idle: ask for a job, if there is one worth it."""
+        """Ask for a job if a move is worth it; called repeatedly while this rank is idle."""
         now_s = self._clock()
         if now_s - self._looked_s < _LOOK_S:
             return
-        if now_s - self._looked_s > 2 * _LOOK_S:  # it was busy meanwhile: what it has seen is old
+        if now_s - self._looked_s > 2 * _LOOK_S:  # the rank was busy in the meantime, so what it saw is out of date
             self._seen = {}
         self._looked_s = now_s
         devices = {device.name: device for device in store.devices() if device.run == self._run}
@@ -83,13 +83,13 @@ class Mover:
             logger.info("job %s: asked for, %s has only a tail for it", job.name, job.device)
 
     def _is_movable(self, job: Job, devices: Mapping[str, DeviceEntry]) -> bool:
-        """Whether it is a tail job of another rank that would lose nothing by a move."""
+        """True if it is a tail job of another rank, and would lose no work by a move."""
         there = devices.get(job.device)
         if there is None or job.device == self._device or there.job in ("", job.name):
             return False
         serving = job.progress.startup_s is not None and not job.cancelling
         saves = job.work.command is None and job.progress.resumable
-        return serving and saves and Path(job.directory).is_dir()  # on another node, it may not be there
+        return serving and saves and Path(job.directory).is_dir()  # the folder may be missing on another node
 
     def _first_seen(self, job: Job, now_s: float) -> _Seen:
         seen = self._seen.get(job.id)

@@ -1,4 +1,4 @@
-"""What others want of a job that runs: the store, the operator, the main job, and its own time-out."""
+"""Reasons from outside to end a running job: the store, the operator, the end of the training, the job's timeout."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LOST = "the store was out of reach for longer than its lease: another agent may
 
 
 class Orders:
-    """Looks after one job (Watcher).
+    """Watches one job for requests to end it (Watcher).
 
     Args:
-        held: the thread of the claims writes there what the store says.
-        started_ns: when it was started, CLOCK_MONOTONIC.
+        held: the claim, in which the thread of ``Claims`` records the store's answers.
+        started_ns: start of the attempt, CLOCK_MONOTONIC.
     """
 
     def __init__(self, station: Station, held: HeldClaim, log: StepLog, started_ns: int) -> None:
@@ -46,7 +46,7 @@ class Orders:
         return Ending(How.STOP, MOVES) if self._may_move() else None
 
     def _may_move(self) -> bool:
-        """Whether another rank has asked for the job, and it has been saved since: a move must not cost any work."""
+        """True if another rank has asked for the job and it has been saved since, so that a move costs no work."""
         log = self._log
         if self._held.standing is not Standing.MOVE:
             log.saving = Saving.NONE

@@ -1,4 +1,4 @@
-"""A job's output on disk: its beginning and its end, whatever it prints."""
+"""A job's output on disk, bounded: its beginning and its end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ KEPT_BYTES = 512 * 1024
 
 
 class BoundedOutput:
-    """Writes a job's output to a file: the first and the last ``KEPT_BYTES``, with a line about what is left out.
+    """Writes a job's output to a file: the first and the last ``KEPT_BYTES``, with a line on the bytes left out.
 
-    It is a Watcher, too: a job that prints more than ``most_bytes`` must end.
+    It is also a Watcher: a job that prints more than ``most_bytes`` is ended.
     """
 
     def __init__(self, path: Path, most_bytes: float = inf) -> None:
@@ -27,7 +27,7 @@ class BoundedOutput:
 
     @property
     def full(self) -> bool:
-        """Whether no more of it is to be read: a job that prints on then waits for its end."""
+        """True if no more output is to be read; a job that prints more then blocks until it is ended."""
         return self.total_bytes > self.most_bytes
 
     def look(self) -> Ending | None:
@@ -55,7 +55,7 @@ class BoundedOutput:
         self._file.close()
 
     def _put(self, data: bytes) -> None:
-        """Write what can be written: a full disk costs output, and nothing else."""
+        """Write as much as possible: a full disk loses output, and does no other harm."""
         try:
             written = self._file.write(data) or 0
         except OSError:

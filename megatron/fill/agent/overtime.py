@@ -1,4 +1,4 @@
-"""Work outside bubbles: a little is a worker's start, its checkpoints and its ends of steps; more is an offence."""
+"""CPU time outside bubbles: starting, checkpoints and ends of steps need a little of it; more is a violation."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 from megatron.fill.pages.gate import SharedGateReader
 
-_ALLOWANCE_S = 30.0  # of CPU time: to import what a large model needs, and to make it
-_SHARE = 0.05  # of the time that passes, from then on
-_LAST_S = 3.0  # of debt, which one that is stopped outside bubbles cannot come to
+_ALLOWANCE_S = 30.0  # CPU time in advance: to import a large model's libraries and to build it
+_SHARE = 0.05  # CPU time granted per second that passes
+_LAST_S = 3.0  # debt at which the worker is ended; stopped outside bubbles, it cannot come to that
 
 
 class Overtime:
-    """Keeps one worker's account of CPU time outside bubbles, all its processes together.
+    """Account of one worker's CPU time outside bubbles, summed over its processes.
 
-    Where a look finds a bubble that was open meanwhile, only what is more than its cores could do in that bubble
-    certainly was outside of it; where none was, all of it.
+    From the CPU time between two looks, the open time of bubbles times ``cores`` is subtracted; only the rest was
+    certainly outside.
 
     Args:
-        busy_s: the CPU time that the worker's processes have had in all.
-        cores: that it may use while a bubble is open.
-        clock: seconds, monotonic.
+        busy_s: returns the total CPU time of the worker's processes.
+        cores: number of cores that the worker may use while a bubble is open.
+        clock: monotonic time in seconds.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Overtime:
         self._at: tuple[float, float, int] | None = None  # the latest look
 
     def look(self) -> None:
-        """Bring the account up to date; called a few times a second."""
+        """Update the account; called a few times a second."""
         now_s, busy_s, open_ns = self._clock(), self._busy_s(), self._gate.open_ns()
         if self._at is not None:
             then_s, before_s, opened_ns = self._at
@@ -50,12 +50,12 @@ class Overtime:
 
     @property
     def overdrawn(self) -> bool:
-        """Whether it is to be stopped outside bubbles."""
+        """True if the worker must be stopped outside bubbles."""
         return self._left_s < 0
 
     @property
     def verdict(self) -> str:
-        """Why it must end: it went on although it was stopped; empty if it need not."""
+        """Reason to end the worker: it ran outside bubbles although it was stopped there; empty if there is none."""
         if self._left_s > -_LAST_S:
             return ""
         used = f"{_ALLOWANCE_S + _LAST_S:g} s of CPU time outside bubbles"

@@ -1,4 +1,4 @@
-"""How far a job is, as the store wants it."""
+"""Progress of a job, for the store."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from megatron.fill.store.port import Job, Progress
 
 
 def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
-    """How far a job is, from its worker's step log."""
-    # Before the checkpoint is loaded, the log knows of no earlier work.
+    """Return the job's progress, from its worker's step log.
+
+    Args:
+        began_s: start of the attempt (``time.monotonic``).
+    """
+    # Before the checkpoint is loaded, the log does not include earlier work.
     began = bool(log.serving_ns or log.step_count)
     done = log.base_work + log.work_done if began else job.progress.work_done
     elapsed_s = time.monotonic() - began_s

@@ -1,4 +1,4 @@
-"""Which job a seat should take next: the scheduler's view of one rank, filled from the store."""
+"""Choice of a seat's next job: fills the scheduler's state from the store, and ranks the jobs for one rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron.fill.worker.nodes import PLAN
 
 logger = logging.getLogger("pipefill.agent")
 
-_LOOK_AGAIN_S = 30.0  # how long an answer of the store about profiles is believed
+_LOOK_AGAIN_S = 30.0  # time after which the store is asked again for a missing profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class Resident:
 class Ranking:
     """Ranks the jobs that wait for one device.
 
-    For any thread; what they tell it is kept by job and by profile, so none is in another's way.
+    For any thread: all state is kept by job or by profile, so that threads do not interfere.
 
     Args:
-        policy: as ``parse_policy`` reads it.
-        device: this rank's device, by name.
-        fingerprint: what a profile measured on it is good for.
-        board: its bubble cycle.
-        margin_bytes: of memory, that stays free on every device.
-        room: how much memory a worker here would be held to, by what is free now too; None to go by the cycle alone.
+        policy: text for ``parse_policy``.
+        device: name of this rank's device.
+        fingerprint: device and software for which profiles measured here are valid.
+        board: the page with its bubble cycle.
+        margin_bytes: memory that stays free on every device.
+        room: returns the memory cap of a worker here, by what is free now too; None to use the cycle alone.
 
     Attributes:
         misfits: the jobs that were found not to fit the bubbles here.
@@ -75,14 +75,14 @@ class Ranking:
         self.margin_bytes = margin_bytes
         self.room = room or (lambda cycle: room_bytes(cycle, margin_bytes))
         self.misfits = Misfits(device, board)
-        self._explained = 0  # the board's version when those that wait were last told why
+        self._explained = 0  # the board's version at the latest messages to users of waiting jobs
         self._profiles: dict[str, tuple[float, MeasuredJob | None]] = {}
 
     def key(self, job: Job) -> str:
         return job.work.profile_key(self.fingerprint)
 
     def unit_s(self, store: JobStore, job: Job) -> float | None:
-        """Wall-clock seconds for a unit of the job's work here; infinity if it fits no bubble, None if nobody knows."""
+        """Return wall-clock seconds per unit of the job's work here; infinity if it fits no bubble, None if unknown."""
         self._learn(store, job)
         if not self.misfits.may_fit(job.id, tail=False):
             return math.inf
@@ -90,16 +90,20 @@ class Ranking:
         return estimate_s(None if cycle is None else _for_job(cycle, job), self._parsed(job), 1.0, RESERVE_NS)
 
     def remember(self, job: Job, measured: MeasuredJob) -> None:
-        """This profile was just measured."""
+        """Keep a profile that was just measured."""
         self._profiles[self.key(job)] = time.monotonic(), measured
 
     def profile_of(self, job: Job) -> list[dict[str, Any]] | None:
-        """The job's profiles as JSON, as far as the store told lately."""
+        """Return the job's profiles as JSON, None if they are not known; the store is not asked."""
         kept = self._kept(job)
         return None if kept is None else kept.to_dict()["configurations"]
 
     def wanted(self, store: JobStore, beside: Resident | None) -> list[int]:
-        """The jobs that wait, best first: for the resident seat, or for the tail seat ``beside`` a resident job."""
+        """Return the ids of the waiting jobs, best first.
+
+        Args:
+            beside: the resident job if the tail seat asks; None if the resident seat does.
+        """
         tail = beside is not None
         waiting = may_begin(store, store.list({JobState.QUEUED}))
         if tail:
@@ -131,23 +135,23 @@ class Ranking:
         return rank_jobs(self.policy, state, DeviceState(self.device))
 
     def leftover(self, resident: Resident) -> BubbleCycle | None:
-        """The bubbles that the resident job leaves; None where it has no plan: then nobody knows."""
+        """Return the bubble time that the resident job leaves; None if unknown, since it has no plan."""
         cycle, planned = self._cycle(), _read_plan(resident.directory)
         if cycle is None or planned is None:
             return None
         for profile in self._parsed(resident.job):
             if profile.configuration == planned.configuration:
-                # It is there already, so its memory was free.
+                # It runs already, so its memory was free.
                 cycle = held_cycle(cycle, max(room_bytes(cycle, 0), profile.memory_bytes))
                 try:
-                    # The plan was made for the cycle of its time; today's differs a little.
+                    # The plan was made for the cycle of that time, from which the present one differs a little.
                     return leftover(cycle, best_plan(cycle, [profile], RESERVE_NS), profile)
                 except FillError:
                     return None
         return None
 
     def done_at_s(self, progress: Progress, directory: Path) -> float:
-        """When the job that runs from this folder should be done; infinity if nobody knows."""
+        """Return the expected end of the job in this folder, in seconds since the epoch; infinity if unknown."""
         planned = _read_plan(directory)
         cycle = self.board.read()
         if planned is None or cycle is None or progress.total_work is None:
@@ -156,15 +160,15 @@ class Ranking:
         return time.time() + processing_time_s(cycle, planned, left)
 
     def _cycle(self) -> BubbleCycle | None:
-        """This rank's, with the memory that a worker is held to."""
+        """Return this rank's cycle, with the memory cap of a worker."""
         cycle = self.board.read()
         return None if cycle is None else held_cycle(cycle, self.room(cycle))
 
     def _other_cycles(self, devices: Iterable[DeviceEntry]) -> dict[str, BubbleCycle | None]:
-        """Of each other device that has told its cycle.
+        """Return the cycle of each other device that has published one.
 
-        Its present job's memory is missing there, and devices of one store are much alike: so a job may hold there what
-        it may hold here, at least.
+        The memory of that device's present job is missing in it.  Devices of one store are much alike, so a job may
+        hold at least as much there as here.
         """
         found: dict[str, BubbleCycle | None] = {}
         here = self._cycle()
@@ -172,7 +176,7 @@ class Ranking:
         for device in devices:
             if device.name == self.device or device.cycle is None:
                 continue
-            with contextlib.suppress(ValueError):  # of another version
+            with contextlib.suppress(ValueError):  # the other agent has another version
                 cycle = cycle_from_dict(device.cycle)
                 found[device.name] = held_cycle(cycle, max(least_bytes, room_bytes(cycle, self.margin_bytes)))
         return found
@@ -191,27 +195,27 @@ class Ranking:
         return () if kept is None else kept.profiles
 
     def _memory_bytes(self, job: Job) -> float:
-        """What a tail job may take at most; infinity if nobody knows."""
+        """Return the memory that a tail job needs at least; infinity if unknown."""
         if job.work.memory_bytes is not None:
             return job.work.memory_bytes
         return min((profile.memory_bytes for profile in self._parsed(job)), default=math.inf)
 
     def explain(self, store: JobStore) -> None:
-        """Tell users which jobs wait because they do not fit, once for each cycle: while no seat is free, none does."""
+        """Store the messages for waiting jobs that do not fit, once per cycle; a busy seat does not do this itself."""
         version, cycle = self.board.version, self._cycle()
         if cycle is None or version == self._explained:
             return
         self._explained = version
         for job in may_begin(store, store.list({JobState.QUEUED}))[:MOST_JOBS]:
             if not all(self.misfits.may_fit(job.id, tail) for tail in (False, True)):
-                continue  # what its worker found stands
+                continue  # its worker's finding holds
             if self.unit_s(store, job) == math.inf:
                 self._say_why(store, job, cycle)
             else:
                 self.misfits.withdraw(store, job)
 
     def _say_why(self, store: JobStore, job: Job, cycle: BubbleCycle) -> None:
-        """Tell the user why this job has no plan here, once for each cycle."""
+        """Store the message why this job has no plan here, once per cycle."""
         if not self.misfits.planned(job.id):
             return
         try:
@@ -222,11 +226,11 @@ class Ranking:
     def _view(
         self, job: Job, cycles: Mapping[str, BubbleCycle | None], unit_s: dict[tuple[str, str], float | None]
     ) -> JobView:
-        """The job as policies see it.
+        """Return the view of the job for policies.
 
         Args:
-            cycles: by device.
-            unit_s: keeps the seconds per unit of work on each device for the next job of its profile.
+            cycles: the bubble cycles by device.
+            unit_s: cache of seconds per unit of work, by profile and device.
         """
         progress = job.progress
         kept = self._kept(job)
@@ -255,7 +259,7 @@ class Ranking:
 
 
 def _for_job(cycle: BubbleCycle, job: Job) -> BubbleCycle:
-    """The cycle with the memory of a worker of this job: no more than it asked for."""
+    """Return the cycle with the memory of a worker of this job: at most what it asked for."""
     return held_cycle(cycle, room_bytes(cycle, 0), job.work.memory_bytes)
 
 

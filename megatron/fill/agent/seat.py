@@ -1,4 +1,4 @@
-"""One of an agent's two seats: takes one job after the other, and runs those that may run here."""
+"""A seat of the agent (there are two): takes one job after the other, and runs those that may run here."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from megatron.fill.types import JobState
 
 logger = logging.getLogger("pipefill.agent")
 
-_LOOK_AGAIN_S = 5.0  # leases run out, and devices become busy or free, without a change of what waits
-_REST_S = 0.2  # between two looks whether it is worth to look again
-_SAY_S = 8.0  # how long the end of a job is told to a store that does not answer
+_LOOK_AGAIN_S = 5.0  # even if the queue has not changed: leases expire, and devices become busy or free
+_REST_S = 0.2  # between two looks whether a rest is over
+_SAY_S = 8.0  # time for which a store that does not answer is tried
 
 
 class Seat:
-    """Serves one job after the other, in a thread of its own; any thread may look who sits here.
+    """Serves one job after the other, in a thread of its own; any thread may read the properties.
 
     Args:
-        judge: the agent's, whose seats' threads it may be used by.
-        beside: the resident job, for the tail seat; None for the resident seat.
+        judge: decides what becomes of a job; shared by the agent's seats.
+        beside: returns the resident job, for the tail seat; None for the resident seat.
         idle: called when there is no job for this seat.
 
     Attributes:
-        job_name: the job that sits here; empty for none.
+        job_name: name of the present job; empty for none.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Seat:
         self._beside = beside or (lambda: None)
         self._idle = idle
         self._attempt: Attempt | None = None
-        self._has_stepped = False  # one whose attempt has ended
-        self._seen: object = None  # what there was to choose from at the latest look
+        self._has_stepped = False  # a job whose attempt has ended has done a step
+        self._seen: object = None  # state of store, cycle and resident job at the latest look
         self._looked_s = 0.0
 
     def __str__(self) -> str:
@@ -70,13 +70,13 @@ class Seat:
 
     @property
     def resident(self) -> Resident | None:
-        """The job that sits here and its folder, while its worker runs."""
+        """The present job and its folder while its worker runs, otherwise None."""
         attempt = self._attempt
         return None if attempt is None else attempt.resident
 
     @property
     def stepped(self) -> bool | None:
-        """Whether a job that sits here, or that sat here, has done a step; None if there was no such job."""
+        """True once any job of this seat has done a step; until then False with a job here, None without."""
         attempt = self._attempt
         if self._has_stepped or (attempt is not None and attempt.stepped):
             return True
@@ -84,22 +84,21 @@ class Seat:
 
     @property
     def busy_until_s(self) -> float | None:
-        """When the job is expected to be done, in seconds since the epoch; None without one, infinity if nobody
-        knows."""
+        """The job's expected end in seconds since the epoch; infinity if unknown, None without a job."""
         attempt = self._attempt
         if not self.job_name:
             return None
         return math.inf if attempt is None else attempt.forecast.done_at_s
 
     def serve(self) -> bool:
-        """Run the next job, if there is one for this seat; whether there was."""
+        """Run the next job, and return True; False if there is none for this seat."""
         station, beside = self.station, self._beside()
         if station.control.state is not RunState.RUNNING:
             return False
         if self.tail and (beside is None or not station.baton.held):  # the resident job does not serve bubbles yet
             return False
         if station.device.name != "cpu" and station.board.read() is None:
-            return False  # before its first iterations nobody knows what memory the main job leaves at its peak
+            return False  # before the first iterations, the memory that the training leaves at its peak is unknown
         claim = station.claims.claim(lambda store: self._wanted(store, beside), station.name)
         if claim is None:
             self._idle()
@@ -115,23 +114,26 @@ class Seat:
         return True
 
     def rest(self, seconds: float) -> None:
-        """Wait so long, or until the main job is over, or until there is another job beside this seat to look at."""
+        """Wait for ``seconds``, at most until the training is over or the resident job next to this seat changes."""
         end_s, beside = time.monotonic() + seconds, self._neighbour
         while not self.station.over and self._neighbour == beside and time.monotonic() < end_s:
             time.sleep(_REST_S)
 
     @property
     def _neighbour(self) -> tuple[Resident | None, bool]:
-        """The job beside this seat, and whether it serves bubbles."""
+        """The resident job next to this seat, and True if it serves bubbles."""
         beside = self._beside()
         return beside, beside is not None and self.station.baton.held
 
     def may_run(self, job: Job) -> bool:
-        """Whether the job may run here, and there is memory for it now."""
+        """True if the job may run here and there is memory for it now."""
         return not refusal(job.work, self.station.spec.allow) and isinstance(self._limits(job), Limits)
 
     def _wanted(self, store: JobStore, beside: Resident | None) -> Sequence[int]:
-        """The jobs to claim, best first; where there were none, asked for anew when others wait, or after a while."""
+        """Return the ids of the jobs to claim, best first.
+
+        If there were none at the latest look, the store is asked again only after a change or ``_LOOK_AGAIN_S``.
+        """
         seen, now_s = (store.stamp(), self.station.board.version, beside), time.monotonic()
         if seen == self._seen and now_s - self._looked_s < _LOOK_AGAIN_S:
             return []
@@ -141,7 +143,7 @@ class Seat:
         return wanted
 
     def _see_to(self, claim: Claim, beside: Resident | None) -> None:
-        """Run the job, unless it may not run here; whatever is raised, it is not the job's failure."""
+        """Run the job if it may run here; an exception does not count as the job's failure."""
         station, job, state = self.station, claim.job, JobState.QUEUED
         try:
             reason = refusal(job.work, station.spec.allow)
@@ -160,9 +162,10 @@ class Seat:
         station.claims.finish(claim, state, reason, self._progress(job), {}, _SAY_S)
 
     def _run(self, claim: Claim, beside: Resident | None) -> None:
-        """
+        """Run one attempt of the job, and report its end to the store, the report and the log.
+
         Raises:
-            NotStarted: it did not begin.
+            NotStarted: the job did not begin.
         """
         station, job = self.station, claim.job
         with ExitStack() as always:
@@ -174,7 +177,7 @@ class Seat:
                 if directory is None:
                     raise OSError("it has no folder; the agent's log says why")
                 if not station.claims.ask(lambda store: store.place(claim, str(directory)), _SAY_S):
-                    return  # lost already, or nobody hears us: the lease runs out
+                    return  # the claim is lost, or the store cannot be reached and the lease runs out
                 logger.info("job %s: starting as the %s", job.name, self)
                 always.enter_context(occupied(directory))
             self._attempt = attempt = Attempt(station, self.crew, claim, limits, directory, beside)
@@ -195,7 +198,7 @@ class Seat:
             self.ledger.keep(*attempt.record(state, reason, end))
 
     def _progress(self, job: Job) -> Progress:
-        """How far a job is whose attempt failed in an unforeseen way."""
+        """Return the progress of a job whose attempt raised an unexpected exception."""
         try:
             return job.progress if self._attempt is None else self._attempt.progress()
         except Exception:

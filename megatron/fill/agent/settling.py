@@ -1,9 +1,9 @@
-"""The settle phase: paired blocks of iterations begin, and the harvest counts, once the first job of every rank has
-done a step.
+"""The settle phase: it ends, and measuring begins, once the first job of every rank has done a step.
 
-On a GPU a job sets itself up in bubbles (its context, its model, its first kernels), so its start would fall into the
-first blocks that are measured.  The agents agree through empty files beside their records, one for each rank whose job
-has settled; each tells its own rank when all are there.
+From then on paired blocks of iterations may begin, and the harvest counts.  On a GPU a job sets itself up in bubbles
+(its context, its model, its first kernels), so its start would otherwise fall into the first measured blocks.  The
+agents agree through empty files next to their records, one for each rank whose job has settled; each notifies its own
+rank when all files are there.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megatron.fill.pages.control import ControlPage
 
 logger = logging.getLogger("pipefill.agent")
 
-FOLDER = "settled"  # beside the records of agents and ranks
-IDLE_LOOKS = 20  # a rank for which nobody had a job at so many looks in a row has settled too
+FOLDER = "settled"  # next to the records of agents and ranks
+IDLE_LOOKS = 20  # number of looks in a row without any job after which a rank has settled too
 
 
 class Settling:
-    """Tells one rank when the jobs of all ranks have settled.
+    """Notifies one rank when the jobs of all ranks have settled.
 
     Args:
         records: the folder for the records of this start of the training, which the ranks share.
-        ranks: how many train.
-        stepped: whether a job of this rank has done a step; None while the rank has no job.
-        page: the rank's.
+        ranks: number of ranks that train.
+        stepped: returns True once a job of this rank has done a step; None while the rank has no job.
+        page: the rank's control page.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Settling:
         self._said = False
 
     def look(self) -> bool:
-        """Whether all have settled, so that there is nothing more to look for.
+        """Check once; True if the jobs of all ranks have settled, so that no further look is needed.
 
         Raises:
             OSError: the folder cannot be read or written now.
         """
         if self._said or self._settled():
-            self._mine.parent.mkdir(parents=True, exist_ok=True)  # again, if somebody deleted it
+            self._mine.parent.mkdir(parents=True, exist_ok=True)  # again, in case it was deleted
             self._mine.touch()
             if not self._said:
                 logger.info("the jobs of this rank have settled")

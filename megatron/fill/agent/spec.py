@@ -1,4 +1,4 @@
-"""What a rank tells its agent, as a file."""
+"""The file with the settings that a rank gives to its agent."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from megatron.fill.store.port import NewJob
 
 @dataclass(frozen=True, slots=True)
 class AgentSpec(Spec):
-    """What the rank tells its agent.
+    """The settings of an agent, from its rank.
 
     Attributes:
-        records: the folder for its records.
-        ranks: how many train.
-        left_fd: of the page on which the agent leaves what it cannot write.
-        mps_pipe: of the MPS daemon that the rank uses; None without MPS.
-        parent: the rank's pid; the warden is the agent's.
+        records: the folder for the agent's records.
+        ranks: number of ranks that train.
+        left_fd: descriptor of the page for records that the agent cannot write (``LastWord``).
+        mps_pipe: pipe directory of the MPS daemon that the rank uses; None without MPS.
+        parent: the rank's pid; the agent's own parent is the warden.
         store: the URL of the job store.
         submit: jobs to put into it.
-        user: whom the jobs run as; None for us.
-        namespaces: those that this machine gives for keeping jobs in, as ``Cage`` has them.
-        binds: places that jobs may use besides their own folders.
+        user: user that the jobs run as; None for the agent's user.
+        namespaces: namespaces that this machine provides for sandboxes (``Cage``).
+        binds: paths that jobs may use besides their own folders.
         network: jobs share the machine's network.
-        allow: the jobs that may run, as ``user.refusal`` reads it.
-        device_uuid: of the GPU; None on the CPU.
-        margin_bytes: device memory that the jobs leave free beyond the main job's peak.
-        emulate: how the CPU is to behave as a device that does not preempt; None for as it is.
-        policy: which job is next, as ``parse_policy`` reads it.
-        lease_s: how long the store keeps a job for an agent that is silent.
-        checkpoint_s: how often resumable jobs are saved.
+        allow: patterns of the jobs that may run (``admission.refusal``); empty for all.
+        device_uuid: the GPU's UUID; None on the CPU.
+        margin_bytes: device memory that the jobs leave free beyond the training's peak.
+        emulate: emulation of a device that does not preempt, on the CPU; None for no emulation.
+        policy: scheduling policy, as text for ``parse_policy``.
+        lease_s: time in seconds after which a silent agent's jobs go back to the queue.
+        checkpoint_s: time in seconds between two checkpoints of a resumable job.
     """
 
     run_dir: str

@@ -1,4 +1,4 @@
-"""The start of a job, apart from its run: what fails here is not the job's failure."""
+"""The start of a job, in which an exception does not count as the job's failure."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ logger = logging.getLogger("pipefill.agent")
 
 
 class NotStarted(Exception):
-    """A job did not begin, through no fault of its own; the message says why.  Nothing of it is left."""
+    """A job did not begin, through no fault of its own; the message says why.  No process of it is left."""
 
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """What is raised in here means that a job was not started.
+    """Turn exceptions of this block into NotStarted.
 
     Raises:
-        NotStarted: instead.
+        NotStarted: the block raised an exception.
     """
     try:
         yield
     except NotStarted:
         raise
-    except OSError as error:  # a full disk, say: another rank may do better, or this one later
+    except OSError as error:  # for example a full disk: it may succeed on another rank, or here later
         raise NotStarted(f"it could not be started: {error}") from error
     except Exception as error:
         logger.exception("a job could not be started")

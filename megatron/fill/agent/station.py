@@ -1,4 +1,4 @@
-"""What a rank has for the jobs in its bubbles."""
+"""The objects that all parts of one agent share."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megatron.fill.pages.gate import SharedGateReader
 
 @dataclass(frozen=True, slots=True)
 class Station:
-    """Made before any thread of the agent starts, and shared by all of them.
+    """The agent's shared objects, made before any of its threads starts.
 
-    Gate, board, control and baton are words in shared memory, which any thread reads; of the baton, only the resident
-    seat's thread says that it is dropped.  ``claims``, ``memory`` and ``ranking`` see to their own threads.
+    Gate, board, control and baton are pages in shared memory, which any thread may read; only the resident seat's
+    thread drops the baton.  ``claims``, ``memory`` and ``ranking`` are thread-safe.
 
     Attributes:
-        name: the device's, in the store.
-        device: of this rank.
-        memory: of that device.
-        control_fd: of the control page, for workers: through it nothing can be written.
-        orphaned: the rank has died.
+        name: the device's name in the store.
+        device: the rank's device.
+        memory: the memory of that device.
+        control_fd: read-only descriptor of the control page, for workers.
+        orphaned: set once the rank has died.
     """
 
     spec: AgentSpec
@@ -52,10 +52,10 @@ class Station:
 
     @property
     def over(self) -> bool:
-        """Whether the main job is over, or its rank has died."""
+        """True if the training is over or the rank has died."""
         return self.gate.ended or self.orphaned.is_set()
 
     @property
     def worker_fds(self) -> tuple[int, ...]:
-        """What every worker maps."""
+        """Descriptors of the pages that every worker maps."""
         return self.spec.gate_fd, self.spec.board_fd, self.control_fd, self.baton_fd

@@ -1,4 +1,4 @@
-"""What a run has put into its job store: started anew in its folder, after a requeue say, it does not do so again."""
+"""Jobs that a run has submitted to its store, so that a restart in the same folder does not submit them again."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _VERSION = 1
 
 
 def not_yet_submitted(run_dir: Path, store: str, jobs: Sequence[NewJob]) -> list[NewJob]:
-    """Those of ``jobs`` that this run has not put into this store: a job is the same one if name and spec are.
+    """Return those of ``jobs`` that this run has not submitted to this store; jobs are equal if name and work are.
 
     Raises:
-        FillError: the run's note of them cannot be read.
+        FillError: the run's file of submitted jobs cannot be read.
     """
     known = set(_read(run_dir))
     return [job for job in jobs if _digest(store, job) not in known]
 
 
 def note_submitted(run_dir: Path, store: str, jobs: Iterable[NewJob]) -> None:
-    """Remember that these are in the store."""
+    """Record that these jobs are in the store."""
     digests = list(dict.fromkeys([*_read(run_dir), *(_digest(store, job) for job in jobs)]))
     write_text(run_dir / FILE, json.dumps({"version": _VERSION, "jobs": digests}) + "\n")
 
 
 def forget_submitted(run_dir: Path) -> None:
-    """Let all be submitted anew."""
+    """Delete the record, so that all jobs are submitted again."""
     (run_dir / FILE).unlink(missing_ok=True)
 
 

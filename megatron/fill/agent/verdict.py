@@ -1,4 +1,4 @@
-"""What becomes of a job when its worker has ended: what was cut off goes back, what only ever dies does not."""
+"""Policy for a job whose worker has ended: an interrupted job is queued again, one that crashes repeatedly fails."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from megatron.fill.worker.spec import Outcome
 OVER = "the main job ended first"
 MOVES = "it moves to a rank that is idle"
 TIMEOUT = "it ran for longer than its timeout"
-_CRASHES = 3  # in a row and without a checkpoint in between: then an agent gives a job up
-_ALL_CRASHES = 12  # whatever it says that it saved
+_CRASHES = 3  # crashes in a row without a checkpoint in between, after which the job has failed
+_ALL_CRASHES = 12  # crashes in all, after which it has failed in spite of checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a worker ended.
+    """The end of a worker.
 
     Attributes:
-        crashed: it died without a word.
-        ending: what was decided about it; None if it ended of itself.
-        standing: whose the job was then.
-        saved: it left a checkpoint of its own, so something was gained.
-        kept: there is a checkpoint, of whichever attempt.
-        request: what the main job wanted of it when memory was short; empty for nothing.
-        over: the main job has ended.
-        unfit: it is not to be tried here again before the bubbles are others.
-        offences: how many of its steps ran on after their bubbles.
-        ended_ns: when.
+        outcome: the worker's own report, or a substitute if it left none.
+        crashed: the worker ended without a report.
+        ending: the agent's decision to end it; None if it ended by itself.
+        standing: state of the claim at the end.
+        saved: this attempt left a checkpoint.
+        kept: there is a checkpoint, of this or an earlier attempt.
+        request: reason of a request to give memory back to the training; empty if there was none.
+        over: the training has ended.
+        unfit: the job must not be tried here again before the bubble cycle changes.
+        offences: number of violations of the worker's bubbles (``Enforcer``).
+        ended_ns: time of the end, CLOCK_MONOTONIC.
     """
 
     outcome: Outcome
@@ -48,10 +49,10 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the store should know.
+    """The job's new state, for the store.
 
     Attributes:
-        failed: the job has failed; QUEUED then means that it may be tried again.
+        failed: the attempt has failed; with the state QUEUED, the job is tried again.
     """
 
     state: JobState
@@ -60,13 +61,13 @@ class Verdict:
 
 
 class Judge:
-    """Judges the jobs of one agent, and remembers how often their workers died there; a job is for one thread."""
+    """Decides on the jobs of one agent, and counts their crashes there; each job is for one thread at a time."""
 
     def __init__(self) -> None:
         self._deaths: dict[int, tuple[int, int]] = {}  # by job: in a row, and in all
 
     def verdict(self, job: Job, end: End) -> Verdict:
-        """What becomes of the job; one that has failed is tried again as often as it asks for."""
+        """Return the job's new state; a job that has failed is queued again for as many retries as it asks for."""
         state, reason = self._judge(job, end)
         if state is not JobState.FAILED:
             return Verdict(state, reason)
@@ -89,7 +90,7 @@ class Judge:
                 return JobState.FAILED, f"{TIMEOUT} of {job.work.timeout_s:g} s"
             case Ending(How.CUT, why):
                 return JobState.QUEUED, f"{why}; {again}"
-            # On a busy machine it may be slow to stop through no fault of its own; nothing but that was asked of it.
+            # On a busy machine a job may be slow to stop through no fault of its own.
             case Ending(How.LATE, stop=why) if why in (MOVES, OVER):
                 return JobState.QUEUED, f"{why}; {again}"
             case Ending(How.STOP, why) if end.crashed:

@@ -1,4 +1,4 @@
-"""Which of the jobs that wait a seat may take at all."""
+"""Filters for the waiting jobs: those that may begin, and those that a tail seat may take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.fill.types import JobState
 
 
 def may_begin(store: JobStore, waiting: Sequence[Job]) -> Sequence[Job]:
-    """Without the jobs that are after others, as long as not all of those have succeeded."""
+    """Return the waiting jobs without those whose prerequisites (``after``) have not all succeeded."""
     firsts = {first for job in waiting for first in job.work.after}
     if not firsts:
         return waiting
@@ -18,7 +18,7 @@ def may_begin(store: JobStore, waiting: Sequence[Job]) -> Sequence[Job]:
 
 
 def for_tails(waiting: Sequence[Job], devices: Sequence[DeviceEntry]) -> list[Job]:
-    """The jobs that no idle device would run whole: each idle one gets the first that it does not refuse."""
+    """Return the jobs that are left when each idle device gets the first job that it does not refuse."""
     idle = [device for device in devices if device.busy_until_s is None]
     left = []
     for job in waiting:

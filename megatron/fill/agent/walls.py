@@ -1,4 +1,4 @@
-"""Whom jobs run as here, and what keeps them in: found out alike by a training and by ``pipefill doctor``."""
+"""The jobs' user and sandbox on this machine, determined the same way for a training and for ``pipefill doctor``."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _NOBODY_ELSE = (
 def find_walls(
     named: str | None = None, mps: bool = False, network: bool = False, places: Sequence[Path] = (Path("runs"),)
 ) -> tuple[JobUser | None, Walls]:
-    """The user that jobs run as, None for the training's, and the walls around them.
+    """Return the user that jobs run as (None for the training's) and the layers of their sandbox.
 
     Args:
-        named: the user that is asked for (``--fill-user``); its own asks for no wall there.
+        named: the requested user (``--fill-user``); the training's own user means no separation by user.
         mps: the ranks use an MPS daemon.
         network: the jobs share the machine's network.
-        places: what the jobs' user must be able to come to, besides the interpreter.
+        places: paths that the jobs' user must be able to reach, besides the interpreter.
 
     Raises:
-        ConfigError: there is no such user, or the one that was asked for cannot come to a place.
-        SandboxError: it cannot be found out.
+        ConfigError: there is no such user, or the requested one cannot reach a path.
+        SandboxError: the layers cannot be determined.
     """
     own = named is not None and find_user(named).uid == os.geteuid()
     user = None if own else find_user(named) if named is not None else None if mps else default_user()
     walls = _look(user, None if own else _MPS if mps else _NOT_ROOT if os.geteuid() else _NOBODY_ELSE, network)
     if user is None or "mount" in walls.namespaces:
         return user, walls
-    # Without a view of its own, the user has to get through the folders on the way.
+    # Without a mount namespace, the user needs the rights to enter every folder on the path.
     try:
         for place in (*places, Path(sys.executable)):
             check_reach(user, place)
@@ -65,12 +65,12 @@ def _look(user: JobUser | None, why_same_user: str | None, network: bool) -> Wal
 def why_no_cuda_for_jobs(
     user: JobUser | None, namespaces: Sequence[str], network: bool = False, mps_pipe: str | None = None
 ) -> str:
-    """Why no job could use this node's GPUs behind its walls, by trying it; empty if one can.
+    """Return the reason why a sandboxed job cannot use this node's GPUs, by a trial; empty if it can.
 
     Args:
-        namespaces: those that this machine gives (``Walls``).
+        namespaces: namespaces that this machine provides (``Walls``).
         network: the jobs share the machine's network.
-        mps_pipe: of the MPS daemon that the ranks use; None without.
+        mps_pipe: pipe directory of the MPS daemon that the ranks use; None without MPS.
     """
     with tempfile.TemporaryDirectory(prefix="pipefill-cuda-") as folder:
         if user is not None:

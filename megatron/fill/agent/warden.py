@@ -1,9 +1,9 @@
 """The warden: a small process between a rank and its agent (``python -m megatron.fill.agent.warden SPEC``).
 
-It sees to what an agent cannot see to itself: an agent that dies is replaced, one that was stopped is continued, and
-what its workers leave behind is ended: orphans come to the nearest ancestor that adopts them, which is the agent while
-it lives and the warden from then on.  It does nothing else, so there is little in it to fail; if it dies all the same,
-agent and workers die with it and the rank trains on without filling.
+It supervises the agent: an agent that dies is replaced, one that was stopped is continued, and processes that its
+workers leave behind are ended (orphans become children of the nearest ancestor that adopts them: the agent, or the
+warden once the agent has died).  It does nothing else, so that little in it can fail.  If it dies anyway, agent and
+workers die with it, and the rank continues to train without filling.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ logger = logging.getLogger("pipefill.warden")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before an agent is started again
 _HEALTHY_S = 30.0  # an agent that has lived this long is not part of a series of deaths
-_END_S = 15.0  # how long an agent may take to end its jobs in order when the rank is gone
+_END_S = 15.0  # time limit for an agent to end its jobs in order once the rank has ended
 
 
 class Warden:
-    """Keeps one agent alive until the main job is over.
+    """Keeps one agent alive until the training is over.
 
     Args:
-        spec_path: the agent's; the warden reads from it only what descriptors to pass on.
-        continue_s: how long an agent may stay stopped.
+        spec_path: the agent's spec file; the warden reads only rank, parent and descriptors from it.
+        continue_s: time in seconds after which a stopped agent is continued.
     """
 
     def __init__(self, spec_path: Path, continue_s: float) -> None:
@@ -43,7 +43,7 @@ class Warden:
         self.rank: int = spec["rank"]
         self.parent: int = spec["parent"]
         self.descriptors = [value for name, value in spec.items() if name.endswith("_fd")]
-        self.dead: list[int] = []  # the agents before this one, whose jobs are to be given back
+        self.dead: list[int] = []  # pids of earlier agents, whose jobs are to be given back
         self._continue_s = continue_s
         self._ending = False
         self._pause_s = _FIRST_PAUSE_S
@@ -53,7 +53,7 @@ class Warden:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Serve until an agent ends of itself, which it does when the main job is over."""
+        """Serve until an agent exits with 0, which it does when the training is over."""
         while not self._ending:
             agent, began_s = self._start(), time.monotonic()
             code = self._watch(agent)
@@ -68,7 +68,7 @@ class Warden:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def end(self, number: int, frame: Any) -> None:
-        """The rank is gone, or asks for the end."""
+        """Handle a signal: the rank has ended, or asks for the end."""
         self._ending = True
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -80,7 +80,7 @@ class Warden:
         )
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> int:
-        """Wait for the agent's end; its exit code, negative for a signal."""
+        """Wait for the agent's end; return its exit code, negative for a signal."""
         stopped_s: float | None = None
         deadline_s: float | None = None
         while True:
@@ -95,7 +95,7 @@ class Warden:
                 return agent.returncode
             if self._ending and deadline_s is None:
                 deadline_s, stopped_s = now_s + _END_S, now_s - self._continue_s
-                os.kill(agent.pid, signal.SIGTERM)  # Popen's own would collect it
+                os.kill(agent.pid, signal.SIGTERM)  # not Popen.send_signal, which would reap the agent
             if stopped_s is not None and now_s - stopped_s >= self._continue_s:
                 stopped_s = None
                 os.kill(agent.pid, signal.SIGCONT)
@@ -106,7 +106,7 @@ class Warden:
                 self._wait(min((end - now_s for end in ends if end is not None), default=3600.0))
 
     def _wait(self, seconds: float) -> None:
-        """Sleep until a signal comes, at most so long."""
+        """Sleep until a signal comes, at most for ``seconds``."""
         select.select([self._signalled], [], [], max(0.0, seconds))
         try:
             os.read(self._signalled, 4096)
@@ -115,12 +115,12 @@ class Warden:
 
 
 def main(continue_s: float = 1.5) -> None:
-    os.nice(19)  # nothing from here on is in a hurry, and the main job is: not even what its agent imports
+    os.nice(19)  # warden and agent, imports included, must not compete with the training
     warden = Warden(Path(sys.argv[1]), continue_s)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank {warden.rank} %(message)s")
     signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it reaches the wake-up descriptor
     signal.signal(signal.SIGTERM, warden.end)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main job; its end ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training; the warden ends with it
     host.ignore_notices()
     host.use_every_core()
     host.adopt_orphans()

@@ -1,4 +1,4 @@
-"""One worker from its start to its end, as its agent sees it."""
+"""The agent's watch over one worker, from its start to its end."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from megatron.fill.types import JobState
 from megatron.fill.worker.spec import Outcome
 
 TICK_S = 0.2
-STOP_S = 10.0  # how long a worker may take to save and stop
+STOP_S = 10.0  # time limit for a worker to save and stop
 _READ_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """The limiter as a Watcher."""
+    """Makes a limiter a Watcher."""
 
     limiter: Limiter
 
@@ -43,17 +43,17 @@ class Watch:
     """Watches one worker; for one thread.
 
     Args:
-        worker: started with its output on a pipe and in a process group of its own.
+        worker: the worker's first process, with its output on a pipe and in a process group of its own.
         directory: the job's folder.
-        limiter, enforcer: what holds it, until it is asked to stop.
+        limiter, enforcer: enforce the limits until the worker is asked to stop.
         ask_to_stop: asks the worker to save and stop.
-        watchers: who else may end it.
-        tick: called every tick.
-        stop_s: how long the worker may take to save and stop.
+        watchers: further conditions under which it is ended.
+        tick: called every ``TICK_S`` seconds.
+        stop_s: time limit for the worker to save and stop.
 
     Attributes:
-        ending: what was decided about the worker; None as long as nothing is.
-        ended_ns: when it ended.
+        ending: the decision to end the worker; None while there is none.
+        ended_ns: time of its end, CLOCK_MONOTONIC.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Watch:
         self.ended_ns = 0
         self._watchers = (*watchers, output)
         self._rules: tuple[Watcher, ...] = (_Limits(limiter), enforcer)
-        self._unexplained = ""  # what the kernel ended it for
-        self._deadline_s = 0.0  # by when it must have stopped
+        self._unexplained = ""  # the limiter's explanation of an end by the kernel
+        self._deadline_s = 0.0  # latest time to stop
 
     def watch(self) -> None:
-        """Wait for the worker's end, and bring it about where needed.
+        """Wait for the worker's end, and end it if a watcher decides so.
 
-        Whatever is raised in here, nothing of the worker is left running.
+        No process of the worker is left, whatever is raised.
         """
         assert self.worker.stdout is not None
         with self.worker.stdout as stdout:
@@ -142,7 +142,7 @@ class Watch:
             self._kill()
 
     def _pump(self, pipe: int) -> bool:
-        """Move some output to its file; False at its end, or when there is none now."""
+        """Move some output to its file; False at its end, or if there is none now."""
         try:
             data = os.read(pipe, _READ_BYTES)
         except BlockingIOError:
@@ -151,7 +151,7 @@ class Watch:
         return bool(data)
 
     def _kill(self) -> None:
-        """End all of the worker."""
+        """Kill all processes of the worker."""
         try:
             self.limiter.kill()
         finally:
@@ -161,12 +161,13 @@ class Watch:
                 self.worker.wait()
 
     def outcome(self, unit: str) -> tuple[Outcome, bool]:
-        """What the worker said, and whether it died without a word (crashed, or was killed from outside).
+        """Return the worker's report, and True if it crashed or was killed from outside.
 
-        Where it could say nothing, FAILED with a reason.  ``Judge`` decides what becomes of the job.
+        Without a report, or if the agent killed the worker, the outcome is FAILED with a reason.  ``Judge`` decides on
+        the job's new state.
 
         Args:
-            unit: of the job's work, where the worker left none.
+            unit: the unit of the job's work if the worker did not report any.
         """
         left = Outcome.left(self.log)
         result = (left.result if left else {}) or _read_result(self.directory)

@@ -1,4 +1,4 @@
-"""What a worker is given: its job, its limits, and the walls around it."""
+"""The spec file of a worker: its job, its limits and its sandbox."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.fill.store.location import database_files, password_files
 from megatron.fill.store.port import Job
 from megatron.fill.worker.spec import WorkerSpec
 
-_MEMORY_FILES_BYTES = 1 << 30  # of a job without a cap
+_MEMORY_FILES_BYTES = 1 << 30  # limit for a job without a memory cap
 
 
 def write_spec(
@@ -31,11 +31,11 @@ def write_spec(
     fixed: Mapping[str, str],
     beside: Resident | None,
 ) -> Path:
-    """Write it into the job's folder.
+    """Write the spec into the job's folder, and return its path.
 
     Args:
-        fixed: the variables that the device needs: they are not the job's to change.
-        beside: the resident job, for a tail job.
+        fixed: variables that the device needs, which the job must not change.
+        beside: the resident job if this one is a tail job.
 
     Raises:
         OSError: it cannot be written.
@@ -58,7 +58,7 @@ def write_spec(
         device=device.worker_name,
         cpus=agent.cpus,
         emulate=agent.emulate,
-        # A job could bring a module of an allowed name along: what is allowed has to be installed.
+        # A job could bring its own module with an allowed name, so an allowed module must be installed.
         work=replace(job.work, search=()) if agent.allow else job.work,
         limits=limits,
         sharing=agent.sharing,
