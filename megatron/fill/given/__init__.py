@@ -1,1 +1,1 @@
-"""What users give: files, sizes, times.  Read strictly; an error says where it is, what was found and expected."""
+"""Users' input: files, sizes, times.  Parsing is strict; errors name the place, the value and what was expected."""

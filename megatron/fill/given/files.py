@@ -1,4 +1,4 @@
-"""Files that users give: read whole, with errors that name the file and what was expected."""
+"""Readers of users' files, of bounded size; errors name the file and what was expected."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MOST_JSON_DEPTH = 64
 
 
 def read_text(path: str | Path, expected: str, most_bytes: int = _MOST_BYTES) -> str:
-    """The file's text.
+    """Return the file's text.
 
     Args:
-        expected: what it should be, such as ``a report.json``.
+        expected: description of a valid file for error messages, such as ``a report.json``.
 
     Raises:
-        ConfigError: it cannot be read, is larger than ``most_bytes``, or is not UTF-8.
+        ConfigError: the file cannot be read, is larger than ``most_bytes``, or is not UTF-8.
     """
     try:
         with Path(path).open("rb") as file:
@@ -34,16 +34,16 @@ def read_text(path: str | Path, expected: str, most_bytes: int = _MOST_BYTES) ->
         reason = error.strerror or str(error)
     except UnicodeDecodeError:
         reason = "is not UTF-8 text"
-    except ValueError as error:  # of a name that no file can have
+    except ValueError as error:  # a name that no file can have
         reason = str(error)
     raise ConfigError(f"{path}: cannot be read: {reason}; expected {expected}")
 
 
 def read_yaml(path: str | Path, expected: str) -> PlainYaml:
-    """What a YAML file says, and on which lines.
+    """Return the values of a YAML file with their lines.
 
     Raises:
-        ConfigError: as ``read_text``; or it is not what ``parse_yaml`` takes: naming the line.
+        ConfigError: ``read_text`` or ``parse_yaml`` fails; the message names the line.
     """
     text = read_text(path, expected, _MOST_YAML_BYTES)
     try:
@@ -54,10 +54,10 @@ def read_yaml(path: str | Path, expected: str) -> PlainYaml:
 
 
 def read_json(path: str | Path, expected: str) -> Any:
-    """What a JSON file says.
+    """Return the value of a JSON file.
 
     Raises:
-        ConfigError: as ``read_text``; or it is not what ``untrusted.parse_json`` takes.
+        ConfigError: ``read_text`` or ``untrusted.parse_json`` fails.
     """
     text = read_text(path, expected)
     try:

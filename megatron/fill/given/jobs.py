@@ -1,4 +1,4 @@
-"""Jobs files: checked before anything starts, with errors that say where.
+"""Jobs files, checked before anything starts; errors name the line.
 
 A jobs file:
 
@@ -12,7 +12,7 @@ A jobs file:
         memory: 2GiB
         env: {MODE: fast}  # for its environment, of which it gets little else
         priority: 0        # higher first
-        user: ada          # whom fair sharing counts it for (default: who submits it)
+        user: ada          # user that it counts for in fair sharing (default: the one who submits it)
         deadline: 2h       # from now, or a point in time such as 2030-01-31T18:00
         timeout: 1d        # the longest that one attempt may run before it counts as failed (default: no limit)
         retries: 2         # how often it is tried again once it has failed
@@ -48,16 +48,16 @@ from megatron.fill.given.files import read_yaml
 from megatron.fill.given.problems import Place, explain, shown
 from megatron.fill.given.quantities import parse_bytes, parse_deadline, parse_timeout
 
-_MOST_OF_ONE, _MOST_JOBS = 10_000, 100_000  # of one entry, and of a file
-_MOST_WAITS = 1_000_000  # of jobs of a file for others, each for each
+_MOST_OF_ONE, _MOST_JOBS = 10_000, 100_000  # instances of one entry, and of all entries of a file
+_MOST_WAITS = 1_000_000  # pairs of a job and one that it waits for, in a file
 _MOST_RETRIES = 1000
-_MOST_RATE = 1e18  # of work, per second
-_MOST_NUMBER = 2**63 - 1  # a database's
+_MOST_RATE = 1e18  # units of work per second
+_MOST_NUMBER = 2**63 - 1  # the largest integer of a database
 _OURS = "PIPEFILL_"
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """A text that matches a pattern as a whole."""
+    """Return a validator of text that matches the pattern as a whole."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.DOTALL):
@@ -96,7 +96,7 @@ _Variable = Annotated[
 
 
 class JobSpec(BaseModel):
-    """One job of a jobs file."""
+    """A job of a jobs file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -118,7 +118,7 @@ class JobSpec(BaseModel):
 
     @property
     def array(self) -> tuple[int, int] | None:
-        """Which instance it is of a job with a count, from 0, and of how many; None of a job without."""
+        """The instance's index (from 0) and the number of instances of a job with a count; None without a count."""
         return self._array
 
     @model_validator(mode="after")
@@ -130,7 +130,7 @@ class JobSpec(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _is_not_after_itself(self) -> JobSpec:  # the file's check of rings does not see a job that a program submits
+    def _is_not_after_itself(self) -> JobSpec:  # checked here too, for jobs that a program submits without a file
         if self.name in self.after:
             raise ValueError(f"none of these could ever begin: {self.name} after {self.name}")
         return self
@@ -194,14 +194,14 @@ class JobsFile(BaseModel):
 
 
 def _names(job: JobSpec) -> Iterator[str]:
-    """Of each instance."""
+    """Yield the name of each instance."""
     return iter([job.name]) if job.count == 1 else (f"{job.name}-{i}" for i in range(job.count))
 
 
 def expand(jobs: Sequence[JobSpec]) -> list[JobSpec]:
-    """One spec per instance: a job with ``count: 3`` becomes name-0, name-1 and name-2.
+    """Return a spec for each instance: a job with ``count: 3`` becomes name-0, name-1 and name-2.
 
-    A job that is after such a one is after all its instances.
+    A job with such a job in ``after`` waits for all its instances.
     """
     found = []
     instances = {job.name: tuple(_names(job)) for job in jobs}
@@ -222,7 +222,7 @@ def load_jobs(path: str | Path) -> list[JobSpec]:
     """Read a jobs file; jobs with a count are expanded.
 
     Raises:
-        ConfigError: naming the file, the line, the job, the field, the value, and what was expected.
+        ConfigError: the file is invalid; the message names the file, line, job, field, value, and what was expected.
     """
     read = read_yaml(path, "a YAML file with a list of jobs")
     data = read.value

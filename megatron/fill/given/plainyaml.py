@@ -1,9 +1,9 @@
-"""YAML as plain data: what JSON can say, each key once, of a bounded size, and with the line of everything.
+"""YAML as plain data: values that JSON has too, without repeated keys, of bounded size, with the line of each value.
 
-libyaml reads the text; what its events mean is decided here, in one pass.  PyYAML's own loaders take a key twice and
-follow aliases wherever they lead, and their time, or the C stack, runs out on files that a user may well give.
+libyaml parses the text into events; this module interprets them in one pass.  PyYAML's own loaders accept repeated
+keys and follow aliases without a limit, so that valid-looking files can exhaust time or the C stack.
 
-Against YAML 1.1, dates stay text, and ``1e-4`` is a number as everywhere else.
+Unlike YAML 1.1, dates stay text, and ``1e-4`` is a number.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import yaml
 from yaml.constructor import SafeConstructor
 from yaml.nodes import ScalarNode
 
-MOST_DEPTH = 32  # of lists and mappings in one another, aliases followed
-MOST_VALUES = 1_000_000  # in all, aliases followed
+MOST_DEPTH = 32  # levels of nested lists and mappings, with aliases followed
+MOST_VALUES = 1_000_000  # values in all, with aliases followed
 
 READER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may have been built without libyaml
 _TAG = "tag:yaml.org,2002:"
@@ -32,15 +32,15 @@ _SCALARS = {
     f"{_TAG}float": _OWN.construct_yaml_float,
 }
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-_MOST_DIGITS = 80  # of 64 bits there are fewer, whatever the base
+_MOST_DIGITS = 80  # a 64-bit number has fewer in any base
 _WORD = 1 << 64
 
 
 class PlainYamlError(ValueError):
-    """What is wrong with a text.
+    """A text is not YAML as it is accepted here.
 
     Attributes:
-        line: from 1; None if it is not known.
+        line: line of the error, from 1; None if it is unknown.
     """
 
     def __init__(self, reason: str, line: int | None = None) -> None:
@@ -50,18 +50,18 @@ class PlainYamlError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PlainYaml:
-    """What a text says.
+    """The value of a text, and the lines of its parts.
 
     Attributes:
-        value: of dicts, lists, strings, numbers, booleans and None.
-        lines: by the ``id`` of a dict or list in it, the line of each key or entry.
+        value: dicts, lists, strings, numbers, booleans and None.
+        lines: line of each key or entry, by the ``id`` of its dict or list.
     """
 
     value: Any
     lines: Mapping[int, Mapping[Any, int]] = field(default_factory=dict)
 
     def line_of(self, path: Sequence[str | int]) -> int | None:
-        """The line of what stands at a path, or of the innermost place around it that is there; None if none is."""
+        """Return the line of the value at a path, or of the innermost existing parent; None if there is none."""
         line, place = None, self.value
         for part in path:
             inside = self.lines.get(id(place), {})
@@ -72,21 +72,21 @@ class PlainYaml:
 
 
 def parse_yaml(text: str, reader: Any = READER) -> PlainYaml:
-    """What a text with one document says; nothing (None) if it is empty.
+    """Return the value of a text with one document; None as the value of an empty text.
 
     Args:
-        reader: a loader of PyYAML, which takes the text apart.
+        reader: a PyYAML loader, used as the parser.
 
     Raises:
-        PlainYamlError: it is not YAML; has a key twice, tags, infinite numbers or ones of more than 64 bits; refers to
-            itself; or exceeds ``MOST_DEPTH`` or ``MOST_VALUES``.
+        PlainYamlError: the text is not YAML; has repeated keys, tags, infinite numbers or ones of more than 64 bits;
+            refers to itself; or exceeds ``MOST_DEPTH`` or ``MOST_VALUES``.
     """
     read = _Reader(text, reader)
     try:
         return PlainYaml(read.document(), read.lines)
     except yaml.MarkedYAMLError as error:
         line = None if error.problem_mark is None else error.problem_mark.line + 1
-        # libyaml (from PyYAML 6.0.4 on) has a bound of its own, and looks ahead, so it may come to that one first.
+        # libyaml (from PyYAML 6.0.4 on) has its own limit, and looks ahead, so it may reach that one first.
         if error.problem == "exceeded maximum nesting depth":
             raise _too_deep(line) from error
         raise PlainYamlError(f"is not YAML: {error.problem}", line) from error
@@ -115,10 +115,10 @@ class _Reader:
         return value
 
     def _value(self, event: Any, depth: int) -> tuple[Any, int]:
-        """What begins with an event, and how many levels it has.
+        """Return the value that begins with an event, and its number of levels.
 
         Args:
-            depth: of what it stands in.
+            depth: depth of the list or mapping around it.
         """
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
@@ -197,10 +197,10 @@ class _Reader:
 
 @lru_cache(maxsize=4096)
 def _plain(text: str) -> Any:
-    """What an unquoted scalar means.
+    """Return the value of an unquoted scalar.
 
     Raises:
-        ValueError: it is a number that cannot be kept.
+        ValueError: the number is infinite or has more than 64 bits.
     """
     for tag, pattern in yaml.SafeLoader.yaml_implicit_resolvers.get(text[:1], ()):
         if tag in _SCALARS and pattern.match(text):
@@ -223,7 +223,7 @@ def _plain(text: str) -> Any:
 
 
 def _mappings(entry: Any, line: int) -> list[dict[Any, Any]]:
-    """What ``<<`` brings in, the most important first."""
+    """Return the mappings that ``<<`` merges, in order of precedence."""
     found = entry if isinstance(entry, list) else [entry]
     if not all(isinstance(one, dict) for one in found):
         raise PlainYamlError("<< takes a mapping, or a list of them", line)

@@ -1,4 +1,4 @@
-"""Fields of a file that take the name of something known, or its fields."""
+"""Fields of a file that take either the name of a preset or the fields themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 
 def preset(presets: Mapping[str, Any]) -> BeforeValidator:
-    """A name stands for what it names; anything else is left to the field's own type."""
+    """Return a validator that replaces a preset's name by the preset; other values are left to the field's own type."""
 
     def choose(value: object) -> object:
         if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What is wrong with a value that a user gave, in one line: where it is, what was found, what was expected."""
+"""Error messages for users' values, of one line each: the place, the value found, and what was expected."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pydantic import BaseModel, ValidationError
 
 type Place = Sequence[str | int]  # keys and positions, from the outside in
 
-MOST_TOLD = 20  # problems of one file
-_MOST_LETTERS = 60  # of a value
+MOST_TOLD = 20  # problems reported of one file
+_MOST_LETTERS = 60  # letters quoted of a value
 _short = reprlib.Repr(maxlevel=4, maxdict=10, maxlist=10, maxtuple=10, maxstring=_MOST_LETTERS)
 _short.maxother = _MOST_LETTERS
 
 
 def shown(value: object) -> str:
-    """A value as it is quoted in a message."""
+    """Return a value as it is quoted in a message."""
     text = _short.repr(value)
     return text if len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 3]}..."
 
 
-_WORDS = {  # for pydantic's own, which are about Python
+_WORDS = {  # replacements of pydantic's messages that speak of Python types
     **dict.fromkeys(("model_type", "model_attributes_type", "dataclass_type", "dict_type"), "expected a mapping"),
     **dict.fromkeys(("list_type", "tuple_type"), "expected a list"),
     "string_type": "expected text; in quotes, if it looks like a number or a switch",
@@ -31,14 +31,14 @@ _WORDS = {  # for pydantic's own, which are about Python
 
 
 def expectation(problem: Mapping[str, Any]) -> str:
-    """What was expected instead, of one of pydantic's findings."""
+    """Return the text on what was expected, for one of pydantic's errors."""
     if problem["type"] in _WORDS:
         return _WORDS[problem["type"]]
     return reworded(problem["msg"])
 
 
 def reworded(message: str) -> str:
-    """A message of pydantic's, or of typer's around one, in the words of all others."""
+    """Return a message of pydantic, or of typer around one, in the style of PipeFill's own messages."""
     return message.replace("Value error, ", "", 1).replace("Input should be", "expected", 1)
 
 
@@ -49,14 +49,14 @@ def explain(
     suffix: str = "",
     most: int = MOST_TOLD,
 ) -> str:
-    """Pydantic's findings, the first ``most`` of them, a line each.
+    """Return a line for each of the first ``most`` errors that pydantic found.
 
     Args:
-        model: what was validated.
-        where: what a line begins with, given the place of the problem, and the part of the place that it leaves to say.
-        suffix: what it ends with.
+        model: the model that was validated.
+        where: maps the place of an error to the beginning of its line and the rest of the place, which follows it.
+        suffix: end of each line.
     """
-    # A list with a wrong entry counts as too short as well.
+    # pydantic reports a list with a wrong entry as too short as well.
     found = [its for its in error.errors() if its["type"] != "too_short" or not its["input"]]
     lines = [_line(problem, model, where) + suffix for problem in found[:most]]
     more = len(found) - len(lines)
@@ -72,19 +72,19 @@ def _line(problem: Any, model: type[BaseModel], where: Callable[[Place], tuple[s
     if problem["type"] == "missing":
         return f"{begin}: {field} is missing"
     if problem["type"] == "value_error" and isinstance(problem["input"], dict | list) and problem["input"]:
-        # It says what in there is wrong.
+        # The message itself names the part that is wrong.
         return f"{begin}: {field + ': ' if field else ''}{expectation(problem)}"
     return f"{begin}: {field + ' is' if field else 'found'} {shown(problem['input'])}: {expectation(problem)}"
 
 
 def _fields(model: type[BaseModel], place: Place) -> list[str]:
-    """The fields that there can be at a place; none if that is not known."""
-    with warnings.catch_warnings(action="ignore"):  # of defaults that JSON cannot say
+    """Return the names of the fields allowed at a place; empty if they are unknown."""
+    with warnings.catch_warnings(action="ignore"):  # warnings about defaults that JSON cannot represent
         whole = model.model_json_schema()
     schemas = [whole]
     for part in [*place, None]:
         found = []
-        for schema in schemas:  # what may stand there: a type, or one of several
+        for schema in schemas:  # the types allowed there: one, or several
             for one in [schema, *schema.get("anyOf", ())]:
                 one = whole["$defs"][one["$ref"].rpartition("/")[2]] if "$ref" in one else one
                 if part is None:

@@ -1,4 +1,4 @@
-"""Sizes, times and prices as users write them."""
+"""Parsers of the sizes, times and prices that users write."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ DURATION = "expected seconds, or such as 90s, 30m, 2h or 1d"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _MOST_BYTES = 1 << 60  # an exbibyte
-_FAR_S = 1e12  # after the year 9999
-_DEAR = 1e9  # for an hour
+_FAR_S = 1e12  # seconds since the epoch, after the year 9999
+_DEAR = 1e9  # largest price of an hour
 
 
 def parse_bytes(value: object) -> int:
-    """``2GiB``, ``512 MB`` or a plain number of bytes.
+    """Parse a size in bytes: ``2GiB``, ``512 MB`` or a plain number of bytes.
 
     Raises:
-        ValueError: it is none of these, not above zero, or more than any machine has.
+        ValueError: the value is not a size, is below 1, or is above 1 EiB.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
@@ -34,10 +34,10 @@ def parse_bytes(value: object) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """``90s``, ``30m``, ``2h``, ``1d`` or a plain number of seconds, as seconds.
+    """Parse a duration in seconds: ``90s``, ``30m``, ``2h``, ``1d`` or a plain number of seconds.
 
     Raises:
-        ValueError: it is none of these, negative, infinite or NaN.
+        ValueError: the text is not a duration, or is negative, infinite or NaN.
     """
     seconds = _span_s(text)
     try:
@@ -50,10 +50,10 @@ def parse_duration(text: str) -> float:
 
 
 def parse_timeout(value: object) -> float:
-    """As ``parse_duration`` does, but more than none.
+    """Parse a duration above 0, in seconds.
 
     Raises:
-        ValueError: it is not a duration, or it is 0.
+        ValueError: the value is not a duration, is 0, or is beyond all reason.
     """
     seconds = 0.0 if isinstance(value, bool) else parse_duration(str(value))
     if not 0 < seconds < _FAR_S:
@@ -62,19 +62,19 @@ def parse_timeout(value: object) -> float:
 
 
 def parse_deadline(value: object) -> float:
-    """``90s``, ``30m``, ``2h`` or ``1d`` from now, or a point in time (ISO 8601, local without a zone).
+    """Parse a deadline: ``90s``, ``30m``, ``2h`` or ``1d`` from now, or a time in ISO 8601 (local without a zone).
 
     Returns:
         Seconds since the epoch.
 
     Raises:
-        ValueError: it is neither, or beyond all reason.
+        ValueError: the value is neither, or is beyond all reason.
     """
     text = str(value)
     try:
         span_s = _span_s(text)
         moment_s = datetime.fromisoformat(text.strip()).timestamp() if span_s is None else time.time() + span_s
-    except (ValueError, OverflowError, OSError):  # the latter two of what no clock can show
+    except (ValueError, OverflowError, OSError):  # the latter two for times outside a clock's range
         moment_s = _FAR_S
     if moment_s >= _FAR_S:
         raise ValueError("expected such as 90s, 30m, 2h, 1d, or 2030-01-31T18:00")
@@ -82,10 +82,10 @@ def parse_deadline(value: object) -> float:
 
 
 def parse_prices(text: str) -> Prices:
-    """``main=3.96,side=0.18``, in any order.
+    """Parse prices of an hour: ``main=3.96,side=0.18``, in any order.
 
     Raises:
-        ValueError: it is not that, or a price is not above 0, or beyond all reason.
+        ValueError: the text is not such a pair, or a price is not above 0, or is beyond all reason.
     """
     given = [part.partition("=") for part in text.split(",")]
     try:
@@ -98,6 +98,6 @@ def parse_prices(text: str) -> Prices:
 
 
 def _span_s(text: str) -> float | None:
-    """A number with a unit of time, in seconds; None if it is none."""
+    """Return the seconds of a number with a unit of time; None for any other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", text)
     return float(match[1]) * _SECONDS[match[2]] if match else None

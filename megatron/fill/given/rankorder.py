@@ -1,4 +1,4 @@
-"""The order of ranks that a user gives: which process of the launcher is which rank of Megatron's.
+"""The user's rank order: the mapping from Megatron's ranks to those of the launcher.
 
 The file is JSON: ``{"order": [2, 0, 3, 1]}`` makes the process that was started as rank 2 Megatron's rank 0.
 """
@@ -14,10 +14,10 @@ from megatron.fill.given.problems import shown
 
 
 def load_rank_order(path: str | Path, world_size: int) -> tuple[int, ...]:
-    """The physical rank (the launcher's) of each logical rank (Megatron's).
+    """Return the physical rank (the launcher's) of each logical rank (Megatron's).
 
     Raises:
-        ConfigError: the file is none, or does not name each of ``world_size`` ranks once.
+        ConfigError: the file is invalid, or does not name each of ``world_size`` ranks once.
     """
     expected = f'{{"order": [...]}} with each rank from 0 to {world_size - 1} once'
     data = read_json(path, expected)

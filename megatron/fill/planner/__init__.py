@@ -1,1 +1,1 @@
-"""How a fill job's nodes are laid into a bubble cycle (PipeFill, section 4.3, Algorithm 1)."""
+"""Planning: the assignment of a job's nodes to the bubbles of a cycle (PipeFill, section 4.3, Algorithm 1)."""

@@ -1,4 +1,4 @@
-"""How much any plan could pack: to judge a plan by."""
+"""An upper bound on the work of any plan, to compare a plan with."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from itertools import accumulate
 
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile, NodeProfile
 
-_CYCLES = 2000  # that are followed at most
+_CYCLES = 2000  # cycles simulated at most
 
 
 def fits(node: NodeProfile, slot: BubbleSlot) -> bool:
-    """Whether a bubble takes this node alone."""
+    """True if this node alone fits into the bubble."""
     return node.duration_ns <= slot.duration_ns and node.memory_bytes <= slot.free_bytes
 
 
 def runs(cycle: BubbleCycle, profile: JobProfile) -> bool:
-    """Whether every node fits some bubble, so that the job gets on at all."""
+    """True if every node fits some bubble, so that the job can make progress."""
     return all(any(fits(node, slot) for slot in cycle.slots) for node in profile.nodes)
 
 
 def fractional_bound(cycle: BubbleCycle, profile: JobProfile) -> float:
-    """Work per cycle that no plan exceeds: the same nodes in the same order and memory, if they could be split.
+    """Return an upper bound on the work per cycle of any plan: the work if nodes could be split between bubbles.
 
-    Bubbles that are too short for any node do not count.  0 if some node fits no bubble.
+    Their order and their memory are kept.  Bubbles too short for any node do not count.  The bound is 0 if some node
+    fits no bubble.
     """
     if not runs(cycle, profile):
         return 0.0
@@ -56,4 +57,4 @@ def fractional_bound(cycle: BubbleCycle, profile: JobProfile) -> float:
             before_ns, before = seen[at_ns % total_ns]
             return (at_ns - before_ns) / total_ns / (number - before) * profile.work
         seen[at_ns % total_ns] = (at_ns, number)
-    return (at_ns / total_ns + 1) / _CYCLES * profile.work  # a monotone map is never further from its rate than 1
+    return (at_ns / total_ns + 1) / _CYCLES * profile.work  # a monotone map deviates from its rate by at most 1

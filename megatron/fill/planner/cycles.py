@@ -1,4 +1,4 @@
-"""Bubble cycles from the file that ``--fill-profile-only`` writes, their JSON form, and when one has drifted."""
+"""Bubble cycles from the file that ``--fill-profile-only`` writes, and the test whether a cycle has drifted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.fill.given.problems import explain
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.types import BubbleKind
 
-_MAJOR = 0.1  # of the cycle's bubble time
+_MAJOR = 0.1  # share of the cycle's bubble time from which on a bubble is checked for drift
 _NOT_MEASURED = sys.maxsize  # bytes
 _MOST_MS = 1e9  # ten days
 
@@ -22,7 +22,7 @@ _Ms = Annotated[float, Field(ge=0, le=_MOST_MS)]
 
 
 class _Bubble(BaseModel):
-    """What a plan needs of ``CycleBubble``, which is not imported: the report's room pulls in its own libraries."""
+    """The fields of ``CycleBubble`` that a plan needs; the class itself would pull in the report's libraries."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -46,14 +46,14 @@ class _File(BaseModel):
 
 
 def load_cycles(path: str | Path) -> dict[int, BubbleCycle]:
-    """The training bubbles of each rank, from a ``bubbles.json``.
+    """Read the training bubbles of each rank from a ``bubbles.json``.
 
-    A bubble counts with the 10th percentile of its durations: a step that a bubble's end catches holds up the main
-    job, so a plan should hold nine times of ten.  ``free_bytes`` of 0 means that it was not measured; such a bubble
-    takes a node of any size.
+    A bubble's duration is the 10th percentile of the measured ones: a step that runs past its bubble delays the
+    training, so a plan should fit nine times out of ten.  ``free_bytes`` of 0 means that it was not measured; such a
+    bubble takes a node of any size.
 
     Raises:
-        ConfigError: naming the file, the field, the value, and what was expected.
+        ConfigError: the file is invalid; the message names the file, the field, the value, and what was expected.
     """
     data = read_json(path, "a file of --fill-profile-only")
     try:
@@ -70,11 +70,11 @@ def load_cycles(path: str | Path) -> dict[int, BubbleCycle]:
 
 
 def drifted(planned: BubbleCycle, measured: BubbleCycle, tolerance: float = 0.2) -> bool:
-    """Whether a plan made for the one cycle should be made again for the other.
+    """True if a plan for the cycle ``planned`` should be replaced by one for the cycle ``measured``.
 
-    It should when the bubbles are others (how many, of which kinds), when a bubble's free memory has fallen by more
-    than ``tolerance`` of what it was, or when the period, the bubble time, or a bubble with at least a tenth of it has
-    changed by as much.
+    That is so if the number or the kinds of the bubbles differ, if a bubble's free memory has fallen by more than the
+    share ``tolerance``, or if the period, the bubble time, or a bubble with at least a tenth of it has changed by more
+    than that share.
     """
     if [slot.kind for slot in planned.slots] != [slot.kind for slot in measured.slots]:
         return True

@@ -1,4 +1,4 @@
-"""A picture of execution plans: the bubbles of a cycle, and the nodes laid into them."""
+"""A picture of execution plans: the bubbles of a cycle and the nodes in them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 _KINDS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#E69F00"}
 _OTHER, _TAIL, _RESERVED = "#009E73", "#CC79A7", "#8F8F8F"
 _BUBBLE, _HATCH, _INK = "#FAF8F2", "#CFC8B4", "#333333"
-_ROWS = 4  # cycles of a plan that are drawn at most
+_ROWS = 4  # cycles drawn of a plan, at most
 _WIDTH_IN, _ROW_IN, _HEAD_IN, _FOOT_IN, _LEFT_IN, _RIGHT_IN = 13.0, 0.42, 0.42, 0.42, 0.95, 0.2
 _LEGEND_IN = 0.45
 _CHARACTER_IN = 0.072
-_GAP, _GAPS = 0.006, 0.15  # between bubbles, of all bubble time: one gap at most, and all together
+_GAP, _GAPS = 0.006, 0.15  # largest gap between two bubbles, and largest sum of the gaps, as shares of all bubble time
 _EDGE_IN = 0.05  # a narrower node would be all edge
-_MARGIN = 0.1  # above and below a lane, of a row
+_MARGIN = 0.1  # space above and below a lane, as a share of a row
 
 type _Bar = tuple[int, tuple[float, float], str]  # row, start and length in ns, colour
 
@@ -40,10 +40,10 @@ class DrawnJob:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """What to draw of one rank: a job in its bubbles, and another one in their tails.
+    """The panel of one rank: a job in its bubbles, and a second one in their tails.
 
     Attributes:
-        tail: planned for ``leftover(cycle, job.plan, job.profile)``.
+        tail: the second job, with a plan for ``leftover(cycle, job.plan, job.profile)``.
     """
 
     title: str
@@ -53,9 +53,9 @@ class Panel:
 
 
 def draw_plans(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw a PNG with a panel per plan and a row per cycle of it, the first four at most.
+    """Draw a PNG with a panel for each plan and a row for each of its first ``_ROWS`` cycles.
 
-    Bubbles stand side by side, without the main job's compute between them.
+    Bubbles are drawn side by side, without the training's compute between them.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -117,14 +117,14 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
 
 
 def _lay(job: DrawnJob, filled_to: dict[tuple[int, int], float], bubbles: int, narrow_ns: float) -> list[_Bar]:
-    """A bar per node in the rows that are drawn, or one for all alike in a row that are too narrow to be told apart.
+    """Return a bar for each node in the drawn rows, or one bar for a run of narrow nodes of the same colour.
 
-    Moves on where each bubble is filled to.
+    ``filled_to``, the end of the bars so far by row and bubble, is advanced.
     """
     bars: list[_Bar] = []
     nodes = job.profile.nodes
     for chunk in job.plan.chunks():
-        # a tail's cycle is as long as all cycles of the plan that leaves it
+        # A tail's cycle spans all cycles of the first job's plan.
         place = divmod(chunk.cycle * len(job.plan.counts[0]) + chunk.bubble, bubbles)
         if place not in filled_to:
             continue

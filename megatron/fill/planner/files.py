@@ -10,10 +10,10 @@ from megatron.fill.profiles import JobProfile
 
 
 def load_profiles(path: str | Path) -> dict[str, list[JobProfile]]:
-    """The profiles of each job, from a file that ``pipefill profile --output`` wrote.
+    """Read the profiles of each job, by name, from a file that ``pipefill profile --output`` wrote.
 
     Raises:
-        ConfigError: naming the file, the job, and what was expected.
+        ConfigError: the file is invalid; the message names the file, the job, and what was expected.
     """
     data = read_json(path, "a list of profiles per job name")
     if not isinstance(data, dict):

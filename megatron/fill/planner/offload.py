@@ -1,16 +1,16 @@
-"""Whether the main job should keep its optimizer's state in host memory between steps (PipeFill, section 4.1)."""
+"""The choice whether the training keeps its optimizer state in host memory between steps (PipeFill, section 4.1)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MOST_LOST = 0.01  # of an iteration: the main job comes first
-LEAST_GAINED = 0.05  # of what is free already: less makes room for no other job
+MOST_LOST = 0.01  # greatest share of an iteration lost: the training comes first
+LEAST_GAINED = 0.05  # least memory gained, as a share of the free memory: less makes room for no other job
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadChoice:
-    """What was chosen, and why."""
+    """The choice and its reason."""
 
     on: bool
     why: str
@@ -20,9 +20,9 @@ def weigh_offload(gained_bytes: int, free_bytes: int, lost_ns: int, iteration_ns
     """Weigh the memory gained against the time lost.
 
     Args:
-        gained_bytes: what leaves the device.
-        free_bytes: what is free there without it.
-        lost_ns: how long an iteration waits for the state to come back.
+        gained_bytes: device memory that offloading frees.
+        free_bytes: free device memory without offloading.
+        lost_ns: time that an iteration waits for the state to return.
     """
     lost = lost_ns / iteration_ns if iteration_ns > 0 else 0.0
     costs = f"{gained_bytes / 2**20:.0f} MiB for {lost:.2%} of an iteration"

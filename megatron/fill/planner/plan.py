@@ -1,4 +1,4 @@
-"""The execution plan: which nodes of a fill job run in which bubble (PipeFill, section 4.3, Algorithm 1)."""
+"""The execution plan: the assignment of a job's nodes to bubbles (PipeFill, section 4.3, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron.fill.errors import PlanError
 from megatron.fill.profiles import BubbleCycle, Configuration, JobProfile, NodeProfile, is_amount, whole
 
 _HEAD = re.compile(r"(\S+): (\d+) nodes do (\S+) work; a bubble's first (\d+) ns are reserved; (\d+) cycles:")
-_MOST_COUNT = 1 << 50  # of anything in a plan that is read from a file
+_MOST_COUNT = 1 << 50  # largest integer accepted in a plan that is read from a file
 _LINE = re.compile(r"node (\d+): (\d+(?: \d+)*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The nodes laid into one bubble: ``count`` of them from node ``first`` on, past the last one to node 0 again."""
+    """The nodes of one bubble: ``count`` of them from node ``first`` on; node 0 follows the last one."""
 
     cycle: int
     bubble: int
@@ -26,27 +26,27 @@ class Chunk:
     count: int
 
     def nodes(self, profile: JobProfile) -> tuple[NodeProfile, ...]:
-        """The nodes that run in it, in order, each of them once."""
+        """Return the nodes that run in it, in order, each of them once."""
         return (profile.nodes[self.first :] + profile.nodes[: self.first])[: self.count]
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
-    """How many nodes run in each bubble, over the cycles after which the plan repeats.
+    """The number of nodes in each bubble, over the cycles after which the plan repeats.
 
-    The nodes have one order, iteration after iteration, so the counts alone say which node runs where.  The text form
-    has a line per cycle: the first node, and a count per bubble:
+    The nodes have one order, iteration after iteration, so the counts determine which node runs where.  The text form
+    has a line for each cycle, with its first node and the count of each bubble:
 
         b8: 12 nodes do 64.0 work; a bubble's first 0 ns are reserved; 2 cycles:
         node 4: 3 0 2 5
         node 2: 7 0 2 5
 
     Attributes:
-        nodes: in an iteration of the job.
-        work: what an iteration does, in the job's unit.
-        first_node: where the first cycle begins.  A job that begins at node 0 comes to this point after some cycles.
-        counts: per cycle, per bubble.
-        reserve_ns: of each bubble with nodes, left for waking up and pausing.
+        nodes: number of nodes in an iteration of the job.
+        work: work of an iteration, in the job's unit.
+        first_node: node at which the first cycle begins; a job that begins at node 0 gets there after some cycles.
+        counts: number of nodes by cycle and bubble.
+        reserve_ns: time of each bubble with nodes that is reserved for wake-up and pause.
     """
 
     configuration: Configuration
@@ -72,21 +72,21 @@ class ExecutionPlan:
 
     @property
     def cycles(self) -> int:
-        """After which the plan repeats."""
+        """The number of cycles after which the plan repeats."""
         return len(self.counts)
 
     @property
     def iterations(self) -> int:
-        """Of the job, in ``cycles``."""
+        """The number of iterations of the job in ``cycles`` cycles."""
         return sum(map(sum, self.counts)) // self.nodes
 
     @property
     def work_per_cycle(self) -> float:
-        """In the long run, from any start."""
+        """The long-run work per cycle, in the job's unit; the same from any start."""
         return self.iterations * self.work / self.cycles
 
     def chunks(self) -> Iterator[Chunk]:
-        """The bubbles that have nodes, in order."""
+        """Yield the chunks of the bubbles that have nodes, in order."""
         node = self.first_node
         for cycle, row in enumerate(self.counts):
             for bubble, count in enumerate(row):
@@ -95,7 +95,7 @@ class ExecutionPlan:
                 node = (node + count) % self.nodes
 
     def durations_ns(self, profile: JobProfile) -> Iterator[int]:
-        """How long the nodes of each of the ``chunks`` take."""
+        """Yield the duration in ns of each of the ``chunks``."""
         ends = list(accumulate((node.duration_ns for node in profile.nodes), initial=0))
         for chunk in self.chunks():
             iterations, last = divmod(chunk.first + chunk.count, len(profile.nodes))
@@ -140,10 +140,10 @@ class ExecutionPlan:
 
     @classmethod
     def parse(cls, text: str) -> ExecutionPlan:
-        """Read the text form.
+        """Parse the text form.
 
         Raises:
-            ValueError: it is none; names the line.
+            ValueError: the text is not a plan; the message names the line.
         """
         head, *lines = text.strip().splitlines() or [""]
         match = _HEAD.fullmatch(head)
@@ -171,7 +171,7 @@ class ExecutionPlan:
         return plan
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON data."""
+        """Return the plan as JSON data."""
         return {
             "configuration": str(self.configuration),
             "nodes": self.nodes,
@@ -183,10 +183,10 @@ class ExecutionPlan:
 
     @classmethod
     def from_dict(cls, data: Any) -> ExecutionPlan:
-        """Read what ``to_dict`` wrote, or whatever a job left in its place.
+        """Return the plan from the data of ``to_dict``; the data is checked, since a job may have written it.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the data is not a plan.
         """
         try:
             work, counts = data["work"], data["counts"]

@@ -1,4 +1,4 @@
-"""Why a job fits no bubble: which node is too long or too large for which bubble, and by how much."""
+"""The reason why a job does not fit: the node that is too long or too large, for which bubble, and by how much."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def why_nothing_fits(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: int) -> str:
-    """One line; where bubbles are too short or too small, about the configuration that comes closest.
+    """Return the reason in one line, for the configuration that comes closest to fitting.
 
-    Its worst node is named, and the bubble that fits that node best.
+    It names that configuration's worst node, and the bubble that fits this node best.
     """
     if not profiles:
         return "the job has no profile; expected one for at least one configuration"
@@ -29,7 +29,7 @@ def why_nothing_fits(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve
 
 
 def _worst(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int) -> tuple[float, JobProfile, NodeProfile, int]:
-    """The node that exceeds its best bubble most: by which share of it, its profile, the node, the bubble."""
+    """Find the node that exceeds its best bubble most; return the excess, the profile, the node, and the bubble."""
     found = []
     for node in profile.nodes:
         excess = [_excess(node, slot, reserve_ns) for slot in cycle.slots]
@@ -38,7 +38,7 @@ def _worst(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int) -> tuple[fl
 
 
 def _excess(node: NodeProfile, slot: BubbleSlot, reserve_ns: int) -> float:
-    """How much too long or too large, whichever is worse, as a share of the bubble; below 0 if it fits."""
+    """Return the excess in time or in memory, the larger one, as a share of the bubble; at most 0 if the node fits."""
     usable_ns = slot.duration_ns - reserve_ns
     time = node.duration_ns / usable_ns - 1 if usable_ns > 0 else inf
     memory = node.memory_bytes / slot.free_bytes - 1 if slot.free_bytes else inf * node.memory_bytes

@@ -1,14 +1,14 @@
-"""Laying a job's nodes into a bubble cycle, and choosing the configuration (PipeFill, section 4.3, Algorithm 1).
+"""The assignment of a job's nodes to a bubble cycle, and the choice of its configuration (PipeFill, section 4.3,
+Algorithm 1).
 
-For one order of nodes, laying as many as fit into each bubble is optimal.  Count nodes from the job's start on, and let
-``reach(p)`` be where a job that stands at ``p`` can stand after a bubble.  A job further on is never overtaken there:
-``reach(p) <= reach(q)`` for ``p <= q``, because what fits from ``p`` on to beyond ``q`` fits without the nodes
-before ``q`` too, in time and in memory.  So whoever stops early never gets ahead of the one who did not.
+With a fixed order of nodes, the greedy assignment (as many as fit into each bubble) is optimal.  Number the nodes from
+the job's start on, and let ``reach(p)`` be the first node left after a bubble that begins at node ``p``.  It is
+monotone: ``reach(p) <= reach(q)`` for ``p <= q``, because nodes from ``p`` to beyond ``q`` that fit still fit without
+those before ``q``, in time and in memory.  So a job that leaves a bubble early never gets ahead of one that does not.
 
 A whole cycle is then a function of the node at which it begins, so after at most as many cycles as there are nodes a
 cycle begins where an earlier one did, and the plan repeats.  That function is monotone on a circle: it has the same
-rate in the long run (its rotation number) from every start.  So the plan that a job reaches from node 0 is as good as
-any.
+rate in the long run (its rotation number) from every start.  So the plan that a job reaches from node 0 is optimal too.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ type _Counts = NDArray[np.int64]
 
 
 def best_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: int = 0) -> ExecutionPlan:
-    """The plan with the most work per cycle; of equal ones that with the least memory, then the first.
+    """Return the plan with the most work per cycle; among equal ones the one with the least memory, then the first.
 
     Args:
-        profiles: of one job, a configuration each.
-        reserve_ns: of each bubble, for waking up and pausing.
+        profiles: profiles of one job, one for each configuration.
+        reserve_ns: time of each bubble that is reserved for wake-up and pause.
 
     Raises:
-        PlanError: no configuration fits; names the node and the bubble that come closest, and by how much it fails.
+        PlanError: no configuration fits; the message names the node and the bubble that come closest, and the excess.
     """
     plan = find_plan(cycle, profiles, reserve_ns)
     if plan is None:
@@ -44,13 +44,13 @@ def best_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: in
 
 
 def find_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: int = 0) -> ExecutionPlan | None:
-    """``best_plan``, without the reason why there is none."""
+    """Return ``best_plan``, or None if no configuration fits."""
     usable = [(slot.duration_ns - reserve_ns, slot.free_bytes) for slot in cycle.slots if slot.duration_ns > reserve_ns]
     limits = [_limit(usable, profile) for profile in profiles]
     found: dict[int, ExecutionPlan] = {}
     best = 0.0
     for number in sorted(range(len(profiles)), key=lambda number: -limits[number]):
-        if limits[number] < best:  # nor will any other get there
+        if limits[number] < best:  # the remaining limits are no larger
             break
         if plan := lay(cycle, profiles[number], reserve_ns):
             found[number] = plan
@@ -61,17 +61,17 @@ def find_plan(cycle: BubbleCycle, profiles: Sequence[JobProfile], reserve_ns: in
 
 
 def _limit(usable: Sequence[tuple[int, int]], profile: JobProfile) -> float:
-    """Work per cycle that no plan exceeds: every bubble full that takes any node at all, and a little for rounding."""
+    """Return an upper bound on the work per cycle: all bubbles with memory for any node full, and some for rounding."""
     least = min(node.memory_bytes for node in profile.nodes)
     room_ns = sum(duration_ns for duration_ns, free_bytes in usable if free_bytes >= least)
     return room_ns / profile.duration_ns * profile.work * (1 + 1e-9) if profile.duration_ns else inf
 
 
 def lay(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int = 0) -> ExecutionPlan | None:
-    """The best plan for one configuration; None if some node fits no bubble.
+    """Return the best plan for one configuration; None if some node fits no bubble.
 
     Raises:
-        PlanError: the profile says that an iteration takes no time at all.
+        PlanError: the profile's nodes all take 0 ns.
     """
     if profile.duration_ns == 0:
         raise PlanError(f"{profile.configuration}: all nodes take 0 ns; expected a measured profile")
@@ -81,7 +81,7 @@ def lay(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int = 0) -> Executi
     after = np.arange(nodes)
     for table in tables:
         after = after + table[after % nodes]
-    if not tables or (after == np.arange(nodes)).any():  # from there, no bubble of a whole cycle takes the next node
+    if not tables or (after == np.arange(nodes)).any():  # at such a node, no bubble of the cycle takes the next one
         return None
     ends: list[int] = (after % nodes).tolist()
     starts = _repeating(ends)
@@ -95,7 +95,7 @@ def lay(cycle: BubbleCycle, profile: JobProfile, reserve_ns: int = 0) -> Executi
 
 
 def _repeating(ends: Sequence[int]) -> list[int]:
-    """The nodes at which the cycles begin that come again and again, following ``ends`` from node 0."""
+    """Follow ``ends`` from node 0; return the first nodes of the cycles that repeat."""
     seen: dict[int, None] = {}
     node = 0
     while node not in seen:
@@ -106,7 +106,7 @@ def _repeating(ends: Sequence[int]) -> list[int]:
 
 
 class _Layer:
-    """How many nodes fit into a bubble from each node on, for all nodes at once."""
+    """Counts the nodes that fit into a bubble, from every first node at once."""
 
     def __init__(self, profile: JobProfile, reserve_ns: int) -> None:
         self.nodes = len(profile.nodes)
@@ -118,7 +118,7 @@ class _Layer:
         self.known: dict[tuple[int, int], _Counts] = {}
 
     def counts(self, slot: BubbleSlot) -> _Counts:
-        """Per node, how many fit from it on."""
+        """Return the number of nodes that fit into the bubble, by first node."""
         key = (slot.duration_ns, slot.free_bytes)
         if key not in self.known:
             self.known[key] = self._counts(slot)
@@ -134,6 +134,6 @@ class _Layer:
         count = iterations * self.nodes + reached - first
         too_large = np.flatnonzero(self.memory > slot.free_bytes)
         if len(too_large):
-            following = np.append(too_large, too_large[0] + self.nodes)  # from each node on, the next too large one
+            following = np.append(too_large, too_large[0] + self.nodes)  # the last one follows after wrapping around
             count = np.minimum(count, following[np.searchsorted(too_large, first)] - first)
         return count

@@ -1,4 +1,4 @@
-"""What a plan leaves of the bubbles: for a second resident job with smaller steps, beyond the paper."""
+"""Tails: the rest of the bubbles that a plan leaves to a second resident job with smaller steps (not in the paper)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
 
 
 def leftover(cycle: BubbleCycle, plan: ExecutionPlan, profile: JobProfile) -> BubbleCycle:
-    """The bubbles' tails, as a bubble cycle that ``best_plan`` takes for another job.
+    """Return the bubbles' tails as a bubble cycle, from which ``best_plan`` plans another job.
 
-    How much is left of a bubble differs from cycle to cycle until the plan repeats, so the result is as many cycles
-    long as the plan, and exact: the least over the plan's cycles would give most of the time away, and the mean would
-    promise time that is not there.  A resident job keeps its memory between its nodes, so the most that it ever
-    needs is taken from every bubble.
+    The rest of a bubble differs from cycle to cycle until the plan repeats, so the result spans all cycles of the plan
+    and is exact: the minimum over the cycles would waste most of the time, and the mean would promise time that is not
+    there.  A resident job keeps its memory between its nodes, so its peak memory is subtracted from every bubble.
 
     Raises:
         PlanError: the plan is not for this cycle and profile.
@@ -35,15 +34,15 @@ def leftover(cycle: BubbleCycle, plan: ExecutionPlan, profile: JobProfile) -> Bu
 
 
 def packed_ns(plan: ExecutionPlan, profile: JobProfile) -> float:
-    """Time inside nodes, per cycle of the plan's bubbles, in the long run."""
+    """Return the long-run time inside nodes per cycle, in ns."""
     return plan.iterations * profile.duration_ns / plan.cycles
 
 
 def processing_time_s(cycle: BubbleCycle, plan: ExecutionPlan, remaining_work: float) -> float:
-    """Wall-clock seconds for the remaining work, main job's compute included.
+    """Return the wall-clock seconds for the remaining work, including the training's compute between bubbles.
 
     Raises:
-        ValueError: negative work.
+        ValueError: the work is negative.
     """
     if not remaining_work >= 0:
         raise ValueError(f"remaining_work is {remaining_work}; expected at least 0")

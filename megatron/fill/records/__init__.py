@@ -1,14 +1,14 @@
-"""The raw records of a run: written while it runs, one folder for each time that it was started (a *segment*).
+"""The raw records of a run, written while it runs, with one folder for each start of its training (a *segment*).
 
-    RUN/records/1/segment.json           what was started, and how it ended
-                 rank0.jsonl             what rank 0 saw: a head, then lines that are added as it trains
-                 agent0.jsonl            what its side tasks did: a head, then a line for each that has ended
-                 agent0.running.jsonl    and what those that run have done so far
-                 agent0.behind           is there while it could not write what they did
-                 failed, deleted         a rank has said so of the training, of the records
+    RUN/records/1/segment.json           the segment's start and end
+                 rank0.jsonl             the record of rank 0: a head, then lines that are appended as it trains
+                 agent0.jsonl            the record of its jobs: a head, then the lines of each ended attempt
+                 agent0.running.jsonl    the progress of the attempts that run
+                 agent0.behind           exists while the agent could not write all that it knows
+                 failed, deleted         a rank has noted that the training failed, that the records were deleted
 
 A line is JSON.  Long lists in it (bubbles, iterations, spans, uses) are tables by column.  A last line that was cut off
-with its process is passed over.
+with its process is ignored.
 """
 
 from __future__ import annotations

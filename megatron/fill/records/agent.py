@@ -1,4 +1,4 @@
-"""What an agent's workers did, and how its jobs ended: a line for each attempt, and a file of those that run."""
+"""An agent's record of its workers and jobs: lines for each ended attempt, and a file of the running ones."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron.fill.records.tables import Table, as_columns, extend, names_of
 from megatron.fill.types import BubbleUse, JobRecord, JobState, WorkerRecord
 
 type Attempts = list[tuple[JobRecord, WorkerRecord]]
-RUNNING, BEHIND = ".running.jsonl", ".behind"  # how the names of the files end
+RUNNING, BEHIND = ".running.jsonl", ".behind"  # suffixes of file names
 
 
 class AgentFile:
-    """One agent's record; not for several threads at once.
+    """An agent's record; not thread-safe.
 
     Args:
-        folder: of the segment.
-        before: how many agents have served this rank in it before this one; each has a record of its own.
+        folder: the segment's folder.
+        before: number of earlier agents of this rank in the segment; each has its own record.
     """
 
     def __init__(self, folder: Path, rank: int, before: int = 0) -> None:
@@ -32,10 +32,10 @@ class AgentFile:
         self._behind = self._path.with_suffix(BEHIND)
 
     def add(self, job: JobRecord, worker: WorkerRecord) -> None:
-        """An attempt has ended.
+        """Append an attempt that has ended.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         if self._path.exists():
             append(self._path, _lines(job, worker))
@@ -43,10 +43,10 @@ class AgentFile:
             write_agent(self._path, [(job, worker)])
 
     def show(self, running: Attempts) -> None:
-        """These attempts run, and have come so far.
+        """Replace the file of running attempts and their progress.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         if running:
             write_agent(self._running, running)
@@ -54,7 +54,7 @@ class AgentFile:
             self._running.unlink(missing_ok=True)
 
     def note(self, behind: bool) -> None:
-        """Say whether more is known than is written, as far as the disk takes a name: a full one does."""
+        """Create or remove the marker of a record that lacks something; a full disk can still create an empty file."""
         with suppress(OSError):
             if behind:
                 self._behind.touch()
@@ -63,7 +63,10 @@ class AgentFile:
 
 
 def attempts_text(attempts: Attempts, most_bytes: int) -> bytes | None:
-    """What ``write_agent`` would write of them, without steps; without single bubbles too if longer, or None."""
+    """Return the content of ``write_agent`` without steps.
+
+    If it is longer than ``most_bytes``, the single bubbles are left out too; None if it is still too long.
+    """
     for uses in (True, False):
         less = [(job, replace(worker, steps=())) for job, worker in attempts]
         if not uses:
@@ -75,27 +78,27 @@ def attempts_text(attempts: Attempts, most_bytes: int) -> bytes | None:
 
 
 def write_agent(path: Path, attempts: Iterable[tuple[JobRecord, WorkerRecord]]) -> None:
-    """Write attempts to a file of their own; a result that JSON lacks is written as text."""
+    """Write attempts to a new file; results that JSON cannot represent are written as text."""
     with replacing(path) as temporary:
         temporary.write_bytes(head("agent") + b"".join(_lines(job, worker) for job, worker in attempts))
 
 
 def read_agent(path: Path, steps: bool = True) -> Attempts:
-    """Read what ``write_agent`` and ``AgentFile`` wrote, in its order.
+    """Read a file of ``write_agent`` or ``AgentFile``, in the order of its lines.
 
     Args:
-        steps: False to leave them out; they are half of it, and only pictures need them.
+        steps: False to skip the steps, which are half of the file and needed by pictures only.
 
     Raises:
-        NothingRecorded: nothing whole is in it.
-        FillError: naming the file, if it cannot be read, or is not an agent's record of this version.
+        NothingRecorded: the file has no complete line.
+        FillError: the file cannot be read, or is not an agent's record of this version.
     """
     lines = read_lines(path, "agent", but="" if steps else "steps")
     next(lines)
     found: Attempts = []
     try:
         for content in lines:
-            if "steps" in content:  # of the attempt before
+            if "steps" in content:  # the steps of the attempt on the line before
                 job, worker = found.pop()
                 pairs = list(zip(content["steps"]["start_ns"], content["steps"]["end_ns"], strict=True))
                 found.append((job, replace(worker, steps=pairs)))

@@ -1,4 +1,4 @@
-"""Files that are written line by line, and read until a line was cut off."""
+"""Files that are written line by line, and read up to a line that was cut off."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _MODE = 0o644
 
 
 class NothingRecorded(FillError):
-    """The file was made and nothing whole is in it: its writer was killed at once, or its machine went down."""
+    """A record has no complete line: its writer was killed right away, or its machine went down."""
 
 
 def line(content: Mapping[str, Any]) -> bytes:
-    """One line of a record; what JSON lacks is written as text."""
+    """Return one line of a record; values that JSON cannot represent are written as text."""
     return json.dumps(content, separators=(",", ":"), default=str).encode() + b"\n"
 
 
 def head(kind: str, **more: Any) -> bytes:
-    """The first line of a record."""
+    """Return the first line of a record."""
     return line({"version": RECORD_VERSION, "kind": kind, **more})
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add whole lines to a file; nothing of them if that fails, so that what comes later can be read.
+    """Append complete lines to a file, or nothing if that fails, so that later lines stay readable.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
@@ -53,13 +53,13 @@ def append(path: Path, data: bytes) -> None:
 
 
 def note(folder: Path, name: str, rank: int) -> bool:
-    """Write down that something has happened in a segment; whether this rank is the first to say so."""
+    """Note an event in a segment's folder; True if this rank is the first to note it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
     except FileExistsError:
         return False
-    except OSError:  # it cannot be written down: rather twice than never
+    except OSError:  # it cannot be noted: better reported by two ranks than by none
         return True
     with suppress(OSError):  # a full disk has room for a name
         os.write(fd, f"rank {rank}\n".encode())
@@ -68,14 +68,14 @@ def note(folder: Path, name: str, rank: int) -> bool:
 
 
 def read_lines(path: Path, kind: str, but: str = "") -> Iterator[dict[str, Any]]:
-    """The head of a record and its lines, without a last one that was cut off.
+    """Yield the head of a record and its lines, without a last line that was cut off.
 
     Args:
-        but: passes over the lines that have this first.
+        but: name of a field; lines that begin with it are skipped.
 
     Raises:
-        NothingRecorded: it has no whole line.
-        FillError: naming the file, if it cannot be read, is not a record of this kind and version, or is damaged.
+        NothingRecorded: the file has no complete line.
+        FillError: the file cannot be read, is not a record of this kind and version, or is damaged.
     """
     skipped = f'{{"{but}":'.encode() if but else None
     try:
@@ -95,10 +95,10 @@ def read_lines(path: Path, kind: str, but: str = "") -> Iterator[dict[str, Any]]
 
 
 def _parse(path: Path, number: int, text: bytes) -> dict[str, Any]:
-    """A line.
+    """Parse one line of a record.
 
     Raises:
-        NothingRecorded: it was cut off.
+        NothingRecorded: the line was cut off.
     """
     try:
         content = from_json(text)  # a third of the time of json.loads

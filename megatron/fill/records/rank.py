@@ -1,8 +1,8 @@
-"""What one rank of the main job saw: ``rank0.jsonl``, to which lines are added while it trains.
+"""The record of one rank of the training: ``rank0.jsonl``, to which lines are appended while it trains.
 
-The rank makes the lines and a thread of its own writes them, so that a slow disk holds nobody up.  Were a record
-longer than ``MOST_BYTES``, the older half of its bubbles would be replaced by their sums.  What cannot be written, on a
-full disk say, is kept and tried again with what comes next.  If the file is deleted meanwhile, a new one begins.
+The rank makes the lines and a thread writes them, so that a slow disk does not delay the training.  If a record grows
+beyond ``MOST_BYTES``, the older half of its bubbles is replaced by their sums.  Lines that cannot be written, on a full
+disk say, are kept and retried with the next ones.  If the file is deleted in the meantime, a new one is begun.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ logger = logging.getLogger("pipefill")
 
 MOST_BYTES = 16 << 20
 _TABLES: dict[str, type] = {"iterations": Iteration, "bubbles": Bubble, "spans": Span, "brakes": BrakeEvent}
-_DELETED = "deleted"  # in the folder of a segment: a rank has said that its record was
+_DELETED = "deleted"  # file in a segment's folder: a rank has reported that the records were deleted
 _CONVERT = {"bubbles": {"kind": BubbleKind}}
 
 type Sums = dict[tuple[BubbleKind, bool, bool], int]  # nanoseconds by kind, filling and forward_only
 
 
 def add_up(bubbles: Sequence[Bubble]) -> Sums:
-    """How long they were in all."""
+    """Return the total duration of the bubbles in ns, by kind, filling and forward_only."""
     sums: Sums = {}
     for bubble in bubbles:
         key = (bubble.kind, bubble.filling, bubble.forward_only)
@@ -42,7 +42,7 @@ def add_up(bubbles: Sequence[Bubble]) -> Sums:
 
 
 def as_bubbles(sums: Sums) -> list[Bubble]:
-    """Sums in place of the bubbles they stand for: each with index -1, from 0, and as long as those were."""
+    """Return one bubble for each sum: in iteration 0, with index -1, starting at 0, as long as the sum."""
     return [
         Bubble(0, -1, kind, 0, total_ns, filling=filling, forward_only=forward_only)
         for (kind, filling, forward_only), total_ns in sums.items()
@@ -54,9 +54,9 @@ class _Line:
     """A line of the record.
 
     Attributes:
-        table: what is in it.
-        sums: of its bubbles.
-        last: the number of its last iteration; 0 if it has none.
+        table: name of its table.
+        sums: sums of its bubbles; empty for other tables.
+        last: number of its last iteration; 0 for other tables.
     """
 
     table: str
@@ -66,7 +66,7 @@ class _Line:
 
 
 def _lines(part: RankRecord) -> list[_Line]:
-    """What a rank saw since it last wrote, a line for each table."""
+    """Return a line for each table of the part that has values."""
     made = []
     for table, cls in _TABLES.items():
         values = getattr(part, table)
@@ -80,13 +80,13 @@ def _lines(part: RankRecord) -> list[_Line]:
 
 
 def _said(part: RankRecord) -> dict[str, Any]:
-    """What is not in tables, as far as it is known: what was said last counts."""
+    """Return the values outside the tables, as far as they are known; a reader uses the last ones."""
     said = {} if part.schedule is None else {"schedule": asdict(part.schedule)}
     return said | ({"settled_after": part.settled_after} if part.settled_after else {})
 
 
 def _held(lines: list[_Line], most_bytes: int) -> list[_Line]:
-    """Lines that wait in memory: above so much, without spans and with sums in the place of the bubbles."""
+    """Return the lines to keep in memory: above ``most_bytes``, without spans and with sums instead of bubbles."""
     if sum(len(one.data) for one in lines) <= most_bytes:
         return lines
     whole = [one for one in lines if one.table not in ("bubbles", "spans")]
@@ -94,7 +94,7 @@ def _held(lines: list[_Line], most_bytes: int) -> list[_Line]:
 
 
 def _sums_line(parts: Iterable[Sums]) -> _Line:
-    """One line in the place of all lines of bubbles that these are the sums of."""
+    """Return one line of bubbles with the total of these sums, in place of the lines they come from."""
     sums: Sums = {}
     for its in parts:
         for key, total_ns in its.items():
@@ -103,25 +103,25 @@ def _sums_line(parts: Iterable[Sums]) -> _Line:
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Where the rank writes, in the folder of a segment."""
+    """Return the path of the rank's record in a segment's folder."""
     return folder / f"rank{rank}.jsonl"
 
 
 class RankWriter:
-    """Adds to a rank's record from a thread of its own.
+    """Appends to a rank's record in a background thread.
 
     Args:
-        spans: of how many of the latest additions the spans are kept, once the record has become long.
-        most_bytes: how long it may become.
+        spans: number of the latest additions whose spans are kept when the record is shortened.
+        most_bytes: length of the file above which the record is shortened.
     """
 
     def __init__(self, path: Path, info: RankInfo, spans: int = 3, most_bytes: int = MOST_BYTES) -> None:
         self._path = path
         self._info = asdict(info)
-        self._written = self._lost = 0  # the last iteration that was written, and that was deleted again
+        self._written = self._lost = 0  # last iterations that were written, and that were deleted afterwards
         self._spans = spans
         self._most_bytes = most_bytes
-        self._kept: list[tuple[str, int, Sums]] = []  # of each line: its table, its length, its bubbles' sums
+        self._kept: list[tuple[str, int, Sums]] = []  # table, length in bytes and sums of each line in the file
         self._unwritten: list[_Line] = []
         self._waiting: queue.Queue[list[_Line] | None] = queue.Queue(1)
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
@@ -129,19 +129,19 @@ class RankWriter:
 
     @property
     def ready(self) -> bool:
-        """Whether it would take more now; the disk may be slow."""
+        """True if ``add`` accepts a part now; False while a slow disk holds up an earlier one."""
         return self._waiting.empty()
 
     def add(self, part: RankRecord) -> None:
-        """Have this written.
+        """Hand a part over to the thread, without waiting.
 
         Raises:
-            queue.Full: it is not ready.
+            queue.Full: the writer is not ready.
         """
         self._waiting.put_nowait(_lines(part))
 
     def close(self, rest: RankRecord, timeout_s: float) -> bool:
-        """Write the rest, and wait until all is written; False if it is not, or not all of it could be."""
+        """Write the rest and wait for the thread; False if it timed out or something could not be written."""
         try:
             for last in (_lines(rest), None):
                 self._waiting.put(last, timeout=timeout_s)
@@ -151,9 +151,10 @@ class RankWriter:
         return not self._thread.is_alive() and not self._unwritten
 
     def unwritten(self, most_bytes: int) -> bytes:
-        """After ``close``: what of the record is in no file, with a head; without spans and single bubbles if longer.
+        """Return the lines that are in no file after ``close``, with a head; empty if there are none.
 
-        Nothing while the disk still holds up what it was given: that may yet be written.
+        Above ``most_bytes``, spans and single bubbles are left out.  While the thread still waits for the disk, nothing
+        is returned: its lines may yet be written.
         """
         if self._thread.is_alive() or not self._unwritten:
             return b""
@@ -181,29 +182,29 @@ class RankWriter:
             self._miss()
             with replacing(self._path) as temporary:
                 temporary.write_bytes(self._head)
-            self._kept = []  # one that was there before has been deleted
+            self._kept = []  # any earlier file has been deleted
         append(self._path, b"".join(one.data for one in part))
         self._written = max([self._written, *(one.last for one in part)])
         self._kept += [(one.table, len(one.data), one.sums) for one in part]
         length = sum(size for _, size, _ in self._kept)
         if length > self._most_bytes:
             self._shorten()
-            # Iterations are all kept: where they are most of it, to try again each time would be of no use.
+            # All iterations are kept: if they are most of the record, shortening it on every write would be useless.
             self._most_bytes = max(self._most_bytes, 2 * sum(size for _, size, _ in self._kept))
 
     def _miss(self) -> None:
-        """There is no file: where there was one, say what is lost with it, if no other rank has."""
+        """Note the loss if the file that is missing had been written before; the first rank to notice prints it."""
         if self._written == self._lost:
             return
         self._lost = self._written
         folder = self._path.parent
         if note(folder, _DELETED, self._info["rank"]):
             said = f"what they said of iterations up to {self._lost} is lost, and not in the report"
-            # On standard output, for a relay's log was in the run folder too.
+            # On standard output, since a relay's log was in the run folder too.
             os.write(1, f"PipeFill: the records in {folder} have been deleted while it trains; {said}\n".encode())
 
     def _shorten(self) -> None:
-        """Leave out old spans, and the older half of the bubbles but for their sums."""
+        """Rewrite the file without old spans, and with sums in place of the older half of the bubbles."""
         half = sum(size for table, size, _ in self._kept if table == "bubbles") / 2
         spans = sum(table == "spans" for table, _, _ in self._kept)
         stretches, kept, at = [], [], len(self._head)
@@ -238,15 +239,15 @@ def write_rank(path: Path, record: RankRecord) -> None:
 
 
 def read_rank(path: Path, spans: bool = True, before: RankRecord | None = None) -> RankRecord:
-    """Read what a rank has written so far.
+    """Read the record of a rank as far as it is written.
 
     Args:
-        spans: False to leave them out; they are half of it, and only pictures need them.
-        before: what the rank wrote elsewhere before, which comes first in the result.
+        spans: False to skip the spans, which are half of the file and needed by pictures only.
+        before: an earlier part of the record, which comes first in the result.
 
     Raises:
-        NothingRecorded: nothing whole is in it.
-        FillError: naming the file, if it cannot be read, or is not a rank's record of this version.
+        NothingRecorded: the file has no complete line.
+        FillError: the file cannot be read, or is not a rank's record of this version.
     """
     lines = read_lines(path, "rank", but="" if spans else "spans")
     try:

@@ -1,4 +1,4 @@
-"""The segments of a run: each time that its training was started, with what was started and how it ended."""
+"""The segments of a run: the starts of its training, each with its settings and its ending."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from megatron.fill.records.unwritten import Unwritten, in_memory
 from megatron.fill.types import Prices, RankRecord
 
 _SEGMENT = "segment.json"
-_FAILED = "failed"  # in the folder of a segment: a rank has failed, and says which
+_FAILED = "failed"  # file in a segment's folder: the number of the rank that failed first
 _FILE = re.compile(r"(?P<who>rank|agent)(?P<rank>\d+)(?:-\d+)?(?:(?P<running>\.running)?\.jsonl|(?P<behind>\.behind))")
 
 
 class SegmentEnding(StrEnum):
-    """How a segment ended."""
+    """The ending of a segment."""
 
-    RUNNING = "running"  # it has not
+    RUNNING = "running"  # it has not ended
     WELL = "by itself"
-    FAILED = "failed"  # with an error of the training, of which a rank could tell
-    CUT = "cut off"  # without a word: killed, preempted, or its machine was lost
+    FAILED = "failed"  # with an error of the training that a rank recorded
+    CUT = "cut off"  # with nothing recorded: killed, preempted, or its machine was lost
 
 
 class NoRecords(FillError):
@@ -41,21 +41,21 @@ class NoRecords(FillError):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One start of the training.
+    """A start of the training.
 
     Attributes:
-        folder: of its records.
-        number: from 1.
-        command: the command line.
-        started_s, ended_s: in seconds since the epoch; the latter None where nobody said so.
-        ranks: how many there are.
-        jobs: the names of those in its jobs file.
+        folder: folder of its records.
+        number: its number, from 1.
+        command: command line of the training.
+        started_s, ended_s: seconds since the epoch; ``ended_s`` is None if no end was recorded.
+        ranks: number of ranks.
+        jobs: names of the jobs in its jobs file.
         store: the job store that it served, without passwords; empty for none.
-        walls: the walls around jobs by name, and why one did not stand.
-        trace_iterations: how many the trace should hold.
-        prices: what it was told that an hour costs.
-        warmup: how many iterations pass before it fills; None where no job is served.
-        paired_blocks: how many iterations its blocks with and without filling have; 0 for no blocks.
+        walls: isolation layers of the sandbox, by name, with the reason why a layer was missing (empty if it was not).
+        trace_iterations: number of iterations for the trace.
+        prices: prices of an hour given at its start; None for none.
+        warmup: iterations before filling begins; None if it serves no jobs.
+        paired_blocks: iterations in a block with or without filling; 0 for no blocks.
     """
 
     folder: Path
@@ -74,10 +74,10 @@ class Segment:
     ending: SegmentEnding = SegmentEnding.CUT
 
     def files(self, unwritten: Mapping[int, Unwritten] | None = None) -> dict[int, RankFiles]:
-        """By rank, in their order, what there is of it.
+        """Return the files of each rank, ascending by rank.
 
         Args:
-            unwritten: what is in no file, by rank, of those of which anything is not.
+            unwritten: records that are in no file, by rank; added to the result.
         """
         found: dict[int, RankFiles] = {}
         for path in sorted(self.folder.glob("*")):
@@ -91,10 +91,10 @@ class Segment:
         return dict(sorted(found.items()))
 
     def records(self) -> Iterator[RankRecord]:
-        """Of all ranks that left one, in their order; one at a time, for they may be large.
+        """Yield the records of all ranks that left one, ascending by rank; one at a time, since they may be large.
 
         Raises:
-            FillError: one cannot be read.
+            FillError: a record cannot be read.
         """
         for files in self.files().values():
             record = files.record()
@@ -107,10 +107,10 @@ class RankFiles:
     """The files of one rank in one segment.
 
     Attributes:
-        seen: the rank's own; and what follows in memory.
-        ended: its agents', of attempts that have ended.
-        running: its agents', of those that run or ran last.
-        behind: one for each agent that could not write, and so knew more than is here.
+        seen: the rank's record, and its continuation in memory if there is one.
+        ended: its agents' records of ended attempts.
+        running: its agents' files of attempts that run, or ran last.
+        behind: one marker for each agent whose record lacks something that it could not write.
     """
 
     seen: list[Path] = field(default_factory=list)
@@ -119,7 +119,7 @@ class RankFiles:
     behind: list[Path] = field(default_factory=list)
 
     def add(self, more: Unwritten) -> None:
-        """Take what is in no file too."""
+        """Add records that are in no file."""
         if more.seen:
             self.seen.append(in_memory(more.seen))
         if more.ended:
@@ -127,10 +127,10 @@ class RankFiles:
         self.behind[:] = [in_memory("")] if more.lost else []
 
     def record(self, spans: bool = True) -> RankRecord | None:
-        """What the rank has written, with or without ``spans``; None if it left nothing.
+        """Return the rank's record, with or without ``spans``; None if it left none.
 
         Raises:
-            FillError: it cannot be read.
+            FillError: the record cannot be read.
         """
         record = None
         for path in self.seen:
@@ -139,13 +139,13 @@ class RankFiles:
         return record
 
     def attempts(self, steps: bool = True) -> Attempts:
-        """What its side tasks did, in the order in which they ended, then what was not seen to end.
+        """Return the attempts at jobs on this rank in the order in which they ended, then those without a recorded end.
 
         Args:
-            steps: False to leave them out.
+            steps: False to skip their steps.
 
         Raises:
-            FillError: it cannot be read.
+            FillError: a record cannot be read.
         """
         ended, running = ([one for path in paths for one in _read(path, steps)] for paths in (self.ended, self.running))
         ended.sort(key=lambda one: one[0].ended_s)
@@ -161,20 +161,20 @@ def _read(path: Path, steps: bool) -> Attempts:
 
 
 class OpenSegment:
-    """The segment that this process began: it is locked as long as the process lives, so that others can tell."""
+    """The segment that this process began; a lock on its file shows other processes that this one is alive."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
         self._write(segment)
         self._fd = os.open(segment.folder / _SEGMENT, os.O_RDONLY | os.O_CLOEXEC)
-        with suppress(OSError):  # a file system that cannot: then it is taken for cut off until it has ended
+        with suppress(OSError):  # on a file system without locks it counts as cut off until it has ended
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def end(self, ending: SegmentEnding) -> None:
-        """Say how it ended.
+        """Record the ending and unlock the segment.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self.segment = replace(self.segment, ended_s=time.time(), ending=ending)
         self._write(self.segment)
@@ -201,10 +201,10 @@ def begin_segment(
     warmup: int | None = None,
     paired_blocks: int = 0,
 ) -> OpenSegment:
-    """Make the folder of a new segment, after those that are there; the arguments are those of ``Segment``.
+    """Create the next segment's folder and file; the arguments are the attributes of ``Segment``.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder or the file cannot be created.
     """
     records = run_dir / RECORDS
     records.mkdir(parents=True, exist_ok=True)
@@ -222,19 +222,19 @@ def begin_segment(
 
 
 def note_failure(folder: Path, rank: int) -> bool:
-    """Write down that the training of this segment has failed; whether this rank is the first to say so.
+    """Note that the training of this segment has failed; True if this rank is the first to note it.
 
-    Rank 0 may be ended by the launcher before it can say a word, because another rank has failed.
+    Any rank may: when one fails, the launcher may end rank 0 before it can record the ending.
     """
     return note(folder, _FAILED, rank)
 
 
 def read_segments(run_dir: Path) -> list[Segment]:
-    """The segments of a run in their order.
+    """Return the segments of a run, in order.
 
     Raises:
-        NoRecords: there is none.
-        FillError: one cannot be read.
+        NoRecords: the run folder has no segment.
+        FillError: a segment cannot be read.
     """
     records = run_dir / RECORDS
     found = [_segment(records / str(number), number) for number in sorted(_numbers(records))]
@@ -245,10 +245,10 @@ def read_segments(run_dir: Path) -> list[Segment]:
 
 
 def last_segment(run_dir: Path) -> Segment:
-    """The last segment of a run.
+    """Return the last segment of a run.
 
     Raises:
-        FillError: there is none, or one cannot be read.
+        FillError: the run folder has no segment, or a segment cannot be read.
     """
     return read_segments(run_dir)[-1]
 
@@ -258,7 +258,7 @@ def _numbers(records: Path) -> list[int]:
 
 
 def _segment(folder: Path, number: int) -> Segment | None:
-    """None if it was cut off before anything could be said of it."""
+    """Read a segment; None if it was cut off before its file was written."""
     path = folder / _SEGMENT
     try:
         if not path.exists():
@@ -277,14 +277,14 @@ def _segment(folder: Path, number: int) -> Segment | None:
 
 
 def _unsaid(folder: Path) -> SegmentEnding:
-    """How a segment stands whose rank 0 did not say how it ended."""
+    """Return the ending of a segment whose rank 0 recorded none."""
     if _locked(folder / _SEGMENT):
         return SegmentEnding.RUNNING
     return SegmentEnding.FAILED if (folder / _FAILED).exists() else SegmentEnding.CUT
 
 
 def _locked(path: Path) -> bool:
-    """Whether its process lives."""
+    """True if another process holds the lock on the file, which means that the segment's process is alive."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Lists of equal values by column, in memory and in JSON: quick to add up, and no larger than they need to be."""
+"""Lists of dataclass values stored by column, in memory and in JSON: compact, and quick to add up."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, overload
 
 
 class Table[T](Sequence[T]):
-    """Values of one dataclass, each made when it is asked for.
+    """A sequence of values of one dataclass, stored by column; each value is created on access.
 
     Args:
         cls: the dataclass.
-        columns: per field, in the order of the fields; all of one length.
-        convert: of a field that is not kept as it is: from what is kept to what the value has.
+        columns: the stored values of each field, in the order of the fields; all of one length.
+        convert: functions from a stored value to the field's value, for fields where the two differ.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class Table[T](Sequence[T]):
         self._convert = convert or {}
 
     def column(self, name: str) -> list[Any]:
-        """One field of all values, as it is kept."""
+        """Return the stored values of one field."""
         return self._columns[name]
 
     def __len__(self) -> int:
@@ -61,27 +61,27 @@ class Table[T](Sequence[T]):
 
 
 def column(values: Sequence[Any], name: str) -> list[Any]:
-    """One field of all values, whether or not they are in a table."""
+    """Return one field of all values: stored values of a table, attributes of the elements of any other sequence."""
     return values.column(name) if isinstance(values, Table) else list(map(attrgetter(name), values))
 
 
 def names_of(cls: type) -> list[str]:
-    """The fields of a dataclass, in their order."""
+    """Return the names of a dataclass's fields, in order."""
     return [item.name for item in fields(cls)]
 
 
 def as_columns(cls: type, values: Iterable[Any]) -> dict[str, Sequence[Any]]:
-    """For JSON: the columns of these values of ``cls``, which has more than one field."""
+    """Return the columns of values of ``cls`` for JSON; ``cls`` must have more than one field."""
     names = names_of(cls)
     rows = list(map(attrgetter(*names), values))
     return dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else {name: [] for name in names}
 
 
 def extend(columns: dict[str, list[Any]], cls: type, more: Mapping[str, Sequence[Any]]) -> None:
-    """Add what ``as_columns`` made of further values.
+    """Append the columns that ``as_columns`` returned for further values.
 
     Raises:
-        ValueError: they are of another make.
+        ValueError: the names of the columns are not the fields of ``cls``, or their lengths differ.
     """
     names = names_of(cls)
     if list(more) != names or len({len(kept) for kept in more.values()}) != 1:

@@ -1,5 +1,5 @@
-"""What a rank and its agent could not write down, on a disk that stayed full say: kept in memory to the training's end,
-and read from there.
+"""Records that a rank and its agent could not write, on a disk that stayed full say: kept in memory until the training
+ends, and read from there.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """What is in no file of one rank's.
+    """Records of one rank that are in no file.
 
     Attributes:
-        seen: lines of the rank's record, with a head of their own; empty if all of it is written.
-        ended: the same of its agent's record.
-        cut: more lines of the rank's were lost than are in ``seen``.
-        lost: the agent could not write, and has not left it here either.
+        seen: lines of the rank's record, with their own head; empty if all of it is written.
+        ended: lines of its agent's record, likewise.
+        cut: True if lines of the rank's record are missing in ``seen`` too.
+        lost: True if lines of the agent's record are missing in ``ended`` too.
     """
 
     seen: str = ""
@@ -31,19 +31,19 @@ class Unwritten:
         return self != Unwritten()
 
     def packed(self, most_bytes: int) -> bytes:
-        """For ``unpacked``, and no longer than this (at least 64 bytes): without what would be too much."""
+        """Return the records compressed for ``unpacked``, leaving some out to fit into ``most_bytes`` (at least 64)."""
         less = (self, replace(self, seen="", cut=True), Unwritten(cut=True, lost=True))
         made = (zlib.compress(json.dumps(asdict(one)).encode(), 1) for one in less)
         return next(data for data in made if len(data) <= most_bytes)
 
     @classmethod
     def unpacked(cls, data: bytes) -> Unwritten:
-        """What ``packed`` made."""
+        """Return the records from the bytes of ``packed``."""
         return cls(**json.loads(zlib.decompress(data)))
 
 
 def in_memory(text: str) -> Path:
-    """A file of this process alone that holds this, on no disk and in no folder; it is there until the process ends."""
+    """Return the path of a new memory file (memfd) with this text; only this process can open it, until it ends."""
     fd = os.memfd_create("pipefill-unwritten", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(text.encode())
