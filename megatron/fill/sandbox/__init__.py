@@ -1,6 +1,7 @@
-"""What keeps a job in: walls of the kernel that stand before a byte of the job is looked at.
+"""The sandbox of a job: isolation layers of the kernel, in place before any byte of the job is read.
 
-``Cage`` says what is wanted, ``enter`` builds it in three steps, ``probe`` tells what this machine can give.
+``Cage`` is the sandbox's configuration, ``enter`` sets it up in three steps, ``probe`` finds the layers that this
+machine supports.
 """
 
 from megatron.fill.sandbox.cage import Bind, Cage, parse_bind

@@ -1,4 +1,4 @@
-"""What the kernel is to keep one job in."""
+"""The configuration of a job's sandbox."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from pathlib import Path
 
 from megatron.fill.errors import ConfigError
 
-# The walls that ``Cage.without`` can name.
+# The sandbox layers that ``Cage.without`` can name.
 LEFT_OUT = ("proc", "landlock", "system calls", "run folder", "uncounted memory")
 
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """A place outside of its own folder that a job may use.
+    """A path outside of its own folder that a job may use.
 
     Attributes:
-        writable: it may write there too.
+        path: absolute path of a file or folder.
+        writable: True if the job may write there.
     """
 
     path: str
@@ -24,10 +25,10 @@ class Bind:
 
 
 def parse_bind(text: str) -> Bind:
-    """Read ``PATH`` or ``PATH:rw``.
+    """Parse ``PATH``, ``PATH:ro`` or ``PATH:rw``.
 
     Raises:
-        ConfigError: it is neither, or there is no such place.
+        ConfigError: the path is not absolute or does not exist, or it is ``/:rw``.
     """
     path, colon, mode = text.rpartition(":")
     if mode != "rw" or not colon:
@@ -44,26 +45,26 @@ def parse_bind(text: str) -> Bind:
 
 @dataclass(frozen=True, slots=True)
 class Cage:
-    """One job's.
+    """The sandbox of a job.
 
     Attributes:
-        namespaces: of those in ``probe.NAMESPACES``: the ones that this machine gives us.
+        namespaces: namespaces to create, of ``enter.NAMESPACES``.
         directory: the job's own folder, which it may write.
-        binds: places that it may use besides.
-        runs: run folders: what is in them is hidden but for its own folder, and for what ``binds`` names.
-        masked: files that it may not even open to read, wherever they lie: who reads one can lock it too.
-        user: whom it runs as, by number; None to stay who we are.
-        group: the user's.
-        network: it shares the machine's network.
-        memory_files_bytes: the most that its files in memory (``/tmp``, ``/dev/shm``) may take.
-        devices: files of ``/dev`` that it may use besides the harmless ones.
-        host_memory_files: the machine's ``/dev/shm`` instead of one of its own: an MPS client needs that.
-        real_time: it keeps the power to choose its scheduling class; for the emulated device only.
-        without: walls of ``LEFT_OUT`` that are not built, by name: with one left out, what it alone refuses has to
-            succeed, or a test of it shows nothing.  No setting of a training leads here.
+        binds: further paths that it may use.
+        runs: run folders, whose content is hidden except for its own folder and ``binds``.
+        masked: files that it may not even open to read, since a reader can also lock them.
+        user: user ID that it runs as; None for this process's user.
+        group: group ID of that user.
+        network: True if it shares the machine's network.
+        memory_files_bytes: limit for its files in memory (``/tmp``, ``/dev/shm``).
+        devices: files in ``/dev`` that it may use in addition to the harmless ones.
+        host_memory_files: True to use the machine's ``/dev/shm`` instead of its own, which an MPS client requires.
+        real_time: True if it keeps the right to choose its scheduling class; for the emulated device only.
+        without: layers of ``LEFT_OUT`` that are not set up, by name.  With a layer left out, an attack that only this
+            layer refuses must succeed, or a test of the layer proves nothing.  No setting of a training sets this.
 
     Raises:
-        ValueError: there is no wall of such a name.
+        ValueError: ``without`` names an unknown layer.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -86,5 +87,5 @@ class Cage:
 
     @property
     def writable(self) -> list[str]:
-        """All folders outside of ``/tmp`` and ``/dev`` that it may write."""
+        """The folders outside of ``/tmp`` and ``/dev`` that the job may write."""
         return [self.directory, *(bind.path for bind in self.binds if bind.writable)]

@@ -1,4 +1,4 @@
-"""Mounts and capabilities, which Python has no names for."""
+"""Calls for mounts and capabilities that Python lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MNT_DETACH = 2
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """mount(2).
+    """Call mount(2).
 
     Raises:
         OSError: the kernel refused it.
@@ -21,7 +21,7 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def unmount(target: str) -> None:
-    """umount2(2), at once, whoever still uses it.
+    """Call umount2(2) to detach ``target`` at once, even while it is in use.
 
     Raises:
         OSError: the kernel refused it.
@@ -31,7 +31,7 @@ def unmount(target: str) -> None:
 
 
 def capabilities(sets: bytes | None = None) -> bytes:
-    """The three sets of this thread's capabilities as six words (capget(2)), after setting them if given.
+    """Set this thread's capability sets if ``sets`` is given; return the three sets as six words (capget(2)).
 
     Raises:
         OSError: the kernel refused it.

@@ -1,7 +1,7 @@
-"""Whether CUDA starts behind a job's walls, and which of them is in its way where it does not: found out by trying it.
+"""A trial of CUDA in a job's sandbox, which finds the layer that prevents it from starting.
 
-A driver opens devices, libraries and files of ``/proc`` in ``cuInit``, and what it asks for changes with its version.
-So it is called in a process behind all the walls, and where it fails, behind all but one.
+In ``cuInit`` a driver opens devices, libraries and files of ``/proc``, which ones depends on its version.  So the trial
+calls it in a process with all layers, and if it fails, with all but one.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from megatron.fill.sandbox.jail import Jail
 from megatron.fill.spec import Spec
 
 LIBRARY = "libcuda.so.1"
-_LEFT_OUT = ("proc", "landlock", "system calls")  # of cage.LEFT_OUT: those that a driver could meet
+_LEFT_OUT = ("proc", "landlock", "system calls")  # the layers of cage.LEFT_OUT that can affect a driver
 _LOOK_S = 120.0  # for all attempts, on a machine that is busy
 _MOST_BYTES = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class DriverTrial(Spec):
-    """What is tried.
+    """The input of a trial.
 
     Attributes:
-        cage: like that of a job on the GPU.
-        library: the driver's.
+        cage: sandbox like that of a job on the GPU.
+        library: name of the driver's library.
     """
 
     cage: Cage
@@ -39,7 +39,7 @@ class DriverTrial(Spec):
 
 
 def why_no_cuda(trial: DriverTrial) -> str:
-    """Why no job could use a GPU in this cage, in one line; empty if one can.  Tried in processes of their own."""
+    """The reason, in one line, why no job can use a GPU in this sandbox; empty if jobs can.  Tried in a child."""
     try:
         done = subprocess.run(
             program("megatron.fill.sandbox.driver", trial.to_json()),
@@ -57,7 +57,7 @@ def why_no_cuda(trial: DriverTrial) -> str:
 
 
 def main(text: str) -> None:
-    """What ``why_no_cuda`` runs."""
+    """Run a trial, in the process that ``why_no_cuda`` starts, and print the reason."""
     trial = DriverTrial.from_json(text)
     host.adopt_orphans()
     print(_judge(trial))
@@ -76,7 +76,7 @@ def _judge(trial: DriverTrial) -> str:
 
 
 def _with_one_less(cage: Cage) -> Iterator[tuple[str, Cage]]:
-    """The cage with one wall left out, by the names that ``pipefill doctor`` prints."""
+    """Yield the sandbox without one of its layers, for each layer, with the name that ``pipefill doctor`` prints."""
     for name, wall in (("net", "network"), ("cgroup", "control groups"), ("ipc", "ipc"), ("pid", "processes")):
         if name in cage.namespaces:
             yield wall, replace(cage, namespaces=tuple(one for one in cage.namespaces if one != name))
@@ -89,12 +89,12 @@ def _with_one_less(cage: Cage) -> Iterator[tuple[str, Cage]]:
 
 
 def _behind(cage: Cage | None, library: str) -> str:
-    """What is wrong with ``cuInit`` in this cage, or without any; empty where nothing is."""
+    """The error of ``cuInit`` in this sandbox, or without one; empty if it succeeds."""
     told_r, told_w = os.pipe()
 
     def start() -> None:
         os.write(told_w, f"{_start(library)}\n".encode()[:_MOST_BYTES])
-        os._exit(0)  # what a driver registers for the end of a process is not ours to wait for
+        os._exit(0)  # without the exit handlers that the driver has registered
 
     try:
         if cage is None:

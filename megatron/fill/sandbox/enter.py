@@ -1,9 +1,9 @@
-"""The way into a cage, in three steps by three processes.
+"""The setup of a sandbox, in three steps by three processes.
 
-1. The *outer* process, which stays outside, opens the process namespace (and, without root's powers, a user namespace
-   in which it has them): its next child is the first process there.
-2. That first process, the *init*, makes the other namespaces and the view of the files.  It runs no code of the job.
-3. Its child gives up everything for good, and becomes the job.
+1. The *outer* process, which stays outside, creates the process namespace (and, if it is not root, a user namespace in
+   which it has root's powers): its next child is the first process there.
+2. That first process, the *init*, creates the other namespaces and the view of the files.  It runs no code of the job.
+3. Its child gives up all powers permanently, and becomes the job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.fill.sandbox.naming import hand_over
 from megatron.fill.sandbox.powers import bar_powers, become, forgo_privileges, give_up_powers, hide_memory
 from megatron.fill.sandbox.seccomp import load_filter
 
-# In the order in which they are made; each stands for a layer that ``probe`` names.
+# Namespaces in the order of their creation; each is a layer that ``probe`` names.
 NAMESPACES = ("user", "pid", "mount", "ipc", "cgroup", "net")
 _FLAGS = {
     "user": os.CLONE_NEWUSER,
@@ -33,21 +33,21 @@ _FLAGS = {
     "cgroup": os.CLONE_NEWCGROUP,
     "net": os.CLONE_NEWNET,
 }
-_TCP_BYTES = "4096 131072 212992"  # least, first, most
+_TCP_BYTES = "4096 131072 212992"  # minimum, initial size, maximum
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
-_ALWAYS_WRITABLE = ("/tmp", "/dev/shm")  # the kernel, or the view, says what there
+_ALWAYS_WRITABLE = ("/tmp", "/dev/shm")  # the view or file permissions limit writing there
 
 
 def open_outer(cage: Cage) -> None:
-    """Step 1, in the outer process.
+    """Do step 1, in the outer process.
 
     Raises:
-        OSError: a namespace cannot be had.
+        OSError: a namespace cannot be created.
     """
     if "user" in cage.namespaces:
         user, group = os.geteuid(), os.getegid()
         os.unshare(os.CLONE_NEWUSER)
-        # Who we were is who we are: files keep their owners, and there is nobody else.
+        # The user is mapped to itself: files keep their owners, and no other user exists inside.
         Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
@@ -56,13 +56,13 @@ def open_outer(cage: Cage) -> None:
 
 
 def open_inner(cage: Cage) -> int:
-    """Step 2, in the init.
+    """Do step 2, in the init.
 
     Returns:
-        A descriptor of the job's ``/proc`` as it is where the job sees it read-only, for ``openat``.
+        Descriptor of a writable ``/proc`` for ``openat``; the job sees its own read-only.
 
     Raises:
-        OSError: a namespace cannot be had, or the view cannot be made.
+        OSError: a namespace or the view cannot be created.
     """
     os.umask(0o022)
     inner = [name for name in cage.namespaces if name not in ("user", "pid")]
@@ -79,7 +79,7 @@ def open_inner(cage: Cage) -> int:
             _fix_buffers()
     if "mount" not in inner:
         return os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    proc = mounts.take("/proc")  # as it is now: from then on all is read-only
+    proc = mounts.take("/proc")  # while it is writable: after this, everything is read-only
     view.build(cage)
     if "pid" in cage.namespaces:
         os.close(proc)
@@ -90,12 +90,13 @@ def open_inner(cage: Cage) -> int:
 
 
 def give_everything_up(cage: Cage, names: socket.socket | None = None) -> list[str]:
-    """Step 3, in the process that is to become the job; what could not be done, and why.
+    """Do step 3, in the process that becomes the job; return the reasons for layers that are missing.
 
     The process must have no other thread yet.
 
     Args:
-        names: to the init, which lets the job name its threads (``naming``).
+        cage: sandbox of the job.
+        names: socket to the init, which lets the job name its threads (``naming``); None without devices.
 
     Raises:
         OSError: it cannot become the job's user.
@@ -108,7 +109,7 @@ def give_everything_up(cage: Cage, names: socket.socket | None = None) -> list[s
     if "landlock" not in cage.without:
         lacking += enter_rules(_writable(cage), network)
     lacking.append(give_up_powers(cage.real_time))
-    hide_memory(False)  # a change of user has hidden it from the job itself, too
+    hide_memory(False)  # the change of user has made the process unreadable, also to the job
     if "system calls" not in cage.without:
         asked = None if names is None else partial(hand_over, names)
         counted = None if "uncounted memory" in cage.without else not cage.devices
@@ -119,20 +120,20 @@ def give_everything_up(cage: Cage, names: socket.socket | None = None) -> list[s
 
 
 def _writable(cage: Cage) -> list[str]:
-    """What the rules of Landlock leave open: of ``/proc`` nothing, and of ``/dev`` what the view would show."""
+    """The paths that Landlock leaves writable: none in ``/proc``, and in ``/dev`` the devices that the view shows."""
     kernel = ("/proc",) if "proc" in cage.without else ()
     return [*cage.writable, *_ALWAYS_WRITABLE, *view.nodes(cage), *kernel]
 
 
 def _fix_buffers() -> None:
-    """TCP's buffers do not grow beyond those of other sockets, in the job's own network."""
+    """Limit TCP's buffers, in the job's own network, to the size of other sockets' buffers."""
     for name in ("tcp_rmem", "tcp_wmem"):
-        with contextlib.suppress(OSError):  # closed by whoever runs us: a container
+        with contextlib.suppress(OSError):  # read-only in a container
             Path(f"/proc/sys/net/ipv4/{name}").write_text(_TCP_BYTES, encoding="ascii")
 
 
 def _raise_loopback() -> None:
-    """``localhost`` works within the job's own network."""
+    """Bring up ``localhost`` in the job's own network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = bytearray(struct.pack("16sh22x", b"lo", 0))
         fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request)

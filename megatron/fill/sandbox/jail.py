@@ -1,11 +1,11 @@
-"""A process behind the walls of its cage, as the process that put it there holds it.
+"""A sandboxed process, as controlled by the process that started it.
 
-Three processes: the caller, which stays outside and can be named by nobody inside; the *init*, the first process of the
-process namespace, which runs no code of the job and takes all of it down with itself; and the job, a process group of
-its own.  When the caller dies, the kernel ends the init, and with it everything in the namespace.
+Three processes take part: the caller, which stays outside and cannot be addressed from inside; the *init*, the first
+process of the process namespace, which runs no code of the job and whose end ends everything inside; and the job, in a
+process group of its own.  When the caller dies, the kernel kills the init, and with it everything in the namespace.
 
-A fourth one lives for a moment: whoever opens a process namespace can start no thread from then on, so that is left to
-a child of the caller, which bequeaths the init to it.
+A fourth process is short-lived: a process that has opened a process namespace cannot start threads any more, so a child
+of the caller does that, and its end makes the init a child of the caller.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ _READ_BYTES = 1 << 16
 
 
 class Jail:
-    """One job, which waits for ``let_go``.
+    """A sandboxed job, which waits for ``let_go``.
 
-    The caller must have one thread only, and must have adopted orphans (``host.adopt_orphans``).
+    The caller must have a single thread, and must adopt orphans (``host.adopt_orphans``).
 
     Args:
-        prepare: called in the job's process before it gives everything up (limits, priority).
-        body: what the job is; called once let go, with nothing left to give up.  Its process ends with it.
+        cage: sandbox of the job.
+        prepare: called in the job's process before it gives up its powers (limits, priority).
+        body: code of the job, called after ``let_go`` in the complete sandbox.  Its process ends when it returns.
 
     Attributes:
-        init: the first process inside, by its number outside.
-        pid: the job, by its number outside; it is also that of its process group.
-        lacking: what this machine could not do to keep it in.
+        init: pid of the first process inside, as seen from outside.
+        pid: pid of the job, and of its process group, as seen from outside.
+        lacking: reasons for the layers that this machine could not set up.
 
     Raises:
-        SandboxError: the walls cannot be built; nothing is left.
+        SandboxError: the sandbox cannot be set up; no process is left.
     """
 
     def __init__(self, cage: Cage, prepare: Callable[[], None], body: Callable[[], None]) -> None:
@@ -60,8 +61,8 @@ class Jail:
         self._body = body
         self.init = 0
         self._exit_code: int | None = None
-        self._lock = threading.Lock()  # whoever asks first reaps
-        alive_r, self._alive_w = os.pipe()  # its end says that we have died
+        self._lock = threading.Lock()  # the first thread that asks reaps the init
+        alive_r, self._alive_w = os.pipe()  # end of file means that we have died
         self._told_r, told_w = os.pipe()
         go_r, self._go_w = os.pipe()
         opener = os.fork()
@@ -79,15 +80,15 @@ class Jail:
         self.pid = _only_child(self.init)
 
     def let_go(self) -> None:
-        """Begin."""
+        """Let the job begin."""
         os.write(self._go_w, b"x")
 
     def poll(self) -> int | None:
-        """The exit code once the job is done: negative for a signal, as in ``subprocess``; None before."""
+        """The exit code once the job has ended, negative for a signal as in ``subprocess``; None before."""
         return self._collect(os.WNOHANG)
 
     def wait(self) -> int:
-        """The exit code, once the job is done."""
+        """Wait for the job's end; return its exit code."""
         code = None
         while code is None:
             code = self._collect(0)
@@ -95,16 +96,16 @@ class Jail:
 
     @property
     def state(self) -> str:
-        """The kernel's letter for what the job's own process is at; X once it has gone."""
+        """The state letter of the job's first process (proc_pid_stat(5)); X once it has ended."""
         return state_in(Path(f"/proc/{self.pid}/stat"))
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the job, with all that it has started: it cannot leave its process group."""
+        """Signal the job and all processes that it has started, which cannot leave its process group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
     def kill(self) -> None:
-        """End everything inside, and reap it."""
+        """Kill everything inside, and reap the init."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init, signal.SIGKILL)
         self.wait()
@@ -119,10 +120,10 @@ class Jail:
             return self._exit_code
 
     def _expect(self, what: str) -> Any:
-        """What the inside tells next, under this name.
+        """The value of the next report from inside, which must be named ``what``.
 
         Raises:
-            SandboxError: it has told of an error, or has ended; nothing is left of it.
+            SandboxError: an error was reported, or the inside has ended; no process is left.
         """
         report = self._read_line()
         if what in report:
@@ -132,7 +133,7 @@ class Jail:
         raise SandboxError(report.get("error", "it ended before the job could begin"))
 
     def _read_line(self) -> dict[str, Any]:
-        """The next thing that the inside has told; empty if it has ended without."""
+        """The next report from inside; empty if the inside has ended without one."""
         while b"\n" not in self._told:
             data = os.read(self._told_r, _READ_BYTES)
             if not data:
@@ -143,7 +144,7 @@ class Jail:
         return found
 
     def _run_opener(self, alive_r: int, told_w: int, go_r: int) -> NoReturn:
-        """The child that opens the namespaces, from its first instruction to its last."""
+        """Run the short-lived child that opens the outer namespaces."""
         try:
             open_outer(self._cage)
             init = os.fork()
@@ -156,15 +157,15 @@ class Jail:
             os._exit(0)
 
     def _run_init(self, alive_r: int, told_w: int, go_r: int) -> NoReturn:
-        """The init, from its first instruction to its last."""
+        """Run the init."""
         try:
             if not os.read(alive_r, 1):  # the caller has died
                 os._exit(1)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if select.select([alive_r], [], [], 0)[0]:  # it died before the call
                 os._exit(1)
-            prctl(PR_SET_CHILD_SUBREAPER, 1)  # without a process namespace, orphans come here all the same
-            lacking = be_first_to_die()  # while /proc can be written
+            prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that orphans come here even without a process namespace
+            lacking = be_first_to_die()  # while /proc is writable
             proc = open_inner(self._cage)
             hide_memory(True)
             init = os.getpid()
@@ -187,22 +188,23 @@ class Jail:
     def _run_job(
         self, init: int, told_w: int, go_r: int, proc: int, names: socket.socket, lacking: list[str]
     ) -> NoReturn:
-        """The job, from its first instruction to its last.
+        """Run the job's process.
 
         Args:
-            proc: its ``/proc`` that can be written.
-            names: to the init, which lets it name its threads.
-            lacking: what the init could not do.
+            init: pid of the init, inside.
+            proc: descriptor of a writable ``/proc``.
+            names: socket to the init, which lets the job name its threads.
+            lacking: reasons for layers that the init could not set up.
         """
         try:
             os.setpgid(0, 0)
             self._prepare()
-            hide_memory(False)  # the init's is hidden, and with it the files of /proc from a user who is not root
+            hide_memory(False)  # inherited from the init; hidden, its files in /proc are root's
             peak.keep(proc)
             os.close(proc)
             with names:
                 lacking += give_everything_up(self._cage, names if self._cage.devices else None)
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which resets it
             if os.getppid() != init:
                 os._exit(1)
             _tell(told_w, lacking=lacking)
@@ -222,7 +224,7 @@ class Jail:
 
 
 def _reap_until(child: int) -> int:
-    """Take in the dead until this child is among them; its status."""
+    """Reap children until ``child`` has ended; return its status."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == child:

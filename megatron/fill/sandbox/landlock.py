@@ -1,8 +1,8 @@
-"""Landlock: what a process can signal, trace, write to and connect to, by rules that hold for good (landlock(7)).
+"""Landlock (landlock(7)): permanent rules that restrict signals, tracing, writing and connections.
 
-It needs no privilege once no_new_privs is set.  Where there are namespaces it is a second wall; where there are none it
-is the first: even a process of the same user, or root's, then cannot send a signal to the rank or the agent, read
-their memory, or write to their files.
+Landlock needs no privilege once no_new_privs is set.  It is a second layer with namespaces, and the first without:
+even a process of the same user, or of root, then cannot signal the rank or the agent, read their memory, or write to
+their files.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _WRITE_FILE, _TRUNCATE, _REFER = 1 << 1, 1 << 14, 1 << 13
 _MAKE_AND_REMOVE = 0b1_1111_1111 << 4  # removing folders and files, making all kinds
 _BIND_TCP, _CONNECT_TCP = 1, 2
 _SCOPE_ABSTRACT_UNIX_SOCKET, _SCOPE_SIGNAL = 1, 2
-SCOPES_SINCE, _TCP_SINCE, _TRUNCATE_SINCE, _REFER_SINCE = 6, 4, 3, 2  # the ABI
+SCOPES_SINCE, _TCP_SINCE, _TRUNCATE_SINCE, _REFER_SINCE = 6, 4, 3, 2  # first ABI version with each
 
 
 def landlock_abi() -> int:
-    """The kernel's version of the interface; 0 where there is none."""
+    """The kernel's ABI version of Landlock; 0 without Landlock."""
     try:
         return system_call(_CREATE_RULESET, None, 0, _ASK_VERSION)
     except OSError:
@@ -33,16 +33,16 @@ def landlock_abi() -> int:
 
 
 def enter_rules(writable: Sequence[str], network: bool) -> list[str]:
-    """Enter the rules for good, with all that this thread starts from now on.
+    """Apply the rules permanently to the calling thread and all that it starts from now on.
 
-    It counts for the calling thread: call it before the process has others.
+    They do not apply to other threads, so call it before the process has any.
 
     Args:
-        writable: folders and files below which everything may be written; nothing else may.
-        network: TCP is left alone.
+        writable: files, and folders with all that is below them, that may be written; nothing else may.
+        network: True to leave TCP unrestricted.
 
     Returns:
-        What this kernel cannot do of it.
+        Reasons for the rules that this kernel cannot apply.
     """
     abi = landlock_abi()
     if not abi:
@@ -73,7 +73,7 @@ def enter_rules(writable: Sequence[str], network: bool) -> list[str]:
 def _allow(ruleset: int, path: str, files: int) -> None:
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # what cannot be reached needs no rule, and is no reason to do without the others
+    except OSError:  # a path that cannot be opened needs no rule, and must not prevent the others
         return
     try:
         if not stat.S_ISDIR(os.fstat(fd).st_mode):

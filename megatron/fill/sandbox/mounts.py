@@ -1,4 +1,4 @@
-"""Mounts as descriptors (Linux 5.12): taken first, changed while nobody sees them, then put in place."""
+"""Mounts as descriptors (Linux 5.12): taken first, changed while they are invisible, then put in place."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 
 
 def make_private() -> None:
-    """From now on no mount of this namespace is seen outside, nor one of the outside here."""
+    """Stop the propagation of mounts between this namespace and the outside, in both directions."""
     mount("", "/", "", _MS_REC | _MS_PRIVATE)
 
 
 def take(path: str) -> int:
-    """A descriptor of what is mounted at ``path``, with all below it; a link at its end is not followed.
+    """Clone the mount at ``path``, with all below it; return its descriptor.  A link at the end is not followed.
 
     Raises:
-        OSError: it is not there, or the kernel cannot do this.
+        OSError: the path does not exist, or the kernel does not support this.
     """
     flags = _CLONE | _RECURSIVE | _NO_FOLLOW | os.O_CLOEXEC
     return system_call(_OPEN_TREE, _AT_FDCWD, os.fsencode(path), flags)
 
 
 def put(fd: int, path: str) -> None:
-    """Mount what ``take`` took at ``path``, which is made if need be; the descriptor is closed."""
+    """Mount the descriptor ``fd`` of ``take`` at ``path``, which is created if necessary, and close ``fd``."""
     try:
         _make_place(Path(path), stat.S_ISDIR(os.fstat(fd).st_mode))
         system_call(_MOVE_MOUNT, fd, b"", _AT_FDCWD, os.fsencode(path), _FROM_EMPTY_PATH)
@@ -44,7 +44,7 @@ def put(fd: int, path: str) -> None:
 
 
 def restrict(at: int | str, flags: int, recursive: bool = True) -> None:
-    """Add restrictions to a mount: one that was taken (its descriptor) or one that is in place (its path)."""
+    """Add restrictions to a mount, given by a descriptor of ``take`` or by the path where it is mounted."""
     path, fd = (b"", at) if isinstance(at, int) else (os.fsencode(at), _AT_FDCWD)
     how = (_RECURSIVE if recursive else 0) | (_EMPTY_PATH if isinstance(at, int) else 0)
     attributes = struct.pack("=4Q", flags, 0, 0, 0)  # set, clear, propagation, user namespace
@@ -52,12 +52,12 @@ def restrict(at: int | str, flags: int, recursive: bool = True) -> None:
 
 
 def new_memory(path: str, options: str) -> None:
-    """A new file system in memory over ``path``."""
-    mount("tmpfs", path, "tmpfs", NO_SETUID, options)  # the old interface has the same bits for these
+    """Mount a new file system in memory at ``path``."""
+    mount("tmpfs", path, "tmpfs", NO_SETUID, options)  # mount(2) has the same bit for this flag
 
 
 def detach(path: str) -> None:
-    """Take what was mounted last at ``path`` away; what was taken from it stays."""
+    """Unmount the latest mount at ``path``; clones that were taken from it stay."""
     unmount(path)
 
 

@@ -1,4 +1,4 @@
-"""Giving up what a process may do by who it is: its user, its capabilities, its limits."""
+"""Giving up a process's powers: its user, its capabilities, its limits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ _CLEAR_ALL = 4
 _CAP_SYS_NICE = 1 << 23
 _FIRST_TO_DIE = 1000  # the highest oom_score_adj
 _LOCKED_BYTES = 64 << 20
-_LOCKED_COUNTED_BYTES = 64 << 10  # a file's pages are nobody's until they are locked
-_SIGNALS = 4096  # that wait, and timers
+_LOCKED_COUNTED_BYTES = 64 << 10  # locked pages of a file cannot be reclaimed, and count for no process
+_SIGNALS = 4096  # number of pending signals and timers
 
 
 def limit_resources(memory_bytes: int | None, tasks: int, files: int) -> None:
-    """Lower this process's limits for good.
+    """Lower this process's limits permanently.
 
     Args:
-        memory_bytes: of private memory, of each process; None for no cap.
-        tasks: processes and threads, all those of its user counted.
+        memory_bytes: private memory of each process; None for no cap.
+        tasks: number of processes and threads of its user.
+        files: number of open files of each process.
     """
     if memory_bytes is not None:
         _lower(resource.RLIMIT_DATA, memory_bytes)
@@ -41,9 +42,12 @@ def limit_resources(memory_bytes: int | None, tasks: int, files: int) -> None:
 
 
 def be_first_to_die() -> list[str]:
-    """Have the kernel end this process, and what it starts from now on, first when memory runs out; why not.
+    """Have the kernel kill this process, and those that it starts, first when memory runs out.
 
-    The training's own standing cannot be raised instead: a lower ``oom_score_adj`` than one has takes CAP_SYS_RESOURCE.
+    The training's own ``oom_score_adj`` cannot be lowered instead: that takes CAP_SYS_RESOURCE.
+
+    Returns:
+        The reason if that fails, as a list of one; else an empty list.
     """
     try:
         Path("/proc/self/oom_score_adj").write_text(str(_FIRST_TO_DIE), encoding="ascii")
@@ -53,10 +57,10 @@ def be_first_to_die() -> list[str]:
 
 
 def become(uid: int, gid: int, keeping: bool = False) -> None:
-    """Become this user for good.
+    """Become this user permanently.
 
     Args:
-        keeping: the capabilities are not lost with that, and have to be given up.
+        keeping: True to keep the capabilities, which then have to be given up separately.
 
     Raises:
         OSError: the kernel refused it.
@@ -68,7 +72,7 @@ def become(uid: int, gid: int, keeping: bool = False) -> None:
 
 
 def forgo_privileges() -> str:
-    """Nothing that this process starts may gain privileges by being started; why not, if that cannot be."""
+    """Set no_new_privs: no program that this process starts gains privileges.  Returns an error message, or ''."""
     try:
         prctl(_PR_SET_NO_NEW_PRIVS, 1)
     except OSError as error:
@@ -77,21 +81,21 @@ def forgo_privileges() -> str:
 
 
 def bar_powers() -> None:
-    """No program that is started from now on can have a capability; before a change of user, who may not do this."""
+    """Empty the bounding set: programs started from now on have no capability.  Call it before a change of user."""
     with contextlib.suppress(OSError):
         prctl(_PR_CAP_AMBIENT, _CLEAR_ALL)
     number = 0
-    with contextlib.suppress(OSError):  # the last one is reached, or it needs a power itself: no_new_privs does without
+    with contextlib.suppress(OSError):  # the last one is reached, or it is not allowed: no_new_privs must then suffice
         while True:
             prctl(_PR_CAPBSET_DROP, number)
             number += 1
 
 
 def give_up_powers(real_time: bool = False) -> str:
-    """Drop every capability for good, with no_new_privs set before; why not, if it cannot.
+    """Drop every capability permanently, with no_new_privs set before.  Returns an error message, or ''.
 
     Args:
-        real_time: all but that one to choose a scheduling class, which programs that it starts do not have either.
+        real_time: True to keep the capability to choose a scheduling class, which started programs lose too.
     """
     kept = _CAP_SYS_NICE if real_time else 0
     try:
@@ -102,7 +106,7 @@ def give_up_powers(real_time: bool = False) -> str:
 
 
 def hide_memory(hidden: bool) -> None:
-    """Whether processes of the same user may look into this one; a change of user hides it."""
+    """Hide this process's memory from processes of the same user, or not; a change of user hides it too."""
     prctl(_PR_SET_DUMPABLE, int(not hidden))
 
 
@@ -113,11 +117,11 @@ def _lower(which: int, value: int) -> None:
 
 
 def tasks_of(user: int) -> int:
-    """How many processes and threads a user has, as far as this process can see."""
+    """The number of a user's processes and threads that this process can see."""
     count = 0
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
-            with contextlib.suppress(OSError):  # it ended meanwhile
+            with contextlib.suppress(OSError):  # it has ended in the meantime
                 if folder.stat().st_uid == user:
                     count += len(os.listdir(folder / "task"))
     return count

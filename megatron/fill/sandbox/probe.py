@@ -1,4 +1,4 @@
-"""What this machine gives us to keep a job in, found out by trying it in children that end at once."""
+"""The sandbox layers that this machine supports, found by trying each in a short-lived child."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.fill.sandbox.enter import NAMESPACES, give_everything_up, open_inn
 from megatron.fill.sandbox.remedy import remedy
 
 _READ_BYTES = 4096
-_LOOK_S = 60.0  # on a machine that is busy
+_LOOK_S = 60.0  # timeout for a busy machine
 _KEEPS = {
     "pid": "no process outside can be named",
     "mount": "files are read-only but for the job's own folder; no files of other jobs, sockets or devices",
@@ -27,7 +27,7 @@ _KEEPS = {
     "net": "no network but its own localhost",
     "user": "root's powers for the walls only",
 }
-_GIVEN_UP = (  # and a word in the reason why it is not there
+_GIVEN_UP = (  # layer, purpose, and a word of the reason if the layer is missing
     ("system calls", "those that reach beyond a job are refused (seccomp)", "system call"),
     ("landlock", "a second wall around files, signals and tracing", "landlock"),
     ("powers", "no capability of root's", "powers"),
@@ -38,11 +38,11 @@ _LAYERS = {"pid": "processes", "mount": "files", "ipc": "ipc", "cgroup": "contro
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One wall.
+    """A sandbox layer.
 
     Attributes:
-        keeps: what it does where it stands.
-        lacks: why it does not stand here; empty where it does.
+        keeps: effect of the layer.
+        lacks: reason why the layer is missing here; empty if it is not.
     """
 
     name: str
@@ -52,10 +52,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Walls:
-    """All of them, as far as this machine gives them.
+    """The sandbox layers of this machine.
 
     Attributes:
-        namespaces: for ``Cage.namespaces``.
+        namespaces: supported namespaces, for ``Cage.namespaces``.
+        layers: all layers, including missing ones.
     """
 
     namespaces: tuple[str, ...]
@@ -63,20 +64,21 @@ class Walls:
 
     @property
     def lacking(self) -> list[Layer]:
-        """Those that do not stand here."""
+        """The layers that are missing here."""
         return [layer for layer in self.layers if layer.lacks]
 
 
 def look(user: int | None, group: int | None, why_same_user: str | None = "", network: bool = False) -> Walls:
-    """Try every wall, in a process of its own: this one may have threads, and is to lose nothing.
+    """Try every layer, in a separate process, since this one may have threads and must keep its powers.
 
     Args:
-        user, group: whom the jobs are to run as; None to stay who we are.
-        why_same_user: why they do not run as a user without rights; empty where they do, None if nobody asks for that.
-        network: the jobs share the machine's network, so that wall is not asked for.
+        user, group: user and group that the jobs run as; None for those of this process.
+        why_same_user: reason why jobs do not run as a user without rights; empty if they do, None to leave out the
+            layer ``user``.
+        network: True if the jobs share the machine's network, which leaves out the layer ``network``.
 
     Raises:
-        SandboxError: it cannot be found out.
+        SandboxError: the trial failed.
     """
     asked = json.dumps([user, group, why_same_user, network])
     done = subprocess.run(
@@ -96,12 +98,12 @@ def look(user: int | None, group: int | None, why_same_user: str | None = "", ne
 
 
 def main(asked: str) -> None:
-    """What ``look`` runs."""
+    """Run the trial, in the process that ``look`` starts, and print the result."""
     print(json.dumps(asdict(probe(*json.loads(asked)))))
 
 
 def probe(user: int | None, group: int | None, why_same_user: str | None, network: bool) -> Walls:
-    """``look`` in this process, which must have one thread only."""
+    """Try every layer, as ``look`` does, from this process, which must have a single thread."""
     base = () if os.geteuid() == 0 else ("user",)
     with _folder() as folder:
         cage = Cage(directory=folder, user=user, group=group, network=network)
@@ -112,7 +114,7 @@ def probe(user: int | None, group: int | None, why_same_user: str | None, networ
         lacking = _try(lambda: give_everything_up(replace(cage, namespaces=given)))
     if why_same_user is not None:
         layers.append(Layer("user", "a user without rights over the training", why_same_user))
-    # What names none of them was raised before they were all there.
+    # A reason that names no layer comes from an error before all layers were set up.
     raised = next((reason for reason in lacking if not any(word in reason for _, _, word in _GIVEN_UP)), "")
     for name, keeps, word in _GIVEN_UP:
         layers.append(_layer(name, keeps, next((reason for reason in lacking if word in reason), raised)))
@@ -129,7 +131,7 @@ def _layer(name: str, keeps: str, lacks: str) -> Layer:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """A folder such as a job's own; where none can be made, one that is there, since nothing is written in it."""
+    """Yield a folder like a job's own; ``/usr`` if none can be created, since nothing is written to it."""
     with contextlib.ExitStack() as always:
         try:
             folder = always.enter_context(tempfile.TemporaryDirectory(prefix="pipefill-probe-"))
@@ -140,11 +142,11 @@ def _folder() -> Iterator[str]:
 
 
 def _namespaces(cage: Cage, base: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Those that can be had together, and why the others cannot."""
+    """The namespaces that can be created together, and the reasons why the others cannot."""
     given = list(base)
     reasons: dict[str, str] = {}
     for name in ("mount", "pid", "ipc", "cgroup", "net"):
-        if name == "pid" and "mount" not in given:  # it needs a /proc of its own
+        if name == "pid" and "mount" not in given:  # it needs its own /proc
             reasons[name] = "it needs a mount namespace"
             continue
         if name == "net" and cage.network:
@@ -173,7 +175,7 @@ def _enter(cage: Cage) -> list[str]:
 
 
 def _try(act: Callable[[], list[str]]) -> list[str]:
-    """What ``act`` returns in a child of this process, or what it raised there."""
+    """Call ``act`` in a child of this process; return its result, or the error it raised as a list of one."""
     read_fd, write_fd = os.pipe()
     child = os.fork()
     if child == 0:

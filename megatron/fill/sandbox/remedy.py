@@ -1,4 +1,4 @@
-"""The setting that would build a wall which is missing, as far as this machine shows it."""
+"""The system setting that would enable a missing sandbox layer, as far as this machine shows it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 _SYSTEM_ADMINISTRATOR = 1 << 21  # the capability CAP_SYS_ADMIN
-_SWITCHES = (  # of user namespaces: file of /proc/sys, the value that shuts them, the setting that opens them
+_SWITCHES = (  # switches of user namespaces: file in /proc/sys, value that forbids them, setting that allows them
     ("user/max_user_namespaces", "0", "user.max_user_namespaces=15000"),
     ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "kernel.apparmor_restrict_unprivileged_userns=0"),
@@ -18,13 +18,14 @@ _KERNEL = "Linux 5.13 with landlock in its parameter lsm=, and in a container --
 
 
 def remedy(wall: str, lacks: str, proc: Path = Path("/proc")) -> str:
-    """What to do about a missing wall; empty if nobody knows.
+    """The remedy for a missing layer; empty if none is known.
 
     Args:
-        lacks: why it is missing.
-        proc: for tests.
+        wall: name of the layer.
+        lacks: reason why it is missing.
+        proc: another /proc, for tests.
     """
-    if wall in ("files", "processes"):  # the other namespaces come with them
+    if wall in ("files", "processes"):  # the same remedy enables the other namespaces
         return _namespaces(wall, lacks, proc)
     if wall == "system calls" and "cannot be loaded" in lacks:
         return "the package libseccomp2 (libseccomp in some distributions)"
@@ -34,7 +35,7 @@ def remedy(wall: str, lacks: str, proc: Path = Path("/proc")) -> str:
 
 
 def _namespaces(wall: str, lacks: str, proc: Path) -> str:
-    if "mount namespace" in lacks:  # said there
+    if "mount namespace" in lacks:  # the remedy is given for the layer ``files``
         return ""
     status = _fields(proc / "self/status")
     powerful = int(status.get("CapEff", "0"), 16) & _SYSTEM_ADMINISTRATOR

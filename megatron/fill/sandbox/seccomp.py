@@ -1,10 +1,10 @@
-"""System calls that no job needs and that reach beyond it, refused by the kernel (seccomp(2)).
+"""The system calls that no job needs and that reach beyond it, refused by the kernel (seccomp(2)).
 
-The list follows what container runtimes refuse, and adds what would harm a neighbour on the same cores: scheduling, and
-sessions and process groups of its own.  A job stays in one process group for good, so one signal stops all of it; and
-in the training's session, outside of which its idle class would mean nothing (autogroups).
+The list follows that of container runtimes, and adds calls that would harm a neighbour on the same cores: scheduling,
+and new sessions and process groups.  A job stays in one process group, so one signal stops all of it; and in the
+training's session, outside of which its idle class would have no effect (autogroups).
 
-The program is made by libseccomp, which knows the numbers of every architecture.
+libseccomp, which knows the numbers of every architecture, builds the filter.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ALLOW, _ASK, _ERRNO = 0x7FFF0000, 0x7FC00000, 0x00050000
 _OPTIMIZE = 8  # an attribute; 2 is a binary tree
 _NOT_EQUAL, _EQUAL, _GREATER, _MASKED_EQUAL = 1, 4, 6, 7
 
-# Processes: looking into others, and their memory.
+# Inspecting other processes and their memory.
 _TRACING = ("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "pidfd_getfd", "kcmp")
 _CLASS = "sched_setscheduler"
-# Who runs when and where, and which group of processes and which session they are of.
+# Scheduling, process groups and sessions.
 _SCHEDULING = (
     *(_CLASS, "sched_setparam", "sched_setattr", "sched_setaffinity", "setpriority", "ioprio_set"),
     *("setsid", "setpgid", "vhangup", "move_pages", "migrate_pages"),
@@ -34,7 +34,7 @@ _FILES = (
     *("fsconfig", "fsmount", "fspick", "mount_setattr", "swapon", "swapoff", "quotactl", "quotactl_fd"),
     *("fanotify_init", "open_by_handle_at", "name_to_handle_at", "unshare", "setns"),
 )
-# Large doors into the kernel that few programs need.
+# Large kernel interfaces that few programs need.
 _DOORS = (
     *("bpf", "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register"),
     *("add_key", "request_key", "keyctl", "iopl", "ioperm", "modify_ldt", "personality", "lookup_dcookie"),
@@ -44,17 +44,17 @@ _MACHINE = (
     *("init_module", "finit_module", "delete_module", "create_module", "kexec_load", "kexec_file_load", "reboot"),
     *("settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "stime", "sethostname", "setdomainname"),
 )
-# Having the kernel move who waits on a word, also one that the caller cannot write, to another word.  C libraries do it
-# within a process only (the operation's flag 128); and of the later calls for it no C library needs one.
+# Moving waiters from one word to another, which the kernel allows even on words that the caller cannot write.  C
+# libraries do it only within a process (the operation's flag 128), and need none of the later calls for it.
 _REQUEUE, _OPERATION = (3, 4, 12), 0xFF
 _FUTEX2 = (449, 454, 455, 456)  # futex_waitv, futex_wake, futex_wait, futex_requeue: on every architecture
-# Memory and other objects of the kernel's own that nobody's count has.
+# Memory and other kernel objects that are not counted for any process.
 _SYSTEM_V = (
     *("shmget", "shmat", "shmctl", "semget", "semop", "semtimedop", "semctl", "msgget", "msgsnd", "msgrcv", "msgctl"),
     *("mq_open", "mq_unlink"),
 )
 _MEMFD_SECRET = 447  # on every architecture
-# Pages held by a pipe alone; requests, of which the whole machine has so many; watched files.
+# Pages held only by a pipe; requests, whose number is limited for the whole machine; watched files.
 _UNCOUNTED = (_MEMFD_SECRET, "vmsplice", "io_setup", "inotify_init", "inotify_init1")
 _SET_PIPE_SIZE, _OF_SOCKET, _SET_DUMPABLE = 1031, 1, 4
 _BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF and SO_RCVBUF, as anyone and as root
@@ -63,9 +63,9 @@ _OPENING = {b"open": 0, b"openat": 1}  # the flags come after the path
 _SCHED_CORE = 62
 _SET_SELF_ATTR = 459  # lsm_set_self_attr, which does what the files in /proc/self/attr do
 _NAMESPACES = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)  # CLONE_NEW*
-# Of a terminal: typing into it, stopping its flow, its modes, its owner.
+# Requests of a terminal: typing into it, stopping its flow, its modes, its owner.
 _TERMINAL = (0x5402, 0x5403, 0x5404, 0x5406, 0x5407, 0x5408, 0x540A, 0x540E, 0x5410, 0x5412, 0x541C, 0x5423)
-# Of the kinds of sockets only unix, IPv4, IPv6 (3 to 9 and 11 to 15 lie between) and netlink, the last one, are left.
+# Refused socket families: all but unix (1), IPv4 (2), IPv6 (10) and netlink (16).
 _SOCKETS = (*range(3, 10), *range(11, 16))
 _LAST_SOCKET = 16
 
@@ -77,15 +77,19 @@ class _Condition(ctypes.Structure):
 def load_filter(
     real_time: bool = False, counted: bool | None = None, asked: Callable[[int], None] | None = None
 ) -> str:
-    """Refuse those calls for this thread and all that it starts, for good; why not, if that cannot be.
+    """Refuse those calls for this thread and all that it starts, permanently.
 
     ``no_new_privs`` must have been set.
 
     Args:
-        real_time: it may choose its scheduling class, as far as its powers go.
-        counted: memory that no watch can count is refused; if True, also what is shared by descriptor or descent and
-            belongs to no file, which CUDA's driver may use.  None to leave all of it.
-        asked: given a descriptor on which the kernel asks about each file that is opened to write (``naming``).
+        real_time: True to allow the choice of the scheduling class, as far as capabilities allow it.
+        counted: False to refuse memory that no watch can count; True to also refuse shared memory without a file, which
+            CUDA's driver may use; None to refuse neither.
+        asked: called with a descriptor on which the kernel asks about each file opened for writing (``naming``); None
+            to not ask.
+
+    Returns:
+        An error message if that fails, or ''.
     """
     try:
         library = _open()
@@ -95,7 +99,7 @@ def load_filter(
     if not context:
         return f"no system call is refused: {_LIBRARY} does not start"
     try:
-        library.seccomp_attr_set(context, _OPTIMIZE, 2)  # a version that cannot is only slower
+        library.seccomp_attr_set(context, _OPTIMIZE, 2)  # a version without it is only slower
         _add_rules(library, context, (_CLASS,) if real_time else ())
         if counted is not None:
             _add_uncounted(library, context, shared=counted)
@@ -117,10 +121,10 @@ def load_filter(
 
 
 def opening_calls() -> dict[int, int]:
-    """By its number here, each system call that opens a file and whose flags a filter sees: which argument is the path.
+    """The system calls that open a file with flags that a filter can see: by number, the index of the path argument.
 
     Raises:
-        OSError: there is no library that knows the numbers.
+        OSError: libseccomp, which knows the numbers, is missing.
     """
     library = _open()
     numbers = {library.seccomp_syscall_resolve_name(name): path for name, path in _OPENING.items()}
@@ -163,15 +167,15 @@ def _refuse(
 
 
 def _add_uncounted(library: Any, context: int, shared: bool) -> None:
-    """Refuse memory that lives on though no process has it mapped and no file system has it as a file."""
+    """Refuse memory that exists without being mapped by a process or being a file in a file system."""
     refuse = partial(_refuse, library, context)
     for call in (*_SYSTEM_V, *_UNCOUNTED, *(("memfd_create",) if shared else ())):
-        refuse(call, code=errno.ENOSYS)  # so that libraries do without
-    refuse("mmap", (3, _MASKED_EQUAL, _MAP_HUGE, _MAP_HUGE), code=errno.ENOMEM)  # as where none are set aside
+        refuse(call, code=errno.ENOSYS)  # so that libraries fall back
+    refuse("mmap", (3, _MASKED_EQUAL, _MAP_HUGE, _MAP_HUGE), code=errno.ENOMEM)  # as if no huge pages were reserved
     refuse("fcntl", (1, _EQUAL, _SET_PIPE_SIZE, 0))
-    for option in _BUFFER_SIZES:  # 0 is no error: the kernel, too, gives less than asked for without a word
+    for option in _BUFFER_SIZES:  # reported as success (0): the kernel, too, silently gives less than asked for
         refuse("setsockopt", (1, _EQUAL, _OF_SOCKET, 0), (2, _EQUAL, option, 0), code=0)
-    refuse("prctl", (0, _EQUAL, _SET_DUMPABLE, 0), (1, _EQUAL, 0, 0))  # what it has open is counted
+    refuse("prctl", (0, _EQUAL, _SET_DUMPABLE, 0), (1, _EQUAL, 0, 0))  # its open files must stay countable
     if shared:
         refuse("mmap", (3, _MASKED_EQUAL, _MAP_KIND, _MAP_SHARED_ANONYMOUS))
 
@@ -181,8 +185,8 @@ def _add_rules(library: Any, context: int, allowed: Collection[str]) -> None:
     for name in (*_TRACING, *_SCHEDULING, *_FILES, *_DOORS, *_MACHINE):
         if name not in allowed:
             refuse(name)
-    refuse("prlimit64", (0, _NOT_EQUAL, 0, 0))  # of another process
-    refuse("prctl", (0, _EQUAL, _SCHED_CORE, 0))  # who may run on the other half of its core
+    refuse("prlimit64", (0, _NOT_EQUAL, 0, 0))  # limits of another process
+    refuse("prctl", (0, _EQUAL, _SCHED_CORE, 0))  # core scheduling
     refuse(_SET_SELF_ATTR)
     refuse("clone3", code=errno.ENOSYS)  # its flags cannot be seen from here; every C library falls back to clone
     for operation in _REQUEUE:

@@ -1,6 +1,6 @@
-"""The files that a job sees: everything read-only but its own folder; no sockets, devices or temporary files of others.
+"""The files that a job sees: all read-only except its own folder; no sockets, devices or temporary files of others.
 
-Made in a mount namespace of the job's own, before any code of it runs.  Paths stay what they are outside.
+The view is created in the job's own mount namespace, before any code of the job runs.  Paths are the same as outside.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron.fill.sandbox.calls import mount
 
 _NODES = ("null", "zero", "full", "random", "urandom")
 _ZERO, _ENDLESS_BYTES = "/dev/zero", 1 << 62
-# Whoever can name a socket can talk to who listens there, read-only or not.
+# A process that can open a socket's path can connect to it, read-only or not.
 _HIDDEN = ("/dev", "/run", "/tmp", "/sys/fs/cgroup")
 _SEEN_ALL_THE_SAME = ("/run/systemd/resolve", "/run/current-system", "/run/opengl-driver", "/run/nvidia-persistenced")
 _CLOSED_IN_PROC = ("sys", "sysrq-trigger", "irq", "bus", "acpi", "scsi")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 _LIMITED = mounts.NO_SETUID | mounts.NO_DEVICES
-_SCRATCH = "/dev"  # hidden anyway: where the files in memory are made before they are put in their places
+_SCRATCH = "/dev"  # place where the files in memory are created before they are moved; it is hidden anyway
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Something to be seen where a hidden folder was, or to be written where nothing else is."""
+    """A path that is visible in a hidden folder, or writable in a read-only one."""
 
     path: str
     fd: int
@@ -38,10 +38,10 @@ class _Place:
 
 
 def build(cage: Cage) -> None:
-    """Make this mount namespace the job's; called by a process with power over it that will not run the job's code.
+    """Turn this mount namespace into the job's view; called by the init, which has power over it and runs no job code.
 
     Raises:
-        OSError: something of it cannot be done; the namespace is not to be used then.
+        OSError: a part of it failed; the namespace must not be used then.
     """
     mounts.make_private()
     hidden = _hidden(cage)
@@ -66,32 +66,32 @@ def build(cage: Cage) -> None:
 
 
 def _lay_out(hidden: list[str], places: list[_Place], temporary: int) -> list[str]:
-    """Cover what is hidden and put the places where they belong, from the root down; the covers in place.
+    """Cover the hidden folders and mount the places, from the root down; return the covered folders.
 
-    So what is hidden in a place that is put back stays hidden, and what is to be seen in a hidden folder is seen.
+    Thanks to this order, a hidden folder below a place stays hidden, and a place below a hidden folder is visible.
     """
     covered = []
     steps = [(path, None) for path in hidden] + [(place.path, place) for place in places]
-    for path, place in sorted(steps, key=lambda step: step[0].count("/")):  # of the same path the cover comes first
+    for path, place in sorted(steps, key=lambda step: step[0].count("/")):  # for equal paths the cover comes first
         if place is not None:
             mounts.restrict(place.fd, _LIMITED | (0 if place.writable else mounts.READ_ONLY))
             mounts.put(place.fd, path)
         elif path == os.path.realpath("/tmp"):
             mounts.put(temporary, path)
-        elif os.path.isdir(path):  # and not hidden already, with a folder above it
+        elif os.path.isdir(path):  # not hidden already by a folder above it
             mounts.new_memory(path, "mode=755,size=1m,nr_inodes=4096")
             covered.append(path)
     return covered
 
 
 def see_own_processes() -> int:
-    """A ``/proc`` of this process namespace, read-only: what is written there changes a process's standing.
+    """Mount a ``/proc`` of this process namespace, read-only, since writing there changes settings of processes.
 
     Returns:
-        A descriptor of it that can be written through, but for the switches of the whole machine.
+        Descriptor of a writable view of it, except for settings of the whole machine.
 
     Raises:
-        OSError: the kernel refused it, as it does in a container that hides parts of its own.
+        OSError: the kernel refused it, as it does in a container that hides parts of its ``/proc``.
     """
     mount("proc", "/proc", "proc", _LIMITED | mounts.NO_PROGRAMS)
     for name in _CLOSED_IN_PROC:
@@ -105,14 +105,14 @@ def see_own_processes() -> int:
 
 
 def _put_zeros() -> None:
-    """A file with a hole in the place of a device: pages of the device that a job maps shared are in nobody's count."""
+    """Put a sparse file in the place of ``/dev/zero``, whose pages count for no process if a job maps them shared."""
     fd = os.open(_ZERO, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     os.ftruncate(fd, _ENDLESS_BYTES)
     os.close(fd)
 
 
 def _mask(files: tuple[str, ...]) -> None:
-    """Put a device that cannot be opened in the place of each of these files that is seen by now."""
+    """Put a device that cannot be opened in the place of each of these files that is visible."""
     for path in filter(os.path.exists, map(os.path.realpath, files)):
         fd = mounts.take("/dev/null")
         mounts.restrict(fd, mounts.READ_ONLY | _LIMITED)
@@ -120,14 +120,14 @@ def _mask(files: tuple[str, ...]) -> None:
 
 
 def _hidden(cage: Cage) -> list[str]:
-    """The folders in whose place there is something new."""
-    # What the temporary folders are links to is hidden with them.
+    """The folders that are hidden, with links resolved."""
     wanted = (*_HIDDEN, *_closed_folders(cage), *_closed_runs(cage))
     return sorted({os.path.realpath(path) for path in wanted if os.path.isdir(path)})
 
 
 def _closed_runs(cage: Cage) -> list[str]:
-    """The run folders; of one that holds itself what the job needs, such as modules, PipeFill's own parts."""
+    """The run folders; if a run folder is itself needed by the job (as a module path, say), only PipeFill's parts of
+    it."""
     if "run folder" in cage.without:
         return []
     needed = {os.path.realpath(path) for path in (*_programs(), *(bind.path for bind in cage.binds))}
@@ -140,11 +140,11 @@ def _take(path: str, writable: bool) -> _Place:
 
 
 def _wanted(cage: Cage, hidden: list[str]) -> dict[str, bool]:
-    """What has to be mounted, and whether the job may write there."""
+    """The paths to mount; the value is True if the job may write there."""
     wanted: dict[str, bool] = {}
     for path in (*_programs(), *_SEEN_ALL_THE_SAME, *(bind.path for bind in cage.binds)):
         real = os.path.realpath(path)
-        # What is not below a hidden folder is seen anyway; what is above one would bring all of it back.
+        # A path outside of hidden folders is visible anyway, and one above a hidden folder would make it visible again.
         if os.path.exists(real) and any(_is_below(real, folder) for folder in hidden) and _open_to(real, cage):
             wanted.setdefault(real, False)
     return wanted | {os.path.realpath(path): True for path in cage.writable}
@@ -155,22 +155,22 @@ def _open_to(path: str, cage: Cage) -> bool:
 
 
 def _programs() -> list[str]:
-    """What this interpreter is made of."""
+    """The folders of this interpreter and its modules."""
     ours = [str(Path(place).parents[1]) for place in megatron.fill.__path__]
     return [sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(os.path.isabs, sys.path), *ours]
 
 
 def _closed_folders(cage: Cage) -> list[str]:
-    """Folders that the job's user may not enter, though something that it needs lies below.
+    """The folders that the job's user may not enter although paths below are needed.
 
-    Each is hidden and, of what is below, only what is needed put in its place.
+    Each is hidden, and only the needed paths below it are mounted again.
     """
     if cage.user is None:
         return []
     found = set()
     for path in (*_programs(), *(bind.path for bind in cage.binds), *cage.writable):
         place = Path(os.path.realpath(path))
-        # One that is closed itself is of no use; but what is below it may be.
+        # A needed folder may be closed itself, while needed paths below it are not.
         for folder in [*reversed(place.parents), *([place] if place.is_dir() else [])]:
             if not may_enter(folder, cage.user, cage.group):
                 found.add(str(folder))
@@ -179,20 +179,28 @@ def _closed_folders(cage: Cage) -> list[str]:
 
 
 def may_enter(folder: Path, user: int | None, group: int | None) -> bool:
-    """Whether this user may use what is in a folder, by the folder's own mode."""
+    """True if this user may search a folder, by the folder's mode."""
     at = folder.stat()
     bit = stat.S_IXUSR if at.st_uid == user else stat.S_IXGRP if at.st_gid == group else stat.S_IXOTH
     return bool(at.st_mode & bit)
 
 
 def nodes(cage: Cage) -> list[str]:
-    """The devices that a job may use: the harmless ones, and those of its cage."""
+    """The devices that a job may use: the harmless ones, and those of its sandbox."""
     paths = [*(f"/dev/{name}" for name in _NODES), *cage.devices]
     return [path for path in paths if os.path.exists(path)]
 
 
 def _memory_files(cage: Cage, shared: int | None) -> tuple[int, int]:
-    """One file system in memory for ``/tmp`` and ``/dev/shm``, so that one limit holds for both."""
+    """Create a file system in memory for both ``/tmp`` and ``/dev/shm``, so that they share one limit.
+
+    Args:
+        cage: sandbox of the job.
+        shared: clone of the machine's ``/dev/shm`` to use instead; None for the job's own.
+
+    Returns:
+        Descriptors of the mounts for ``/tmp`` and ``/dev/shm``.
+    """
     mounts.new_memory(_SCRATCH, f"mode=755,size={cage.memory_files_bytes},nr_inodes=65536")
     for name in ("tmp", "shm"):
         os.mkdir(f"{_SCRATCH}/{name}")
