@@ -1,1 +1,1 @@
-"""The composition root: the one room that knows all the others."""
+"""The composition root: the only package that may import all others."""

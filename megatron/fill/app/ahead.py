@@ -1,10 +1,10 @@
 """Frozen operators of a graph pipeline, computed ahead in the bubbles of all ranks.
 
-What a frozen encoder makes of a micro-batch depends on the data alone, so it can be computed at any time before it is
-needed, and on any rank.  Here every rank has the frozen operators, and computes some of the micro-batches of this and
-the next iteration while it waits for other stages; the outputs go to the stages that take them.  They are those that
-the operators have in their place, to the bit.  Optimus (USENIX ATC 2025) has the idea: an encoder's work in the bubbles
-of the language model.
+A frozen encoder's output for a microbatch depends on the data alone, so it can be computed at any time before it is
+needed, and on any rank.  Here every rank has the frozen operators, and computes some of the microbatches of this and
+the next iteration while it waits for other stages; the outputs go to the stages that take them.  They are bit-identical
+to those computed within the forward pass.  The idea is that of Optimus (USENIX ATC 2025): an encoder's work in the
+bubbles of the language model.
 
 This is work of the training itself, in its own process: unlike a job's, its results are used.
 """
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from megatron.fill.app.calls import CallThread
 from megatron.fill.errors import GraphError
 
-_REMEMBERED = 8  # waits at one place of the schedule
-_NEVER = 1 << 62  # a micro-batch
-_TURNS = 32  # after which the order repeats itself
+_REMEMBERED = 8  # number of recent waits kept per place in the schedule
+_NEVER = 1 << 62  # number of a microbatch that never comes
+_TURNS = 32  # period of the order in which ranks compute microbatches
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -36,7 +36,7 @@ class Frozen:
 
     Attributes:
         inputs: the operators whose output it takes, which run ahead, too.
-        shape, dtype: of its output.
+        shape, dtype: shape and dtype of its output.
     """
 
     name: str
@@ -53,23 +53,23 @@ class _Sent(NamedTuple):
 
 
 class Ahead:
-    """What one rank does of it.
+    """Runs one rank's share of the frozen operators.
 
-    Micro-batches are counted from the first of the run.  Those of the first iteration are computed where they are
-    needed, and each other one by the rank whose turn it is: a rank with longer bubbles has more turns.  A rank is at
-    most two iterations ahead of its own forward passes.  A micro-batch that is late is computed in the next wait,
-    however short that may be, so no rank waits forever.
+    Microbatches are numbered from the first of the run.  Those of the first iteration are computed where they are
+    needed, and each other one by the rank that ``turns`` assigns: a rank with longer bubbles computes more.  A rank is
+    at most two iterations ahead of its own forward passes.  A late microbatch is computed in the next wait, however
+    short that is, so no rank waits forever.
 
     Args:
-        operators: each after its inputs.
+        operators: the operators, each after its inputs.
         takers: per rank, the operators whose output its stage takes.
-        turns: ranks in turn, over and over.
-        rank: this one.
-        group: a process group of all ranks for this alone, with ``takers`` as many.
-        microbatches: of an iteration.
-        total: how many micro-batches the run will have; asked when it has begun.
-        slack: by how many micro-batches some stage receives more than its next forward pass needs
-            (``Runnable.received_ahead``): so many before that pass, a micro-batch is late.
+        turns: the ranks that compute successive microbatches; repeated when it ends.
+        rank: this rank.
+        group: a process group of all ranks (one per entry of ``takers``), used for nothing else.
+        microbatches: number of microbatches in an iteration.
+        total: returns the number of microbatches in the run; called once the run has begun.
+        slack: number of microbatches that some stage receives in advance of its next forward pass
+            (``Runnable.received_ahead``); a microbatch is late from ``slack`` passes before its own on.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Ahead:
         slack: int = 0,
     ) -> None:
         self.operators = tuple(operators)
-        self.in_bubbles = self.late = self.in_passes = 0  # operators that were run
+        self.in_bubbles = self.late = self.in_passes = 0  # numbers of operators run
         self._slack = slack
         self._takers, self._turns, self._rank = takers, turns, rank
         self._group, self._microbatches = group, microbatches
@@ -94,7 +94,7 @@ class Ahead:
         self._source: Iterator[Batch] | None = None
         self._batches: dict[int, Batch] = {}
         self._fetched = 0
-        self._begun = 0  # forward passes
+        self._begun = 0  # number of forward passes begun
         self._next = self._own_after(microbatches - 1)
         self._running: Iterator[str] | None = None
         self._ready: dict[int, dict[str, torch.Tensor]] = {}
@@ -113,15 +113,18 @@ class Ahead:
             f" {self.late} in waits that they may have made longer"
         )
 
-    # What the bus calls.
+    # Called by the bus.
 
     def cycle_started(self) -> None:
         self._wait = 0
 
     def beside[T](self, call: Callable[[], T]) -> Callable[[], T]:
-        """Run operators while a call waits, as long as each fits before a wait here usually ends.
+        """Run operators while ``call`` waits, as long as the next one should end before this wait usually does.
 
-        The end may catch one operator, which is short.  Not to run it costs the whole of it later.
+        The wait may end during an operator, which is short; if it was not run now, all of it would be left for later.
+
+        Returns:
+            A function that returns the call's result.
         """
         lengths = self._lengths[self._wait]
         self._wait += 1
@@ -148,10 +151,10 @@ class Ahead:
             self._step()
         return watched.result
 
-    # What a stage calls.
+    # Called by a stage.
 
     def next_batch(self, source: Iterator[Batch], training: bool) -> Batch:
-        """The data of the stage's next forward pass."""
+        """Return the data of the stage's next forward pass."""
         if not training:
             return next(source)
         if self._source is None:
@@ -167,7 +170,7 @@ class Ahead:
         return batch
 
     def outputs(self, batch: Batch, training: bool) -> dict[str, torch.Tensor]:
-        """The outputs that this rank's stage takes, of the micro-batch whose data ``next_batch`` gave last."""
+        """Return the frozen operators' outputs that this rank's stage takes, for the latest batch of ``next_batch``."""
         wanted, unit = self._takers[self._rank], self._begun - 1
         if not wanted:
             return {}
@@ -190,7 +193,7 @@ class Ahead:
         return self._turns[unit % len(self._turns)]
 
     def _own_after(self, unit: int) -> int:
-        """The next of this rank's own; one that never comes if it has none."""
+        """Return this rank's next microbatch after ``unit``; ``_NEVER`` if it has none."""
         following = range(unit + 1, unit + 1 + len(self._turns))
         return next((one for one in following if self._owner(one) == self._rank), _NEVER)
 
@@ -199,18 +202,18 @@ class Ahead:
         return min(self._begun + 2 * self._microbatches, self._total)
 
     def _is_late(self) -> bool:
-        """Whether somebody may be waiting for the next operator already."""
+        """True if another stage may already be waiting for this rank's next microbatch."""
         return self._source is not None and self._next < self._horizon and self._next <= self._begun + self._slack
 
     def _fits(self, end_ns: int) -> bool:
-        """Whether there is an operator to run that will have ended by then."""
+        """True if there is an operator to run that should end before ``end_ns``."""
         if self._source is None or self._next >= self._horizon:
             return False
         longest_ns = max((self._took_ns.get(its.name, 0) for its in self.operators), default=0)
         return self._clock() + longest_ns < end_ns
 
     def _step(self) -> None:
-        """Run an operator on the first micro-batch of this rank's that is not done."""
+        """Run one operator on this rank's first microbatch that is not done."""
         if self._running is None:
             self._values: dict[str, torch.Tensor] = {}
             self._running = self._passes(self._batch(self._next), self._values)
@@ -224,7 +227,7 @@ class Ahead:
 
     @torch.no_grad()
     def _passes(self, batch: Batch, values: dict[str, torch.Tensor]) -> Iterator[str]:
-        """Run one operator after another, and name it."""
+        """Run the operators in order, one per item; yield the name of each."""
         for its in self.operators:
             values[its.name] = its.module([values[name] for name in its.inputs], batch)
             yield its.name
@@ -245,7 +248,7 @@ class Ahead:
                 self._sent.append(_Sent(unit, request, tensor))
 
     def _receive(self) -> None:
-        """Ask for what other ranks will send."""
+        """Post receives for the outputs that other ranks will send."""
         for unit in range(self._posted, self._horizon):
             if self._owner(unit) != self._rank:
                 self._coming[unit] = [self._asked(unit, name) for name in self._takers[self._rank]]
@@ -258,7 +261,7 @@ class Ahead:
         return name, tensor, request
 
     def _tag(self, unit: int, name: str) -> int:
-        """Of a message, unlike those of all others that are on their way."""
+        """Return a message tag that differs from those of all messages in flight."""
         place = [its.name for its in self.operators].index(name)
         return unit % (8 * self._microbatches) * len(self.operators) + place
 
@@ -271,7 +274,7 @@ class Ahead:
 
 
 def turns(bubbles: Sequence[float]) -> tuple[int, ...]:
-    """Whose turn it is, over and over: each rank as often as its bubbles are long, and spread evenly."""
+    """Return the ranks that compute successive microbatches: each in proportion to its bubble time, spread evenly."""
     weights = list(bubbles) if any(bubbles) else [1.0] * len(bubbles)
     credits = [0.0] * len(weights)
     found = []

@@ -1,4 +1,4 @@
-"""The jobs without the training, after its last iteration: what the fill efficiency compares with."""
+"""Measuring the jobs without the training, after its last iteration, as the baseline of the fill efficiency."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron.fill.types import RankInfo
 
 
 def turns(settings: FillSettings, info: RankInfo) -> int:
-    """How many turns the ranks take to measure their jobs alone; none if that was not asked for.
+    """Return the number of rounds in which the ranks measure their jobs alone; 0 if that was not requested.
 
-    On the CPU, whose cores share caches and the way to memory, the ranks of a node follow one another.  GPUs have
-    memory of their own, and measure all at once.
+    On the CPU, whose cores share caches and memory bandwidth, the ranks of a node follow one another.  GPUs have
+    memory of their own, and all measure at once.
     """
     if not settings.baseline_seconds:
         return 0
@@ -21,13 +21,13 @@ def turns(settings: FillSettings, info: RankInfo) -> int:
 
 
 def measure_alone(session: Session | None, of: int, seconds: float) -> None:
-    """Take turns to measure the jobs without the training and without those of the node's other ranks.
+    """Measure the jobs without the training, and without jobs of the node's other ranks, in rounds.
 
-    Every rank comes to every barrier, also one whose session failed, and at the same time: none waits for long.
+    Every rank reaches every barrier at about the same time, also one whose session failed.
 
     Args:
-        of: the number of turns, on all ranks the same.
-        seconds: how long a turn takes.
+        of: number of rounds, the same on all ranks.
+        seconds: duration of a round.
     """
     import torch.distributed as dist
 
@@ -38,4 +38,4 @@ def measure_alone(session: Session | None, of: int, seconds: float) -> None:
         else:
             time.sleep(seconds)
     if of:
-        dist.barrier()  # no jobs are stopped while others are measured
+        dist.barrier()  # so that no rank stops its jobs while others measure

@@ -1,4 +1,4 @@
-"""Calls that wait in a thread of their own, so that their caller can do something else meanwhile."""
+"""Blocking calls in a thread of their own, so that the caller can do other work in the meantime."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipefill_patches import cpu_backend
 
 
 class CallThread:
-    """A thread that makes calls, one at a time.  It does not keep the process, if that fails while a call waits."""
+    """A daemon thread that makes calls, one at a time; a call that waits does not keep the process alive."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
@@ -24,7 +24,7 @@ class CallThread:
         return future
 
     def _make(self) -> None:
-        if cpu_backend.PATCH.applied:  # how torch runs is a setting of each thread
+        if cpu_backend.PATCH.applied:  # torch function modes are per thread
             from pipefill_patches.cpu_torch import CudaOnCpu
 
             CudaOnCpu().__enter__()

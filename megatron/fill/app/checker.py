@@ -1,7 +1,7 @@
-"""Looks at jobs behind the walls that they would run in: the process in which ``pipefill submit`` has them checked.
+"""Checks jobs in the sandbox that they would run in: the process that ``pipefill submit`` starts for that.
 
-It answers in lines of JSON: ``{"begun": 3}`` before job 3 is looked at, ``{"of": 3, ...}`` with what was found, and
-``{"ended": -11}`` when the process that looked has ended.
+It answers in lines of JSON: ``{"begun": 3}`` before job 3 is checked, ``{"of": 3, ...}`` with the result, and
+``{"ended": -11}`` with the exit code when the checking process has ended.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megatron.fill.trial.spec import CheckSpec
 from megatron.fill.untrusted import to_json
 from megatron.fill.worker.confined import apply_environment
 
-_MOST_TRACE = 4000  # letters of a traceback, its end
+_MOST_TRACE = 4000  # most characters of a traceback, from its end
 
 
 def main() -> None:
-    """Look at the jobs of the spec that is on the standard input."""
+    """Check the jobs of the spec that is on the standard input."""
     spec = CheckSpec.from_json(sys.stdin.read())
     host.die_with_parent(spec.parent)
     host.adopt_orphans()
@@ -52,10 +52,10 @@ def main() -> None:
 def _look(
     group: dict[str, Any], search: Sequence[str], settings: FillSettings, walls: KeptIn, directory: str, first: int
 ) -> int:
-    """Look at the jobs of one environment in a process of their own; its exit code.
+    """Check the jobs that share an environment, in a process of their own; return its exit code.
 
     Args:
-        first: the number of the first of them.
+        first: number of the first job in ``group``.
     """
     user = walls.user
     cage = Cage(
@@ -78,7 +78,7 @@ def _look(
         for number, job in zip(count(first), group["jobs"], strict=False):
             _tell(answers, begun=number)
             _tell(answers, of=number, **asdict(_examine(job, search, known)))
-        os._exit(0)  # whatever a module's import has left running
+        os._exit(0)  # in spite of threads that an import has started
 
     held = Jail(cage, lambda: limit_resources(None, tasks, settings.max_files), body)
     held.let_go()
@@ -86,10 +86,10 @@ def _look(
 
 
 def _examine(job: dict[str, Any], search: Sequence[str], failed: dict[str, Examined]) -> Examined:
-    """Look at one job.
+    """Check one job.
 
     Args:
-        failed: tasks that cannot be loaded, which are not tried again.
+        failed: cache of the tasks that cannot be loaded, which are not tried again.
     """
     task = job["task"]
     if task is None:

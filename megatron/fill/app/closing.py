@@ -1,4 +1,4 @@
-"""The last words about a training: what of its records was lost, and where its jobs are if it failed."""
+"""Messages at the end of a training: records that were lost, and the state of its jobs if it failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ logger = logging.getLogger("pipefill")
 
 @contextlib.contextmanager
 def kept(lost: str) -> Iterator[None]:
-    """Whatever fails at the end of a training, the training itself is done; what is lost is said."""
+    """Log an exception of this block instead of raising it: the training itself is done.
+
+    Args:
+        lost: beginning of the message, which names what is lost.
+    """
     try:
         yield
     except (OSError, FillError) as error:  # a full disk, a damaged record
@@ -30,12 +34,12 @@ def kept(lost: str) -> Iterator[None]:
 
 
 def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Collection[str]) -> None:
-    """Say in one line where the jobs of a training are that has failed; the first rank that has failed says it.
+    """Print the state of the jobs of a training that has failed, in one line, on the first rank that has failed.
 
     Args:
-        store: the job store that it served.
+        store: the job store that the training served.
         segment: the folder of its records.
-        names: the jobs of its jobs file.
+        names: names of the jobs in its jobs file.
     """
     if not note_failure(segment, rank):
         return
@@ -53,5 +57,5 @@ def tell_of_jobs(store: str, run_dir: Path, segment: Path, rank: int, names: Col
         said.append(f"jobs that have not ended are queued in the job store {where}")
     if found["not submitted"]:
         said.append(f"{found['not submitted']} were not submitted yet; the next start in {run_dir} submits them")
-    # A rank's own line, so that those of others do not break it.
+    # One write, so that output of other ranks does not break the line.
     os.write(1, f"PipeFill: the training has failed; {', '.join(said)}\n".encode())

@@ -1,4 +1,4 @@
-"""What can be said of a training before its first iteration."""
+"""Warnings about a training before its first iteration."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron.fill.types import RankInfo
 
 logger = logging.getLogger("pipefill")
 
-_FEW = 0.02  # of the time
+_FEW = 0.02  # share of the time in bubbles below which a warning is given
 
 
 def warn_of_few_bubbles(info: RankInfo, args: Namespace) -> None:
-    """Say so where jobs will find none, or next to none: equal stages have bubbles of (p-1)/(v m + p-1) of the time.
+    """Warn if there are few bubbles or none: with equal stages they take (p-1)/(v m + p-1) of the time.
 
     Args:
-        args: Megatron's.
+        args: Megatron's arguments.
     """
     if info.stages == 1:
         logger.warning(
@@ -39,7 +39,7 @@ def warn_of_few_bubbles(info: RankInfo, args: Namespace) -> None:
 
 
 def warn_of_no_ramp(ramp: Sequence[int | str], batch_size: int) -> None:
-    """Say so where Megatron does not heed ``--rampup-batch-size``, as from 0.18 on.
+    """Warn if Megatron ignores ``--rampup-batch-size``, as it does since 0.18.
 
     Args:
         ramp: the flag's values; the first is the batch size to begin with, in samples.

@@ -1,4 +1,4 @@
-"""Has this rank's pipeline receives leave the GPU free, where --fill-free-waits asks for it."""
+"""Sets up free waits (``--fill-free-waits``): pipeline receives that leave the GPU free while they wait."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _FLAG = "--fill-free-waits"
 
 
 def check_free_waits(args: Namespace, *, active: bool, on_cpu: bool, through_host: bool) -> None:
-    """Whether receives of this training can be held up at all.
+    """Check that receives of this training can be held up.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: they cannot; the message says why.
     """
     if not active:
         raise ConfigError(
@@ -38,7 +38,7 @@ def check_free_waits(args: Namespace, *, active: bool, on_cpu: bool, through_hos
 
 
 def _waits(info: RankInfo, own: ReadyPage | None, paths: Sequence[str | None]) -> FreeWaits | None:
-    """A rank's free waits with all ranks whose pages have a path here; None without a page of its own."""
+    """Return the free waits of a rank with all ranks whose pages have a path here; None without an own page."""
     if own is None:
         return None
     found = enumerate(paths)
@@ -47,24 +47,24 @@ def _waits(info: RankInfo, own: ReadyPage | None, paths: Sequence[str | None]) -
 
 
 class Freed:
-    """One rank's free waits, from when all ranks of its node have each other's pages to the end of the training.
+    """The free waits of one rank, from the exchange of pages within its node to the end of the training.
 
-    All ranks make it at the same time.
+    All ranks create it at the same time (a collective).
 
     Raises:
-        FillError: the driver of some rank refuses; on all ranks.
+        FillError: some rank cannot set its waits up; raised on all ranks.
     """
 
     def __init__(self, info: RankInfo) -> None:
         import torch.distributed as dist
 
         def gathered(mine: Any) -> list[Any]:
-            """What every rank says, in their order."""
+            """Return the value of every rank, by rank."""
             found: list[Any] = [None] * info.world_size
             dist.all_gather_object(found, mine)
             return found
 
-        # Whatever fails on a rank, it takes part in both of these: the others wait for it there.
+        # A rank takes part in both collectives even if something fails on it: the others wait there.
         own, node, refused = None, "", ""
         try:
             node = f"{socket.gethostname()} {_BOOT.read_text(encoding='ascii').strip()}"
@@ -79,7 +79,7 @@ class Freed:
             refused = refused or f"rank {info.rank}: {error}"
         wrong = list(filter(None, gathered(refused)))
         if own is not None:
-            own.forget()  # everybody has opened it
+            own.forget()  # all ranks have opened it
         if wrong or waits is None:
             raise FillError(f"{_FLAG} cannot be had, so ranks wait as NCCL does: {wrong[0]}")
         self._ended = threading.Event()
@@ -87,6 +87,6 @@ class Freed:
         attached.waits = waits
 
     def end(self) -> None:
-        """Hold nothing up any more."""
+        """Return to usual waits: no receive is held up from now on."""
         self._ended.set()
         attached.wait_usually()

@@ -1,10 +1,10 @@
-"""A plan's stages as Megatron trains them: one rank each, with the operators of its stage.
+"""Training of a graph plan with Megatron: one rank per stage, with the operators of that stage.
 
-A training script makes a ``GraphRun`` before anything starts, and hands its parts to Megatron's ``pretrain``.  What the
-operators are is the script's: ``Operators`` says how to build one.
+A training script makes a ``GraphRun`` before anything starts, and passes its methods to Megatron's ``pretrain``.  The
+script defines the operators, by an implementation of ``Operators``.
 
-To Megatron the stages are a pipeline as long as there are stages, so its optimizer, gradient norm, checkpoints and logs
-work as ever.  What differs is which ranks a stage receives from and sends to.
+To Megatron the stages are a pipeline of as many stages, so its optimizer, gradient norm, checkpoints and logs work as
+usual.  Only the ranks that a stage receives from and sends to differ.
 """
 
 from __future__ import annotations
@@ -40,31 +40,33 @@ Batch = Mapping[str, torch.Tensor]
 
 
 class Operators(Protocol):
-    """What a training script says of its operators."""
+    """The operators of a training script."""
 
     def inputs(self, name: str) -> tuple[str, ...] | None:
-        """The operators whose output it takes, in the order in which it wants them; None if there is no such operator.
+        """Return the operators whose output this one takes, in its order; None if there is no such operator.
 
-        Of those of the plan, that is: a tower may have any number of layers.
+        ``name`` comes from the plan, in which a tower may have any number of layers.
         """
 
     def build(self, name: str, config: Any) -> torch.nn.Module:
-        """Its module; called with a list of its inputs and a micro-batch, it returns [sequence, batch, hidden].
+        """Build the operator's module, which is called with a list of its inputs and a microbatch.
 
-        One whose output no other operator takes returns the loss instead: a scalar.
+        The module returns a tensor of shape [sequence, batch, hidden].  The operator whose output no other one takes
+        returns the loss instead, a scalar.
 
         Args:
             config: Megatron's ``TransformerConfig``.
         """
 
     def shape(self, name: str, args: Namespace) -> tuple[int, int, int]:
-        """Of its output."""
+        """Return the shape of the operator's output, [sequence, batch, hidden]."""
 
 
 class _Stage(MegatronModule):
     """The operators of one stage.
 
-    Its output is the one tensor that other stages take.  If they take several operators', these are put into one.
+    Its output is the one tensor that other stages take, or, if they take several operators' outputs, those packed into
+    one tensor.
     """
 
     def __init__(self, run: GraphRun, number: int, config: Any, groups: Any) -> None:
@@ -80,7 +82,7 @@ class _Stage(MegatronModule):
         self._taken: Mapping[str, torch.Tensor] = {}
 
     def train(self, mode: bool = True) -> _Stage:
-        """As any module; frozen operators always work as in an evaluation, in their place as ahead."""
+        """Set the mode as in any module; frozen operators stay in evaluation mode, as those that run ahead do."""
         super().train(mode)
         for name, _ in self._order:
             if self._run.plan.graph.by_name[name].frozen:
@@ -88,7 +90,7 @@ class _Stage(MegatronModule):
         return self
 
     def set_input_tensor(self, tensors: Sequence[Any]) -> None:
-        """Take what other stages sent: a dictionary by stage."""
+        """Take the tensors from other stages, a dictionary by stage."""
         self._taken = tensors[0] or {}
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -101,7 +103,7 @@ class _Stage(MegatronModule):
         if not self._run.runnable.successors[self._number]:
             return values[self._order[-1][0]]
         found = self._run.packed(self._number, values)
-        # Megatron frees what was sent, which a view of another tensor does not allow.
+        # Megatron frees a tensor once it is sent, which it cannot do with a view of another tensor.
         return found if found._base is None else found.clone()
 
 
@@ -109,7 +111,7 @@ class GraphRun:
     """A training of a plan.
 
     Args:
-        ranks: how many there are.
+        ranks: number of ranks.
 
     Raises:
         GraphError: the plan is of another model, or cannot be trained on these ranks.
@@ -129,13 +131,13 @@ class GraphRun:
         self.args = Namespace()
 
     def apply(self, args: Namespace) -> None:
-        """Set what the plan decides in Megatron's arguments, after they are parsed and before they are checked.
+        """Set Megatron's arguments that the plan determines, after they are parsed and before they are checked.
 
         Raises:
-            GraphError: a flag says otherwise.
+            GraphError: a flag contradicts the plan.
         """
         stages = len(self.plan.stages)
-        decided = {  # and what there is without the flag
+        decided = {  # the plan's value, and the flag's default
             "pipeline_model_parallel_size": (stages, 1),
             "micro_batch_size": (self.runnable.micro_batch, None),
             "global_batch_size": (self.plan.batch, None),
@@ -151,11 +153,11 @@ class GraphRun:
         self._refuse(args, ("step_batch_size_schedule",), "the plan says what the batch is")
         if self.plan.graph.ahead:
             self._apply_ahead(args)
-        args.variable_seq_lengths = True  # Megatron demands it for several modules
+        args.variable_seq_lengths = True  # required by Megatron for several modules
         self.args = args
 
     def _apply_ahead(self, args: Namespace) -> None:
-        """Operators that run ahead take their data ahead, so all ranks have to take the same batches in order."""
+        """Check and set the flags for operators that run ahead: all ranks must read the same batches in order."""
         if not cpu_backend.PATCH.applied:
             raise GraphError(
                 "the plan has operators that run ahead, which works on the CPU alone so far; expected a plan made"
@@ -166,7 +168,7 @@ class GraphRun:
         self._refuse(args, skipping, why)
         if args.rerun_mode == "report_stats":
             raise GraphError(f"--rerun-mode is report_stats; expected disabled: {why}")
-        args.rerun_mode = "disabled"  # an iteration that was run again would have the next one's data
+        args.rerun_mode = "disabled"  # a rerun iteration would get the next one's data
 
     @staticmethod
     def _refuse(args: Namespace, names: Sequence[str], why: str) -> None:
@@ -175,7 +177,7 @@ class GraphRun:
                 raise GraphError(f"--{_flag(name)} is given; expected none: {why}")
 
     def model_provider(self, pre_process: bool, post_process: bool, config: Any = None, **_: Any) -> MegatronModule:
-        """Build this rank's stage, and the communicator, which every rank has to do."""
+        """Build this rank's stage and the communicator; a collective, so all ranks call it."""
         from megatron.training.arguments import core_transformer_config_from_args
 
         pipefill_patches.apply(("bridge", "multimodule"))
@@ -189,13 +191,13 @@ class GraphRun:
         return _Stage(self, mpu.get_pipeline_model_parallel_rank(), config, groups)
 
     def build(self, name: str, config: Any) -> torch.nn.Module:
-        """An operator's module; its first weights depend on its name alone, and not on the stage that has it."""
+        """Build an operator's module; its initial weights depend on its name and the seed, not on its stage."""
         with _seeded(self.args.seed + zlib.crc32(name.encode())):
             module = self.operators.build(name, config)
         return module.requires_grad_(not self.plan.graph.by_name[name].frozen)
 
     def forward_step(self, data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Any] | None]:
-        """One micro-batch's forward pass on this stage."""
+        """Run the forward pass of a microbatch on this stage."""
         number = mpu.get_pipeline_model_parallel_rank()
         taken = next(data_iterator) if self.ahead is None else self.ahead.next_batch(data_iterator, model.training)
         output = model({name: tensor.cuda(non_blocking=True) for name, tensor in taken.items()})
@@ -204,17 +206,17 @@ class GraphRun:
         return output, _loss
 
     def report(self) -> None:
-        """Say at the end how much of what runs ahead was done in bubbles."""
+        """Print the share of the frozen operators' passes that ran in bubbles; called at the end."""
         if self.ahead is not None:
             print(self.ahead, flush=True)
 
     def packed(self, stage: int, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """What a stage sends: its outputs, in one tensor if there are several."""
+        """Return the tensor that a stage sends: its output, or its outputs packed into one tensor."""
         found = [values[name] for name in self.runnable.outputs[stage]]
         return found[0] if len(found) == 1 else torch.cat([one.reshape(1, 1, -1) for one in found], dim=-1)
 
     def unpacked(self, stage: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The outputs of a stage, by operator."""
+        """Return the outputs of a stage by operator, from the tensor that it sent."""
         names = self.runnable.outputs[stage]
         if len(names) == 1:
             return {names[0]: tensor}
@@ -226,7 +228,7 @@ class GraphRun:
         args, plan = self.args, self.plan
         order = ModelGraph(plan.graph.name, plan.graph.ahead)
         names = order.names(order.everything)
-        # They are not part of the model: neither optimizer nor checkpoints have them.
+        # They are not part of the model, so neither the optimizer nor checkpoints include them.
         modules = {name: self.build(name, config).to(config.params_dtype).eval() for name in names}
         return Ahead(
             [
@@ -256,7 +258,7 @@ class GraphRun:
 
 
 def _inputs(plan: Plan, operators: Operators, name: str) -> tuple[str, ...]:
-    """Of one operator, in the script's order.
+    """Return the inputs of one operator, in the script's order.
 
     Raises:
         GraphError: the script has no such operator, or has it with other inputs.
@@ -272,7 +274,7 @@ def _inputs(plan: Plan, operators: Operators, name: str) -> tuple[str, ...]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Weights that are made meanwhile depend on this alone, and not on the stage that has them."""
+    """Make weights created in this block depend on the seed alone, and not on the stage."""
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
     with torch.random.fork_rng():
@@ -287,7 +289,7 @@ def _flag(name: str) -> str:
 
 
 def _key(name: str) -> str:
-    """As a module's name, which has no dots."""
+    """Return the operator's name as a module's name, which must not have dots."""
     return name.replace(".", "_")
 
 
@@ -296,5 +298,5 @@ def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def _finalize(model: Any, num_tokens: Any = None, pg_collection: Any = None, force_all_reduce: bool = False) -> None:
-    """Megatron's, with its own process groups: the schedule gives those of several modules, which it cannot take."""
+    """Call Megatron's function with default process groups: it cannot take those of several modules."""
     finalize_model_grads(model, num_tokens, None, force_all_reduce)

@@ -1,4 +1,4 @@
-"""What this run's jobs are kept in on this node, settled before the training starts."""
+"""The sandbox for this run's jobs on this node, determined before the training starts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from megatron.fill.sandbox.view import may_enter
 
 @dataclass(frozen=True, slots=True)
 class KeptIn:
-    """The walls around this run's jobs.
+    """The sandbox of this run's jobs.
 
     Attributes:
-        user: whom the jobs run as; None for the training's user.
-        namespaces: as ``Cage`` has them.
-        layers: every wall, and what it lacks here.
+        user: user that the jobs run as; None for the training's user.
+        namespaces: namespaces that this machine provides (``Cage``).
+        binds: paths that jobs may use besides their own folders.
+        layers: all layers of the sandbox, each with what it lacks here.
     """
 
     user: JobUser | None = None
@@ -35,15 +36,15 @@ class KeptIn:
 
     @property
     def seen(self) -> bool:
-        """Whether jobs are another user who sees the machine's files as they are."""
+        """True if jobs run as another user without a mount namespace, so that only file modes restrict them."""
         return self.user is not None and "mount" not in self.namespaces
 
 
 def check_flags(settings: FillSettings) -> None:
-    """What can be wrong with the flags is said before anything is started.
+    """Check the flags that name users and paths, before anything is started.
 
     Raises:
-        ConfigError: a flag names what is not there.
+        ConfigError: a flag names a user or path that does not exist.
     """
     if settings.user is not None:
         find_user(settings.user)
@@ -52,7 +53,7 @@ def check_flags(settings: FillSettings) -> None:
 
 
 def check_emulation(how: str, on_cpu: bool) -> None:
-    """Whether a device that does not preempt can be emulated here.
+    """Check that a device that does not preempt can be emulated here.
 
     Raises:
         ConfigError: it cannot; the message says why.
@@ -63,15 +64,16 @@ def check_emulation(how: str, on_cpu: bool) -> None:
 
 
 def keep_in(settings: FillSettings, mps: MpsDaemon | None, modules: Sequence[str] = (), on_gpu: bool = False) -> KeptIn:
-    """Find out what this machine gives, and say what it lacks.
+    """Determine the sandbox that this machine provides, and print what it lacks.
 
     Args:
-        mps: the daemon that the ranks use; None without.
-        modules: folders where the jobs' own modules are looked for.
-        on_gpu: the jobs will use a GPU: the first rank of each node tries whether one can be used behind the walls.
+        mps: the MPS daemon that the ranks use; None without MPS.
+        modules: folders from which the jobs' own modules are imported.
+        on_gpu: the jobs will use a GPU; the first rank of each node tries to use one in the sandbox.
 
     Raises:
-        ConfigError: as ``check_flags``, or ``--fill-strict`` and a wall is missing, or in the way of the GPU's driver.
+        ConfigError: a flag is wrong (``check_flags``); or, with ``--fill-strict``, a layer is missing or no job can
+            use a GPU.
     """
     binds = tuple(parse_bind(text) for text in settings.bind)
     user, walls = find_walls(settings.user, mps is not None, settings.network, [Path(settings.report or "runs")])

@@ -1,7 +1,7 @@
-"""The composition root: the one room that knows all the others.
+"""The entry point of a training with PipeFill.
 
-``launch(main)`` runs a Megatron script's ``main`` with the patches applied; when Megatron is initialised a ``Session``
-is started, which gives this rank its gate, its agent and its listener, and which is finished when ``main`` is done.
+``launch(main)`` runs a Megatron script's ``main`` with the patches applied.  When Megatron is initialised it starts a
+``Session``, with this rank's gate, agent and listener, and finishes it when ``main`` is done.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import megatron.fill.device.before_cuda  # noqa: F401 -- the script imports Megatron, which asks for CUDA
+import megatron.fill.device.before_cuda  # noqa: F401 -- before the script imports Megatron, which looks for CUDA
 import pipefill_patches
 from megatron.fill.agent.submitted import forget_submitted, not_yet_submitted
 from megatron.fill.app.alone import measure_alone, turns
@@ -60,7 +60,7 @@ logger = logging.getLogger("pipefill")
 
 
 class Launch:
-    """One run of a Megatron script under the patches."""
+    """A run of a Megatron script with the patches applied."""
 
     def __init__(self) -> None:
         self.settings: FillSettings | None = None
@@ -68,11 +68,11 @@ class Launch:
         self._place = Place()
         self._run_dir: Path | None = None
         self._lock: RunLock | None = None
-        self._records: Path | None = None  # of this segment
+        self._records: Path | None = None  # this segment's folder
         self._segment: OpenSegment | None = None  # on rank 0
         self._jobs: list[NewJob] = []
-        self._new_jobs: list[NewJob] = []  # those that an earlier run in this folder has not submitted; of rank 0
-        self._turns = 0  # in which jobs are measured alone
+        self._new_jobs: list[NewJob] = []  # on rank 0: the jobs that no earlier run in this folder has submitted
+        self._turns = 0  # number of rounds in which jobs are measured alone
         self.mps: MpsDaemon | None = None
         self.walls = KeptIn()
         self._freed: Freed | None = None
@@ -92,7 +92,7 @@ class Launch:
         if settings.active and (reason := unordered()):
             raise ConfigError(f"bubbles cannot be filled or measured here: {reason}")
         if settings.serves:
-            own_version()  # agents need it, and this is where somebody reads what is wrong
+            own_version()  # agents need it; raised here, its error reaches the user
             run_dir = None if settings.report is None else Path(settings.report)
             where = store_of(settings, run_dir or Path("runs"))
             check_store(where)
@@ -149,7 +149,7 @@ class Launch:
             from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
             warn_of_no_ramp(args.rampup_batch_size, get_current_global_batch_size())
-        # A rank waits for others in a collective, which has an end.
+        # The other ranks wait in a collective, which has a timeout.
         held = hold(settings.report or new_run_folder(), info, most_s=30.0 * args.distributed_timeout_minutes)
         if held is None:
             return
@@ -180,12 +180,12 @@ class Launch:
             self._new_jobs,
             self.mps,
             self.walls,
-            owns_margin=settings.serves and not args.empty_unused_memory_level,  # which would give it away again
+            owns_margin=settings.serves and not args.empty_unused_memory_level,  # emptying the cache would release it
         )
         bus.listener = self.session.listening.listener
 
     def _prepare_run(self, settings: FillSettings, info: RankInfo, run_dir: Path) -> Path | None:
-        """Agree on the segment's folder: rank 0 makes it, the others wait; None if that failed."""
+        """Return the segment's folder, which rank 0 makes and broadcasts; None if that failed."""
         agreed: list[Any] = ["", turns(settings, info)]
         if info.rank == 0:
             try:
@@ -226,7 +226,7 @@ class Launch:
         )
 
     def finish(self) -> None:
-        """Every rank has trained to the end: write, draw and print the result."""
+        """End PipeFill's part after a complete training; called on every rank.  Rank 0 writes and prints the report."""
         if self._run_dir is None or self.settings is None:
             return
         import torch.distributed as dist
@@ -245,7 +245,7 @@ class Launch:
         with kept("what this rank could not write down is lost"):
             if self.session is not None:
                 hand_in(dist.get_rank(), dist.get_world_size(), self.session.unwritten)
-        dist.barrier()  # every rank comes here, also one whose session failed
+        dist.barrier()  # every rank reaches this, also one whose session failed
         if self._segment is not None:  # on rank 0
             self._end(SegmentEnding.WELL)
             unwritten: dict[int, Unwritten] = {}
@@ -255,8 +255,8 @@ class Launch:
                 report_end(self.settings, self._run_dir, self._segment.segment, unwritten)
 
     def abort(self) -> None:
-        """The main job failed."""
-        if self._records is not None:  # the launcher ends the others when one has failed: not before they are done
+        """End PipeFill's part after the training has failed, and print the state of its jobs."""
+        if self._records is not None:  # the launcher ends all ranks when one has failed; this must finish before
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if self._freed is not None:
             self._freed.end()
@@ -270,13 +270,13 @@ class Launch:
         self._end(SegmentEnding.FAILED)
 
     def release(self) -> None:
-        """Another training may use the run folder."""
+        """Release the run folder, so that another training may use it."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def _end(self, ending: SegmentEnding) -> None:
-        """Say how the segment ended, on rank 0."""
+        """Record how the segment ended, on rank 0."""
         if self._segment is not None:
             try:
                 self._segment.end(ending)
@@ -290,15 +290,15 @@ def _counted(jobs: int, new: int) -> str:
 
 
 def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> None:
-    """Run ``main`` (a Megatron script's) with the patches applied, and PipeFill beside it.
+    """Run ``main`` (a Megatron script's) with the patches applied, and PipeFill's session around it.
+
+    For an error that a user caused (FillError), rank 0 prints one line, and the process exits with 2.
 
     Args:
-        main: trains; it returns or exits when training is over.  Inside another ``launch`` it is just called.
+        main: trains; returns or exits when training is over.  Inside another ``launch`` it is only called.
         patches: the names of the patches to apply; None for all that apply here.
-
-    What a user got wrong (FillError) is said in a line by rank 0, and the process exits with 2.
     """
-    if attached.lifecycle is not None:  # `python -m pipefill_patches` started this script, and has done all this
+    if attached.lifecycle is not None:  # `python -m pipefill_patches` runs this script inside its own `launch`
         main()
         return
     run = Launch()

@@ -1,4 +1,4 @@
-"""What listens to a rank's bubbles: in the rank itself on the CPU, in a relay beside it on CUDA."""
+"""The listener of a rank's bubbles: in the rank itself on the CPU, in a relay process on CUDA."""
 
 from __future__ import annotations
 
@@ -31,28 +31,33 @@ logger = logging.getLogger("pipefill")
 
 
 class Listening(Protocol):
-    """One rank's listener, and who writes its record."""
+    """The listener of a rank, and the writer of the rank's record."""
 
     @property
     def listener(self) -> Listener:
-        """For the bus."""
+        """The listener for the bus."""
 
     def free_bytes(self) -> int:
-        """The device memory that is free now."""
+        """Return the device memory that is free now."""
 
     def finish(self) -> bytes:
-        """The training is over: the record is written, and the gate is the rank's; what of it is in no file."""
+        """Write the record at the end of a training, and give the gate back to the rank.
+
+        Returns:
+            The part of the record that could not be written.
+        """
 
     def abort(self) -> None:
-        """The training failed."""
+        """End after the training has failed."""
 
 
 def fill_rule(settings: FillSettings, stages: int, replicas: int = 1, sharing: Sharing | None = None) -> FillRule:
-    """When a rank of a training with so many stages fills.
+    """Return the fill rule of a rank, from the settings.
 
     Args:
-        replicas: the ranks of each stage.
-        sharing: how it shares its GPU; None on the CPU.
+        stages: number of pipeline stages.
+        replicas: number of ranks per stage.
+        sharing: mode in which jobs share the rank's GPU; None on the CPU.
     """
     usual = TIMESLICED if sharing is Sharing.TIMESLICE else FillRule()
     least_us, guard_us = settings.min_bubble_us, settings.guard_us
@@ -68,11 +73,11 @@ def fill_rule(settings: FillSettings, stages: int, replicas: int = 1, sharing: S
 
 
 def rank_spec(settings: FillSettings, info: RankInfo, record: Path, sharing: Sharing | None = None) -> RankSpec:
-    """How a rank is listened to.
+    """Return the spec of a rank's listener.
 
     Args:
-        record: the file for its record.
-        sharing: as ``fill_rule`` has it.
+        record: the file for the rank's record.
+        sharing: mode in which jobs share the rank's GPU; None on the CPU.
     """
     return RankSpec(
         info,
@@ -85,10 +90,10 @@ def rank_spec(settings: FillSettings, info: RankInfo, record: Path, sharing: Sha
 
 
 class HostListening:
-    """On the CPU, where the host waits when the device does.
+    """Listening on the CPU, where the host waits when the device does.
 
     Args:
-        gate, board, control: None to measure only.
+        gate, board, control: the rank's pages; None to measure only.
     """
 
     def __init__(
@@ -109,12 +114,13 @@ class HostListening:
 
 
 class RelayedListening:
-    """On CUDA, where the host runs ahead of the device.
+    """Listening on CUDA, where the host runs ahead of the device, by a relay process.
 
     Args:
-        log: for what the relay has to say.
-        uuid: the GPU's own name.
-        owned_bytes: the memory margin that the training reserves for itself.
+        gate, board, control: the rank's pages; None to measure only.
+        log: the relay's log file.
+        uuid: the GPU's UUID.
+        owned_bytes: memory margin that the training reserves in its own allocator.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""``--fill-rank-order``: this process takes the rank that was chosen for its place, before there are process groups.
+"""``--fill-rank-order``: gives this process the rank that was chosen for its place, before there are process groups.
 
-Only the rank changes.  The device, the core and the node are those of the process: ``LOCAL_RANK``, ``GROUP_RANK`` and
-their sizes stay.
+Only the rank changes.  Device, core and node stay those of the process: ``LOCAL_RANK``, ``GROUP_RANK`` and their sizes
+do not change.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 
 from megatron.fill.launcher import ranks_here
 
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: somebody serves a store at MASTER_ADDR, every rank is a client
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: a store is served at MASTER_ADDR, every rank is a client
 
 
 def world_size() -> int:
-    """How many processes the launcher has started."""
+    """Return the number of processes that the launcher has started."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 class Place:
-    """Where this process runs, and which rank it has there.  What it serves lives as long as this object.
+    """The place of this process and its logical rank; keeps the store that it serves alive.
 
     Attributes:
-        rank: the logical one; None before it is taken.
+        rank: the logical rank; None before ``take_rank``.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Place:
         self._store: Any = None
 
     def take_rank(self, order: tuple[int, ...]) -> int:
-        """Change ``RANK`` to the logical rank of this process, and see to it that the ranks still find each other.
+        """Change ``RANK`` to the logical rank of this process, and keep the rendezvous of the ranks working.
 
         Args:
             order: the physical rank of each logical one, for ``world_size()`` ranks.
@@ -49,7 +49,7 @@ class Place:
 
 
 def _keep_place(physical: int, ranks: int) -> None:
-    """Say where this process is, if the launcher has not: it cannot be told from its rank any more."""
+    """Set ``LOCAL_RANK`` and ``GROUP_RANK`` if the launcher has not: the new rank does not imply them."""
     here = ranks_here(ranks)
     local = os.environ.get("SLURM_LOCALID") or str(physical % here)
     for name, value in (("LOCAL_RANK", local), ("GROUP_RANK", str(physical // here))):
@@ -58,7 +58,7 @@ def _keep_place(physical: int, ranks: int) -> None:
 
 
 def _serve(physical: int) -> Any:
-    """Have the process that runs at ``MASTER_ADDR`` serve the store there, though it may not be rank 0 any more."""
+    """Serve the store in the process at ``MASTER_ADDR``, which may no longer be rank 0."""
     os.environ[_AGENT_STORE] = str(True)
     if physical != 0:
         return None

@@ -1,4 +1,4 @@
-"""The report of a training that has just ended, on rank 0: files in the run folder, tables on the terminal."""
+"""The report at the end of a training, on rank 0: files in the run folder, tables on the terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.fill.store.standing import standing
 
 
 def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritten: Mapping[int, Unwritten]) -> None:
-    """Print what the training's ranks and jobs did, and write it down.
+    """Make, print and write the report of a training.
 
     Args:
-        segment: the one that has ended.
-        unwritten: what of its records is in no file, by rank.
+        segment: the segment that has ended.
+        unwritten: parts of its records that could not be written, by rank.
 
     Raises:
         OSError, FillError: not all could be written, or there is nothing to report.

@@ -1,4 +1,4 @@
-"""A run's folder and its job store: where they are, and whether this run may use them."""
+"""The folder and the job store of a run: their locations, and checks that this run may use them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron.fill.store.location import WHERE_PASSWORDS_GO, database_file, has_
 
 
 def store_of(settings: FillSettings, run_dir: Path) -> str:
-    """Where a run's jobs are kept."""
+    """Return the URL or path of the run's job store."""
     return settings.store or os.environ.get(STORE) or str(run_dir.resolve())
 
 
 def served(settings: FillSettings, run_dir: Path) -> str:
-    """The line that says which store a run serves, and why that one."""
+    """Return the line that names the store that a run serves, and where its name comes from."""
     origin = "the run folder's own"
     if settings.store:
         origin = "--fill-store"
@@ -35,8 +35,9 @@ def served(settings: FillSettings, run_dir: Path) -> str:
 
 
 def check_secret(settings: FillSettings) -> None:
-    """Refuse a password on the command line: all users see it in ``ps``, and Megatron writes its flags to its output,
-    to TensorBoard, and into every checkpoint.
+    """Refuse a password on the command line.
+
+    All users see it in ``ps``, and Megatron writes its flags to its output, to TensorBoard and into every checkpoint.
 
     Raises:
         ConfigError: there is one.
@@ -49,11 +50,11 @@ def check_secret(settings: FillSettings) -> None:
 
 
 def check_store(where: str) -> None:
-    """Refuse a store that this run cannot share, before the training starts; whether it answers is seen later.
+    """Refuse a store that this run cannot share, before the training starts; the store itself is not contacted.
 
     Raises:
-        ConfigError: it is no store's address, or several nodes would share an SQLite file.
-        StoreError: for the same reasons.
+        ConfigError: several nodes would share an SQLite file.
+        StoreError: it is not the address of a store.
     """
     nodes = int(os.environ.get("GROUP_WORLD_SIZE") or os.environ.get("SLURM_NNODES") or 1)
     if locate(where).drivername == "sqlite" and nodes > 1:
@@ -66,10 +67,10 @@ def check_owner(where: str, run_dir: Path | None) -> None:
     """Refuse a store of another run that a relative ``$PIPEFILL_STORE``, perhaps forgotten, leads to.
 
     Args:
-        run_dir: this run's folder, as far as it was given.
+        run_dir: this run's folder; None if it was not given.
 
     Raises:
-        ConfigError: it belongs to another run than this one.
+        ConfigError: the store belongs to another run.
     """
     path = where.removeprefix("sqlite:///")
     if "://" in path or Path(path).expanduser().is_absolute():
@@ -84,7 +85,7 @@ def check_owner(where: str, run_dir: Path | None) -> None:
 
 
 def new_run_folder() -> str:
-    """Where a run goes that was not told: of a SLURM job always the same folder, which a requeue comes back to."""
+    """Return the default run folder; it is the same for a SLURM job after a requeue."""
     job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID", "0")
     if job is not None:
         return f"runs/pipefill-{job}" if step == "0" else f"runs/pipefill-{job}.{step}"
@@ -92,13 +93,13 @@ def new_run_folder() -> str:
 
 
 def make_run_folder(run_dir: Path, seen: bool = False) -> None:
-    """Make it, or clear it of what an earlier start of the training left that is over.
+    """Make the run folder, and remove status files that an earlier start of the training left there.
 
     Args:
-        seen: jobs are another user and have no view of their own, so only modes keep them out of what is not theirs.
+        seen: jobs run as another user without a mount namespace, so only file modes protect what is not theirs.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be made.
     """
     for part in PARTS:
         (run_dir / part).mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""A run folder is for one training at a time: ``RUN/run.lock``, of which every rank of a training holds its byte.
+"""The lock of a run folder, which is for one training at a time: each rank locks its byte of ``RUN/run.lock``.
 
-The locks are POSIX record locks.  The kernel gives them back however a process ends, so what a crash leaves behind is
-in nobody's way; NFS passes them on between nodes; and a process that is forked (a data loader's) does not keep them, as
-it would keep those of ``flock``.  They belong to the process, so nothing else in it may open the file.
+The locks are POSIX record locks.  The kernel releases them however a process ends, so a crash leaves no stale lock; NFS
+forwards them between nodes; and a forked process (a data loader) does not keep them, as it would with ``flock``.  They
+belong to the process and end when it closes any descriptor of the file, so nothing else in it may open the file.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron.fill.types import RankInfo
 
 logger = logging.getLogger("pipefill")
 
-_DYING_S = 5.0  # a process that was killed gives its memory back first, and then its locks
-# The server of a network file system holds the locks of a node that was lost for its lease: 90 s for NFS 4.
+_DYING_S = 5.0  # a killed process releases its memory first, and then its locks
+# The server of a network file system keeps the locks of a lost node for the lease time: 90 s for NFS 4.
 _LEASE_S = 100.0
 _LOOK_S = 0.2
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # a file system without them
@@ -37,55 +37,57 @@ _FLOCK = "hhqqi"  # struct flock of a 64-bit Linux
 
 
 class RunLock:
-    """This process's part in holding a run folder."""
+    """This process's lock on a run folder."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     @classmethod
     def take(cls, run_dir: Path, ranks: int, most_s: float = _LEASE_S) -> RunLock:
-        """Hold a run folder for a training of so many ranks, as its rank 0; the folder is made if there is none.
+        """Lock a run folder as rank 0 of a training; the folder is made if there is none.
 
         Args:
-            most_s: how long another training's end is waited for, at most.
+            ranks: number of ranks of the training.
+            most_s: longest wait for another training's end, in seconds.
 
         Raises:
-            RunTaken: a rank of another training holds it.
+            RunTaken: a rank of another training holds the folder.
             OSError: it cannot be made.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         fd = _locked(run_dir / RUN_LOCK, 0, 0, most_s)
         note = {"host": os.uname().nodename, "pid": os.getpid(), "since_s": time.time(), "ranks": ranks}
-        with suppress(OSError):  # a full disk: others are told less, and the lock holds
+        with suppress(OSError):  # a full disk: messages elsewhere lack this, and the lock holds anyway
             os.pwrite(fd, json.dumps(note).encode().ljust(os.fstat(fd).st_size), 0)
         _unlock(fd, 1, 0)  # for the other ranks of this training
         return cls(fd)
 
     @classmethod
     def join(cls, run_dir: Path, rank: int) -> RunLock:
-        """Hold it too, as another rank of the training whose rank 0 has taken it.
+        """Lock the folder as another rank of the training whose rank 0 has locked it.
 
         Raises:
-            RunTaken: the same rank of another training holds it: here is another folder than rank 0's, of that name.
+            RunTaken: the same rank of another training holds it; so on this node it is not rank 0's folder, but another
+                one of that name.
             OSError: it cannot be opened.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         return cls(_locked(run_dir / RUN_LOCK, rank, 1, _DYING_S))
 
     def release(self) -> None:
-        """Give it back before this process ends."""
+        """Release the lock before this process ends."""
         os.close(self._fd)
 
 
 def hold(name: str, info: RankInfo, most_s: float = _LEASE_S) -> tuple[Path, RunLock | None] | None:
-    """Every rank calls it at the same time, and holds the run folder then; None if it cannot be used.
+    """Lock the run folder on every rank (a collective), and return it with the lock; None if it cannot be used.
 
     Args:
-        name: of the run folder; rank 0's counts.
-        most_s: as ``RunLock.take`` has it.
+        name: the run folder; rank 0's value counts.
+        most_s: longest wait for another training's end, in seconds.
 
     Raises:
-        RunTaken: on every rank, with the same words: one of them found that another training holds it.
+        RunTaken: another training holds the folder on some rank; raised on every rank, with the same message.
     """
     lock, refused = None, ""
     if info.rank == 0:
@@ -110,9 +112,9 @@ def hold(name: str, info: RankInfo, most_s: float = _LEASE_S) -> tuple[Path, Run
 
 
 def exit_together(error: str) -> NoReturn:
-    """End this rank with status 2, as every other rank does at the same time; rank 0 says why, before any has ended.
+    """End this rank with status 2, as every other rank does at the same time; rank 0 prints the error before that.
 
-    The launcher asks the others to end when it has seen the first one go; they are about to, with the same status.
+    SIGTERM is ignored, since the launcher sends it to the other ranks when the first one has ended.
     """
     import torch.distributed as dist
 
@@ -120,13 +122,13 @@ def exit_together(error: str) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
         print(error, file=sys.stderr, flush=True)
     if dist.is_initialized():
-        with suppress(RuntimeError):  # another rank is gone
+        with suppress(RuntimeError):  # another rank has ended
             dist.barrier()
     sys.exit(2)
 
 
 def _taken(name: str, ranks: int, most_s: float) -> tuple[str, RunLock | None, str]:
-    """The folder, empty if it cannot be used; its lock; and why it is refused."""
+    """Return the folder (empty if it cannot be used), its lock, and the reason if another training holds it."""
     try:
         return name, RunLock.take(Path(name), ranks, most_s), ""
     except RunTaken as error:
@@ -137,7 +139,7 @@ def _taken(name: str, ranks: int, most_s: float) -> tuple[str, RunLock | None, s
 
 
 def _joined(name: str, rank: int) -> tuple[RunLock | None, str]:
-    """The lock, and why it is refused."""
+    """Return the lock, and the reason if another training holds it."""
     try:
         return RunLock.join(Path(name), rank), ""
     except RunTaken as error:
@@ -148,15 +150,18 @@ def _joined(name: str, rank: int) -> tuple[RunLock | None, str]:
 
 
 def _locked(path: Path, start: int, length: int, most_s: float) -> int:
-    """Lock so many bytes (0: all that follow) of the file; where another process has them, wait while it may be dying.
+    """Lock bytes of the file, and return its descriptor; if another process holds them, wait in case it is ending.
+
+    Args:
+        length: number of bytes from ``start`` on; 0 for all.
 
     Raises:
-        RunTaken: it goes on.
+        RunTaken: the other process still holds them after the wait.
     """
     network = network_file_system(path.parent)
     began_s, said = time.monotonic(), False
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # who may read it could lock it
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # no other user may lock it
         try:
             held = not _lock(fd, start, length)
         except OSError as error:
@@ -165,7 +170,7 @@ def _locked(path: Path, start: int, length: int, most_s: float) -> int:
                 raise
             logger.warning("%s cannot be locked (%s): a second training would not be noticed", path, error.strerror)
             return fd
-        # Who has removed the file to override a lost node's lock has made it another one.
+        # Not if the file was removed in the meantime, as a user does to override a lost node's lock.
         if not held and os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
             return fd
         other = _Holder(fd, start, length) if held else None
@@ -201,7 +206,7 @@ def _unlock(fd: int, start: int, length: int) -> None:
 
 
 class _Holder:
-    """Who holds these bytes, as far as the kernel and the note in the file tell."""
+    """The holder of a lock, as far as the kernel and the note in the file identify it."""
 
     def __init__(self, fd: int, start: int, length: int) -> None:
         self.rank, pid = start, 0
@@ -217,7 +222,7 @@ class _Holder:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it may be on another node."""
+        """True if the holder may be on another node."""
         return self.host != os.uname().nodename
 
     def __str__(self) -> str:

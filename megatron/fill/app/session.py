@@ -1,4 +1,4 @@
-"""PipeFill's part of one rank: its gate, its listener, and its agent behind a warden."""
+"""PipeFill's part of one rank: its gate, its listener, and its agent under a warden."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Session:
     """PipeFill's part of one rank of one run.
 
     Args:
-        segment: where its records go.
+        segment: the folder for the records.
         store: the URL of the job store that this run serves.
-        jobs: what this rank's agent puts into it.
-        mps: the daemon that this rank uses; None without MPS.
-        walls: what jobs are kept in.
+        jobs: jobs that this rank's agent submits to it.
+        mps: the MPS daemon that this rank uses; None without MPS.
+        walls: the sandbox of the jobs.
         owns_margin: on a GPU, this process keeps the memory margin in its own allocator.
     """
 
@@ -60,7 +60,7 @@ class Session:
     ) -> None:
         self.settings = settings
         margin_bytes = int(settings.memory_margin_mib * 2**20)
-        # What the rank reserves for itself need not be free in the driver too.
+        # Memory that the rank reserves for itself need not also be free in the driver.
         self._owned_bytes = margin_bytes if owns_margin and info.device != "cpu" else 0
         self._margin_bytes = min(margin_bytes, DRIVER_BYTES) if self._owned_bytes else margin_bytes
         self.walls = walls
@@ -74,7 +74,7 @@ class Session:
         self.warden: subprocess.Popen[bytes] | None = None
         self._announced: Path | None = None
         self._last_word = LastWord.create()  # the agent's
-        self._seen = b""  # of this rank's record, what is in no file
+        self._seen = b""  # the part of this rank's record that could not be written
         if settings.serves:
             self.gate, self.board, self.control = SharedGate(), CycleBoard(), ControlPage.create(info.rank)
             try:
@@ -84,7 +84,7 @@ class Session:
             self.warden = self._start_warden(self.gate, self.board, self.control, store, jobs)
         try:
             self.listening = self._listen()
-        except BaseException:  # nobody will have this session, so nobody would end its agent
+        except BaseException:  # the caller gets no session, and so could not end its agent
             self.close()
             raise
 
@@ -93,7 +93,7 @@ class Session:
         return Sharing.TIMESLICE if self.mps is None else Sharing.MPS
 
     def _listen(self) -> Listening:
-        record = rank_file(self.segment.resolve(), self.info.rank)  # it is written while the script may go elsewhere
+        record = rank_file(self.segment.resolve(), self.info.rank)  # absolute, since the script may change its folder
         sharing = None if self.info.device == "cpu" else self._sharing
         spec = rank_spec(self.settings, self.info, record, sharing)
         pages = self.gate, self.board, self.control
@@ -103,12 +103,12 @@ class Session:
         return RelayedListening(spec, *pages, log, _uuid(self.info.device), self._owned_bytes)
 
     def finish(self) -> None:
-        """The main job is done: write this rank's records.  The jobs may be measured alone then; ``close`` ends it."""
+        """Write this rank's records after a complete training; ``measure_alone`` may follow, then ``close``."""
         bus.listener = None
         self._seen = self.listening.finish()
 
     def measure_alone(self, seconds: float) -> None:
-        """Run the jobs for so long, now that the main job stands still."""
+        """Run the jobs for ``seconds`` after the training, without it."""
         gate = self.gate if self.control is not None and self.control.running else None
         if gate is not None and not gate.ended:
             gate.open_alone(time.monotonic_ns() + int(seconds * 1e9))
@@ -117,7 +117,7 @@ class Session:
             gate.close(time.monotonic_ns())
 
     def abort(self) -> None:
-        """The main job failed: let nothing of ours live on."""
+        """End all processes of PipeFill after the training has failed."""
         bus.listener = None
         self.listening.abort()
         self.close()
@@ -127,13 +127,13 @@ class Session:
         if self.gate is not None:
             self.gate.end()
         if self._announced is not None:
-            with contextlib.suppress(OSError):  # a read-only disk; what it names ends with this process
+            with contextlib.suppress(OSError):  # a read-only disk; the page that it names ends with this process
                 self._announced.unlink(missing_ok=True)
         self._wait_for_warden()
 
     @property
     def unwritten(self) -> Unwritten:
-        """After ``finish`` and ``close``: what of this rank's records is in no file."""
+        """Parts of this rank's records that could not be written; complete after ``finish`` and ``close``."""
         lost = self._last_word.state is Left.LOST
         return Unwritten(self._seen.decode(), self._last_word.read().decode(), lost=lost)
 
@@ -178,7 +178,7 @@ class Session:
         )
         agents = self.run_dir / AGENTS
         spec_path = agents / f"spec{self.info.rank}.json"
-        # A command line could not hold thousands of jobs, and the store's URL may hold a password.
+        # A file, since thousands of jobs do not fit on a command line, and the store's URL may hold a password.
         spec_path.touch(mode=0o600)
         spec_path.write_text(spec.to_json(), encoding="utf-8")
         with (agents / f"agent{self.info.rank}.log").open("ab") as log:
@@ -196,7 +196,7 @@ class Session:
     def _wait_for_warden(self) -> None:
         if self.warden is None:
             return
-        self.warden.send_signal(signal.SIGCONT)  # somebody may have stopped it; it continues its agent
+        self.warden.send_signal(signal.SIGCONT)  # in case it was stopped; it continues its agent
         try:
             self.warden.wait(_WARDEN_END_S)
         except subprocess.TimeoutExpired:
@@ -206,13 +206,13 @@ class Session:
             below = descendants(self.warden.pid)
             self.warden.kill()
             self.warden.wait()
-            for pid in below:  # who is stopped does not hear of the warden's end
+            for pid in below:  # stopped processes do not notice the warden's end
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
 
 def _uuid(device: str) -> str | None:
-    """The GPU's own name: a worker is to see this one, whatever the numbers say there."""
+    """Return the GPU's UUID, which names it to workers whatever its number is there; None on the CPU."""
     if device == "cpu":
         return None
     import torch

@@ -1,4 +1,4 @@
-"""How this run shares its GPUs, settled before CUDA is first used."""
+"""The mode in which jobs share the GPUs of this run, chosen before CUDA is first used."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron.fill.errors import ConfigError
 
 
 def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
-    """Choose the mode; with MPS, start or find the daemon, and have this process use it.
+    """Choose the mode; with MPS, start or find the daemon, and make this process its client.
 
     Returns:
         The daemon; None for time-slicing, and on the CPU.
 
     Raises:
-        ConfigError: the mode that was asked for cannot be had.
+        ConfigError: the requested mode is not available.
     """
     if settings.mps_pipe is not None and settings.sharing != Sharing.MPS:
         raise ConfigError("--fill-mps-pipe names an MPS daemon; expected --fill-sharing mps with it")
@@ -52,16 +52,17 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
 
 
 def why_no_client(daemon: MpsDaemon, theirs: bool) -> str:
-    """Why this rank, which uses CUDA by now, is not a client of the daemon that its workers use; empty if it is.
+    """Return the reason why this rank is not a client of the daemon that its workers use; empty if it is one.
 
-    A rank that is none shares the GPU with the MPS server by time slices, and workers get far more than their part.
+    A rank that is not a client shares the GPU with the MPS server by time slices, and workers get far more than their
+    share.
 
     Args:
-        theirs: somebody else runs the daemon, perhaps where other pids count.
+        theirs: the daemon was started outside this run, perhaps in another pid namespace.
     """
     import torch
 
-    torch.cuda.synchronize()  # there is a context now, if there was none
+    torch.cuda.synchronize()  # makes a context, if there is none
     try:
         if os.getpid() in daemon.clients() or (theirs and not has_host_pids()):
             return ""

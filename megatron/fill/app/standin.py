@@ -1,7 +1,7 @@
-"""A main job that only waits: one rank's whole part of PipeFill, with bubbles of an even length (``pipefill try``).
+"""A stand-in for a training that only waits: PipeFill's part of one rank, with equal bubbles (``pipefill try``).
 
-It computes nothing, so it leaves its core to the jobs between bubbles too: whoever runs on there is not held up, as
-beside a training on a GPU.  It ends when its standard input does.
+It computes nothing, so its core is free between bubbles too: a job that runs on after a bubble is not slowed down, as
+next to a training on a GPU.  It ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SCHEDULE = CycleKey("waiting", 1)
 
 
 def wait_in_bubbles(listener: Listener, bubble_s: float, period_s: float, over: Callable[[float], bool]) -> None:
-    """One iteration after the other, each with one bubble at its end, until it is over.
+    """Report iterations with one bubble at the end of each, until ``over`` returns True.
 
     Args:
-        over: sleeps for so many seconds, or until it is over; whether it is.
+        over: sleeps for the given seconds or until the end; returns True at the end.
     """
     number, ended = 0, False
     while not ended:
@@ -46,7 +46,7 @@ def wait_in_bubbles(listener: Listener, bubble_s: float, period_s: float, over: 
 
 
 def main() -> None:
-    """Serve the store's jobs as the spec on the first line of the standard input says; what is wrong is said last."""
+    """Serve the store's jobs by the spec in the first line of the standard input; exit with a message on an error."""
     try:
         _serve(StandInSpec.from_json(sys.stdin.readline()))
     except FillError as error:
