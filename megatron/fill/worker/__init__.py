@@ -1,1 +1,1 @@
-"""The process in which one job runs: steps while the next one fits into the bubble."""
+"""The worker: the process in which one job runs its steps, while the next one fits into the bubble."""

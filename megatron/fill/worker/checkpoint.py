@@ -1,8 +1,8 @@
-"""A task's state on disk: written atomically, checked before it is believed, loaded without running code.
+"""Checkpoints of a task: written atomically, verified by a checksum, and loaded without running code from them.
 
-A job's folder holds the newest checkpoint and the one before it.  A file is what ``torch.save`` writes, or JSON where
-that says it all (importing torch takes seconds and half a GiB), followed by the SHA-256 of it: PyTorch itself loads a
-flipped bit without a word.
+A job's folder holds the newest checkpoint and the one before it.  A file has the format of ``torch.save``, or JSON if
+that represents the state exactly (importing torch takes seconds and half a GiB), followed by its SHA-256, since PyTorch
+loads a flipped bit without an error.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _BLOCK = 1 << 20
 
 
 def save(directory: Path, state: dict[str, Any]) -> None:
-    """Write ``state`` to the job's folder; whatever happens meanwhile, a whole checkpoint stays there.
+    """Write ``state`` to the job's folder; at any moment the folder keeps a complete checkpoint, if it had one.
 
     Raises:
-        OSError: it could not be written (a full disk, say); nothing has changed.
+        OSError: it could not be written, for example to a full disk; the earlier checkpoints are unchanged.
     """
     scratch = directory / (NAME + ".part")
     try:
@@ -50,12 +50,12 @@ def save(directory: Path, state: dict[str, Any]) -> None:
 
 
 def load(directory: Path) -> dict[str, Any] | None:
-    """The newest state that is whole; None if none was saved.
+    """Return the newest undamaged state; None if none was saved.
 
-    A damaged file is kept aside (``.corrupt``), and the one before it is used.
+    A damaged file is renamed (``.corrupt``), and the one before it is used.
 
     Raises:
-        TaskError: there are checkpoints and none is whole.
+        TaskError: there are checkpoints, and all are damaged.
     """
     damaged = []
     for name in (NAME, PREVIOUS):
@@ -76,7 +76,7 @@ def load(directory: Path) -> dict[str, Any] | None:
 
 
 def exists(directory: Path) -> bool:
-    """Whether the job has been saved, in this attempt or an earlier one."""
+    """True if there is a checkpoint, of this attempt or an earlier one."""
     return any((directory / name).exists() for name in (NAME, PREVIOUS))
 
 
@@ -93,7 +93,7 @@ def _write(file: Any, state: dict[str, Any]) -> None:
     import torch
 
     checksums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # loading would not look at them
+    torch.serialization.set_crc32_options(False)  # loading does not check them
     try:
         torch.save(state, file)
     except RuntimeError as error:  # PyTorch's writer says "unexpected pos" for a full disk
@@ -103,7 +103,7 @@ def _write(file: Any, state: dict[str, Any]) -> None:
 
 
 def _as_json(state: dict[str, Any]) -> bytes | None:
-    """The state as JSON, if exactly the same comes back from that."""
+    """Return the state as JSON, or None if reading that would not give exactly the same state."""
     try:
         text = json.dumps(state)
     except (TypeError, ValueError):
@@ -112,7 +112,7 @@ def _as_json(state: dict[str, Any]) -> bytes | None:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    with untrusted.open_plain(path) as file:  # a pipe of that name would block for ever
+    with untrusted.open_plain(path) as file:  # opening a pipe of that name would block forever
         size = file.seek(0, os.SEEK_END) - _TRAILER_BYTES
         file.seek(max(0, size))
         trailer = file.read()
@@ -135,7 +135,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _digest(file: Any, size: int | None) -> bytes:
-    """The SHA-256 of the first ``size`` bytes from here on, of all if None."""
+    """Return the SHA-256 of the next ``size`` bytes; None for all that follow."""
     digest = hashlib.sha256()
     left = size
     while block := file.read(_BLOCK if left is None else min(_BLOCK, left)):
@@ -145,7 +145,7 @@ def _digest(file: Any, size: int | None) -> bytes:
 
 
 def _sync_folder(directory: Path) -> None:
-    """Renames survive a power cut only once the folder is on disk too."""
+    """Flush the folder to disk, without which renames do not survive a power cut."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

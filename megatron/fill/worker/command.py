@@ -1,4 +1,4 @@
-"""A command as a worker's job: it runs while a bubble is open, and is stopped outside."""
+"""A command as a worker's job: it runs while a bubble is open, and is stopped (SIGSTOP) outside."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from megatron.fill.worker.confined import apply_environment, jail
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 
 BEGINS_AGAIN = "a command begins again from its start"
-_GUARD_NS = 500_000  # a command is stopped this long before what is taken for the end of the bubble
-_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # itself, or what its shell had started
-_LOOK_NS = 50_000_000  # the other job may move our wait elsewhere: then this sees the bubble's end
-_STOPS_S = 0.005  # how long we look whether it has stopped: what ``pipefill profile`` tells as the time of a pause
-_HEARD_S = 0.5  # a batch system signals one process after the other: how long we may hear of it later than the command
+_GUARD_NS = 500_000  # time before the bubble's expected end at which a command is stopped
+_TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # the command itself, or a program that its shell had started
+_LOOK_NS = 50_000_000  # limit of a wait for the bubble's end, since the other job may requeue this futex wait
+_STOPS_S = 0.005  # limit of a wait for the command to stop; ``pipefill profile`` reports it as the time of a pause
+_HEARD_S = 0.5  # limit of a wait for our own SIGTERM, since a batch system signals one process after the other
 
 
 class CommandRun:
-    """Runs one command to its end, or until the main job is over.
+    """Runs one command to its end, or until the training is over.
 
     Args:
-        channel: to the agent, until the command may begin.
-        view: the gate as this job sees it; bubbles are waited for here.
+        channel: socket to the agent, used until the command may begin.
+        view: the gate as this job's seat sees it, to wait for bubbles.
         gate: the gate itself, for the end of a bubble.
-        left: called with the number of every bubble that the command is done with.
-        control: a pause takes effect within a bubble too.
+        stopping: returns True once the worker was asked to stop.
+        left: called with the number of every bubble that the command no longer uses.
+        control: the control page; a pause takes effect within a bubble too.
     """
 
     def __init__(
@@ -58,19 +59,19 @@ class CommandRun:
         self.stopping = stopping
         self.left = left
         self.control = control
-        self._cut_ns = 0  # when the operator's pause last stopped the command
-        self._lock = threading.Lock()  # looking at the control page, and stopping or continuing by it, are one
+        self._cut_ns = 0  # time at which an operator's pause last stopped the command
+        self._lock = threading.Lock()  # makes reading the control page and acting on it atomic
 
     def run(self) -> Outcome:
-        # This process only watches the clock, and must get the core back when the bubble ends: it runs at normal
-        # priority, and the command itself yields to the main job.
+        # This process only watches the clock, and must get the core when the bubble ends: it runs at normal priority,
+        # while the command itself yields to the training.
         command = StoppedCommand(jail(self.spec, self.channel, self._become))
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the command's end interrupts the wait
-        # It stops itself, at idle priority: continued before that, it would stay stopped for all of the bubble.
+        # The command stops itself, at idle priority: continued before that, it would be stopped for the whole bubble.
         while not (command.await_stop(0.1, every_s=0.005) or self.gate.ended or self.stopping()):
             pass
-        # Within a bubble this thread sleeps on the gate, and so another one sleeps on the control page.  It is started
-        # here and not before the fork above, which takes no threads along.
+        # This thread sleeps on the gate within a bubble, so another one sleeps on the control page.  It is started
+        # after the fork above, which does not copy threads.
         ControlWatcher(self.control, lambda state: self._cut(command)).start()
         try:
             code = self._run_in_bubbles(command)
@@ -87,7 +88,7 @@ class CommandRun:
         return Outcome(JobState.FAILED, f"the command {ended}; see its output", unit="seconds")
 
     def _was_told_to_end(self, code: int) -> bool:
-        """Whether the command ended because everything here is to end (``scancel``), and not of itself."""
+        """True if the command was ended together with this process (``scancel``), and not by itself."""
         end_s = time.monotonic() + _HEARD_S
         while code in _TERMINATED and not self.stopping() and time.monotonic() < end_s:
             time.sleep(0.01)
@@ -118,7 +119,7 @@ class CommandRun:
                 continue
             seq = bubble.seq
             start_ns = time.monotonic_ns()
-            # What a stopped command has launched on a GPU runs on for as long as nobody knows.
+            # Work that a stopped command has launched on a GPU runs on for an unknown time.
             end_ns = bubble.window(_GUARD_NS)[1] if self.spec.device == "cpu" else bubble.deadline_ns
             remaining_ns = end_ns - _GUARD_NS - start_ns
             if remaining_ns <= 0 or not self.control.running:

@@ -1,4 +1,4 @@
-"""From a worker's first process, which its agent started, to the job in its cage."""
+"""The start of a job in its sandbox, from a worker's first process, which the agent started."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MOST_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Confined:
-    """What a worker's first process tells its agent.
+    """The report of a worker's first process to its agent.
 
     Attributes:
-        init: the first process of the job's own process namespace.
-        pid: the job's process, and its process group.
-        lacking: what keeps the job in everywhere, but not here.
-        error: why there is no job; empty if there is.
+        init: pid of the first process in the job's own process namespace.
+        pid: the job's process and process group.
+        lacking: the sandbox layers that are missing on this machine.
+        error: the reason why the job was not started; empty if it was.
     """
 
     init: int = 0
@@ -41,24 +41,23 @@ class Confined:
 
     @classmethod
     def receive(cls, channel: socket.socket) -> Confined | None:
-        """What came; None if the other side has ended without a word."""
+        """Return the next report; None if the other side ended before reporting."""
         data = channel.recv(_MOST_BYTES)
         return cls(**json.loads(data)) if data else None
 
 
 def jail(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> Jail:
-    """Put ``body`` into the spec's cage, where it waits until the agent says so.
+    """Start ``body`` in the spec's sandbox, report that, and let it run once the agent agrees.
 
     Args:
-        channel: to the agent; closed when this returns.
+        channel: socket to the agent; closed when this returns.
 
     Raises:
-        SystemExit: it cannot be kept in as it should be, which the agent was told; or the agent has gone, or does not
-            want it any more.
+        SystemExit: the sandbox cannot be set up, which is reported; or the agent has ended or gives the job up.
     """
     limits, user = spec.limits, spec.cage.user if spec.cage.user is not None else os.getuid()
-    # The kernel counts all tasks of the user, those of other jobs too, and they may become more; the watch over this
-    # worker's own tasks is the exact limit, this one only keeps it from being outrun.
+    # The kernel counts all tasks of the user, including those of other jobs, and those may become more.  The exact
+    # limit is the watch over this worker's own tasks; this one stops a job that creates them faster than that.
     tasks = tasks_of(user) + 2 * limits.processes
 
     def prepare() -> None:
@@ -86,17 +85,17 @@ def jail(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> 
 
 
 def apply_environment(job: Mapping[str, str]) -> None:
-    """Let the job's own variables count, inside its cage.
+    """Set the job's own variables, inside its sandbox.
 
-    What the interpreter and the dynamic loader read when a program starts counts for what the job starts; Python's path
-    counts for the job itself too.
+    Variables that the interpreter and the dynamic loader read at the start of a program take effect in programs that
+    the job starts; PYTHONPATH takes effect in the job itself, too.
     """
     os.environ.update(job)
     sys.path.extend(folder for folder in job.get("PYTHONPATH", "").split(os.pathsep) if folder)
 
 
 def end_as(code: int) -> NoReturn:
-    """End this process as the job has ended."""
+    """End this process with the job's exit status, or by the same signal if ``code`` is negative."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code < 0:

@@ -1,8 +1,8 @@
-"""Runs an ``ImperativeTask`` as a side task whose steps are slices of its time.
+"""Runs an ``ImperativeTask`` as a side task whose steps are slices of time.
 
-The task has a process of its own, below the worker's: its main thread is the workload's, where a signal can interrupt
-it.  The worker's side is a ``SideTask`` as any other, so the loop, its estimates, the limits and the report need not
-know of it; above all, the loop measures how long a pause takes, and keeps that much of each bubble free for it.
+The task has a child process of the worker, in whose main thread it runs, where a signal can interrupt it.  The worker's
+side is a ``SideTask``, so that the loop, its estimates, the limits and the report treat it as any other.  In
+particular, the loop measures the duration of a pause and reserves that much of each bubble for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.fill.sidetask.blame import task_traceback
 from megatron.fill.sidetask.imperative import ImperativeTask
 
 _PAUSE = signal.SIGUSR2
-_SLICE_S = 0.001  # of a step
+_SLICE_S = 0.001  # duration of a step
 _READ_BYTES = 1 << 16
 
 
@@ -35,8 +35,8 @@ class Driven(SideTask):
     """The worker's side of an imperative task.
 
     Args:
-        enter: called in the task's own process before and after ``init``: its limits on the device (``cuda.Entrance``).
-        stop_s: how long ``stop`` may take before its process is killed.
+        enter: called in the task's process before and after ``init``; sets its device limits (``cuda.Entrance``).
+        stop_s: time limit of ``stop``, after which the task's process is killed.
     """
 
     def __init__(self, task: ImperativeTask, enter: Callable[[], None], stop_s: float = 2.0) -> None:
@@ -45,8 +45,8 @@ class Driven(SideTask):
         self._enter = enter
         self._stop_s = stop_s
         self._pid = 0
-        self._state = ""  # what the other side has said last
-        self._work = 0.0  # done since the last step
+        self._state = ""  # latest state reported by the task's process
+        self._work = 0.0  # work done since the latest step
         self._text = b""
 
     def create(self, *args: Any, **kwargs: Any) -> None:
@@ -74,7 +74,7 @@ class Driven(SideTask):
             self._command(b"s")
 
     def run_next_step(self) -> float:
-        """Let it run for a slice of time; the work that it did."""
+        """Let the workload run for a slice of time, and return the work that it did."""
         start_s = time.monotonic()
         left_s = _SLICE_S
         while self._state == "running" and left_s > 0:
@@ -106,7 +106,7 @@ class Driven(SideTask):
         self._pid = 0
 
     def _command(self, what: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, as its next word, or its silence, says
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which the next read finds
             os.write(self._go, what)
 
     def _await(self, state: str) -> None:
@@ -114,10 +114,14 @@ class Driven(SideTask):
             self._listen(None)
 
     def _listen(self, within_s: float | None) -> None:
-        """Take in what the other side says.
+        """Process the reports of the task's process.
+
+        Args:
+            within_s: longest wait for a report, in seconds; None for no limit.
 
         Raises:
-            TaskError: it has failed, or its process has ended.
+            TaskError: the workload has failed, or its process has ended.
+            MemoryError: the workload has raised one.
         """
         if not select.select([self._told], [], [], within_s)[0]:
             return
@@ -142,7 +146,7 @@ class Driven(SideTask):
 
 
 class _Told(TaskContext):
-    """The task's context in its own process: what it reports is passed on."""
+    """The task's context in its own process, which passes its results on to the worker."""
 
     workload: _Workload
 
@@ -152,7 +156,7 @@ class _Told(TaskContext):
 
 
 class _Stop(BaseException):
-    """Takes the workload down."""
+    """Raised inside the workload to end it."""
 
 
 class _Workload:
@@ -164,17 +168,17 @@ class _Workload:
         self.task = task
         self._enter = enter
         self._listen_fd, self._tell_fd = listen, tell
-        self._busy = True  # with what a pause must not interrupt
-        self._wanted = False  # a pause, meanwhile
+        self._busy = True  # in code that a pause must not interrupt
+        self._wanted = False  # a pause was requested in the meantime
         self._callback = "create"
         given = {field.name: getattr(context, field.name) for field in fields(TaskContext)}
-        # The worker's own turns on the device are not this process's to interrupt.
+        # This process must not interrupt the worker's own use of the device.
         task.context = told = _Told(**given | {"aside": nullcontext})
         told.workload = self
         task.count = lambda work: self.tell(work=work)
 
     def run(self, args: dict[str, Any]) -> NoReturn:
-        """All of it, from the process's first instruction to its last."""
+        """Run the whole life of the process; does not return."""
         signal.signal(_PAUSE, lambda *_: self._on_signal())
         try:
             self._live(args)
@@ -201,7 +205,7 @@ class _Workload:
         self._callback = "init"
         self._enter()
         self.task.init()
-        self._enter()  # it may have brought PyTorch only now
+        self._enter()  # again, since ``init`` may have been the first to import PyTorch
         self.tell(total=self.task.context.total_work)
         self._callback = "run_gpu_workload"
         self._hold()
@@ -212,7 +216,7 @@ class _Workload:
         self._read()
 
     def tell(self, **what: Any) -> None:
-        """Say something to the worker; a signal in between waits, for its own words would get into these."""
+        """Send a report to the worker; a signal's pause is delayed, since its report would be mixed into this one."""
         busy, self._busy = self._busy, True
         data = json.dumps(what).encode() + b"\n"
         while data:
@@ -225,7 +229,7 @@ class _Workload:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Pause, if that is wanted and may be."""
+        """Pause if that is requested and allowed now."""
         if self._wanted and not self._busy:
             self._busy = True
             self.task.pause()

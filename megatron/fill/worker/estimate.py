@@ -1,4 +1,4 @@
-"""How long will the next step take?  FreeRide's program-directed time limit, from the task's own measured steps."""
+"""Estimates of the next step's duration, from measured steps (FreeRide's program-directed time limit)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class StepEstimator:
 
     Args:
         quantile: 0 to 1; higher overruns less and fills less.
-        window: how many recent steps count.
+        window: number of recent steps that count.
     """
 
     def __init__(self, quantile: float = 0.6, window: int = 32) -> None:
         self.quantile = quantile
         self.window = window
-        self.estimate_ns = 0  # 0: nothing is known yet
+        self.estimate_ns = 0  # 0 while unknown
         self._recent: deque[int] = deque()
         self._ordered: list[int] = []
 
     @property
     def sure(self) -> bool:
-        """Whether there are more observations than the first few, which are slow (lazy imports, cold caches)."""
+        """True if there are more observations than the first few, which are slow (lazy imports, cold caches)."""
         return len(self._ordered) > 4
 
     def observe(self, duration_ns: int) -> None:
@@ -33,15 +33,15 @@ class StepEstimator:
         insort(ordered, duration_ns)
         if len(recent) > self.window:
             del ordered[bisect_left(ordered, recent.popleft())]
-        # Until there are a few, trust the fastest.
+        # Until there are more than a few, take the shortest.
         self.estimate_ns = ordered[int(self.quantile * (len(ordered) - 1)) if self.sure else 0]
 
 
 class NodeEstimators:
-    """One estimator for each kind of step (``SideTask.next_node``).
+    """Estimators by kind of step (``SideTask.next_node``).
 
-    A node of a long list comes rarely, so what a profile says of it counts for longer: times how much slower than
-    their profiles all nodes were lately, for what slows one down (the host, the main job beside it) slows all.
+    A node of a long list comes rarely, so its profiled duration is used for longer.  It is multiplied by the recent
+    slowdown of all nodes against their profiles, since a cause of slowdown (the host, the training) affects all nodes.
     """
 
     def __init__(self) -> None:
@@ -50,16 +50,16 @@ class NodeEstimators:
         self._estimators: dict[int, StepEstimator] = {}
 
     def expect(self, durations_ns: Sequence[int]) -> None:
-        """Begin anew, with what a profile says of nodes 0, 1, ..."""
+        """Restart with the profiled durations of nodes 0, 1, ..."""
         self._profile_ns = durations_ns
         self._estimators = {}
 
     def has_seen(self, node: int) -> bool:
-        """Whether it has run here, whatever a profile says of it."""
+        """True if the node has run here, apart from its profile."""
         return node in self._estimators
 
     def estimate_ns(self, node: int) -> int:
-        """0 if nothing is known of this node."""
+        """Return the estimate for this node; 0 if unknown."""
         estimator = self._estimators.get(node)
         if estimator is not None and estimator.sure:
             return estimator.estimate_ns

@@ -1,4 +1,4 @@
-"""The inside of a worker: run steps while the next one fits, then sleep (FreeRide, section 4.3)."""
+"""The worker's main loop: run steps while the next one fits, then sleep (FreeRide, section 4.3)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.fill.types import BubbleUse, Lack
 from megatron.fill.worker.estimate import NodeEstimators
 from megatron.fill.worker.pacing import Pacer, Turn
 
-_PROBE_AT_MOST = 1024  # where it does not fit: twice as many each time, up to here
+_PROBE_AT_MOST = 1024  # limit of ``probe_after``, which doubles after each probe that did not fit
 
 
 class StepLoop:
@@ -24,20 +24,20 @@ class StepLoop:
 
     Args:
         machine: the task, in state PAUSED.
-        stopping: tells between steps whether the worker was asked to stop.
-        between: called after every bubble, outside of it: checkpoints are due there.
-        baton: passed on in each bubble when the next step does not fit any more; None if nobody waits for it.
-        control: asked immediately before every step; None where nobody can pause.
-        launch: called before every step; what it says is undone by ``land``.
-        settle: returns when all that a step has begun on the device has ended; only then has the step.
+        stopping: returns True once the worker was asked to stop; called between steps.
+        between: called after every bubble, outside of it, for example to save checkpoints.
+        baton: passed on in each bubble once the next step no longer fits; None if no other job waits for it.
+        control: read immediately before every step; None if filling cannot be paused.
+        launch: called before every step; undone by ``land``.
+        settle: waits until the device has done all work that a step has launched; the step ends then.
         land: called after every step, once the time of its end is known.
-        breather_ns: how long to wait after each step beyond the deadline, so that a main job that needs the device in
-            several short turns can find that its wait is over.
-        preemptive: the main job takes the device back with the end of a bubble, so a step or a pause that is caught by
-            it says nothing of how long it takes.
-        pacer: where the device does not preempt: holds steps of which nobody knows that they fit; None elsewhere.
-        probe_after: bubbles without a step before one is tried all the same.
-        patience: how many times ``probe_after`` to wait where no long bubble comes.
+        breather_ns: wait after each step beyond the deadline, so that a training that needs the device for several
+            short periods can notice that its own wait is over.
+        preemptive: the training takes the device back at the end of a bubble, so the duration of a step or pause that
+            the end interrupts is not a measurement.
+        pacer: for a device that does not preempt: holds steps of unknown duration between bubbles; None otherwise.
+        probe_after: number of bubbles without a step after which one is tried anyway.
+        patience: factor on ``probe_after`` after which a step is tried in a bubble that is not long, too.
     """
 
     def __init__(
@@ -75,33 +75,33 @@ class StepLoop:
         self.pacer = pacer
         self.probe_after = probe_after
         self.patience = patience
-        self.attend: Callable[[], None] | None = None  # called between bubbles, and when a signal asks to look around
-        self.hold_at_start = False  # begin no new iteration: the configuration is about to change
+        self.attend: Callable[[], None] | None = None  # called between bubbles, and after a signal from the agent
+        self.hold_at_start = False  # begin no new iteration, since the configuration is about to change
         self.estimators = NodeEstimators()
         self._extra_bytes: Sequence[int] = ()
-        self._shares: Sequence[float] = ()  # of an iteration's work, by node
+        self._shares: Sequence[float] = ()  # part of an iteration's work, by node
         self._pause_ns = 0
         self._skipped = 0
         self._probe_after = self.probe_after
         self._probing = False
-        self._latest_ns = 0  # how long the latest step took
-        self._last_end_ns = 0  # of a step
+        self._latest_ns = 0  # duration of the latest step
+        self._last_end_ns = 0  # end of the latest step
 
     def expect(self, profile: JobProfile) -> None:
-        """What is known of the task's nodes: how long each takes, and the memory it needs."""
+        """Use a profile of the task's nodes: their durations, memory and shares of an iteration's work."""
         nodes = profile.nodes
         self.estimators.expect([node.duration_ns for node in nodes])
-        least = min(node.memory_bytes for node in nodes)  # what the task holds anyway
+        least = min(node.memory_bytes for node in nodes)  # held by the task in any case
         self._extra_bytes = [node.memory_bytes - least for node in nodes]
         whole_ns = max(1, profile.duration_ns)
         self._shares = [profile.work * node.duration_ns / whole_ns for node in nodes]
 
     def expect_steps(self, profile: JobProfile) -> None:
-        """What is known of a plain task: how long each kind of its steps takes."""
+        """Use a profile of a plain task: the durations of its kinds of steps."""
         self.estimators.expect([node.duration_ns for node in profile.nodes])
 
     def run(self) -> bool:
-        """Go on until the task is finished (True), or the main job is over or a stop was asked for (False)."""
+        """Run steps until the task is finished (True), or the training is over or a stop was requested (False)."""
         if self.baton is not None:
             self.baton.hold()
         self.log.serving_ns = self.clock()
@@ -129,7 +129,7 @@ class StepLoop:
         return False
 
     def fill(self, bubble: OpenBubble) -> bool:
-        """Use one open bubble; whether the task finished in it."""
+        """Use one open bubble; True if the task finished in it."""
         now_ns = self.clock()
         if self.pacer is not None:
             self.pacer.see(bubble)
@@ -149,7 +149,7 @@ class StepLoop:
             self._probe_after = self.probe_after
         self._skipped = 0
         log = self.log
-        # A step that was caught by the end of an earlier bubble may have gone on into this one.
+        # A step that an earlier bubble's end interrupted may have continued into this one.
         carried_ns = max(0, self._last_end_ns - bubble.opened_ns)
         log.enter_bubble(bubble.seq)
         log.phase = WorkerPhase.START
@@ -173,9 +173,9 @@ class StepLoop:
         return finished
 
     def _may_probe(self, bubble: OpenBubble) -> bool:
-        """Whether to try a step that does not fit, by an estimate that may stem from a few slow steps only.
+        """True if a step that does not fit by its estimate is to be tried anyway.
 
-        Without a try it could never be corrected.
+        The estimate may come from a few slow steps, and could not be corrected without a try.
         """
         if self._skipped < self._probe_after:
             return False
@@ -186,7 +186,7 @@ class StepLoop:
         self.log.skip_bubble(bubble.seq, now_ns, self._lack(bubble), bubble.alone)
 
     def _lack(self, bubble: OpenBubble, finished: bool = False) -> Lack:
-        """Why no further step is begun in it."""
+        """Return the reason why no further step begins in this bubble."""
         if finished or self.machine.task.idle or not self.control.running or self._held_back or self.stopping():
             return Lack.JOB
         return Lack.TIME if self._has_room(bubble) else Lack.MEMORY
@@ -214,7 +214,7 @@ class StepLoop:
                 self.land()
             end_ns, took_ns = ended_ns, ended_ns - start_ns
             if held is not None and held.first_held_ns:
-                end_ns = held.first_held_ns  # of this bubble; the rest was in others
+                end_ns = held.first_held_ns  # the end of its part in this bubble; the rest was in others
                 took_ns -= held.held_ns
                 self._probe_after = min(_PROBE_AT_MOST, 2 * self._probe_after)
             self._probing = False
@@ -238,22 +238,22 @@ class StepLoop:
         return False, first_ns, end_ns, spent_ns, steps
 
     def _is_doubtful(self, node: int) -> bool:
-        """Whether nobody knows that the next step fits: the first one of a kind loads what it needs."""
+        """True if it is unknown whether the next step fits: a probe, or the first of its kind, which loads more."""
         return self._probing or not self.estimators.has_seen(node)
 
     def _credit(self, node: int, work: float) -> tuple[float, float]:
-        """The work that counts for good, and that of the iteration that has not ended.
+        """Return the work that counts permanently, and that of the iteration that has not ended.
 
-        A node counts as its share of an iteration until the iteration's last one says what it really did.  So half an
-        iteration counts as half of its work, and whole ones exactly: shares are never added to what counts for good.
+        A node counts as its share of an iteration until the iteration's last node returns the actual work.  So half an
+        iteration counts as half of its work, and complete ones count exactly: shares are never added permanently.
         """
         if work or node >= len(self._shares):
             return work, 0.0
-        begun = self.log.partial_work if node else 0.0  # whatever was counted of an earlier iteration is void
+        begun = self.log.partial_work if node else 0.0  # a new iteration: shares of the one before no longer count
         return 0.0, begun + (0.0 if self.machine.task.idle else self._shares[node])
 
     def _await_start(self, bubble: OpenBubble) -> bool:
-        """Sleep until the first step may begin; whether the bubble is still open."""
+        """Sleep until the first step may begin; True if the bubble is still open."""
         begin_ns, _ = bubble.window(self.estimators.estimate_ns(self.machine.task.next_node))
         while (left_ns := begin_ns - self.clock()) > 0 and self.gate.is_open(bubble.seq):
             if not self._may_run(bubble) or self.stopping():
@@ -264,7 +264,7 @@ class StepLoop:
     def _fits(self, bubble: OpenBubble, now_ns: int) -> bool:
         estimate_ns = self.estimators.estimate_ns(self.machine.task.next_node)
         if self.pacer is not None and not estimate_ns:
-            # Such a step is held when the bubble ends, as far as it can be.
+            # The pacer holds such a step when the bubble ends, as far as possible.
             soon = self._latest_ns > 0 and now_ns + 2 * self._latest_ns + self._pause_ns <= bubble.deadline_ns
             return soon or self.pacer.is_long(bubble, now_ns)
         return bubble.fits(estimate_ns, now_ns, self._pause_ns)

@@ -1,6 +1,6 @@
-"""Measures one job by itself, outside any training: ``python -m megatron.fill.worker.measure SPEC``.
+"""Measures one job alone, outside any training: ``python -m megatron.fill.worker.measure SPEC``.
 
-A process of its own for each job: its memory is the job's, and a cap on it ends with it.
+Each job gets a process of its own, so that the process's memory is the job's, and a cap on it ends with the process.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ NO_STEPS = 3  # exit status
 
 
 class NoStepsError(TaskError):
-    """The job is one long run: it is measured by running it in bubbles (``trial``)."""
+    """The job is one long run without steps; it is measured by running it in bubbles (``trial``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureSpec(Spec):
-    """What to measure, and where: the profile is left in ``directory``.
+    """The job to measure, and the folder for its profile (``directory``).
 
     Attributes:
-        array: which instance of a job with a count it is, and of how many.
+        array: index and count of this instance, for a job with a count.
     """
 
     name: str
@@ -52,7 +52,7 @@ class MeasureSpec(Spec):
 
 
 def measure(spec: MeasureSpec) -> None:
-    """Measure the job: one with nodes in all its configurations, another one's steps.
+    """Measure the job: the nodes of a node task in all configurations, the steps of another task.
 
     Raises:
         NoStepsError: it is an ImperativeTask.
@@ -98,7 +98,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if spec.device == "cpu":
         host.cap_memory(spec.memory_bytes)
-    else:  # the cap is the device's, and CUDA's libraries take gigabytes of host memory
+    else:  # the cap is on device memory: CUDA's libraries take gigabytes of host memory
         cuda.cap_memory(spec.device, spec.memory_bytes)
     os.chdir(spec.directory)
     try:

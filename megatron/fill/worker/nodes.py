@@ -1,4 +1,4 @@
-"""A node task in a worker: measured where it has to be, planned, and planned again when the bubbles change."""
+"""A node task in a worker: measured if it has no profile, planned, and planned again when the bubbles change."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from megatron.fill.worker.spec import WorkerSpec
 
 logger = logging.getLogger("pipefill.plan")
 
-PLAN = "plan.json"  # in the job's folder, beside plan.txt
-_LOOK_AGAIN_S = 0.5  # for the first cycle of a run
-_WORTH_CHANGING = 1.2  # by how much another configuration must be better: to change over, the model is split anew
+PLAN = "plan.json"  # in the job's folder, next to plan.txt
+_LOOK_AGAIN_S = 0.5  # between two looks for the first cycle of a run
+_WORTH_CHANGING = 1.2  # least ratio of work per cycle for changing the configuration, which splits the model again
 
 
 class NodeRun:
-    """Chooses the configuration of one node task, and keeps it right.
+    """Chooses the configuration of one node task, and changes it when the bubbles change.
 
     Args:
-        task: not created yet.
+        task: the task, not created yet.
         known: its profiles as JSON, one per configuration; None to measure them.
-        loop: what will run it; learns from the profile how long each node takes.
-        enter: as ``TaskMachine`` has it, for the machines that it is measured with.
-        turn: the device is used inside.
+        loop: the loop that will run the task; gets the nodes' durations from the profile.
+        enter: ``TaskMachine.enter`` of the machines that measure it.
+        turn: context manager in which the device is used.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class NodeRun:
         self._wanted: ExecutionPlan | None = None
 
     def choose(self) -> bool:
-        """Measure the job if need be, and plan it; False if the main job ended first.  Called before ``create``.
+        """Measure the job if need be, and plan it; False if the training ended first.  Called before ``create``.
 
         Raises:
             PlanError: no node list of any configuration fits the bubbles.
@@ -105,10 +105,10 @@ class NodeRun:
         self._take(self.plan)
 
     def begin(self) -> None:
-        """The task is initialised: tell the loop what to expect.
+        """Give the loop the profile of the task, which is initialised.
 
         Raises:
-            StaleProfile: the task has other nodes than its profile.
+            StaleProfile: the task's nodes are not those of its profile.
         """
         profile = self._profile()
         names = self.task.node_names()
@@ -120,7 +120,10 @@ class NodeRun:
         logger.info("%s; planned as %s: %s", self.task.split, profile.configuration, work)
 
     def follow(self) -> None:
-        """Called between bubbles: plan again if the bubbles have changed, and change over between iterations."""
+        """Plan again if the bubbles have changed, and change the configuration between iterations.
+
+        Called between bubbles.
+        """
         if self._wanted is not None and self.task.next_node == 0:
             plan, self._wanted = self._wanted, None
             self.loop.hold_at_start = False
@@ -140,7 +143,7 @@ class NodeRun:
     def _replan(self, cycle: BubbleCycle) -> None:
         try:
             best = best_plan(cycle, self.profiles, RESERVE_NS)
-        except PlanError as error:  # the steps that still fit go on; nothing better is known
+        except PlanError as error:  # steps that still fit continue, since no better plan is known
             logger.warning("the bubbles have changed, and nothing fits them as measured: %s", error)
             return
         try:
@@ -204,7 +207,7 @@ class NodeRun:
         return profiles
 
     def _wait_for_cycle(self) -> BubbleCycle | None:
-        """It is on the board after a few iterations, before bubbles are filled: time to get ready."""
+        """Wait for the cycle, which appears on the board some iterations before bubbles are filled; None at the end."""
         while not (self.view.ended or self.stopping()):
             self._version = self.board.version
             cycle = self._read_cycle()
@@ -215,11 +218,11 @@ class NodeRun:
         return None
 
     def _held(self, cycle: BubbleCycle) -> BubbleCycle:
-        """The cycle with the memory that this worker is held to."""
+        """Return the cycle with this worker's memory cap."""
         cap_bytes = self.spec.limits.memory_bytes
         if self.spec.cycle is None and cap_bytes is not None:
             return held_cycle(cycle, cap_bytes)
-        # Without a cap nobody knew the cycle when the job was claimed.  What a resident job leaves is less the margin.
+        # Without a cap, the cycle was unknown when the job was claimed.  A given cycle has the margin subtracted.
         margin_bytes = self.spec.margin_bytes if self.spec.cycle is None else 0
         return held_cycle(cycle, room_bytes(cycle, margin_bytes), cap_bytes)
 
@@ -229,7 +232,7 @@ class NodeRun:
         cycle = self.board.read()
         if cycle is None or self.spec.device != "cpu":
             return cycle
-        # What is free in a bubble is free besides what this process holds already; a node's memory is all it holds.
+        # Free memory does not include what this process holds already, but a node's memory does.
         held = resident_bytes()
         slots = [BubbleSlot(slot.kind, slot.duration_ns, slot.free_bytes + held) for slot in cycle.slots]
         return BubbleCycle(cycle.period_ns, tuple(slots))

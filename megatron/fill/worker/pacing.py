@@ -1,13 +1,13 @@
-"""A task's use of a device that does not preempt, beyond steps of known length: in bubbles only.
+"""Pacing: work of unknown duration on a device that does not preempt is held outside bubbles.
 
-On the CPU the idle scheduling class keeps from the main job what a task does outside of bubbles.  A GPU has nothing
-like it: whatever is launched there competes with the training at equal rights.  So ``init``, the change to another
-configuration, a copy of the state, and steps of which nobody knows how long they take, begin in one of the longest
-bubbles, and are held when it ends, until the next one opens.
+On the CPU the idle scheduling class protects the training from a task's work outside bubbles.  A GPU has no such class:
+work that is launched there competes with the training on equal terms.  So ``init``, a change of configuration, a copy
+of the state, and steps of unknown duration begin in one of the longest bubbles, are held when it ends, and resume when
+the next one opens.
 
 They are held between two bytecodes of the worker's main thread, by a timer's signal.  A single call that takes longer
-than what is left of the bubble (the making of a CUDA context, a long kernel that is waited for) goes on after its end,
-and so does what has been launched and not waited for.
+than the rest of the bubble (creating a CUDA context, waiting for a long kernel) runs on after its end, and so does work
+that was launched and not waited for.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from megatron.fill.pages.steplog import StepLog
 
 logger = logging.getLogger("pipefill.pacing")
 
-_TICK_S = 0.001  # how often is looked whether the bubble is over
-_LOOK = 16  # bubbles to see before one can be called long
-_WINDOW = 64  # bubbles that count for that
-_LONG, _LONG_ENOUGH = 0.8, 0.4  # of the longest one; where no such one came
-_PATIENCE = 48  # bubbles to wait for one that is long, before that; after as many more any one will do
+_TICK_S = 0.001  # between two checks whether the bubble is over
+_LOOK = 16  # number of bubbles to see before one can be called long
+_WINDOW = 64  # number of recent bubbles that count for that
+_LONG, _LONG_ENOUGH = 0.8, 0.4  # shares of the longest bubble; the second one applies after ``_PATIENCE`` bubbles
+_PATIENCE = 48  # number of bubbles to wait for a long one; after twice as many, any bubble is taken
 _NEVER_NS = 1 << 62
-_LATE_NS = 5_000_000  # what is worth a warning
+_LATE_NS = 5_000_000  # time after the end of a bubble from which a warning is given
 
 
 class Stopped(BaseException):
-    """The worker was asked to stop while its task waited for a bubble; no task is to catch it."""
+    """The worker was asked to stop while its task waited for a bubble; a BaseException, so that no task catches it."""
 
 
 @dataclass(slots=True)
 class Turn:
-    """One use of the device.
+    """A use of the device, from its first bubble to its last.
 
     Attributes:
-        held_ns: how long it was held between bubbles, in all.
-        first_held_ns: when it was held first; 0 if never.
-        late_ns: the longest that it went on after the end of a bubble.
-        bubbles: in how many it ran.
+        held_ns: total time that it was held between bubbles.
+        first_held_ns: time when it was first held; 0 if never.
+        late_ns: longest time that it ran on after the end of a bubble.
+        bubbles: number of bubbles that it ran in.
     """
 
     held_ns: int = 0
@@ -61,26 +61,27 @@ class Turn:
 
 
 class TakesTurn(Protocol):
-    """``Pacer.turn``, or what stands for it."""
+    """The signature of ``Pacer.turn`` and ``at_once``."""
 
     def __call__(self, what: str, must: bool = False) -> contextlib.AbstractContextManager[Turn]: ...
 
 
 @contextlib.contextmanager
 def at_once(what: str, must: bool = False) -> Iterator[Turn]:
-    """A turn on a device that the main job takes back whenever it wants: there is nothing to wait for."""
+    """Use a device that preempts for the training, without waiting for a bubble."""
     yield Turn()
 
 
 class Pacer:
-    """Lets one worker's task use its device in bubbles.  For the main thread.
+    """Lets one worker's task use its device in bubbles only; for the main thread.
 
     Args:
-        stopping: whether the worker was asked to stop.
-        baton: held from the first turn on, and passed on in each bubble that a turn is done with; None if nobody waits
-            for it.
+        stopping: returns True once the worker was asked to stop.
+        control: True in ``running`` while filling is on.
+        baton: held from the first turn on, and passed on in each bubble that a turn no longer uses; None if no other
+            job waits for it.
         launch, land: called when the device is taken, and when it is given back.
-        settle: returns when all that was begun on the device has ended.
+        settle: waits until the device has done all work that was launched.
     """
 
     def __init__(
@@ -106,14 +107,14 @@ class Pacer:
         self._taken = self._must = self._rings = False
 
     def see(self, bubble: OpenBubble) -> None:
-        """Learn how long bubbles are."""
+        """Record the length of a bubble."""
         if bubble.seq > self._seq:
             self._seq = bubble.seq
             if not bubble.alone:
                 self._lengths_ns.append(bubble.deadline_ns - bubble.opened_ns)
 
     def is_long(self, bubble: OpenBubble, now_ns: int, share: float = _LONG) -> bool:
-        """Whether this share of the longest one of late is left of it, as far as it is predicted."""
+        """True if the predicted rest of the bubble is at least this share of the longest recent bubble."""
         if bubble.alone:
             return True
         longest_ns = max(self._lengths_ns) if len(self._lengths_ns) >= _LOOK else 0
@@ -121,14 +122,14 @@ class Pacer:
 
     @contextlib.contextmanager
     def turn(self, what: str, must: bool = False) -> Iterator[Turn]:
-        """Inside, the device is used.  Once the main job is over, nothing is waited for.
+        """Wait for a long bubble, and use the device in the block; once the training is over, without waiting.
 
         Args:
-            what: for a reader.
-            must: go on at once when the worker is asked to stop.
+            what: name of the work, for the log.
+            must: the work has to be done: proceed at once when the worker is asked to stop.
 
         Raises:
-            Stopped: it was asked to stop, and this need not be.
+            Stopped: the worker was asked to stop, and ``must`` is False.
         """
         self._must = must
         if self._baton is not None:
@@ -171,9 +172,9 @@ class Pacer:
 
     @contextlib.contextmanager
     def paced(self, bubble: OpenBubble) -> Iterator[Turn]:
-        """Inside, a step runs that began in this bubble; the caller takes the device before and gives it back.
+        """Run a step that began in this bubble; the caller takes the device before and gives it back after.
 
-        It goes on at once when the worker is asked to stop: half a step could not be saved.
+        A held step resumes at once when the worker is asked to stop, since half a step could not be saved.
         """
         self._must = True
         with self._paced(bubble) as turn:
@@ -189,14 +190,14 @@ class Pacer:
         try:
             yield self._turn
         finally:
-            self._rings = False  # a signal may be on its way
+            self._rings = False  # first, since a signal may be pending
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
             signal.setitimer(signal.ITIMER_REAL, *theirs)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, a turn does not use the device, and so is not held; outside of turns it changes nothing."""
+        """Give the device back in the block, which does not use it and is not held; outside turns, do nothing."""
         if not self._rings or self._log.step_seq:
             yield
             return
@@ -214,7 +215,7 @@ class Pacer:
         """Hold the task here if its bubble is over."""
         if not self._rings:
             return
-        self._rings = False  # the next signal may come while this one is looked after
+        self._rings = False  # the next signal may come while this one is handled
         bubble, log = self._bubble, self._log
         now_ns = self._clock()
         if self._gate.is_open(bubble.seq) and now_ns < self._ends_ns and self._control.running:
@@ -224,13 +225,17 @@ class Pacer:
         self._turn.first_held_ns = self._turn.first_held_ns or now_ns
         self._give_back()
         in_step = bool(log.step_seq)
-        log.enter_bubble(0)  # what waits here is not overdue
+        log.enter_bubble(0)  # a step that is held is not overdue
         self._go_on(now_ns)
         if in_step and self._rings:
             log.enter_bubble(self._bubble.seq)
 
     def _go_on(self, since_ns: int) -> None:
-        """In the next bubble, after a rest since then."""
+        """Wait for the next bubble, and resume in it.
+
+        Args:
+            since_ns: time from which the turn was held.
+        """
         self._rings = False
         offers = count()
         following = self._next(lambda bubble, now_ns: bubble.deadline_ns > now_ns or next(offers) >= _LOOK)
@@ -244,7 +249,7 @@ class Pacer:
             signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
 
     def _enter(self, bubble: OpenBubble) -> None:
-        """Go on until it should end; until it does, where that is past already."""
+        """Run in this bubble until its predicted end; if that has passed, until its actual end."""
         self._bubble = bubble
         self._ends_ns = bubble.deadline_ns if self._clock() < bubble.deadline_ns else _NEVER_NS
 
@@ -258,7 +263,7 @@ class Pacer:
             self._baton.pass_on(self._bubble.seq)
 
     def _next(self, takes: Callable[[OpenBubble, int], bool]) -> OpenBubble | None:
-        """The next bubble that it takes; None if there is no need to wait for one any more."""
+        """Wait for a bubble that ``takes`` accepts; None if the training is over, or a stop ends the wait."""
         phase, self._log.phase = self._log.phase, WorkerPhase.ASLEEP
         try:
             while not self._gate.ended:

@@ -1,4 +1,4 @@
-"""Measures the nodes of a job in each of its configurations, in the bubbles themselves (PipeFill, section 4.2)."""
+"""Measures the nodes of a job in each of its configurations, in bubbles (PipeFill, section 4.2)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from megatron.fill.worker.pacing import TakesTurn, at_once
 logger = logging.getLogger("pipefill.profile")
 
 PROFILE = "profile.json"  # in the job's folder
-_PASSES = 4  # over a job's nodes in each configuration; the first one warms up
+_PASSES = 4  # number of passes over a job's nodes in each configuration; the first one warms up
 
 
 class MeasuringMachine(TaskMachine):
-    """A task's machine that measures every node it runs, and is finished after a few passes over all of them."""
+    """A task's machine that measures every node that it runs, and finishes after ``_PASSES`` passes over all nodes."""
 
     def __init__(self, task: NodeTask, context: TaskContext, meter: Meter) -> None:
         super().__init__(task, context)
         self.nodes = task
         self.meter = meter
-        self.exhausted = False  # the task itself had nothing left
+        self.exhausted = False  # the task itself has finished
         self._passes = 0
         self._times: list[list[tuple[int, int]]] = []
 
@@ -57,10 +57,10 @@ class MeasuringMachine(TaskMachine):
         if node >= len(self._times):
             self._times.append([])
         self._times[node].append(measured)
-        return 0.0  # nothing of it is kept
+        return 0.0  # work done while measuring does not count
 
     def profile(self, configuration: Configuration) -> JobProfile:
-        """What was measured since ``begin``.
+        """Return the profile measured since ``begin``.
 
         Raises:
             TaskError: the task ended before its first iteration did.
@@ -83,13 +83,13 @@ class Profiler:
     """Measures one job.
 
     Args:
-        make: a new machine for the job; a task whose data is used up cannot be measured any further.
-        run: runs a machine in bubbles; False if the main job ended first.
-        turn: the device is used inside.
+        make: makes a new machine for the job; needed again once a task's data is used up.
+        run: runs a machine in bubbles; returns False if the training ended first.
+        turn: context manager in which the device is used.
 
     Attributes:
-        split: how the job was split into nodes, for a reader.
-        total_work: how much the job has to do in all, where it said so.
+        split: description of the job's split into nodes, for users.
+        total_work: total work of the job; None if unknown.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Profiler:
         self.total_work: float | None = None
 
     def measure(self) -> list[JobProfile] | None:
-        """The job's profile in every configuration that runs at all; None if the main job ended first.
+        """Return the job's profile in every configuration that runs; None if the training ended first.
 
         Raises:
             TaskError: it runs in no configuration.
@@ -141,7 +141,7 @@ class Profiler:
                 profiles.append(machine.profile(configuration))
                 self.split, self.total_work = machine.nodes.split, machine.nodes.context.total_work
                 logger.info("measured %s: %.1f ms an iteration", configuration, profiles[-1].duration_ns / 1e6)
-            except (MemoryError, RuntimeError) as error:  # how PyTorch says that memory is short
+            except (MemoryError, RuntimeError) as error:  # PyTorch raises RuntimeError when memory is short
                 failures.append(f"{configuration}: {' '.join(str(error).split())[:160]}")
                 logger.warning("cannot run as %s", failures[-1])
                 machine.stop()
@@ -160,6 +160,6 @@ class Profiler:
 
 
 def write_profile(directory: Path, profiles: list[JobProfile], profiler: Profiler, device: str) -> None:
-    """Leave a job's profile in its folder, for the agent to keep in the store."""
+    """Write a job's profile to its folder, from where the agent copies it to the store."""
     measured = MeasuredJob(tuple(profiles), profiler.total_work, profiler.split, device)
     write_text(directory / PROFILE, to_json(measured.to_dict()) + "\n")

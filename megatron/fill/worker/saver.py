@@ -1,4 +1,4 @@
-"""Saves a task at its interval, and when it stops; gives it its state back."""
+"""Saves a task periodically and when it stops, and restores it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger("pipefill.checkpoint")
 class Saver:
     """The checkpoints of one task.
 
-    A checkpoint that cannot be written (a full disk) is tried again at the next interval; the job goes on.
+    A checkpoint that cannot be written (a full disk) is tried again at the next interval; the job continues.
 
     Args:
         every_s: seconds between two checkpoints.
-        turn: the device is used inside.
+        turn: context manager in which the device is used.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Saver:
         self._saved_steps = -1
 
     def load(self) -> None:
-        """Go on from the newest checkpoint, if there is one.
+        """Restore the newest checkpoint, if there is one.
 
         Raises:
-            TaskError: there are checkpoints, and none of them is whole.
+            TaskError: there are checkpoints, and all are damaged.
         """
         self.log.resumable = self.machine.resumable
         saved = checkpoint.load(self.directory)
@@ -55,19 +55,19 @@ class Saver:
         logger.info("goes on from its checkpoint at %g %s", saved["work_done"], self.machine.task.unit)
 
     def save_if_due(self) -> None:
-        """Called between bubbles."""
+        """Save the task if the interval has passed; called between bubbles."""
         if self._resumable and time.monotonic() >= self._due_s:
             self.save()
 
     def save_if_wanted(self) -> None:
-        """Called between bubbles: save it if the agent wants that, because the task is to go on elsewhere."""
+        """Save the task if the agent requests it, before a move to another rank; called between bubbles."""
         if self.log.saving is Saving.WANTED:
             self.save()
             saved = self._resumable and self._saved_steps == self.log.step_count
             self.log.saving = Saving.SAVED if saved else Saving.FAILED
 
     def save(self) -> None:
-        """Save the task, if it is resumable and has done anything since."""
+        """Save the task, if it is resumable and has done a step since it was last saved."""
         if not self._resumable or self._saved_steps == self.log.step_count:
             return
         self.log.phase = WorkerPhase.SAVE
@@ -78,7 +78,7 @@ class Saver:
             self._resumable = self.log.resumable = False
             return
         now_s = time.time()
-        # A task goes on from the beginning of its iteration.
+        # A task resumes at the beginning of its iteration.
         work_done = self.log.base_work + self.log.whole_work
         try:
             checkpoint.save(self.directory, {"task": state, "work_done": work_done, "saved_s": now_s})

@@ -1,4 +1,4 @@
-"""What the agent hands a worker, as a file, and what the worker leaves in the step log."""
+"""The spec file of a worker, written by the agent, and the worker's outcome, left in the step log."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from megatron.fill.work import Work
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec(Spec):
-    """One worker's job.
+    """The job, the limits and the sandbox of a worker.
 
     Attributes:
-        environment: of the worker itself: what its libraries and its device need.
-        board_fd: where the rank shows its bubble cycle.
-        control_fd: whether filling is on at all.
-        baton_fd: what the resident job and the tail job share.
-        tail: this is the tail job: it gets what the resident job leaves of each bubble.
+        environment: environment of the worker itself, with the variables for its libraries and its device.
+        board_fd: descriptor of the page with the rank's bubble cycle.
+        control_fd: descriptor of the control page, which switches filling on and off.
+        baton_fd: descriptor of the baton, which the resident job and the tail job share.
+        tail: True for the tail job, which gets the rest of each bubble after the resident job.
         cycle: the bubbles to plan for, as JSON, instead of those on the board; given to a tail job.
         profiles: the job's profiles as JSON, one per configuration; None if it has to be measured.
-        checkpoint_s: how often a resumable task is saved, in seconds.
-        env: the job's own variables and what it is told of itself; they count once nothing of it can do harm.
-        emulate: how the CPU is to behave as a device that does not preempt; None for as it is.
-        margin_bytes: device memory that is to stay free; what a plan keeps to where ``limits`` has no cap.
+        checkpoint_s: time in seconds between two checkpoints of a resumable task.
+        env: the job's own variables and ``PIPEFILL_*``; set once the job is in its sandbox.
+        emulate: emulation of a device that does not preempt, on the CPU; None for no emulation.
+        margin_bytes: device memory that must stay free; plans use it if ``limits`` has no memory cap.
     """
 
     name: str
@@ -59,7 +59,7 @@ class WorkerSpec(Spec):
     env: dict[str, str] = field(default_factory=dict)
 
     def context(self) -> TaskContext:
-        """What its task is given."""
+        """Return the context of the task."""
         index, count = self.work.array or (0, 1)
         directory, memory_bytes = Path(self.directory), self.limits.memory_bytes
         return TaskContext(self.name, directory, self.device, memory_bytes, index=index, count=count)
@@ -67,11 +67,11 @@ class WorkerSpec(Spec):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a worker says that its job ended.
+    """A worker's report of its job's end.
 
     Attributes:
-        state: QUEUED when the main job ended first, when the job does not fit here (``unfit``), or when it could not
-            shrink as it was asked to (``crowded``).
+        state: the job's state; QUEUED if the training ended first, if the job does not fit here (``unfit``), or if it
+            could not give memory back when asked to (``crowded``).
     """
 
     state: JobState
@@ -83,7 +83,7 @@ class Outcome:
     crowded: bool = False
 
     def leave(self, log: StepLog) -> None:
-        """Leave it where the agent finds it, whatever becomes of the disk; a result that is too large stays behind."""
+        """Leave the report in the step log, which needs no disk; a result that is too large is dropped."""
         for outcome in (self, replace(self, result={})):
             with contextlib.suppress(ValueError, TypeError, RecursionError):  # a result that has no JSON form
                 word = to_json(asdict(outcome)).encode()
@@ -93,7 +93,7 @@ class Outcome:
 
     @classmethod
     def left(cls, log: StepLog) -> Outcome | None:
-        """What the worker left; None if it left nothing, or nothing that makes sense: a job can write what it likes."""
+        """Return the report in the step log; None if there is none, or an invalid one, since jobs can write there."""
         try:
             data = parse_json(log.word)
             outcome = cls(**data | {"state": JobState(data["state"])})

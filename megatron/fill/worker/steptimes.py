@@ -1,4 +1,4 @@
-"""Measures the steps of a plain side task by itself: how long each kind takes, and the most memory."""
+"""Measures the steps of a plain side task alone: the duration and the peak memory of each kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.untrusted import to_json
 
 STEP_TIMES = "steps.json"  # in the job's folder
-SECONDS = 3.0  # of steps
+SECONDS = 3.0  # duration of the measured steps in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,9 @@ class KindTimes:
     """The steps of one kind (``SideTask.next_node``).
 
     Attributes:
-        first_ns: the first of them, in which what is slow once may happen.
-        peak_bytes: the most that the task held during any.
+        count: number of steps.
+        first_ns: duration of the first step, which may include one-time work.
+        peak_bytes: peak memory of the task during any step.
     """
 
     kind: int
@@ -42,7 +43,7 @@ class KindTimes:
 
     @classmethod
     def of(cls, kind: int, measured: list[tuple[int, int]]) -> KindTimes:
-        """From nanoseconds and bytes of each step, in order."""
+        """Return the times of one kind, from each step's duration in ns and peak memory in bytes, in order."""
         times = sorted(duration_ns for duration_ns, _ in measured)
         p50_ns, p99_ns = (nearest_rank(times, share) for share in (0.5, 0.99))
         peak_bytes = max(size for _, size in measured)
@@ -50,23 +51,23 @@ class KindTimes:
 
 
 def nearest_rank[T](ordered: Sequence[T], share: float) -> T:
-    """The value that this share of them, above 0, is not above."""
+    """Return the quantile by nearest rank: the least value that at least this share (above 0) does not exceed."""
     return ordered[math.ceil(share * len(ordered)) - 1]
 
 
 def measure_steps(
     task: SideTask, context: TaskContext, args: dict[str, Any], meter: Meter, seconds: float = SECONDS
 ) -> tuple[MeasuredJob, list[KindTimes]]:
-    """Run a task for so many seconds of steps, or to its end.
+    """Run a task for ``seconds`` of steps, or to its end.
 
-    Its profile has a node for each kind of step, which takes as long as the median of them, and brings as much work as
-    steps did in so much time: it does not say how often each kind comes, but its rate is the measured one.
+    The profile has one node per kind of step, with the kind's median duration.  Its work is the measured rate times the
+    nodes' total duration; so the rate is right, but the profile does not contain the frequencies of the kinds.
 
     Returns:
-        The profile, without the name of a device; and what is behind it, by kind.
+        The profile, without the name of a device; and the times by kind.
 
     Raises:
-        TaskError: it ended without having done any work.
+        TaskError: the task ended without having done any work.
     """
     scratch = context.directory / "profiling"
     shutil.rmtree(scratch, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""One task in its process, from its class to its last word."""
+"""Runs a task in its process, from loading its class to its outcome."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from megatron.fill.worker.spec import Outcome, WorkerSpec
 if TYPE_CHECKING:
     from megatron.fill.worker.nodes import NodeRun
 
-# What only some jobs need is imported for those only: every worker's start takes the main job's core.
+# Modules that only some jobs need are imported for those only, since a worker's start takes time of the rank's core.
 
 logger = logging.getLogger("pipefill.worker")
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The shared memory that a worker looks at.
+    """The pages in shared memory that a worker uses.
 
     Attributes:
-        view: the gate as this job sees it: one in the tail seat sees what is left of a bubble.
-        baton: with which the resident job passes a bubble on; None in the tail seat.
-        control: asked before every step.
+        view: the gate as this job's seat sees it; in the tail seat, the rest of each bubble.
+        baton: used by the resident job to pass a bubble on; None in the tail seat.
+        control: read before every step.
     """
 
     view: GateReader
@@ -62,11 +62,11 @@ class Shared:
 
 
 class TaskRun:
-    """Runs one task to its end, or until the main job is over.
+    """Runs one task to its end, or until the training is over.
 
     Args:
-        asked_to_stop: tells between steps whether the worker was asked to stop.
-        launches: of the emulated device; None on any other.
+        asked_to_stop: returns True once the worker was asked to stop; called between steps.
+        launches: launches of the emulated device; None on any other.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class TaskRun:
         self.spec, self.shared, self.log = spec, shared, shared.log
         self.directory = Path(spec.directory)
         self._asked_to_stop, self._launches = asked_to_stop, launches
-        self._crowded = False  # the main job needs the memory
+        self._crowded = False  # the task could not give back memory that the training needs
         self._measures = False  # the job had no profile
 
     def run(self) -> Outcome:
-        """Whatever the task does, this says how it ended."""
+        """Run the task and return its outcome, whatever it raises."""
         machine: TaskMachine | None = None
         context = self.spec.context()
         unit = SideTask.unit
@@ -108,8 +108,8 @@ class TaskRun:
             if machine is not None:
                 machine.stop()
             return outcome(JobState.QUEUED, str(error), unfit=True)
-        except BaseException as error:  # SystemExit included: whatever it was, the job failed and says why
-            self.log.enter_bubble(0)  # the step is over; what follows is not its overrun
+        except BaseException as error:  # SystemExit included: the job failed, and the outcome has the reason
+            self.log.enter_bubble(0)  # the step is over, so the rest is not an overrun of it
             print(task_traceback(error), end="", file=sys.stderr)
             reason = _reason(error, machine.callback if machine else "", self.spec.limits)
             if machine is not None:
@@ -124,7 +124,7 @@ class TaskRun:
         return outcome(JobState.QUEUED, reason, crowded=self._crowded)
 
     def new_machine(self, context: TaskContext) -> TaskMachine:
-        """The task, loaded and not yet created.
+        """Load the task, without calling ``create``, and return its machine.
 
         Raises:
             TaskError: there is no such task.
@@ -138,19 +138,19 @@ class TaskRun:
         if isinstance(task, ImperativeTask):
             from megatron.fill.worker.driven import Driven
 
-            return TaskMachine(Driven(task, enter or (lambda: None)), context)  # its own process enters them
+            return TaskMachine(Driven(task, enter or (lambda: None)), context)  # its own process calls ``enter``
         machine = TaskMachine(task, context)
         machine.enter = enter or machine.enter
         return machine
 
     def serve(self, machine: TaskMachine, profiles: list[dict[str, Any]] | None) -> bool:
-        """Create the task and run its steps; whether it is finished.
+        """Create the task and run its steps; True if it is finished.
 
         Args:
-            profiles: of its nodes, one per configuration, as JSON; None to measure them first.
+            profiles: profiles of its nodes, one per configuration, as JSON; None to measure them first.
 
         Raises:
-            StaleProfile: the task has other nodes than these.
+            StaleProfile: the task's nodes are not those of the profiles.
             PlanError: no configuration of it fits the bubbles.
             Stopped: the worker was asked to stop before the first step.
         """
@@ -160,7 +160,7 @@ class TaskRun:
         plans = self._new_plans(machine, loop, profiles)
         if plans is not None and not plans.choose():
             return False
-        if plans is None and profiles:  # else nothing would be known of the first steps
+        if plans is None and profiles:  # otherwise the first steps would have no estimate
             loop.expect_steps(JobProfile.from_dict(profiles[0]))
         self.log.phase = WorkerPhase.CREATE
         self.log.ready_ns = time.monotonic_ns()
@@ -179,14 +179,14 @@ class TaskRun:
         self.log.phase = WorkerPhase.ASLEEP
         try:
             finished = loop.run()
-        except Stopped:  # while it waited to change its configuration: it is between two iterations
+        except Stopped:  # while it waited to change its configuration, between two iterations
             finished = False
         if not finished:
             saver.save()
         return finished
 
     def _new_loop(self, machine: TaskMachine) -> StepLoop:
-        """The loop for this device: held by a pacer where steps are not preempted."""
+        """Return the loop for this device, with a pacer if the device does not preempt steps."""
         shared, launches = self.shared, self._launches
         preemptive = self.spec.device == "cpu" and launches is None
         pacer = None
@@ -226,13 +226,13 @@ class TaskRun:
         )
 
     def _between(self, saver: Saver, plans: NodeRun | None) -> None:
-        """Between two bubbles."""
+        """Save and plan between two bubbles."""
         saver.save_if_due()
         if plans is not None:
             plans.follow()
 
     def _attend(self, saver: Saver, machine: TaskMachine) -> None:
-        """Do what the agent has asked for."""
+        """Carry out requests of the agent: save the task, give memory back."""
         saver.save_if_wanted()
         if (wanted_bytes := self.log.wanted_bytes) is not None:
             self._crowded = not machine.shrink(wanted_bytes) or self._crowded
@@ -243,11 +243,11 @@ class TaskRun:
 
 
 def unfinished(kept: bool, only_measured: bool) -> str:
-    """What becomes of a job that the main job's end cut short.
+    """Return the message for a job that has not finished, on how it continues.
 
     Args:
-        kept: it left a checkpoint.
-        only_measured: its profile was measured, and nothing else came of it.
+        kept: there is a checkpoint.
+        only_measured: the job's profile was measured, and it has done no other work.
     """
     then = "goes on from its checkpoint" if kept else "it begins again from its start"
     if not only_measured:

@@ -1,8 +1,8 @@
-"""The process of one side task (started by the agent only, by ``main``), and the process that holds it.
+"""The processes of a worker: the first one, which the agent starts (``main``), and the job's, in the sandbox.
 
-The first process waits for its job, reads the spec, maps the pages that it shares with the rank, and puts the job
-behind the walls of its cage; it stays outside itself.  A task runs inside, with the pages as it found them: it has no
-descriptor of those that it may only read, so it cannot open them anew.
+The first process waits for its job, reads the spec, maps the pages that it shares with the rank, and starts the job in
+the sandbox; it stays outside itself.  A task inside inherits the mapped pages.  It has no descriptors of them, so it
+cannot map read-only pages again for writing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_PATH_BYTES = 1 << 14
 
 
 class Worker:
-    """Runs one job to its end, or until the main job is over."""
+    """Runs one job to its end, or until the training is over."""
 
     def __init__(self, spec: WorkerSpec, log_fd: int, channel: socket.socket) -> None:
         self.spec = spec
@@ -53,14 +53,14 @@ class Worker:
         signal.signal(signal.SIGTERM, self._on_term)
 
     def hold(self) -> int:
-        """Put the job into its cage and stay until it has ended; its exit code."""
+        """Start the job in its sandbox, wait until it has ended, and return its exit code."""
         if self.spec.work.command is not None:
             self._run_command().leave(self.log)
             return 0
         if self.spec.emulate is not None:
             self._launches = Launches(self.spec.emulate)
         held = jail(self.spec, self.channel, self._inside)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that is for the task
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the task handles it
         if self._launches is not None and self._launches.turns is not None:
             self._launches.turns.serve(
                 held.pid, self.spec.cpus, lambda: held.poll() is not None, lambda: not self.gate.shut
@@ -68,7 +68,7 @@ class Worker:
         return held.wait()
 
     def _inside(self) -> None:
-        """The task's process, from when it may begin."""
+        """Run the task; called in its own process, once it may begin."""
         apply_environment(self.spec.env)
         baton = None if self.spec.tail else self.baton
         shared = Shared(self.view, self.log, self.board, baton, self.control)
@@ -78,7 +78,7 @@ class Worker:
         os._exit(0)  # threads that a task left behind must not keep the process
 
     def stopping(self) -> bool:
-        """Whether the agent asked for the end."""
+        """True once the agent has asked the worker to stop."""
         return self._stop
 
     def _on_term(self, number: int, frame: object) -> None:
@@ -95,22 +95,22 @@ class Worker:
 
 
 def main(parent: str, channel_fd: str, ahead: str, _run_dir: str) -> None:
-    """The first process, from its first instruction to its last; its arguments are those that ``Holder`` gives."""
+    """Run the worker's first process; ``Holder`` gives the arguments."""
     host.die_with_parent(int(parent))
     host.adopt_orphans()
-    # So that the agent's call to look at the shared pages interrupts a sleep.
+    # So that the agent's signal to look at the shared pages interrupts a sleep.
     signal.signal(signal.SIGUSR1, lambda *_: None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     for name in filter(None, ahead.split(",")):
-        with contextlib.suppress(Exception):  # the job that needs it will say so
+        with contextlib.suppress(Exception):  # a job that needs the module reports its absence
             importlib.import_module(name)
     channel = socket.socket(fileno=int(channel_fd))
     path, fds, _, _ = socket.recv_fds(channel, _MOST_PATH_BYTES, 1)
-    if not fds:  # there was no job for it, and the agent has let it go
+    if not fds:  # the agent ended this process without a job
         return
     spec = WorkerSpec.from_json(Path(os.fsdecode(path)).read_text(encoding="utf-8"))
     os.environ.clear()
     os.environ.update(spec.environment)
     code = Worker(spec, fds[0], channel).hold()
-    end_descendants()  # without a process namespace, what the job started may have come here
+    end_descendants()  # without a process namespace, processes of the job may have become children of this one
     end_as(code)
