@@ -132,7 +132,8 @@ class Cgroup:
     Args:
         home: home with a path.
         name: name of the group, without the prefix.
-        memory_bytes, processes: limits; the kernel enforces them if ``home`` has the controllers.
+        memory_bytes: limit of memory, which the kernel enforces if ``home`` has the controller; None for none.
+        processes: limit of processes and threads, which the kernel enforces if ``home`` has the controller.
 
     Raises:
         OSError: the group cannot be created.

@@ -49,7 +49,8 @@ def _end(
     Args:
         look: returns the processes to kill that are alive now.
         groups: returns those of their process groups that hold no other process.
-        budget_s, at_once: as in ``end_all``.
+        budget_s: as in ``end_all``.
+        at_once: as in ``end_all``.
 
     Returns:
         True if all are gone.

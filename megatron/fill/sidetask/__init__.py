@@ -1,4 +1,4 @@
-"""Side tasks: the interface their authors write to, and the tasks that come with PipeFill."""
+"""Side tasks: the interface for their authors, and the tasks that come with PipeFill."""
 
 from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
 from megatron.fill.sidetask.imperative import ImperativeTask

@@ -1,4 +1,4 @@
-"""``SideTask``: what a side task's author writes (FreeRide, section 4)."""
+"""``SideTask``: the base class of side tasks (FreeRide, section 4)."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class TaskState(StrEnum):
 
 @dataclass(slots=True)
 class TaskContext:
-    """What the runtime gives a task, as ``self.context``.
+    """The runtime's interface to a task, as ``self.context``.
 
     Attributes:
-        name: the job's name.
-        index: which instance it is of a job with a count, from 0; 0 without.
-        count: how many instances there are; 1 without.
-        device: the torch device of the task: ``"cpu"`` or ``"cuda:0"``.
-        memory_bytes: the cap on the task's memory; None for none.
-        directory: the job's own folder, for whatever the task writes.
-        measuring: the task is only measured, and thrown away: it should write nothing outside ``directory``.
-        logger: writes to the job's output.
-        total_work: how much work there is in all, in the task's unit, where it is known.
-        result: what ``report`` collected.
-        aside: a context for what ``init`` does for long without its device: inside, it is not held between bubbles.
+        name: name of the job.
+        directory: folder of the job, for all files that the task writes.
+        device: torch device of the task: ``"cpu"`` or ``"cuda:0"``.
+        memory_bytes: cap on the task's memory; None for no cap.
+        measuring: True if the task is only measured and then discarded: it should write nothing outside ``directory``.
+        index: number of the instance, from 0, of a job with a count; 0 without a count.
+        count: number of instances; 1 without a count.
+        logger: logger that writes to the job's output.
+        total_work: total work in the task's unit; None if unknown.
+        result: values collected by ``report``.
+        aside: context manager for long work of ``init`` without the device: inside, it is not paused between bubbles.
     """
 
     name: str
@@ -57,10 +57,10 @@ class TaskContext:
     aside: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def report(self, **values: Any) -> None:
-        """Record results (say, ``accuracy=0.97``); the last value of each name stands in the report.
+        """Record results (say, ``accuracy=0.97``); the last value of each name is in the report.
 
         Raises:
-            TypeError: a value cannot be written as JSON.  (What is not a finite number becomes null.)
+            TypeError: a value cannot be written as JSON.  (A number that is not finite becomes null.)
             ValueError: a value is too large, or nested too deep.
         """
         merged = self.result | values
@@ -73,22 +73,22 @@ class SideTask:
     """Work done in small steps inside pipeline bubbles.
 
     Subclass it and override ``run_next_step``; override the rest as needed.  The callbacks are called in this order,
-    each from one thread:
+    all from one thread:
 
         create(**args) -> init() -> [start() -> run_next_step() ... -> pause()] ... -> stop()
 
     ``create`` and ``init`` run once, outside bubbles, at idle priority; on a GPU ``init`` and ``state_dict`` run within
-    bubbles and are held between them.  ``start``, ``run_next_step`` and ``pause`` run inside bubbles.  The runtime
-    measures each step, and begins one only if it is expected to end before the bubble does, so make steps short (a few
-    milliseconds) and of even length.
+    bubbles and are paused between them.  ``start``, ``run_next_step`` and ``pause`` run inside bubbles.  The runtime
+    measures each step, and begins a step only if it is expected to end before the bubble does, so make steps short (a
+    few milliseconds) and of even length.
 
     Attributes:
-        unit: what a unit of work is: samples, edges, images, tokens, ...
-        next_node: which kind of step comes next, for tasks whose steps are of several kinds; the runtime expects steps
-            of one number to take about equally long.
-        idle: there is nothing to do now: the rest of the bubble is left to others, and a step looks again in the next
-            one.
-        context: set before ``create``.
+        unit: unit of work: samples, edges, images, tokens, ...
+        next_node: kind of the next step, for tasks with several kinds of steps; the runtime expects steps of the same
+            kind to take about equally long.
+        idle: True if there is nothing to do now: the rest of the bubble is left to other jobs, and a step is tried
+            again in the next bubble.
+        context: the runtime's interface to the task, set before ``create``.
     """
 
     unit: ClassVar[str] = "steps"
@@ -97,7 +97,7 @@ class SideTask:
     context: TaskContext
 
     def create(self, *args: Any, **kwargs: Any) -> None:
-        """SUBMITTED -> CREATED: load what is needed into host memory.
+        """SUBMITTED -> CREATED: load all data into host memory.
 
         Override it with keyword parameters: they are the ``args`` of the jobs file.
         """
@@ -122,10 +122,10 @@ class SideTask:
         """RUNNING -> PAUSED: the bubble is about to end."""
 
     def shrink(self, memory_bytes: int) -> bool:
-        """The main job needs memory: hold no more than this from now on; called between bubbles.
+        """Reduce memory to at most ``memory_bytes`` from now on, since the training needs it; called between bubbles.
 
         Returns:
-            Whether it does.  If not, the job is saved and stopped, and goes on when and where there is room.
+            True if the task does.  If not, the job is saved and stopped, and resumes when and where there is memory.
         """
         return False
 
@@ -133,12 +133,12 @@ class SideTask:
         """-> STOPPED: release everything; called once, also after a failure in another callback."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What is needed to go on later: tensors, numbers, strings and containers of them; None if not resumable.
+        """The state needed to resume: tensors, numbers, strings and containers of them; None if not resumable.
 
         It is written before the next step, so tensors in host memory need not be copied.
         """
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a ``state_dict``; called between ``create`` and ``init``."""
+        """Resume from a ``state_dict``; called between ``create`` and ``init``."""
         raise NotImplementedError(f"{type(self).__name__} has a state_dict() but no load_state_dict()")

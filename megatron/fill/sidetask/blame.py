@@ -1,4 +1,4 @@
-"""A failure as the task's author wants to see it: from where their own code begins."""
+"""The traceback of a task's failure, starting at the first frame of the author's code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _IMPORTING = ("<frozen importlib.", "/importlib/__init__.py")
 
 
 def task_traceback(error: BaseException) -> str:
-    """The traceback without the callers of the task; whole where nothing but those is in it.
+    """The traceback without the frames that call the task; the whole traceback if it has no other frames.
 
-    An error of our own is told by its message; what is shown of it is what it came from.
+    For an error of PipeFill with a cause, it is that of the cause, since the message is reported separately.
     """
     if isinstance(error, FillError) and error.__cause__ is not None:
         error = error.__cause__
@@ -34,7 +34,7 @@ def task_traceback(error: BaseException) -> str:
 
 
 def _calls_tasks(frame: FrameType) -> bool:
-    """Whether this is code of the package, or of Python's import, and not of a task (the package has some too)."""
+    """True if the frame is code of the package or of Python's import, and not of a task (the package has some too)."""
     file = frame.f_code.co_filename
     if file.startswith(_IMPORTING[0]) or file.endswith(_IMPORTING[1]):
         return True

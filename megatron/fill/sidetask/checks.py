@@ -1,4 +1,4 @@
-"""Checks of the arguments that a jobs file gives a task."""
+"""Checks of a task's arguments from the jobs file."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def check_whole(**arguments: tuple[object, int]) -> None:
-    """Check whole numbers, given as ``name=(value, least)``.
+    """Check that values are whole numbers of at least ``least``, given as ``name=(value, least)``.
 
     Raises:
-        ValueError: naming the argument, its value, and what was expected.
+        ValueError: a value is not; the message has the argument, its value, and what was expected.
     """
     for name, (value, least) in arguments.items():
         if type(value) is not int or value < least:
@@ -18,10 +18,10 @@ def check_whole(**arguments: tuple[object, int]) -> None:
 
 
 def whole_numbers(name: str, given: list[int] | None, default: Sequence[int]) -> list[int]:
-    """A list of whole numbers from 1; the default if there is none.
+    """Check a list of whole numbers from 1, and return it; return the default for None.
 
     Raises:
-        ValueError: naming the argument, its value, and what was expected.
+        ValueError: a value is wrong, or the list is empty.
     """
     for value in given or []:
         check_whole(**{name: (value, 1)})
@@ -31,10 +31,10 @@ def whole_numbers(name: str, given: list[int] | None, default: Sequence[int]) ->
 
 
 def divisors(name: str, given: list[int] | None, size: int) -> list[int]:
-    """Some of the divisors of ``size``, or all of them, the largest first.
+    """Check that a list holds divisors of ``size``, and return them, the largest first; return all divisors for None.
 
     Raises:
-        ValueError: naming the argument, its value, and what was expected.
+        ValueError: a value is not a divisor, or the list is empty.
     """
     found = [value for value in range(size, 0, -1) if size % value == 0]
     for value in whole_numbers(name, given, found):
@@ -47,7 +47,7 @@ def check_number(name: str, value: object, below: float = math.inf) -> None:
     """Check that ``value`` is a number of at least 0 and less than ``below``.
 
     Raises:
-        ValueError: naming the argument, its value, and what was expected.
+        ValueError: it is not; the message has the argument, its value, and what was expected.
     """
     if not isinstance(value, int | float) or not 0 <= value < below:
         raise ValueError(f"{name} is {value!r}: expected a number of at least 0 and below {below:g}")

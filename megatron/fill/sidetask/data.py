@@ -1,4 +1,4 @@
-"""Where the samples of a job come from: a data set with a length, or anything that can be iterated over again."""
+"""The samples of a job: from a data set with a length, or from an iterable that can be read repeatedly."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from megatron.fill.sidetask.models import find_workload
 
 
 def load_object(argument: str, path: object) -> Any:
-    """What ``module:name`` names.
+    """Import the object that ``module:name`` names.
+
+    Args:
+        argument: name of the task's argument, for the message.
+        path: value of that argument.
 
     Raises:
-        ValueError: naming the argument, if there is no such thing.
+        ValueError: the object does not exist, or ``path`` has another form.
     """
     if not isinstance(path, str) or not all(path.partition(":")):
         raise ValueError(f"{argument} is {path!r}: expected module:name")
@@ -28,16 +32,16 @@ def load_object(argument: str, path: object) -> Any:
 
 
 class Samples:
-    """A data source and how it is read.
+    """A reader of a data source.
 
-    A sample is ``(inputs, target)``, or just ``inputs`` where no target is needed; ``inputs`` is a tensor, a mapping of
+    A sample is ``(inputs, target)``, or just ``inputs`` if no target is needed; ``inputs`` is a tensor, a mapping of
     the model's keywords, or a list of its arguments.
 
     Args:
-        source: has ``__len__`` and ``__getitem__``, or can be iterated over again and again.
+        source: object with ``__len__`` and ``__getitem__``, or an iterable that can be read repeatedly.
 
     Raises:
-        ValueError: it is neither, or empty.
+        ValueError: the source is neither, or is empty.
     """
 
     def __init__(self, source: Any) -> None:
@@ -53,7 +57,7 @@ class Samples:
             raise ValueError(f"data is a {type(source).__name__}, which can be read only once: expected an iterable")
 
     def get(self, index: int) -> Any:
-        """One sample of a source with a length.
+        """A sample of a source with a length.
 
         Raises:
             TaskError: the source ends before its length.
@@ -64,9 +68,9 @@ class Samples:
             raise TaskError(f"data ended early: no sample {index}, although its length is {self.length}") from error
 
     def epoch(self, seed: int | None, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """The samples of one epoch from number ``skip`` on.
+        """Iterate over the samples of an epoch, without the first ``skip``.
 
-        Those of a source with a length are shuffled by ``seed`` and ``epoch``, unless the seed is None.
+        Samples of a source with a length are shuffled by ``seed`` and ``epoch``, unless the seed is None.
         """
         if self.length is None:
             return itertools.islice(iter(self.source), skip, None)
@@ -81,10 +85,10 @@ class Samples:
         return shuffled
 
     def first(self, count: int) -> list[Any]:
-        """``count`` samples to try a model with: the first ones, again and again if there are not as many.
+        """The first ``count`` samples, repeated if there are fewer, to try a model with.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there are no samples.
         """
         found = list(itertools.islice(self.epoch(None, 0), count))
         if not found:
@@ -93,12 +97,12 @@ class Samples:
 
 
 def inputs_and_target(sample: Any) -> tuple[Any, Any]:
-    """A tuple of two is ``(inputs, target)``; anything else is inputs."""
+    """Split a sample into inputs and target: a tuple of two is ``(inputs, target)``, anything else is inputs."""
     return sample if isinstance(sample, tuple) and len(sample) == 2 else (sample, None)
 
 
 def collate(values: list[Any], device: str) -> Any:
-    """A batch on the device, stacked as ``torch.utils.data`` does it."""
+    """Stack values into a batch on the device, as ``torch.utils.data`` does."""
     from torch.utils import _pytree as pytree
     from torch.utils.data import default_collate
 
@@ -107,12 +111,24 @@ def collate(values: list[Any], device: str) -> Any:
 
 
 class RandomData:
-    """Samples for a workload of ``models``: random images or texts with random labels; the same for the same seed."""
+    """Samples for a workload of ``models``: random images or texts with random labels, determined by the seed."""
 
     def __init__(
         self, name: str, size: str = "full", samples: int = 256, length: int | None = None, seed: int = 0, **fields: Any
     ) -> None:
-        """``length``: tokens of a text, or pixels along a side; ``fields``: as for ``build_model``."""
+        """Create a data set of ``samples`` samples.
+
+        Args:
+            name: name of the workload.
+            size: ``full`` or ``tiny``, the size of the model.
+            samples: number of samples.
+            length: tokens of a text, or pixels along a side of an image; None for the workload's own.
+            seed: seed of the samples.
+            fields: fields of the model's configuration, as for ``build_model``.
+
+        Raises:
+            ValueError: there is no such workload or size.
+        """
         workload = find_workload(name)
         merged = workload.fields(size, fields)
         self._text = workload.is_text
@@ -136,7 +152,7 @@ class RandomData:
 
 
 def classification_loss(output: Any, target: Any) -> Any:
-    """Cross entropy of a model's logits; what the workloads of ``models`` are trained with."""
+    """Cross entropy of a model's logits, the loss for the workloads of ``models``."""
     from torch.nn.functional import cross_entropy
 
     return cross_entropy(getattr(output, "logits", output), target)

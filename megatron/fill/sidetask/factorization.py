@@ -1,4 +1,4 @@
-"""Matrix factorisation by SGD as a side task (FreeRide, section 6: "Graph SGD"), on the task's device."""
+"""Matrix factorization by SGD as a side task (FreeRide, section 6: "Graph SGD"), on the task's device."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megatron.fill.sidetask.edges import Graph, check_same_graph, load_graph
 
 
 class MatrixFactorization(SideTask):
-    """Factors the edges' values: ``value[u, v] ~ mean + rows[u] @ columns[v]``, by minibatch SGD.
+    """Factorization of the edges' values by minibatch SGD: ``value[u, v] ~ mean + rows[u] @ columns[v]``.
 
-    The values are the file's third column; without one they come from a hidden model of four factors and noise of
-    0.1.  An edge's step is divided by 1 plus its factors' squared lengths (normalised LMS), and a node follows the mean
-    of its edges in the batch, so that neither outliers nor hubs can make it diverge.  The edges are shuffled once.
+    The values are the file's third column; without it, a hidden model of four factors and noise of 0.1 generates them.
+    An edge's step is divided by 1 plus its factors' squared lengths (normalized LMS), and a node is updated by the mean
+    over its edges in the batch, so that neither outliers nor hubs can make it diverge.  The edges are shuffled once.
     After each epoch the task reports ``epoch`` and ``rmse``: the root mean square error over the epoch's batches, each
     before its update.
 
-    A step is one batch.  A GPU has hardly anything to do with the default of 4096 edges: give it some 100,000; but
-    what is learnt depends on it.  The device holds 20 bytes an edge, and of each node 8 bytes a factor and 4 more.
+    A step is one batch.  The default of 4096 edges is too small for a GPU, which needs about 100,000; the size changes
+    the result.  The device holds 20 bytes per edge, and per node 8 bytes for each factor and 4 more.
     """
 
     unit: ClassVar[str] = "edges"
@@ -43,12 +43,12 @@ class MatrixFactorization(SideTask):
         Args:
             edges: as for ``PageRank``.
             nodes: as for ``PageRank``.
-            seed: as for ``PageRank``, and of the values and of the first factors.
+            seed: as for ``PageRank``; also the seed of the values and of the initial factors.
             factors: length of a node's vectors.
-            batch_edges: edges a step.
-            epochs: passes over the edges; None or 0 to go on until the main job ends.
-            learning_rate: what part of an edge's error one step corrects, 0 to below 1.
-            regularization: the weight of the squared factors.
+            batch_edges: edges per step.
+            epochs: passes over the edges; None or 0 to continue until the training ends.
+            learning_rate: part of an edge's error that one step corrects, 0 to below 1.
+            regularization: weight of the squared factors.
 
         Raises:
             ValueError: an argument is out of range, or the file has a line that is not an edge.
@@ -71,8 +71,8 @@ class MatrixFactorization(SideTask):
         self.rows, self.columns = (
             torch.from_numpy(generator.normal(0, 0.5 / math.sqrt(factors), shape).astype(np.float32)) for _ in range(2)
         )
-        self._counts = torch.zeros(len(graph.ids))  # of the edges of a batch at each node; between steps 0
-        self._squares = torch.zeros((), dtype=torch.float64)  # of this epoch's errors, summed
+        self._counts = torch.zeros(len(graph.ids))  # edges of a batch at each node; 0 between steps
+        self._squares = torch.zeros((), dtype=torch.float64)  # sum of this epoch's squared errors
         self._batch, self._epochs = batch_edges, epochs
         self._rate, self._regularization = learning_rate, regularization
         self._epoch, self._position = 0, 0
@@ -80,7 +80,7 @@ class MatrixFactorization(SideTask):
             self.context.total_work = float(epochs * len(values))
 
     def init(self) -> None:
-        """Move to the device, and take copies through a step there: the first one is slow."""
+        """Move to the device, and run a step on copies there, since the first step is slow."""
         device = self.context.device
         self._sources, self._targets = self._sources.to(device), self._targets.to(device)
         self._values, self._counts = self._values.to(device), self._counts.to(device)
@@ -110,7 +110,11 @@ class MatrixFactorization(SideTask):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the state is that of another graph."""
+        """Resume from a state.
+
+        Raises:
+            ValueError: the state is that of another graph.
+        """
         check_same_graph(self._checksum, state)
         self.rows, self.columns = state["rows"], state["columns"]
         self._epoch, self._position = state["epoch"], state["position"]
@@ -118,7 +122,7 @@ class MatrixFactorization(SideTask):
         self.context.report(**state["result"])
 
     def _learn(self, batch: slice, all_rows: Any, all_columns: Any) -> Any:
-        """One step of SGD; the sum of the squared errors before it."""
+        """Do a step of SGD; return the sum of the squared errors before it."""
         sources, targets, values = self._sources[batch], self._targets[batch], self._values[batch]
         rows, columns = all_rows.index_select(0, sources), all_columns.index_select(0, targets)
         errors = values - (rows * columns).sum(1)
@@ -130,7 +134,7 @@ class MatrixFactorization(SideTask):
         return errors @ errors
 
     def _add_means(self, table: Any, index: Any, changes: Any) -> None:
-        """Add to each row of ``table`` the mean of the changes that are meant for it."""
+        """Add to each row of ``table`` the mean of its changes, those with the row's number in ``index``."""
         self._counts.index_add_(0, index, changes.new_ones(len(index)))
         table.index_add_(0, index, changes / self._counts.index_select(0, index).unsqueeze(1))
         self._counts.index_fill_(0, index, 0.0)

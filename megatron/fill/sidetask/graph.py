@@ -12,22 +12,22 @@ from megatron.fill.sidetask.base import SideTask
 from megatron.fill.sidetask.checks import check_number, check_whole
 from megatron.fill.sidetask.edges import Graph, check_same_graph, load_graph
 
-_TOP = 10  # nodes that PageRank reports
-_ROWS = 1000  # lines of pagerank.csv written in a step: about 1 ms
-_CALL_EDGES = 20_000  # what a call of torch costs, in edges: keeps the steps short on tiny graphs
-_CHUNK_EDGES = {"cpu": 400_000, "cuda": 20_000_000}  # of a step: about 1 ms on a core; on a GPU not measured
+_TOP = 10  # number of nodes that PageRank reports
+_ROWS = 1000  # lines of pagerank.csv written per step: about 1 ms
+_CALL_EDGES = 20_000  # overhead of a torch call, in edges: keeps the steps short on tiny graphs
+_CHUNK_EDGES = {"cpu": 400_000, "cuda": 20_000_000}  # edges per step: about 1 ms on a core; on a GPU not measured
 
 
 class PageRank(SideTask):
     """The PageRank of every node, by power iteration.
 
     Parallel edges count once, as in ``networkx.DiGraph``; a node without out-edges spreads its rank over all nodes.
-    An iteration gathers along the edges (a sparse matrix times the ranks), then updates the nodes; a step goes on from
-    where the last one ended, for as many edges and nodes as it is told, and only the edges count as work.  At the end,
+    An iteration gathers along the edges (a sparse matrix times the ranks), then updates the nodes.  A step continues
+    where the last one ended, for ``chunk_edges`` edges and nodes; only edges count as work.  At the end,
     ``pagerank.csv`` in the job's folder holds ``node,rank`` lines in the order of the nodes' ids, and the task reports
     ``iterations``, ``converged``, and ``top``: the ten highest ranks as ``[node, rank]``.
 
-    The device holds 12 bytes an edge and 21 a node, and what a step takes.
+    The device holds 12 bytes per edge, 21 bytes per node, and a step's temporary memory.
     """
 
     unit: ClassVar[str] = "edges"
@@ -47,16 +47,16 @@ class PageRank(SideTask):
         """Read or generate the graph.
 
         Args:
-            edges: how many edges to generate, or a file to read them from (``read_graph``); a relative path is
+            edges: number of edges to generate, or a file to read them from (``read_graph``); a relative path is
                 relative to the job's folder.
-            nodes: how many the generated graph has.
-            seed: of the generated graph.
-            chunk_edges: edges and nodes a step; None for 400,000 on a CPU and 20 million on a GPU.
-            damping: the chance of following an edge, 0 to below 1.
-            tolerance: stop when the ranks, whose sum is 1, change by no more than this in sum.
-            max_iterations: stop then in any case.
-            repeat: how often to compute it; 0 to go on until the main job ends.  The result, the same each time, is
-                written after the first.
+            nodes: number of nodes of a generated graph.
+            seed: seed of a generated graph.
+            chunk_edges: edges and nodes per step; None for 400,000 on a CPU and 20 million on a GPU.
+            damping: probability of following an edge, 0 to below 1.
+            tolerance: total change of the ranks, whose sum is 1, at which the computation stops.
+            max_iterations: number of iterations after which it stops in any case.
+            repeat: number of computations; 0 to continue until the training ends.  The result, which is the same each
+                time, is written after the first.
 
         Raises:
             ValueError: an argument is out of range, or the file has a line that is not an edge.
@@ -73,7 +73,7 @@ class PageRank(SideTask):
         sources, targets = keys % self._count, keys // self._count
         self._checksum, self._edges = Graph(graph.ids, sources, targets).checksum, len(keys)
         degrees = np.bincount(sources, minlength=self._count)
-        weights = 1 / np.maximum(degrees, 1)  # what of its rank a node gives along each of its edges
+        weights = 1 / np.maximum(degrees, 1)  # part of its rank that a node passes along each of its edges
         self._rows = np.searchsorted(targets, np.arange(self._count + 1))  # where each target's edges begin
         index = np.int32 if max(self._edges, self._count) < 2**31 else np.int64
         self._columns = torch.from_numpy(sources.astype(index))
@@ -83,14 +83,14 @@ class PageRank(SideTask):
         self._chunk, self._damping, self._tolerance = chunk_edges, damping, tolerance
         self._max_iterations, self._repeat = max_iterations, repeat
         self.ranks = torch.zeros(self._count, dtype=torch.float64)
-        self._sums = torch.zeros_like(self.ranks)  # what a node has received in this iteration
-        self._totals = torch.zeros(2, dtype=torch.float64)  # of this iteration: how much ranks changed; ranks dangling
+        self._sums = torch.zeros_like(self.ranks)  # rank that each node has received in this iteration
+        self._totals = torch.zeros(2, dtype=torch.float64)  # this iteration's total change and total dangling rank
         self._top: list[tuple[int, float]] = []
         self._done = 0  # computations finished
         self._restart()
 
     def init(self) -> None:
-        """Move to the device, and multiply once there: the first use of its library is slow."""
+        """Move to the device, and multiply once there, since the first use of its library is slow."""
         device = self.context.device
         self._columns, self._values = self._columns.to(device), self._values.to(device)
         self._starts, self._dangling = self._starts.to(device), self._dangling.to(device)
@@ -132,7 +132,7 @@ class PageRank(SideTask):
             self._file.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """A file that is being written is begun anew."""
+        """The state to resume from; a file that is being written is started again."""
         return {
             "graph": self._checksum,
             "ranks": self.ranks.cpu(),
@@ -145,7 +145,11 @@ class PageRank(SideTask):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if the state is that of another graph."""
+        """Resume from a state.
+
+        Raises:
+            ValueError: the state is that of another graph.
+        """
         check_same_graph(self._checksum, state)
         self.ranks, self._sums = state["ranks"], state["sums"]
         self._base, *totals, self.context.total_work = state["scalars"]
@@ -159,7 +163,7 @@ class PageRank(SideTask):
         self._position = end
 
     def _received(self, begin: int, end: int) -> tuple[int, Any]:
-        """What edges ``begin`` to ``end`` bring their targets, and the first of these."""
+        """The first target of the edges ``begin`` to ``end``, and the rank that each target from it on receives."""
         import torch
 
         first = int(np.searchsorted(self._rows, begin, "right")) - 1

@@ -22,14 +22,20 @@ from megatron.fill.sidetask.resample import Axis, premultiplied, stamp, straight
 _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _BAND_PIXELS = {"cpu": 40_000, "cuda": 20_000_000}  # source pixels of a step: about 1 ms on a core; GPU: not measured
 _AHEAD = {"cpu": 0, "cuda": 8}  # images that the host decodes, and encodes, while the device resizes others
-_WAIT_S = 0.001  # of a step that has nothing to do until the host is done
+_WAIT_S = 0.001  # wait of a step that has nothing to do until the host is done
 _RESIZE, _WRITE, _DECODE = range(3)  # kinds of steps
 _ORIENTATION = 0x0112  # the EXIF tag
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A decoded image: whole levels (rows, columns, channels), and what its file says of it."""
+    """A decoded image.
+
+    Attributes:
+        pixels: levels 0 to 255 (rows, columns, channels).
+        jpeg: True if the file is a JPEG.
+        orientation: EXIF orientation; None without the tag.
+    """
 
     pixels: np.ndarray
     jpeg: bool
@@ -37,22 +43,23 @@ class _Source:
 
 
 class ImageResize(SideTask):
-    """Resizes every image of a folder and writes a text into its lower right corner.
+    """Resizing of every image of a folder, with a text written into the lower right corner.
 
     The results go to ``images`` in the job's folder, under the source's name: JPEG for JPEG, else PNG (with the suffix
-    appended if the name has another one).  An opaque image equals Pillow's Lanczos resize of the whole, width
+    appended if the name has another one).  An opaque image equals Pillow's Lanczos resize of the whole image, width
     first, to within 1 level of 255.  (Pillow 13 itself begins with the height for a few narrow shapes, which gives
-    slightly other sharp edges.)  A file that cannot be decoded is skipped with a warning.  After each image the task
-    reports ``images`` and ``skipped``.
+    slightly different sharp edges.)  A file that cannot be decoded is skipped with a warning.  After each image the
+    task reports ``images`` and ``skipped``.
 
     Resizing and watermarking are the device's work, decoding and encoding the host's.  On a CPU all of it is done in
-    steps: decode, resize in bands, watermark and encode.  Pillow decodes a file in one go, which makes that the longest
-    step: about 9 ns a pixel for JPEG, so 2.4 ms for the sample photos of 640 x 427 pixels.  On a GPU a thread decodes
-    and encodes, bubble or not, up to eight images ahead and behind; a step that finds nothing decoded waits for 1 ms.
+    steps: decode, resize in bands, watermark and encode.  Pillow decodes a file in a single call, which makes that the
+    longest step: about 9 ns per pixel for JPEG, so 2.4 ms for the sample photos of 640 x 427 pixels.  On a GPU a thread
+    decodes and encodes, also outside of bubbles, up to eight images ahead and behind; a step that finds no decoded
+    image waits for 1 ms.
     """
 
     unit: ClassVar[str] = "images"
-    _pool: ThreadPoolExecutor | None = None  # where the host works beside the device
+    _pool: ThreadPoolExecutor | None = None  # the host's work while the device computes
 
     def create(
         self,
@@ -65,11 +72,11 @@ class ImageResize(SideTask):
         """List the images and draw the watermark.
 
         Args:
-            folder: where the images are; a relative path is relative to the job's folder.  None for the two photos
+            folder: folder of the images; a relative path is relative to the job's folder.  None for the two photos
                 that come with scikit-learn.
-            size: the longer side of the results, in pixels.
-            text: the watermark; empty for none.
-            repeat: how often to go over the folder; 0 to go on until the main job ends.
+            size: longer side of the results, in pixels.
+            text: watermark; empty for none.
+            repeat: number of passes over the folder; 0 to continue until the training ends.
             tile_rows: rows of a result that one step computes; None for as many as take about 1 ms on a CPU.
 
         Raises:
@@ -93,7 +100,7 @@ class ImageResize(SideTask):
         self._set_total()
 
     def init(self) -> None:
-        """Have Pillow import its plugins, and resize once on the device: the first use is slow."""
+        """Make Pillow import its plugins, and resize once on the device, since the first use is slow."""
         from PIL import Image
 
         Image.init()
@@ -114,7 +121,7 @@ class ImageResize(SideTask):
             self._pool.shutdown(cancel_futures=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """An image that is not written is begun anew."""
+        """The state to resume from; an image that is not written yet is started again."""
         return {"seen": self._seen, "skipped": self._skipped, "result": dict(self.context.result)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,11 +134,11 @@ class ImageResize(SideTask):
             self.context.total_work = float(self._repeat * len(self._files) - self._skipped)
 
     def _run(self) -> Iterator[float]:
-        """All steps of the task: each value is the work that the step before it did."""
+        """Run the task: each ``yield`` ends a step, with the work that the step did."""
         ahead, total = _AHEAD[self._kind], self._repeat * len(self._files)
         begun = self._seen
         loading: deque[tuple[Path, Future[_Source]]] = deque()
-        writing: deque[Future[float]] = deque()  # in order; each says whether it was an image
+        writing: deque[Future[float]] = deque()  # in order; the result is 1 for an image, 0 for a skipped file
         while True:
             while len(loading) <= ahead and (not total or begun < total):
                 path = self._files[begun % len(self._files)]
@@ -143,7 +150,7 @@ class ImageResize(SideTask):
                     source = yield from _awaited(loaded)
                 except MemoryError:
                     raise
-                except Exception as error:  # Pillow's decoders raise about anything at a damaged file
+                except Exception as error:  # Pillow's decoders raise many kinds of errors for a damaged file
                     writing.append(self._on_host(self._skip, path, error))
                 else:
                     self.next_node = _RESIZE
@@ -162,7 +169,7 @@ class ImageResize(SideTask):
                 return
 
     def _on_host[T](self, work: Callable[..., T], *args: Any) -> Future[T]:
-        """Beside the device's work, or at once where the host is the device."""
+        """Run ``work`` in a thread while the device works, or at once if the host is the device."""
         if self._pool is not None:
             return self._pool.submit(work, *args)
         done: Future[T] = Future()
@@ -178,7 +185,7 @@ class ImageResize(SideTask):
         return 0.0
 
     def _resized(self, source: _Source) -> Generator[float, None, Any]:
-        """One band of rows a step; returns the whole with its watermark: (channels, rows, columns), uint8."""
+        """Resize one band of rows per step; return the image with its watermark: (channels, rows, columns), uint8."""
         import torch
 
         device = self.context.device
@@ -206,7 +213,7 @@ class ImageResize(SideTask):
         return image.to(torch.uint8)
 
     def _write(self, output: Any, jpeg: bool, path: Path) -> float:
-        """Encode, and put the file in place in one stroke."""
+        """Encode an image, and put the file in place atomically; return 1, its work."""
         from PIL import Image
 
         image = Image.fromarray(np.ascontiguousarray(output.permute(1, 2, 0).cpu().numpy()))
@@ -253,7 +260,7 @@ def _list_images(folder: str | None) -> list[Path]:
 
 
 def _draw(text: str, height: int) -> Any:
-    """The text as a mask (rows, columns) from 0 to 255, just large enough to hold it."""
+    """Draw the text as a mask (rows, columns) from 0 to 255, just large enough for it."""
     import torch
     from PIL import Image, ImageDraw, ImageFont
 

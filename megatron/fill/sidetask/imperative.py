@@ -1,4 +1,4 @@
-"""Work that is one long run instead of steps (FreeRide's imperative interface): a class, or any command."""
+"""Tasks that do all work in a single call (FreeRide's imperative interface): a class, or any command."""
 
 from __future__ import annotations
 
@@ -11,45 +11,46 @@ from typing import Any, ClassVar, NoReturn, Protocol
 
 from megatron.fill.sidetask.base import SideTask
 
-NOT_FOUND = 127  # the exit status of shells for that
-_STILL = set("TtZX")  # the kernel's letters for what is stopped or has ended
-_RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)  # which Python ignores; a batch system's notices stay ignored
+NOT_FOUND = 127  # exit status of shells for a missing program
+_STILL = set("TtZX")  # state letters of processes that are stopped or have ended
+_RESTORED = (signal.SIGPIPE, signal.SIGXFSZ)  # ignored by Python; a batch system's signals stay ignored
 
 
-_IN_FLIGHT = 2  # calls of ``synchronize`` whose kernels may be queued on a GPU
+_IN_FLIGHT = 2  # number of ``synchronize`` calls whose kernels may be queued on a GPU
 
 
 class ImperativeTask(SideTask):
-    """A side task that does its work in one call (FreeRide, section 4: the imperative interface).
+    """A side task that does its work in a single call (FreeRide, section 4: the imperative interface).
 
     Subclass it and override ``run_gpu_workload``; override the rest as needed.  All callbacks are called in this order,
-    from the main thread of a process that is the task's own:
+    from the main thread of the task's own process:
 
         create(**args) -> init() -> start() -> run_gpu_workload() -> stop()
 
     When the bubble is about to end, the workload is interrupted between two of its Python instructions: ``pause`` is
-    called there, the device is waited for, and the thread waits until the next bubble, where ``start`` is called.
-    Other threads and processes that it has started go on.  A long call into C, or a long queue of kernels, delays the
-    pause, as a long step does: the runtime plans for as long as the last pause took, and what is beyond the grace is
-    stopped.  So a workload calls ``synchronize`` every few milliseconds.
+    called there, kernels on the device are waited for, and the thread waits until the next bubble, in which ``start``
+    is called.  Other threads and processes that it has started continue.  A long call into C, or a long queue of
+    kernels, delays the pause, as a long step does: the runtime plans for the duration of the last pause, and stops a
+    task that exceeds the grace period.  So a workload should call ``synchronize`` every few milliseconds.
 
-    It has no ``state_dict``: in another run it begins again, with what it has left in its folder.
+    It has no ``state_dict``: in another run it starts again, with the files that it has left in its folder.
 
     Attributes:
-        unit: ``seconds`` for the time in which it ran; else the sum of what ``synchronize`` was told.
+        unit: ``seconds`` to count the time in which it ran; another unit to count the work given to ``synchronize``.
+        count: function that counts work, set by the runtime.
     """
 
     unit: ClassVar[str] = "seconds"
     count: Callable[[float], None] = staticmethod(lambda work: None)  # the runtime's
 
     def run_gpu_workload(self) -> None:
-        """Do all of it; the job has succeeded when this returns."""
+        """Do all work; the job has succeeded when this returns."""
         raise NotImplementedError(f"{type(self).__name__} does not override run_gpu_workload()")
 
     def synchronize(self, work: float = 0.0) -> None:
-        """Count work, and wait until what was launched on the device before the last call but one has ended.
+        """Count work, and wait until all kernels launched before the last call but one have ended.
 
-        So a pause waits for the kernels of two stretches between such calls at most, and not for a queue of a thousand.
+        So a pause waits at most for the kernels launched since the third last call, not for a queue of a thousand.
         """
         if self.context.device != "cpu":
             import torch
@@ -79,10 +80,10 @@ class ProcessGroup(Protocol):
 
 
 class StoppedCommand:
-    """A command that starts out stopped.
+    """A command that is started in the stopped state.
 
     Args:
-        held: it, about to stop itself.
+        held: process group of the command, which is about to stop itself (``become_command``).
     """
 
     def __init__(self, held: ProcessGroup) -> None:
@@ -90,7 +91,7 @@ class StoppedCommand:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code once the command is done: negative for a signal, as in ``subprocess``; None before."""
+        """The exit code once the command has ended, negative for a signal as in ``subprocess``; None before."""
         return self._held.poll()
 
     def resume(self) -> None:
@@ -100,7 +101,7 @@ class StoppedCommand:
         self._held.signal(signal.SIGSTOP)
 
     def await_stop(self, within_s: float, every_s: float = 0.0001) -> bool:
-        """Return once the command's own process has stopped or ended, or after so long; whether it has."""
+        """Wait until the command's first process has stopped or ended, for at most ``within_s``; True if it has."""
         end_s = time.monotonic() + within_s
         while self._held.state not in _STILL:
             if time.monotonic() >= end_s:
@@ -109,12 +110,12 @@ class StoppedCommand:
         return True
 
     def kill(self) -> None:
-        """End the command with all that it has started, and reap it."""
+        """Kill the command with all processes that it has started, and reap it."""
         self._held.kill()
 
 
 def become_command(command: Sequence[str]) -> NoReturn:
-    """Stop, and once continued become ``command``, or end with 127 if there is no such program."""
+    """Stop this process, and once continued replace it by ``command``; exit with 127 if the program is missing."""
     program = shutil.which(command[0])
     if program is None:
         os.write(2, f"command not found: {command[0]}\n".encode())

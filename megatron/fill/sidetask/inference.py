@@ -1,4 +1,4 @@
-"""``BatchInferenceJob``: passes a data set through any ``torch.nn.Module`` in pieces (PipeFill, section 4.2)."""
+"""``BatchInferenceJob``: inference over a data set with any ``torch.nn.Module``, in pieces (PipeFill, section 4.2)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _BATCH_SIZES = (32, 16, 8, 4, 2, 1)
 
 
 class BatchInferenceJob(ModelJob):
-    """Runs a model over a data set and writes its outputs to a Parquet file: columns ``index`` and ``output``.
+    """Inference over a data set, with the outputs in a Parquet file: columns ``index`` and ``output``.
 
-    An iteration is one batch: the pieces, then ``write``.  A batch that is not full is filled up with copies of its
-    last sample, whose outputs are dropped, so that every batch has the same shape.  The file appears when the job is
-    done; until then its parts lie in ``<output>.parts``.  Interrupted and resumed, no row is lost or doubled.
+    An iteration is one batch: the pieces, then ``write``.  The last batch is filled up with copies of its last sample,
+    whose outputs are dropped, so that every batch has the same shape.  The file appears when the job is done; until
+    then its parts are in ``<output>.parts``.  When the job is interrupted and resumed, no row is lost or duplicated.
     """
 
     def create(
@@ -39,15 +39,17 @@ class BatchInferenceJob(ModelJob):
 
         Args:
             model: as for ``TrainingJob``.
+            model_args: as for ``TrainingJob``.
             data: as for ``TrainingJob``; targets are ignored.
-            output: the Parquet file; relative to the job's folder.
-            batch_sizes: what a batch may be; None for 1 to 32.
+            data_args: as for ``TrainingJob``.
+            output: path of the Parquet file, relative to the job's folder.
+            batch_sizes: allowed batch sizes; None for 1 to 32.
             part_rows: rows written at a time.
-            seed: of the model's weights, where they are random.
+            seed: seed of the model's weights, if they are random.
             pieces: as for ``split_model``.
             split: as for ``split_model``.
-            offload: where the weights may be: ``none`` for the device, ``weights`` for host memory, from which they
-                come piece by piece.  None for both where there is a device, and for ``none`` on the CPU.
+            offload: allowed places of the weights: ``none`` for the device, ``weights`` for host memory, from which
+                they are copied piece by piece.  None allows both on a GPU, and only ``none`` on the CPU.
 
         Raises:
             ValueError: an argument is wrong.
@@ -63,19 +65,22 @@ class BatchInferenceJob(ModelJob):
         if self.context.measuring:
             path = self.context.directory / path.name
         self._file = ParquetFile(path, part_rows)
-        self._done = 0  # samples
-        self._ended = False  # the samples; what is left is to put the file together
+        self._done = 0  # number of samples written
+        self._ended = False  # True if no samples are left, only the file has to be assembled
         self._streamed: Any = None
         self._configuration = self.configurations()[0]
         if self._samples.length is not None:
             self.context.total_work = float(self._samples.length)
 
     def configurations(self) -> list[Configuration]:
-        """Every batch size, with the weights on the device, and streamed to it."""
+        """The allowed batch sizes, each with the allowed places of the weights."""
         return [Configuration(size, False, offload) for size in self._sizes for offload in self._offloads]
 
     def init(self) -> None:
-        """Move to the device, and split; that takes the whole model there, also where its weights are streamed then."""
+        """Move the model to the device and split it.
+
+        The whole model must fit there, even if its weights are streamed later.
+        """
         self.model.to(self.context.device)
         self._stream = self._samples.epoch(None, 0, self._done)
         self._arrange()
@@ -87,7 +92,7 @@ class BatchInferenceJob(ModelJob):
         return float(self._configuration.batch_size)
 
     def run_next_step(self) -> float:
-        """Run one node; the work comes with ``write``."""
+        """Run a node; the work of a batch is returned by its node ``write``."""
         write = self._pieces_made
         if self.next_node == 0 and not self._ended:
             self._begin()
@@ -109,14 +114,14 @@ class BatchInferenceJob(ModelJob):
         return float(count)
 
     def rows(self, output: Any) -> Any:
-        """What is kept of a model's output: a tensor with a row per sample.  Here: the first tensor in it."""
+        """The part of a model's output to write, a tensor with a row per sample.  By default its first tensor."""
         import torch
         from torch.utils import _pytree as pytree
 
         return next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
 
     def write(self, outputs: Any, indices: list[int]) -> None:
-        """Take the outputs of the samples ``indices``; here: flattened into rows of the Parquet file."""
+        """Write the outputs of the samples ``indices``.  By default, flattened, as rows of the Parquet file."""
         self._file.add({"index": indices, "output": outputs.float().flatten(1).cpu().tolist()})
 
     def stop(self) -> None:
@@ -124,7 +129,7 @@ class BatchInferenceJob(ModelJob):
             self._file.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """A batch that has not been written is begun anew."""
+        """The state to resume from; a batch that is not written yet is started again."""
         return {"done": self._done, "file": self._file.state_dict(), "result": dict(self.context.result)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -134,7 +139,7 @@ class BatchInferenceJob(ModelJob):
         self.context.report(**state["result"])
 
     def _arrange(self) -> None:
-        """Split for the present batch size."""
+        """Split the model for the current batch size."""
         from megatron.fill.sidetask.split import Streamed
 
         if self._streamed is not None:

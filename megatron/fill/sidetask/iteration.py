@@ -1,4 +1,4 @@
-"""One step of an optimizer as nodes, and how far a training has come in its data."""
+"""The nodes of an optimizer step, and the progress of a training job in its data."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from megatron.fill.sidetask.data import Samples
 
 
 class NodeIteration:
-    """The nodes of one optimizer step: a batch passes through the model micro-batch by micro-batch, then the
-    optimizer steps for a group of parameters at a time.
+    """The nodes of an optimizer step: forward and backward passes, one microbatch at a time, then the optimizer, one
+    group of parameters at a time.
 
     Args:
-        batch_size, micro_batch: samples.
-        pieces: the most that a micro-batch of any shape is split into.
-        groups: of parameters.
-        begin_pass: takes a micro-batch's samples; gives a runner that has their inputs, and their target.
-        loss: of (output, target): a scalar.
+        batch_size: samples in a batch.
+        micro_batch: samples in a microbatch.
+        pieces: greatest number of pieces of any split of the model.
+        groups: number of groups of parameters.
+        begin_pass: takes a microbatch's samples; returns a runner with their inputs, and their target.
+        loss: takes output and target; returns a scalar.
 
     Attributes:
-        batch: the samples.
-        loss: the mean over the samples that have passed through so far.
+        batch: samples of the batch.
+        loss: sum of the microbatches' losses so far, each weighted by its share of the batch.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class NodeIteration:
     ) -> None:
         self._micro_batch = micro_batch
         self._begin_pass, self._loss_of = begin_pass, loss
-        self._nodes: list[tuple[str, int, int]] = []  # phase, micro-batch, piece or group
+        self._nodes: list[tuple[str, int, int]] = []  # phase, microbatch, piece or group
         for micro in range(batch_size // micro_batch):
             self._nodes += [("forward", micro, piece) for piece in range(pieces)]
             self._nodes += [("loss", micro, 0)]
@@ -45,7 +46,7 @@ class NodeIteration:
         self._many = batch_size > micro_batch
 
     def names(self) -> tuple[str, ...]:
-        """Of the nodes, in order."""
+        """The names of the nodes, in order."""
         return tuple(
             (f"micro-batch {micro} " if self._many and phase != "optimizer" else "")
             + (phase if phase == "loss" else f"{phase} {index}")
@@ -53,16 +54,16 @@ class NodeIteration:
         )
 
     def begin(self, batch: list[Any], learning: bool = True) -> None:
-        """The nodes from the first one on are for this batch; without learning it has forward nodes and losses only."""
+        """Start with this batch at the first node; without learning, only forward and loss nodes run."""
         self.batch, self.loss, self._learning = batch, 0.0, learning
 
     def group(self, node: int) -> int | None:
-        """The group of parameters that a node steps; None for a node that passes the batch through."""
+        """The group of parameters that a node updates; None for a node of a forward or backward pass."""
         phase, _, index = self._nodes[node]
         return index if phase == "optimizer" else None
 
     def run(self, node: int) -> None:
-        """Run a node that passes the batch through."""
+        """Run a node of a forward or backward pass."""
         phase, micro, piece = self._nodes[node]
         if phase == "forward":
             if piece == 0:
@@ -76,7 +77,7 @@ class NodeIteration:
             self._runner.backward(piece)
 
     def after(self, node: int) -> int:
-        """The next node that this batch has, since the last batch of an epoch may be smaller; 0 after the last one."""
+        """The next node of this batch, which may have fewer nodes as an epoch's last batch; 0 after the last node."""
         micros, pieces = -(-len(self.batch) // self._micro_batch), len(self._runner.split.segments)
         for at in range(node + 1, len(self._nodes)):
             phase, micro, index = self._nodes[at]
@@ -87,21 +88,24 @@ class NodeIteration:
         return 0
 
     def clear(self) -> None:
-        """Give back what the passes hold."""
+        """Free the tensors that the passes hold."""
         self._runner.clear()
 
 
 class Course:
-    """How far a training has come in its data.
+    """The progress of a training job in its data.
 
     Args:
-        seed: of the order.
-        epochs, steps: when it ends: one of the two.
-        epoch_ended: called at every end of an epoch.
+        samples: samples to train on.
+        seed: seed of the order of the samples.
+        batch_size: samples per iteration.
+        epochs: number of epochs after which it ends; None if ``steps`` is given.
+        steps: number of iterations after which it ends; None if ``epochs`` is given.
+        epoch_ended: called at the end of every epoch.
 
     Attributes:
-        epoch, iteration: done.
-        total_work: samples in all; None if nobody can know.
+        epoch, iteration: number of epochs and of iterations done.
+        total_work: total number of samples; None if unknown.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class Course:
     ) -> None:
         self._samples, self._seed, self._batch_size = samples, seed, batch_size
         self._epochs, self._steps, self._epoch_ended = epochs, steps, epoch_ended
-        self.epoch = self._position = self.iteration = 0  # the position is in samples of this epoch
+        self.epoch = self._position = self.iteration = 0  # _position: samples done in this epoch
         self._stream: Iterator[Any] | None = None
         self.total_work = self._total_work()
 
@@ -125,10 +129,10 @@ class Course:
         return done >= (wanted or 0)
 
     def next_batch(self) -> list[Any]:
-        """The next samples; at the end of an iterable's epoch, those of the next epoch.
+        """The samples of the next batch; after the end of an iterable's epoch, those of the next epoch.
 
         Raises:
-            StopIteration: that end is the training's.
+            StopIteration: the last epoch has ended.
             TaskError: an epoch has no samples.
         """
         for _ in range(2):
@@ -145,7 +149,7 @@ class Course:
         raise TaskError(f"data has 0 samples in epoch {self.epoch}: expected at least 1")
 
     def commit(self, count: int) -> None:
-        """An iteration of so many samples is done."""
+        """Record an iteration of ``count`` samples."""
         self.iteration += 1
         self._position += count
         if self._position == self._samples.length:

@@ -1,4 +1,4 @@
-"""From ``module:Class`` to a side task."""
+"""The import of a side task given as ``module:Class``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def load_task(path: str, search: tuple[str, ...] = ()) -> SideTask:
     """Import and construct the side task ``module:Class``.
 
     Args:
-        path: where it is.
-        search: folders to look for the module in besides ``sys.path`` (the jobs file's own folder).
+        path: ``module:Class``.
+        search: further folders in which to look for the module after ``sys.path`` (the jobs file's folder).
 
     Raises:
-        TaskError: it cannot be imported, is not a subclass of ``SideTask``, or cannot be constructed.
+        TaskError: the class cannot be imported, is not a subclass of ``SideTask``, or cannot be constructed.
     """
     module_name, _, class_name = path.partition(":")
     sys.path.extend(folder for folder in search if folder not in sys.path)
@@ -41,10 +41,10 @@ def load_task(path: str, search: tuple[str, ...] = ()) -> SideTask:
 
 
 def check_args(task: SideTask, args: Mapping[str, Any]) -> None:
-    """Whether ``create`` takes these arguments, as far as its signature tells.
+    """Check that ``create`` accepts these arguments, by its signature.
 
     Raises:
-        TaskError: it does not; the message names what it takes.
+        TaskError: it does not; the message has the parameters of ``create``.
     """
     name = type(task).__name__
     if type(task).create is SideTask.create:
@@ -53,7 +53,7 @@ def check_args(task: SideTask, args: Mapping[str, Any]) -> None:
         return
     try:
         signature = inspect.signature(task.create)
-    except (TypeError, ValueError):  # it is none of Python's
+    except (TypeError, ValueError):  # it is not written in Python
         return
     try:
         signature.bind(**args)
@@ -63,7 +63,7 @@ def check_args(task: SideTask, args: Mapping[str, Any]) -> None:
 
 
 def _instead(module: ModuleType) -> str:
-    """The side tasks that a module defines itself, for a user who looked for another one."""
+    """A hint with the side tasks that a module defines itself, for a class that it does not have."""
     found = [
         name
         for name, value in vars(module).items()

@@ -1,4 +1,4 @@
-"""The state machine of a side task: which callback may follow which (FreeRide, figure 5)."""
+"""The state machine of a side task, which fixes the order of its callbacks (FreeRide, figure 5)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
 
 
 class TaskMachine:
-    """Takes one task through its states and calls its callbacks.
+    """The state machine of one task, which calls its callbacks.
 
-    An exception of a callback passes through unchanged; ``callback`` then names the one that raised it.
+    An exception of a callback is passed on unchanged; ``callback`` then names the callback that raised it.
 
     Attributes:
-        enter: called before and after ``init``, which is where the task begins to use its device.
+        state: state of the task.
+        callback: name of the callback that was called last.
+        enter: called before and after ``init``, in which the task begins to use its device.
     """
 
     def __init__(self, task: SideTask, context: TaskContext) -> None:
@@ -75,7 +77,7 @@ class TaskMachine:
 
     @property
     def resumable(self) -> bool:
-        """Whether the task implements what it takes to be saved and to go on."""
+        """True if the task implements ``state_dict`` and ``load_state_dict``."""
         mine = type(self.task)
         return mine.state_dict is not SideTask.state_dict and mine.load_state_dict is not SideTask.load_state_dict
 
@@ -84,7 +86,7 @@ class TaskMachine:
         return self.task.state_dict()
 
     def stop(self) -> None:
-        """Stop from whatever state; a second call does nothing."""
+        """Stop the task, from any state; a second call does nothing."""
         if self.state is TaskState.STOPPED:
             return
         self.callback = "stop"

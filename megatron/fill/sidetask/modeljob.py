@@ -1,4 +1,4 @@
-"""What the jobs made from ordinary models share: their arguments, and the splits for each batch shape."""
+"""The base of the jobs made from ordinary models: their common arguments, and the splits for each batch shape."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class ModelJob(NodeTask):
     _configuration: Configuration
 
     def build_model(self) -> Any:
-        """The model; override it, or give ``model``: ``module:factory`` or a name of ``models.WORKLOADS``."""
+        """Build the model; override it, or give ``model``: ``module:factory`` or a name of ``models.WORKLOADS``."""
         name, args = self._args["model"], self._args["model_args"] or {}
         if isinstance(name, str) and ":" in name:
             return load_object("model", name)(**args)
         return build_model(name, **args)
 
     def build_data(self) -> Any:
-        """The samples; override it, or give ``data``: ``module:factory``.  A workload has random data of its own."""
+        """Build the data set; override it, or give ``data``: ``module:factory``.  A workload has random data."""
         name, args = self._args["model"], self._args["data_args"] or {}
         if self._args["data"] is None and name in WORKLOADS:
             return RandomData(name, **({"size": "full"} | (self._args["model_args"] or {}) | args))
         return load_object("data", self._args["data"])(**args)
 
     def _prepare(self, args: dict[str, Any], seed: int, pieces: int, split: str) -> None:
-        """Check what all such jobs have, and make model and data."""
+        """Check the common arguments, and build model and data."""
         import torch
 
         check_whole(seed=(seed, 0), pieces=(pieces, 1))
@@ -62,10 +62,13 @@ class ModelJob(NodeTask):
 
     @abstractmethod
     def _arrange(self) -> None:
-        """Split for every batch shape of the present configuration, and begin an iteration."""
+        """Split the model for every batch shape of the current configuration, and begin an iteration."""
 
     def _split_for(self, inputs: Any, pieces: int | None = None, prepared: bool = True) -> Any:
-        """The split for a batch; one of a shape that was not prepared runs whole unless its pieces fit any shape."""
+        """The split for a batch.
+
+        For a shape that was not prepared, the model runs as a single piece, unless its pieces fit any shape.
+        """
         from megatron.fill.sidetask.split import Call, split_model
 
         key = Call(inputs).key
@@ -80,11 +83,11 @@ class ModelJob(NodeTask):
         return self._splits[key]
 
     def _resident(self) -> contextlib.AbstractContextManager[None]:
-        """All weights are on the device inside; override it where they may be elsewhere."""
+        """A context inside which all weights are on the device; override it if they may be elsewhere."""
         return contextlib.nullcontext()
 
     def _example(self, count: int) -> tuple[Any, Any]:
-        """A batch of ``count`` samples to try the model with: inputs and targets."""
+        """The inputs and targets of a batch of ``count`` samples to try the model with."""
         return self._collate(self._samples.first(count))
 
     def _collate(self, samples: list[Any]) -> tuple[Any, Any]:
@@ -94,7 +97,7 @@ class ModelJob(NodeTask):
         return inputs, None if targets[0] is None else collate(targets, self.context.device)
 
     def _synchronize(self) -> None:
-        """A step ends when its kernels do."""
+        """Wait for all kernels, since a step ends only when its kernels do."""
         if self.context.device != "cpu":
             import torch
 

@@ -1,8 +1,8 @@
 """The models that come with PipeFill (``megatron.fill.models``), built with random weights: nothing is downloaded.
 
-All of them classify: images into 1,000 classes, texts into two.  ``size: tiny`` is the same architecture with a few
-narrow layers, for tests and for trying things out.  Any field of the configuration can be given besides
-(``hidden_size``, ``depths``, ``variant``, ...).
+All are classifiers: images into 1,000 classes, texts into two.  ``size: tiny`` is the same architecture with a few
+narrow layers, for tests and experiments.  In addition, any field of the configuration can be set (``hidden_size``,
+``depths``, ``variant``, ...).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TINY_TEXT = {
     "intermediate_size": 64,
 }
 _TINY_SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4)}
-_TINY: dict[str, dict[str, Any]] = {  # what overrides the full size
+_TINY: dict[str, dict[str, Any]] = {  # fields that override the full size
     "efficientnet-b4": {"variant": "test_efficientnet"},
     "efficientnet-v2-l": {"variant": "test_efficientnet"},
     "swin-large": _TINY_SWIN,
@@ -36,7 +36,7 @@ _TINY_LENGTH = {"timm": 32, "text": 16}  # pixels along a side, or tokens
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model of the table, as it is built here."""
+    """A model of ``megatron.fill.models``, with the fields to build it."""
 
     model: Model
 
@@ -45,11 +45,11 @@ class Workload:
         return self.model.shape is not None
 
     def length(self, size: str) -> int:
-        """Of its inputs: tokens of a text, or pixels along a side of an image."""
+        """The length of its inputs: tokens of a text, or pixels along a side of an image."""
         return _TINY_LENGTH["text" if self.is_text else "timm"] if size == "tiny" else self.model.length
 
     def fields(self, size: str, overrides: dict[str, Any]) -> dict[str, Any]:
-        """Of the model's configuration, in this size.
+        """The fields of the model's configuration in this size, with overrides.
 
         Raises:
             ValueError: there is no such size.
@@ -77,7 +77,11 @@ WORKLOADS: dict[str, Workload] = {name: Workload(model) for name, model in MODEL
 
 
 def find_workload(name: str) -> Workload:
-    """Raises ValueError when there is none of that name."""
+    """The workload with this name.
+
+    Raises:
+        ValueError: there is none.
+    """
     if name not in WORKLOADS:
         known = ", ".join(WORKLOADS)
         raise ValueError(f"model is {name!r}: expected module:factory or one of {known}")
@@ -85,14 +89,15 @@ def find_workload(name: str) -> Workload:
 
 
 def build_model(name: str, size: str = "full", **overrides: Any) -> Any:
-    """A workload's model, a ``torch.nn.Module`` with random weights of torch's present generator.
+    """Build a workload's model, a ``torch.nn.Module`` with random weights from torch's default generator.
 
     Args:
+        name: name of the workload.
         size: ``full`` or ``tiny``.
         overrides: fields of the ``transformers`` configuration, or arguments of ``timm.create_model``.
 
     Raises:
-        ValueError: an unknown name, size or field.
+        ValueError: the name, the size or a field is unknown.
         TaskError: transformers or timm is not installed.
     """
     workload = find_workload(name)
@@ -118,7 +123,7 @@ def need(module: str) -> Any:
     """Import a package of the extra ``models``.
 
     Raises:
-        TaskError: it is not installed.
+        TaskError: the package is not installed.
     """
     try:
         return importlib.import_module(module)

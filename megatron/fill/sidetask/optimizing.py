@@ -1,4 +1,4 @@
-"""The optimizer's step, a few parameters at a time, and what is kept in host memory between uses (torch inside)."""
+"""The optimizer's step for a few parameters at a time, and offloading to host memory between uses (needs torch)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ _ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adama
 
 
 class Slices:
-    """Large parameters cut along their first dimension into views that an optimizer takes for parameters.
+    """Large parameters cut along their first dimension into views that an optimizer treats as parameters.
 
-    What an elementwise optimizer does to the views, one after the other, is what it does to the whole, to the bit; so
-    the step for a word embedding need not be one long node.  The views are of the storage that a parameter has now:
-    they are for devices on which it stays.
+    For an elementwise optimizer, updating the views one after the other gives the same result as updating the whole,
+    bit for bit; so the update of a word embedding need not be a single long node.  The views share the parameter's
+    current storage, so they are only valid while it stays on its device.
+
+    Args:
+        named: ``(name, parameter)`` of each parameter.
+        pieces: number of pieces for all parameters together; a larger share of their size is cut.
 
     Attributes:
         parameters: ``(name, parameter or view)`` in order; a view is named ``word_embeddings.weight[0:2000]``.
@@ -41,7 +45,7 @@ class Slices:
                 self._views.append((view, parameter, first, last))
 
     def take_gradients(self) -> None:
-        """Hand the parameters' gradients to their views."""
+        """Move the parameters' gradients to their views."""
         for view, parameter, first, last in self._views:
             view.grad = None if parameter.grad is None else parameter.grad[first:last]
         for _, parameter, _, _ in self._views:
@@ -49,15 +53,15 @@ class Slices:
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Whether it is known to treat every number of a parameter by itself."""
+    """True if the optimizer is known to update each element of a parameter independently."""
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE
 
 
 def group_parameters(optimizer: Any, parameters: list[Any], pieces: int) -> list[list[Any]]:
-    """Groups of about equal size, ``pieces`` at most.
+    """Group the parameters into at most ``pieces`` groups of about equal size.
 
-    Only torch's own optimizers are known to treat parameters one by one; any other gets one group.
+    Only torch's own optimizers are known to update parameters independently; for any other there is a single group.
     """
     from megatron.fill.sidetask.split.segments import even_cuts
 
@@ -69,7 +73,7 @@ def group_parameters(optimizer: Any, parameters: list[Any], pieces: int) -> list
 
 
 def step_group(optimizer: Any, parameters: list[Any]) -> None:
-    """One step for these parameters only; their gradients are freed."""
+    """Do an optimizer step for these parameters only, and free their gradients."""
     chosen = {id(p) for p in parameters}
     before = [group["params"] for group in optimizer.param_groups]
     try:
@@ -84,7 +88,7 @@ def step_group(optimizer: Any, parameters: list[Any]) -> None:
 
 
 class Offloaded:
-    """Keeps optimizer state, and weights with their gradients, in host memory while no node needs them.
+    """Offloading of optimizer state, and of weights with their gradients, to host memory while no node needs them.
 
     It has not been run: that takes a GPU.
     """
@@ -93,13 +97,13 @@ class Offloaded:
         self._offload, self._device = offload, device
 
     def keep(self, model: Any, optimizer: Any) -> None:
-        """Put everything where it is between nodes."""
+        """Move everything to its place between nodes."""
         self._move_state(optimizer, model.parameters(), "cpu" if self._offload is not Offload.NONE else self._device)
         self._move(list(model.parameters()), "cpu" if self._offload is Offload.WEIGHTS else self._device)
 
     @contextlib.contextmanager
     def weights(self, parameters: Sequence[Any]) -> Iterator[None]:
-        """These parameters are on the device inside."""
+        """Hold these parameters on the device inside the context."""
         if self._offload is not Offload.WEIGHTS:
             yield
             return
@@ -111,7 +115,7 @@ class Offloaded:
 
     @contextlib.contextmanager
     def step(self, optimizer: Any, parameters: list[Any]) -> Iterator[None]:
-        """These parameters and their optimizer state are on the device inside."""
+        """Hold these parameters and their optimizer state on the device inside the context."""
         with self.weights(parameters):
             if self._offload is Offload.NONE:
                 yield
@@ -133,5 +137,5 @@ class Offloaded:
     def _move_state(optimizer: Any, parameters: Any, device: str) -> None:
         for parameter in parameters:
             for name, value in optimizer.state.get(parameter, {}).items():
-                if hasattr(value, "to") and name != "step":  # torch keeps the count of steps where it likes it
+                if hasattr(value, "to") and name != "step":  # torch decides where the step count is
                     optimizer.state[parameter][name] = value.to(device)

@@ -1,4 +1,4 @@
-"""A Parquet file written in parts, so that an interrupted job neither loses nor doubles a row."""
+"""A Parquet file written in parts, so that an interrupted job neither loses nor duplicates a row."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from megatron.fill.sidetask.models import need
 
 
 class ParquetFile:
-    """Rows in order of their number, of which ``part_rows`` at a time become a file of ``<path>.parts``.
+    """A Parquet file whose rows are written, ``part_rows`` at a time, as files in ``<path>.parts``.
 
-    A part always holds the same rows, so writing it a second time changes nothing.  ``assemble`` puts the parts
-    together, one per call, and then the whole file takes its place in one stroke.
+    A part always holds the same rows, so writing it a second time changes nothing.  ``assemble`` appends the parts, one
+    per call, to a temporary file, which is then renamed.
+
+    Args:
+        path: path of the file.
+        part_rows: rows per part.
 
     Attributes:
-        rows: the rows that are not in a part yet, as lists by column.
+        rows: rows that are not in a part yet, as lists by column.
     """
 
     def __init__(self, path: Path, part_rows: int) -> None:
@@ -27,7 +31,7 @@ class ParquetFile:
         self.path, self._part_rows = path, part_rows
         self._parts = path.with_name(path.name + ".parts")
         self.rows: dict[str, list[Any]] = {}
-        self._part = 0  # the next to be written
+        self._part = 0  # number of the next part to write
         self._assembled = 0
         self._writer: Any = None
 
@@ -35,25 +39,29 @@ class ParquetFile:
         return {"rows": {name: list(values) for name, values in self.rows.items()}, "part": self._part}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises TaskError when parts that were written are gone."""
+        """Resume from a state.
+
+        Raises:
+            TaskError: parts that were written are missing.
+        """
         self.rows, self._part = dict(state["rows"]), state["part"]
         if self._part and not self._parts.exists() and not self.path.exists():
             raise TaskError(f"{self._parts} is missing: expected the {self._part} parts written before")
 
     @property
     def complete(self) -> bool:
-        """Whether the file was put together after the state that was loaded."""
+        """True if the file was assembled, before or after the state that was loaded."""
         return self._part > 0 and self.path.exists() and not self._parts.exists()
 
     def add(self, columns: dict[str, list[Any]]) -> None:
-        """Append rows; a full part is written."""
+        """Append rows, and write every part that is full."""
         for name, values in columns.items():
             self.rows.setdefault(name, []).extend(values)
         while self._waiting() >= self._part_rows:
             self._write_part(self._part_rows)
 
     def assemble(self) -> bool:
-        """Do the next bit of what is left after the last row; True when the file is there."""
+        """Append the next part, after the last row was added; return True if the file is complete."""
         if self.complete:
             return True
         if self._waiting():

@@ -1,4 +1,4 @@
-"""Lanczos resampling of images in torch, as Pillow does it: width first, rounded to whole levels after each pass."""
+"""Lanczos resampling of images in torch, as in Pillow: width first, rounded to integer levels after each pass."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-_SUPPORT = 3  # of the Lanczos filter, in pixels of the coarser image
-_BLOCK = 64  # results that one matrix product computes
+_SUPPORT = 3  # support of the Lanczos filter, in pixels of the coarser image
+_BLOCK = 64  # number of results that one matrix product computes
 
 
 class Axis:
-    """The weights that take one side of an image from ``source`` pixels to ``target`` of them.
+    """The weights that resample one side of an image from ``source`` to ``target`` pixels.
 
     A result is a weighted sum over a window of the source; the windows of neighbours overlap.
     """
@@ -27,7 +27,7 @@ class Axis:
         self._blocks: list[tuple[int, int, Any]] = []
 
     def window(self, begin: int, end: int) -> tuple[int, int, Any]:
-        """For results ``begin`` to ``end``: the source pixels that they depend on, from and to, and a matrix of weights
+        """The window of the results ``begin`` to ``end``: first and end of their source pixels, and a matrix of weights
         (results, source pixels).
         """
         import torch
@@ -55,24 +55,24 @@ class Axis:
 
 
 def to_levels(image: Any) -> Any:
-    """Rounded to whole levels from 0 to 255, as floats."""
+    """Round to integer levels from 0 to 255, as floats, in place."""
     return image.add_(0.5).floor_().clamp_(0, 255)
 
 
 def premultiplied(image: Any) -> Any:
-    """Of (4, rows, columns), the colours times the opacity: what is transparent has no colour to spread."""
+    """Multiply the colours of (4, rows, columns) by the opacity, so that transparent pixels spread no colour."""
     image[:3] = to_levels(image[:3] * image[3] / 255)
     return image
 
 
 def straight(image: Any) -> Any:
-    """What ``premultiplied`` was made from, as far as something can be seen of it."""
+    """Undo ``premultiplied``; the colours of transparent pixels are lost."""
     image[:3] = (image[:3] * 255 / image[3].clamp(min=1)).floor_().clamp_(0, 255)
     return image
 
 
 def upright(image: Any, orientation: int | None) -> Any:
-    """(channels, rows, columns) turned as the EXIF tag says that it has to be; another value turns nothing."""
+    """Turn (channels, rows, columns) upright by its EXIF orientation; an unknown value changes nothing."""
     if orientation in (5, 6, 7, 8):
         image = image.transpose(1, 2)
     flips = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}.get(orientation or 1, ())
@@ -80,8 +80,9 @@ def upright(image: Any, orientation: int | None) -> Any:
 
 
 def stamp(image: Any, mask: Any, left: int, top: int, level: int) -> None:
-    """Blend grey of this level into (channels, rows, columns) of whole levels, as much as the mask (rows, columns)
-    says, 0 to 255; what is beyond the image is left out.
+    """Blend grey of ``level`` into (channels, rows, columns), weighted by the mask (rows, columns) from 0 to 255.
+
+    The part of the mask outside of the image is ignored.
     """
     rows, columns = mask.shape
     bottom, right = min(top + rows, image.shape[1]), min(left + columns, image.shape[2])

@@ -1,4 +1,4 @@
-"""What a task's state is made of."""
+"""Copies of a task's state."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def on_cpu(value: Any) -> Any:
-    """With every tensor in host memory, whatever the lists and mappings that they are in.
+    """Copy a state of nested lists and mappings, with all its tensors moved to host memory.
 
-    What is there already is not copied: a state is written before the next step changes it.
+    Tensors that are there already are not copied, since a state is written before the next step changes it.
     """
     if isinstance(value, dict):
         return {key: on_cpu(entry) for key, entry in value.items()}

@@ -1,4 +1,4 @@
-"""``TrainingJob``: trains any ``torch.nn.Module`` in pieces (PipeFill, section 4.2)."""
+"""``TrainingJob``: training of any ``torch.nn.Module``, in pieces (PipeFill, section 4.2)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _REPORT_EVERY = 100  # iterations
 
 
 class TrainingJob(ModelJob):
-    """Trains a model: subclass it and override ``build_model``, ``build_data``, ``build_optimizer`` and ``loss``, or
-    name them in the jobs file.
+    """Training of a model: subclass it and override ``build_model``, ``build_data``, ``build_optimizer`` and ``loss``,
+    or name them in the jobs file.
 
-    An iteration is one step of the optimizer.  Its nodes: for each micro-batch, the pieces forward, the loss, the
-    pieces backward; then the optimizer, a few parameters at a time.  No configuration changes what is learnt, but for
-    the order in which micro-batches' gradients are summed, and for dropout, whose masks are drawn per micro-batch.
-    Interrupted and resumed it ends, on a CPU, in the same weights bit for bit.  It reports ``loss`` (the mean since the
-    last report), ``epoch`` and ``iteration``.
+    An iteration is one step of the optimizer.  Its nodes: for each microbatch, the pieces forward, the loss, the pieces
+    backward; then the optimizer, a few parameters at a time.  The configuration changes the result only by the order in
+    which microbatches' gradients are summed, and by dropout, whose masks are drawn per microbatch.  An interrupted and
+    resumed job ends, on a CPU, with bit-identical weights.  It reports ``loss`` (the mean since the last report),
+    ``epoch`` and ``iteration``.
     """
 
     def create(
@@ -50,14 +50,17 @@ class TrainingJob(ModelJob):
 
         Args:
             model: ``module:factory``, or a name of ``models.WORKLOADS``, which has random data and a loss.
+            model_args: arguments of that factory, or of ``build_model``.
             data: ``module:factory``.
+            data_args: arguments of that factory, or of ``RandomData``.
             optimizer: ``module:factory``.
+            optimizer_args: arguments of that factory, besides the parameters.
             loss: ``module:function`` of (output, target), the *mean* over the samples.
-            batch_size: samples a step of the optimizer.
-            micro_batch_sizes: how many of them may pass through the model at a time; None for all divisors.
-            epochs: when to end: this or ``steps``.
-            steps: when to end: this or ``epochs``.
-            seed: of weights, order and dropout.
+            batch_size: samples per optimizer step.
+            micro_batch_sizes: allowed numbers of samples in a microbatch; None for all divisors of ``batch_size``.
+            epochs: number of epochs after which to end; give this or ``steps``.
+            steps: number of optimizer steps after which to end; give this or ``epochs``.
+            seed: seed of weights, order and dropout.
             pieces: as for ``split_model``.
             split: as for ``split_model``.
 
@@ -80,7 +83,7 @@ class TrainingJob(ModelJob):
         if self._norms:
             if batch_size not in self._micro_sizes:
                 raise ValueError(f"micro_batch_sizes is {micro_batch_sizes}: a model with BatchNorm needs {batch_size}")
-            self._micro_sizes = [batch_size]  # its statistics are those of what passes through at a time
+            self._micro_sizes = [batch_size]  # BatchNorm's statistics depend on the size of a microbatch
         self._make_optimizer()
         closure = inspect.signature(self.optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -88,8 +91,8 @@ class TrainingJob(ModelJob):
         self._batch_size = batch_size
         self._course = Course(self._samples, seed, batch_size, epochs, steps, self._report)
         self.context.total_work = self._course.total_work
-        self._losses: list[float] = []  # of the iterations since the last report
-        self._left: dict[str, Any] | None = None  # of a checkpoint between two optimizer nodes
+        self._losses: list[float] = []  # losses of the iterations since the last report
+        self._left: dict[str, Any] | None = None  # gradients from a checkpoint between two optimizer nodes
         self._configuration = self.configurations()[0]
 
     def _make_optimizer(self) -> None:
@@ -106,17 +109,17 @@ class TrainingJob(ModelJob):
         self._parameters = [p for _, p in self._slices.parameters]
 
     def build_optimizer(self, parameters: list[Any]) -> Any:
-        """The optimizer of these parameters, or rows of parameters."""
+        """Build the optimizer of these parameters, some of which are slices of parameters."""
         return load_object("optimizer", self._args["optimizer"])(parameters, **self._args["optimizer_args"])
 
     def loss(self, output: Any, target: Any) -> Any:
-        """A scalar: the mean loss over the samples of a batch."""
+        """The mean loss over the samples of a batch, a scalar."""
         return self._loss_function(output, target)
 
     def configurations(self) -> list[Configuration]:
-        """The micro-batches that divide the batch, with checkpointing or not; offload only where there is a device.
+        """The allowed microbatch sizes, with and without checkpointing; with offloading only on a GPU.
 
-        A model with BatchNorm is offered its whole batch only.
+        A model with BatchNorm has only the whole batch.
         """
         offloads = [(Offload.NONE, False), (Offload.NONE, True)]
         if self.context.device != "cpu":
@@ -124,7 +127,7 @@ class TrainingJob(ModelJob):
         return [Configuration(b, again, offload) for b in self._micro_sizes for offload, again in offloads]
 
     def init(self) -> None:
-        """Move to the device, split the model for each batch shape, and try each split once: the first use is slow."""
+        """Move to the device, split the model for each batch shape, and run each split once: the first use is slow."""
         from megatron.fill.sidetask.split import Randomness
 
         self.model.to(self.context.device)
@@ -134,7 +137,7 @@ class TrainingJob(ModelJob):
             self._finish_step(self._left)
             self._left = None
         self._arrange()
-        self._committed = False  # the iteration counts as done, and some of its optimizer nodes are left
+        self._committed = False  # True if the iteration counts as done while some of its optimizer nodes are left
 
     def node_names(self) -> tuple[str, ...]:
         return self._iteration.names()
@@ -143,7 +146,7 @@ class TrainingJob(ModelJob):
         return float(self._batch_size)
 
     def run_next_step(self) -> float:
-        """Run one node; an iteration's work comes with its first optimizer node, from which on it is never redone."""
+        """Run a node; an iteration's first optimizer node returns its work: from then on it is never repeated."""
         if self.next_node == 0:
             self._begin_iteration()
         group, work = self._iteration.group(self.next_node), 0.0
@@ -159,7 +162,7 @@ class TrainingJob(ModelJob):
         return work
 
     def state_dict(self) -> dict[str, Any]:
-        """The state when the present iteration began; between optimizer nodes, with the gradients not yet used."""
+        """The state at the beginning of this iteration; between optimizer nodes, with the gradients not yet used."""
         buffers = self._buffers if self.next_node > 0 and not self._committed else {}
         state: dict[str, Any] = {
             "model": {k: on_cpu(buffers.get(k, v)) for k, v in self.model.state_dict().items()},
@@ -191,12 +194,12 @@ class TrainingJob(ModelJob):
         return None
 
     def _arrange(self) -> None:
-        """Split for the present micro-batch and for what is left at the end of an epoch, and list the nodes."""
+        """Split for the current microbatch and for the rest at the end of an epoch, and list the nodes."""
         from megatron.fill.sidetask.optimizing import Offloaded, group_parameters
 
         size, length = self._configuration.batch_size, self._samples.length
         self._offloaded = Offloaded(self._configuration.offload, self.context.device)
-        self._offloaded.keep(self.model, self.optimizer)  # an earlier configuration may have kept them elsewhere
+        self._offloaded.keep(self.model, self.optimizer)  # an earlier configuration may have put them elsewhere
         first, *others = (self._try(count) for count in self._sizes(size, length))
         self.split = first.how
         count = max(len(s.segments) for s in (first, *others))
@@ -210,14 +213,14 @@ class TrainingJob(ModelJob):
         return self._offloaded.weights(list(self.model.parameters()))
 
     def _sizes(self, size: int, length: int | None) -> list[int]:
-        """All sizes of micro-batches that can come, the usual one first."""
+        """The sizes of microbatches that can occur, the usual one first."""
         if length is None:
             return [size]
         full = [size] if length >= size else []
         return [*full, *([length % self._batch_size % size] if length % self._batch_size % size else [])]
 
     def _try(self, count: int) -> Any:
-        """Split for a batch of so many samples, and take it forward and backward once."""
+        """Split the model for ``count`` samples, and run it forward and backward once."""
         from megatron.fill.sidetask.split import Randomness, restored
 
         inputs, target = self._example(count)
@@ -250,7 +253,7 @@ class TrainingJob(ModelJob):
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
     def _begin_pass(self, samples: list[Any]) -> tuple[Any, Any]:
-        """A runner that has the inputs of a micro-batch, and its target."""
+        """A runner with the inputs of a microbatch, and its target."""
         inputs, target = self._collate(samples)
         return self._runner(self._split_for(inputs, prepared=False), self._random, inputs), target
 
@@ -263,7 +266,7 @@ class TrainingJob(ModelJob):
         return runner
 
     def _commit(self) -> float:
-        """From here on the iteration counts as done."""
+        """Count the iteration as done; return its work."""
         count = len(self._iteration.batch)
         self._iteration.clear()
         self._slices.take_gradients()
@@ -281,14 +284,14 @@ class TrainingJob(ModelJob):
             self._losses = []
 
     def _optimize(self, index: int) -> None:
-        """One step for one group of parameters."""
+        """Do the optimizer step for one group of parameters."""
         with self._offloaded.step(self.optimizer, self._groups[index]):
             from megatron.fill.sidetask.optimizing import step_group
 
             step_group(self.optimizer, self._groups[index])
 
     def _finish_step(self, gradients: dict[str, Any]) -> None:
-        """The optimizer nodes that were left when the checkpoint was written."""
+        """Do the optimizer nodes that were left when the checkpoint was written."""
         for name, parameter in self._slices.parameters:
             if name in gradients:
                 parameter.grad = gradients[name].to(self.context.device)

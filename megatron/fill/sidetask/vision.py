@@ -16,14 +16,14 @@ _REPORT_EVERY = 100  # updates
 
 
 class ImageTraining(SideTask):
-    """Trains one of the table's image models with SGD on random images, or on a data set of one's own.
+    """Training of an image model of ``megatron.fill.models`` with SGD, on random images or on a given data set.
 
-    A step is a forward and backward pass over one micro-batch, or the optimizer's update, which comes after as many of
-    them as make a batch.  As whenever gradients are summed up, BatchNorm sees a micro-batch at a time.  It reports
-    ``loss`` (the mean since the last report), ``epoch`` and ``updates``.
+    A step is a forward and backward pass over one microbatch, or the optimizer's update after the microbatches of a
+    batch.  As always with gradient accumulation, BatchNorm sees one microbatch at a time.  The task reports ``loss``
+    (the mean since the last report), ``epoch`` and ``updates``.
 
-    The device holds all images, so that the host has nothing to do in a step.  ``TrainingJob`` reads larger data sets
-    as it goes, and trains the same models in nodes, where not even one image's pass fits into a bubble.
+    The device holds all images, so that the host has nothing to do in a step.  ``TrainingJob`` loads larger data sets
+    batch by batch, and trains the same models in nodes, for bubbles shorter than the pass of a single image.
     """
 
     unit: ClassVar[str] = "images"
@@ -45,13 +45,13 @@ class ImageTraining(SideTask):
         Args:
             model: ``resnet18``, ``resnet50``, ``vgg19``, or another image model of ``models.WORKLOADS``.
             model_args: as for ``build_model``.
-            data: ``module:factory`` of a data set of ``(image, class)``; None for random ones.
-            data_args: of the factory, or of ``RandomData``.
-            batch_size: images an update; an epoch's last batch may have fewer.
-            micro_batch: images a step, at most; None for the whole batch.
-            updates: how many; None to go on until the main job ends.
-            learning_rate: of SGD with momentum 0.9.
-            seed: of the weights and of the order of the images.
+            data: ``module:factory`` of a data set of ``(image, class)``; None for random images.
+            data_args: arguments of the factory, or of ``RandomData``.
+            batch_size: images per update; an epoch's last batch may have fewer.
+            micro_batch: greatest number of images per step; None for the whole batch.
+            updates: number of updates; None to continue until the training of the run ends.
+            learning_rate: learning rate of SGD with momentum 0.9.
+            seed: seed of the weights and of the order of the images.
 
         Raises:
             ValueError: an argument is wrong.
@@ -85,14 +85,14 @@ class ImageTraining(SideTask):
         self._optimizer = self._new_optimizer()
         self._epoch = self._position = self._update = 0  # epochs done; images done in this one; updates done
         self._loss: Any = 0.0  # summed over the updates since the last report
-        self._counted = 0  # of these updates
-        self._left: list[int] = []  # of this batch: images whose pass is to come
-        self._batch_count = 0  # all of its images
+        self._counted = 0  # number of these updates
+        self._left: list[int] = []  # images of this batch that have not been passed yet
+        self._batch_count = 0  # number of images in this batch
         self._batch_loss: Any = 0.0
         self._set_total()
 
     def init(self) -> None:
-        """Move to the device, and pass a micro-batch through the model there: the first use is slow."""
+        """Move to the device, and run a microbatch through the model there, since the first use is slow."""
         from megatron.fill.sidetask.split import restored
 
         device = self.context.device
@@ -106,7 +106,7 @@ class ImageTraining(SideTask):
         self._begin_batch()
 
     def run_next_step(self) -> float:
-        """One pass, or one update: only that one counts as work."""
+        """Do a pass or an update; only updates count as work."""
         if self._updates is not None and self._update >= self._updates:
             raise StopIteration
         if self.next_node == _UPDATE:
@@ -118,7 +118,7 @@ class ImageTraining(SideTask):
         return 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """The state when the present batch began: its passes so far are made anew."""
+        """The state at the beginning of this batch, whose passes so far are repeated."""
         return {
             "model": {name: on_cpu(self._began.get(name, value)) for name, value in self.model.state_dict().items()},
             "optimizer": on_cpu(self._optimizer.state_dict()),
@@ -137,7 +137,7 @@ class ImageTraining(SideTask):
         self.context.report(**state["result"])
 
     def _pass(self, indices: list[int], share: float) -> Any:
-        """Forward and backward; the mean loss, times the share of the batch that these images are."""
+        """Run forward and backward; return the mean loss times ``share``, the images' share of the batch."""
         import torch
         from torch.nn.functional import cross_entropy
 
@@ -149,7 +149,7 @@ class ImageTraining(SideTask):
     def _begin_batch(self) -> None:
         import torch
 
-        torch.manual_seed(self._seed + self._update)  # for layers that draw: a batch begun anew draws the same
+        torch.manual_seed(self._seed + self._update)  # so that layers draw the same numbers if the batch is repeated
         order = list(self._samples.order(self._seed, self._epoch))
         self._left = order[self._position : self._position + self._batch_size]
         self._batch_count, self._batch_loss = len(self._left), 0.0

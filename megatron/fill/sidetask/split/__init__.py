@@ -1,4 +1,4 @@
-"""Splitting a model into a line of pieces that run a few at a time (PipeFill, section 4.2)."""
+"""Splitting a model into a sequence of pieces that run one after the other (PipeFill, section 4.2)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
     "split_model",
 ]
 
-_SEED = 7  # of the trial runs
+_SEED = 7  # seed of the trial runs
 
 
 def split_model(
@@ -41,20 +41,21 @@ def split_model(
     pieces: int = 24,
     aside: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Split:
-    """Split a model for inputs of these shapes, in its present mode (training or evaluation).
+    """Split a model for inputs of these shapes, in its current mode (training or evaluation).
 
-    A way counts only if the pieces give the very outputs of the whole model (on CUDA: nearly); the last resort is a
-    single piece.  The model's weights, buffers and torch's generators are left as they were.
+    A way is used only if the pieces give the same outputs as the whole model (on CUDA: nearly the same); the last
+    resort is a single piece.  The model's weights and buffers and torch's generators are left unchanged.
 
     Args:
-        inputs: an example batch, on the model's device.
-        way: ``sequential`` (module boundaries), ``export`` (``torch.export``), ``whole``, or ``auto``: the first
-            of them that works.
-        pieces: how many to make at most.
-        aside: what takes long and does not use the device happens inside (``TaskContext.aside``).
+        model: model to split.
+        inputs: example batch on the model's device.
+        way: ``sequential`` (module boundaries), ``export`` (``torch.export``), ``whole``, or ``auto`` for the first of
+            them that works.
+        pieces: greatest number of pieces.
+        aside: context for long work without the device (``TaskContext.aside``).
 
     Raises:
-        TaskError: the way that was asked for does not work.
+        TaskError: the requested way does not work.
     """
     call = Call(inputs)
     device = next((str(x.device) for x in call.leaves if isinstance(x, torch.Tensor)), "cpu")
@@ -97,7 +98,11 @@ def _whole(model: nn.Module, call: Call, outputs: int, spec: Any, why: str) -> S
 
 
 def _tried(split: Split, call: Call, expected: list[Any], device: str) -> Split:
-    """Run the pieces once: compare the outputs and find the values that a gradient can reach."""
+    """Run the pieces once, compare the outputs, and find the values that a gradient can reach.
+
+    Raises:
+        SplitError: a piece failed or writes into its input, or the outputs differ.
+    """
     reached: set[int] = set()
     runner = PieceRunner(split, Randomness(device, _SEED))
     values: dict[int, Any] = dict(enumerate(call.leaves))

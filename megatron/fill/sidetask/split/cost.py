@@ -1,4 +1,4 @@
-"""What an operation costs, without running it: floating-point operations and bytes moved at nominal rates."""
+"""The estimated cost of an operation: floating-point operations and bytes moved at nominal rates."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-_CALL_NS = 3000.0  # of one operation that does nothing
+_CALL_NS = 3000.0  # time of an operation that does nothing
 # Operations and bytes per nanosecond: one core of a server, and a large accelerator.  Only their ratio matters.
 _RATES = {"cpu": (50.0, 10.0), "cuda": (50_000.0, 2000.0)}
 
 
 def nbytes(values: Any) -> int:
-    """The size of all tensors in ``values``."""
+    """The total size of all tensors in ``values``."""
     return sum(x.numel() * x.element_size() for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor))
 
 
 def cost_ns(flops: float, moved: float, device: str) -> float:
-    """Nominal nanoseconds."""
+    """The nominal time in ns of ``flops`` operations with ``moved`` bytes."""
     flop_rate, byte_rate = _RATES.get(device, _RATES["cuda"])
     return _CALL_NS + flops / flop_rate + moved / byte_rate
 
 
 class CostMeter(FlopCounterMode):
-    """Counts floating-point operations; meant for fake tensors."""
+    """A counter of floating-point operations, for fake tensors."""
 
     def __init__(self) -> None:
         super().__init__(display=False)

@@ -1,4 +1,4 @@
-"""Splitting any model that ``torch.export`` can trace: its graph is cut into pieces of about equal cost."""
+"""Splitting any model that ``torch.export`` can trace, by cutting its graph into pieces of about equal cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAY_SHARE = ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", 
 
 
 class _Flat(nn.Module):
-    """The model with flat tensors in and out."""
+    """The model with flat lists of tensors as inputs and outputs."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         super().__init__()
@@ -37,17 +37,20 @@ def split_export(model: nn.Module, call: Call, pieces: int, spec: Any) -> Split:
     The pieces use the model's own parameters and buffers.
 
     Args:
-        spec: the structure of the model's output.
+        model: model to split.
+        call: example call of the model.
+        pieces: greatest number of pieces.
+        spec: structure of the model's output.
 
     Raises:
-        SplitError: it cannot be traced.
+        SplitError: the model cannot be traced, or its graph cannot be cut.
     """
     flat = _Flat(model, call)
     flat.train(model.training)
     tensors = tuple(x for x in call.leaves if isinstance(x, torch.Tensor))
     try:
         program = torch.export.export(flat, tensors)
-    except Exception as error:  # tracing runs the user's code, and fails in its own ways
+    except Exception as error:  # tracing runs the user's code, which may raise anything
         reason = (str(error).strip() or "no reason given").splitlines()[0][:200]
         raise SplitError(f"torch.export failed: {type(error).__name__}: {reason}") from error
     signature = program.graph_signature
@@ -71,7 +74,7 @@ def split_export(model: nn.Module, call: Call, pieces: int, spec: Any) -> Split:
 
 
 def _write_elsewhere(graph: fx.Graph) -> None:
-    """Let operations that write into their input return a new tensor, where nothing reads the old one later."""
+    """Replace in-place operations by versions that return a new tensor, if nothing reads the old one later."""
     order = {node: at for at, node in enumerate(graph.nodes)}
     roots = _roots(graph)
     for node in graph.nodes:
@@ -92,7 +95,7 @@ def _write_elsewhere(graph: fx.Graph) -> None:
 
 
 def _written(node: fx.Node) -> fx.Node | None:
-    """The tensor that an operation writes into, if it does."""
+    """The tensor that an operation writes into; None if it writes into none."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     for index, argument in enumerate(node.target._schema.arguments):
@@ -103,13 +106,13 @@ def _written(node: fx.Node) -> fx.Node | None:
 
 
 def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node, the one whose memory it may share."""
+    """For each node, the node whose memory it may share, or itself."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         source = None
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             schema = node.target._schema
-            # The latter return their input itself where there is nothing to do, which their schemas do not say.
+            # Those in _MAY_SHARE return their input itself if there is nothing to do, which their schemas do not show.
             shares = any(r.alias_info is not None for r in schema.returns) or schema.name in _MAY_SHARE
             source = next((a for a in node.args if isinstance(a, fx.Node)), None) if shares else None
         elif node.target is operator.getitem:
@@ -119,7 +122,7 @@ def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 class _Cutter:
-    """Cuts one exported graph."""
+    """The cutting of an exported graph."""
 
     def __init__(self, program: Any, state: dict[str, torch.Tensor], inputs: list[str], call: Call) -> None:
         self.module: fx.GraphModule = program.graph_module
@@ -128,7 +131,7 @@ class _Cutter:
         self.body = [n for n in nodes if n.op == "call_function"]
         self.attributes = {n for n in nodes if n.op == "get_attr"}
         by_name = {n.name: n for n in nodes}
-        # The numbers of the values: the flat inputs first, tensors or not.
+        # Numbers of the values: the flat inputs come first, tensors or not.
         positions = [i for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)]
         self.numbers = {by_name[name]: at for name, at in zip(inputs, positions, strict=True)}
         self.next_number = len(call.leaves)
@@ -160,7 +163,7 @@ class _Cutter:
         return costs
 
     def _allowed(self) -> dict[int, float]:
-        """Each place where a cut may be, with the bytes of the values that cross it."""
+        """The places where a cut is allowed, each with the bytes of the values that cross it."""
         order = {node: at for at, node in enumerate(self.body)}
         end = len(self.body)
         last = {n: max((order.get(user, end) for user in n.users), default=order[n]) for n in self.body}
@@ -174,7 +177,7 @@ class _Cutter:
         return allowed
 
     def _barred(self, order: dict[fx.Node, int], last: dict[fx.Node, int]) -> set[int]:
-        """No cut between a tensor's making and its last use when something writes into it."""
+        """The places where a cut is forbidden: from the creation to the last use of a tensor that is written into."""
         roots = _roots(self.module.graph)
         barred: set[int] = set()
         for written in filter(None, map(_written, self.body)):
@@ -223,6 +226,6 @@ class _Piece:
 
 
 def _is_heavy(node: fx.Node) -> bool:
-    """Whether floating-point operations, more than bytes, may decide its time."""
+    """True if floating-point operations, rather than bytes, may dominate the node's time."""
     name = node.target._schema.name
     return any(word in name for word in ("mm", "linear", "matmul", "conv", "attention", "einsum", "lstm", "gru"))

@@ -1,4 +1,4 @@
-"""A job's own random numbers: the same however the job is cut, and whatever else runs in the process."""
+"""A job's own random numbers, which depend neither on the split of the job nor on other code in the process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import torch
 
 
 class Randomness:
-    """The state of torch's generators as a job has it; ``with`` it, torch draws from there.
+    """A job's own state of torch's generators; inside ``with``, torch draws from it.
+
+    Args:
+        device: torch device of the job.
+        seeds: numbers that together make the seed.
 
     Attributes:
-        state: of the CPU's generator and, on CUDA, of the device's.
+        state: state of the CPU's generator and, on CUDA, of the device's.
     """
 
     def __init__(self, device: str, *seeds: int) -> None:
@@ -20,7 +24,7 @@ class Randomness:
         self.seed(*seeds)
 
     def seed(self, *seeds: int) -> None:
-        """Begin anew; the numbers together make the seed."""
+        """Start again with this seed, which the numbers make together."""
         seed = int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]) >> 1
         devices = ["cpu"] if self._device.type == "cpu" else ["cpu", self._device]
         self.state: tuple[Any, ...] = tuple(torch.Generator(d).manual_seed(seed).get_state() for d in devices)

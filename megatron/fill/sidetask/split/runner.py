@@ -1,4 +1,4 @@
-"""Runs a split model piece by piece, forward and backward."""
+"""The execution of a split model piece by piece, forward and backward."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from megatron.fill.sidetask.split.segments import Split
 
 
 class PieceRunner:
-    """One pass of one batch through a split model: each ``forward``, then ``loss``, then each ``backward`` in reverse.
+    """A pass of a batch through a split model: each ``forward``, then ``loss``, then each ``backward`` in reverse.
 
-    The gradients of parameters add up in their ``.grad``.  They, and the outputs, are those of a whole pass bit for bit
-    as long as a parameter is used in one place only: a value's gradients add up in the order in which autograd itself
-    takes them.
+    The gradients of parameters are accumulated in their ``.grad``.  Gradients and outputs are bit-identical to those of
+    a whole pass as long as each parameter is used in one place only, since a value's gradients are summed in the same
+    order as in autograd.
 
     Args:
-        training: keep what a backward pass needs.
-        checkpointing: keep the inputs of the pieces only, and compute each piece again in its backward.
-        resident: called with parameters, makes them present while a piece runs (offloaded weights).
+        split: the split model.
+        randomness: random numbers of the job.
+        training: True to keep the tensors that a backward pass needs.
+        checkpointing: True to keep only the inputs of the pieces, and compute each piece again in its backward.
+        resident: called with parameters; returns a context that holds them on the device (offloaded weights).
     """
 
     def __init__(
@@ -43,13 +45,13 @@ class PieceRunner:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the present batch."""
+        """Forget the current batch."""
         self._values: dict[int, Any] = {}
         self._kept: dict[int, Any] = {}
         self._gradients: dict[int, torch.Tensor] = {}
 
     def begin(self, leaves: Sequence[Any]) -> None:
-        """Take the flat inputs of a batch."""
+        """Begin a batch with these flat inputs."""
         self.clear()
         self._values = dict(enumerate(leaves))
 
@@ -77,7 +79,7 @@ class PieceRunner:
         """Compute a loss of the output, and its gradients with respect to the output.
 
         Args:
-            function: from the model's output to a scalar.
+            function: takes the model's output; returns a scalar tensor.
         """
         ends = {n: self._values[n] for n in self.split.outputs}
         leaves = {n: _leaf(value) if n in self.split.differentiable else value for n, value in ends.items()}
@@ -90,13 +92,13 @@ class PieceRunner:
 
     def backward(self, index: int) -> None:
         segment = self.split.segments[index]
-        # The graph holds on to the buffers, so they get their values back only when it is gone.
+        # The graph references the buffers, so they are restored only when it is gone.
         again = restored(segment.buffers) if self.checkpointing else contextlib.nullcontext()
         with self._resident(segment.parameters), again:
             if self.checkpointing:
                 self._compute_again(index)
             leaves, entries, outputs = self._kept.pop(index)
-            # The inputs are roots too: what later pieces added to their gradients then comes first, as in a whole pass.
+            # The inputs are roots too, so that gradients from later pieces are summed first, as in a whole pass.
             pairs = [*zip(segment.outputs, outputs, strict=True), *zip(segment.inputs, entries, strict=True)]
             wanted = [(n, x) for n, x in pairs if n in self._gradients and x.requires_grad]
             if wanted:
@@ -118,7 +120,7 @@ class PieceRunner:
         return outputs
 
     def _compute_again(self, index: int) -> None:
-        """The piece's forward once more, with the same random numbers."""
+        """Run the piece forward once more, with the same random numbers."""
         state, inputs = self._kept.pop(index)
         now, self.randomness.state = self.randomness.state, state
         with self.randomness:
@@ -128,7 +130,7 @@ class PieceRunner:
 
 @contextlib.contextmanager
 def restored(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Give the tensors their present values back at the end."""
+    """Restore the tensors' current values at the end of the context."""
     before = [tensor.clone() for tensor in tensors]
     try:
         yield

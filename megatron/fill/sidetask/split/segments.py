@@ -1,4 +1,4 @@
-"""A model as a line of segments: what the three ways of splitting have in common.
+"""A model as a sequence of segments, the common result of the three ways of splitting.
 
 Values between segments have numbers: the model's flat inputs are ``0 .. n-1``, the others follow.  A value may be used
 by any later segment.
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 
 class SplitError(Exception):
-    """A model cannot be split in this way; the message says why."""
+    """A model cannot be split in this way; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class ModelSegment:
     """A piece of a model.
 
     Attributes:
-        run: takes the tensors of ``inputs`` and returns those of ``outputs``.
+        run: takes the tensors of ``inputs``; returns those of ``outputs``.
         inputs, outputs: numbers of values.
-        parameters, buffers: of the user's own module, as far as this segment uses them.
+        parameters, buffers: those of the user's module that this segment uses.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -40,10 +40,11 @@ class Split:
     """A model, split for inputs of certain shapes.
 
     Attributes:
-        how: which way was used and why, for a reader.
-        outputs: the values that make up the model's flat output.
-        spec: how the flat output becomes the model's output.
-        differentiable: the values that a gradient can reach, found by a run of the segments.
+        how: description of the way of splitting, for people.
+        segments: segments in order.
+        outputs: numbers of the values that make up the model's flat output.
+        spec: structure that turns the flat output into the model's output.
+        differentiable: numbers of the values that a gradient can reach, found by a run of the segments.
     """
 
     how: str
@@ -63,7 +64,7 @@ class Split:
 
 
 class Call:
-    """How a model is called with one batch of inputs: a tensor, a mapping of keywords, or a sequence of arguments."""
+    """A call of a model with a batch of inputs: a tensor, a mapping of keywords, or a sequence of arguments."""
 
     def __init__(self, inputs: Any) -> None:
         if isinstance(inputs, dict):
@@ -79,21 +80,22 @@ class Call:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for inputs that one split serves."""
+        """A key that is equal for inputs that can share a split."""
         shapes = tuple((tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else repr(x) for x in self.leaves)
         return (str(self.spec), *shapes)
 
 
 def even_cuts(costs: list[float], allowed: dict[int, float], pieces: int) -> list[int]:
-    """Where to cut a line of operations into pieces of about equal cost.
+    """The places to cut a sequence of operations into pieces of about equal cost.
 
     Args:
-        costs: of each operation.
-        allowed: the places where a cut may be, each the index of the operation after it, with the bytes alive there.
-        pieces: how many to make at most.
+        costs: cost of each operation.
+        allowed: places where a cut is allowed, each the index of the operation after it, with the bytes alive there.
+        pieces: greatest number of pieces.
 
     Returns:
-        The places in order, fewer than ``pieces``.  Around each even place, the one with the fewest bytes is taken.
+        Places in order, fewer than ``pieces``.  Around each even place, the allowed place with the fewest bytes is
+        taken.
     """
     ends = [0.0]
     for cost in costs:

@@ -14,7 +14,11 @@ from megatron.fill.sidetask.split.segments import Call, ModelSegment, Split, Spl
 
 
 def split_sequential(model: nn.Module, call: Call, pieces: int) -> Split:
-    """Raises SplitError when the model is no ``nn.Sequential``, or its modules pass more than one tensor."""
+    """Split an ``nn.Sequential`` at module boundaries into at most ``pieces`` pieces.
+
+    Raises:
+        SplitError: the model is not an ``nn.Sequential``, or its modules pass more than one tensor.
+    """
     if not _is_sequential(model):
         raise SplitError(f"{type(model).__name__} is not an nn.Sequential")
     if len(call.leaves) != 1:
@@ -23,7 +27,7 @@ def split_sequential(model: nn.Module, call: Call, pieces: int) -> Split:
     if not modules:
         raise SplitError("the nn.Sequential is empty")
     costs, sizes = _costs(modules, call.leaves[0])
-    # A module that writes into its input stays with the one that made it.
+    # A module that writes into its input stays in the same piece as the module before it.
     allowed = {i: sizes[i - 1] for i in range(1, len(modules)) if not _in_place(modules[i])}
     bounds = [0, *even_cuts(costs, allowed, pieces), len(modules)]
     segments = []
@@ -62,7 +66,7 @@ def _in_place(module: nn.Module) -> bool:
 
 
 def _costs(modules: list[nn.Module], value: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Of each module: its nominal cost, and the bytes of its output."""
+    """The nominal cost of each module, and the bytes of its output."""
     costs, sizes = [], []
     device = value.device.type
     for module in modules:

@@ -1,7 +1,7 @@
-"""Weights that are in host memory and come to the device piece by piece (PipeFill, section 4.2).
+"""Weights in host memory that are copied to the device piece by piece (PipeFill, section 4.2).
 
-While a piece computes, the weights of the next one are copied: on CUDA from pinned memory, on a stream of their own.
-So the device holds those of two pieces at a time.  On the CPU it is the same, without anything at the same time.
+While a piece computes, the weights of the next piece are copied: on CUDA from pinned memory, on a separate stream.  So
+the device holds the weights of two pieces at a time.  On the CPU the copies are the same, but do not overlap.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from megatron.fill.sidetask.split.segments import Split
 
 
 class Streamed:
-    """The weights of one model, for passes without gradients through one split of it; as ``PieceRunner.resident``.
+    """The streamed weights of a model, as ``PieceRunner.resident`` for passes without gradients through one split.
 
-    From its making to ``end`` a parameter's data are in host memory, but for those of a piece that runs.
+    From construction to ``end``, a parameter's data are in host memory except while its piece runs.
 
     Args:
-        split: says in which order pieces run; after the last one comes the first, of the next batch.
+        model: model with its weights anywhere.
+        split: split whose pieces run in order; after the last piece comes the first, for the next batch.
+        device: device to copy to.
     """
 
     def __init__(self, model: torch.nn.Module, split: Split, device: str) -> None:
@@ -33,13 +35,13 @@ class Streamed:
         for parameter in self._parameters:
             data = parameter.detach().cpu()
             parameter.data = self._host[parameter] = data.pin_memory() if cuda else data
-        self._there: dict[torch.Tensor, torch.Tensor] = {}  # on the device, or on its way there
+        self._there: dict[torch.Tensor, torch.Tensor] = {}  # copies on the device, or on their way there
         lists = [segment.parameters for segment in split.segments]
         self._next = {id(now): following for now, following in zip(lists, lists[1:] + lists[:1], strict=True)}
 
     @contextlib.contextmanager
     def __call__(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        """The parameters of a piece are on the device inside, and those of the next one come."""
+        """Hold the parameters of a piece on the device inside the context, and start to copy those of the next."""
         self._bring(parameters)
         if self._copies is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._copies)
@@ -58,7 +60,7 @@ class Streamed:
 
     @contextlib.contextmanager
     def all_there(self) -> Iterator[None]:
-        """All weights are on the device inside."""
+        """Hold all weights on the device inside the context."""
         self.end()
         try:
             yield
@@ -67,7 +69,7 @@ class Streamed:
                 parameter.data = self._host[parameter]
 
     def end(self) -> None:
-        """Put all weights on the device again."""
+        """Move all weights to the device permanently."""
         self._there = {}
         for parameter in self._parameters:
             parameter.data = self._host[parameter].to(self._device)
@@ -84,7 +86,7 @@ class Streamed:
     def _forget(self, parameter: torch.Tensor) -> None:
         data = self._there.pop(parameter, None)
         if data is not None and self._copies is not None:
-            # It was made on the stream of the copies: its memory must not be used again before the compute is done.
+            # Allocated on the copying stream: its memory must not be reused before the compute stream is done with it.
             data.record_stream(torch.cuda.current_stream(self._device))
 
 
