@@ -1,1 +1,1 @@
-"""What runs in the rank, and in the relay beside it: bubbles are predicted, and the gate is opened and shut."""
+"""Code in the rank and in its relay: predicts bubbles, and opens and shuts the gate."""

@@ -1,8 +1,8 @@
-"""The automatic brake: filling stops when the training is measurably slower for it, and is tried again later.
+"""The automatic brake: stops filling when it measurably slows the training down, and tries again later.
 
-``--fill-max-slowdown`` is the limit.  Every so many iterations a few are left unfilled, to compare their filled
-neighbours with.  Which ones follows from Megatron's iteration number alone, so all ranks leave out the same ones
-without talking about it: the rarer probes are at iterations at which the more frequent ones are, too.
+``--fill-max-slowdown`` is the limit.  A few iterations in each period are left unfilled (a *probe*), to compare their
+filled neighbours with.  Megatron's iteration number alone determines which ones, so all ranks leave the same iterations
+unfilled without communication; longer periods are multiples of the shorter ones, so probes of ranks coincide.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from collections.abc import Callable
 from megatron.fill.rank.evidence import Evidence, MeasuredSlowdown, Noise
 from megatron.fill.types import BrakeEvent, fills_block
 
-_PROBE = 4  # iterations without filling in a row; as many before and after them are compared with them
+_PROBE = 4  # number of iterations in a row without filling; compared with as many before and after them
 _PERIODS = (16, 32, 64, 128)  # iterations from one probe to the next: each a multiple of the one before
-_CALM_PAIRS = 4  # until the probes become rarer
-_FORGIVING_PAIRS = 16  # in a row without a brake, until one brake is forgotten
-_DISTRUSTED = 1.5  # deviations above the limit, over all pairs: the probes become frequent again
-_SURPRISING = 3.0  # the same, in the latest pair
-_COOL_DOWN = 64  # iterations; doubles with every brake that is not forgotten
+_CALM_PAIRS = 4  # number of pairs after which the probes become rarer
+_FORGIVING_PAIRS = 16  # number of pairs in a row without braking after which one strike is removed
+_DISTRUSTED = 1.5  # standard deviations above the limit, over all pairs, from which probes become frequent again
+_SURPRISING = 3.0  # the same, for the latest pair
+_COOL_DOWN = 64  # iterations without filling after braking; doubles with every strike
 _MOST_STRIKES = 5  # so at most 1024 iterations
-_GUARD_SHARE = 1 / 400  # of an iteration: the guard that the first brake adds; it doubles, too
+_GUARD_SHARE = 1 / 400  # guard that the first strike adds, as a share of an iteration; doubles with every strike
 _LEAST_GUARD_NS = 500_000
 
 
 class Brake:
-    """Says for each iteration of one rank whether to fill it, and measures what that does.
+    """Decides for each iteration of one rank whether it is filled, and measures the slowdown by filling.
 
     Args:
-        limit: the slowdown that is accepted: 0.01 is 1%.
-        rank: for the messages.
-        guard_ns: what is kept free at the end of every predicted bubble before the first brake.
-        paired_blocks: the length of the blocks that alternate anyway, which are then the pairs; 0 for probes.
-        say: is told what the operator should know, a line each.
+        limit: the accepted slowdown as a fraction (0.01 is 1%).
+        rank: the rank's number, for messages.
+        guard_ns: time kept free at the end of every predicted bubble before the first strike.
+        paired_blocks: length of alternating blocks, which are then used as pairs; 0 for probes.
+        say: prints a line for the operator.
 
     Attributes:
-        guard_ns: what to keep free at the end of every predicted bubble now.
-        events: each time that it braked.
+        guard_ns: time to keep free at the end of every predicted bubble now.
+        events: all occasions on which it stopped the filling.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class Brake:
         self._noise = Noise()
         self._level = 0
         self._calm = 0  # pairs since the probes became rarer, or since the slowdown last seemed to be over the limit
-        self._good = 0  # pairs since the last brake, or since the last one that was forgotten
+        self._good = 0  # pairs since the latest stop, or since a strike was last removed
         self._strikes = 0
         self._until = 0  # the iteration that fills again; 0 while the brake is off
-        self._retried = 0  # the last such iteration
-        self._pair: tuple[int, int] | None = None  # which pair the present iteration belongs to
+        self._retried = 0  # the latest such iteration
+        self._pair: tuple[int, int] | None = None  # the pair that the present iteration belongs to
         self._filling = False
         self._last_ns = 0
-        self._times: dict[bool, list[float]] = {True: [], False: []}  # of that pair, as logarithms
+        self._times: dict[bool, list[float]] = {True: [], False: []}  # logarithms of that pair's times, by filling
 
     def fills(self, iteration: int, number: int) -> bool:
-        """Whether to fill the iteration that begins.
+        """True if the iteration that begins is to be filled.
 
         Args:
-            iteration: as Megatron counts.
-            number: from 0 for the first that can be filled, which begins the first of the paired blocks.
+            iteration: Megatron's number of the iteration.
+            number: number counted from the first iteration that can be filled, which begins the first paired block.
         """
         pair = self._pair_of(iteration, number)
         if pair != self._pair:
@@ -92,11 +92,11 @@ class Brake:
 
     @property
     def on(self) -> bool:
-        """Whether nothing is filled since that was too slow; probes and paired blocks are something else."""
+        """True while filling is stopped because of a slowdown; False in probes and unfilled blocks."""
         return bool(self._until)
 
     def observe(self, duration_ns: int, disturbed: bool) -> None:
-        """The iteration took so long.  A disturbed one (after an evaluation, or paused) tells nothing."""
+        """Record the duration of an iteration; a disturbed one (after an evaluation, or paused) is ignored."""
         if disturbed:
             return
         self._last_ns = duration_ns
@@ -112,8 +112,11 @@ class Brake:
         return not period - 2 * _PROBE <= iteration % period < period - _PROBE
 
     def _pair_of(self, iteration: int, number: int) -> tuple[int, int] | None:
-        """The pair that an iteration belongs to, if any: where it is on, off and on again, or a pair of blocks, or the
-        end of a cool-down and what comes after it."""
+        """Return the key of the pair that an iteration belongs to, if any.
+
+        A pair is a probe with its filled neighbours, two paired blocks, or the end of a cool-down with the iterations
+        that follow it.
+        """
         if self.paired_blocks:
             return None if self._until > iteration else (0, number // (2 * self.paired_blocks))
         begun = self._until or self._retried
@@ -124,7 +127,7 @@ class Brake:
         return (period, iteration // period) if inside else None
 
     def _close_pair(self) -> MeasuredSlowdown | None:
-        """Judge by the pair that is over now."""
+        """Add the pair that is over to the evidence, and return the slowdown if it surely exceeds the limit."""
         on, off = self._times[True], self._times[False]
         self._times = {True: [], False: []}
         sigma = self._noise.sigma
@@ -137,7 +140,7 @@ class Brake:
         return measured
 
     def _relax(self, sigma: float) -> None:
-        """All may be well: probe less often, and forget a brake when it was long ago."""
+        """Adapt the period of probes after a pair within the limit, and remove a strike after enough of them."""
         suspicion = self._evidence.suspicion(sigma)
         self._calm = self._calm + 1 if suspicion < 0 else 0
         if suspicion > _DISTRUSTED or self._evidence.surprise(sigma) > _SURPRISING:
@@ -156,7 +159,7 @@ class Brake:
         self._level = self._calm = self._good = 0
         self._evidence.clear()
         self._until = iteration + (_COOL_DOWN << (self._strikes - 1))
-        # Ranks that brake within the same period fill again together, and the blocks begin with one that fills.
+        # Ranks that stop within the same period resume together, and blocks resume with a filled one.
         grid, offset = (2 * self.paired_blocks, iteration - number) if self.paired_blocks else (_PERIODS[0], 0)
         self._until += (offset - self._until) % grid
         event = BrakeEvent(iteration - 1, measured.slowdown, measured.pairs, self._until, self.guard_ns)

@@ -1,7 +1,7 @@
-"""Is the training slower with filling than without?  Decided from iteration times, which are few and noisy.
+"""Statistical test whether the training is slower with filling than without, from few and noisy iteration times.
 
-Filling goes off for a few iterations now and then; those and their filled neighbours are a *pair*, and the logarithm
-of the ratio of their times is the pair's change.  What drifts slowly is in both and cancels.
+Filling is off for a few iterations now and then; those and their filled neighbours are a *pair*, and the logarithm of
+the ratio of their times is the pair's *change*.  A slow drift affects both and cancels.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MOST_PAIRS = 64
-_MOST_STEPS = 96  # of the noise, in iterations
+_MOST_STEPS = 96  # number of recent iterations from which the noise is estimated
 _FEWEST_STEPS = 8
 _TO_SIGMA = 1.4826 / math.sqrt(2)  # from the median |difference| of two normal values to the deviation of one
-_TRIMMED = 1.1  # how much more a mean without its outer quarters scatters than the plain mean, under normal noise
-_SURE = 2.6  # deviations; with few pairs more are asked for
+_TRIMMED = 1.1  # ratio of the midmean's standard deviation to the mean's, under normal noise
+_SURE = 2.6  # standard deviations above the limit that are required; more with few pairs
 _FEW_PAIRS = 8.0
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSlowdown:
-    """A slowdown (0.03 is 3%), over how many of the latest pairs it was measured, and how far above the limit it
-    surely is (a difference of logarithms; above 0: surely over the limit)."""
+    """A measured slowdown.
+
+    Attributes:
+        slowdown: the slowdown as a fraction (0.03 is 3%).
+        pairs: number of the latest pairs over which it was measured.
+        excess: lower confidence bound minus the limit, in logarithms; above 0 it surely exceeds the limit.
+    """
 
     slowdown: float
     pairs: int
@@ -31,8 +36,10 @@ class MeasuredSlowdown:
 
 
 class Noise:
-    """How much an iteration's time differs from that of the one before it of the same kind (filled or not): the
-    deviation of its logarithm."""
+    """Noise of iteration times: the standard deviation of their logarithms.
+
+    It is estimated from the differences between successive iterations of the same kind (filled or not).
+    """
 
     def __init__(self) -> None:
         self._last: dict[bool, float] = {}
@@ -45,7 +52,7 @@ class Noise:
 
     @property
     def sigma(self) -> float | None:
-        """None while too little is known."""
+        """The standard deviation; None before there are ``_FEWEST_STEPS`` differences."""
         if len(self._steps) < _FEWEST_STEPS:
             return None
         return _TO_SIGMA * sorted(self._steps)[len(self._steps) // 2]
@@ -55,32 +62,36 @@ class Evidence:
     """The latest pairs.
 
     Args:
-        limit: the slowdown that is accepted; 0.01 is 1%.
+        limit: the accepted slowdown as a fraction (0.01 is 1%).
     """
 
     def __init__(self, limit: float) -> None:
         self._limit = math.log1p(limit)
-        self._pairs: deque[tuple[float, float]] = deque(maxlen=_MOST_PAIRS)  # the change; its variance in sigma^2
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=_MOST_PAIRS)  # change, and its variance in sigma^2
 
     def add(self, on: Sequence[float], off: Sequence[float]) -> None:
-        """One more pair: the logarithms of its iteration times, some of each kind."""
+        """Add a pair.
+
+        Args:
+            on, off: logarithms of the iteration times with and without filling; neither is empty.
+        """
         self._pairs.append((midmean(on) - midmean(off), _TRIMMED**2 * (1 / len(on) + 1 / len(off))))
 
     def clear(self) -> None:
         self._pairs.clear()
 
     def verdict(self, sigma: float) -> MeasuredSlowdown | None:
-        """The slowdown, if it surely exceeds the limit: over the latest two pairs, or three, or more.
+        """Return the slowdown if it surely exceeds the limit over the latest two or more pairs, otherwise None.
 
-        A lower confidence bound of the mean change is compared with the limit, for every number of pairs.  The mean's
-        deviation is the larger of what the noise of single iterations makes of it (which is known well when the pairs
-        are few) and what the pairs themselves show (which holds slow noise too, and grows with an outlier).
+        For every number of pairs, a lower confidence bound of the mean change is compared with the limit.  The standard
+        deviation of the mean is the larger one of two estimates: from the noise of single iterations (reliable when
+        there are few pairs), and from the scatter of the pairs (includes slow noise, and grows with an outlier).
         """
         found = [measured for measured in self._bounds(sigma) if measured.excess > 0]
         return max(found, key=lambda measured: measured.excess, default=None)
 
     def suspicion(self, sigma: float) -> float:
-        """By how many deviations the mean change of all pairs exceeds the limit; below 0: it does not."""
+        """Return the excess of all pairs' mean change over the limit, in standard deviations; negative if below."""
         count = len(self._pairs)
         if count < 2:
             return -1.0
@@ -88,7 +99,7 @@ class Evidence:
         return (mean - self._limit) / max(deviation, 1e-9)
 
     def surprise(self, sigma: float) -> float:
-        """The same of the latest pair alone."""
+        """Return the excess of the latest pair's change over the limit, in standard deviations."""
         change, variance = self._pairs[-1]
         return (change - self._limit) / max(sigma * math.sqrt(variance), 1e-9)
 
@@ -101,7 +112,7 @@ class Evidence:
         ]
 
     def _means(self, sigma: float) -> list[tuple[float, float]]:
-        """Mean and its deviation over the latest 2, 3, 4, ... pairs."""
+        """Return the mean and its standard deviation over the latest 2, 3, 4, ... pairs."""
         found = []
         total = squares = variance = 0.0
         for count, (change, its_variance) in enumerate(reversed(self._pairs), 1):
@@ -116,7 +127,7 @@ class Evidence:
 
 
 def midmean(values: Sequence[float]) -> float:
-    """The mean of the middle half: an outlier among four does not move it."""
+    """Return the mean of the middle half, which one outlier among four does not affect."""
     ordered = sorted(values)
     cut = len(ordered) // 4
     middle = ordered[cut : len(ordered) - cut]

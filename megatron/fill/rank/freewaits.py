@@ -1,16 +1,16 @@
-"""Waits for other stages that leave the GPU free (--fill-free-waits).
+"""Waits for other stages that leave the GPU free (``--fill-free-waits``).
 
 NCCL receives with a kernel that spins on its multiprocessor until the data comes.  So under time-slicing a rank that
-only waits keeps its turns, and a job has half of the bubble at most.  Here a receive is held up in its stream, by a
-wait of the GPU's front end for a word in host memory (``cuStreamWaitValue32``), until the sender's stream has got to
-its send and has written that word (``cuStreamWriteValue32``).  Until then no kernel of the receiver is there.
+only waits keeps its time slices, and a job has half of the bubble at most.  Here a receive is held up in its stream, by
+a wait of the GPU's front end for a word in host memory (``cuStreamWaitValue32``), until the sender's stream has reached
+its send and has written that word (``cuStreamWriteValue32``).  Until then the receiver has no kernel on the GPU.
 
 The word counts the transfers of one sender, in the order of their posting, which is also the order in which NCCL
-matches them.  Each rank announces all that it sends in a call before anything of that call is held up, on the stream
-that computed it.  An announcement therefore comes no later than the send itself would begin, so a receive that is held
-up begins no later than it could have made progress (docs/cuda.md says why nothing waits in a circle).  Should a
-schedule that nobody thought of do so all the same, or a sender be gone, the guard lets the receive go: it then waits
-as NCCL does, with NCCL's own time-out.
+matches them.  Each rank announces all that it sends in a call before it holds up any receive of that call, on the
+stream that computed the data.  An announcement therefore comes no later than the send itself would begin, so a held
+receive begins no later than it could have made progress (docs/cuda.md shows why this cannot deadlock).  If an
+unforeseen schedule deadlocks anyway, or a sender has ended, the guard releases the receive: it then waits as NCCL does,
+with NCCL's own timeout.
 """
 
 from __future__ import annotations
@@ -31,34 +31,37 @@ from megatron.fill.rank.signals import Driver
 
 logger = logging.getLogger("pipefill")
 
-HELD_S = 30.0  # how long a receive is held up while nothing comes from its sender
-MOST_RELEASES = 3  # after as many, this rank holds nothing up any more
+HELD_S = 30.0  # time after which a receive is released if its sender announces nothing
+MOST_RELEASES = 3  # number of such releases after which this rank holds up no receive any more
 _LOOK_S = 1.0
 _CYCLE = 1 << 32  # the words' values are compared modulo this
-_FAR = 1 << 30  # more transfers than any training has in flight
+_FAR = 1 << 30  # number of transfers that exceeds all in flight
 _MAPPED = 2 | 1  # CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
 class Streams(Protocol):
-    """The device's streams, as far as they are needed here."""
+    """The stream operations that free waits need."""
 
     def write(self, page: ReadyPage, index: int, value: int) -> None:
-        """Have the current stream write a word when it gets here."""
+        """Enqueue the write of a word in the current stream."""
 
     def held(self, source: int, index: int, value: int) -> AbstractContextManager[None]:
-        """A stream of this source's that goes on, after what the current one has to do, once the word of the own page
-        at ``index`` has got to ``value``; it is the current stream inside."""
+        """Make a stream for this source current in the block.
+
+        It continues after the work that is enqueued in the present stream, and once the own page's word at ``index``
+        has reached ``value``.
+        """
 
 
 class FreeWaits:
-    """One rank's.
+    """The free waits of one rank.
 
     Args:
         own: this rank's page.
-        others: those of the other ranks of this node; transfers to and from others are left alone.
-        rank: this one.
+        others: pages of the other ranks on this node; transfers to and from other nodes are not changed.
+        rank: this rank.
     """
 
     def __init__(self, streams: Streams, own: ReadyPage, others: Mapping[int, ReadyPage], rank: int) -> None:
@@ -66,26 +69,26 @@ class FreeWaits:
         self._own = own
         self._others = others
         self._rank = rank
-        self._sent: defaultdict[int, int] = defaultdict(int)  # by receiver: transfers announced
-        self._posted: defaultdict[int, int] = defaultdict(int)  # by sender: receives posted
-        self._held: dict[int, int] = {}  # by sender: the last receive that is held up
-        self._seen: dict[int, tuple[int, float]] = {}  # by sender: its word, and when it was seen to change
+        self._sent: defaultdict[int, int] = defaultdict(int)  # by receiver: number of transfers announced
+        self._posted: defaultdict[int, int] = defaultdict(int)  # by sender: number of receives posted
+        self._held: dict[int, int] = {}  # by sender: number of the latest receive that is held up
+        self._seen: dict[int, tuple[int, float]] = {}  # by sender: its word, and the time of its latest change
         self._releases = 0
-        self._told: set[int] = set()  # of which senders it was said that they announce nothing any more
+        self._told: set[int] = set()  # senders for which the warning that they have ended has been logged
         self._lock = threading.Lock()
 
     def announce(self, receiver: int) -> None:
-        """What the current stream computed last is about to be sent to this rank."""
+        """Announce a send of the current stream's latest result to ``receiver``."""
         page = self._others.get(receiver)
         if page is not None:
             self._sent[receiver] = value = (self._sent[receiver] + 1) % _CYCLE
             self._streams.write(page, self._rank, value)
 
     def receive(self, sender: int, *, hold: bool = True) -> AbstractContextManager[None]:
-        """Post a receive from this rank inside.
+        """Return the context in which to post a receive from ``sender``.
 
         Args:
-            hold: hold it up until it is announced; else it is only counted.
+            hold: hold the receive up until it is announced; otherwise only count it.
         """
         if sender not in self._others:
             return contextlib.nullcontext()
@@ -97,7 +100,7 @@ class FreeWaits:
         return self._streams.held(sender, sender, value)
 
     def look(self, now_s: float) -> None:
-        """Let go what has been held up for too long; for another thread."""
+        """Release receives that have been held up for too long; for another thread."""
         for sender in self._others:
             with self._lock:
                 due, word = self._held.get(sender), self._own.words[sender]
@@ -115,10 +118,12 @@ class FreeWaits:
                     self._let_go(sender, due)
 
     def release(self) -> None:
-        """Hold nothing up and announce nothing any more, for the end of the training or a driver that refuses: others
-        are told."""
+        """Stop holding up and announcing, and notify the other ranks.
+
+        Called at the end of the training, or if the driver refuses.
+        """
         for receiver, page in self._others.items():
-            # What the streams still have to write may come after this and be less: then the other's guard sees to it.
+            # A stream's pending write may follow and set a lower value; then the other rank's guard releases it.
             page.words[self._rank] = (self._sent[receiver] + _FAR) % _CYCLE
             page.gone[self._rank] = 1
         self._releases = MOST_RELEASES
@@ -150,25 +155,25 @@ class FreeWaits:
 
 
 def _reached(word: int, due: int) -> bool:
-    """Whether the GPU's comparison lets a wait for ``due`` go."""
+    """True if the GPU's comparison (GEQ, modulo 2^32) ends a wait for ``due``."""
     return (word - due) % _CYCLE < _CYCLE // 2
 
 
 def guard(waits: FreeWaits, ended: threading.Event) -> None:
-    """Look every second, from a thread, until this is set."""
+    """Call ``look`` every second until ``ended`` is set; the body of a thread."""
     while not ended.wait(_LOOK_S):
         waits.look(time.monotonic())
 
 
 class CudaStreams:
-    """Streams of a GPU.
+    """The streams of a GPU.
 
     Args:
-        device: such as ``cuda:0``.
-        own, others: the pages, as ``FreeWaits`` has them.
+        device: torch's name of the GPU, such as ``cuda:0``.
+        own, others: the pages of ``FreeWaits``.
 
     Raises:
-        FillError: the driver refuses, or does not know stream memory operations.
+        FillError: the driver refuses, or has no stream memory operations.
     """
 
     def __init__(self, device: str, own: ReadyPage, others: Sequence[ReadyPage]) -> None:
@@ -188,7 +193,7 @@ class CudaStreams:
         self._try()
 
     def _try(self) -> None:
-        """A driver may know these operations and not do them on this device."""
+        """Try the operations once, since a driver may have them but not support them on this device."""
         import torch
 
         stream, at = self._driver.stream(), ctypes.c_uint64(self._at[self._own.address])
@@ -205,7 +210,7 @@ class CudaStreams:
     def held(self, source: int, index: int, value: int) -> Iterator[None]:
         import torch
 
-        self._driver.stream()  # raises where it is being captured
+        self._driver.stream()  # raises if the stream is being captured
         side = self._side(source)
         stream = torch.cuda.ExternalStream(side.value, device=self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -215,7 +220,7 @@ class CudaStreams:
             yield
 
     def _side(self, source: int) -> ctypes.c_void_p:
-        """A stream for each sender: what comes from one is not to wait for what comes from another."""
+        """Return the sender's stream; each has its own, so that receives from different senders are independent."""
         side = self._sides.get(source)
         if side is None:
             side = self._sides[source] = ctypes.c_void_p()

@@ -1,6 +1,6 @@
-"""The rank's own part: predict each bubble, open and shut the gate, keep the records.
+"""The rank's listener: predicts each bubble, opens and shuts the gate, and keeps the records.
 
-This is all of PipeFill that runs inside the training process while it trains: a few microseconds a bubble.
+It is the only part of PipeFill that runs inside the training process while it trains: a few microseconds per bubble.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.stillness import StillnessWatch
 from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration, fills_block
 
-_SHOW_EVERY = 20  # iterations between two looks at the cycle for the board
-_FREED_BYTES = 64 << 20  # more free memory than was shown, for which the cycle is shown anew at once
+_SHOW_EVERY = 20  # iterations between two updates of the board
+_FREED_BYTES = 64 << 20  # increase in free memory after which the board is updated at once
 
 
 class RankListener:
-    """A hooks.Listener that fills one rank's bubbles, from when the predictor is warm.
+    """A hooks.Listener that fills one rank's bubbles, once the predictor is warm.
 
     Args:
         gate: the rank's gate; None to measure only.
-        free_bytes: the device memory that the main job leaves free, now.
+        recorder: collects the record.
+        predictor: predicts the ends of bubbles.
+        free_bytes: returns the device memory that the training leaves free now.
         paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
-            While jobs settle (``Blocks``), the gate is open in every iteration.
-        board: where the cycle is shown to the planners, after a few iterations and then every 20; None for nowhere.
-        brake: stops the filling while it slows the training down; None for never.
-        control: no bubble is opened, or counts as fillable, that begins while it is not running.
+            While jobs settle (``Blocks``), every iteration is filled.
+        board: page for the bubble cycle, updated after a few iterations and then every 20, for planners; None for none.
+        brake: stops the filling while it slows the training down; None for no brake.
+        control: while it is not running, no bubble is opened or counts as fillable.
     """
 
     def __init__(
@@ -58,34 +60,34 @@ class RankListener:
         self.board = board
         self.brake = brake
         self.control = control or AlwaysRunning()
-        self.filling = False  # in this iteration, unless paused
-        self.watching = True  # in this iteration
+        self.filling = False  # this iteration is filled, unless paused
+        self.watching = True  # this iteration's bubbles are recorded
         if brake is not None:
             recorder.brakes = brake.events
-        self._recent_ns: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)  # how long the latest iterations took
-        self._free_bytes: dict[int, int] = {}  # in each bubble of this iteration
-        self._least_bytes: dict[int, int] = {}  # the least in each since the cycle was shown
-        self._shown_bytes = 0  # the least of all that was shown
+        self._recent_ns: deque[int] = deque(maxlen=ENOUGH_TO_PLAN)  # durations of the latest iterations
+        self._free_bytes: dict[int, int] = {}  # free memory in each bubble of this iteration
+        self._least_bytes: dict[int, int] = {}  # least free memory in each bubble since the latest update of the board
+        self._shown_bytes = 0  # least free memory of any bubble on the board
         self._show_at = min(ENOUGH_TO_PLAN, predictor.rule.warmup)
         self.iteration = 0
-        self.moved_ns = 0  # when an iteration last ended, or a schedule last began
-        self.watch: StillnessWatch | None = None  # ends with the training
+        self.moved_ns = 0  # time at which an iteration last ended, or a schedule last began
+        self.watch: StillnessWatch | None = None  # stopped in ``finish``
         self._iteration_start_ns = 0
         self._iterations_seen = 0
         self._blocks = Blocks(predictor.rule.warmup, paired_blocks, lambda: self.control.settled)
-        self._last_settling = 0  # the iteration after the warm-up in which jobs still set themselves up
+        self._last_settling = 0  # the latest iteration after the warm-up in which jobs were not settled
         self._forward_only = False
         self._disturbed = False
         self._counts = False  # this iteration is past the warm-up and could be filled
-        self._odd = False  # its time is not like the others'
-        self._paused = False  # at some time in it
+        self._odd = False  # it was disturbed, so its time is not comparable
+        self._paused = False  # filling was paused at some time in it
         self._bubble: tuple[BubbleKind, int, int, int | None, int, int, bool] | None = None
 
     def iteration_started(self, iteration: int, now_ns: int, watched: bool | None = None) -> None:
-        """A training iteration has begun.
+        """Begin a training iteration.
 
         Args:
-            watched: whether its bubbles will be heard of, where somebody else decides that.
+            watched: True if its bubbles will be reported; None if this listener decides that itself.
         """
         self.iteration = iteration
         self._iteration_start_ns = now_ns
@@ -121,7 +123,7 @@ class RankListener:
 
     def iteration_ended(self, now_ns: int) -> None:
         start_ns, paused = self._iteration_start_ns, self._paused
-        # One that was paused belongs to neither side of a comparison.
+        # An iteration with a pause belongs to neither side of a comparison.
         block = -1 if paused else self._blocks.number
         self.moved_ns = now_ns
         self._recent_ns.append(now_ns - start_ns)
@@ -133,7 +135,7 @@ class RankListener:
         self.recorder.iteration_ended(Iteration(self.iteration, start_ns, now_ns, filled, block, self.watching))
 
     def _look(self, board: CycleBoard) -> None:
-        """Show the cycle if it is time to, or if a job has given memory back."""
+        """Update the board if that is due, or if a job has given memory back."""
         now, least = self._free_bytes, self._least_bytes
         if self._shown_bytes and min(now.values(), default=0) >= self._shown_bytes + _FREED_BYTES:
             least.clear()
@@ -146,12 +148,12 @@ class RankListener:
 
     def _show(self, board: CycleBoard) -> None:
         expected = self.predictor.expected()
-        if not expected:  # not warm: look again after the next iteration
+        if not expected:  # the predictor is not warm: try again after the next iteration
             return
         self._show_at = self._iterations_seen + _SHOW_EVERY
         least_ns = self.predictor.rule.min_bubble_ns
         slots = [
-            # A bubble that is left alone holds its place with no time in it.
+            # A bubble that is not filled keeps its position, with a duration of 0.
             BubbleSlot(kind, duration_ns if duration_ns >= least_ns else 0, self._least_bytes.get(index, 0))
             for index, (kind, duration_ns) in enumerate(expected)
         ]
@@ -162,14 +164,14 @@ class RankListener:
     def cycle_started(self, key: CycleKey, now_ns: int) -> None:
         self.moved_ns = now_ns
         self.predictor.cycle_started(key, now_ns, self._disturbed)
-        # Evaluations follow one another undisturbed; only the training iteration after them differs from the others.
+        # One evaluation does not disturb the next; only the training iteration after them differs from the others.
         self._disturbed = self._disturbed and key.forward_only
         self._forward_only = key.forward_only
         if not key.forward_only:
             self.recorder.schedule = key
 
     def cycle_ended(self) -> None:
-        """Nothing to do: positions start again with the next cycle."""
+        """Do nothing: positions restart with the next cycle."""
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
         forecast = self.predictor.forecast(kind, index, now_ns)
@@ -214,27 +216,27 @@ class RankListener:
 
     def disturbed(self, reason: str) -> None:
         self._disturbed = True
-        # An evaluation or a checkpoint may have left less memory than there was.
+        # An evaluation or a checkpoint may have left less memory free than before.
         self._show_at = min(self._show_at, self._iterations_seen + 1)
 
     @property
     def waits(self) -> tuple[BubbleKind, int] | None:
-        """The kind of the open bubble, and when it opened; None outside of bubbles.  For any thread."""
+        """The kind of the open bubble and the time of its opening in ns; None outside bubbles.  For any thread."""
         bubble = self._bubble
         return None if bubble is None else (bubble[0], bubble[2])
 
     @property
     def longest_ns(self) -> int:
-        """How long the longest of the latest iterations took; 0 before the first has ended.  For any thread."""
+        """The duration of the longest recent iteration in ns; 0 before the first has ended.  For any thread."""
         return max(tuple(self._recent_ns), default=0)
 
     def finish(self) -> bool:
-        """The training is over; False if not all of its record could be written."""
+        """Write the rest of the record at the end of the training; False if not all could be written."""
         if self.watch is not None:
             self.watch.stop()
         return self.recorder.close()
 
     def shut(self) -> None:
-        """Called when the bus takes this listener off after a failure: no bubble opens any more."""
+        """End the gate; called when the bus removes this listener after a failure."""
         if self.gate is not None:
             self.gate.end()

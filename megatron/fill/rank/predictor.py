@@ -1,13 +1,13 @@
-"""When will this bubble end?  Answered from the bubbles at the same place of earlier iterations.
+"""Prediction of a bubble's end, from the bubbles at the same position in earlier iterations.
 
-A pipeline's schedule is static, so its bubbles repeat; what varies is noise.  Two answers are given: how long a bubble
-lasts at least, which leans to the early side, and when it ends in one case of eight, in two, and so on.  A step caught
-in flight by the bubble's end delays the main job by half of it on average, an unused tail only wastes a tail.  So how
-late a step may begin depends on how long it is and on what overruns may cost (``OpenBubble.window``).
+A pipeline's schedule is static, so its bubbles repeat, with noise.  There are two predictions: a shortest duration,
+which errs on the early side, and the times by which the bubble has ended in one of eight cases, in two, and so on.  A
+step in flight at the bubble's end delays the training by half of the step on average, while an unused tail only wastes
+that tail.  So the latest start of a step depends on its duration and on the allowed overrun (``OpenBubble.window``).
 
-A bubble begins when this rank is done and ends when another one is, so both add to the noise of its length.  Where
-the other rank is the steadier one, the end is told better from the end of the bubble before, when the two last met.
-Both are tried, and the steadier one is used.
+A bubble begins when this rank is done and ends when another rank is, so both add noise to its duration.  If the other
+rank varies less, the end is predicted better from the end of the bubble before, when the two last synchronised.  Both
+are computed, and the one that varies less is used.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import NamedTuple
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import BubbleKind, CycleKey
 
-ENOUGH_TO_PLAN = 5  # observations of each bubble
-CASES = 8  # into how many equal parts the recent durations are divided
+ENOUGH_TO_PLAN = 5  # number of observations of each bubble that suffice for a plan
+CASES = 8  # number of equal parts into which the recent durations are divided
 
 
 class Forecast(NamedTuple):
-    """What is known of a bubble that opens now, in ns from now.
+    """The prediction for a bubble that opens now, in ns from now.
 
     Attributes:
-        shortest_ns: how long it will last at least, with some confidence; 0 if unknown.
-        ends_ns: by when it has ended in 1, 2 ... ``CASES`` of as many cases; empty if that is not to be relied on.
-        overrun_ns: by how much steps may run on after its end, in expectation.
-        fills: whether it is worth filling.
+        shortest_ns: duration that it reaches with some confidence; 0 if unknown.
+        ends_ns: times by which it has ended in 1, 2 ... ``CASES`` of ``CASES`` cases; empty if they are not reliable.
+        overrun_ns: allowed expected time that steps run on after its end.
+        fills: True if it is worth filling.
     """
 
     shortest_ns: int = 0
@@ -41,7 +41,7 @@ class Forecast(NamedTuple):
     fills: bool = False
 
     def told(self, from_ns: int) -> tuple[int, tuple[int, ...]]:
-        """The deadline and the ends that the gate tells, for a bubble that opens at ``from_ns``."""
+        """Return the deadline and the ends as absolute times for the gate, for a bubble that opens at ``from_ns``."""
         return from_ns + self.shortest_ns, tuple([from_ns + end_ns for end_ns in self.ends_ns])
 
 
@@ -53,17 +53,17 @@ class BubblePredictor:
 
     def __init__(self, rule: FillRule) -> None:
         self.rule = rule
-        self.overrun = rule.overrun / rule.stages  # may be taken back while it runs
+        self.overrun = rule.overrun / rule.stages  # set to 0 by the listener after braking
         self._cycles: dict[CycleKey, _Cycle] = {}
         self._cycle = _Cycle()
         self._learning = False
         self._met_ns = 0
 
     def cycle_started(self, key: CycleKey, now_ns: int, disturbed: bool = False) -> None:
-        """The bubbles observed next belong to ``key``.
+        """Begin a cycle, to which the bubbles observed next belong.
 
-        A ``disturbed`` cycle (after an evaluation or a checkpoint) is neither predicted nor learnt from: its first
-        bubbles wait for something else than the other stages.
+        A ``disturbed`` cycle (after an evaluation or a checkpoint) is neither predicted nor learnt from, since its
+        first bubbles do not only wait for other stages.
         """
         before, cycle = self._cycle, self._cycles.setdefault(key, _Cycle())
         cycle.started(now_ns, before is cycle and self._learning, self.rule)
@@ -72,11 +72,11 @@ class BubblePredictor:
         self._met_ns = now_ns
 
     def iteration_skipped(self) -> None:
-        """An iteration begins whose cycle is not told: the next one does not follow the last one."""
+        """Note an iteration whose cycle is not reported, so the next cycle does not follow the latest one."""
         self._cycle = _Cycle()
 
     def forecast(self, kind: BubbleKind, index: int, now_ns: int) -> Forecast:
-        """What is known of the bubble that opens now."""
+        """Return the prediction for the bubble that opens now."""
         cycle, rule = self._cycle, self.rule
         if not self._learning or index >= len(cycle.histories):
             return _UNKNOWN
@@ -94,11 +94,11 @@ class BubblePredictor:
         return Forecast(shortest_ns, ends_ns, overrun_ns, fills)
 
     def expected(self) -> list[tuple[BubbleKind, int]]:
-        """The bubbles of the present cycle with the durations that can be counted on, in ns; empty if it is too new.
+        """Return the bubbles of the present cycle with their low durations in ns; empty if the cycle is too new.
 
-        A few observations do for a plan, and no margin: a plan that is wrong delays nobody, for the worker asks before
-        each step.  To fill by, ``warmup`` many are asked for.  Bubbles that come in fewer than half of the iterations
-        are left out.
+        A plan needs few observations and no margin: a wrong plan does not delay the training, since the worker checks
+        the bubble before each step.  Filling requires ``warmup`` observations.  Bubbles that occur in fewer than half
+        of the iterations are left out.
         """
         histories = self._cycle.histories
         cycles = max((history.seen for history in histories), default=0)
@@ -108,7 +108,7 @@ class BubblePredictor:
         return [(history.kind, max(0, history.from_opening.low(self.rule)[0])) for history in usual]
 
     def observe(self, kind: BubbleKind, index: int, start_ns: int, end_ns: int) -> None:
-        """Learn when the bubble began and ended."""
+        """Learn from a bubble's start and end."""
         met_ns, self._met_ns = self._met_ns, end_ns
         histories = self._cycle.histories
         if not self._learning or index > len(histories):
@@ -116,40 +116,43 @@ class BubblePredictor:
         if index == len(histories):
             histories.append(_History(kind))
         history = histories[index]
-        if history.kind is not kind:  # the order of the bubbles changed: what was learnt belongs to another cycle
+        if history.kind is not kind:  # the order of bubbles has changed, so the histories no longer apply
             del histories[index + 1 :]
             history = histories[index] = _History(kind)
         history.add(end_ns - start_ns, end_ns - met_ns, self.rule)
 
 
 def among_replicas(overrun_ns: float, replicas: int, scale_ns: float) -> float:
-    """By how much the steps of one replica may run on, so that waiting for the latest costs no more than this.
+    """Return the expected overrun allowed per replica, so that the delay of the whole iteration is at most this one.
 
-    An iteration of R replicas is the longest of R.  Where each varies by itself, that maximum is nearly Gumbel
+    An iteration of R replicas takes as long as the slowest.  If they vary independently, that maximum is nearly Gumbel
     distributed, and a delay of mean d and variance v in every replica makes it longer by d + v / (2 scale): most
-    delays are hidden behind a replica that was late anyhow.  A step of length L that is caught runs on for 0 to L, so
-    v = (2/3) L d, and no step is caught that is longer than 2 ``CASES`` d (``OpenBubble.window``).  The tensor-parallel
-    ranks of one replica are caught by the same end of a bubble: there the latest of them is late by twice the mean at
-    most.
+    delays are hidden behind a replica that was late anyway.  A step of length L that is in flight at the end runs on
+    for 0 to L, so v = (2/3) L d, and no such step is longer than 2 ``CASES`` d (``OpenBubble.window``).  The
+    tensor-parallel ranks of one replica share the end of a bubble; the latest of them is late by at most twice the
+    mean.
 
     Args:
-        overrun_ns: what all of it may cost.
-        scale_ns: of the distribution of the iterations' times; with 0 the delays of all add up.
+        overrun_ns: allowed expected delay of the whole iteration.
+        replicas: number of ranks per stage.
+        scale_ns: scale of the distribution of iteration times; with 0 the delays of all replicas add up.
     """
     if replicas == 1:
         return overrun_ns
     latest_ns = overrun_ns / 2
-    grows = 2 * CASES / (3 * scale_ns) if scale_ns > 0 else 0.0  # d (1 + grows d) is what it costs
+    grows = 2 * CASES / (3 * scale_ns) if scale_ns > 0 else 0.0  # the delay is d (1 + grows d)
     hidden_ns = (sqrt(1 + 4 * grows * latest_ns) - 1) / (2 * grows) if grows else 0.0
     return max(hidden_ns, overrun_ns / replicas)
 
 
 class _Cycle:
-    """What is known of one cycle of bubbles.
+    """The history of one cycle of bubbles.
 
     Attributes:
-        period_ns: how long it took of late at least, from start to start; 0 if unknown.
-        weight: of its bubbles that were worth filling, so far: the roots of how long they usually are.
+        histories: the history of each position.
+        period_ns: shortest recent time from start to start; 0 if unknown.
+        weight: sum of the square roots of usual durations, over the present cycle's bubbles so far that were worth
+            filling.
     """
 
     __slots__ = ("_periods", "_start_ns", "_whole", "histories", "period_ns", "weight")
@@ -169,26 +172,26 @@ class _Cycle:
         self._whole, self.weight = self.weight, 0.0
 
     def scale_ns(self, rule: FillRule) -> float:
-        """The scale of the Gumbel distribution with the lower part of the periods; 0 where they do not vary.
+        """Return the scale in ns of the Gumbel distribution that fits the lower part of the periods; 0 without spread.
 
-        Between its quantile ``p`` and its median lie log(log(1/p) / log(2)) scales.  Of the upper part nothing is
-        said: what holds a training up now and then is no noise of its replicas.
+        Between its quantile ``p`` and its median lie log(log(1/p) / log(2)) scales.  The upper part is not used:
+        occasional stalls of a training are not noise of its replicas.
         """
         if not self._periods.ordered:
             return 0.0
         return self._periods.low(rule)[1] / log(log(1 / rule.quantile) / log(2))
 
     def share(self, usual_ns: int) -> float:
-        """Of what overruns may cost in a cycle, what a bubble gets that is usually so long.
+        """Return a bubble's share of the overrun allowed in a cycle, by its usual duration.
 
-        A long bubble has more to gain from its share, but a short one needs no less to gain anything; in between lies
-        the root.  Until the weight of a whole cycle is known, there is nothing to share out.
+        A long bubble gains more from its share, but a short one needs as much to gain anything; the square root is a
+        compromise.  The share is 0 until the weight of a whole cycle is known.
         """
         return sqrt(usual_ns) / max(sqrt(usual_ns), self._whole) if self._whole else 0.0
 
 
 class _Window:
-    """The recent values of something, in order of time and of size."""
+    """A sliding window of recent values, in order of time and of size."""
 
     __slots__ = ("ordered", "recent")
 
@@ -203,14 +206,14 @@ class _Window:
             del self.ordered[bisect_left(self.ordered, self.recent.popleft())]
 
     def low(self, rule: FillRule) -> tuple[int, int]:
-        """The value that few are below, and the spread of the values."""
+        """Return the rule's quantile of the values, and their spread (median less the quantile)."""
         ordered = self.ordered
         base = ordered[int(rule.quantile * (len(ordered) - 1))]
         spread = ordered[len(ordered) // 2] - base
         return base, spread
 
     def cases(self, less_ns: int) -> tuple[int, ...]:
-        """The values that are the highest in 1, 2 ... ``CASES`` of as many equal parts, each less so much."""
+        """Return the quantiles at 1, 2 ... ``CASES`` parts of ``CASES``, each less ``less_ns``."""
         last = len(self.ordered) - 1
         return tuple([self.ordered[last * part // CASES] - less_ns for part in range(1, CASES + 1)])
 
@@ -226,11 +229,11 @@ class _History:
         self.surprises = 0
         self.usual_ns = 0
         self.cap_ns: int | None = None
-        self.from_opening = _Window()  # from its own opening to its end
-        self.from_meeting = _Window()  # from the end of the bubble before (or the start of the cycle) to its end
+        self.from_opening = _Window()  # times from its opening to its end
+        self.from_meeting = _Window()  # times from the end of the bubble before (or the cycle's start) to its end
 
     def predict(self, since_meeting_ns: int, rule: FillRule) -> tuple[int, tuple[int, ...]]:
-        """How long the bubble lasts at least, and by when it has ended in how many cases."""
+        """Return the shortest duration and the end times by case (``Forecast``), in ns."""
         recent, since_ns = self.from_opening, 0
         duration_ns, spread = recent.low(rule)
         other_ns, other_spread = self.from_meeting.low(rule)
@@ -245,9 +248,9 @@ class _History:
 
     def add(self, duration_ns: int, since_meeting_ns: int, rule: FillRule) -> None:
         self.seen += 1
-        # Suddenly shorter: believe it at once, for overrunning is what harms.
+        # Suddenly shorter: used at once, since overruns harm the training.
         self.cap_ns = duration_ns if duration_ns * rule.tolerance < self.usual_ns else None
-        # Suddenly longer: believe it after three in a row, for the old durations only hold the prediction down.
+        # Suddenly longer: used after three in a row, since old durations only make the prediction too short.
         self.surprises = self.surprises + 1 if 0 < self.usual_ns * rule.tolerance < duration_ns else 0
         most = rule.window
         if self.surprises >= 3:

@@ -1,4 +1,4 @@
-"""What one rank saw: its iterations, its bubbles, and the compute spans of its last iterations."""
+"""The record of one rank: its iterations, its bubbles, and the compute spans of its last iterations."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from megatron.fill.records import RankWriter, add_up, as_bubbles
 from megatron.fill.types import BrakeEvent, Bubble, CycleKey, Iteration, RankInfo, RankRecord, Span
 
-WRITE_EVERY = 10  # iterations; the same ones on all ranks, so that their pauses do not add up
-_MORE_SPANS = 20  # than are drawn, in iterations: the last ones may be a block without filling, or cut short
-_LAST_S = 10.0  # how long the disk is waited for at the end
+WRITE_EVERY = 10  # iterations between two writes; the same on all ranks, so that their pauses do not add up
+_MORE_SPANS = 20  # iterations kept in addition to those drawn: the last ones may be unfilled or incomplete
+_LAST_S = 10.0  # longest wait for the disk at the end
 
 
 class Recorder:
     """Collects plain values while training runs, and has them written every ``WRITE_EVERY`` iterations.
 
     Args:
-        trace_iterations: of how many last iterations the compute spans are kept.
-        path: the rank's record; None to keep all of it here.
-        kept_bubbles: the most that may wait to be written; of more than these, sums are kept.
+        trace_iterations: number of last iterations whose compute spans are drawn.
+        path: the file for the rank's record; None to keep it in memory only.
+        kept_bubbles: largest number of bubbles that wait to be written; beyond it, older ones are added up.
     """
 
     def __init__(
@@ -28,9 +28,9 @@ class Recorder:
         self.info = info
         self.bubbles: list[Bubble] = []
         self.iterations: list[Iteration] = []
-        self.brakes: list[BrakeEvent] = []  # all of them, whoever appends them
-        self.schedule: CycleKey | None = None  # of the last training iteration
-        self.settled_after = 0  # as RankRecord has it
+        self.brakes: list[BrakeEvent] = []  # all events so far; the listener sets this to its brake's list
+        self.schedule: CycleKey | None = None  # schedule of the last training iteration
+        self.settled_after = 0  # ``RankRecord.settled_after``
         spans = trace_iterations + _MORE_SPANS
         self._spans: deque[list[Span]] = deque(maxlen=spans)
         self._writer = None if path is None else RankWriter(path, info, -(-spans // WRITE_EVERY))
@@ -41,7 +41,7 @@ class Recorder:
         self._spans.append([])
 
     def iteration_ended(self, iteration: Iteration) -> None:
-        """Called when nothing else is to be done for it; where the disk is slow, it is written with a later one."""
+        """Add an iteration, after all its other parts; if the disk is slow, it is written with a later one."""
         self.iterations.append(iteration)
         if self._writer is not None and iteration.iteration % WRITE_EVERY == 0 and self._writer.ready:
             self._writer.add(self._taken())
@@ -56,7 +56,7 @@ class Recorder:
             self._fold()
 
     def record(self) -> RankRecord:
-        """What has not been written."""
+        """Return the part of the record that has not been written."""
         spans = [span for spans in self._spans for span in spans]
         brakes = self.brakes[self._brakes_written :]
         return RankRecord(
@@ -68,11 +68,11 @@ class Recorder:
         return self._writer is None or self._writer.close(self._taken(), _LAST_S)
 
     def unwritten(self, most_bytes: int) -> bytes:
-        """After ``close``: what of the record is in no file, as ``RankWriter`` has it."""
+        """Return the part of the record that could not be written (``RankWriter.unwritten``); after ``close``."""
         return b"" if self._writer is None else self._writer.unwritten(most_bytes)
 
     def _taken(self) -> RankRecord:
-        """What has not been written, which is forgotten here."""
+        """Remove and return the part of the record that has not been written."""
         record = self.record()
         self._brakes_written = len(self.brakes)
         self.iterations, self.bubbles = [], []
@@ -81,6 +81,6 @@ class Recorder:
         return record
 
     def _fold(self) -> None:
-        """Replace the older half of the bubbles by their sums, so that a long run does not fill the memory."""
+        """Replace the older half of the bubbles by sums, to bound the memory of a long run."""
         half = len(self.bubbles) // 2
         self.bubbles[:half] = as_bubbles(add_up(self.bubbles[:half]))

@@ -1,8 +1,8 @@
-"""The relay: a small process beside a rank whose GPU runs behind its Python.
+"""The relay: a small process next to a rank on CUDA, where the host runs ahead of the GPU.
 
-It sleeps until the GPU gets to a mark, takes the facts that come with it, and passes them with that time to the very
-listener that a rank on the CPU runs itself: predictor, gate, board and records are the same code.  The rank only
-writes facts and never waits for the relay.
+It sleeps until the GPU reaches a mark, takes the facts written before it, and passes them with that time to the same
+listener that a rank on the CPU runs itself, with the same predictor, gate, board and records.  The rank only writes
+facts and never waits for the relay.
 
     python -m megatron.fill.rank.relay SPEC
 """
@@ -40,14 +40,15 @@ _START_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class RelaySpec(Spec):
-    """What a rank tells its relay.
+    """The settings of a relay, from its rank.
 
     Attributes:
-        rank: how it is listened to.
+        rank: settings of the listener.
         parent: the rank's pid.
-        gate_fd, board_fd, control_fd: None to measure only.
-        left_fd: of the page on which it leaves what it cannot write; None for nowhere.
-        device_uuid: the GPU's own name; None where its memory does not matter.
+        ring_fd: descriptor of the ring with the rank's facts.
+        gate_fd, board_fd, control_fd: descriptors of the rank's pages; None to measure only.
+        left_fd: descriptor of the page for records that cannot be written (``LastWord``); None for none.
+        device_uuid: the GPU's UUID; None if its free memory is not needed.
     """
 
     rank: RankSpec
@@ -61,7 +62,7 @@ class RelaySpec(Spec):
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors that the relay is given."""
+        """The descriptors that the relay inherits."""
         fds = (self.ring_fd, self.gate_fd, self.board_fd, self.control_fd, self.left_fd)
         return [fd for fd in fds if fd is not None]
 
@@ -70,8 +71,8 @@ class RelayProcess:
     """The rank's handle on its relay.
 
     Args:
-        gate: what the relay writes while it lives; ended for it when it dies, and the rank's again after ``finish``.
-        log: the relay's errors are added to this file.
+        gate: written by the relay while it lives; ended here if it dies, and written by the rank after ``finish``.
+        log: file to which the relay's standard error is appended.
     """
 
     def __init__(self, spec: RelaySpec, ring: Ring, gate: SharedGate | None, log: Path) -> None:
@@ -81,12 +82,12 @@ class RelayProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megatron.fill.rank.relay", spec.to_json()],
                 stdin=subprocess.DEVNULL,
-                stderr=output,  # what the brake has to say goes where the training's own output goes
+                stderr=output,  # not stdout: the brake's messages go to the training's own output
                 pass_fds=spec.fds,
             )
 
     def wait_ready(self, timeout_s: float = _START_S) -> bool:
-        """Wait until it listens, so that the first facts get their times as well; False if it does not."""
+        """Wait until the relay listens, so that it times the first facts, too; False if it does not in time."""
         until = time.monotonic() + timeout_s
         while not self._ring.heard and self.alive() and time.monotonic() < until:
             time.sleep(0.002)
@@ -96,16 +97,19 @@ class RelayProcess:
         return self._process.poll() is None
 
     def shut(self) -> None:
-        """Filling is over before the training is: the relay ends the gate and writes the record.  Does not wait."""
+        """Switch filling off before the training's end, without waiting.
+
+        The relay then ends the gate and writes the record.
+        """
         self._ring.switch_off()
         if not self.alive():
             self._end_gate()
 
     def finish(self, timeout_s: float = 20.0) -> bool:
-        """Wait until it has ended, after ``StreamListener.end`` or ``shut``; kill it when ``timeout_s`` are over.
+        """Wait for the relay's end, after ``StreamListener.end`` or ``shut``; kill it after ``timeout_s``.
 
         Returns:
-            Whether all of the record is written.  If not, the gate is ended.
+            True if all of the record was written.  Otherwise the gate is ended.
         """
         try:
             self._process.wait(timeout_s)
@@ -118,7 +122,7 @@ class RelayProcess:
         return self._process.returncode == 0
 
     def kill(self) -> None:
-        """The main job failed: end it and the gate now."""
+        """Kill the relay and end the gate, after the training has failed."""
         self._process.kill()
         self._process.wait()
         self._end_gate()
@@ -129,15 +133,15 @@ class RelayProcess:
 
 
 class FreeMemory:
-    """The device memory that the training leaves free, as the driver said lately; 0 while it says nothing.
+    """The device memory that the training leaves free, by the driver's latest answer; 0 without an answer.
 
-    The driver is asked on a thread of the relay's: its answer may take milliseconds, while a worker makes a context.
+    A thread of the relay asks the driver, whose answer may take milliseconds while a worker creates a context.
 
     Args:
-        ask: the driver.
+        ask: returns the driver's value in bytes.
 
     Attributes:
-        missing_bytes: what of the training's own margin cannot be reserved, and is no worker's to have.
+        missing_bytes: part of the training's own margin that could not be reserved, and that workers must not use.
     """
 
     def __init__(self, ask: Callable[[], int]) -> None:
@@ -150,7 +154,7 @@ class FreeMemory:
         return max(0, self._bytes - self.missing_bytes)
 
     def look(self) -> None:
-        """Ask once."""
+        """Ask the driver once."""
         try:
             self._bytes = self._ask()
         except DeviceError as error:
@@ -160,7 +164,7 @@ class FreeMemory:
             self._failed = True
 
     def watch(self, every_s: float = 0.1) -> None:
-        """Ask again and again, for as long as this process lives."""
+        """Ask the driver now, and then periodically in a daemon thread."""
 
         def run() -> None:
             while True:
@@ -172,11 +176,11 @@ class FreeMemory:
 
 
 class Relay:
-    """Passes facts on at the times at which the device got to them.
+    """Passes facts to the listener at the times at which the device reaches them.
 
     Args:
-        free: what the listener asks for the free memory.
-        gate: what the listener writes; shut here only when facts were lost.
+        free: the free memory, as the listener reads it.
+        gate: the listener's gate; closed here only when facts were lost.
     """
 
     def __init__(self, ring: RingReader, listener: RankListener, free: FreeMemory, gate: GateWriter | None) -> None:
@@ -200,7 +204,7 @@ class Relay:
             self.step(now_ns)
 
     def step(self, now_ns: int) -> None:
-        """The device is at the next mark."""
+        """Process the facts up to the mark that the device has reached."""
         entries = self.ring.take()
         if self.ring.lost != self._lost:
             self._lose(now_ns)
@@ -211,7 +215,7 @@ class Relay:
         self._last_ns = now_ns
 
     def _lose(self, now_ns: int) -> None:
-        """Facts were overwritten: leave the rest of this iteration alone, and do not learn from the next one."""
+        """Handle overwritten facts: skip the rest of this iteration, and do not learn from the next one."""
         self._lost = self.ring.lost
         self._skipping = True
         if self.gate is not None:
@@ -273,7 +277,7 @@ def serve(spec: RelaySpec) -> None:
 
 
 def _driver(uuid: str | None) -> Callable[[], int]:
-    """Who says how much memory is free; nobody does of a device that is not named."""
+    """Return the function that reads the GPU's free memory from NVML; without a UUID, one that returns 0."""
     if uuid is None:
         return lambda: 0
     return lambda: shared_nvml().free_bytes(uuid)
@@ -283,9 +287,9 @@ def main() -> None:
     spec = RelaySpec.from_json(sys.argv[1])
     host.die_with_parent(spec.parent)
     logging.basicConfig(format=f"%(asctime)s relay {spec.rank.info.rank}: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank decides on the end
     host.ignore_notices()
-    gc.disable()  # nothing here makes cycles, and a collection would hold a signal up for milliseconds
+    gc.disable()  # this code makes no reference cycles, and a collection would delay a signal by milliseconds
     serve(spec)
 
 

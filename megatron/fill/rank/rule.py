@@ -1,4 +1,4 @@
-"""When a bubble is filled, and for how long: one value for the rank, its relay, and what replays them."""
+"""The rule for filling a bubble: one value for the rank, its relay and the simulator."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FillRule:
-    """How much is known before a bubble is filled, and what its filling may cost.
+    """The conditions under which a bubble is filled, and the allowed cost of filling it.
 
     Attributes:
-        warmup: observations of a bubble before anything is predicted for it.
-        quantile: which quantile of the recent durations is the base of what a bubble lasts at least, 0 to 1.
-        margin: how much earlier than that it is predicted to end, in spreads (median less the quantile).
-        window: how many recent durations count.
-        tolerance: by which factor a duration must miss the prediction to be taken for a change of the cycle and not
-            for noise.
-        overrun: by how much steps that are caught by the ends of bubbles may make an iteration longer in expectation,
-            as a share of it; 0 ends every step before even a short bubble does.
-        stages: among as many that is divided, for their delays add up.
-        replicas: the ranks of each stage, which meet in every iteration and so wait for the latest of them
+        warmup: number of observations of a bubble before it is predicted.
+        quantile: quantile of the recent durations on which the shortest duration is based, 0 to 1.
+        margin: time subtracted from that quantile, in spreads (median less the quantile).
+        window: number of recent durations that count.
+        tolerance: factor by which a duration must differ from the prediction to count as a change of the cycle rather
+            than as noise.
+        overrun: allowed expected increase of an iteration by steps in flight at the ends of bubbles, as a share of the
+            iteration; with 0 every step ends before even a short bubble does.
+        stages: number of stages among which the overrun is divided, since their delays add up.
+        replicas: number of ranks per stage, which synchronise in every iteration and so wait for the latest of them
             (``predictor.among_replicas``).
-        min_bubble_ns: bubbles that are expected to be shorter are left alone.
-        guard_ns: kept free at the end of every predicted bubble.
+        min_bubble_ns: least expected duration of a bubble that is filled.
+        guard_ns: time kept free at the end of every predicted bubble.
     """
 
     warmup: int = 5
@@ -37,7 +37,7 @@ class FillRule:
     guard_ns: int = 0
 
 
-# A rank's receive spins on the GPU while it waits.  Under time-slicing its context so takes turns with a worker's step,
-# and what arrives while the worker has its turn moves in the next one.  Until somebody has measured how long a turn is,
-# 2 ms are assumed: one is kept free at the end of a bubble, and one of each fits before.
+# A rank's receive spins on the GPU while it waits.  So under time-slicing its context alternates with a worker's step,
+# and data that arrives in the worker's time slice is moved in the next one.  The length of a slice has not been
+# measured; 2 ms are assumed: one slice is kept free at the end of a bubble, and one of each context fits before that.
 TIMESLICED = FillRule(min_bubble_ns=5_000_000, guard_ns=2_000_000)

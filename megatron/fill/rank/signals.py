@@ -1,10 +1,10 @@
-"""The edge to the GPU: a signal in stream order, and its implementations on CUDA.
+"""Signals from the GPU in stream order (marks), and their implementations on CUDA.
 
 There are two.  A *written* mark is one call: the GPU's front end writes the mark's number into the ring, whose reader
-looks there again and again.  A *posted* mark has a stream of our own wait for an event of the compute's, and then run
-libc's ``sem_post`` on a thread of the driver.  The compute never waits for that function by CUDA's rules, but some GPUs
-hold up other streams while one runs, and with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) everything that is
-enqueued after it waits.  Which of the two costs the compute less is measured when a training starts.
+polls it.  A *posted* mark makes a stream of our own wait for an event of the compute stream, and then run libc's
+``sem_post`` on a thread of the driver.  By CUDA's rules the compute stream never waits for that function, but some GPUs
+delay other streams while one runs, and with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) all work enqueued
+after it waits.  The cost of both is measured when a training starts, and the cheaper one is used.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPTURE_NONE = 0  # CU_STREAM_CAPTURE_STATUS_NONE
 _MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
-_TRIED = 32  # marks
-_keep: list[Ring] = []  # those that the driver knows of: their memory stays where it is
-_HELD_CYCLES = 4_000_000  # some ms, in which all of them are enqueued
+_TRIED = 32  # number of marks in a measurement
+_keep: list[Ring] = []  # rings registered with the driver, whose memory must stay mapped
+_HELD_CYCLES = 4_000_000  # GPU cycles (some ms) for which the stream is held while all marks are enqueued
 
 
 class Signals(Protocol):
-    """What tells when the device gets to a place in the rank's stream of work."""
+    """Signals from the device when it reaches marks in the rank's stream."""
 
     def mark(self) -> None:
-        """Have the ring's reader told once, when all that the caller has enqueued so far is done.
+        """Signal the ring's reader once all work enqueued so far is done.
 
-        Marks are told in their order.  The call does not wait.
+        Marks are signalled in order.  The call does not wait.
         """
 
 
@@ -54,14 +54,14 @@ class Driver:
         torch.cuda.synchronize(self._device)  # makes the device's context current in this thread
         self._library = _driver()
         self._capture = ctypes.c_int()
-        # Looked up once: a mark is on the way of the rank's own launches.
+        # Looked up once, since every mark delays the rank's own launches.
         self._is_capturing = self.bind("cuStreamIsCapturing")
 
     def stream(self) -> ctypes.c_void_p:
-        """Whatever is the current stream.
+        """Return the current stream.
 
         Raises:
-            FillError: it is being captured, and anything of ours inside a capture would break that.
+            FillError: it is being captured, and work added to a capture would break it.
         """
         stream = ctypes.c_void_p(self._current_stream(self._device).cuda_stream)
         self._is_capturing(stream, ctypes.byref(self._capture))
@@ -70,7 +70,7 @@ class Driver:
         return stream
 
     def bind(self, name: str) -> Callable[..., None]:
-        """The driver's function of that name, which raises when the driver refuses."""
+        """Return the driver's function of that name, with a non-zero result turned into FillError."""
         function = getattr(self._library, name)
 
         def call(*arguments: Any) -> None:
@@ -85,7 +85,7 @@ class PostedSignals:
     """Marks that post the ring's semaphore.
 
     Args:
-        device: such as ``cuda:0``.
+        device: torch's name of the GPU, such as ``cuda:0``.
 
     Raises:
         FillError: the driver refuses.
@@ -95,8 +95,8 @@ class PostedSignals:
         self._driver = driver = Driver(device)
         least, greatest = ctypes.c_int(), ctypes.c_int()
         driver.bind("cuCtxGetStreamPriorityRange")(ctypes.byref(least), ctypes.byref(greatest))
-        # Not one of torch's streams: those are handed out in turn, so NCCL or an offload could get the same one.  And
-        # one that does not synchronise with the default stream, which is where Megatron computes.
+        # Not one of torch's streams, which come from a pool, so NCCL or an offload could get the same one.  And not
+        # synchronised with the default stream, in which Megatron computes.
         self._stream = ctypes.c_void_p()
         driver.bind("cuStreamCreateWithPriority")(ctypes.byref(self._stream), _NON_BLOCKING, greatest)
         # One event is enough: a wait is for the event as it was recorded last before the wait was enqueued.
@@ -119,8 +119,8 @@ class WrittenSignals:
     """Marks that write their number into the ring.
 
     Args:
-        device: such as ``cuda:0``.
-        ring: its reader looks for numbers from now on.
+        device: torch's name of the GPU, such as ``cuda:0``.
+        ring: the ring; its reader polls for numbers from now on.
 
     Raises:
         FillError: the driver refuses.
@@ -139,16 +139,16 @@ class WrittenSignals:
 
     def mark(self) -> None:
         self._number = number = self._number + 1
-        # Without a flag the write is behind all memory operations that the stream did before.
+        # Without a flag the write is ordered after all earlier memory operations of the stream.
         self._write(self._driver.stream(), self._at, ctypes.c_uint64(number), 0)
 
 
 def cuda_signals(device: str, ring: Ring, ways: Sequence[Callable[[str, Ring], Signals]] | None = None) -> Signals:
-    """The signals that cost the compute stream least, as a few of each show.
+    """Return the kind of signals that costs the compute stream least, by a measurement of each.
 
     Args:
-        device: such as ``cuda:0``.
-        ring: not read by anybody yet.
+        device: torch's name of the GPU, such as ``cuda:0``.
+        ring: the ring, which has no reader yet.
         ways: the kinds to choose from; None for all.
 
     Raises:
@@ -157,7 +157,7 @@ def cuda_signals(device: str, ring: Ring, ways: Sequence[Callable[[str, Ring], S
     costs: list[tuple[float, Callable[[str, Ring], Signals]]] = []
     refused = "no kind of mark is known"
     for way in ways or (WrittenSignals, PostedSignals):
-        scratch = Ring()  # what is tried is not for the relay
+        scratch = Ring()  # the relay must not see the marks of the measurement
         _keep.append(scratch)
         try:
             costs.append((stream_cost_us(device, way(device, scratch)), way))
@@ -172,7 +172,7 @@ def cuda_signals(device: str, ring: Ring, ways: Sequence[Callable[[str, Ring], S
 
 
 def stream_cost_us(device: str, signals: Signals) -> float:
-    """What a mark adds to the current stream, on average, between smallest kernels that are enqueued already."""
+    """Return the mean time in us that a mark adds to the current stream, between enqueued minimal kernels."""
     import torch
 
     number = torch.zeros(1, device=device)
@@ -195,8 +195,8 @@ def stream_cost_us(device: str, signals: Signals) -> float:
 
 
 def _driver() -> ctypes.CDLL:
-    # A launch may block while the stream's queue is full, so the interpreter lock is released: the queue may hold a
-    # host function of somebody else that needs it.
+    # CDLL, which releases the interpreter lock: a launch may block while the stream's queue is full, and the queue may
+    # hold a host function of another library that needs the lock.
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How one rank's bubbles are listened to: one value and one way to begin, in the rank itself and in its relay."""
+"""The settings of one rank's listener, and its construction, in the rank itself or in its relay."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class RankSpec:
 
     Attributes:
         record: the file for the rank's record.
-        trace_iterations: of how many last iterations the compute spans are kept.
-        paired_blocks: as ``RankListener`` has it.
-        max_slowdown: above which the brake stops the filling, as a fraction; 0 for no brake.
+        rule: the rule for filling a bubble.
+        trace_iterations: number of last iterations whose compute spans are drawn.
+        paired_blocks: length of the alternating blocks with and without filling, in iterations; 0 for always on.
+        max_slowdown: slowdown as a fraction above which the brake stops the filling; 0 for no brake.
     """
 
     info: RankInfo
@@ -43,10 +44,10 @@ class RankSpec:
         board: CycleBoard | None,
         control: RankSwitch | None,
     ) -> RankListener:
-        """The listener, with its recorder; the pages are sealed: who writes them writes them from now on.
+        """Return the listener, with its recorder; gate and board are sealed: only existing mappings can write to them.
 
         Args:
-            free_bytes, gate, board, control: as ``RankListener`` has them.
+            free_bytes, gate, board, control: arguments of ``RankListener``.
         """
         for page in (gate, board):
             if page is not None:

@@ -1,8 +1,8 @@
-"""One task of an srun step: one rank of the training (``python -m megatron.fill.rank.srun SCRIPT ARGS...``).
+"""A task of an srun step, for one rank of the training (``python -m megatron.fill.rank.srun SCRIPT ARGS...``).
 
-It sets what ``torch.distributed`` and Megatron read (``RANK`` and so on) from SLURM's variables, starts the script, and
-hands on the signals that SLURM sends before a time limit or at a cancellation.  And it stays when the rank has ended,
-until its warden has put the side tasks back: SLURM kills what is left of a step as soon as its tasks have ended.
+It sets the variables that ``torch.distributed`` and Megatron read (``RANK`` and so on) from SLURM's, starts the script,
+and forwards the signals that SLURM sends before a time limit or at a cancellation.  After the rank's end it waits until
+the warden has given the jobs back, since SLURM kills the other processes of a step as soon as its tasks have ended.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from types import FrameType
 
 from megatron.fill.linux import host
 
-INTERRUPTED = "PIPEFILL_INTERRUPTED"  # the file in which a rank that ended in order says which signal it had got
+INTERRUPTED = "PIPEFILL_INTERRUPTED"  # variable with the file that gets the signal's name, if the rank exits with 0
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)  # before a time limit, by --signal
 _ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_STAY_S = 25.0  # for the wardens; a cancelled step is killed 30 s after its first signal (KillWait)
+_STAY_S = 25.0  # longest wait for the warden; a cancelled step is killed 30 s after its first signal (KillWait)
 _LOOK_S, _NOTICE_S = 0.05, 0.5
 
 
 def rank_variables(slurm: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would set, from what srun has set.
+    """Return the variables that torchrun would set, from those of srun.
 
     Raises:
-        KeyError: no srun started this process.
+        KeyError: srun did not start this process.
+        ValueError: ``SLURM_STEP_TASKS_PER_NODE`` cannot be parsed.
     """
     node = int(slurm["SLURM_NODEID"])
     here = tasks_per_node(slurm["SLURM_STEP_TASKS_PER_NODE"])[node]
@@ -47,7 +48,11 @@ def rank_variables(slurm: Mapping[str, str]) -> dict[str, str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """SLURM's short form: ``2(x3),1`` is [2, 2, 2, 1]."""
+    """Expand SLURM's short form: ``2(x3),1`` is [2, 2, 2, 1].
+
+    Raises:
+        ValueError: ``text`` does not have that form.
+    """
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -58,13 +63,13 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 class SrunTask:
-    """The rank's parent.
+    """The parent process of a rank.
 
-    The rank begins with the notices ignored: one that comes before it listens, while it still imports, is to end
-    nothing.  It is sent again once the rank listens.
+    The rank starts with the notices (SIGUSR1, SIGUSR2) ignored, so that one that comes while it still imports does not
+    end it.  The notice is sent again once the rank has a handler.
 
     Args:
-        command: the rank.
+        command: the rank's command line.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
@@ -77,7 +82,7 @@ class SrunTask:
             host.ignore_notices()
             host.die_with_parent(ours, signal.SIGTERM)
 
-        for number in _NOTICES:  # before there is a rank: none of them is to be lost
+        for number in _NOTICES:  # before the rank is started, so that none is lost
             signal.signal(number, self._hand_on_later)
         self._rank = subprocess.Popen(command, env=dict(environment), preexec_fn=begin)
         self._started.set()
@@ -101,7 +106,7 @@ class SrunTask:
             os.kill(self._rank.pid, number)
 
     def wait(self) -> int:
-        """Stay until the rank has ended and what it left has too, and return the rank's exit code."""
+        """Wait until the rank and its remaining processes have ended, and return the rank's exit code."""
         code = self._rank.wait()
         end_s = time.monotonic() + _STAY_S
         with contextlib.suppress(ChildProcessError):  # none is left
@@ -112,7 +117,7 @@ class SrunTask:
 
 
 def _awaits(pid: int, number: int) -> bool:
-    """Whether the process has a handler for the signal.
+    """True if the process has a handler for the signal.
 
     Raises:
         OSError: there is no such process.

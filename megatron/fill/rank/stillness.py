@@ -1,7 +1,7 @@
-"""A thread of the rank's own that looks every ten seconds whether anything moves, shows it and says if nothing does.
+"""A thread of the rank that checks every ten seconds that the training moves, publishes it, and warns if it does not.
 
-The training's path has no part in it: it reads what the listener keeps anyway.  In a hang the training itself cannot
-say anything, and a process that is stopped cannot look either: then ``pipefill status`` sees an old look.
+It is outside the training's path, and reads values that the listener keeps anyway.  In a hang the training itself
+cannot report.  A stopped process cannot check either; then ``pipefill status`` sees that the latest check is old.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _S = 1e9
 
 
 class Moving(Protocol):
-    """What is looked at."""
+    """The values that are checked (``RankListener``)."""
 
     moved_ns: int
     iteration: int
@@ -34,11 +34,12 @@ class Moving(Protocol):
 
 
 class StillnessWatch:
-    """Looks again and again.
+    """Checks a rank periodically.
 
     Args:
-        show: puts a look where others see it.
-        clock: CLOCK_MONOTONIC, ns.
+        rank: the rank's listener.
+        show: publishes the result of a check.
+        clock: CLOCK_MONOTONIC in ns.
     """
 
     def __init__(
@@ -54,11 +55,11 @@ class StillnessWatch:
         self._over = threading.Event()
 
     def start(self) -> None:
-        """Begin, in a daemon thread."""
+        """Start the checks, in a daemon thread."""
         threading.Thread(target=self._run, name="stillness", daemon=True).start()
 
     def stop(self) -> None:
-        """The training is over."""
+        """Stop the checks."""
         self._over.set()
 
     def _run(self) -> None:
@@ -66,10 +67,10 @@ class StillnessWatch:
             self.look()
 
     def look(self) -> Pulse:
-        """Look once."""
+        """Check once: publish the result, and log a warning when the training stops moving or moves again."""
         rank, now_ns = self._rank, self._clock()
         moved_ns = rank.moved_ns or self._began_ns
-        if moved_ns > self._moved_ns:  # it came to an end, so it was usual: a checkpoint, say
+        if moved_ns > self._moved_ns:  # a pause that ended counts as usual, for example a checkpoint
             self._longest_ns = max(self._longest_ns, self._still_ns)
         self._longest_ns = max(self._longest_ns, rank.longest_ns)
         self._moved_ns, self._still_ns = moved_ns, now_ns - moved_ns

@@ -1,4 +1,4 @@
-"""The rank's listener where the host runs ahead of the device: it passes every fact on, to be timed by the device."""
+"""The rank's listener on CUDA, where the host runs ahead: it passes every fact on, to be timed by the device."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from megatron.fill.rank.blocks import Blocks
 from megatron.fill.rank.signals import Signals
 from megatron.fill.types import BubbleKind, CycleKey
 
-_PEAKS = 2  # iterations, after which the training has used as much memory as it does
-_ASK_EVERY = 20  # iterations
+_PEAKS = 2  # number of iterations after which the training has reached its peak memory
+_ASK_EVERY = 20  # iterations between two calls of ``missing_bytes``
 _NOT_SAID = -1
 
 
 class StreamListener:
     """A hooks.Listener that writes facts into a ring and marks their places in the stream.
 
-    The times that the bus gives are the host's and are not used.
+    The times from the bus are the host's and are not used.
 
     Args:
-        missing_bytes: what of the training's own memory margin cannot be reserved; asked every few iterations and after
-            a disturbance, between two iterations.
-        relayed: whether the relay, which reads the ring, is alive; asked once an iteration, must not block.
-        on_shut: called once when the bus takes this listener off after a failure; must not block.
-        blocks: like those of the relay's listener; None to watch every iteration.
+        missing_bytes: returns the part of the training's own memory margin that cannot be reserved; called every few
+            iterations and after a disturbance, between two iterations.
+        relayed: returns True while the relay, which reads the ring, is alive; called in each iteration, must not block.
+        on_shut: called once when the bus removes this listener after a failure; must not block.
+        blocks: blocks equal to those of the relay's listener; None to watch every iteration.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class StreamListener:
         self._write(Fact.DISTURBED, text=reason, marked=False)
 
     def end(self) -> None:
-        """The training is over: the relay ends when the device has got here."""
+        """Mark the end of the training, at which the relay ends once the device has reached it."""
         if not self._is_shut:
             self._write(Fact.END)
             self._mark()
 
     def shut(self) -> None:
-        """Called when the bus takes this listener off after a failure: no bubble opens any more."""
+        """Switch filling off; called when the bus removes this listener after a failure."""
         self._is_shut = True
         self._on_shut()
