@@ -1,4 +1,4 @@
-"""Jobs tried without any training: looked at before they run, and run in the bubbles of a main job that only waits.
+"""Trials of jobs without a training: a check before they run, and a run in the bubbles of a stand-in that only waits.
 
-Everything that judges them is the runtime's own: agent, worker, walls, gate and store.  Only the main job is none.
+Agent, worker, sandbox, gate and store are those of a real run; only the training is replaced.
 """

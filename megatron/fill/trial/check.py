@@ -1,4 +1,4 @@
-"""Looks whether jobs can be loaded, in a process that has the walls around it which a job has."""
+"""Checks that jobs can be loaded, in a process with the sandbox of a job."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from megatron.fill.sidetask.examine import Examined
 from megatron.fill.trial.spec import NOTE, CheckSpec, program
 from megatron.fill.untrusted import parse_json, plain
 
-_MOST_S = 120.0  # for all of them: an import of torch takes a while on a machine that is busy
+_MOST_S = 120.0  # timeout for all jobs together: importing torch takes a while on a busy machine
 
 
 def kind_of(job: JobSpec) -> str:
-    """What jobs have in common that differ in name and queueing only: a ``count`` makes many of those."""
+    """Return a key that is equal for jobs that differ only in name and queueing, such as those of a ``count``."""
     return job.model_copy(
         update={"name": "", "priority": 0, "user": "", "deadline": None, "count": 1}
     ).model_dump_json()
 
 
 def distinct(jobs: Sequence[JobSpec]) -> list[JobSpec]:
-    """The first job of each kind."""
+    """Return the first job of each kind."""
     first: dict[str, JobSpec] = {}
     for job in jobs:
         first.setdefault(kind_of(job), job)
@@ -37,14 +37,14 @@ def distinct(jobs: Sequence[JobSpec]) -> list[JobSpec]:
 
 
 def examine(jobs: Sequence[JobSpec], search: Sequence[str], settings: Mapping[str, Any]) -> list[Examined]:
-    """What can be said of each job; nothing of theirs is imported in this process.
+    """Check each job, in another process, and return the findings.
 
     Args:
         search: absolute folders that tasks are imported from, besides the installed packages.
-        settings: of the ``--fill-*`` kind that walls depend on, by field.
+        settings: ``FillSettings`` on which the sandbox depends, by field.
 
     Raises:
-        ConfigError: it cannot be found out.
+        ConfigError: the check itself failed.
     """
     first = distinct(jobs)
     groups: dict[str, list[JobSpec]] = {}
@@ -73,7 +73,7 @@ def _asked(job: JobSpec) -> dict[str, Any]:
 
 
 def _run(spec: CheckSpec) -> tuple[list[str], list[str], list[str]]:
-    """What the checker answered, what it noted of the folders to import from, and what it said was wrong."""
+    """Run the checker; return its answers, its notes on the folders to import from, and its error output, as lines."""
     user = default_user()
     checker = subprocess.Popen(
         program("checker"),
@@ -99,9 +99,9 @@ def _run(spec: CheckSpec) -> tuple[list[str], list[str], list[str]]:
 
 
 def _read(lines: Sequence[str], jobs: Sequence[JobSpec]) -> list[Examined]:
-    """One answer for each job, whatever code of theirs has written among them; empty if none was begun."""
+    """Return an answer for each job, ignoring lines that jobs have written among them; empty if none was begun."""
     found: dict[object, Examined] = {}
-    endings: dict[object, object] = {}  # of the processes in which jobs were begun; None while it has not ended
+    endings: dict[object, object] = {}  # by job: exit code of the process that began it; None while it runs
     for line in lines:
         with contextlib.suppress(ValueError, TypeError):
             answer = parse_json(line)
@@ -138,7 +138,7 @@ def _unanswered(job: JobSpec, begun: bool, ended: object) -> Examined:
 
 
 def _with_notes(found: Examined, notes: Sequence[str]) -> Examined:
-    """What is said of the walls helps who cannot import something."""
+    """Add the notes on folders to a failed check, since they may be the reason."""
     if not found.error or found.raised or not notes:
         return found
     return Examined(f"{found.error} ({'; '.join(map(plain, notes))})")

@@ -1,4 +1,4 @@
-"""What would make a job better, by how it did when it was tried."""
+"""Hints for improving a job, from its trial."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from megatron.fill.trial.result import Ended, RoundTrip, Steps, Trial, Use
 
 _MIB = 1 << 20
-_LONG = 0.2  # of a bubble: steps that are longer waste a good part of it
-_SLOW = 0.1  # of a bubble: what start() or pause() may take
-_UNEVEN, _UNEVEN_MS = 3.0, 1.0  # how much longer than the median the slowest steps may be
-_FEW = 100  # steps: of so few, the slowest say nothing
+_LONG = 0.2  # share of a bubble above which a step wastes a good part of it
+_SLOW = 0.1  # share of a bubble above which start() or pause() is slow
+_UNEVEN, _UNEVEN_MS = 3.0, 1.0  # ratio of p99 to median, and their difference, above which steps are uneven
+_FEW = 100  # number of steps below which p99 is not meaningful
 
 
 def hints(trial: Trial, max_overruns: int, kinds: bool) -> Iterator[str]:
-    """A sentence for each thing to be thought about.
+    """Yield the hints, a sentence or two each.
 
     Args:
-        max_overruns: how many offences end a job.
-        kinds: the task says by itself that its steps are of several kinds.
+        max_overruns: number of violations after which a job is ended.
+        kinds: the task has several kinds of steps (nodes), so uneven steps are expected.
     """
     for callback in ("start()", "pause()"):
         took_ms = trial.callbacks_ms.get(callback, 0.0)
@@ -64,5 +64,5 @@ def _of_offences(use: Use, grace_ms: float, max_overruns: int) -> str:
 
 
 def _cap_mib(peak_bytes: int) -> int:
-    """Half as much again, in steps of 64 MiB."""
+    """Return one and a half times the peak in MiB, rounded up to a multiple of 64."""
     return -(-3 * peak_bytes // (2 * 64 * _MIB)) * 64

@@ -1,4 +1,4 @@
-"""From the records that a trial left to what they say of the job."""
+"""Evaluation of a trial: from the records of its runs to its result."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 def judge(job: JobSpec, found: Examined, runs: Sequence[TrialTraining], size_bytes: int, options: Options) -> Trial:
-    """What came of a job.
+    """Return the result of a job's trial.
 
     Args:
-        runs: one, or the second of them went on from what the first one saved.
-        size_bytes: of the checkpoint that the first run left; 0 for none.
+        found: the findings of the check before the run.
+        runs: one run, or two, of which the second resumed from the first one's checkpoint.
+        size_bytes: size of the first run's checkpoint; 0 for none.
     """
     last = runs[-1]
     record, worker = last.record, last.worker
@@ -65,7 +66,7 @@ def judge(job: JobSpec, found: Examined, runs: Sequence[TrialTraining], size_byt
 
 
 def _reason(last: TrialTraining, job: JobSpec, found: Examined, options: Options) -> str:
-    """Why the job failed; empty if it did not."""
+    """Return the reason why the job failed; empty if it did not."""
     record, worker = last.record, last.worker
     if record is None or worker is None:
         return last.job.reason or f"no worker was ready within {options.startup_seconds:g} s (--startup-seconds)"
@@ -77,7 +78,7 @@ def _reason(last: TrialTraining, job: JobSpec, found: Examined, options: Options
 
 
 def _not_returned(worker: WorkerRecord, found: Examined, options: Options) -> str:
-    """What a task that was stopped, as at the end of a training, was still at; empty if nothing."""
+    """Return the callback that had not returned when the task was stopped, as a message; empty if there is none."""
     late = f"had not returned after {options.startup_seconds:g} s (--startup-seconds)"
     if "create()" not in worker.callbacks:
         if found.nodes:
@@ -153,7 +154,7 @@ def _use(rank: RankRecord, worker: WorkerRecord, record: JobRecord) -> Use | Non
 
 
 def _output(last: TrialTraining) -> list[str]:
-    """The end of what the job printed, from its last traceback on, if there is one."""
+    """Return the end of the job's output, from its last traceback on if there is one."""
     if not last.job.directory:
         return []
     try:

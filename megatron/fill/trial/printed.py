@@ -1,4 +1,4 @@
-"""What came of trying a job, on a terminal of 80 columns."""
+"""The result of a trial on a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VERDICTS = {
 
 
 def print_trial(trial: Trial, console: Console) -> None:
-    """Its callbacks, its bubbles, and the verdict."""
+    """Print a trial's callbacks, bubbles and verdict."""
     console.print(_text(f"{trial.job}: {trial.what} on {trial.device}", "bold"))
     if trial.callbacks_ms:
         console.print(_callbacks(trial))
@@ -95,7 +95,7 @@ def _hint(text: str) -> Table:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Text as it is: no markup, and nothing that could command the terminal."""
+    """Return the text without markup, and with control characters escaped."""
     return Text(one_line(text), style=style)
 
 

@@ -1,4 +1,4 @@
-"""How a job is tried, and what came of it, as ``pipefill try --json`` prints it."""
+"""Options and result of a trial; ``pipefill try --json`` prints the result."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How jobs are tried.
+    """Options of a trial.
 
     Attributes:
-        bubble_ms: how long each bubble lasts.
-        period_ms: from the start of one bubble to that of the next.
-        seconds: for how long the job is given bubbles, once it waits for them.
-        startup_seconds: how long it may take until it does.
-        round_trip: save it and go on with it in a new process, if it can be saved.
-        settings: of the ``--fill-*`` kind, by field.
+        bubble_ms: duration of each bubble.
+        period_ms: time from the start of one bubble to that of the next.
+        seconds: time for which the job gets bubbles, once it is ready for them.
+        startup_seconds: time limit for the job to become ready.
+        round_trip: save the job and resume it in a new process, if it can be saved.
+        settings: values of ``FillSettings``, by field.
     """
 
     bubble_ms: float = 50.0
@@ -30,29 +30,29 @@ class Options:
 
 
 class Ended(StrEnum):
-    """Where in its life the trial of a job ended."""
+    """Outcomes of a trial."""
 
-    OK = "ok"  # it would run
+    OK = "ok"  # the job would run
     FAILED = "failed"
-    REFUSED = "refused"  # something does not exist or does not fit: it was not run
+    REFUSED = "refused"  # not run, since something that it names does not exist or does not fit
 
 
 class RoundTrip(StrEnum):
-    """What came of saving a task and going on with it in a new process."""
+    """Outcomes of saving a task and resuming it in a new process."""
 
     OK = "ok"
     FAILED = "failed"
-    NEVER_SAVED = "never saved"  # it was over, or failed, before
+    NEVER_SAVED = "never saved"  # it ended or failed before it was saved
     NOT_RESUMABLE = "not resumable"
     NOT_TRIED = "not tried"
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Times of the most recent steps, ms.
+    """Durations of the most recent steps, in ms.
 
     Attributes:
-        count: of all steps.
+        count: number of all steps.
     """
 
     count: int
@@ -63,15 +63,15 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Of the bubbles that were open from the job's first one on.
+    """The job's use of the bubbles that were open from its first one on.
 
     Attributes:
-        bubbles: how many.
-        used: the share of their time inside steps.
-        first_step_us: from the opening of a bubble to the start of its first step, median; None if no step began.
-        overran: in how many bubbles the last step ran on after the end.
-        longest_overrun_ms: the longest of these.
-        offences: how often a start, a step or a pause ran on for longer than the grace.
+        bubbles: number of bubbles.
+        used: share of their time inside steps.
+        first_step_us: median time from the opening of a bubble to the start of its first step; None without any step.
+        overran: number of bubbles after whose end the last step ran on.
+        longest_overrun_ms: the longest such overrun.
+        offences: number of times that a start, a step or a pause ran on for longer than the grace period.
     """
 
     bubbles: int
@@ -87,8 +87,8 @@ class Checkpoint:
     """The round trip.
 
     Attributes:
-        size_bytes: of the file.
-        saved_work, loaded_work: when the first process ended, and from where the second went on.
+        size_bytes: size of the file.
+        saved_work, loaded_work: work done when the first process ended, and when the second one had resumed.
     """
 
     outcome: RoundTrip
@@ -99,22 +99,22 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of trying one job.
+    """The result of a job's trial.
 
     Attributes:
         what: ``module:Class`` or the command line.
-        reason: why it failed or was refused; empty if neither.
-        finished: it came to its end; else it was stopped, as at the end of a training.
-        command: it is a command, which has no callbacks and no steps.
-        bubble_ms, period_ms: of the bubbles that it was given; 0 where it was not run.
-        grace_ms: what a run grants after a bubble, as ``--fill-grace-ms``.
-        callbacks_ms: the longest that each callback took but ``run_next_step()``; only those that returned.
-        steps, use: None where it did not come so far.
-        peak_bytes: the most that it was seen to hold; 0 where it was too short-lived to be seen.
-        memory_bytes: its cap; None for none.
-        hints: what would make it better, a sentence each.
-        output: the end of what it printed, from a failure's traceback on; nothing where all went well.
-        folder: its folder, where that is kept; empty if not.
+        reason: reason why it failed or was refused; empty if neither.
+        finished: the job finished; otherwise it was stopped, as at the end of a training.
+        command: the job is a command, which has no callbacks and no steps.
+        bubble_ms, period_ms: duration and period of its bubbles; 0 if it was not run.
+        grace_ms: grace period after a bubble (``--fill-grace-ms``).
+        callbacks_ms: longest duration of each callback that returned, except ``run_next_step()``.
+        steps, use: steps and use of bubbles; None if it did not get that far.
+        peak_bytes: largest memory measured; 0 if the job ended before the first measurement.
+        memory_bytes: its memory cap; None for none.
+        hints: hints for improving it.
+        output: the end of its output after a failure, from the traceback on; otherwise empty.
+        folder: its folder if that is kept; otherwise empty.
     """
 
     job: str

@@ -1,4 +1,4 @@
-"""Tries one job: in one run until it is saved, and in another one, in a new process, from there."""
+"""Tries a job: in a first run until it is saved, and in a second one, in a new process, from that checkpoint."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron.fill.trial.train import TrialTraining, train
 from megatron.fill.types import JobState
 from megatron.fill.worker import checkpoint
 
-_AT_ONCE_S = 0.001  # between two checkpoints: after every bubble
+_AT_ONCE_S = 0.001  # time between two checkpoints, so that one is written after every bubble
 
 
 def refused(job: JobSpec, found: Examined, device: str) -> Trial:
-    """The trial of a job that ``examine`` found something against: it is not run."""
+    """Return the result for a job that failed the check of ``examine`` and is not run."""
     return Trial(
         job=job.name,
         what=job.what,
@@ -38,15 +38,15 @@ def refused(job: JobSpec, found: Examined, device: str) -> Trial:
 def try_job(
     job: JobSpec, found: Examined, search: Sequence[str], options: Options, folder: Path, say: Callable[[str], None]
 ) -> Trial:
-    """Run a job in the bubbles of a main job that only waits, and judge it as a run would.
+    """Run a job in the bubbles of a stand-in that only waits, and return the result.
 
     Args:
-        found: by ``examine``, with nothing against it.
-        folder: for all that is written, a new one; jobs run as another user must be able to enter it.
-        say: is told what is going on, a line each.
+        found: the findings of ``examine``, without an error.
+        folder: new folder for all files; the user that jobs run as must be able to enter it.
+        say: prints a line on the progress.
 
     Raises:
-        FillError: it cannot be tried here.
+        FillError: jobs cannot be tried on this machine.
     """
     folder.mkdir(exist_ok=True)
     where = str(folder / "jobs.db")
@@ -89,11 +89,11 @@ _DOES = {
 
 
 class _Waiting:
-    """Says when a run has been long enough.
+    """Decides when a run has been long enough.
 
     Args:
-        before: the job as the store had it before the run.
-        until_saved: it is long enough once the job has been saved.
+        before: the job in the store before the run.
+        until_saved: the run is long enough once the job has been saved.
     """
 
     def __init__(self, options: Options, before: Job, until_saved: bool) -> None:
@@ -106,7 +106,7 @@ class _Waiting:
         if self._until_saved and _saved(job):
             return True
         startup_s = job.progress.startup_s
-        # Until its first heartbeat, what the store has is of the run before.
+        # Until its first heartbeat, the store has the values of the run before.
         known = job.attempt > self._before.attempt and startup_s != self._before.progress.startup_s
         if not known or startup_s is None or job.started_s is None:
             return time.monotonic() > self._end_s

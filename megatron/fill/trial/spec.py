@@ -1,4 +1,4 @@
-"""What the processes are told that try jobs, on their standard input."""
+"""Specs of the processes that try jobs, sent to their standard input."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from megatron.fill.linux import isolated
 from megatron.fill.spec import Spec
 
-NOTE = "PipeFill: "  # what a line begins with in which they say something of the walls
+NOTE = "PipeFill: "  # beginning of lines in their output that are notes on the sandbox
 
 
 @dataclass(frozen=True, slots=True)
 class CheckSpec(Spec):
-    """Jobs to be looked at.
+    """Jobs to be checked.
 
     Attributes:
-        parent: the pid of who asks.
-        folder: a new one, for the jobs' own folder.
+        parent: pid of the process that asks.
+        folder: new folder, in which the jobs' own folder is made.
         search: folders to import from.
-        settings: of the ``--fill-*`` kind, by field.
+        settings: values of ``FillSettings``, by field.
         groups: per environment (``env``) the ``jobs`` that have it, each with ``task``, ``args`` and ``command``.
     """
 
@@ -32,15 +32,15 @@ class CheckSpec(Spec):
 
 @dataclass(frozen=True, slots=True)
 class StandInSpec(Spec):
-    """A main job that only waits.
+    """A stand-in for a training that only waits.
 
     Attributes:
         run_dir: its run folder, a new one.
         store: the URL of the job store that it serves.
         search: folders that its jobs are imported from.
-        bubble_s: how long each bubble lasts.
-        period_s: from the start of one iteration, which has one bubble, to that of the next.
-        settings: of the ``--fill-*`` kind, by field.
+        bubble_s: duration of each bubble.
+        period_s: time from the start of one iteration, which has one bubble, to that of the next.
+        settings: values of ``FillSettings``, by field.
     """
 
     run_dir: str
@@ -53,5 +53,5 @@ class StandInSpec(Spec):
 
 
 def program(name: str) -> list[str]:
-    """The command line of one of these processes, ``checker`` or ``standin``."""
+    """Return the command line of a process, ``checker`` or ``standin``."""
     return isolated.program(f"megatron.fill.app.{name}")

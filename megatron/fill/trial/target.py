@@ -1,4 +1,4 @@
-"""What a user names to be tried: jobs of a jobs file, or one class with its arguments."""
+"""Targets of a trial, from the command line: jobs of a jobs file, or one class with its arguments."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SHOWN = 10  # names, in a message
 
 
 def jobs_of(path: Path, names: Sequence[str]) -> list[JobSpec]:
-    """The first job of each kind in a jobs file, or those of these names.
+    """Return the first job of each kind in a jobs file, or the jobs with the given names.
 
     Args:
-        names: as in the file; of a job with a ``count`` the first instance is meant.
+        names: names in the file; for a job with a ``count``, the first instance is returned.
 
     Raises:
         ConfigError: the file is wrong, or has no such job.
@@ -42,13 +42,13 @@ def jobs_of(path: Path, names: Sequence[str]) -> list[JobSpec]:
 
 
 def job_of(target: str, arguments: Sequence[str], memory: str | None) -> tuple[JobSpec, Path]:
-    """The job that ``module:Class`` or ``path.py:Class`` stands for, and the folder to import it from.
+    """Return the job for ``module:Class`` or ``path.py:Class``, and the folder to import it from.
 
     Args:
-        arguments: ``NAME=VALUE`` each, the value as in a jobs file.
+        arguments: texts ``NAME=VALUE``, with the value written as in a jobs file.
 
     Raises:
-        ConfigError: it is neither, there is no such file, or an argument or the memory makes no sense.
+        ConfigError: the target is neither, there is no such file, or an argument or the memory is invalid.
     """
     module, _, name = target.rpartition(":")
     folder = Path.cwd()

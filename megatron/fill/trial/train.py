@@ -1,4 +1,4 @@
-"""One run of a main job that only waits, and what it left: the records that any run leaves."""
+"""A run of the stand-in for a training, and its records, which are those of any run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron.fill.trial.spec import NOTE, StandInSpec, program
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
 
 _LOOK_S = 0.1
-_END_S = 60.0  # how long it may take to end: longer than it waits for its warden
+_END_S = 60.0  # time limit for its end: longer than its own wait for the warden
 
 
 @dataclass(frozen=True, slots=True)
 class TrialTraining:
-    """One such run.
+    """The records of a run.
 
     Attributes:
-        job: as the store has it after the run.
-        record: of the job's first attempt in it, with its worker's; None if there was none.
-        rank: of the main job; None if it failed.
-        notes: what it said of the walls around its jobs.
+        job: the job in the store after the run.
+        record, worker: records of the job's first attempt in the run, and of its worker; None if there was none.
+        rank: record of the stand-in; None if it failed.
+        notes: its notes on the sandbox of its jobs.
     """
 
     job: Job
@@ -39,10 +39,10 @@ class TrialTraining:
 
 
 def train(spec: StandInSpec, store: JobStore, job_id: int, enough: Callable[[Job], bool]) -> TrialTraining:
-    """Run until the job has ended, or ``enough`` says so of it.
+    """Run the stand-in until the job has ended, or ``enough`` returns True for it.
 
     Raises:
-        FillError: the main job did not start, or ended by itself.
+        FillError: the stand-in did not start, or ended by itself.
     """
     before = store.get(job_id).attempt
     log = Path(f"{spec.run_dir}.log")
@@ -62,7 +62,7 @@ def train(spec: StandInSpec, store: JobStore, job_id: int, enough: Callable[[Job
 
 
 def _over(job: Job, before: int) -> bool:
-    """Whether an attempt of this run has ended; what is tried again has failed."""
+    """True if an attempt of this run has ended; a job that is queued again has failed."""
     waits_again = job.state is JobState.QUEUED and job.attempt > before
     return job.state.finished or waits_again or job.attempt > before + 1
 
@@ -76,7 +76,7 @@ def _standin(spec: StandInSpec, log: Path) -> Iterator[subprocess.Popen[str]]:
             stdout=said,
             stderr=said,
             text=True,
-            start_new_session=True,  # as a launcher starts a rank: its workers yield to it, and to nobody else
+            start_new_session=True,  # as a launcher starts a rank: workers yield to their own session only
         )
     assert process.stdin is not None
     try:
@@ -86,7 +86,7 @@ def _standin(spec: StandInSpec, log: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()  # that ends it
+            process.stdin.close()  # ends the process
         try:
             process.wait(_END_S)
         except subprocess.TimeoutExpired:
