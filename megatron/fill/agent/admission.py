@@ -14,7 +14,7 @@ from megatron.fill.linux.host import may_become
 from megatron.fill.store.port import Job
 from megatron.fill.work import Work
 
-COMMAND = "command"  # stands for every command in a list of what is allowed
+COMMAND = "command"  # stands for every command in the list of allowed jobs
 _VARIABLE = "env:"  # prefix of the patterns for variables there
 _NOBODY = 65534
 
@@ -51,7 +51,7 @@ LIBRARY_SETTINGS = {
     "OMP_NUM_THREADS": "1",  # one thread per library on the rank's core
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # Memory that a step freed is kept for the next one: to get it from the kernel page by page takes bubble time.
+    # Keep memory that a step has freed for the next one: getting it from the kernel page by page takes bubble time.
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
 }

@@ -154,7 +154,9 @@ class Agent:
         station.claims.stop()
 
     def _control_changed(self, state: RunState) -> None:
-        """Acknowledge the new state; a kill only when no worker is left (each seat ends its worker at its next look).
+        """Handle a new state of the control page; after a kill, return once no worker is left.
+
+        Each seat ends its worker at its next look.
 
         Raises:
             TimeoutError: workers are left after ``_KILL_S``.

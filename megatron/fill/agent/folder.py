@@ -103,7 +103,7 @@ def occupied(directory: Path) -> Iterator[None]:
 
 
 def _locked(fd: int, directory: Path) -> bool:
-    """Lock the file; False if another process holds the lock."""
+    """Lock the file; False if another process holds the lock.  True without a lock if the file system has none."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -25,7 +25,7 @@ from megatron.fill.linux.reap import end_descendants
 logger = logging.getLogger("pipefill.warden")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before an agent is started again
-_HEALTHY_S = 30.0  # an agent that has lived this long is not part of a series of deaths
+_HEALTHY_S = 30.0  # lifetime of an agent after which the pause is reset
 _END_S = 15.0  # time limit for an agent to end its jobs in order once the rank has ended
 
 

@@ -96,7 +96,7 @@ def make_run_folder(run_dir: Path, seen: bool = False) -> None:
     """Make the run folder, and remove status files that an earlier start of the training left there.
 
     Args:
-        seen: jobs run as another user without a mount namespace, so only file modes protect what is not theirs.
+        seen: jobs run as another user without a mount namespace, so only file modes protect the other folders.
 
     Raises:
         OSError: the folder cannot be made.

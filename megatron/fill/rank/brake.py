@@ -81,7 +81,7 @@ class Brake:
             measured = self._close_pair()
             if measured is not None:
                 self._stop(measured, iteration, number)
-            pair = self._pair_of(iteration, number)  # among probes that may have become rarer
+            pair = self._pair_of(iteration, number)  # again, since the period of probes may have changed
             self._pair = pair
         if self._until and iteration >= self._until:
             self._retried, self._until = self._until, 0

@@ -59,7 +59,7 @@ class Noise:
 
 
 class Evidence:
-    """The latest pairs.
+    """Tests the latest pairs against the limit.
 
     Args:
         limit: the accepted slowdown as a fraction (0.01 is 1%).

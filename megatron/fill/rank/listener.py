@@ -56,7 +56,7 @@ class RankListener:
         self.predictor = predictor
         self.free_bytes = free_bytes
         self.paired_blocks = paired_blocks
-        self.guard_ns = predictor.rule.guard_ns  # replaced by the brake's, where there is a brake
+        self.guard_ns = predictor.rule.guard_ns  # replaced by the brake's if there is a brake
         self.board = board
         self.brake = brake
         self.control = control or AlwaysRunning()

@@ -99,7 +99,7 @@ class PostedSignals:
         # synchronised with the default stream, in which Megatron computes.
         self._stream = ctypes.c_void_p()
         driver.bind("cuStreamCreateWithPriority")(ctypes.byref(self._stream), _NON_BLOCKING, greatest)
-        # One event is enough: a wait is for the event as it was recorded last before the wait was enqueued.
+        # One event is enough: a wait is for the latest record of the event before the wait was enqueued.
         self._event = ctypes.c_void_p()
         driver.bind("cuEventCreate")(ctypes.byref(self._event), _NO_TIMING)
         self._semaphore = ctypes.c_void_p(ring.semaphore)

@@ -40,7 +40,7 @@ class StreamListener:
         self._blocks = blocks
         self._missing = missing_bytes
         self._missing_bytes = 0
-        self._ask_in = _PEAKS  # iterations
+        self._ask_in = _PEAKS  # iterations until the next call of ``missing_bytes``
         self._write = ring.write
         self._mark = signals.mark
         self._relayed = relayed

@@ -84,7 +84,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The round trip.
+    """The outcome of saving the task and resuming it in a new process.
 
     Attributes:
         size_bytes: size of the file.

@@ -26,7 +26,7 @@ _BLOCK = 1 << 20
 
 
 def save(directory: Path, state: dict[str, Any]) -> None:
-    """Write ``state`` to the job's folder; at any moment the folder keeps a complete checkpoint, if it had one.
+    """Write ``state`` to the job's folder atomically, and keep the checkpoint before it.
 
     Raises:
         OSError: it could not be written, for example to a full disk; the earlier checkpoints are unchanged.

@@ -120,7 +120,7 @@ class StepLoop:
             if bubble is not None:
                 seq = bubble.seq
                 finished = self.fill(bubble)
-                if self.baton is not None and self.gate.is_open(seq):  # a step that was held is in a later one
+                if self.baton is not None and self.gate.is_open(seq):  # not open if a held step ended in a later bubble
                     self.baton.pass_on(seq)
                 if finished:
                     return True

@@ -78,7 +78,7 @@ def measure(spec: MeasureSpec) -> None:
 
     profiler = Profiler(make, _run, context, spec.args)
     profiles = profiler.measure()
-    assert profiles is not None  # nothing ends before the job does
+    assert profiles is not None  # there is no training that could end first
     write_profile(directory, profiles, profiler, device)
 
 
