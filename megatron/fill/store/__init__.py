@@ -1,4 +1,4 @@
-"""The durable job store: one port, SQL behind it, and an in-memory twin for tests.
+"""The durable job store: a port, its SQL implementation, and an in-memory twin for tests.
 
 Importing this package is cheap; SQLAlchemy is imported by ``open_store``.
 """
@@ -15,16 +15,17 @@ __all__ = ["Claim", "DeviceEntry", "Job", "JobStore", "NewJob", "Progress", "Sta
 def open_store(where: str | Path, *, create: bool = True) -> JobStore:
     """Open a job store, and bring its schema up to date.
 
-    A file serves the processes of one machine (SQLite locks it, which network file systems do not do well); several
+    A file is for the processes of one machine (SQLite locks it, which is unreliable on network file systems); several
     nodes share a PostgreSQL database.
 
     Args:
-        where: an SQLAlchemy URL (``sqlite:///FILE``, ``postgresql+psycopg://USER@HOST/DATABASE``), a database file, or
-            a run folder, whose store is its ``jobs.db``.
-        create: make the file (and its folder) or the tables if they are not there.
+        where: SQLAlchemy URL (``sqlite:///FILE``, ``postgresql+psycopg://USER@HOST/DATABASE``), database file, or run
+            folder, whose store is its ``jobs.db``.
+        create: True to create the file (and its folder) or the tables if they are missing.
 
     Raises:
-        StoreError: it is none of these, cannot be reached, or is of a newer version; never with a password in it.
+        StoreError: ``where`` is none of these, cannot be reached, or has a newer schema; the message never has a
+            password.
     """
     from megatron.fill.store.sql import SqlStore
 

@@ -1,4 +1,4 @@
-"""New jobs, and which may be there: in one transaction of the queue."""
+"""Adding new jobs, and checking that they may be added, in one transaction of the queue."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron.fill.store.transaction import Transaction
 
 
 def add(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
-    """Add those that are not there, all or none; for each, the job in the queue.
+    """Add the jobs that are not in the queue yet, all or none; return the job in the queue for each.
 
     Raises:
-        JobError: a name is in use by another job, or a job is after one that there is not.
+        JobError: a name is in use by another job, or a job is after a job that does not exist.
     """
     known = transaction.unfinished({job.name for job in new})
     fresh: dict[str, NewJob] = {}
@@ -34,7 +34,11 @@ def add(transaction: Transaction, new: Sequence[NewJob]) -> list[Job]:
 
 
 def _check_after(transaction: Transaction, fresh: Mapping[str, NewJob]) -> None:
-    """Raises JobError where a new job is after one that there is not: it would wait for ever."""
+    """Check that every job that a new job is after exists, since it would otherwise wait forever.
+
+    Raises:
+        JobError: one does not exist.
+    """
     firsts = {first for job in fresh.values() for first in job.work.after} - fresh.keys()
     missing = firsts - transaction.states(firsts).keys()
     for job in fresh.values():

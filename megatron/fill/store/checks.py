@@ -1,4 +1,4 @@
-"""What any database can hold: jobs and values are made so, or refused, before they come to one."""
+"""Checks that every database can hold the jobs and values that are passed to it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MAX_ID = 2**63 - 1
 
 
 def checked(job: NewJob) -> NewJob:
-    """The job as any database can hold it.
+    """Check a job, and return it in a form that every database can hold.
 
     Raises:
-        JobError: there is something in it that none can.
+        JobError: the job has a value that a database cannot hold.
     """
     for field, text in (("name", job.name), ("user", job.user)):
         if text != storable(text) or (field == "name" and not text):
@@ -28,10 +28,14 @@ def checked(job: NewJob) -> NewJob:
 
 
 def plain(what: str, value: dict[str, Any]) -> dict[str, Any]:
-    """A copy of it that is JSON data.
+    """Copy a value as JSON data.
+
+    Args:
+        what: name of the value, for the message.
+        value: value to copy.
 
     Raises:
-        JobError: there is something in it that JSON cannot say.
+        JobError: the value cannot be written as JSON.
     """
     try:
         return json.loads(json.dumps(value))
@@ -40,16 +44,20 @@ def plain(what: str, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def storable(text: str) -> str:
-    """Without what no database takes: lone surrogates, and NUL characters."""
+    """Replace lone surrogates and NUL characters, which databases refuse."""
     return text.encode("utf-8", "replace").decode().replace("\0", "?")
 
 
 def possible(job_id: int) -> bool:
-    """Whether a job could have that number."""
+    """True if ``job_id`` is a valid job number."""
     return 0 < job_id <= _MAX_ID
 
 
 def check_lease(lease_s: float) -> None:
-    """Raises JobError unless it has an end."""
+    """Check that a lease is positive and finite.
+
+    Raises:
+        JobError: it is not.
+    """
     if not 0 < lease_s < float("inf"):
         raise JobError(f"a lease of {lease_s} s; expected more than 0, and an end")

@@ -1,4 +1,4 @@
-"""Whether a file lies where several machines can write to it, and SQLite's usual journal cannot be used."""
+"""Detection of network file systems, on which SQLite's usual journal (WAL) cannot be used."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _NETWORK = {
 
 
 def network_file_system(path: str | Path) -> str:
-    """The kind of the network file system that ``path`` is on, such as ``nfs4``; empty if it is on none."""
+    """The type of the network file system that ``path`` is on, such as ``nfs4``; empty if it is on another kind."""
     real, found, longest = os.path.realpath(path), "", -1
     for line in _lines():
         before, dash, after = line.partition(" - ")
         fields = before.split()
         if not dash or len(fields) < 5:
             continue
-        # mountinfo writes blanks and the like as three octal digits.
+        # mountinfo escapes blanks and some other characters as three octal digits.
         place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
         inside = place == "/" or real == place or real.startswith(place + "/")
-        if inside and len(place) >= longest:  # of two at one place, the later one is seen
+        if inside and len(place) >= longest:  # a later mount at the same place hides the earlier one
             longest, found = len(place), after.split()[0]
     return found if found in _NETWORK else ""
 

@@ -1,4 +1,4 @@
-"""From what a user calls a store to the URL of its database."""
+"""The URL of a store's database, from the text that a user gives for the store."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def shown(url: URL | str) -> str:
 
 
 def has_password(where: str) -> bool:
-    """Whether a store is given by a PostgreSQL URL that holds a password."""
+    """True if a store is given by a PostgreSQL URL with a password."""
     try:
         url = make_url(where)
-    except (ArgumentError, ValueError):  # a file, or nothing
+    except (ArgumentError, ValueError):  # a file, or an empty text
         return False
     if not url.drivername.startswith("postgres"):
         return False
@@ -50,14 +50,14 @@ def locate(where: str | Path) -> URL:
     """The URL of a store given as a URL, a database file or a run folder.
 
     Raises:
-        StoreError: it is something else.
+        StoreError: ``where`` is something else.
     """
     if isinstance(where, str) and "://" in where:
         return _parse(where)
     if not str(where).strip():
         raise StoreError(f"the job store is given as {str(where)!r}; {_EXPECTED}")
     path = Path(where).expanduser()
-    # os.path's, which call a name that is too long for a file one that is not there; making it says what is wrong.
+    # os.path's functions report a too long name as missing; the error is then raised when the file is created.
     if os.path.isdir(path) or (not os.path.exists(path) and path.suffix not in _FILE_SUFFIXES):
         path /= JOBS_DB
     return URL.create("sqlite", database=str(path.absolute()))

@@ -1,4 +1,4 @@
-"""Where a job is, whether it is free, and what is said where there is none: in one transaction of the queue."""
+"""Looking up jobs, checking whether they are free, and the messages for missing ones, in one transaction."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron.fill.store.port import Claim, Job
 from megatron.fill.store.transaction import Transaction
 from megatron.fill.types import JobState
 
-ASK_S = 60.0  # how long a job that was asked for is kept for the asker: it has to be saved first
+ASK_S = 60.0  # time for which a job is reserved for the device that asked for it, since it has to be saved first
 NAMES_COMPARED = 10_000
 
 
 def find(transaction: Transaction, name: str) -> Job:
-    """The latest job of that name, or of that number.
+    """The latest job with that name, or the job with that number.
 
     Raises:
-        JobError: there is none; the message names the closest names.
+        JobError: there is none; the message has the closest names.
     """
     job = transaction.latest(checks.storable(name))
     if job is None and name.isdecimal() and checks.possible(int(name)):
@@ -30,13 +30,14 @@ def find(transaction: Transaction, name: str) -> Job:
 
 
 def closest(name: str, names: Iterable[str]) -> str:
-    """What is said after a name that there is not."""
+    """The end of a message about an unknown name: the closest names, or ''."""
     close = difflib.get_close_matches(name, sorted(set(names)))
     return f"; the closest: {', '.join(close)}" if close else ""
 
 
 def existing(transaction: Transaction, job_id: int) -> Job:
-    """
+    """The job with that number.
+
     Raises:
         JobError: there is no such job.
     """
@@ -47,14 +48,14 @@ def existing(transaction: Transaction, job_id: int) -> Job:
 
 
 def held(transaction: Transaction, claim: Claim) -> Job | None:
-    """The claimed job, if nobody has taken or put it back since."""
+    """The claimed job if the claim is still valid, else None."""
     job = transaction.job(claim.job.id)
     held = job is not None and (job.state, job.owner, job.attempt) == (JobState.RUNNING, claim.owner, claim.attempt)
     return job if held else None
 
 
 def first_free(transaction: Transaction, ids: Sequence[int], device: str) -> Job | None:
-    """The first of ``ids`` that is QUEUED and not kept for another device."""
+    """The first job of ``ids`` that is QUEUED and not reserved for another device; None if there is none."""
     job = transaction.first_queued(ids)
     while job is not None and job.asked_by != checks.storable(device) and awaited(transaction, job):
         ids = ids[ids.index(job.id) + 1 :]
@@ -63,12 +64,12 @@ def first_free(transaction: Transaction, ids: Sequence[int], device: str) -> Job
 
 
 def awaited(transaction: Transaction, job: Job) -> bool:
-    """Whether the device that asked for the job still waits for it."""
+    """True if the device that asked for the job still waits for it."""
     if not job.asked_by or job.asked_s is None or transaction.now_s >= job.asked_s + ASK_S:
         return False
     return idle(transaction, job.asked_by)
 
 
 def idle(transaction: Transaction, name: str) -> bool:
-    """Whether that device is known and has no job."""
+    """True if that device is known and has no job."""
     return any(device.name == name and device.busy_until_s is None for device in transaction.devices())

@@ -14,10 +14,10 @@ from megatron.fill.types import JobState
 
 
 class MemoryStore(JobQueue):
-    """A job store that lives as long as this object, for the threads of one process.
+    """A job store that exists as long as this object, for the threads of one process.
 
     Args:
-        clock: seconds since the epoch.
+        clock: clock in seconds since the epoch.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -35,11 +35,11 @@ class MemoryStore(JobQueue):
                 raise
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: the store holds no resources."""
 
 
 class _Tables:
-    """Every value in them is frozen or never changed in place, so a copy of the tables is a snapshot."""
+    """The tables, as a ``Transaction``.  Values are never changed in place, so a copy of the tables is a snapshot."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -59,7 +59,7 @@ class _Tables:
         return self._clock()
 
     def lock_names(self) -> None:
-        """This transaction is the only one anyway."""
+        """Do nothing: there is only one transaction at a time."""
 
     def add(self, jobs: Sequence[NewJob]) -> list[Job]:
         added = [self._new(job_id, job) for job_id, job in enumerate(jobs, len(self._jobs) + 1)]

@@ -1,4 +1,4 @@
-"""Bring a store's schema up to date when it is opened, whoever else opens it at the same time."""
+"""The migration of a store's schema when the store is opened, safe against others that open it at the same time."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def migrate(reading: Engine, writing: Engine, where: str, create: bool) -> None:
     """Run the migrations that the database lacks, in one transaction.
 
     Args:
-        reading, writing: the engine as it is, and as it begins transactions that write.
-        where: the store's name in messages.
-        create: also make the tables where there are none.
+        reading: engine for transactions that only read.
+        writing: engine for transactions that write.
+        where: name of the store in messages.
+        create: True to create the tables if there are none.
 
     Raises:
-        StoreError: the schema is of a version that this code does not know, or there is none and ``create`` is False.
+        StoreError: the schema has a version that this code does not know, or is missing and ``create`` is False.
     """
     with reading.begin() as connection:
         if revision(connection) == REVISION:
@@ -44,7 +45,7 @@ def migrate(reading: Engine, writing: Engine, where: str, create: bool) -> None:
 
 
 def revision(connection: Connection) -> str | None:
-    """The migration that the database is at; None if it has none of our tables."""
+    """The current migration of the database; None if it has no tables of ours."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
     return connection.scalar(text(f"SELECT version_num FROM {VERSION_TABLE}"))
@@ -52,8 +53,8 @@ def revision(connection: Connection) -> str | None:
 
 @functools.cache
 def _migrations() -> tuple[Callable[[Config, str], None], frozenset[str]]:
-    """What runs the migrations, and the schemas that they lead to."""
-    # Here and not above: it is slow to import, and rarely needed.
+    """The function that runs migrations, and the known revisions."""
+    # Imported here, since alembic is slow to import and rarely needed.
     from alembic.command import upgrade
     from alembic.script import ScriptDirectory
 

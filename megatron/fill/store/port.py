@@ -1,10 +1,10 @@
-"""The job store's port: what PipeFill asks of whatever keeps its jobs.
+"""The job store's port: the interface that PipeFill needs to keep its jobs.
 
 Times are seconds since the epoch (``_s``).  A *claim* makes one agent a job's only owner until its *lease* ends; every
-heartbeat renews the lease.  A job whose lease has run out goes back to QUEUED with the next claim or ``recover`` of
-anyone; its former owner learns so from its next call and has to stop.  (An owner that comes before that still has the
-job.  One that cannot reach the store has to stop by itself when its lease ends.)  ``attempt`` counts the claims of a
-job and tells an old owner from a new one.
+heartbeat renews the lease.  A job whose lease has expired goes back to QUEUED with the next claim or ``recover`` of any
+agent; its former owner is notified by its next call and has to stop.  (An owner that calls before that still has the
+job.  An owner that cannot reach the store has to stop when its lease ends.)  ``attempt`` counts the claims of a job and
+distinguishes an old owner from a new one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from megatron.fill.work import Work
 
 @dataclass(frozen=True, slots=True)
 class NewJob:
-    """A job as it is submitted.
+    """A job to submit.
 
     Attributes:
-        name: unique among the unfinished jobs of a store.
-        user: whom fair sharing counts it for.
-        deadline_s: when it should be done; None for whenever.
+        name: name unique among the unfinished jobs of a store.
+        work: work of the job.
+        user: user to whom fair sharing attributes it.
+        priority: greater is more urgent.
+        deadline_s: time by which it should be done; None for no deadline.
     """
 
     name: str
@@ -37,16 +39,19 @@ class NewJob:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a job is, as the agent that holds it last said.
+    """The progress of a job, as last reported by the agent that holds it.
 
     Attributes:
-        work_done: in ``unit``, over all attempts that count.
-        total_work: how much there is in all; None if the task did not say.
-        rate: work per second of the clock on the wall, lately; None if unknown.
-        checkpoint_s: when its state was last saved; None for never.
-        resumable: it says that it can be saved and go on elsewhere.
-        startup_s: how long its present worker took until it could serve bubbles; None until it does.
-        failures: how often it has failed and was put back into the queue.
+        work_done: work done in ``unit``, over all attempts that count.
+        total_work: total work; None if the task did not report it.
+        unit: unit of the work.
+        rate: recent work per second of wall-clock time; None if unknown.
+        steps: number of steps done.
+        harvested_s: time in bubbles spent in steps.
+        checkpoint_s: time of the last save; None for never.
+        resumable: True if the task reports that it can be saved and resumed elsewhere.
+        startup_s: time that its current worker took until it could serve bubbles; None before that.
+        failures: number of failures after which it was put back into the queue.
     """
 
     work_done: float = 0.0
@@ -63,18 +68,24 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as the store has it.
+    """A job in the store; further attributes as in ``NewJob``.
 
     Attributes:
-        started_s: when it was last claimed.
-        owner: the agent that holds it; None unless RUNNING.
-        device: where it runs or last ran, for a reader: ``rank 1 of runs/first on host``.
-        directory: its folder, absolute; empty until it was first claimed.
-        cancelling: someone asked for its cancellation while it ran.
-        reason: why it is in its state.
-        result: what the task reported.
-        asked_by: the device that asked for it since it was last claimed; empty for none.
-        asked_s: when one last did; None for never.
+        id: number of the job.
+        reason: reason for its state.
+        submitted_s: time of submission.
+        started_s: time of the last claim; None for never.
+        finished_s: time at which it finished; None before.
+        attempt: number of claims so far.
+        owner: agent that holds it; None unless RUNNING.
+        lease_until_s: end of the lease; None unless RUNNING.
+        cancelling: True if its cancellation was requested while it ran.
+        device: device that it runs on or last ran on, for people: ``rank 1 of runs/first on host``.
+        directory: absolute path of its folder; empty before it was first placed.
+        progress: progress as last reported.
+        result: results that the task reported.
+        asked_by: device that has asked for it since its last claim; empty for none.
+        asked_s: time at which a device last asked for it; None for never.
     """
 
     id: int
@@ -100,13 +111,13 @@ class Job:
     asked_s: float | None = None
 
     def lost(self, now_s: float) -> bool:
-        """Whether its agent is not heard of any more: it is RUNNING, and the lease is over (``JobStore.now_s``)."""
+        """True if the job is RUNNING and its lease has expired at ``now_s`` (``JobStore.now_s``)."""
         return self.state is JobState.RUNNING and self.lease_until_s is not None and self.lease_until_s <= now_s
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Proof that one agent holds a job."""
+    """A proof that an agent holds a job."""
 
     job: Job
     owner: str
@@ -117,23 +128,25 @@ class Claim:
 
 
 class Standing(StrEnum):
-    """What a heartbeat tells the agent."""
+    """The answer of a heartbeat to the agent."""
 
     HELD = "held"
-    MOVE = "asked for"  # still held, but an idle device waits for it: it should be stopped and released
+    MOVE = "asked for"  # still held, but an idle device waits for the job: it should be stopped and released
     CANCELLED = "cancelled"  # still held, but the job should be stopped and finished as CANCELLED
-    LOST = "lost"  # the lease ran out, and the job is no longer this agent's
+    LOST = "lost"  # the lease has expired, and the job no longer belongs to this agent
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceEntry:
-    """A rank whose bubbles are open to jobs.
+    """A device of the store: a rank whose bubbles are open to jobs.
 
     Attributes:
-        name: unique: the run and the rank.
-        busy_until_s: when its job is expected to be done; None when it is idle, infinity when nobody knows.
-        cycle: its bubble cycle as ``BubbleCycle`` has it in JSON; None before it is measured.
-        refuses: the numbers of jobs that it has found not to fit its present cycle.
+        name: unique name, made of run and rank.
+        run: run that the rank belongs to.
+        busy_until_s: expected end of its job; None if it is idle, infinity if unknown.
+        job: name of its job; empty for none.
+        cycle: bubble cycle, as JSON of ``BubbleCycle``; None before it is measured.
+        refuses: numbers of jobs that do not fit its current cycle.
     """
 
     name: str
@@ -145,116 +158,123 @@ class DeviceEntry:
 
 
 class JobStore(Protocol):
-    """A durable queue of jobs, their profiles and the devices that serve them.
+    """A durable queue of jobs, with their profiles and the devices that serve them.
 
-    Every method raises StoreError when the database cannot be reached or stays locked, and may then be called again.
+    Every method raises StoreError if the database cannot be reached or stays locked, and may then be called again.
     """
 
     def now_s(self) -> float:
-        """The time that leases are measured by."""
+        """The current time, by the clock that leases use."""
 
     def submit(self, jobs: Sequence[NewJob]) -> list[Job]:
         """Put all jobs into the queue, or none.
 
-        An unfinished job of the same name and spec is the same job, which goes on; its entry is returned as it is.
+        An unfinished job with the same name and spec is the same job, which continues; its entry is returned unchanged.
 
         Raises:
-            JobError: an unfinished job of the same name has another spec, or one is after a job that is neither
-                among them nor in the store.
+            JobError: an unfinished job with the same name has another spec, or a job is after one that is neither among
+                the new jobs nor in the store.
         """
 
     def get(self, job_id: int) -> Job:
-        """Raises JobError when there is no such job."""
-
-    def find(self, name: str) -> Job:
-        """The latest job of that name or, where there is none, the job of that number (``"12"``).
+        """The job with that number.
 
         Raises:
-            JobError: there is none; the message names the closest names there are.
+            JobError: there is no such job.
+        """
+
+    def find(self, name: str) -> Job:
+        """The latest job with that name or, if there is none, the job with that number (``"12"``).
+
+        Raises:
+            JobError: there is none; the message has the closest names.
         """
 
     def list(self, states: Collection[JobState] = (), limit: int | None = None) -> list[Job]:
-        """The jobs in those states (none: all), in the order of their submission; the latest ``limit`` of them."""
+        """The latest ``limit`` jobs in those states (by default all jobs), in the order of their submission."""
 
     def states(self, names: Collection[str]) -> dict[str, JobState]:
-        """The state of the latest job of each of these names; without those that there are not."""
+        """The state of the latest job with each of these names; unknown names are left out."""
 
     def stamp(self) -> tuple[int, int, int]:
-        """What is cheap to ask for, however many jobs there are: how many are QUEUED, the sum of their numbers, and how
-        many have SUCCEEDED.  While it stays the same, it is the same jobs that wait, and that could begin."""
+        """The number of QUEUED jobs, the sum of their numbers, and the number of SUCCEEDED jobs.
+
+        It is cheap, however many jobs there are.  While it is unchanged, the same jobs wait and the same jobs can
+        start.
+        """
 
     def claim(self, owner: str, wanted: Iterable[int], lease_s: float, device: str = "") -> Claim | None:
-        """Take the first job of ``wanted`` (numbers, best first) that is still QUEUED; None if none is.
+        """Claim the first job of ``wanted`` (numbers, best first) that is still QUEUED; None if there is none.
 
-        Jobs whose lease ran out are put back to QUEUED first (``recover``).  A job that another call is at work on at
-        this moment is passed over, and so is one that another device has asked for (``ask_for``), while that is idle.
+        Jobs whose lease has expired are put back to QUEUED first (``recover``).  A job is skipped if another call
+        works on it at this moment, or if another device has asked for it (``ask_for``) and is still idle.
         """
 
     def ask_for(self, job_id: int, attempt: int, device: str) -> bool:
-        """Ask the holder of a RUNNING job to give it to ``device``, which is idle; False if that is not to be.
+        """Ask the holder of a RUNNING job to give it to ``device``, which is idle; False if the request is refused.
 
-        The next heartbeat tells the holder (MOVE).  Once it has released the job, only ``device`` can claim it.  All
-        this holds for ``ASK_S`` and while ``device`` is idle: if its agent dies or takes another job, the job stays
-        where it is, or is anybody's.  A job that was asked for less than ``ASK_AGAIN_S`` ago is not asked for again,
-        nor is one that is ``cancelling``, or that was claimed anew since ``attempt``.
+        The next heartbeat notifies the holder (MOVE).  Once it has released the job, only ``device`` can claim it.  The
+        request is valid for ``ASK_S`` and while ``device`` is idle: if its agent dies or takes another job, the job
+        stays where it is, or is free for any device.  The request is refused if the job was asked for less than
+        ``ASK_AGAIN_S`` ago, is ``cancelling``, or was claimed again since ``attempt``.
         """
 
     def heartbeat(self, claim: Claim, progress: Progress, lease_s: float) -> Standing:
-        """Keep the job for another ``lease_s``, and say how far it is."""
+        """Renew the lease for ``lease_s``, and report the job's progress."""
 
     def place(self, claim: Claim, directory: str) -> bool:
-        """Note the job's folder; False if the claim is lost."""
+        """Record the job's folder; False if the claim is lost."""
 
     def finish(self, claim: Claim, state: JobState, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
-        """The job is done: SUCCEEDED, FAILED or CANCELLED; False (and nothing changes) if the claim is lost.
+        """Finish the job as SUCCEEDED, FAILED or CANCELLED; False (and nothing changes) if the claim is lost.
 
-        After a StoreError it may have happened all the same: then the same call again returns True.
+        After a StoreError it may have succeeded anyway: the same call then returns True.
         """
 
     def release(self, claim: Claim, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
-        """Give the job back: QUEUED again (CANCELLED if that was asked for); False if the claim is lost."""
+        """Put the job back to QUEUED (or CANCELLED if that was requested); False if the claim is lost."""
 
     def disown(self, owner: str, reason: str) -> int:
-        """Give back all that ``owner`` holds, as ``release`` does, for it is known to be dead; how many there were."""
+        """Release all jobs of ``owner``, which is known to be dead; return their number."""
 
     def recover(self) -> int:
-        """Put the jobs whose lease ran out back to QUEUED (CANCELLED where that was asked for); how many there were."""
+        """Put jobs whose lease has expired back to QUEUED (or CANCELLED if that was requested); return their number."""
 
     def cancel(self, job_id: int) -> Job:
-        """A QUEUED job is CANCELLED at once, a RUNNING one is ``cancelling`` until its agent stops it.
+        """Cancel a job: a QUEUED job at once; a RUNNING job is ``cancelling`` until its agent stops it.
 
-        One whose lease ran out is put back to QUEUED before (``recover``), and so CANCELLED at once.
+        A RUNNING job whose lease has expired is also cancelled at once.
 
         Raises:
             JobError: there is no such job, or it has finished.
         """
 
     def note(self, job_id: int, reason: str) -> None:
-        """Say why a QUEUED job still waits; of a job that is not QUEUED any more, nothing changes."""
+        """Record the reason why a QUEUED job still waits; a job in another state is not changed."""
 
     def retry(self, job_id: int) -> Job:
-        """Put a FAILED or CANCELLED job back to QUEUED, with its checkpoint if it left one.
+        """Put a FAILED or CANCELLED job back to QUEUED, with its checkpoint if there is one.
 
-        So is a RUNNING one whose lease ran out.
+        A RUNNING job whose lease has expired is put back too.
 
         Raises:
             JobError: there is no such job, it has not finished or has succeeded, or its name is in use again.
         """
 
     def report_device(self, device: DeviceEntry, lease_s: float) -> None:
-        """This device serves jobs, and will say so again within ``lease_s``."""
+        """Record that a device serves jobs; it is dropped unless reported again within ``lease_s``."""
 
     def forget_device(self, name: str) -> None:
-        """This device serves no more jobs."""
+        """Drop a device, which serves no more jobs."""
 
     def devices(self) -> Sequence[DeviceEntry]:
         """The devices that serve jobs now, by name."""
 
     def profile(self, key: str) -> dict[str, Any] | None:
-        """What was kept under ``key``; None if nothing was."""
+        """The profile kept under ``key``; None if there is none."""
 
     def keep_profile(self, key: str, profile: dict[str, Any]) -> None:
-        """Keep a profile, in place of an earlier one with that key."""
+        """Keep a profile, replacing an earlier one with that key."""
 
     def close(self) -> None:
-        """Release what the store holds open."""
+        """Release the store's resources."""

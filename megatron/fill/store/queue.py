@@ -1,4 +1,4 @@
-"""The rules of the job queue, written once over what any database can do in one transaction."""
+"""The rules of the job queue, independent of the database: each method is one ``Transaction``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron.fill.store.port import Claim, DeviceEntry, Job, NewJob, Progress, 
 from megatron.fill.store.transaction import Transaction
 from megatron.fill.types import JobState
 
-ASK_AGAIN_S = 300.0  # between two times that one job is asked for: each costs it a pause
+ASK_AGAIN_S = 300.0  # shortest time between two requests to move a job, each of which interrupts it
 
 
 class JobQueue(ABC):
-    """``JobStore`` over transactions; ``port.JobStore`` says what each method does."""
+    """The base of job stores, implemented over transactions; ``port.JobStore`` documents the methods."""
 
     @abstractmethod
     def _run[T](self, work: Callable[[Transaction], T], *, write: bool = True) -> T:
-        """Do ``work`` in one transaction, anew where the database could not do it just now."""
+        """Do ``work`` in one transaction, and repeat it if the database temporarily fails."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -124,7 +124,7 @@ class JobQueue(ABC):
         def work(transaction: Transaction) -> bool:
             job = lookup.held(transaction, claim)
             if job is None:
-                # Done already by an earlier call whose answer got lost on its way: nobody else ends this attempt so.
+                # An earlier call whose answer was lost may have done it: no other process ends this attempt this way.
                 last = transaction.job(claim.job.id)
                 return last is not None and (last.state, last.attempt) == (state, claim.attempt)
             ended = _ended(job, state, reason, transaction.now_s)
@@ -220,7 +220,7 @@ class JobQueue(ABC):
         self._run(lambda transaction: transaction.put_profile(key, plain))
 
     def _change(self, claim: Claim, change: Callable[[Job, float], Job]) -> bool:
-        """Change a job that is still its owner's; False if it is not."""
+        """Change a claimed job; return False if the claim is lost."""
 
         def work(transaction: Transaction) -> bool:
             job = lookup.held(transaction, claim)

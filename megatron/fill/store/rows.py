@@ -1,4 +1,4 @@
-"""One transaction of a SQL store: the tables' rows as the port's values."""
+"""The transaction of a SQL store, which maps rows of the tables to the port's values."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _NAMES_AT_A_TIME = 500
 
 
 class SqlTransaction:
-    """Reads and writes in the transaction that ``connection`` is in.
+    """The ``Transaction`` that ``connection`` is in.
 
     Args:
-        clock: seconds since the epoch; None for the database's own clock.
-        locking: what is read will be written: lock it.
+        connection: connection within a transaction.
+        clock: clock in seconds since the epoch; None for the database's own clock.
+        locking: True to lock rows that are read, since they will be written.
     """
 
     def __init__(self, connection: Connection, clock: Callable[[], float] | None, locking: bool) -> None:
@@ -36,7 +37,7 @@ class SqlTransaction:
 
     @property
     def now_s(self) -> float:
-        """The time of the first look at it: what one transaction does, it does at one time."""
+        """The time at its first use, the same for the whole transaction."""
         if self._now_s is None:
             if self._clock is not None:
                 self._now_s = self._clock()
@@ -46,7 +47,7 @@ class SqlTransaction:
         return self._now_s
 
     def lock_names(self) -> None:
-        # Two that insert the same names in different orders would wait for each other.
+        # Two transactions that insert the same names in different orders would deadlock.
         if self._connection.dialect.name == "postgresql":
             self._connection.execute(select(func.pg_advisory_xact_lock(NAMES_LOCK)))
 
@@ -139,7 +140,7 @@ class SqlTransaction:
         return [_job(row) for row in self._connection.execute(query)][::-1]
 
     def stamp(self) -> tuple[int, int, int]:
-        # The index on states has all that is asked for.
+        # The index on states contains all that these queries need.
         queued = select(func.count(jobs.c.id), func.coalesce(func.sum(jobs.c.id), 0))
         count, total = self._connection.execute(queued.where(jobs.c.state == JobState.QUEUED)).one()
         succeeded = select(func.count(jobs.c.id)).where(jobs.c.state == JobState.SUCCEEDED)
@@ -163,7 +164,7 @@ class SqlTransaction:
 
     def devices(self) -> list[DeviceEntry]:
         rows = self._connection.execute(select(devices).where(devices.c.lease_until_s > self.now_s))
-        # The databases' own orders of text differ.
+        # Sorted here, since databases sort text differently.
         return sorted((_device(row) for row in rows), key=lambda device: device.name)
 
     def profile(self, key: str) -> dict[str, Any] | None:
@@ -177,7 +178,7 @@ class SqlTransaction:
             self._connection.execute(insert(profiles).values(values))
 
     def _first(self, query: Select[Any], skip_locked: bool = False) -> Job | None:
-        if self._locking:  # SQLite has no such clause: there, one writer has the whole database
+        if self._locking:  # without effect in SQLite, where a single writer has the whole database
             query = query.with_for_update(skip_locked=skip_locked)
         row = self._connection.execute(query).first()
         return None if row is None else _job(row)

@@ -1,16 +1,16 @@
-"""The tables of a job store, as the newest migration leaves them.
+"""The tables of a job store after the newest migration.
 
-The names begin with ``pipefill_``, so a PostgreSQL database may hold other things too.  What only PipeFill reads is
-JSON in text columns: PostgreSQL's own JSON types refuse some of what a job may report (NUL characters, NaN).
+Their names begin with ``pipefill_``, so a PostgreSQL database may hold other tables too.  Values that only PipeFill
+reads are JSON in text columns: PostgreSQL's JSON types refuse some values that a job may report (NUL characters, NaN).
 """
 
 from __future__ import annotations
 
 from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, MetaData, Table, Text, text
 
-REVISION = "v0002"  # of the newest migration
+REVISION = "v0002"  # revision of the newest migration
 VERSION_TABLE = "pipefill_schema"
-# PostgreSQL's advisory locks are numbers, for all that use the database: "PIPEFILL", and the next one.
+# PostgreSQL's advisory locks are numbers, shared by all programs that use the database: "PIPEFILL" and the next number.
 MIGRATION_LOCK = 0x50495045_46494C4C
 NAMES_LOCK = MIGRATION_LOCK + 1
 

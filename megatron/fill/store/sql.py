@@ -1,7 +1,7 @@
-"""The job store in a SQL database: SQLite for one machine, PostgreSQL where several nodes share a queue.
+"""The job store in a SQL database: SQLite for one machine, PostgreSQL for a queue that several nodes share.
 
-Everything is one short transaction.  In SQLite, one that writes takes the write lock at its beginning; in PostgreSQL it
-locks the rows that it reads, and a claim skips those that others hold.
+Every method is one short transaction.  In SQLite, a writing transaction takes the write lock at its beginning; in
+PostgreSQL it locks the rows that it reads, and a claim skips rows that others hold.
 """
 
 from __future__ import annotations
@@ -28,31 +28,32 @@ from megatron.fill.store.rows import SqlTransaction
 from megatron.fill.store.transaction import Transaction
 
 _FIRST_DELAY_S = 0.005
-# Between two attempts.  SQLite's own waiting grows to 100 ms, so that those who have waited long lose to those who come
-# anew, for seconds on end; hence short and even delays, and almost none of its own.
+# Longest delay between two attempts.  SQLite's own delays grow to 100 ms, so that a process that has waited long loses
+# to newcomers for seconds; hence short, even delays here, and almost none of SQLite's own.
 _LONGEST_DELAY_S = {"sqlite": 0.01, "postgresql": 0.5}
 _SQLITE_WAIT_S = 0.005
-_OPENING_S = 30.0  # whoever else opens it may be making its tables, at the lowest priority on a busy machine
-_CONNECT_S = 5  # libpq takes whole seconds
-# PostgreSQL's: serialization failure, deadlock; lock not available; shutting down, starting up; too many connections.
+_OPENING_S = 30.0  # another process may be creating the tables, at the lowest priority on a busy machine
+_CONNECT_S = 5  # libpq accepts only whole seconds
+# PostgreSQL errors worth a retry: serialization failure, deadlock; lock not available; shutdown, startup; too many
+# connections.
 _PASSING_STATES = ("40001", "40P01", "55P03", "57P01", "57P02", "57P03", "53300")
 
 
 class SqlStore(JobQueue):
-    """A job store in a SQL database; usable from several threads, and from many processes that each open it.
+    """A job store in a SQL database, usable from several threads, and from many processes that each open it.
 
-    Open it after a fork, not before: SQLite's connections do not survive one.
+    Open it after a fork, not before: SQLite's connections do not survive a fork.
 
     Args:
-        where: as ``open_store`` takes it.
-        create: make what is missing.
-        clock: seconds since the epoch; by default PostgreSQL's own, since nodes' clocks differ, and this machine's for
-            SQLite.
-        patience_s: how long one call goes on trying while the database is locked or just went away; opening it waits
-            30 s or more.
+        where: as for ``open_store``.
+        create: as for ``open_store``.
+        clock: clock in seconds since the epoch; None for PostgreSQL's own, since nodes' clocks differ, and for this
+            machine's with SQLite.
+        patience_s: time in s for which a call retries while the database is locked or away; opening waits at least
+            30 s.
 
     Raises:
-        StoreError: as ``open_store``.
+        StoreError: as for ``open_store``.
     """
 
     def __init__(
@@ -101,11 +102,11 @@ class SqlStore(JobQueue):
             except SQLAlchemyError as error:
                 if not self._passes(error) or time.monotonic() + delay_s > until:
                     raise StoreError(f"job store {self._shown}: {_reason(error)}") from error
-            time.sleep(delay_s * random.uniform(0.5, 1))  # so that those who collided do not meet again
+            time.sleep(delay_s * random.uniform(0.5, 1))  # random, so that processes that collided do not again
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S[self._engine.dialect.name])
 
     def _passes(self, error: SQLAlchemyError) -> bool:
-        """Whether the same call may well succeed in a moment."""
+        """True if the same call may succeed in a moment."""
         if isinstance(error, IntegrityError):  # another process inserted the same name, key or table just now
             return True
         if isinstance(error, DBAPIError) and error.connection_invalidated:  # the server went away
@@ -115,7 +116,7 @@ class SqlStore(JobQueue):
         if isinstance(error.orig, sqlite3.Error):
             return getattr(error.orig, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED"))
         state = getattr(error.orig, "sqlstate", None)
-        # Without a state, the server cannot be reached: one that never could be is a wrong address.
+        # Without a state, the server cannot be reached; if it never could be, the address is wrong.
         return self._opened if state is None else state in _PASSING_STATES
 
 
@@ -129,8 +130,8 @@ def _sqlite(url: URL, where: str, create: bool) -> Engine:
             path.touch()
     except OSError as error:
         raise StoreError(f"job store {where}: cannot be made: {error.strerror}") from error
-    # A connection that finds no file, because it is away for a moment, is not to make one: it would stay with that.
-    # WAL's shared memory is one machine's; rollback journals need only the file system's locks.
+    # A connection that finds the file missing for a moment must not create it: it would keep using the new file.
+    # WAL needs memory that all processes share, so a single machine; rollback journals need only file locks.
     journal = "DELETE" if network_file_system(path) else "WAL"
     existing = f"file:{quote(str(path))}?mode=rw"
     engine = create_engine(
@@ -139,14 +140,14 @@ def _sqlite(url: URL, where: str, create: bool) -> Engine:
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, record: object) -> None:
-        connection.isolation_level = None  # the driver would begin transactions by rules of its own
+        connection.isolation_level = None  # the driver would begin transactions by its own rules
         connection.execute(f"PRAGMA journal_mode = {journal}")
-        # WAL's usual NORMAL may lose the last commits when the power fails: a job that has finished would run again.
+        # The usual NORMAL may lose the last commits in a power failure, and a finished job would run again.
         connection.execute("PRAGMA synchronous = FULL")
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        # A transaction that first reads and then writes can fail halfway, however long it waits: lock at once.
+        # A transaction that reads first and then writes can fail halfway, however long it waits; so it locks at once.
         writing = connection.get_execution_options().get("writing", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")
 
@@ -159,8 +160,8 @@ def _postgresql(url: URL, where: str, patience_s: float) -> Engine:
     limit_ms = max(1, round(patience_s * 1000))
     settings = {
         "connect_timeout": _CONNECT_S,
-        "tcp_user_timeout": 2 * limit_ms,  # notice that the server's machine is gone
-        # An agent that is stopped in the middle of a transaction must not hold up the others.
+        "tcp_user_timeout": 2 * limit_ms,  # detects that the server's machine is gone
+        # An agent that is stopped in the middle of a transaction must not block the others.
         "options": f"-c lock_timeout={limit_ms} -c idle_in_transaction_session_timeout={4 * limit_ms}",
         "application_name": "pipefill",
     }
@@ -169,7 +170,7 @@ def _postgresql(url: URL, where: str, patience_s: float) -> Engine:
 
 
 def _reason(error: SQLAlchemyError) -> str:
-    """What the driver said, in one line, without the statement and its values."""
+    """The driver's message in one line, without the statement and its values."""
     said = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     text = " ".join(str(said).split())
     return text or type(said).__name__

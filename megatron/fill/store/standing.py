@@ -1,4 +1,4 @@
-"""What the store says of jobs whose end a run's records do not tell."""
+"""The store's state of jobs whose end is not in a run's records."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from megatron.fill.types import JobRecord, JobState
 
 logger = logging.getLogger("pipefill")
 
-_DEVICE = re.compile(r"rank \d+ of (?P<run>.*) on \S+")  # as an agent names it
+_DEVICE = re.compile(r"rank \d+ of (?P<run>.*) on \S+")  # name of a device, as agents report it
 
 
 def standing(where: str, run_dir: Path, going: bool, names: Collection[str]) -> dict[str, JobRecord]:
-    """The jobs of these names, as they stand; none of them where the store cannot be asked.
+    """The current states of the jobs with these names, by name; empty if the store cannot be opened or read.
 
     Args:
-        where: the store.
-        run_dir: of the run that wants to know.
-        going: whether that run goes on.
+        where: store, as for ``open_store``.
+        run_dir: run folder of the run that asks.
+        going: True if that run is still running.
+        names: names of the jobs.
     """
     try:
         store = open_store(where, create=False)
@@ -65,7 +66,7 @@ def _record(job: Job, run_dir: Path, going: bool, now_s: float) -> JobRecord:
 
 
 def _held_by(job: Job, run_dir: Path, going: bool, now_s: float) -> str:
-    """Why a job runs of which this run has no end."""
+    """The reason why a job is RUNNING although this run has no record of its end."""
     match = _DEVICE.fullmatch(job.device)
     if match is not None and match["run"] != str(run_dir.resolve()):
         return f"another run has it: {job.device}"

@@ -1,4 +1,4 @@
-"""From a job of a jobs file to a job of the store."""
+"""The conversion of a jobs file's job into a job of the store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.fill.work import Work
 
 
 def submitter() -> str:
-    """Who calls: the user's name, or in a container that has no names the number."""
+    """The name of the calling user, or the user ID in a container without names."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -19,11 +19,12 @@ def submitter() -> str:
 
 
 def new_job(spec: JobSpec, search: list[str], user: str) -> NewJob:
-    """The job as ``JobStore.submit`` takes it.
+    """Convert a job of a jobs file into a job for ``JobStore.submit``.
 
     Args:
-        search: absolute folders that the task is imported from, besides the installed packages.
-        user: who submits it: whose it is if it does not say so itself.
+        spec: job of the jobs file.
+        search: absolute folders from which the task is imported, in addition to the installed packages.
+        user: submitting user, to whom the job belongs unless ``spec`` names another.
     """
     return NewJob(
         name=spec.name,

@@ -1,4 +1,4 @@
-"""What the rules of the queue ask of a database."""
+"""The interface of a database transaction that the rules of the queue need."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from megatron.fill.types import JobState
 
 
 class Transaction(Protocol):
-    """What the rules do to a database, all of it or nothing; a job once read stays locked until the end."""
+    """An atomic transaction on a database; a job that was read to be changed stays locked until its end."""
 
     @property
     def now_s(self) -> float:
-        """The time that leases are measured by."""
+        """The current time, by the clock that leases use."""
 
     def lock_names(self) -> None:
-        """Let no other transaction submit jobs until this one ends."""
+        """Prevent other transactions from submitting jobs until this one ends."""
 
     def add(self, jobs: Sequence[NewJob]) -> list[Job]:
-        """New QUEUED jobs, numbered in this order and above all earlier ones."""
+        """Add jobs as QUEUED, numbered in this order and above all earlier jobs."""
 
     def put(self, job: Job) -> None:
-        """Write what can change of a job."""
+        """Write the fields of a job that can change."""
 
     def job(self, job_id: int) -> Job | None:
-        """The job of that number; None if there is none."""
+        """The job with that number; None if there is none."""
 
     def unfinished(self, names: Collection[str]) -> dict[str, Job]:
-        """The unfinished jobs of these names, by name."""
+        """The unfinished jobs with these names, by name."""
 
     def latest(self, name: str) -> Job | None:
-        """The last one submitted of that name."""
+        """The latest job with that name; None if there is none."""
 
     def states(self, names: Collection[str]) -> dict[str, JobState]:
         """As ``JobStore.states``."""
 
     def first_queued(self, ids: Sequence[int]) -> Job | None:
-        """The first of ``ids`` that is QUEUED and that no other transaction holds."""
+        """The first job of ``ids`` that is QUEUED and not locked by another transaction; None if there is none."""
 
     def expired(self) -> list[Job]:
-        """The RUNNING jobs whose lease ran out, but for those that another transaction holds."""
+        """The RUNNING jobs whose lease has expired, except those locked by another transaction."""
 
     def jobs(self, states: Collection[JobState], limit: int | None) -> list[Job]:
         """As ``JobStore.list``."""
@@ -50,7 +50,7 @@ class Transaction(Protocol):
         """As ``JobStore.stamp``."""
 
     def names(self, limit: int) -> list[str]:
-        """Of the latest ``limit`` jobs."""
+        """The names of the latest ``limit`` jobs."""
 
     def put_device(self, device: DeviceEntry, lease_s: float) -> None:
         """As ``JobStore.report_device``."""

@@ -1,4 +1,4 @@
-"""What alembic runs to migrate a store: on the connection, and in the transaction, that the store gives it."""
+"""The script that alembic runs to migrate a store, on the store's connection and in its transaction."""
 
 from __future__ import annotations
 

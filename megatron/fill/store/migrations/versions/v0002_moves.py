@@ -1,4 +1,4 @@
-"""Jobs that move: who asked for one and when, and which jobs a device refuses."""
+"""The columns for jobs that move: the device that asked for a job and when, and the jobs that a device refuses."""
 
 from __future__ import annotations
 
