@@ -1,1 +1,1 @@
-"""Which fill job a device runs next: policies as score functions (PipeFill, section 4.4)."""
+"""The choice of a device's next job, by policies that are score functions (PipeFill, section 4.4)."""

@@ -1,4 +1,4 @@
-"""How long a job takes on a device, from the plan it would have there."""
+"""The estimated processing time of a job on a device, from its execution plan there."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from megatron.fill.profiles import BubbleCycle, JobProfile
 def estimate_s(
     cycle: BubbleCycle | None, profiles: Sequence[JobProfile], remaining_work: float | None, reserve_ns: int = 0
 ) -> float | None:
-    """Wall-clock seconds; infinity if the job fits no bubble, None if it cannot be told.
+    """The processing time in seconds of wall-clock time; infinity if the job fits no bubble, None if unknown.
 
     Args:
-        cycle: the device's; None before it is measured.
-        profiles: of the job, on that device; none before it is measured.
-        remaining_work: None if the job did not say how much there is.
+        cycle: bubble cycle of the device; None before it is measured.
+        profiles: profiles of the job on that device; empty before it is measured.
+        remaining_work: remaining work of the job; None if unknown.
+        reserve_ns: as for ``find_plan``.
     """
     if cycle is None or not profiles:
         return None

@@ -1,7 +1,7 @@
-"""Whether a job that gets what another one leaves of a device (a tail job) should move to a device that is idle.
+"""The decision whether a tail job, which gets the time that another job leaves on a device, moves to an idle device.
 
-Jobs move in this one direction only: from a tail to a whole device.  So each move makes one idle device fewer, and no
-two moves can undo each other.
+Jobs move only in this direction, from a tail to a whole device.  So each move reduces the number of idle devices, and
+no two moves can undo each other.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-_FASTER = 1.25  # at least so much: both speeds are estimates
-_PAUSES = 2.0  # of a start-up's length: it is saved, stopped, taken, started and loaded
+_FASTER = 1.25  # least ratio of the speeds, since both are estimates
+_PAUSES = 2.0  # duration of a move in start-up times: the job is saved, stopped, claimed, started and loaded
 
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A tail job, and what an idle device has to offer it.
+    """A tail job, and its expected speed on an idle device.
 
     Attributes:
-        speed: what it gets now, per wall-clock second; in any unit, the same as ``elsewhere``.
-        elsewhere: what it would get on the idle device.
-        left_s: how long it would go on where it is; infinity if it gets nothing there, None if nobody knows.
-        ran_s: how long it has run there.
-        startup_s: how long its worker took to start.
+        job: number of the job.
+        speed: current speed, per wall-clock second; in any unit, the same as ``elsewhere``.
+        elsewhere: expected speed on the idle device.
+        left_s: remaining time where it is; infinity if it makes no progress there, None if unknown.
+        ran_s: time that it has run there.
+        startup_s: start-up time of its worker.
     """
 
     job: int
@@ -35,9 +36,9 @@ class Prospect:
 
     @property
     def gain_s(self) -> float:
-        """How much sooner it would be done, pause included; below 0 if later.
+        """The time in s by which the job would be done earlier, the move's duration included; negative if later.
 
-        A job of which nobody knows how much is left is expected to run as long again as it has.
+        A job whose remaining time is unknown is expected to run as long again as it has.
         """
         if not self.elsewhere > 0:
             return -inf
@@ -46,10 +47,10 @@ class Prospect:
 
     @property
     def worth_it(self) -> bool:
-        """Whether the gain is beyond doubt: larger than what the move costs, and not for a little more speed only."""
+        """True if the gain is larger than the move's duration, and the device is considerably faster."""
         return self.elsewhere >= _FASTER * self.speed and self.gain_s > _PAUSES * self.startup_s
 
 
 def best_move(prospects: Sequence[Prospect]) -> Prospect | None:
-    """The move that gains most; None if none is worth it."""
+    """The move with the largest gain; None if no move is worth it."""
     return max((one for one in prospects if one.worth_it), key=lambda one: one.gain_s, default=None)

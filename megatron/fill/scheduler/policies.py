@@ -1,9 +1,9 @@
 """Policies: score functions over (job, device states), higher first (PipeFill, section 4.4).
 
-A score is a number or a tuple of numbers, compared from the left.  Only the order of one policy's scores counts: for
-a weighted sum they become places among the jobs that wait for the device, from 1 for the best to 0 for the worst,
-evenly spaced, equal ones alike.  So weights mean the same whatever the policies measure, and one outlier does not
-flatten the rest.
+A score is a number or a tuple of numbers, compared from the left.  Only the order of a policy's scores counts: for a
+weighted sum they are replaced by ranks among the jobs that wait for the device, from 1 for the best to 0 for the worst,
+evenly spaced, with equal ranks for equal scores.  So weights mean the same for all policies, and an outlier does not
+flatten the other scores.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
 type Score = float | tuple[float, ...]
 type ScoreFunction = Callable[[JobView, SchedulerState, DeviceState], Score]
 
-DEFAULT_POLICY = "priority"  # first come, first served among equal ones
-MOST_JOBS = 500  # that wait: of more, only the first submitted are weighed against each other
+DEFAULT_POLICY = "priority"  # with equal priorities, first come, first served
+MOST_JOBS = 500  # of more waiting jobs, only the first submitted are compared
 
 
 def fifo(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
@@ -29,15 +29,15 @@ def fifo(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
 
 
 def shortest_job_first(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
-    """The least processing time on this device first: the least mean time to completion on one device."""
+    """Shortest processing time on this device first, which minimizes the mean completion time on one device."""
     return -state.processing_s(job, device)
 
 
 def makespan(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
-    """The end of all jobs together as early as possible.
+    """Earliest end of all jobs together.
 
-    Jobs that would not be done earlier on another device (waiting for it included) come first, the longest of them
-    leading (Graham's longest processing time first); then the others, the less delayed here the earlier.
+    Jobs that would not be done earlier on another device (waiting for it included) come first, in descending order of
+    processing time (Graham's longest processing time first); then the others, in ascending order of their delay here.
     """
     here_s = state.done_s(job, device)
     elsewhere_s = min((state.done_s(job, other) for other in state.devices if other.name != device.name), default=inf)
@@ -47,9 +47,9 @@ def makespan(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
 
 
 def deadline(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
-    """The earliest deadline first.
+    """Earliest deadline first.
 
-    Jobs that can still make it on this device come before those that cannot, and those before jobs without a deadline.
+    Jobs that can still meet it on this device come before those that cannot, and those before jobs without a deadline.
     """
     if job.deadline_s is None:
         return (0.0, 0.0)
@@ -58,12 +58,12 @@ def deadline(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
 
 
 def priority(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
-    """The highest priority first."""
+    """Highest priority first."""
     return job.priority
 
 
 def fair_share(job: JobView, state: SchedulerState, device: DeviceState) -> Score:
-    """The user who had the least device time so far first."""
+    """Jobs of the user with the least device time so far first."""
     return -state.used_s.get(job.user, 0.0)
 
 
@@ -76,11 +76,11 @@ POLICIES: dict[str, ScoreFunction] = {
     "fair": fair_share,
 }
 
-# Their score of a job depends on nothing but the job and its processing time on the device, and never rises with that
-# time.  So it does not change while the job waits, and jobs that differ in their work only have one order everywhere.
+# Policies whose score depends only on the job and its processing time on the device, and never rises with that time.
+# So it does not change while the job waits, and jobs that differ only in their work have the same order on all devices.
 STEADY: frozenset[ScoreFunction] = frozenset({fifo, shortest_job_first, priority})
 
-# They read ``SchedulerState.used_s``, which takes a look at every job; for other built-in policies it is left empty.
+# Policies that read ``SchedulerState.used_s``, which requires reading every job; for others it is left empty.
 WEIGHS_USERS: frozenset[ScoreFunction] = frozenset({fair_share})
 
 
@@ -97,30 +97,31 @@ class Policy:
 
     @property
     def steady(self) -> bool:
-        """Whether it is one of ``STEADY``: waiting jobs can be kept in order instead of being weighed at each claim."""
+        """True if the policy is in ``STEADY``: waiting jobs can be kept in order and need not be compared at each
+        claim."""
         return len(self.terms) == 1 and self.terms[0][2] in STEADY
 
     @property
     def weighs_users(self) -> bool:
-        """Whether a term reads what each user has had: one of ``WEIGHS_USERS``, or a function that is not built in."""
+        """True if a term may read ``used_s``: one of ``WEIGHS_USERS``, or a function that is not built in."""
         return not self.built_in or any(function in WEIGHS_USERS for _, _, function in self.terms)
 
     @property
     def built_in(self) -> bool:
-        """Whether all of its score functions are PipeFill's own."""
+        """True if all score functions are PipeFill's own."""
         return all(function in POLICIES.values() for _, _, function in self.terms)
 
     @property
     def most_jobs(self) -> int | None:
-        """How many of the jobs that wait it should be asked about, the first submitted; None for all of them."""
+        """The number of waiting jobs to score, the first submitted; None for all."""
         return None if self.steady else MOST_JOBS
 
     def score_one(self, job: JobView, state: SchedulerState, device: DeviceState) -> tuple[float, ...]:
-        """The score of one job as its only score function has it, comparable with that of other jobs.
+        """The score of a job by the policy's only score function, comparable with that of other jobs.
 
         Raises:
-            ConfigError: the score function failed, or returned what cannot be compared.
-            ValueError: the policy is a sum: its places are those among all jobs.
+            ConfigError: the score function failed, or returned an invalid score.
+            ValueError: the policy is a sum, whose scores are ranks among all jobs.
         """
         if len(self.terms) != 1:
             raise ValueError(f"policy {self} is a sum; expected a single score function")
@@ -128,10 +129,10 @@ class Policy:
         return _score(name, function, job, state, device)
 
     def scores(self, jobs: Sequence[JobView], state: SchedulerState, device: DeviceState) -> list[float]:
-        """Per job, from 0 to the sum of the weights.
+        """The score of each job, from 0 to the sum of the weights.
 
         Raises:
-            ConfigError: a score function failed, or returned what cannot be compared.
+            ConfigError: a score function failed, or returned an invalid score.
         """
         total = [0.0] * len(jobs)
         for weight, name, function in self.terms:
@@ -143,12 +144,12 @@ class Policy:
 
 
 def parse_policy(text: str) -> Policy:
-    """Read a policy: a name of ``POLICIES``, ``module:function``, or a weighted sum such as ``0.7*sjf+0.3*deadline``.
+    """Parse a policy: a name of ``POLICIES``, ``module:function``, or a weighted sum such as ``0.7*sjf+0.3*deadline``.
 
     A name without a weight has weight 1.
 
     Raises:
-        ConfigError: with the text and what was expected.
+        ConfigError: the text is not a policy, or a function cannot be imported.
     """
     return Policy(tuple(_term(part.strip(), text) for part in text.split("+")))
 
@@ -183,7 +184,11 @@ def _function(name: str, text: str) -> ScoreFunction:
 def _score(
     name: str, function: ScoreFunction, job: JobView, state: SchedulerState, device: DeviceState
 ) -> tuple[float, ...]:
-    """As a tuple, so that it can be compared with another one."""
+    """The score of a job by one function, as a tuple, so that it can be compared.
+
+    Raises:
+        ConfigError: the score function failed, or returned an invalid score.
+    """
     try:
         score = function(job, state, device)
     except Exception as error:  # someone else's code
@@ -195,12 +200,13 @@ def _score(
 
 
 def rank_jobs(policy: Policy, state: SchedulerState, device: DeviceState) -> list[int]:
-    """The numbers of the jobs that wait, the one to run first leading.
+    """The numbers of the waiting jobs, best first.
 
-    Equal ones come in the order of their submission.  Jobs known to fit no bubble of the device are left out.
+    Jobs with equal scores are in the order of their submission.  Jobs known to fit no bubble of the device are left
+    out.
 
     Raises:
-        ConfigError: a score function failed, or returned what cannot be compared.
+        ConfigError: a score function failed, or returned an invalid score.
     """
     jobs = [job for job in state.jobs if job.fits(device)]
     scores = policy.scores(jobs, state, device)

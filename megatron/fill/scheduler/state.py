@@ -1,4 +1,4 @@
-"""What a policy sees: jobs that wait, devices, what users had so far.  Points in time are seconds since the epoch."""
+"""The input of policies: waiting jobs, devices, device time of users.  Points in time are seconds since the epoch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True)
 class JobView:
-    """A job that waits.
+    """A waiting job.
 
     Attributes:
-        id: its number in the store.
-        remaining_work: in its unit; None if it did not say how much there is.
-        processing_s: per device name, the seconds that the remaining work takes there (``estimate_s``); infinite if it
-            fits no bubble there, None or missing if that is not known.
-        attempt: how many times it was claimed before.
+        id: number in the store.
+        name: name of the job.
+        submitted_s: time of submission.
+        user: user to whom fair sharing attributes it.
+        priority: greater is more urgent.
+        deadline_s: time by which it should be done; None for no deadline.
+        remaining_work: remaining work in the job's unit; None if unknown.
+        processing_s: processing time in s of the remaining work, by device name (``estimate_s``); infinity if it fits
+            no bubble there, None or missing if unknown.
+        attempt: number of earlier claims.
     """
 
     id: int
@@ -36,7 +41,7 @@ class JobView:
                 raise ValueError(f"job {self.id}: {seconds} s on {device}; expected None or at least 0")
 
     def fits(self, device: DeviceState) -> bool:
-        """Whether it is not known that it fits no bubble there."""
+        """True unless the job is known to fit no bubble of the device."""
         return self.processing_s.get(device.name) != inf
 
 
@@ -45,7 +50,8 @@ class DeviceState:
     """A device that serves jobs.
 
     Attributes:
-        busy_until_s: when its present job is expected to be done; None when it is idle, infinity when nobody knows.
+        name: name of the device.
+        busy_until_s: expected end of its current job; None if it is idle, infinity if unknown.
     """
 
     name: str
@@ -54,11 +60,13 @@ class DeviceState:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """Everything that a policy may weigh.
+    """The state of queue and devices for a policy.
 
     Attributes:
-        jobs: that wait.
-        used_s: device seconds per user, of jobs that run now too.
+        now_s: current time.
+        devices: devices that serve jobs.
+        jobs: waiting jobs.
+        used_s: device time in s by user, running jobs included.
     """
 
     now_s: float
@@ -67,11 +75,11 @@ class SchedulerState:
     used_s: Mapping[str, float] = field(default_factory=dict)
 
     def processing_s(self, job: JobView, device: DeviceState) -> float:
-        """How long the job takes there.
+        """The processing time in s of the job on the device.
 
-        An unknown time is taken for the median of the known, finite ones on that device: a job is neither favoured nor
-        put off for what nobody knows.  Of a device of which nothing is known, the job's own times elsewhere tell; where
-        nothing is known at all, 0.
+        An unknown time is replaced by the median of the known, finite times of jobs on that device, so that the job is
+        neither favoured nor delayed.  If there are none, it is the median of the job's times on other devices; if
+        there are none either, 0.
         """
         known = job.processing_s.get(device.name)
         if known is not None:
@@ -80,7 +88,7 @@ class SchedulerState:
         return median(there or _finite(job.processing_s.values()) or [0.0])
 
     def done_s(self, job: JobView, device: DeviceState) -> float:
-        """When the job would be done if it were that device's next one."""
+        """The time at which the job would be done if it were the device's next job."""
         free_s = self.now_s if device.busy_until_s is None else max(self.now_s, device.busy_until_s)
         return free_s + self.processing_s(job, device)
 
