@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: who computes what in which order, how long it takes, and the bubbles that it leaves."""
+"""Pipeline schedules as data: the order of each rank's passes, their times, and the resulting bubbles."""

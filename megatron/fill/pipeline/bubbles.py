@@ -1,7 +1,6 @@
-"""What a schedule leaves: bubbles, as times, shares and cycles for the planner, and the activations that it holds.
+"""The bubbles of a schedule, as times, shares and cycles for the planner, and its peak activation memory.
 
-The closed forms hold for virtual stages that are all alike and for transfers, reductions and optimizers that take no
-time.
+The closed forms hold for identical virtual stages, and for transfers, reductions and optimizers that take no time.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from megatron.fill.types import BubbleKind
 
 
 def bubble_seconds(timeline: Timeline) -> tuple[dict[BubbleKind, float], ...]:
-    """Per rank, how long its bubbles of each kind are in an iteration, in seconds."""
+    """The seconds of each kind of bubble in an iteration, per rank."""
     return tuple(
         {kind: sum(wait.duration_ns for wait in row if wait.kind is kind) / 1e9 for kind in BubbleKind}
         for row in timeline.waits
@@ -24,7 +23,7 @@ def bubble_seconds(timeline: Timeline) -> tuple[dict[BubbleKind, float], ...]:
 
 
 def bubble_share(timeline: Timeline) -> float:
-    """Of the time of all ranks, how much is bubbles; 0 for an iteration that takes no time."""
+    """The share of bubbles in the time of all ranks; 0 for an iteration that takes no time."""
     total_ns = len(timeline.waits) * timeline.period_ns
     return sum(wait.duration_ns for row in timeline.waits for wait in row) / total_ns if total_ns else 0.0
 
@@ -32,14 +31,16 @@ def bubble_share(timeline: Timeline) -> float:
 def bubble_cycle(
     timeline: Timeline, rank: int, free_bytes: int | Sequence[int], join_fill_drain: bool = False
 ) -> BubbleCycle:
-    """A rank's bubbles as the planner takes them, in the order in which real runs record them.
+    """The bubble cycle of a rank for the planner, in the order in which real runs record bubbles.
 
     Args:
-        free_bytes: device memory that the main job leaves, in all bubbles or one by one.
-        join_fill_drain: take the drain and the next iteration's fill for one bubble, as PipeFill does (section 2).  It
-            comes last, as *drain*: its length is that of its parts, its memory the least of theirs.  Without an
-            optimizer in between that is exact.  With one, work that lasts longer than either part runs into the
-            optimizer's time, which is left out of the bubble.
+        timeline: timeline of an iteration.
+        rank: rank in the pipeline.
+        free_bytes: device memory that the training leaves free, in all bubbles or in each.
+        join_fill_drain: True to join the drain and the next iteration's fill into one bubble, as PipeFill does (section
+            2).  It comes last, as *drain*, with the sum of their lengths and the smaller memory.  Without an optimizer
+            in between this is exact.  With one, work that is longer than either part runs into the optimizer's time,
+            which is not part of the bubble.
 
     Raises:
         ValueError: there is no such rank, or there are not as many ``free_bytes`` as bubbles.
@@ -61,24 +62,24 @@ def bubble_cycle(
 
 
 def ideal_bubble_share(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """The bubble share of GPipe and 1F1B, and with more chunks that of interleaved 1F1B.
+    """The bubble share of GPipe and 1F1B, or with more than one chunk of interleaved 1F1B.
 
-    Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2.1 and 2.2.2, have the bubbles' time per time of computing:
-    (p - 1) / (v * m).  That makes (p - 1) / (v * m + p - 1) of the whole, with every group size that Megatron takes.
+    Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2.1 and 2.2.2, give the ratio of bubble time to compute time:
+    (p - 1) / (v * m).  That is (p - 1) / (v * m + p - 1) of the total, for every group size that Megatron accepts.
     """
     return (stages - 1) / (chunks * microbatches + stages - 1)
 
 
 def zb_h1_bubble_ns(stages: int, forward_ns: int, input_ns: int, weight_ns: int) -> int:
-    """How long each rank's bubbles are with ZB-H1: (p - 1)(F + I - W) (Qi et al. 2023, arXiv 2401.10241, table 2).
+    """The bubble time in ns of each rank with ZB-H1: (p - 1)(F + I - W) (Qi et al. 2023, arXiv 2401.10241, table 2).
 
-    It holds for as many microbatches as stages or more, and weight passes that take no longer than the others.
+    It holds for at least as many microbatches as stages, and for weight passes that are no longer than the others.
     """
     return (stages - 1) * (forward_ns + input_ns - weight_ns)
 
 
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Per rank, for how many microbatches times chunks it holds activations at most.
+    """The greatest number of microbatches times chunks whose activations are held at once, per rank.
 
     A forward allocates them when it starts; ``B`` or ``W`` frees them when it has ended.  ``I`` frees nothing: the
     weight pass still needs the layers' inputs, though a real ``I`` can free the rest.
@@ -87,13 +88,14 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
 
 
 def peak_activation_bytes(schedule: Schedule, bytes_per_virtual_stage: Sequence[int]) -> tuple[int, ...]:
-    """Per rank, how many bytes of activations it holds at most.
+    """The peak of the activations in bytes, per rank.
 
     Args:
-        bytes_per_virtual_stage: what one microbatch takes there.
+        schedule: schedule of the iteration.
+        bytes_per_virtual_stage: activations of one microbatch on each virtual stage.
 
     Raises:
-        ValueError: it is not one per virtual stage.
+        ValueError: there is not one number per virtual stage.
     """
     if len(bytes_per_virtual_stage) != schedule.virtual_stages:
         raise ValueError(
@@ -108,14 +110,15 @@ def peak_activation_bytes(schedule: Schedule, bytes_per_virtual_stage: Sequence[
 
 
 def peak_pass_bytes(schedule: Schedule, kept_bytes: Sequence[float], peak_bytes: Sequence[float]) -> tuple[float, ...]:
-    """Per rank, how many bytes its passes hold at most, if a backward pass needs more than its forward pass has kept.
+    """The peak memory of the passes in bytes, per rank, if a backward pass needs more than its forward pass has kept.
 
     Args:
-        kept_bytes: per virtual stage, of one microbatch, from its forward pass on.
-        peak_bytes: the most in its backward pass, what it has kept included.
+        schedule: schedule of the iteration.
+        kept_bytes: memory that one microbatch keeps from its forward pass on, per virtual stage.
+        peak_bytes: peak of a microbatch in its backward pass, ``kept_bytes`` included, per virtual stage.
 
     Raises:
-        ValueError: they are not one per virtual stage.
+        ValueError: there is not one number of each per virtual stage.
     """
     for name, given in (("kept_bytes", kept_bytes), ("peak_bytes", peak_bytes)):
         if len(given) != schedule.virtual_stages:

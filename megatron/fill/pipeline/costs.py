@@ -1,4 +1,4 @@
-"""How long the parts of an iteration take, stage by stage.  Times are nanoseconds."""
+"""The durations of the parts of an iteration, stage by stage, in nanoseconds."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Of one microbatch on one virtual stage.
+    """The durations of one microbatch's passes on a virtual stage.
 
     Attributes:
-        backward_ns: both parts of the backward pass.
-        weight_ns: of ``backward_ns``, the part for the weights' gradients; schedules that split the pass need it.
+        forward_ns: forward pass.
+        backward_ns: backward pass, both parts.
+        weight_ns: part of ``backward_ns`` for the weights' gradients, needed by schedules that split the pass.
     """
 
     forward_ns: int
@@ -25,15 +26,15 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """Of one iteration.
+    """The durations of the parts of an iteration.
 
     Attributes:
-        stages: per virtual stage, ``chunk * ranks + rank``.
-        p2p_ns: one transfer between two ranks, once both are ready.
-        reduce_ns: per rank, from its last pass until its gradients are reduced over its data-parallel group; what the
-            passes hide of that does not count.
-        optimizer_ns: per rank, everything between the collective that all stages join (the gradient norm) and the
-            first forward of the next iteration: the optimizer's step, gathering the weights, loading data.
+        stages: costs of each virtual stage, in the order ``chunk * ranks + rank``.
+        p2p_ns: duration of a transfer between two ranks, once both are ready.
+        reduce_ns: time per rank from its last pass until its gradients are reduced over its data-parallel group,
+            without the part that overlaps with passes.
+        optimizer_ns: time per rank from the collective that all stages join (the gradient norm) to the first forward of
+            the next iteration: the optimizer's step, gathering the weights, loading data.
     """
 
     stages: tuple[StageCost, ...]
@@ -57,7 +58,7 @@ class PipelineCosts:
 
     @property
     def chunks(self) -> int:
-        """Virtual stages per rank."""
+        """The number of virtual stages per rank."""
         return len(self.stages) // self.ranks
 
     @classmethod
@@ -72,14 +73,14 @@ class PipelineCosts:
         reduce_ns: int = 0,
         optimizer_ns: int = 0,
     ) -> PipelineCosts:
-        """All virtual stages and all ranks alike; the passes' times are those of one virtual stage."""
+        """Costs that are equal for all virtual stages and ranks; pass times are those of one virtual stage."""
         stage = StageCost(forward_ns, backward_ns, weight_ns)
         return cls((stage,) * (ranks * chunks), p2p_ns, (reduce_ns,) * ranks, (optimizer_ns,) * ranks)
 
     def slowed(self, rank: int, factor: float) -> PipelineCosts:
-        """With a straggler: everything that the rank computes takes ``factor`` times as long, rounded to ns.
+        """Costs with a straggler: all computation of the rank takes ``factor`` times as long, rounded to ns.
 
-        Its reduction is communication, and stays.
+        Its reduction is communication and is not changed.
 
         Raises:
             ValueError: there is no such rank, or the factor is not positive.

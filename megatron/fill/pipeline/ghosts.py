@@ -1,8 +1,8 @@
-"""What one rank of a pipeline waits for if the others keep to the timeline: for a rank that runs without them.
+"""The waits of a pipeline's rank that runs without the other ranks, as if these kept to the timeline.
 
-The others are *ghosts*: they are where the timeline has them, however long the one real rank takes.  So a transfer
-takes as long from when it was posted as it does in the timeline, and a delay of the real rank makes its iteration
-longer by all of it.  In a real pipeline some of that would be hidden by other waits.
+The other ranks are *ghosts*: they follow the timeline, however long the real rank takes.  So a transfer takes as long
+after it was posted as in the timeline, and a delay of the real rank lengthens its iteration by the full delay.  In a
+real pipeline, other waits would absorb a part of it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron.fill.pipeline.timeline import Compiled, Timeline
 
 @dataclass(frozen=True, slots=True)
 class GhostWaits:
-    """The waits of one rank in one iteration.
+    """The waits of a rank in an iteration.
 
     Attributes:
-        transfers: by direction (``send_next``, ``recv_prev``, ``send_prev``, ``recv_next``), for each transfer in the
-            order in which the rank posts them, how many ns it takes from then.
-        drain_ns: from when the rank is done until all ranks are.
-        timeline: that they are from; waits of length 0 are listed.
+        transfers: durations in ns of the transfers from their posting, by direction (``send_next``, ``recv_prev``,
+            ``send_prev``, ``recv_next``), in the order in which the rank posts them.
+        drain_ns: time from the rank's end until all ranks are done.
+        timeline: timeline that they are from, which includes waits of length 0.
     """
 
     transfers: dict[str, tuple[int, ...]]
@@ -31,9 +31,9 @@ class GhostWaits:
 
 
 def ghost_waits(schedule: Schedule, costs: PipelineCosts, rank: int) -> GhostWaits:
-    """Time an iteration of the whole pipeline, for one rank of it.
+    """Compute the timeline of the whole pipeline, and the waits of one rank in it.
 
-    Transfers meet as in ``rendezvous``: a sender waits for its receiver too, as with gloo and NCCL's large messages.
+    Transfers are as in ``rendezvous``: a sender waits for its receiver too, as with gloo and NCCL's large messages.
 
     Raises:
         ValueError: there is no such rank, or the costs do not fit the schedule.

@@ -1,11 +1,11 @@
-"""What a rank does between two global collectives: passes, and the waits between them.
+"""The program of a rank between two global collectives: its passes, and the waits between them.
 
-A *step* is a wait, then a pass or nothing.  What a step waits for are the ends of other steps, so all steps of all
-ranks are a graph without cycles, and the times of an iteration are its longest paths.
+A *step* is a wait, followed by a pass or nothing.  A step waits for the ends of other steps, so the steps of all ranks
+are an acyclic graph, and the times of an iteration are its longest paths.
 
-Two ways to transfer.  *Eager*: a transfer starts when its producer has finished; only the consumer waits for it.
-*Rendezvous*, as with gloo and with NCCL's large messages: it starts when both have posted it, and both wait for it at
-the places where Megatron waits.
+There are two kinds of transfers.  *Eager*: a transfer starts when its producer has finished; only the consumer waits
+for it.  *Rendezvous*, as with gloo and NCCL's large messages: it starts when both ends have posted it, and both wait
+for it at the places where Megatron waits.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 from megatron.fill.pipeline.schedules import interleaved, interleaved_warmup
 from megatron.fill.types import BubbleKind
 
-Key = tuple[int, Op]  # rank, pass: of a transfer, the pass that consumes it
+Key = tuple[int, Op]  # a transfer, named by rank and pass of its consumer
 
 
 @dataclass(slots=True)
 class Step:
-    """One step of a rank.
+    """A step of a rank.
 
     Attributes:
-        transfers: what is waited for, named by their consumers.
-        op: what runs then; None for nothing, and for the optimizer in a rank's first step.
-        kind: of the bubble, if there is a wait.
+        transfers: transfers to wait for.
+        op: pass that runs then; None for nothing, and for the optimizer in a rank's first step.
+        kind: kind of the bubble if the step waits.
     """
 
     transfers: list[Key]
@@ -38,11 +38,14 @@ class Step:
 
 @dataclass(slots=True)
 class Program:
-    """The steps of one rank, as they are written down.
+    """The steps of a rank, built in order.
 
     Attributes:
-        sent: per transfer out of the rank, at the end of which step it is posted.
-        received: the same per transfer into the rank.
+        rank: rank in the pipeline.
+        passes: number of passes that the rank runs.
+        steps: steps so far.
+        sent: step at whose end each transfer out of the rank is posted.
+        received: step at whose end each transfer into the rank is posted.
     """
 
     rank: int
@@ -55,22 +58,22 @@ class Program:
     _backwards: int = field(default=0, init=False)
 
     def post(self, sends: list[Key], receives: list[Key]) -> None:
-        """Post transfers where the program is now."""
+        """Post transfers at the end of the current step."""
         self.sent |= dict.fromkeys(sends, len(self.steps) - 1)
         self.received |= dict.fromkeys(receives, len(self.steps) - 1)
 
     def wait(self, transfers: list[Key]) -> None:
-        """Wait until all of them are over."""
+        """Add a step that waits until all these transfers are over."""
         if transfers:
             self.steps.append(Step(transfers, None, self._kind(transfers)))
 
     def exchange(self, sends: list[Key], receives: list[Key]) -> None:
-        """Post, and wait for all of it: one call of Megatron's ``P2PCommunicator``."""
+        """Post transfers and wait for all of them: one call of Megatron's ``P2PCommunicator``."""
         self.post(sends, receives)
         self.wait(sends + receives)
 
     def compute(self, op: Op, transfers: list[Key] | None = None) -> None:
-        """Wait for the transfers and run a pass."""
+        """Add a step that waits for the transfers and runs a pass."""
         waits = transfers or []
         self.steps.append(Step(waits, op, self._kind(waits)))
         self._run += 1
@@ -78,7 +81,7 @@ class Program:
         self._backwards += op.kind in (Pass.BACKWARD, Pass.INPUT)
 
     def _kind(self, transfers: list[Key]) -> BubbleKind:
-        """As the bubble bus has it (``hooks.py``)."""
+        """The kind of a bubble at this place, as the bubble bus defines it (``hooks.py``)."""
         if self._forwards == 0:
             return BubbleKind.FILL
         if self._run == self.passes:
@@ -101,16 +104,16 @@ class Transfers:
                 self._outgoing[keys[number]] = key
 
     def into(self, rank: int, op: Op | None) -> list[Key]:
-        """What a rank must receive for a pass: one transfer or none."""
+        """The transfer that a rank must receive for a pass, as a list of one; empty if there is none."""
         return [(rank, op)] if op is not None and (rank, op) in self._incoming else []
 
     def out_of(self, rank: int, op: Op) -> list[Key]:
-        """What a rank sends after a pass: one transfer or none."""
+        """The transfer that a rank sends after a pass, as a list of one; empty if there is none."""
         return [self._outgoing[rank, op]] if (rank, op) in self._outgoing else []
 
 
 def eager(schedule: Schedule) -> list[Program]:
-    """A program per rank in which sends hold nobody up."""
+    """The program of each rank with eager transfers, in which no sender waits."""
     transfers = Transfers(schedule)
     programs = []
     for rank, row in enumerate(schedule.order):
@@ -123,10 +126,11 @@ def eager(schedule: Schedule) -> list[Program]:
 
 
 def rendezvous(schedule: Schedule) -> list[Program]:
-    """A program per rank in which a transfer holds both its ends, as Megatron's schedule functions order the calls.
+    """The program of each rank with rendezvous transfers, with calls in the order of Megatron's schedule functions.
 
     Raises:
-        ValueError: an interleaved schedule is not in Megatron's order, which its calls rely on; shows the schedule.
+        ValueError: an interleaved schedule is not in Megatron's order, which the calls rely on; the message shows the
+            schedule.
     """
     transfers = Transfers(schedule)
     write: Callable[[Schedule, Transfers, Program], None]
@@ -156,8 +160,10 @@ def _group_size(schedule: Schedule) -> int:
 
 
 def _plain(schedule: Schedule, transfers: Transfers, program: Program) -> None:
-    """``forward_backward_pipelining_without_interleaving``: in the steady state a send and the next receive are one
-    call; in warm-up and cool-down they are two."""
+    """Build the program of ``forward_backward_pipelining_without_interleaving``.
+
+    In the steady state, a send and the next receive are one call; in warm-up and cool-down they are two.
+    """
     rank = program.rank
     row = schedule.order[rank]
     warmup = schedule.microbatches if schedule.name == "gpipe" else schedule.stages - rank - 1
@@ -174,9 +180,10 @@ def _plain(schedule: Schedule, transfers: Transfers, program: Program) -> None:
 
 
 def _zero_bubble(schedule: Schedule, transfers: Transfers, program: Program) -> None:
-    """Split backwards: a send and the next receive are posted together, and weight passes run while both are pending.
+    """Build the program of a schedule with split backwards.
 
-    Megatron has no such schedule; this is 1F1B's steady state carried to warm-up and cool-down.
+    A send and the next receive are posted together, and weight passes run while both are pending.  Megatron has no such
+    schedule; this applies 1F1B's steady state to warm-up and cool-down too.
     """
     rank = program.rank
     row = schedule.order[rank]
@@ -196,12 +203,12 @@ def _zero_bubble(schedule: Schedule, transfers: Transfers, program: Program) -> 
 
 
 def _interleaved(group: int, schedule: Schedule, transfers: Transfers, program: Program) -> None:
-    """``forward_backward_pipelining_with_interleaving`` with ``overlap_p2p_comm``, Megatron's default.
+    """Build the program of ``forward_backward_pipelining_with_interleaving`` with ``overlap_p2p_comm``, the default.
 
-    Warm-up and cool-down: one call sends and receives.  Steady state: forwards' sends are waited for at once (their
-    outputs are deallocated), backwards' sends after the next backward, receives before passes, first posted first: not
-    always the one that the pass needs.  A leading rank posts its receives in the order in which the other end of the
-    pipeline sends, ``stages - 1`` passes later.
+    In warm-up and cool-down, one call sends and receives.  In the steady state, a rank waits for a forward's send at
+    once (its output is deallocated), for a backward's send after the next backward, and for receives before passes in
+    the order of posting, which is not always the order in which passes need them.  A leading rank posts its receives in
+    the order in which the other end of the pipeline sends, ``stages - 1`` passes later.
     """
     rank, row = program.rank, schedule.order[program.rank]
     forwards = [op for op in row if op.kind is Pass.FORWARD]
@@ -254,6 +261,6 @@ def _interleaved(group: int, schedule: Schedule, transfers: Transfers, program: 
 
 
 def _next_chunk(op: Op, chunks: int) -> Op | None:
-    """The pass that takes the output of a pipeline's end: the same on the next chunk, on the way of the pass."""
+    """The pass that consumes the output of the pipeline's end: the same pass on its next chunk; None after the last."""
     chunk = op.chunk + (1 if op.kind is Pass.FORWARD else -1)
     return Op(op.kind, op.microbatch, chunk) if 0 <= chunk < chunks else None

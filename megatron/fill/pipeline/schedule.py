@@ -13,17 +13,17 @@ from enum import StrEnum
 
 
 class Pass(StrEnum):
-    """What is computed of one microbatch on one virtual stage."""
+    """The kind of a pass of one microbatch on one virtual stage."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the whole backward pass
-    INPUT = "I"  # its part for the input's gradient: what the stage before waits for
-    WEIGHT = "W"  # its part for the weights' gradients: nobody waits for it
+    INPUT = "I"  # its part for the input's gradient, which the previous stage waits for
+    WEIGHT = "W"  # its part for the weights' gradients, which no stage waits for
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Op:
-    """One pass; its text form is ``F3``, or ``F3.1`` for chunk 1."""
+    """A pass; its text form is ``F3``, or ``F3.1`` for chunk 1."""
 
     kind: Pass
     microbatch: int
@@ -34,10 +34,10 @@ class Op:
 
     @classmethod
     def parse(cls, text: str) -> Op:
-        """Read the text form.
+        """Parse the text form.
 
         Raises:
-            ValueError: with the text and what was expected.
+            ValueError: ``text`` is not a pass.
         """
         match = re.fullmatch(r"([FBIW])(\d+)(?:\.(\d+))?", text)
         if match is None:
@@ -52,7 +52,7 @@ _LINE = re.compile(r"(\d+):((?: \S+)*)")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The passes of one iteration, rank by rank.
+    """The passes of an iteration, rank by rank.
 
     The text form has a line per rank:
 
@@ -61,10 +61,14 @@ class Schedule:
         1: F0 B0 F1 B1
 
     Attributes:
-        name: one of ``NAMES``.
-        stages: how many ranks there are.
-        chunks: virtual stages per rank.
-        order: a row per rank.
+        name: name of the schedule, one of ``NAMES``.
+        stages: number of ranks.
+        microbatches: number of microbatches.
+        chunks: number of virtual stages per rank.
+        order: passes of each rank, in order.
+
+    Raises:
+        ValueError: the schedule is not valid; the message shows it.
     """
 
     name: str
@@ -79,7 +83,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether backward passes run in two parts."""
+        """True if backward passes run in two parts."""
         return any(op.kind is Pass.WEIGHT for row in self.order for op in row)
 
     @property
@@ -87,14 +91,14 @@ class Schedule:
         return self.chunks * self.stages
 
     def virtual_stage(self, rank: int, op: Op) -> int:
-        """Where in the model a rank's pass is, from 0."""
+        """The virtual stage of a rank's pass, from 0."""
         return op.chunk * self.stages + rank
 
     def sources(self) -> list[list[int | None]]:
-        """Per rank, per pass, the number of the pass whose output it takes; None for the model's ends and for ``W``.
+        """The number of the pass whose output each pass takes, per rank; None at the model's ends and for ``W``.
 
         Passes are numbered from 0, rank after rank.  The backward pass of the last virtual stage takes the loss of its
-        own forward pass: no transfer.
+        own forward pass, which is no transfer.
         """
         passes = [(rank, op) for rank, row in enumerate(self.order) for op in row]
         numbers = {
@@ -159,10 +163,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read the text form.
+        """Parse the text form.
 
         Raises:
-            ValueError: it is none, names the line; or it is no valid schedule.
+            ValueError: a line is wrong, which the message has, or the schedule is not valid.
         """
         head, *lines = text.strip().splitlines() or [""]
         match = _HEAD.fullmatch(head.strip())
@@ -181,14 +185,15 @@ class Schedule:
 
 
 def execution_order(needs: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Put steps of several ranks into one order in which each comes after what it needs.
+    """Sort the steps of several ranks so that each comes after the steps that it needs.
 
     Args:
-        needs: per rank, per step in the rank's order, the numbers of the steps that it needs; steps are numbered from
-            0, rank after rank.
+        needs: numbers of the steps that each step needs, per rank in the rank's order; steps are numbered from 0, rank
+            after rank.
 
     Returns:
-        The steps' numbers in order, and where ranks are stuck: rank and position in its row; empty if all can run.
+        Numbers of the steps in order, and the places at which ranks are stuck, as rank and position in its row; empty
+        if all steps can run.
     """
     firsts = [0]
     for row in needs:
@@ -196,7 +201,7 @@ def execution_order(needs: Sequence[Sequence[tuple[int, ...]]]) -> tuple[list[in
     done = bytearray(firsts[-1])
     at = [0] * len(needs)
     order: list[int] = []
-    waiting: dict[int, list[int]] = {}  # step -> the ranks that are stuck for it
+    waiting: dict[int, list[int]] = {}  # step -> ranks that wait for it
     ready = list(range(len(needs)))[::-1]
     while ready:
         rank = ready.pop()

@@ -10,13 +10,13 @@ F, B, INPUT, WEIGHT = Pass.FORWARD, Pass.BACKWARD, Pass.INPUT, Pass.WEIGHT
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
+    """GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965).
 
-    The backwards begin with microbatch 0, as PipeFill's patch of Megatron has it, and not with the last microbatch as
-    in the paper: the bubbles are the same, and gradients are summed in 1F1B's order.
+    The backwards begin with microbatch 0, as in PipeFill's patch of Megatron, and not with the last microbatch as in
+    the paper: the bubbles are the same, and gradients are summed in 1F1B's order.
 
     Raises:
-        ValueError: for less than one stage or microbatch.
+        ValueError: there is not at least one stage and one microbatch.
     """
     _check_counts(stages, microbatches)
     row = [Op(kind, microbatch) for kind in (F, B) for microbatch in range(microbatches)]
@@ -27,7 +27,7 @@ def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
     """1F1B, without a flush inside the iteration (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
 
     Raises:
-        ValueError: for less than one stage or microbatch.
+        ValueError: there is not at least one stage and one microbatch.
     """
     _check_counts(stages, microbatches)
     forwards = [Op(F, microbatch) for microbatch in range(microbatches)]
@@ -40,13 +40,15 @@ def interleaved(stages: int, microbatches: int, chunks: int, group_size: int | N
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), in Megatron's order.
 
     Args:
-        chunks: of the model, per rank.
-        group_size: how many microbatches a rank runs on one chunk before it takes the next: Megatron's
+        stages: number of ranks.
+        microbatches: number of microbatches.
+        chunks: number of chunks of the model per rank.
+        group_size: number of microbatches that a rank runs on a chunk before it takes the next: Megatron's
             ``--microbatch-group-size-per-virtual-pipeline-stage``; None for ``stages``.
 
     Raises:
-        ValueError: where Megatron refuses to run: fewer than two stages or chunks, a group size outside of
-            ``stages`` to ``microbatches``, or a last group that is smaller than ``stages``.
+        ValueError: Megatron refuses to run it: there are fewer than two stages or chunks, the group size is outside of
+            ``stages`` to ``microbatches``, or the last group is smaller than ``stages``.
     """
     _check_counts(stages, microbatches)
     if stages < 2 or chunks < 2:
@@ -75,18 +77,18 @@ def interleaved(stages: int, microbatches: int, chunks: int, group_size: int | N
 
 
 def interleaved_warmup(stages: int, microbatches: int, chunks: int, group_size: int, rank: int) -> int:
-    """How many forwards a rank runs before it takes forwards and backwards in turn."""
+    """The number of forwards that a rank runs before it alternates forwards and backwards."""
     return min((stages - rank - 1) * 2 + (chunks - 1) * group_size, microbatches * chunks)
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """ZB-H1 (Qi et al. 2023, arXiv 2401.10241, section 2.1): 1F1B with split backwards.
 
-    A rank puts its first weight passes off by as many microbatches as there are ranks before it.  So each of them
-    holds at most ``stages`` microbatches, 1F1B's peak, and has weight passes left for the time in which others drain.
+    A rank delays its weight passes by as many microbatches as there are ranks before it.  So each rank holds at most
+    ``stages`` microbatches, 1F1B's peak, and has weight passes left for the time in which others drain.
 
     Raises:
-        ValueError: for less than one stage or microbatch.
+        ValueError: there is not at least one stage and one microbatch.
     """
     _check_counts(stages, microbatches)
     rows = []
@@ -108,10 +110,10 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 def make_schedule(
     name: str, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
 ) -> Schedule:
-    """A schedule by its name, one of ``NAMES``.
+    """Build a schedule by its name, one of ``NAMES``.
 
     Raises:
-        ValueError: for another name, or for what the schedule does not take.
+        ValueError: the name is unknown, or the schedule does not accept an argument.
     """
     if name == "interleaved":
         return interleaved(stages, microbatches, chunks, group_size)

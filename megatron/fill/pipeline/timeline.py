@@ -1,4 +1,4 @@
-"""When everything of an iteration happens, from a schedule and what its passes cost.  Times are nanoseconds."""
+"""The timeline of an iteration, computed from a schedule and its costs.  Times are nanoseconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.fill.types import BubbleKind
 
 
 class PassSpan(NamedTuple):
-    """One pass on a rank, from the iteration's start."""
+    """A pass on a rank; times from the iteration's start."""
 
     op: Op
     start_ns: int
@@ -21,7 +21,7 @@ class PassSpan(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """One bubble of a rank, from the iteration's start."""
+    """A bubble of a rank; times from the iteration's start."""
 
     kind: BubbleKind
     start_ns: int
@@ -33,11 +33,13 @@ class Wait(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One transfer of a rank: from when the rank has posted it until it is over, from the iteration's start.
+    """A transfer of a rank; times from the iteration's start.
 
     Attributes:
-        op: the pass that consumes what is transferred.
-        sends: whether the rank is the one that sends.
+        op: pass that consumes the transferred tensor.
+        sends: True if the rank sends it, False if it receives it.
+        posted_ns: time at which the rank has posted it.
+        over_ns: time at which it is over.
     """
 
     op: Op
@@ -48,14 +50,16 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One iteration in the steady state, from when all ranks leave the global collective to when they leave the next.
+    """An iteration in the steady state, from when all ranks leave the global collective to when they leave the next.
 
-    A rank's time is its optimizer, its passes, its reduction, and its waits; together they are the period.
+    A rank's optimizer, passes, reduction and waits add up to the period.
 
     Attributes:
-        costs: what was given; where durations took their place, ``spans`` has these.
-        spans: per rank, its passes in order.
-        waits: per rank, its bubbles in order; none has length 0 unless that was asked for.
+        schedule: schedule of the iteration.
+        costs: costs given; durations that replaced them are in ``spans``.
+        period_ns: duration of the iteration.
+        spans: passes of each rank in order.
+        waits: bubbles of each rank in order; none has length 0 unless requested.
     """
 
     schedule: Schedule
@@ -66,13 +70,15 @@ class Timeline:
 
 
 class Compiled:
-    """A schedule made ready to be timed many times over.
+    """A schedule prepared for computing many timelines.
 
     Args:
-        rendezvous: a transfer starts when both its ends have posted it, and holds both; else only its receiver waits.
+        schedule: schedule of an iteration.
+        rendezvous: True if a transfer starts when both ends have posted it, and both wait for it; False if only its
+            receiver waits.
 
     Raises:
-        ValueError: with ``rendezvous``, ranks would wait for each other forever; shows the schedule.
+        ValueError: with ``rendezvous``, ranks would wait for each other forever; the message shows the schedule.
     """
 
     def __init__(self, schedule: Schedule, rendezvous: bool = False) -> None:
@@ -104,7 +110,7 @@ class Compiled:
                 f" the schedule is\n{self.schedule}"
             )
         flat = [need for row in needs for need in row]
-        before = dict.fromkeys(firsts[:-1], -1)  # the element behind the last step: time 0
+        before = dict.fromkeys(firsts[:-1], -1)  # element after the last step, whose end is time 0
         self._plan = tuple((step, before.get(step, step - 1), flat[step]) for step in order)
         self._firsts = tuple(firsts)
         steps = [step for program in programs for step in program.steps]
@@ -118,10 +124,10 @@ class Compiled:
         )
 
     def durations(self, costs: PipelineCosts) -> list[list[int]]:
-        """How long each pass takes, per rank in the schedule's order: what ``run`` takes to override the costs.
+        """The duration of each pass, per rank in the schedule's order, in the form that ``run`` accepts.
 
         Raises:
-            ValueError: the costs are for other ranks or chunks.
+            ValueError: the costs are for another number of ranks or chunks.
         """
         self._check(costs)
         ranks = self.schedule.stages
@@ -143,16 +149,18 @@ class Compiled:
         transfers: Sequence[Sequence[int]] | None = None,
         empty: bool = False,
     ) -> Timeline:
-        """Time one iteration.
+        """Compute the timeline of an iteration.
 
         Args:
-            durations: per rank, per pass in the schedule's order, instead of the costs of the virtual stages.
-            transfers: per rank, per wait but the last, which is for the collective: how long after both its ends were
-                ready it is over, instead of ``p2p_ns``.
-            empty: waits of length 0 are listed too, so that a wait's position is the same in every iteration.
+            costs: costs of the passes and collectives.
+            durations: duration of each pass, per rank in the schedule's order; None for the costs of the virtual
+                stages.
+            transfers: duration of the transfer that each wait waits for, once both ends are ready, per rank without the
+                last wait, which is for the collective; None for ``p2p_ns``.
+            empty: True to list waits of length 0 too, so that a wait's position is the same in every iteration.
 
         Raises:
-            ValueError: the costs or times are for other ranks, chunks, passes or waits, or a time is negative.
+            ValueError: the number of ranks, chunks, passes or waits is wrong, or a time is negative.
         """
         if durations is None:
             durations = self.durations(costs)
@@ -180,10 +188,10 @@ class Compiled:
         return Timeline(self.schedule, costs, period_ns, tuple(spans), tuple(waits))
 
     def transfers(self, costs: PipelineCosts, rank: int) -> list[Transfer]:
-        """A rank's transfers, those that it sends and then those that it receives, each in the order of posting.
+        """The transfers of a rank: those that it sends, then those that it receives, each in the order of posting.
 
         Raises:
-            ValueError: there is no rendezvous, or the costs are for other ranks or chunks.
+            ValueError: transfers are eager, or the costs are for another number of ranks or chunks.
         """
         if not self.rendezvous:
             raise ValueError("eager transfers are not posted by both their ends; expected rendezvous")
@@ -199,7 +207,7 @@ class Compiled:
     def _times(
         self, costs: PipelineCosts, durations: Sequence[Sequence[int]], transfers: Sequence[Sequence[int]] | None
     ) -> tuple[list[int], list[int]]:
-        """When each step has waited enough, and when it ends."""
+        """The end of each step's wait, and the end of each step."""
         steps = self._firsts[-1]
         starts = [0] * steps
         ends = [0] * (steps + 1)
@@ -248,11 +256,13 @@ def simulate(
     rendezvous: bool = False,
     durations: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
-    """Time one iteration; ``Compiled`` does the same for many, faster.
+    """Compute the timeline of an iteration; for many iterations, ``Compiled`` is faster.
 
     Args:
-        rendezvous: a transfer starts when both its ends have posted it, and holds both; else only its receiver waits.
-        durations: per rank, per pass in the schedule's order, instead of the costs of the virtual stages.
+        schedule: schedule of the iteration.
+        costs: costs of the passes and collectives.
+        rendezvous: as for ``Compiled``.
+        durations: as for ``Compiled.run``.
 
     Raises:
         ValueError: costs or durations do not fit the schedule, or ranks would wait for each other forever.
