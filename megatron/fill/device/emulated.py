@@ -1,7 +1,7 @@
 """A device without preemption, emulated on a CPU core, for benchmarks and tests.
 
 The kernel takes the core from a worker at idle priority at any instant, so on a CPU a step that is caught by the end of
-its bubble delays nobody.  A GPU does not preempt: launched kernels run to their end.  Here a worker has the lowest
+its bubble delays no rank.  A GPU does not preempt: launched kernels run to their end.  Here a worker has the lowest
 real-time priority while a step is in flight, so that the training cannot interrupt it, and idle priority between steps.
 Its sandbox must allow that (``Cage.real_time``) and trust the worker, which could keep the core permanently.
 

@@ -60,7 +60,7 @@ class Facts:
 
 
 def gather() -> Facts:
-    """Probe this machine; all but ``cuda_lacks``."""
+    """Probe this machine, for all facts except ``cuda_lacks``."""
     gpus, driver = find_gpus()
     regions, limits = find_device_limits()
     return Facts(

@@ -109,7 +109,7 @@ class HeldMemory:
             held: result of ``count`` for the same processes just before.
 
         Returns:
-            None if the kernel does not report it.
+            Memory in bytes; None if the kernel does not report it.
         """
         private = mapped = 0
         for pid in pids:

@@ -153,7 +153,7 @@ class ControlPage(ControlReader):
 
     @property
     def agent_lives(self) -> bool:
-        """True if the agent's process is alive; a reused pid is told by its start time."""
+        """True if the agent's process is alive; its start time distinguishes it from another with the same pid."""
         return bool(self.agent) and _born(self.agent) == self._words[_AGENT_BORN]
 
     @property

@@ -111,7 +111,7 @@ class GateWriter(Protocol):
         """Close the open bubble, if there is one."""
 
     def brake(self, on: bool) -> None:
-        """Record that no bubble is opened for a while, since filling slows the training; or that the brake is off."""
+        """Record that the brake is on or off: while filling slows the training, no bubble is opened."""
 
     def end(self) -> None:
         """Record that the training is over: every ``wait`` returns None from now on."""

@@ -171,7 +171,7 @@ class PageRank(SideTask):
         starts = self._starts[first : last + 1].clamp(begin, end) - begin
         shape = (last - first, self._count)
         with warnings.catch_warnings(), torch.sparse.check_sparse_tensor_invariants(False):
-            warnings.simplefilter("ignore")  # that sparse matrices are beta
+            warnings.simplefilter("ignore")  # torch warns that sparse matrices are beta
             matrix = torch.sparse_csr_tensor(starts, self._columns[begin:end], self._values[begin:end], shape)
         return first, matrix @ self.ranks
 

@@ -53,7 +53,7 @@ class TaskMachine:
 
         Raises:
             StopIteration: the task has nothing left to do.
-            TaskError: the step returned something else than a number or None.
+            TaskError: the step returned neither a number nor None.
         """
         if self.state is not TaskState.RUNNING:
             self._expect(TaskState.RUNNING, "run_next_step")

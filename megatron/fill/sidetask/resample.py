@@ -27,8 +27,10 @@ class Axis:
         self._blocks: list[tuple[int, int, Any]] = []
 
     def window(self, begin: int, end: int) -> tuple[int, int, Any]:
-        """The window of the results ``begin`` to ``end``: first and end of their source pixels, and a matrix of weights
-        (results, source pixels).
+        """The source window of the results ``begin`` to ``end``.
+
+        Returns:
+            First and end of the source pixels, and a matrix of weights (results, source pixels).
         """
         import torch
 

@@ -24,7 +24,7 @@ class Randomness:
         self.seed(*seeds)
 
     def seed(self, *seeds: int) -> None:
-        """Start again with this seed, which the numbers make together."""
+        """Reset the state to the seed that these numbers make together."""
         seed = int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]) >> 1
         devices = ["cpu"] if self._device.type == "cpu" else ["cpu", self._device]
         self.state: tuple[Any, ...] = tuple(torch.Generator(d).manual_seed(seed).get_state() for d in devices)
