@@ -1,8 +1,8 @@
 """Pretrain a GPT model with Megatron, and fill its pipeline bubbles with the jobs of ``--fill-jobs``.
 
-The flags are Megatron's own.  What is left out (supervised fine-tuning, fill-in-the-middle, packed sequences, ModelOpt,
-distillation) is in NVIDIA's ``pretrain_gpt.py``, which ``python -m pipefill_patches`` runs unchanged.  This script
-follows NVIDIA's: see NOTICE.
+The flags are Megatron's own.  For the features left out here (supervised fine-tuning, fill-in-the-middle, packed
+sequences, ModelOpt, distillation), ``python -m pipefill_patches`` runs NVIDIA's ``pretrain_gpt.py`` unchanged.  This
+script follows NVIDIA's: see NOTICE.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ straggler_timer = StragglerDetector()
 
 
 def _predicts_more_tokens(vp_stage: int | None) -> bool:
-    """Whether a multi-token-prediction layer, which needs the data too, is on this stage."""
+    """True if this stage has a multi-token-prediction layer, which needs the data too."""
     args = get_args()
     if args.mtp_num_layers is None:
         return False
@@ -56,7 +56,7 @@ def _predicts_more_tokens(vp_stage: int | None) -> bool:
 
 
 def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None = None) -> Batch:
-    """The next microbatch as this rank needs it: by ``BATCH_KEYS``, None for what its stage has no use for."""
+    """Return this rank's part of the next microbatch, by ``BATCH_KEYS``; None for tensors its stage does not use."""
     args = get_args()
     more_tokens = _predicts_more_tokens(vp_stage)
     if not is_first_or_last_pipeline_stage(vp_stage) and not more_tokens:
@@ -110,7 +110,7 @@ def loss_func(
 
 
 def forward_step(data_iterator: Iterator[Batch], model: Any, return_schedule_plan: bool = False) -> tuple[Any, Any]:
-    """One microbatch's forward pass on this stage: its output, and the function that makes the loss of it."""
+    """Run a microbatch's forward pass on this stage; return its output, and the function that computes its loss."""
     timer = get_timers()("batch-generator", log_level=2)
     timer.start()
     with straggler_timer(bdata=True):
@@ -152,7 +152,7 @@ def _dataset_config(args: Any) -> GPTDatasetConfig:
 
 
 def datasets_provider(sizes: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """The training, validation and test datasets of the given numbers of samples, on the ranks that read data."""
+    """Return the training, validation and test datasets of the given sizes in samples, on the ranks that read data."""
 
     def reads_data() -> bool:
         wanted = is_first_or_last_pipeline_stage(vp_stage) or _predicts_more_tokens(vp_stage)
@@ -170,7 +170,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatro
 
 
 def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
-    """The ranks of a pipeline that hold the word embedding: the first, and the last where it is tied to the output."""
+    """Return a pipeline's ranks with the word embedding: the first, the last if tied, and those with an MTP layer."""
     args = get_args()
     ranks = {pp_ranks[0]}
     if len(pp_ranks) > 1:
@@ -181,11 +181,11 @@ def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
 
 
 def main() -> None:
-    """Train as the command line says.
+    """Train with the flags of the command line.
 
     Raises:
-        ValueError: a flag asks for what only NVIDIA's own script can do.
-        PatchError: this megatron-core builds models in another way.
+        ValueError: a flag is supported by NVIDIA's own script only.
+        PatchError: this megatron-core is not 0.19, and builds models in another way.
     """
     try:
         from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args

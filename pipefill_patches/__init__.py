@@ -28,8 +28,8 @@ from pipefill_patches import (
 )
 from pipefill_patches.registry import Patch
 
-# In the order in which they are applied; the CPU backend must come before anything looks for a device, and what stages
-# the pipeline's transfers, or plays the other stages, before what watches them.
+# In the order in which they are applied: the CPU backend before any code looks for a device, and the patches that stage
+# the pipeline's transfers, or play the other stages, before those that watch them.
 PATCHES: dict[str, Patch] = {
     patch.name: patch
     for patch in (
@@ -51,11 +51,11 @@ PATCHES: dict[str, Patch] = {
 
 
 def defaults(argv: Sequence[str]) -> tuple[str, ...]:
-    """The patches that a run with this command line needs.
+    """Return the names of the patches that a run with this command line needs.
 
-    The CPU backend is among them when asked for (``--fill-cpu-backend`` or ``PIPEFILL_CPU_BACKEND=1``) or when there
-    is no CUDA device.  Pipeline transfers go through the host on ``PIPEFILL_HOST_P2P=1``;
-    ``--fill-real-stage`` makes all stages but one ghosts; ``--fill-free-waits`` holds receives up.
+    The CPU backend is included if requested (``--fill-cpu-backend`` or ``PIPEFILL_CPU_BACKEND=1``) or without a CUDA
+    device, ``host_p2p`` on ``PIPEFILL_HOST_P2P=1``, ``ghost_stages`` on ``--fill-real-stage``, and ``free_waits`` on
+    ``--fill-free-waits``.
     """
     on_cpu = "--fill-cpu-backend" in argv or os.environ.get("PIPEFILL_CPU_BACKEND") == "1" or cpu_backend.needed()
     names: tuple[str, ...] = ("arguments", "training_loop", "schedules", "p2p_communicator")
@@ -69,10 +69,10 @@ def defaults(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def apply(names: Sequence[str]) -> None:
-    """Apply the named patches, in the registry's order; those applied already are left as they are.
+    """Apply the named patches, in the order of ``PATCHES``; patches that are applied already stay as they are.
 
     Raises:
-        PatchError: a name is unknown, or a patch does not fit the installed megatron-core.
+        PatchError: a name is unknown, or a patch does not fit the imported megatron-core.
     """
     for name in names:
         if name not in PATCHES:
@@ -83,6 +83,6 @@ def apply(names: Sequence[str]) -> None:
 
 
 def revert() -> None:
-    """Take every applied patch back."""
+    """Revert every applied patch."""
     for patch in reversed(PATCHES.values()):
         patch.revert()

@@ -1,6 +1,6 @@
 """``python -m pipefill_patches [--only PATCH,...] SCRIPT ARGS...``: run an unchanged Megatron script, patched.
 
-``python -m pipefill_patches --check`` says which patches fit the megatron-core that is imported.
+``python -m pipefill_patches --check`` prints which patches fit the imported megatron-core.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Runs a Megatron-LM training script with PipeFill's patches applied and the --fil
 
 
 def check() -> int:
-    """Print whether each patch fits; return the number of those that do not."""
+    """Print for each patch that it fits, or why it does not; return the number of those that do not."""
     try:
         print(f"{upstream()}:")
     except PatchError as error:

@@ -24,7 +24,7 @@ _PARSE = Target("megatron.training.arguments:parse_args", ("extra_args_provider"
 
 
 def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The settings, and which backend there is, which is settled before they are read."""
+    """Add the flags of the settings, and ``--fill-cpu-backend``, which is evaluated before the flags are parsed."""
     group = parser.add_argument_group("fill", "run other work in the pipeline bubbles (PipeFill)")
     for name, field in FillSettings.model_fields.items():
         group.add_argument(f"--fill-{name.replace('_', '-')}", help=field.description, **_reading(field))
@@ -37,9 +37,9 @@ def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 
 def _reading(field: FieldInfo) -> dict[str, Any]:
-    """How argparse reads a setting of its type."""
+    """Return the arguments of ``add_argument`` for a setting of this type."""
     kind: Any = field.annotation
-    if get_origin(kind) in (Union, UnionType):  # with None
+    if get_origin(kind) in (Union, UnionType):  # optional
         kind = get_args(kind)[0]
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
@@ -49,14 +49,14 @@ def _reading(field: FieldInfo) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return how | {"choices": get_args(kind)}
     if kind == tuple[JobSpec, ...]:
-        return how | {"default": None}  # their file
+        return how | {"default": None}  # the flag's value is the jobs file
     if get_origin(kind) is tuple:
         return how | {"nargs": "+"}
     return how | ({"type": kind} if kind in (int, float) else {})
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Escape what argparse would take for a format: one such help text of Megatron 0.19 makes all of --help fail."""
+    """Escape help texts with an invalid format: one such text of Megatron 0.19 makes all of --help fail."""
     formatter = argparse.HelpFormatter(parser.prog)
     for action in parser._actions:
         try:
@@ -66,7 +66,7 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def tell_briefly(parser: argparse.ArgumentParser) -> None:
-    """Have it say what is wrong with the flags in a line, once: each rank would print Megatron's 700 lines of usage."""
+    """Make the parser print an error in one line, once, instead of Megatron's 700 lines of usage on every rank."""
 
     def error(message: str) -> NoReturn:
         unknown = re.findall(r"--[\w-]+", message) if message.startswith("unrecognized") else []

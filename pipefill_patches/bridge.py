@@ -1,13 +1,13 @@
 """Bridges between the modules of a multi-module pipeline: the process groups' backend, and bubbles around their waits.
 
 A ``BridgeCommunicator`` carries activations and gradients from one module to the next.  It posts its transfers and
-waits for them itself, so ``P2PCommunicator`` never sees them: the bridge is a second seam.  Whatever a rank calls of
-it, the first wait is the one for shapes (for a rank that only hears of its leader, the whole call is a wait): there the
-bubble opens.  It closes with the outermost call, since a module with several inputs or outputs goes from bridge to
-bridge and computes nothing between them.
+waits for them itself, without ``P2PCommunicator``: the bridge is a second seam.  In each of its methods the first wait
+is the one for shapes (for a rank that receives everything from its leader, the whole call is a wait): there the bubble
+opens.  It closes with the outermost call, since a module with several inputs or outputs goes from bridge to bridge and
+computes nothing in between.
 
-Upstream asks for ``nccl`` by name where it makes these groups.  Without a name a group gets the world's backend, which
-is ``nccl`` on a GPU.
+Upstream creates these groups with ``nccl`` by name.  Without a name a group gets the world's backend, which is ``nccl``
+on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _GROUPS = (
     Target(f"{_BRIDGE}._get_or_create_broadcast_pg", ("ranks_list",), ("dist", "_broadcast_pg_cache")),
     Target(f"{_BRIDGE}._get_or_create_bridge_pg", ("ranks",), ("dist", "_bridge_pg_cache")),
 )
-# What a schedule calls of a bridge and of the pipeline's communicator, and whether it waits for a gradient.
+# The methods that a schedule calls of a bridge and of the pipeline's communicator; True for those that wait for a
+# gradient.
 _CALLS = {
     "recv_forward": False,
     "send_forward": False,
@@ -45,7 +46,7 @@ _PIPELINE_CALLS = tuple(Target(f"{_PIPELINE}.{name}", ("self",)) for name in _CA
 
 
 class _Call:
-    """The outermost call that is running."""
+    """The outermost call in progress."""
 
     depth = 0
     for_backward = False
@@ -57,7 +58,7 @@ def _outermost(original: Callable[..., Any], for_backward: bool, bridge: bool) -
         if not _Call.depth:
             _Call.for_backward = for_backward
         if bridge and self.comm_map[self.current_rank].role.value == "MEMBER":
-            bus.open(for_backward=_Call.for_backward)  # it exchanges no shapes: it hears all from its leader
+            bus.open(for_backward=_Call.for_backward)  # it exchanges no shapes: its leader broadcasts everything
         _Call.depth += 1
         try:
             return original(self, *args, **kwargs)
@@ -78,7 +79,7 @@ def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _OfTheWorld:
-    """``torch.distributed`` that makes groups with the world's backend, whatever name is given."""
+    """``torch.distributed``, except that groups get the world's backend instead of a named one."""
 
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed

@@ -1,14 +1,13 @@
-"""Bubbles around the collectives that wait for other stages, whichever they are and whoever calls them.
+"""Bubbles around all collectives that wait for other stages.
 
-The drain bubble is in no transfer of the pipeline: after its last backward a rank waits in the first collective that
-spans stages (tied embeddings' gradients, the gradient norm, a barrier before a timer).  So do ranks elsewhere between
-the passes, as in the barrier with which ``--timing-log-level 1`` begins a schedule.
+The drain bubble is not in a pipeline transfer: after its last backward a rank waits in the first collective that spans
+stages (tied embeddings' gradients, the gradient norm, a barrier before a timer).  Ranks also wait so between passes, as
+in the barrier with which ``--timing-log-level 1`` begins a schedule.
 
-All functions of ``torch.distributed`` end in the methods of two classes, ``ProcessGroup`` and ``Work``, also those that
-a module has imported by their own names.  So these are wrapped: a blocking call is a bubble from before it is posted,
-and one that is waited for later is a bubble while it is.  What runs inside a pass, and what is within one stage (data
-or tensor parallel), is left alone: no pipeline bubble.  Functional collectives, which torch dispatches in C++, are not
-seen.
+All functions of ``torch.distributed`` end, also if imported, in methods of two classes, ``ProcessGroup`` and ``Work``.
+So these methods are wrapped: a blocking call is a bubble from before it is posted, and an asynchronous one is a bubble
+during its ``wait``.  Collectives inside a pass or within one stage (data or tensor parallel) open no pipeline bubble.
+Functional collectives, which torch dispatches in C++, are not intercepted.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megatron.fill.hooks import bus
 from pipefill_patches.registry import replace
 
 _ALWAYS = ("allreduce", "broadcast", "barrier")
-# By the names of all versions of torch that there are.
+# The names in all versions of torch.
 _CALLS = (
     *("_allgather_base", "_end_coalescing", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced"),
     *("all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced"),
@@ -37,7 +36,7 @@ Call = Callable[..., Any]
 
 @functools.cache
 def spans_stages(group: Any) -> bool:
-    """Whether the process group has ranks of more than one stage of this rank's pipeline."""
+    """True if the process group has ranks of more than one stage of this rank's pipeline."""
     import torch
     from megatron.core import parallel_state
 
@@ -49,7 +48,7 @@ def spans_stages(group: Any) -> bool:
 
 
 def blocks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a process group is over only when the others have called it, too."""
+    """True if a call of a process group returns only after the other ranks have made it, too."""
     if name == "monitored_barrier":
         return True
     options = kwargs.get("opts") or (args[-1] if args else None)
@@ -57,10 +56,10 @@ def blocks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def wrap_calls(stack: contextlib.ExitStack, wrapper: Callable[[Call, str], Call]) -> None:
-    """Wrap all methods of process groups that communicate; the wrapper gets each with its name.
+    """Wrap all methods of process groups that communicate; ``wrapper`` is called with each method and its name.
 
     Raises:
-        AttributeError: this torch has not even the commonest.
+        AttributeError: this torch lacks one of ``_ALWAYS``.
     """
     import torch
 
@@ -73,7 +72,7 @@ def install(stack: contextlib.ExitStack) -> None:
     """Open bubbles in collectives until ``stack`` is closed."""
     import torch
 
-    pending: WeakSet[Any] = WeakSet()  # work across stages that nobody has waited for
+    pending: WeakSet[Any] = WeakSet()  # work across stages that has not been waited for
 
     def watched_wait(wait: Call) -> Call:
         @functools.wraps(wait)
@@ -107,7 +106,7 @@ def install(stack: contextlib.ExitStack) -> None:
 
 
 def _kinds(work: type[Any]) -> Iterator[type[Any]]:
-    """The classes of work that have a ``wait`` of their own."""
+    """Yield the classes of work that define their own ``wait``."""
     if "wait" in vars(work):
         yield work
     for kind in work.__subclasses__():
@@ -115,7 +114,7 @@ def _kinds(work: type[Any]) -> Iterator[type[Any]]:
 
 
 def _finished(call: Call, group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call and wait: torch would wait for what it gets, unless the call has."""
+    """Make the call and wait for its work, as torch does afterwards, so that the whole wait is in the bubble."""
     work = call(group, *args, **kwargs)
     if work is not None:
         work.wait()

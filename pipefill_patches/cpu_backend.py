@@ -1,7 +1,7 @@
-"""Megatron on a machine without a CUDA device: all of it runs on the CPU over gloo, one core per rank.
+"""Megatron on a machine without a CUDA device: it runs on the CPU over gloo, one core per rank.
 
-Made for trying things out, for tests and for measuring schedules on a laptop.  It is applied only where ``needed()``
-says so; the CUDA path never sees it.
+It is for trials, tests and measuring schedules on a laptop.  It is applied only if ``needed()`` or requested; the CUDA
+path is not affected.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _RNG_LOGGER = "megatron.core.tensor_parallel.random"
 
 
 def needed() -> bool:
-    """Whether this machine has no CUDA device."""
+    """True if this machine has no CUDA device, or the patch is applied."""
     return PATCH.applied or not torch.cuda.is_available()
 
 
 def pin_to_core(local_rank: int) -> int:
-    """Keep all threads of this process, and those they start, on one core; return its number.
+    """Pin all threads of this process, and those they start, to one core; return its number.
 
-    The core is the ``local_rank``-th of those the process may use, beginning again where there are fewer.  Call it
-    before any process group exists: gloo's threads inherit the mask of the thread that starts them.  Where the system
-    has no affinity masks nothing is pinned and -1 is returned; torch computes with one thread either way.
+    The core is the ``local_rank``-th of those the process may use, modulo their number.  Call it before any process
+    group exists: gloo's threads inherit the mask of the thread that starts them.  On a system without affinity masks
+    nothing is pinned and -1 is returned; torch computes with one thread either way.
     """
     torch.set_num_threads(1)
     if not hasattr(os, "sched_getaffinity"):
@@ -50,11 +50,11 @@ def pin_to_core(local_rank: int) -> int:
 
 
 def _placed(ranks: int) -> str:
-    """How the ranks of this machine are placed on its cores; asked before this one is pinned."""
+    """Describe how the ranks of this machine are placed on its cores; call it before this one is pinned."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ranks
-    if ranks <= cores or cores <= cores_by_srun():  # it binds each rank to cores of its own, and shows it no others
+    if ranks <= cores or cores <= cores_by_srun():  # srun binds each rank to its own cores, and hides the others
         return "one core per rank"
-    # launchers give each rank a session, and the kernel shares a core among sessions, whatever their processes' classes
+    # Launchers give each rank a session, and the kernel shares a core among sessions, for any scheduling class.
     few = f"{cores} core{'s' * (cores != 1)}"
     return (
         f"{ranks} ranks on {few}: one computes in another's bubbles, and jobs take its time; expected a core for each "
@@ -75,7 +75,7 @@ def _pin_until_closed(stack: contextlib.ExitStack, local_rank: int) -> None:
 
 def _unpin(masks: dict[int, set[int]]) -> None:
     everywhere = set().union(*masks.values())
-    for thread in _threads():  # those started in between inherited the one core
+    for thread in _threads():  # threads started in the meantime inherited the one core
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(thread, masks.get(thread, everywhere))
 
@@ -85,7 +85,7 @@ def _threads() -> list[int]:
 
 
 def _defaults() -> dict[str, Any]:
-    """Megatron's parser defaults on the CPU, by dest: what needs CUDA, Transformer Engine or Apex is off."""
+    """Return Megatron's parser defaults on the CPU, by dest: features of CUDA, Transformer Engine or Apex are off."""
     from megatron.core.transformer.enums import AttnBackend
 
     return {
@@ -122,7 +122,7 @@ def _with_cpu_defaults(
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # The tracker warns when the CPU's generator moves inside a fork.  Here that generator is the forked one.
+    # The tracker warns if the CPU's generator advances inside a fork.  Here that generator is the forked one.
     return "CPU RNG state changed" not in record.getMessage()
 
 

@@ -1,7 +1,7 @@
-"""One gloo device for all process groups of a rank.
+"""A shared gloo device for all process groups of a rank.
 
-By itself torch makes a device for each group, with a thread that wakes up a hundred times a second whether or not
-there is anything to do.  Megatron makes about twenty groups, and here all of a rank's threads share one core.
+By default torch creates a device for each group, with a thread that wakes up a hundred times a second even when idle.
+Megatron creates about twenty groups, and here all of a rank's threads share one core.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch.distributed.distributed_c10d as c10d
 
 from pipefill_patches.registry import replace
 
-_THREADS = 2  # for each device of a group, for what is asked of it asynchronously; torch's own default
+_THREADS = 2  # threads for asynchronous operations, for each device of a group; torch's own default
 
 
 def install(stack: contextlib.ExitStack) -> None:
-    """Let the groups that are made until ``stack`` is closed share their devices."""
+    """Make the groups created until ``stack`` is closed share their devices."""
     gloo: Any = c10d.ProcessGroupGloo
-    devices: dict[int, list[Any]] = {}  # by process: a fork has the devices of its parent, but not their threads
+    devices: dict[int, list[Any]] = {}  # by process: a fork inherits its parent's devices, but not their threads
 
     def options(timeout: Any = c10d.default_pg_timeout, **others: Any) -> Any:
-        """With the shared devices; None for what torch itself is to make, or to refuse."""
+        """Return options with the shared devices; None for arguments that torch itself has to handle, or refuse."""
         if not isinstance(timeout, timedelta):
             return None
         try:
@@ -51,7 +51,7 @@ def install(stack: contextlib.ExitStack) -> None:
 
 
 def _new_devices(gloo: Any) -> list[Any]:
-    """Those that a group of torch's would make: of the interfaces that are named, else of the host's name."""
+    """Create the devices as torch does for a group: for the named interfaces, else for the host's name."""
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not interfaces:
         return [gloo.create_default_device()]

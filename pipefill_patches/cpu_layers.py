@@ -1,8 +1,8 @@
-"""The Megatron half of the CPU backend: what its local layers lack, for Transformer Engine or Apex has it on a GPU.
+"""The Megatron half of the CPU backend: features that its local layers lack (Transformer Engine or Apex has them).
 
 Sequence parallelism needs a layer norm whose weights' gradients are summed over the tensor-parallel ranks, context
-parallelism an attention that sees the keys and values of the other ranks, multi-head latent attention one whose values
-have a width of their own, and the all-to-all of the experts' tokens its sizes as numbers of the host.
+parallelism an attention over the keys and values of all ranks, multi-head latent attention an attention with a separate
+width of the values, and the all-to-all of the experts' tokens its sizes as numbers on the host.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _sequence_parallel_norm(stack: contextlib.ExitStack) -> None:
         plain.sequence_parallel = False
         made = make(cls, plain, *args, **kwargs)
         for weight in made.parameters():
-            weight.sequence_parallel = config.sequence_parallel  # Megatron sums the gradients of what is marked so
+            weight.sequence_parallel = config.sequence_parallel  # Megatron sums the gradients of weights so marked
         return made
 
     replace(stack, holder, name, staticmethod(norm))
@@ -65,7 +65,7 @@ def _any_attention(stack: contextlib.ExitStack) -> None:
         alone.context_parallel_size = 1
         width = config.kv_channels if v_channels is None else v_channels
         if k_channels is not None and kwargs.get("softmax_scale") is None:
-            kwargs["softmax_scale"] = k_channels**-0.5  # upstream has one width for all, and takes the scale from it
+            kwargs["softmax_scale"] = k_channels**-0.5  # upstream computes the scale from its only width
         alone.kv_channels = width
         initialize(self, alone, *args, **kwargs)
         self.config = config
@@ -81,7 +81,7 @@ def _any_attention(stack: contextlib.ExitStack) -> None:
 
 
 def in_order(part: torch.Tensor) -> torch.Tensor:
-    """The whole sequence [s, ...] of this context-parallel rank's [s/cp, ...], with the way back for gradients.
+    """Gather the whole sequence [s, ...] from the context-parallel ranks' parts [s/cp, ...], with gradients.
 
     Megatron cuts a sequence into 2 cp chunks and gives rank r the chunks r and 2 cp - 1 - r; its dataset's mask has the
     rows of these chunks, and the columns of all.
@@ -100,7 +100,7 @@ def _token_counts_on_host(stack: contextlib.ExitStack) -> None:
 
     @functools.wraps(move)
     def move_or_convert(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # Upstream makes an array of what was on a device only; a collective takes no tensor for sizes.
+        # Upstream converts only tensors on a device to an array, and a collective accepts no tensor as sizes.
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else move(tensor, as_numpy, record_stream)
 
     replace(stack, holder, name, move_or_convert)

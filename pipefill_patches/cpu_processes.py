@@ -1,10 +1,10 @@
-"""The CPU backend in the processes that a rank starts, and what a checkpoint's copy to the host is there.
+"""The CPU backend in the processes that a rank starts, and the copy of a checkpoint's tensors there.
 
-A forked process has the patches of its rank.  One that is spawned, or that a fork server forks, imports torch and
-Megatron anew: upstream's persistent checkpoint worker is one, and asks for its CUDA device first.
+A forked process has the patches of its rank.  A process that is spawned, or forked by a fork server, imports torch and
+Megatron again: upstream's persistent checkpoint worker is one, and asks for its CUDA device first.
 
-On a GPU a checkpoint is copied to the host before the training goes on, and is written from there.  Tensors that are
-on the CPU are not copied by ``to("cpu")``: the worker would read the very parameters that the optimizer changes.
+On a GPU a checkpoint is copied to the host before the training continues, and is written from there.  Tensors on the
+CPU are not copied by ``to("cpu")``: the worker would read the very parameters that the optimizer changes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PREPARE = Target(f"{_WRITER}.prepare_write_data", ("self", "plan", "planner"), u
 
 
 class OnCpu:
-    """A function with the torch half of the CPU backend; it can be sent to another process if the function can."""
+    """A function that runs with the torch half of the CPU backend; it can be pickled if the function can."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -59,7 +59,7 @@ def _copied(prepare: Callable[..., None]) -> Callable[..., None]:
 
 
 def install(stack: contextlib.ExitStack) -> None:
-    """Let the processes that this one starts run on the CPU too, until ``stack`` is closed."""
+    """Make the processes that this one starts run on the CPU too, until ``stack`` is closed."""
     replace(stack, BaseProcess, "start", _with_backend(BaseProcess.start))
     holder, name = PREPARE.resolve()
     replace(stack, holder, name, _copied(getattr(holder, name)))

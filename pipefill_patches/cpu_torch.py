@@ -1,8 +1,8 @@
-"""The torch half of the CPU backend: what stands in for ``torch.cuda`` in a process without a CUDA device.
+"""The torch half of the CPU backend: a stand-in for ``torch.cuda`` in a process without a CUDA device.
 
-Megatron asks for ``device="cuda"`` by name everywhere, so the cheapest faithful seam is torch itself: a
-``TorchFunctionMode`` turns the device into the CPU, and the few ``torch.cuda`` functions that Megatron calls get a
-stand-in.  Everything is registered on an ``ExitStack`` and taken back by closing it.
+Megatron names ``device="cuda"`` everywhere, so the smallest faithful seam is torch itself: a ``TorchFunctionMode``
+replaces the device by the CPU, and the few ``torch.cuda`` functions that Megatron calls get a stand-in.  Everything is
+registered on an ``ExitStack`` and reverted by closing it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CPU = torch.device("cpu")
 
 
 def _on_cpu(device: Any) -> Any:
-    """The CPU for anything that names a CUDA device (a bare int does too); other values unchanged."""
+    """Return the CPU for a value that names a CUDA device (as a bare int does), and other values unchanged."""
     if isinstance(device, torch.device):
         return _CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -88,7 +88,7 @@ class CudaOnCpu(TorchFunctionMode):
             return func(*args)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
-        if kwargs.get("pin_memory"):  # there is no device that memory could be pinned for
+        if kwargs.get("pin_memory"):  # without a device, memory cannot be pinned
             kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
 
@@ -131,7 +131,7 @@ class Stream:
 
 
 class HostEvent:
-    """An event that has happened as soon as it is recorded; it keeps the host's time."""
+    """An event that is complete as soon as it is recorded; it stores the host's time."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         self._recorded_s = 0.0
@@ -140,7 +140,7 @@ class HostEvent:
         self._recorded_s = time.perf_counter()
 
     def elapsed_time(self, end: HostEvent) -> float:
-        """Milliseconds between two recorded events."""
+        """Return the milliseconds between two recorded events."""
         return (end._recorded_s - self._recorded_s) * 1e3
 
     def query(self) -> bool:
@@ -165,13 +165,13 @@ def _total_memory_bytes() -> int:
 
 
 def _peak_bytes(*_args: Any) -> int:
-    """Peak resident memory of this process, in bytes."""
+    """Return the peak resident memory of this process, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _resident_bytes(*_args: Any) -> int:
-    """Resident memory of this process now, in bytes (its peak where the system does not say)."""
+    """Return the resident memory of this process now, in bytes (its peak on a system without procfs)."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -188,13 +188,13 @@ def _memory_stats(*_args: Any) -> dict[str, int]:
 
 
 def _properties(*_args: Any) -> SimpleNamespace:
-    # Compute capability 10: from there on Megatron no longer asks for CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or
-    # context parallelism, a setting that means nothing here.
+    # From compute capability 10 on, Megatron does not require CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor or context
+    # parallelism, a setting that has no meaning here.
     return SimpleNamespace(name="cpu", major=10, minor=0, total_memory=_total_memory_bytes(), multi_processor_count=1)
 
 
 def _cuda_stand_ins() -> dict[str, Any]:
-    """What replaces the attributes of ``torch.cuda``."""
+    """Return the replacements of ``torch.cuda``'s attributes, by name."""
     resident = dict.fromkeys(("memory_allocated", "memory_reserved", "device_memory_used"), _resident_bytes)
     peak = dict.fromkeys(("max_memory_allocated", "max_memory_reserved"), _peak_bytes)
     silent = dict.fromkeys(
@@ -209,8 +209,8 @@ def _cuda_stand_ins() -> dict[str, Any]:
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        # All of torch.cuda.random and of Megatron's RNG helpers go through this tuple: with the CPU's generator in it
-        # they save, set and fork the very state that dropout and initialisation draw from on the CPU.
+        # torch.cuda.random and Megatron's RNG helpers use this tuple throughout: with the CPU's generator in it they
+        # save, set and fork the very state that dropout and initialisation draw from on the CPU.
         "default_generators": (torch.default_generator,),
         "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda *_args, **_kwargs: True,
@@ -228,7 +228,7 @@ def _cuda_stand_ins() -> dict[str, Any]:
 
 
 def _without_device_id(init: Callable[..., Any]) -> Callable[..., Any]:
-    """``init_process_group`` without ``device_id``, which would bind the group to a device that is not there."""
+    """Wrap ``init_process_group`` to drop ``device_id``, which would bind the group to a device that does not exist."""
 
     @functools.wraps(init)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
@@ -239,10 +239,10 @@ def _without_device_id(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeping_rng_state(init: Callable[..., None]) -> Callable[..., None]:
-    """A data loader's start without its draw from the CPU generator.
+    """Wrap a data loader's ``__init__`` to restore the state of the CPU generator afterwards.
 
-    It draws a seed for its workers, on the ranks that load data only.  Where the CPU's generator is also the model's,
-    that would give the ranks of one tensor-parallel group different dropout, and a resumed run another one.
+    It draws a seed for its workers, on the ranks that load data only.  Since the CPU's generator is also the model's
+    here, the ranks of a tensor-parallel group would get different dropout, and so would a resumed run.
     """
 
     @functools.wraps(init)
@@ -257,21 +257,22 @@ def _keeping_rng_state(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def install(stack: contextlib.ExitStack) -> None:
-    """Let this process use torch as if the CPU were its CUDA device, until ``stack`` is closed."""
-    # Compiling for the CPU takes minutes and a C++ compiler.  First, as it imports dynamo: that refuses the stand-ins.
+    """Make the CPU stand in for this process's CUDA device, until ``stack`` is closed."""
+    # Compiling for the CPU takes minutes and a C++ compiler.  This comes first: it imports dynamo, which refuses the
+    # stand-ins.
     stance = torch.compiler.set_stance("force_eager")
     stack.callback(stance.__exit__, None, None, None)
 
     for name, stand_in in _cuda_stand_ins().items():
         replace(stack, torch.cuda, name, stand_in)
-    for name in ("current_device", "device_count", "is_initialized"):  # imported there by name
+    for name in ("current_device", "device_count", "is_initialized"):  # that module imports them by name
         replace(stack, torch.cuda.random, name, getattr(torch.cuda, name))
     # A CUDA build of torch names CUDA as its accelerator even where there is no device.
     replace(stack, torch.accelerator, "is_available", lambda: False)
     replace(stack, torch.accelerator, "current_accelerator", lambda check_available=False: None)
     replace(stack, torch.accelerator, "device_count", lambda: 0)
 
-    # The call's parser refuses a stream that is not torch's own, before any mode sees the call.
+    # The call's argument parser refuses a stream that is not torch's own, before any mode is called.
     replace(stack, torch.Tensor, "record_stream", _nothing)
 
     init = _without_device_id(torch.distributed.init_process_group)
@@ -285,8 +286,8 @@ def install(stack: contextlib.ExitStack) -> None:
 
     @functools.wraps(engine)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        # backward() is itself a torch function, and a mode is off inside the call that it handles.  The backward of a
-        # Python autograd.Function (activation recomputation is one) needs it on.
+        # backward() is itself a torch function, and a mode is off inside the call that it handles.  But the backward of
+        # a Python autograd.Function (such as activation recomputation) needs it.
         with mode:
             return engine(*args, **kwargs)
 
@@ -295,7 +296,7 @@ def install(stack: contextlib.ExitStack) -> None:
 
     @functools.wraps(beside)
     def wait(self: BubbleBus, *args: Any, **kwargs: Any) -> Any:
-        # A collective is a torch function too, and the training's own work that is done while it waits needs the mode.
+        # A collective is a torch function too, and the training's own work during its wait needs the mode.
         with mode if self.own_work is not None else contextlib.nullcontext():
             return beside(self, *args, **kwargs)
 

@@ -1,17 +1,17 @@
-"""Receives of the pipeline that leave the GPU free until their data is there (--fill-free-waits).
+"""Pipeline receives that leave the GPU free until their data is ready (--fill-free-waits).
 
-Both functions that post transfers are wrapped, inside of the watching ones of ``p2p_communicator``.  All sends of a
-call are announced first; then each receive is posted on a stream that is held up until its sender has announced it
-(``megatron.fill.rank.freewaits``).  The stream that computes is never held up: it waits where the schedule waits.
+Both functions that post transfers are wrapped, inside the watching wrappers of ``p2p_communicator``.  All sends of a
+call are announced first; then each receive is posted on a stream that is held until its sender has announced it
+(``megatron.fill.rank.freewaits``).  The compute stream is never held: it waits where the schedule waits.
 
-* Transfers posted one by one: each receive is held up by itself; sends are not.
-* Batched: NCCL starts all transfers of a batch as one, so a send in it would be held up too.  So a batch is held up
-  only if all of it is with one neighbour: then that neighbour's batch, which announces, is the one that takes the send.
-* With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` whatever is enqueued after a wait is behind it, in whichever stream.  So there
-  only transfers are held up that the schedule waits for at once.
+* Transfers posted one by one: each receive is held separately; sends are not held.
+* Batched transfers: NCCL starts a batch as a whole, so a send in it would be held too.  A batch is held only if all of
+  it is with one neighbour, because that neighbour's batch both announces and receives the send.
+* With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` all work enqueued after a wait is queued behind it, in any stream.  So only
+  transfers are held that the schedule waits for immediately.
 
-Whatever fails here, the transfers are posted as Megatron does.  Shapes that are exchanged for sequences of varying
-lengths, and Megatron's ring exchange, are not held up.
+If anything fails here, the transfers are posted as Megatron does.  The shapes exchanged for sequences of varying
+lengths, and Megatron's ring exchange, are not held.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _PARAMETERS)
 
 
 def _holds() -> bool:
-    """Whether receives of the call that is running may be held up."""
+    """True if receives of the call in progress may be held."""
     return p2p_communicator.waits_at_once() or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
 
@@ -57,7 +57,7 @@ def _announce(waits: HeldReceives, transfers: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _off_where_it_fails() -> Any:
-    """The training goes on without free waits where the driver refuses something."""
+    """Turn free waits off, permanently, if the driver refuses something; the training continues."""
     try:
         yield
     except FillError as error:
@@ -66,7 +66,7 @@ def _off_where_it_fails() -> Any:
 
 
 def _while_held(post: Post, held: Callable[[HeldReceives, Post, dict[str, Any]], Any]) -> Post:
-    """A function that posts transfers, called through another one while somebody holds receives up."""
+    """Wrap a function that posts transfers: while receives are held, ``held`` is called with it instead."""
 
     @functools.wraps(post)
     def run(**transfers: Any) -> Any:
@@ -81,7 +81,7 @@ def _one_by_one(waits: HeldReceives, post: Post, transfers: dict[str, Any]) -> A
 
     with _off_where_it_fails():
         _announce(waits, transfers)
-    # Only for this call: a batch's transfers are told apart by the function itself.
+    # For this call only: in a batch, torch identifies a transfer's kind by the function dist.irecv itself.
     receive, dist.irecv = dist.irecv, _receiving(dist.irecv)
     try:
         return post(**transfers)

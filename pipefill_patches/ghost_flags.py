@@ -1,4 +1,4 @@
-"""The flags of ghost stages, and what they do to Megatron's arguments."""
+"""The flags of ghost stages, and the changes of Megatron's arguments for them."""
 
 from __future__ import annotations
 
@@ -52,18 +52,19 @@ def add_ghost_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_for(argv: Sequence[str]) -> bool:
-    """Whether a command line asks for ghost stages."""
+    """True if a command line requests ghost stages."""
     return any(argument.partition("=")[0] == FLAG for argument in argv)
 
 
 @dataclass(frozen=True, slots=True)
 class GhostSettings:
-    """Ghost stages as they were asked for.
+    """Settings of ghost stages.
 
     Attributes:
-        stage: the real one, from 0.
+        stage: number of the real stage, from 0.
         waits: ``stream`` or ``host``.
-        forward_ns, backward_ns: per virtual stage, or one for all; empty to measure them.
+        forward_ns, backward_ns: durations of a pass by virtual stage, or one for all; empty to measure them.
+        transfer_ns: duration of a transfer when both ends are ready.
     """
 
     stage: int
@@ -74,10 +75,10 @@ class GhostSettings:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, on_cpu: bool) -> GhostSettings:
-        """Check the flags, and make Megatron's arguments those of the real stage's process.
+        """Check the flags, and change Megatron's arguments to those of the real stage's process.
 
         Raises:
-            ConfigError: a flag has a wrong value, or the run cannot have ghosts.
+            ConfigError: a flag has a wrong value, or ghosts are impossible in this run.
         """
         _check_run(args)
         stage, stages = args.fill_real_stage, args.pipeline_model_parallel_size
@@ -101,7 +102,7 @@ class GhostSettings:
         args.world_size = world
         args.rank = stage * (inner if args.use_tp_pp_dp_mapping else world // stages)
         args.fake_process_group = True
-        args.do_train = True  # of the ranks with data, which a stage in the middle hears it from
+        args.do_train = True  # a middle stage would receive it from the ranks with data
         return cls(
             stage,
             args.fill_ghost_waits or ("host" if on_cpu else "stream"),

@@ -1,12 +1,12 @@
-"""Ghost stages: one real stage of a pipeline in one process, the others played from their schedule's timeline.
+"""Ghost stages: one real stage of a pipeline in one process, the others simulated by their schedule's timeline.
 
-How would this stage of a job on many GPUs fill, on one GPU or on this CPU?  The real stage computes as it does in the
-whole job, over Megatron's fake process group.  The functions that post transfers, and the first collective after the
-last backward, are where it meets the others: there it waits for as long as the timeline says (``pipeline/ghosts.py``),
-and what it receives are random numbers.  Bubbles are watched outside of that, as they are with real stages.
+They show on one GPU, or on a CPU, how a stage of a training on many GPUs would be filled.  The real stage computes as
+in the whole training, over Megatron's fake process group.  It meets the other stages in the functions that post
+transfers and in the first collective after the last backward: there it waits for the timeline's duration
+(``pipeline/ghosts.py``), and receives random numbers.  Bubbles are observed outside of that, as with real stages.
 
-In the first iterations there are no waits, and nobody hears of them: the device warms up, and what passes take is
-measured unless it is given by flags.
+In the first iterations there are no waits, and no bubbles are reported: the device warms up, and the durations of
+passes are measured unless they are given by flags.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _POST = Target(f"{_P2P}:_p2p_ops", _TRANSFERS)
 _POST_BATCHED = Target(f"{_P2P}:_batched_p2p_ops", _TRANSFERS)
 _FORWARD = Target(f"{_SCHEDULES}:forward_step", ("forward_step_func", "data_iterator", "model", "num_microbatches"))
 _BACKWARD = Target(f"{_SCHEDULES}:backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
-_WARMUP, _MEASURED = 2, 3  # iterations
-_SCALES = {"recv_prev": 0.02, "recv_next": 1e-4}  # of the random activations, and of the random gradients
-# What the timeline knows nothing of, in Megatron's configuration.
+_WARMUP, _MEASURED = 2, 3  # numbers of iterations
+_SCALES = {"recv_prev": 0.02, "recv_next": 1e-4}  # standard deviations of the random activations and gradients
+# Options of Megatron's configuration that the timeline does not support.
 _UNKNOWN = ("overlap_moe_expert_parallel_comm", "variable_seq_lengths", "mtp_standalone", "use_ring_exchange_p2p")
 
 
@@ -62,19 +62,19 @@ class _Ghosts:
         self._forward_ns, self._backward_ns = settings.forward_ns, settings.backward_ns
         self._passes: dict[str, list[tuple[Any, Any]]] = {"forward": [], "backward": []}
         self._waits: dict[int, GhostWaits] = {}  # by the number of microbatches
-        self._next: dict[str, Iterator[int]] = {}  # what the next transfers of this iteration take
-        self._drain_ns: int | None = None  # None where there is none, and once it was waited for
+        self._next: dict[str, Iterator[int]] = {}  # durations in ns of this iteration's next transfers, by direction
+        self._drain_ns: int | None = None  # None if there is no drain, or it is over
         self._iterations = 0
         self._waiting = False
-        self._listener: Listener | None = None  # while there are no waits
+        self._listener: Listener | None = None  # removed from the bus while there are no waits
         self._chunks = 1
         self._group_size: int | None = None
 
     def begin_training(self, model: list[Any], config: Any) -> None:
-        """Look at what is trained, and with which of Megatron's configurations.
+        """Read the model's number of chunks and Megatron's configuration.
 
         Raises:
-            ConfigError: the timeline does not know what is asked for there.
+            ConfigError: the timeline does not support an option of the configuration.
         """
         for unknown in _UNKNOWN:
             if getattr(config, unknown, False):
@@ -94,7 +94,7 @@ class _Ghosts:
             self._drain_ns = waits.drain_ns
 
     def _begin_waiting(self) -> None:
-        self._waiter.prepare()  # which waits for the device
+        self._waiter.prepare()  # it synchronizes, so the events below are complete
         if not self._forward_ns:
             self._forward_ns, self._backward_ns = (
                 (round(median(start.elapsed_time(end) for start, end in pairs) * 1e6),)
@@ -134,7 +134,7 @@ class _Ghosts:
         return ghost_waits(schedule, costs, self._settings.stage)
 
     def timed(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a pass; it is measured, by the device's time, in the iterations for that."""
+        """Run a pass; in the measuring iterations, record its duration on the device."""
         import torch
 
         if self._forward_ns or self._iterations <= _WARMUP:
@@ -147,14 +147,14 @@ class _Ghosts:
         return result
 
     def post(self, tensors: dict[str, Any]) -> dict[str, GhostRequest]:
-        """Post transfers, named by their directions; the tensors that are received get their values."""
+        """Post transfers, by direction, and return a request for each; receiving fills the tensors."""
         return {
             name: self._waiter.start(next(self._next.get(name, iter(())), 0), self._arrival(name, tensor))
             for name, tensor in tensors.items()
         }
 
     def post_batched(self, tensors: dict[str, Any]) -> list[GhostRequest]:
-        """The same with one request for all, as NCCL has it."""
+        """Post transfers with one request for all of them, as NCCL does."""
         duration_ns = max((next(self._next.get(name, iter(())), 0) for name in tensors), default=0)
         arrivals = [self._arrival(name, tensor) for name, tensor in tensors.items()]
 
@@ -179,13 +179,13 @@ class _Ghosts:
         return arrive
 
     def drain(self) -> None:
-        """Wait until all stages have got to the iteration's first collective across stages."""
-        duration_ns, self._drain_ns = self._drain_ns, None  # the first collective alone
+        """Wait until all stages would have reached the iteration's first collective across stages."""
+        duration_ns, self._drain_ns = self._drain_ns, None  # for the first collective only
         if duration_ns is not None:
             self._waiter.start(duration_ns, lambda: None).wait()
 
     def told_weights(self, model: list[Any]) -> str:
-        """What tells whether two trainings of this stage computed the same, to the bit."""
+        """Return a line with a hash of the weights, equal for trainings of this stage with bit-identical results."""
         import torch
 
         digest = hashlib.sha256()
@@ -217,7 +217,7 @@ def _told(waits: GhostWaits, settings: GhostSettings) -> str:
 def _install(stack: contextlib.ExitStack) -> None:
     if p2p_communicator.PATCH.applied or training_loop.PATCH.applied:
         raise PatchError("patch 'ghost_stages' must be applied before 'p2p_communicator' and 'training_loop'")
-    ghosts: list[_Ghosts] = []  # one, from when the flags are known
+    ghosts: list[_Ghosts] = []  # has one element once the flags are parsed
 
     holder, name = _PARSE.resolve()
     parse = getattr(holder, name)
@@ -246,7 +246,7 @@ def _install(stack: contextlib.ExitStack) -> None:
 
     replace(stack, holder, name, train_stage)
 
-    holder, name = _GATHER.resolve()  # of signals, which --exit-signal-handler asks all ranks for
+    holder, name = _GATHER.resolve()  # --exit-signal-handler gathers the signals of all ranks
     replace(stack, holder, name, lambda item, *args, **kwargs: [item])
 
     for target, kind in ((_FORWARD, "forward"), (_BACKWARD, "backward")):

@@ -1,4 +1,4 @@
-"""How a ghost makes its rank wait: as NCCL does, on a stream of the GPU, or as a host does that copies data in."""
+"""Waits for ghost stages: on a stream of the GPU, as with NCCL, or on the host, as with gloo."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-_STREAMS = 8  # more than transfers are pending at a time, of which each has its own stream
-# By the global timer, which runs at one rate: the clock of the multiprocessors falls when jobs have the GPU draw power,
-# and what counts its cycles would wait longer in just those iterations.
+_STREAMS = 8  # more than the number of transfers pending at a time, each of which has its own stream
+# The kernel reads the global timer, which has a constant rate.  The multiprocessors' clock falls when jobs draw power,
+# so a kernel that counts its cycles would wait longer in just those iterations.
 KERNEL = """
 extern "C" __global__ void wait_for(double duration_ns) {
     unsigned long long begun, now;
@@ -23,24 +23,24 @@ KERNEL_NAME = "wait_for"
 
 
 class GhostRequest(Protocol):
-    """A transfer that is under way."""
+    """A transfer in progress."""
 
     def wait(self) -> None:
-        """Wait as the owner of a transfer's request does."""
+        """Wait for the transfer, as for a request of torch."""
 
 
 class Waits(Protocol):
-    """One way to wait."""
+    """A kind of waits."""
 
     def prepare(self) -> None:
-        """Called before the first wait; all that the device was given so far is done then."""
+        """Prepare for the first wait; all work that was submitted to the device before is done on return."""
 
     def start(self, duration_ns: int, arrive: Callable[[], None]) -> GhostRequest:
-        """Begin a transfer that is over in so long, when ``arrive`` writes what was received."""
+        """Begin a transfer that takes ``duration_ns``, and then calls ``arrive`` to write the received values."""
 
 
 class HostWaits:
-    """As gloo over host memory: the device has nothing to do, and the host sleeps."""
+    """Waits as with gloo over host memory: the device is idle, and the host sleeps."""
 
     def prepare(self) -> None:
         import torch
@@ -50,7 +50,7 @@ class HostWaits:
     def start(self, duration_ns: int, arrive: Callable[[], None]) -> GhostRequest:
         import torch
 
-        torch.cuda.synchronize()  # what is sent is copied to the host first
+        torch.cuda.synchronize()  # data to send would be copied to the host first
         return _HostRequest(time.monotonic_ns() + duration_ns, arrive)
 
 
@@ -73,17 +73,17 @@ class _HostRequest:
 
 
 class StreamWaits:
-    """As NCCL: a kernel of one block spins on a stream of its own, and the compute waits for it in stream order."""
+    """Waits as with NCCL: a kernel of one block spins on a separate stream, and the compute stream waits for it."""
 
     def __init__(self) -> None:
-        self._streams: Iterator[Any] | None = None  # they take a context, for which Megatron has to choose the device
+        self._streams: Iterator[Any] | None = None  # created late: they need a context on the device Megatron chooses
         self._kernel: Callable[..., None] | None = None
 
     def prepare(self) -> None:
         import torch
 
         self._kernel = torch.cuda._compile_kernel(KERNEL, KERNEL_NAME)
-        self._kernel(args=[0.0])  # loaded now, and not within an iteration
+        self._kernel(args=[0.0])  # load it now instead of within an iteration
         torch.cuda.synchronize()
 
     def start(self, duration_ns: int, arrive: Callable[[], None]) -> GhostRequest:

@@ -2,12 +2,12 @@
 
 NCCL refuses two ranks on one GPU before 2.30, and gloo sends no CUDA tensors.  So tensors are copied into pinned memory
 before gloo sends them, and out of it when the receive is waited for.  Both functions that post transfers are wrapped,
-inside of the watching ones of ``p2p_communicator``: the copy back belongs to the wait, and so to the bubble.
+inside the watching wrappers of ``p2p_communicator``: the copy back belongs to the wait, and so to the bubble.
 
-Gloo also lacks the coalesced all-reduce of CUDA tensors that Megatron reduces its gradients with, whatever the size of
-the group.  So they are reduced one by one, and not at all where the group has one rank.
+Gloo also lacks the coalesced all-reduce of CUDA tensors that Megatron uses for gradients, even in groups of one rank.
+So gradients are reduced one by one, and not at all in a group of one rank.
 
-For trying things out on one GPU; it is applied only on ``PIPEFILL_HOST_P2P=1``, with ``--distributed-backend gloo``.
+It is for trials on one GPU, and applied only on ``PIPEFILL_HOST_P2P=1``, with ``--distributed-backend gloo``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipefill_patches import p2p_communicator
 from pipefill_patches.registry import Patch, Target, replace
 
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
-# In the order in which the batched function posts them.
+# The order in which the batched function posts them.
 _TRANSFERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
 _POST = Target(f"{_MODULE}:_p2p_ops", _TRANSFERS)
 _POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _TRANSFERS)
@@ -36,7 +36,7 @@ _ALL_REDUCE = Target("torch.distributed:all_reduce", ("tensor", "op", "group", "
 
 
 def _staged(tensor: Any) -> bool:
-    """Whether a tensor has to go through the host."""
+    """True if a tensor has to be transferred through the host."""
     return tensor.is_cuda
 
 
@@ -67,7 +67,7 @@ class _StagedRequest:
 def _through_host(post: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(post)
     def run(**kwargs: Any) -> Any:
-        copies: dict[str, tuple[Any, Any]] = {}  # of each transfer, named as the requests are
+        copies: dict[str, tuple[Any, Any]] = {}  # copy and target of each transfer, by the request's name
         for name in _TRANSFERS:
             tensor = kwargs[name]
             if tensor is not None:
@@ -84,7 +84,7 @@ def _through_host(post: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stage(tensor: Any, received: bool) -> tuple[Any, Any]:
-    """What to transfer instead of a tensor, and the tensor to copy it to after the wait, if any."""
+    """Return the copy to transfer instead of a tensor, and the tensor to copy it to after the wait, if any."""
     import torch
 
     if not _staged(tensor):
@@ -98,7 +98,7 @@ def _stage(tensor: Any, received: bool) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = False) -> Iterator[None]:
-    """Instead of torch's coalescing: each collective inside runs by itself."""
+    """Replace torch's coalescing: each collective inside runs separately."""
     if async_ops:
         raise ConfigError(
             "PIPEFILL_HOST_P2P=1 reduces gradients one after the other: expected no --overlap-grad-reduce"
@@ -107,7 +107,7 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool | None = 
 
 
 def _unless_alone(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """A blocking all-reduce that leaves a tensor alone where it is the only one: gloo takes it through the host."""
+    """Wrap all-reduce: a blocking one in a group of one rank does nothing (gloo would copy through the host)."""
 
     @functools.wraps(all_reduce)
     def run(*args: Any, **kwargs: Any) -> Any:

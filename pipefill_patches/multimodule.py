@@ -1,17 +1,16 @@
 """Multi-module pipelines whose modules are a graph: warm-up, fan-out, and branches of unequal length.
 
-Megatron's schedule of such a pipeline is 1F1B on every rank.  Three things make it wrong for a graph.
+Megatron's schedule of such a pipeline is 1F1B on every rank.  For a graph, three things have to be corrected.
 
-- The warm-up is as many forward passes as there are stages after this one.  Upstream counts them from the source:
-  all stages but those up to here.  Where one branch is shorter than another, that is too many, and all ranks wait for
-  each other.  Here they are counted to the sink that is farthest away.
-- Where a module's output goes to several others, their gradients have to be added up.  Upstream keeps the last one.
-- A rank sends an activation and receives a gradient in one call, and its peer does the reverse in one call.  Both make
-  as many calls before that if the sender has one forward pass more in its warm-up than the receiver.  Where it has
-  more, since another of its branches is longer, the receiver takes the others ahead.
+- The warm-up has as many forward passes as there are stages after this one.  Upstream counts them from the source: all
+  stages minus those up to here.  On a branch shorter than another that is too many, and all ranks wait for each other.
+  Here the stages up to the farthest sink are counted.
+- If a module's output goes to several others, their gradients have to be added up.  Upstream keeps the last one.
+- A rank sends an activation and receives a gradient in one call, and its peer does the reverse in one call.  The calls
+  match if the sender has exactly one forward pass more in its warm-up than the receiver.  If it has more, since another
+  of its branches is longer, the receiver receives the additional activations ahead of time.
 
-A program that trains a graph and calls the schedule without a communicator, as ``pretrain`` does, says with ``use``
-which one to use.
+A program that trains a graph and calls the schedule without a communicator, as ``pretrain`` does, sets it with ``use``.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _BACKWARD = Target(
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What a schedule is given.
+    """The communicator and process groups of a schedule.
 
     Attributes:
         communicator: a ``MultiModulePipelineCommunicator``.
@@ -62,16 +61,16 @@ class _Used:
 
 
 def use(pipeline: Pipeline | None) -> None:
-    """Have the schedule use it from now on, wherever it is called without a communicator."""
+    """Make the schedule use this pipeline from now on, whenever it is called without a communicator."""
     _Used.pipeline = pipeline
 
 
 def stages_after(topology: Mapping[str, Sequence[str]], depths: Mapping[str, int], module: str) -> int:
-    """The stages on the longest path from a module's end to a sink.
+    """Return the number of stages on the longest path from a module's end to a sink.
 
     Args:
-        topology: per module, those that take its output; without a cycle.
-        depths: per module, its own pipeline stages.
+        topology: the modules that take a module's output, by module; without a cycle.
+        depths: number of pipeline stages, by module.
     """
     return max((depths[to] + stages_after(topology, depths, to) for to in topology.get(module, ())), default=0)
 
@@ -81,9 +80,9 @@ def _depths(communicator: Any) -> dict[str, int]:
 
 
 def _current_stage(self: Any) -> int:
-    """The rank's stage as the schedule counts: so many are after it until the farthest sink.
+    """Return the rank's stage for the schedule: the total minus 1 minus the stages after it up to the farthest sink.
 
-    A rank of no module is at the end.
+    A rank without a module gets the last stage.
     """
     depths = _depths(self)
     after = (
@@ -94,7 +93,7 @@ def _current_stage(self: Any) -> int:
 
 
 class FanOut:
-    """Bridges to several modules as one: the output goes to each, and their gradients are added up."""
+    """Several modules' bridges as one: the output is sent to each, and their gradients are added up."""
 
     def __init__(self, bridges: Sequence[Any]) -> None:
         self.bridges = tuple(bridges)
@@ -119,12 +118,12 @@ def _added(gradients: list[Any]) -> Any:
 
 
 class FanIn:
-    """The bridges of a module's inputs, of which some are taken ahead: so both sides make the same calls in order.
+    """The bridges of a module's inputs; some inputs are received ahead of time, so that both sides' calls match.
 
-    What is due is received in turns, one of each bridge: a sender that has to wait for its turn keeps nobody else.
+    Due inputs are received round-robin, one from each bridge, so that a slow sender does not block another one.
 
     Args:
-        ahead: per bridge, by how many forward passes its sender's warm-up is longer than the schedule expects.
+        ahead: bridges, each with the number of forward passes that its sender's warm-up is longer than expected.
     """
 
     def __init__(self, ahead: Sequence[tuple[Any, int]]) -> None:
@@ -132,20 +131,20 @@ class FanIn:
         self.inlets = [Inlet(self, bridge, by) for bridge, by in ahead]
 
     def begin(self, microbatches: int) -> None:
-        """A schedule of so many forward passes begins."""
+        """Begin a schedule with this number of forward passes."""
         self.microbatches = microbatches
         for inlet in self.inlets:
             inlet.clear()
 
     def receive(self) -> None:
-        """Everything that has to be there for the next forward pass."""
+        """Receive all inputs that are due before the next forward pass."""
         while late := [inlet for inlet in self.inlets if inlet.lacks(self.microbatches)]:
             for inlet in late:
                 inlet.receive()
 
 
 class Inlet:
-    """One bridge of them, as the communicator calls it."""
+    """A bridge of a ``FanIn``, with the methods that the communicator calls."""
 
     def __init__(self, fan: FanIn, bridge: Any, ahead: int) -> None:
         self.fan = fan
@@ -159,7 +158,7 @@ class Inlet:
         self._received = self._given = 0
 
     def lacks(self, microbatches: int) -> bool:
-        """Whether something has to be received before the next input is given."""
+        """True if an input has to be received before the next one is returned."""
         return self._received < min(microbatches, self._given + 1 + self._ahead)
 
     def receive(self) -> None:
@@ -167,7 +166,7 @@ class Inlet:
 
     def recv_forward(self) -> Any:
         if self.lacks(self.fan.microbatches):
-            self.fan.receive()  # by the first of them, for all
+            self.fan.receive()  # the first inlet receives for all
         return self._give()
 
     def send_backward(self, gradient: Any) -> None:

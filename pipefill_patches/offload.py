@@ -1,9 +1,9 @@
-"""``--fill-offload-optimizer``: the optimizer's state lives in host memory while no optimizer step needs it.
+"""``--fill-offload-optimizer``: the optimizer's state is kept in host memory while no optimizer step needs it.
 
-Megatron's own ``offload_to_cpu`` and ``restore_from_cpu`` do the moving (PipeFill, section 4.1); they copy, so every
-bit stays.  They run in a thread and on a stream of their own: away behind the next iteration's compute, back behind
-the drain bubble.
-After a few iterations it is asked whether that pays; if not, the state stays on the device from then on.
+Megatron's own ``offload_to_cpu`` and ``restore_from_cpu`` move it (PipeFill, section 4.1); they copy, so every bit is
+kept.  They run in a separate thread and stream: to the host during the next iteration's compute, and back during the
+drain bubble.
+After a few iterations the adviser decides whether that pays; if not, the state stays on the device permanently.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ _READERS = ("state_dict", "sharded_state_dict", "load_state_dict", "reload_model
 
 
 class OffloadedOptimizer:
-    """Moves one optimizer's state to and fro.
+    """Moves an optimizer's state to the host and back.
 
     Args:
-        optimizer: a ``MegatronOptimizer``; its ``step``, and whatever reads its state, are wrapped on the object.
-        pays: told the bytes gained, the nanoseconds lost per iteration and the iteration's nanoseconds, answers whether
-            to go on.
+        optimizer: a ``MegatronOptimizer``; its ``step``, and the methods that read its state, are wrapped in place.
+        pays: called with the bytes gained, the ns lost per iteration and the iteration's ns; False ends offloading.
     """
 
     def __init__(self, optimizer: Any, pays: Callable[[int, int, int], bool]) -> None:
@@ -66,7 +65,7 @@ class OffloadedOptimizer:
         return result
 
     def prefetch(self) -> None:
-        """The next optimizer step is near: start bringing the state back."""
+        """Start moving the state back, since the next optimizer step is near."""
         if self._away:
             self._away = False
             self._move(self.optimizer.restore_from_cpu)
@@ -88,7 +87,7 @@ class OffloadedOptimizer:
             self._moving = self._thread.submit(move)
             return
         stream = self._stream = self._stream or torch.cuda.Stream()
-        ready = torch.cuda.current_stream().record_event()  # the step that is queued must see the state still
+        ready = torch.cuda.current_stream().record_event()  # the move has to wait for the queued optimizer step
 
         def on_stream() -> None:
             with torch.cuda.stream(stream):
@@ -107,10 +106,10 @@ class OffloadedOptimizer:
 
     def _weigh(self, now_ns: int) -> None:
         self._steps += 1
-        if self._steps == 1:  # the state was made by this very step
+        if self._steps == 1:  # this step has created the state
             self._bytes = sum(tensor.nbytes for tensor in _state(self.optimizer) if tensor.is_cuda)
             self._began_ns, self._lost_ns = now_ns, 0
-        # Nothing to gain needs no trial.
+        # Without anything to gain, no trial is needed.
         if self._steps == _TRIAL_STEPS or not self._bytes:
             steps = max(1, self._steps - 1)
             self._on = self.pays(self._bytes, self._lost_ns // steps, (now_ns - self._began_ns) // steps)
@@ -118,7 +117,7 @@ class OffloadedOptimizer:
 
 
 def _state(optimizer: Any) -> Iterator[Any]:
-    """The tensors that ``offload_to_cpu`` moves: the optimizer's own parameters and its state."""
+    """Yield the tensors that ``offload_to_cpu`` moves: the optimizer's own parameters and its state."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
         if inner is None or getattr(part, "is_stub_optimizer", False):

@@ -2,10 +2,10 @@
 
 Every pipeline send and receive goes through ``P2PCommunicator._communicate``, whose signature is the same in core 0.14
 to 0.19; it posts the transfers with one of two functions and waits for them.  A bubble opens with the first wait, when
-everything is posted and the rank has nothing left to do, and closes with the call.  Where sequences vary in length,
+everything is posted and the rank has nothing left to do, and closes with the call.  With sequences of varying lengths,
 ``_communicate`` exchanges shapes first, and that is the first wait.  A send can wait as well (gloo's waits for the
 receiver), so every wait counts.  With overlapped communication ``_communicate`` does not wait but returns the handles,
-and each of their waits is a bubble of its own.
+and each of their waits is a separate bubble.
 """
 
 from __future__ import annotations
@@ -35,19 +35,24 @@ _SHAPES = Target(
 
 
 class _Call:
-    """The ``_communicate`` call that is running: whether it waits itself, and for an output gradient."""
+    """The ``_communicate`` call in progress.
+
+    Attributes:
+        waits: True if it waits for its transfers itself.
+        for_backward: True if it waits for an output gradient.
+    """
 
     waits = False
     for_backward = False
 
 
 def waits_at_once() -> bool:
-    """Whether the ``_communicate`` call that is running waits for its transfers itself."""
+    """True if the ``_communicate`` call in progress waits for its transfers itself."""
     return _Call.waits
 
 
 class _WatchedRequest:
-    """A transfer whose ``wait`` opens a bubble, and closes it unless the running call will."""
+    """A transfer whose ``wait`` opens a bubble, and closes it unless the call in progress does."""
 
     __slots__ = ("_closes", "_for_backward", "_request")
 

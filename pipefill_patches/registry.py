@@ -1,8 +1,8 @@
-"""What a patch is: named targets in megatron-core or torch, checked, applied and reverted.
+"""Patches: reversible changes of named targets in megatron-core or torch, checked before they are applied.
 
-A patch changes the behaviour of ``megatron-core`` in memory; nothing on disk is touched.  It names the signatures it
-relies on and refuses to be applied to anything else, because a patch that half fits corrupts a training silently.  The
-signatures decide, of the code that is imported; of a version that was not tested there is a warning.
+A patch changes the behaviour of ``megatron-core`` in memory only.  It names the signatures it relies on and refuses to
+be applied to any others, because a patch that half fits corrupts a training silently.  The signatures of the imported
+code decide; a version that was not tested causes a warning.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Target:
 
     Attributes:
         path: ``"package.module:Class.function"``.
-        parameters: the parameter names the function must have, in order (a version may add more at the end).
-        uses: globals and attributes that the function's code must use, where a patch changes what these mean.
+        parameters: names of the parameters that the function must have, in order (a version may add more at the end).
+        uses: globals and attributes that the function's code must use, because the patch replaces them.
     """
 
     path: str
@@ -45,7 +45,7 @@ class Target:
         """Return the object that holds the function and the function's name in it.
 
         Raises:
-            PatchError: the module or the attribute is not there.
+            PatchError: the module or the attribute does not exist.
         """
         module, _, dotted = self.path.partition(":")
         owners, _, name = dotted.rpartition(".")
@@ -57,7 +57,7 @@ class Target:
         return holder, name
 
     def check(self) -> None:
-        """Raise PatchError unless the function begins with the expected parameters and uses what it must."""
+        """Raise PatchError unless the function has the expected parameters and uses the expected names."""
         holder, name = self.resolve()
         function = getattr(holder, name)
         function = inspect.unwrap(function.fget if isinstance(function, property) and function.fget else function)
@@ -73,7 +73,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """The megatron-core whose code is imported, which need not be the one that pip knows of."""
+    """The megatron-core that is imported, which is not necessarily the one that pip installed."""
 
     version: str
     folder: str
@@ -87,14 +87,14 @@ class Upstream:
 
 
 def upstream() -> Upstream:
-    """Import megatron-core and say which it is.
+    """Import megatron-core and return its version and folder.
 
     Raises:
-        PatchError: it cannot be imported.
+        PatchError: megatron-core cannot be imported.
     """
     try:
         core = importlib.import_module("megatron.core")
-        # Its version ends with the commit of whatever git checkout it happens to lie in.
+        # Its version ends with the commit of the git checkout around it, if there is one; ``public`` is without it.
         return Upstream(Version(core.__version__).public, core.__path__[0])
     except (ImportError, AttributeError) as error:
         raise PatchError(f"megatron-core cannot be imported: {error}; expected megatron-core{TESTED}") from error
@@ -102,7 +102,7 @@ def upstream() -> Upstream:
 
 @functools.cache
 def warn_if_untested(found: Upstream) -> None:
-    """Say once, on rank 0, that a version was not tested; what does not fit it is refused patch by patch."""
+    """Warn once, on rank 0, about a version that was not tested; patches that do not fit are refused one by one."""
     if not found.tested and os.environ.get("RANK", "0") == "0":
         logger.warning(
             "PipeFill was tested with megatron-core%s, not with %s: it goes on as far as the signatures fit",
@@ -112,13 +112,13 @@ def warn_if_untested(found: Upstream) -> None:
 
 
 class Patch:
-    """One reversible change to the imported ``megatron-core`` (or ``torch``).
+    """A reversible change of the imported ``megatron-core`` (or ``torch``).
 
     Args:
-        name: what the patch is called on the command line and in errors.
-        reason: why this seam was chosen, in a sentence.
-        install: makes the change; it registers on the given ``ExitStack`` how to take it back.
-        targets: the functions relied upon; each is checked before anything is changed.
+        name: name of the patch on the command line and in errors.
+        reason: reason for the choice of this seam, in a sentence.
+        install: makes the change, and registers its reversal on the given ``ExitStack``.
+        targets: functions that the patch relies on; each is checked before anything is changed.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Patch:
         return self._undo is not None
 
     def check(self) -> None:
-        """Raise PatchError, with the signature that differs, unless the patch fits what is imported."""
+        """Raise PatchError, with the signature that differs, unless the patch fits the imported code."""
         warn_if_untested(upstream())
         for target in self.targets:
             try:
@@ -151,7 +151,7 @@ class Patch:
         """Apply the patch; a second call does nothing.
 
         Raises:
-            PatchError: what is imported is not what the patch was written for.  Nothing is changed then.
+            PatchError: the patch does not fit the imported code; nothing is changed then.
         """
         if self.applied:
             return
@@ -167,7 +167,7 @@ class Patch:
         return PatchError(f"patch {self.name!r} does not fit {upstream()}: {why}; tested is megatron-core{TESTED}")
 
     def revert(self) -> None:
-        """Take the change back; does nothing when the patch is not applied."""
+        """Revert the change; does nothing if the patch is not applied."""
         if self._undo is not None:
             undo, self._undo = self._undo, None
             undo.close()
@@ -177,7 +177,7 @@ _MISSING = object()
 
 
 def replace(stack: contextlib.ExitStack, holder: Any, name: str, value: Any) -> Any:
-    """Set ``holder.name = value`` until the stack is closed; return what was there (None if nothing was)."""
+    """Set ``holder.name = value`` until the stack is closed; return the earlier value (None without one)."""
     before = holder.__dict__.get(name, _MISSING) if hasattr(holder, "__dict__") else getattr(holder, name, _MISSING)
 
     def undo() -> None:

@@ -1,7 +1,7 @@
 """Schedule boundaries, compute spans, and the GPipe schedule.
 
-The schedule functions look each other and the pass functions up as module globals at each call, so replacing these
-globals reaches every caller without touching the copies of ``get_forward_backward_func`` that other modules imported.
+The schedule functions look up each other and the pass functions as module globals at each call, so replacing these
+globals reaches every caller, even through copies of ``get_forward_backward_func`` that other modules imported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _bracketed(original: Callable[..., Any], schedule: str) -> Callable[..., Any
 
 
 def spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Callable[..., Any]:
-    """A pass; report when it began, once it has ended."""
+    """Wrap a pass; after it has ended, ``report`` is called with the time of its start."""
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Call
 
 
 def _combined(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward and a backward in one, of ``--overlap-moe-expert-parallel-comm``; some calls have one of them only."""
+    """Wrap a combined forward and backward (``--overlap-moe-expert-parallel-comm``); a call may have only one."""
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def _install_gpipe(stack: contextlib.ExitStack) -> None:
     def forward_backward_gpipe(**kwargs: Any) -> Any:
         if kwargs.get("p2p_communicator") is not None or kwargs.get("pg_collection") is not None:
             raise PatchError("--fill-pipeline-schedule gpipe does not support multi-module pipelines")
-        # The schedule makes its communicator itself, of the class with this name, and beside it the process groups.
+        # The schedule creates its communicator itself, from the class with this name, and the process groups too.
         holder.P2PCommunicator = _all_forwards_first(communicator_class, kwargs["num_microbatches"])
         try:
             return one_forward_one_backward(**kwargs)
@@ -118,10 +118,10 @@ def _install_gpipe(stack: contextlib.ExitStack) -> None:
 
 @functools.cache
 def _all_forwards_first(base: type, microbatches: int) -> type:
-    """A communicator that claims a pipeline so deep that 1F1B's warm-up holds every forward.
+    """Return a communicator class that reports a pipeline so deep that 1F1B's warm-up has every forward.
 
     1F1B with as many warm-up forwards as microbatches is GPipe: all forwards, then all backwards.  The backwards keep
-    1F1B's order, so gradients are summed in the same order and the losses are equal to the bit.
+    1F1B's order, so gradients are summed in the same order and the losses are bit-identical.
     """
 
     def total_stages(self: Any) -> int:

@@ -31,7 +31,7 @@ def _rank_info() -> RankInfo:
     from megatron.core import parallel_state
 
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if torch.distributed.get_backend() == "fake":  # this process is all there is
+    if torch.distributed.get_backend() == "fake":  # this process is the only one
         rank, world_size = 0, 1
     local_world_size = ranks_here(world_size)
     return RankInfo(

@@ -1,9 +1,9 @@
 """Megatron on CUDA from pip's wheel, with or without Transformer Engine and Apex.
 
 The wheel ships the compiled dataset helper, but not the Makefile that Megatron runs at its start.  And the parser's
-defaults take Transformer Engine and Apex for granted: without them no model can be built until several flags are given.
+defaults require Transformer Engine and Apex: without them no model can be built unless several flags are given.
 
-The CPU backend does the same for itself.
+The CPU backend contains the same changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from megatron.fill.errors import PatchError
 from pipefill_patches.registry import Patch, Target, replace
 
-# What a parser's default needs, the default without it by dest, and the flag that says the same.
+# The module that a parser's default needs, the dest, its default without the module, and the equivalent flag.
 _NEEDS: tuple[tuple[str, str, Any, str], ...] = (
     ("transformer_engine.pytorch", "transformer_impl", "local", "--transformer-impl local"),
     ("transformer_engine.pytorch", "apply_rope_fusion", False, "--no-rope-fusion"),
@@ -36,10 +36,10 @@ _ADD_ARGUMENTS = Target("megatron.training.arguments:add_megatron_arguments", ("
 
 
 def set_defaults(parser: argparse.ArgumentParser, defaults: dict[str, Any], patch: Patch) -> dict[str, argparse.Action]:
-    """Change defaults of Megatron's parser; its actions by dest.
+    """Change defaults of Megatron's parser; return its actions by dest.
 
     Raises:
-        PatchError: it has no such dest.
+        PatchError: the parser lacks a dest.
     """
     actions = {action.dest: action for action in parser._actions}
     missing = sorted(defaults.keys() - actions.keys())
@@ -52,7 +52,7 @@ def set_defaults(parser: argparse.ArgumentParser, defaults: dict[str, Any], patc
 def _can_import(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except Exception:  # a library that is broken is as good as none
+    except Exception:  # a broken library counts as missing
         return False
     return True
 
@@ -60,7 +60,7 @@ def _can_import(name: str) -> bool:
 def _with_what_there_is(
     add_arguments: Callable[[argparse.ArgumentParser], argparse.ArgumentParser],
 ) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
-    """The defaults that need what cannot be imported are changed; flags on the command line win."""
+    """Wrap ``add_megatron_arguments`` to change the defaults that need missing modules; flags override them."""
 
     @functools.wraps(add_arguments)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -77,7 +77,7 @@ def _with_what_there_is(
 
 
 def unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    """``compile_helpers`` for an installed wheel, which ships the compiled helper but not its Makefile."""
+    """Wrap ``compile_helpers`` to do nothing if the compiled helper is installed, as from the wheel."""
 
     @functools.wraps(compile_helpers)
     def wrapper() -> None:
@@ -88,11 +88,11 @@ def unless_shipped(compile_helpers: Callable[[], None]) -> Callable[[], None]:
 
 
 def resumable_adam(stack: contextlib.ExitStack) -> None:
-    """Let the distributed optimizer be loaded where it wraps torch's own Adam, as it does without Apex and TE.
+    """Fix loading of the distributed optimizer when it wraps torch's own Adam, as it does without Apex and TE.
 
-    Upstream then asks a fresh Adam for its step, copies into parameters that require gradients, takes a parameter's
-    step from a checkpoint that has one for all, and gives all parameters the same step tensor, which Adam advances
-    once for each of them.
+    Upstream then reads the step of a new Adam without state, copies into parameters that require gradients, reads a
+    step per parameter from a checkpoint with one for all, and gives all parameters the same step tensor, which Adam
+    increments once for each of them.
     """
     from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer

@@ -1,6 +1,6 @@
-"""Who is attached to a training: the patches tell it that the training starts, and ask it about the optimizer's state.
+"""The observers of a training that the patches call: at its start, for offloading, and for held receives.
 
-Its bubbles are told to the bus (``hooks``).
+Bubbles are reported to the bus instead (``hooks``).
 """
 
 from __future__ import annotations
@@ -18,58 +18,58 @@ logger = logging.getLogger(__name__)
 
 
 class Lifecycle(Protocol):
-    """What begins with the training."""
+    """Observer of the training's start."""
 
     def on_parse(self, args: Namespace) -> None:
-        """The command line is parsed.
+        """Called when the command line has been parsed.
 
         Raises:
-            ConfigError: a ``--fill-*`` flag has a wrong value; the run must not start.
+            ConfigError: a ``--fill-*`` flag has a wrong value; the training must not start.
         """
 
     def on_start(self, info: RankInfo, args: Namespace) -> None:
-        """Megatron is initialised: its arguments are parsed and its process groups exist.
+        """Called when Megatron is initialised: its arguments are parsed and its process groups exist.
 
         Raises:
-            RunTaken: on every rank; the run must not go on.
+            RunTaken: the run folder is in use; raised on every rank, and the training must not continue.
         """
 
 
 class OffloadAdvice(Protocol):
-    """Who decides where the optimizer's state is between steps."""
+    """Decides where the optimizer's state is kept between steps."""
 
     def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
-        """Whether to go on moving it to the host, given what that gains and costs an iteration."""
+        """Return True to keep offloading it to the host, given the memory gained and the time lost per iteration."""
 
 
 class HeldReceives(Protocol):
-    """Who holds the pipeline's receives up until their data is there (--fill-free-waits)."""
+    """Holds the pipeline's receives until their data is ready (--fill-free-waits)."""
 
     def announce(self, receiver: int) -> None:
-        """What the current stream computed last is about to be sent to this rank."""
+        """Announce to ``receiver`` that the current stream's last result is about to be sent to it."""
 
     def receive(self, sender: int, *, hold: bool = True) -> AbstractContextManager[None]:
-        """A receive from this rank is posted inside; it is held up, or only counted."""
+        """Return a context to post a receive from ``sender`` in; it is held, or without ``hold`` only counted."""
 
     def release(self) -> None:
-        """Nothing is held up any more."""
+        """Stop holding receives."""
 
 
 @dataclass(slots=True)
 class Attached:
-    """Who hears of the training beside the bubbles' listener; None for nobody."""
+    """Optional observers of a training, in addition to the bubbles' listener."""
 
     lifecycle: Lifecycle | None = None
     offload: OffloadAdvice | None = None
     waits: HeldReceives | None = None
 
     def parsed(self, args: Namespace) -> None:
-        """As ``Lifecycle.on_parse``."""
+        """Call ``Lifecycle.on_parse``."""
         if self.lifecycle is not None:
             self.lifecycle.on_parse(args)
 
     def started(self, info: RankInfo, args: Namespace) -> None:
-        """As ``Lifecycle.on_start``; what else fails there does not harm the training."""
+        """Call ``Lifecycle.on_start``; an error other than ``RunTaken`` is logged, and the training continues."""
         if self.lifecycle is not None:
             try:
                 self.lifecycle.on_start(info, args)
@@ -79,11 +79,11 @@ class Attached:
                 logger.exception("PipeFill failed to start; the training goes on without it")
 
     def offload_pays(self, gained_bytes: int, lost_ns: int, iteration_ns: int) -> bool:
-        """As ``OffloadAdvice.offload_pays``."""
+        """Return ``OffloadAdvice.offload_pays``; False without an adviser."""
         return self.offload is not None and self.offload.offload_pays(gained_bytes, lost_ns, iteration_ns)
 
     def wait_usually(self) -> None:
-        """Hold no receive up any more."""
+        """Stop holding receives, permanently."""
         waits, self.waits = self.waits, None
         if waits is not None:
             waits.release()

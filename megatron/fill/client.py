@@ -1,4 +1,4 @@
-"""A job store for programs: what ``pipefill submit``, ``list``, ``show``, ``cancel`` and ``retry`` do for people.
+"""A job store for programs: ``pipefill submit``, ``list``, ``show``, ``cancel`` and ``retry`` as methods.
 
 For example:
 
@@ -35,11 +35,12 @@ class Jobs:
     """The jobs of one store.
 
     Args:
-        store: as ``--fill-store`` takes it: a URL, a database file or a run folder; made if it is not there.
-        search: folders that tasks are imported from besides the installed packages; by default the working directory.
+        store: a value of ``--fill-store``: a URL, a database file or a run folder; created if it does not exist.
+        search: folders that tasks are imported from, in addition to the installed packages; by default the working
+            directory.
 
     Raises:
-        StoreError: it cannot be opened.  Every method raises it too, when the database cannot be reached.
+        StoreError: the store cannot be opened.  Every method raises it too, if the database cannot be reached.
     """
 
     def __init__(self, store: str | Path, search: Collection[str | Path] | None = None) -> None:
@@ -59,16 +60,16 @@ class Jobs:
         self._store.close()
 
     def submit(self, **fields: Any) -> Job:
-        """Put one job into the queue.
+        """Put a job into the queue.
 
-        An unfinished job of the same name that is the same is left as it is, and returned.
+        If an unfinished job has the same name and the same work, it is left as it is, and returned.
 
         Args:
-            fields: those of a job in a jobs file, but ``count``: ``name``, ``task`` or ``command``, ``args``, ...
+            fields: fields of a job in a jobs file, except ``count``: ``name``, ``task`` or ``command``, ``args``, ...
 
         Raises:
-            ConfigError: a field is wrong; the message says which, and what was expected.
-            JobError: an unfinished job of that name is another one.
+            ConfigError: a field is wrong; the message names it, and what was expected.
+            JobError: an unfinished job of that name has other work.
         """
         if "count" in fields:
             raise ConfigError("count is a field of jobs files; expected a call of submit for each job")
@@ -83,7 +84,7 @@ class Jobs:
         """Put all jobs of a jobs file into the queue, or none.
 
         Raises:
-            ConfigError: it is wrong somewhere.
+            ConfigError: the file is invalid.
             JobError: a name is in use by another job.
         """
         search = list(dict.fromkeys([str(Path(path).absolute().parent), *self._search]))
@@ -91,38 +92,38 @@ class Jobs:
         return self._store.submit([new_job(spec, search, user) for spec in load_jobs(path)])
 
     def get(self, name: str) -> Job:
-        """The latest job of that name.
+        """Return the latest job of that name.
 
         Raises:
-            JobError: there is none; the message names the closest names.
+            JobError: the job does not exist; the message has the closest names.
         """
         return self._store.find(name)
 
     def cancel(self, name: str) -> Job:
-        """Cancel a waiting job at once, a running one as soon as its agent hears of it.
+        """Cancel a job: a waiting one at once, a running one as soon as its agent notices.
 
         Raises:
-            JobError: there is no such job, or it has finished.
+            JobError: the job does not exist, or has finished.
         """
         return self._store.cancel(self.get(name).id)
 
     def retry(self, name: str) -> Job:
-        """Put a failed or cancelled job back into the queue; it goes on from its checkpoint.
+        """Put a failed or cancelled job back into the queue; it resumes from its checkpoint.
 
         Raises:
-            JobError: there is no such job, or it has not failed.
+            JobError: the job does not exist, or has neither failed nor been cancelled.
         """
         return self._store.retry(self.get(name).id)
 
     def wait(self, *names: str, timeout_s: float | None = None, every_s: float = 1.0) -> list[Job]:
-        """Wait until the latest jobs of these names have finished, however they did; the jobs as they are then.
+        """Wait until the latest jobs of these names have finished, in any way; return them.
 
         Args:
-            timeout_s: how long to wait; None for ever.
-            every_s: between two looks at the store.
+            timeout_s: timeout; None for no limit.
+            every_s: interval between two polls of the store.
 
         Raises:
-            JobError: there is no such job.
+            JobError: a job does not exist.
             TimeoutError: some have not finished in time; the message names them.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -137,5 +138,5 @@ class Jobs:
             time.sleep(every_s)
 
     def list(self, *states: JobState) -> list[Job]:
-        """The jobs in these states (none given: all), in the order of their submission."""
+        """Return the jobs in these states (without any: all jobs), in the order of their submission."""
         return self._store.list(states)

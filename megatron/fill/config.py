@@ -1,4 +1,4 @@
-"""The ``--fill-*`` settings: checked before training starts, with errors that say where."""
+"""The ``--fill-*`` settings, checked before training starts; errors name the flag."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.fill.given.problems import expectation, shown
 from megatron.fill.given.quantities import parse_prices
 from megatron.fill.types import Prices
 
-_MOST_AMOUNT = 10**9  # of a flag, in its unit: more is a slip
+_MOST_AMOUNT = 10**9  # largest value of a flag, in its unit: more is a slip
 
 _Amount = Annotated[float, Field(ge=0, le=_MOST_AMOUNT, allow_inf_nan=False)]
 _Above0 = Annotated[float, Field(gt=0, le=_MOST_AMOUNT, allow_inf_nan=False)]
@@ -28,19 +28,19 @@ _Folder = Annotated[str, matching(r".*\S.*", "a folder")]
 
 
 def _flag(default: Any, text: str, metavar: str | None = None, **limits: Any) -> Any:
-    """A flag's field.
+    """Return a flag's field.
 
     Args:
-        text: its help, as argparse reads it: ``%(default)g`` is the default.
-        metavar: what its value is called there; None for a switch or a choice.
+        text: help text for argparse; ``%(default)g`` is the default.
+        metavar: name of its value in the help; None for a switch or a choice.
     """
     return Field(default, description=text, json_schema_extra={"metavar": metavar}, **limits)
 
 
 class FillSettings(BaseModel):
-    """The ``--fill-*`` flags of a run, in the units of the flags and in the order of ``--help``, which is made of them.
+    """The ``--fill-*`` flags of a run, in the units of the flags; ``--help`` is generated from them, in this order.
 
-    Of ``jobs`` the flag gives the file.
+    The value of the flag of ``jobs`` is the jobs file.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -218,17 +218,17 @@ class FillSettings(BaseModel):
 
     @property
     def active(self) -> bool:
-        """Whether anything is asked of PipeFill beyond the schedule."""
+        """True if a flag asks for more than a schedule."""
         return self.serves or self.profile_only or self.report is not None
 
     @property
     def serves(self) -> bool:
-        """Whether jobs may come: from a jobs file, or through a store that others submit to."""
+        """True if there may be jobs, from a jobs file or through a store."""
         return bool(self.jobs) or self.store is not None
 
     @classmethod
     def from_args(cls, args: Namespace) -> FillSettings:
-        """Read the flags that Megatron's parser has parsed.
+        """Return the settings from the flags that Megatron's parser has parsed.
 
         Raises:
             ConfigError: a flag or the jobs file has a wrong value.

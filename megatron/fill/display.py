@@ -1,4 +1,4 @@
-"""Jobs on a terminal: a colour for each state, and text of theirs that cannot command the terminal."""
+"""Jobs on a terminal: a colour for each state, and job-supplied text with control characters escaped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CARET = 0x40  # ESC is shown as ^[
 
 
 def state_colour(state: JobState) -> str:
-    """The style of a state's name, as rich reads it."""
+    """Return the rich style of a state's name."""
     match state:
         case JobState.QUEUED:
             return "dim"
@@ -27,21 +27,21 @@ def state_colour(state: JobState) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with a space for each letter that is not to be printed."""
+    """Return the text with a space in place of each unprintable character."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def harmless(text: str) -> str:
-    """The text with all that could command a terminal made visible; newlines and tabs stay.
+    """Return the text with control characters made visible; newlines and tabs stay.
 
-    Control characters are shown as ``cat -v`` does (``^[``), others by their number (``\\u202e``).
+    ASCII control characters are shown as by ``cat -v`` (``^[``), other unprintable ones by their number (``\\u202e``).
     """
     return _UNUSUAL.sub(_shown, text)
 
 
 def _shown(match: re.Match[str]) -> str:
     letter = match[0]
-    if letter.isprintable() or unicodedata.category(letter) == "Zs":  # other spaces than the usual one
+    if letter.isprintable() or unicodedata.category(letter) == "Zs":  # Unicode spaces
         return letter
     number = ord(letter)
     if number < 0x20 or number == 0x7F:

@@ -1,4 +1,4 @@
-"""The errors that a user can cause.  Each message says what was wrong, where, and what was expected."""
+"""Errors that a user can cause.  Each message has the place, the value found, and what was expected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from typing import NoReturn
 
-RANK_0_S = 10.0  # how long other ranks wait for rank 0 to say what is wrong
+RANK_0_S = 10.0  # seconds that other ranks wait for rank 0 to print its error
 
 
 class FillError(Exception):
@@ -23,7 +23,7 @@ class PatchError(FillError):
 
 
 class TaskError(FillError):
-    """A side task cannot be loaded or broke the contract of ``SideTask``."""
+    """A side task cannot be loaded, or broke the contract of ``SideTask``."""
 
 
 class StaleProfile(TaskError):
@@ -31,19 +31,19 @@ class StaleProfile(TaskError):
 
 
 class GateError(FillError):
-    """A gate's shared memory is not what this version reads."""
+    """A gate's shared memory is not in the format of this version."""
 
 
 class StoreError(FillError):
-    """The job store cannot be reached, or is not what this version reads."""
+    """The job store cannot be reached, or is not in the format of this version."""
 
 
 class JobError(FillError):
-    """There is no such job, or it is in no state for what was asked."""
+    """A job does not exist, or its state does not allow the operation."""
 
 
 class PlanError(FillError):
-    """A job fits no bubble; the message says which node is too long or too large for which bubble, and by how much."""
+    """A job fits no bubble; the message names the node that is too long or too large, the bubble, and the excess."""
 
 
 class GraphError(FillError):
@@ -51,15 +51,15 @@ class GraphError(FillError):
 
 
 class ControlError(FillError):
-    """A run cannot be controlled from here, or its control page is not what this version reads."""
+    """A run cannot be controlled from here, or its control page is not in the format of this version."""
 
 
 class SandboxError(FillError):
-    """The walls around a job cannot be built as they were asked for."""
+    """A job's sandbox cannot be built as requested."""
 
 
 class RunTaken(FillError):
-    """The run folder belongs to another training that goes on; this one must not start."""
+    """The run folder belongs to another training that is still running; this one must not start."""
 
 
 class NetworkError(FillError):
@@ -67,10 +67,10 @@ class NetworkError(FillError):
 
 
 def exit_saying(error: str) -> NoReturn:
-    """End this rank with status 2; rank 0 says why.
+    """End this rank with status 2; rank 0 prints the error.
 
-    The launcher ends all ranks when the first one has failed, so the others wait: else rank 0 might be ended before it
-    has said anything.  One that is still there then has an error of its own, and says it.
+    The launcher ends all ranks when the first one has failed, so the other ranks wait: otherwise rank 0 might be ended
+    before it has printed anything.  A rank that is still running then has its own error, and prints it.
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(RANK_0_S)

@@ -1,7 +1,7 @@
-"""The parts of a run folder, and what belongs to a job in them.
+"""The parts of a run folder, and the files of a job in them.
 
-A job has its own folder, ``RUN/jobs/NAME-NUMBER``, and nothing else of the run: what it prints and who locks its
-folder lie beside, where it can neither replace nor open them.
+A job has access to its own folder, ``RUN/jobs/NAME-NUMBER``, and to nothing else of the run: its output and its lock
+file lie outside of it, where it can neither replace nor open them.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ LOCKS = "locks"
 AGENTS = "agents"
 RECORDS = "records"
 CONTROL = "control"
-RUN_LOCK = "run.lock"  # a training holds it
+RUN_LOCK = "run.lock"  # locked by the training
 PARTS = (RECORDS, AGENTS, JOBS, OUTPUT, LOCKS, CONTROL)
-PRIVATE = (AGENTS, LOCKS)  # nobody but the training's user has business there
+PRIVATE = (AGENTS, LOCKS)  # for the training's user only
 
 
 def run_of(directory: Path) -> Path:
-    """The run folder that a job's folder lies in."""
+    """Return the run folder of a job's folder."""
     return directory.parent.parent
 
 
 def output_file(directory: Path, attempt: int | None = None) -> Path:
-    """What a job printed.
+    """Return the path of a job's output.
 
     Args:
         directory: the job's folder.
-        attempt: an earlier one; None for the latest.
+        attempt: number of an earlier attempt; None for the latest.
     """
     number = "" if attempt is None else f".{attempt}"
     return run_of(directory) / OUTPUT / f"{directory.name}{number}.log"
 
 
 def lock_file(directory: Path) -> Path:
-    """The file whose lock means that a worker is in a job's folder; it is there once an agent has made that folder."""
+    """Return the path of the file that a worker in a job's folder locks; the agent creates it with that folder."""
     return run_of(directory) / LOCKS / directory.name

@@ -1,9 +1,9 @@
-"""The bubble bus: what the patched Megatron calls, and what listens.
+"""The bubble bus, between the patched Megatron and the listener.
 
 The patches report plain facts (a schedule began, a forward ran, the rank is about to wait); the bus turns them into
-bubbles with a kind and a position in the cycle, and passes these to one listener.  A listener that raises is taken
-off and the training goes on: nothing behind the bus may harm the main job.  The author of a schedule can mark bubbles
-by hand (``bubble``).
+bubbles with a kind and a position in the cycle, and passes these to one listener.  A listener that raises is removed,
+and the training continues: nothing behind the bus may harm it.  The author of a schedule can mark bubbles by hand
+(``bubble``).
 """
 
 from __future__ import annotations
@@ -21,64 +21,64 @@ logger = logging.getLogger(__name__)
 
 _OFF = "PipeFill failed and is switched off for the rest of the run; the training goes on"
 _MARKED = CycleKey("marked by hand", 1)  # the cycle of a schedule that the patches do not know
-_NOT_KNOWN = 1 << 62  # passes
+_NOT_KNOWN = 1 << 62  # number of passes of a schedule that the patches do not know: never reached
 
 
 class Listener(Protocol):
-    """What hears of one rank's bubbles.  All times are CLOCK_MONOTONIC nanoseconds."""
+    """Observer of one rank's bubbles.  All times are CLOCK_MONOTONIC nanoseconds."""
 
     @property
     def watching(self) -> bool:
-        """Whether it wants to hear what is in the iteration that has begun; asked once in each."""
+        """True to be notified of the events inside the iteration that has begun; read once in each iteration."""
 
     def iteration_started(self, iteration: int, now_ns: int) -> None:
-        """A training iteration has begun."""
+        """Called when a training iteration has begun."""
 
     def iteration_ended(self, now_ns: int) -> None:
-        """It has ended, whole."""
+        """Called when the iteration has ended, completely."""
 
     def cycle_started(self, key: CycleKey, now_ns: int) -> None:
-        """A schedule begins: the bubbles that follow are numbered from 0 again."""
+        """Called when a schedule begins: the bubbles that follow are numbered from 0 again."""
 
     def cycle_ended(self) -> None:
-        """The bubbles of that schedule are all known."""
+        """Called after the last bubble of that schedule."""
 
     def bubble_opened(self, kind: BubbleKind, index: int, now_ns: int, free_bytes: int | None = None) -> None:
-        """The rank is about to wait.
+        """Called when the rank is about to wait.
 
         Args:
-            free_bytes: the device memory that is promised to be free meanwhile; None for what is found to be free.
+            free_bytes: device memory promised to be free during the bubble; None for the free memory found.
         """
 
     def bubble_closed(self, now_ns: int) -> None:
-        """The wait is over."""
+        """Called when the wait is over."""
 
     def computed(self, name: str, start_ns: int, end_ns: int) -> None:
-        """A ``forward`` or ``backward`` of one microbatch ran."""
+        """Called when a ``forward`` or ``backward`` of one microbatch has run."""
 
     def disturbed(self, reason: str) -> None:
-        """Something outside the cycle ran (evaluation, a checkpoint): the next cycle may differ from the others."""
+        """Called when something outside the cycle ran (evaluation, a checkpoint): the next cycle may differ."""
 
     def shut(self) -> None:
-        """It is taken off after a failure: no bubble may open any more."""
+        """Called when the listener is removed after a failure: no bubble may open any more."""
 
 
 class OwnWork(Protocol):
-    """Work of the training itself that a rank can do while it waits."""
+    """The training's own work that a rank can do while it waits."""
 
     def cycle_started(self) -> None:
-        """A schedule of a training iteration begins: the waits that follow are numbered from 0 again."""
+        """Called when a schedule of a training iteration begins: the waits that follow are numbered from 0 again."""
 
     def beside[T](self, call: Callable[[], T]) -> Callable[[], T]:
-        """Work while a call waits, until it has ended or there is nothing to do.
+        """Work while ``call`` runs in a thread, until it has ended or no work is left; without work, do nothing.
 
         Returns:
-            What gives the call's result, as soon as it has ended.
+            A function that finishes the call, or makes it if it was not begun, and returns its result.
         """
 
 
 class _InPass:
-    """Held while a pass runs; one may run inside another."""
+    """A re-entrant context, entered while a pass runs; one pass may run inside another."""
 
     __slots__ = ("depth",)
 
@@ -96,9 +96,10 @@ class BubbleBus:
     """Follows one rank through its schedule.
 
     Attributes:
-        on_iteration, on_last_backward: patches that have to do something at that moment; not guarded.
-        own_work: comes before jobs in every wait of a training iteration; not guarded, since the training needs it.
-        in_pass: held by the patches while a forward or backward pass runs.
+        on_iteration, on_last_backward: callbacks of patches at these moments; their errors are not caught.
+        own_work: done before jobs in every wait of a training iteration; its errors are not caught, since the training
+            needs it.
+        in_pass: entered by the patches while a forward or backward pass runs.
     """
 
     def __init__(self) -> None:
@@ -109,9 +110,9 @@ class BubbleBus:
         self.clock: Callable[[], int] = time.monotonic_ns
         self.in_pass = _InPass()
         self._training = False
-        self._watching = True  # the listener wants to hear what is in this iteration
+        self._watching = True  # the listener is notified of the events inside this iteration
         self._in_cycle = False
-        self._thread = 0  # of the schedule
+        self._thread = 0  # thread that runs the schedule
         self._waits = False
         self._forward_only = False
         self._index = 0
@@ -119,9 +120,9 @@ class BubbleBus:
         self._backwards = 0
         self._passes = 0
         self._open = False
-        self._marked = False  # the open one, by hand
+        self._marked = False  # the open bubble is marked by hand
 
-    # The patches call what follows in the order in which it happens.
+    # The patches call the methods below in the order of the events.
 
     def begin_iteration(self, iteration: int) -> None:
         if self.on_iteration is not None:
@@ -141,7 +142,7 @@ class BubbleBus:
             self._guarded(self.listener.iteration_ended, self.clock())
 
     def begin_schedule(self, key: CycleKey) -> None:
-        """A schedule of ``key.microbatches`` forwards (and backwards) per model chunk begins."""
+        """Begin a schedule of ``key.microbatches`` forwards (and backwards) per model chunk."""
         self._end_cycle()
         self._in_cycle = True
         self._thread = get_ident()
@@ -154,23 +155,23 @@ class BubbleBus:
             self._guarded(listener.cycle_started, key, self.clock())
 
     def end_schedule(self) -> None:
-        """The schedule is over.  A training iteration's cycle goes on until the iteration's end, with the drain."""
+        """End the schedule.  A training iteration's cycle continues to the iteration's end, with the drain."""
         if not self._training:
             self._end_cycle()
 
     def open(self, *, for_backward: bool = False) -> None:
-        """The rank is about to wait for another stage (``for_backward``: for an output gradient).
+        """Open a bubble: the rank is about to wait for another stage (``for_backward``: for an output gradient).
 
-        A second call before ``close`` goes on with the same bubble.
+        A second call before ``close`` continues the same bubble.
         """
         if self._in_cycle:
             self._waits = True
             self._begin(self._kind(for_backward), None)
 
     def wait[T](self, call: Callable[[], T], *, for_backward: bool = False) -> T:
-        """Call what waits for another stage.  The rank's own work comes first; what it leaves of the wait is a bubble.
+        """Make a call that waits for another stage.  The rank's own work comes first; the rest of the wait is a bubble.
 
-        The bubble goes on until ``close``, or the next wait.
+        The bubble lasts until ``close``, or the next wait.
         """
         if self.own_work is not None and self._in_cycle and self._training:
             call = self.own_work.beside(call)
@@ -178,7 +179,7 @@ class BubbleBus:
         return call()
 
     def blocked[T](self, call: Callable[[], T]) -> T:
-        """Call what waits for another stage: a bubble of its own, unless it is part of a wait that is known."""
+        """Make a call that waits for another stage, in its own bubble unless it is part of a wait reported before."""
         if self._waits:
             return call()
         try:
@@ -187,17 +188,17 @@ class BubbleBus:
             self.close()
 
     def close(self) -> None:
-        """The wait is over; a bubble that is marked goes on."""
+        """End the wait and its bubble, unless the bubble is marked by hand."""
         self._waits = False
         if not self._marked:
             self._end()
 
     @contextmanager
     def mark(self, kind: BubbleKind, free_bytes: int | None) -> Iterator[None]:
-        """A bubble for as long as the block takes; inside another bubble, that one goes on."""
+        """Open a bubble for the duration of the block; inside another bubble, that one continues."""
         if self._training and not self._in_cycle:
             self.begin_schedule(_MARKED)
-            self._passes = _NOT_KNOWN  # so the author marks the drain, too
+            self._passes = _NOT_KNOWN  # hence the author has to mark the drain, too
         begun = self._in_cycle and self._begin(kind, free_bytes)
         self._marked |= begun
         try:
@@ -208,7 +209,7 @@ class BubbleBus:
                 self._end()
 
     def _begin(self, kind: BubbleKind, free_bytes: int | None) -> bool:
-        """Open a bubble; False if one is open, or nobody listens."""
+        """Open a bubble; False if one is open already, or there is no listener."""
         listener = self._heard
         if self._open or listener is None:
             return False
@@ -225,13 +226,13 @@ class BubbleBus:
                 self._guarded(listener.bubble_closed, now_ns)
 
     def forward(self, start_ns: int) -> None:
-        """A forward pass that began at ``start_ns`` has ended."""
+        """Report the end of a forward pass that began at ``start_ns``."""
         self._forwards += 1
         if self._in_cycle and (listener := self._heard) is not None:
             self._guarded(listener.computed, "forward", start_ns, self.clock())
 
     def backward(self, start_ns: int) -> None:
-        """A backward pass that began at ``start_ns`` has ended."""
+        """Report the end of a backward pass that began at ``start_ns``."""
         self._backwards += 1
         if self._backwards == self._passes and self._training and self.on_last_backward is not None:
             self.on_last_backward()
@@ -244,12 +245,12 @@ class BubbleBus:
 
     @property
     def in_drain(self) -> bool:
-        """Whether the last backward is done and the iteration is not: where a collective's wait is a drain bubble."""
+        """True between the last backward and the iteration's end, where a collective's wait is a drain bubble."""
         return self._in_cycle and self._training and self._backwards >= self._passes
 
     @property
     def between_passes(self) -> bool:
-        """Whether a schedule that the patches know is run by this thread, or its drain, and no pass at this moment."""
+        """True if this thread is in a known schedule, or in its drain, and outside of passes at this moment."""
         return self._in_cycle and not self.in_pass.depth and self._passes < _NOT_KNOWN and self._thread == get_ident()
 
     def _kind(self, for_backward: bool) -> BubbleKind:
@@ -263,7 +264,7 @@ class BubbleBus:
 
     @property
     def _heard(self) -> Listener | None:
-        """Who hears of the bubbles and passes of this iteration."""
+        """The listener, or None if it does not watch this iteration."""
         return self.listener if self._watching else None
 
     def _end_cycle(self) -> None:
@@ -290,22 +291,22 @@ bus = BubbleBus()
 
 @contextmanager
 def bubble(kind: BubbleKind | str, *, free_bytes: int | None = None) -> Iterator[None]:
-    """Mark a bubble by hand, in a schedule of one's own: PipeFill's bubble instruction (arXiv 2410.07192).
+    """Mark a bubble by hand, in a custom schedule: PipeFill's bubble instruction (arXiv 2410.07192).
 
-    The device must be idle for as long as the block takes.  It should last about as long in every iteration, and come
-    at the same place among the iteration's bubbles: so it is predicted.  Outside of training iterations, and where
-    nobody listens, nothing happens.
+    The device must be idle for the duration of the block.  To be predicted, the bubble should last about as long in
+    every iteration, and come at the same position among the iteration's bubbles.  It has no effect outside of training
+    iterations and without a listener.
 
         with megatron.fill.bubble("interior", free_bytes=4 << 30):
             request.wait()
 
     Args:
         kind: a ``BubbleKind``, or its name.
-        free_bytes: how much device memory is free meanwhile, which is what jobs may then count on: the promise is not
-            checked; None for what is found to be free.
+        free_bytes: device memory that is free during the bubble and that jobs may use; the promise is not checked.
+            None for the free memory found.
 
     Raises:
-        ValueError: there is no such kind, or ``free_bytes`` is negative.
+        ValueError: the kind does not exist, or ``free_bytes`` is negative.
     """
     if kind not in [*BubbleKind]:
         raise ValueError(f"there is no bubble of kind {kind!r}; expected one of {', '.join(BubbleKind)}")

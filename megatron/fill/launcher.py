@@ -1,4 +1,4 @@
-"""What the launcher says of this process: torchrun's variables, or else SLURM's.  One that is empty counts as unset."""
+"""The launcher's environment variables: torchrun's, or else SLURM's.  An empty variable counts as unset."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 
 
 def ranks_here(otherwise: int) -> int:
-    """How many ranks were started on this node; ``otherwise`` if nobody says."""
+    """Return the number of ranks on this node; ``otherwise`` if it is unknown."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or otherwise)
 
 
 def local_rank(otherwise: int) -> int:
-    """Which of them this one is."""
+    """Return the number of this rank on its node, from 0; ``otherwise`` if it is unknown."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or otherwise)
 
 
 def cores_by_srun() -> int:
-    """How many cores srun gave this rank for itself; 0 if srun did not start it, or did not say."""
+    """Return the number of cores that srun allotted to this rank; 0 without srun, or if it is unknown."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS")
     return int(os.environ.get("SLURM_CPUS_PER_TASK") or 0) if tasks and tasks == os.environ.get("WORLD_SIZE") else 0

@@ -1,10 +1,10 @@
-"""The models that come with PipeFill: what fill jobs run (``sidetask.models``), and what the simulator describes.
+"""The models that come with PipeFill, run by jobs (``sidetask.models``) and described in the simulator.
 
-One table for both.  ``parameters`` is what the runtime's model has, with its head for 1,000 classes of images or two of
-texts; a test counts them, and compares the simulator's blocks with it.
+``parameters`` are those of the runtime's model, with its head for 1,000 classes of images or two of texts; a test
+counts them, and compares the simulator's blocks with them.
 
 ``efficientnet-v2-l`` to ``xlm-roberta-xl`` are the sizes of PipeFill's fill jobs (arXiv 2410.07192, table 1).
-``efficientnet-b4`` is there because published throughputs of it are, which the simulator's constants are fitted to.
+``efficientnet-b4`` is included for its published throughputs, to which the simulator's constants are fitted.
 ``resnet18``, ``resnet50`` and ``vgg19`` are FreeRide's (arXiv 2409.06941, section 6).
 """
 
@@ -26,14 +26,14 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model.
+    """A model.
 
     Attributes:
-        parameters: of all weights.
-        length: of a sample: tokens of a text, or pixels along a side of an image.
-        shape: of a text's encoder; None for what is made by ``timm``.
-        variant: its name in ``timm``; empty for an encoder, which ``transformers`` makes.
-        source: of the model, for a reader.
+        parameters: number of its parameters.
+        length: length of a sample: tokens of a text, or pixels along a side of an image.
+        shape: shape of a text's encoder; None for a model of ``timm``.
+        variant: its name in ``timm``; empty for an encoder, which is one of ``transformers``.
+        source: the paper, for a reader.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""What is known of a fill job and of a rank before they are brought together: nodes, configurations, bubble cycles.
+"""Profiles of jobs (configurations, nodes) and bubble cycles of ranks, the inputs of planning.
 
-Frozen and torch-free values with a JSON form.  Times are nanoseconds (``_ns``), memory is in bytes.
+They are frozen and torch-free values with a JSON form.  Times are nanoseconds (``_ns``), memory is in bytes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _MOST_NODE_BYTES = 1 << 60
 
 
 def is_amount(value: object) -> bool:
-    """Whether it is an amount of work that one can reckon with: 0, or such that sums and ratios of them are finite."""
+    """True if the value is a usable amount of work: 0, or in a range where sums and ratios stay finite."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and (value == 0 or _LEAST_AMOUNT <= value <= _MOST_AMOUNT)  # type: ignore[operator]
 
 
 def whole(value: Any, most: int, what: str) -> int:
-    """The value, if it is a whole number from 0 to ``most``.
+    """Return the value if it is a whole number from 0 to ``most``.
 
     Raises:
-        ValueError: with the value and what was expected.
+        ValueError: it is not; the message has the value and what was expected.
     """
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError(f"{what} is {value!r:.40}; expected a whole number from 0 to {most}")
@@ -36,7 +36,7 @@ def whole(value: Any, most: int, what: str) -> int:
 
 
 class Offload(StrEnum):
-    """What a fill job keeps in host memory while its node does not need it (PipeFill, section 4.2)."""
+    """The state that a job keeps in host memory while its node does not need it (PipeFill, section 4.2)."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"  # the optimizer's state
@@ -45,15 +45,16 @@ class Offload(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """One way to run a fill job; none of them changes what it computes.
+    """A way to run a job; the results are the same in all of them.
 
     Its text form is ``b8``, ``b8+checkpointing``, ``b8+offload-optimizer``, ``b8+checkpointing+offload-weights``,
     ``b8+chunk64``.
 
     Attributes:
-        batch_size: samples that pass through the model at a time; for training the micro-batch.
-        checkpointing: activations are computed again in the backward pass instead of kept.
-        chunk: tokens of prompts that pass through a language model at a time; 0 where there are none.
+        batch_size: samples that pass through the model at a time; for training the microbatch.
+        checkpointing: True if activations are recomputed in the backward pass instead of kept.
+        offload: state kept in host memory.
+        chunk: tokens of prompts that pass through a language model at a time; 0 for other jobs.
     """
 
     batch_size: int = 1
@@ -79,10 +80,10 @@ class Configuration:
 
     @classmethod
     def parse(cls, text: str) -> Configuration:
-        """Read the text form.
+        """Parse the text form.
 
         Raises:
-            ValueError: with the text and what was expected.
+            ValueError: the text is not a configuration; the message has the text and what was expected.
         """
         match = re.fullmatch(r"b(\d+)(\+checkpointing)?(?:\+offload-(optimizer|weights))?(?:\+chunk(\d+))?", text)
         if match is None:
@@ -94,11 +95,11 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True)
 class NodeProfile:
-    """One node of a job's linear list: the least that runs at a time.
+    """A node of a job's linear list: the smallest unit that runs at a time.
 
     Attributes:
-        duration_ns: how long it takes by itself.
-        memory_bytes: the peak of all that the job holds on the device while it runs.
+        duration_ns: its duration alone.
+        memory_bytes: peak device memory of the whole job while it runs.
     """
 
     name: str
@@ -112,10 +113,10 @@ class NodeProfile:
 
 @dataclass(frozen=True, slots=True)
 class JobProfile:
-    """A job's nodes in order, measured in one configuration.  One pass over all of them is an iteration of the job.
+    """A job's nodes in order, measured in one configuration.  A pass over all of them is an iteration of the job.
 
     Attributes:
-        work: what one iteration does, in the job's unit.
+        work: work of one iteration, in the job's unit.
     """
 
     configuration: Configuration
@@ -128,12 +129,12 @@ class JobProfile:
 
     @property
     def duration_ns(self) -> int:
-        """Of one iteration."""
+        """The duration of one iteration."""
         return sum(node.duration_ns for node in self.nodes)
 
     @property
     def memory_bytes(self) -> int:
-        """The most that any node needs."""
+        """The peak memory over all nodes."""
         return max(node.memory_bytes for node in self.nodes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,10 +146,10 @@ class JobProfile:
 
     @classmethod
     def from_dict(cls, data: Any) -> JobProfile:
-        """Read what ``to_dict`` wrote, or whatever a job left in its place.
+        """Return the profile from the data of ``to_dict``; the data is checked, since a job may have written it.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the data is not a profile.
         """
         try:
             configuration, work, entries = Configuration.parse(data["configuration"]), data["work"], data["nodes"]
@@ -174,13 +175,13 @@ def _node(entry: Any) -> NodeProfile:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredJob:
-    """What a job's worker measured, as the store keeps it.
+    """The measurements of a job by its worker, as the store keeps them.
 
     Attributes:
-        profiles: one per configuration, at least one.
-        total_work: how much the job has to do in all; None if it did not say.
-        split: how it was split into nodes, for a reader.
-        device: what it was measured on.
+        profiles: one profile per configuration, at least one.
+        total_work: amount of the job's work in all; None if the task did not report it.
+        split: description of the split into nodes, for a reader.
+        device: the device that it was measured on.
     """
 
     profiles: tuple[JobProfile, ...]
@@ -198,10 +199,10 @@ class MeasuredJob:
 
     @classmethod
     def from_dict(cls, data: Any) -> MeasuredJob:
-        """Read what ``to_dict`` wrote: or what a job, or an older version, left in its place.
+        """Return the measurements from the data of ``to_dict``; a job or an older version may have written the data.
 
         Raises:
-            ValueError: it is something else, and the job has to be measured again.
+            ValueError: the data is invalid, and the job has to be measured again.
         """
         if not isinstance(data, dict):
             raise ValueError(f"what was measured of a job is a {type(data).__name__}; expected an object")
@@ -218,11 +219,11 @@ class MeasuredJob:
 
 @dataclass(frozen=True, slots=True)
 class BubbleSlot:
-    """One place of a bubble cycle.
+    """A bubble of a bubble cycle.
 
     Attributes:
-        duration_ns: how much of it can be counted on.
-        free_bytes: device memory that the main job leaves free in it.
+        duration_ns: its reliable duration.
+        free_bytes: device memory that the training leaves free in it.
     """
 
     kind: BubbleKind
@@ -236,27 +237,27 @@ class BubbleSlot:
 
 @dataclass(frozen=True, slots=True)
 class BubbleCycle:
-    """The bubbles of one iteration of one rank, in order; it repeats every ``period_ns``."""
+    """The bubbles of an iteration of a rank, in order; they repeat every ``period_ns``."""
 
     period_ns: int
     slots: tuple[BubbleSlot, ...]
 
     @property
     def bubble_ns(self) -> int:
-        """All of a cycle's bubble time."""
+        """The bubble time of one cycle."""
         return sum(slot.duration_ns for slot in self.slots)
 
 
 def cycle_to_dict(cycle: BubbleCycle) -> dict[str, Any]:
-    """As JSON data."""
+    """Return the cycle as JSON data."""
     return asdict(cycle)
 
 
 def cycle_from_dict(data: dict[str, Any]) -> BubbleCycle:
-    """Read what ``cycle_to_dict`` wrote.
+    """Return the cycle from the data of ``cycle_to_dict``.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the data is not a cycle.
     """
     try:
         slots = (

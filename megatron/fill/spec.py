@@ -1,4 +1,4 @@
-"""What one of our processes tells another: frozen dataclasses whose JSON form follows from their types."""
+"""Messages between PipeFill's own processes: frozen dataclasses whose JSON form follows from their types."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any, Self, cast, get_args, get_origin, get_type_hints
 
 
 class Spec:
-    """A dataclass that goes from process to process as JSON.
+    """Base of a dataclass that is passed between processes as JSON.
 
-    Its fields are what JSON has, enums, dataclasses, lists and tuples of one type of these, or one of these and None.
+    Its fields have types of JSON, enums, dataclasses, lists and tuples of one such type, or optional ones.
     """
 
     __slots__ = ()
 
     def to_json(self) -> str:
-        """As text for ``from_json``."""
+        """Return the text for ``from_json``."""
         return json.dumps(asdict(cast(Any, self)))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what ``to_json`` wrote; nothing else comes here, so nothing is checked."""
+        """Return the value from the text of ``to_json``; the text is trusted, so nothing is checked."""
         found: Self = _typed(cls, json.loads(text))
         return found
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    """A value as JSON has it, as its type has it."""
+    """Convert a JSON value to the type ``kind``."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if value is None else _typed(next(part for part in parts if part is not NoneType), value)

@@ -1,4 +1,4 @@
-"""The values that pass between PipeFill's parts: frozen and torch-free.
+"""Values that pass between PipeFill's parts: frozen and torch-free.
 
 Times are nanoseconds of ``CLOCK_MONOTONIC`` (``_ns``), which all processes of a machine share; memory is in bytes.
 """
@@ -12,15 +12,15 @@ from typing import Any
 
 
 def fills_block(block: int) -> bool:
-    """Whether a block of a paired comparison is with filling: on, off, off, on, so that a drift favours neither.
+    """True if a block of a paired comparison is with filling: on, off, off, on, so that a drift favours neither.
 
-    The warm-up, which is block -1, is without.
+    The warm-up is block -1, without filling.
     """
     return block >= 0 and block % 4 in (0, 3)
 
 
 class BubbleKind(StrEnum):
-    """Where in an iteration a rank waits for other stages (PipeFill, section 2)."""
+    """The place of a bubble in the iteration (PipeFill, section 2)."""
 
     FILL = "fill"  # before the first forward
     FWD_BWD = "fwd-bwd"  # between the last warm-up forward and the first backward
@@ -29,9 +29,9 @@ class BubbleKind(StrEnum):
 
 
 class JobState(StrEnum):
-    """Where a fill job is in its life."""
+    """The state of a job."""
 
-    QUEUED = "QUEUED"  # waits for a device; also when the main job ended first: it goes on from its checkpoint
+    QUEUED = "QUEUED"  # waits for a device, to begin or to resume from its checkpoint (the training ended first)
     RUNNING = "RUNNING"  # an agent holds it
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
@@ -44,7 +44,7 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CycleKey:
-    """What a bubble cycle depends on: two iterations with equal keys have the same bubbles in the same order."""
+    """The key of a bubble cycle: two iterations with equal keys have the same bubbles in the same order."""
 
     schedule: str
     microbatches: int
@@ -60,16 +60,16 @@ class CycleKey:
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """One observed bubble of one rank.
+    """An observed bubble of a rank.
 
     Attributes:
-        iteration: 1 for the first training iteration of the run, as Megatron prints it.
+        iteration: number of the training iteration, from 1, as Megatron prints it.
         index: position in the iteration's bubble cycle, from 0.
-        predicted_ns: the duration the predictor expected when it opened; 0 where it expected nothing.
-        seq: the gate's number for it; 0 where the gate stayed shut (too short, not yet predictable, filling off).
-        free_bytes: device memory that the main job left free.
-        filling: whether filling was on, so that the bubble counts in the harvest ratio.
-        forward_only: the bubble belongs to an evaluation.
+        predicted_ns: duration predicted when it opened; 0 for no prediction.
+        seq: the gate's number of it; 0 if the gate stayed shut (too short, not yet predictable, filling off).
+        free_bytes: device memory that the training left free.
+        filling: True if filling was on, so that the bubble counts in the harvest ratio.
+        forward_only: True if the bubble belongs to an evaluation.
     """
 
     iteration: int
@@ -90,19 +90,19 @@ class Bubble:
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One training iteration of one rank: from the start of ``train_step`` to its end."""
+    """A training iteration of a rank, from the start of ``train_step`` to its end."""
 
     iteration: int
     start_ns: int
     end_ns: int
     filling: bool = False
-    block: int = -1  # which block of --fill-paired-blocks; -1 outside them
-    watched: bool = True  # its bubbles were heard of
+    block: int = -1  # number of the block of --fill-paired-blocks; -1 outside of them
+    watched: bool = True  # its bubbles were observed
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of the main job's compute, for the trace: ``forward`` or ``backward`` of one microbatch."""
+    """A stretch of the training's compute, for the trace: ``forward`` or ``backward`` of one microbatch."""
 
     name: str
     iteration: int
@@ -112,7 +112,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Where one rank of the main job stands."""
+    """The place of a rank of the training: its node, pipeline stage, parallel ranks and device."""
 
     rank: int
     world_size: int
@@ -129,14 +129,14 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class BrakeEvent:
-    """The automatic brake stopped the filling of one rank.
+    """A stop of the filling of a rank by the automatic brake.
 
     Attributes:
-        iteration: the last one before it.
-        slowdown: the training's, as measured: 0.03 is 3%.
-        pairs: of stretches with and without filling that it was measured over.
-        until: the iteration that fills again.
-        guard_ns: what is kept free at the end of every predicted bubble from then on.
+        iteration: the last iteration before it.
+        slowdown: measured slowdown of the training; 0.03 is 3%.
+        pairs: number of pairs of stretches with and without filling that it was measured over.
+        until: the iteration at which filling resumes.
+        guard_ns: time kept free at the end of every predicted bubble from then on.
     """
 
     iteration: int
@@ -148,13 +148,12 @@ class BrakeEvent:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """What one rank saw, or what it saw since it last wrote.
+    """Observations of one rank: all of them, or those since its last write.
 
     Attributes:
-        schedule: of its last training iteration; None if there was none.
-        settled_after: the last iteration in which jobs of some rank still set themselves up, where it is known that
-            this was over then; else 0.
-        lost_until: the last iteration of what was written before its file was deleted; 0 if it was not.
+        schedule: key of its last training iteration; None if there was none.
+        settled_after: the last iteration in which jobs of some rank still set themselves up; 0 while that goes on.
+        lost_until: the last iteration written before its file was deleted; 0 if it was not deleted.
     """
 
     info: RankInfo
@@ -168,7 +167,7 @@ class RankRecord:
 
 
 class Lack(IntEnum):
-    """What a bubble lacked for a further step, or for any."""
+    """The resource that a bubble lacked for a further step."""
 
     TIME = 0
     MEMORY = 1
@@ -177,16 +176,16 @@ class Lack(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BubbleUse:
-    """What a worker did in one bubble, or that it did nothing in it.
+    """A worker's use of one bubble, which may be none.
 
     Attributes:
         seq: the gate's number of the bubble.
-        latency_ns: from the gate's opening to the start of the first step; -1 if no step ran, or one was in flight.
+        latency_ns: time from the gate's opening to the first step's start; -1 if no step ran, or one was in flight.
         harvested_ns: time inside steps and inside the bubble.
-        overrun_ns: how long the last step ran on after the bubble's end; 0 for none.
-        steps: the steps begun in it; one that began in an earlier bubble counts in ``harvested_ns`` only.
-        left_ns: when the worker was done with it, the pause after the last step included.
-        lack: why it did no more in it (a ``Lack``).
+        overrun_ns: time that the last step ran on after the bubble's end; 0 for none.
+        steps: number of steps begun in it; one that began in an earlier bubble counts in ``harvested_ns`` only.
+        left_ns: time at which the worker was done with it, including the pause after the last step.
+        lack: the resource that it lacked for a further step (a ``Lack``).
     """
 
     seq: int
@@ -199,22 +198,22 @@ class BubbleUse:
 
     @property
     def idle(self) -> bool:
-        """Whether no step ran in it."""
+        """True if no step ran in it."""
         return not (self.steps or self.harvested_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """What one worker did over a run: exact totals, and the most recent bubbles and steps.
+    """A worker's record over a run: exact totals, and the most recent bubbles and steps.
 
     Attributes:
-        alone_ns: step time measured while the main job stood still after its last iteration.
-        alone_work: the work of those steps.
-        uses: the most recent bubbles it was given.
-        older_uses: how many it was given before those.
+        alone_ns: step time measured alone, after the training's last iteration.
+        alone_work: work of those steps.
+        uses: its uses of the most recent bubbles.
+        older_uses: number of its uses before those.
         steps: ``(start_ns, end_ns)`` of the most recent steps.
-        callbacks: the longest that each callback took but ``run_next_step()``, ns; only those that returned.
-        partial_work: the part of ``work_done`` that no checkpoint has: that of an iteration that had not ended.
+        callbacks: longest time of each callback but ``run_next_step()``, in ns; only of calls that returned.
+        partial_work: part of ``work_done`` that no checkpoint covers, of an iteration that had not ended.
     """
 
     job: str
@@ -233,11 +232,11 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What an hour costs, in any currency.
+    """Prices of an hour, in any currency.
 
     Attributes:
-        main: of all that the training runs on, together.
-        side: of one of the cheaper devices that the side work would otherwise run on.
+        main: price of all devices of the training together.
+        side: price of one of the cheaper devices that jobs would run on otherwise.
     """
 
     main: float
@@ -246,23 +245,23 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """How one fill job ended, or how far it has come.
+    """The outcome of an attempt at a job, or its progress so far.
 
     Attributes:
         what: ``module:Class`` or the command line.
-        rank: the main job's rank whose bubbles it ran in; None if it never started.
-        total_work: how much there was to do, where the task said so.
-        result: what the task reported with ``context.report``.
+        rank: rank of the training whose bubbles it ran in; None if it never started.
+        total_work: amount of work in all; None if the task did not report it.
+        result: values that the task reported with ``context.report``.
         directory: its folder, with the task's own files.
-        ended_s: when this was noted, in seconds since the epoch; a job that was tried again has several records.
-        attempt: which of them it is, as the store counts the job's claims.
-        started_ns: when its worker was started, by CLOCK_MONOTONIC of its machine.
-        ready_ns: when the worker called the task's ``create``, or first waited for a bubble for its command; 0 for
-            never.
-        ended_ns: when the worker had ended.
-        peak_bytes: the most device memory that it was seen to hold; 0 where nobody looked in time.
-        offences: how often something of it ran on after its bubble for longer than the grace.
-        side_throughput: its work per second on a cheaper device (``Prices.side``), where the user stated it.
+        ended_s: time of this record, in seconds since the epoch; a job that was retried has several records.
+        attempt: number of the attempt, as the store counts the job's claims.
+        started_ns: time at which its worker was started.
+        ready_ns: time at which the worker called the task's ``create``, or first waited for a bubble for its command;
+            0 for never.
+        ended_ns: time at which the worker had ended.
+        peak_bytes: peak of the device memory observed; 0 if it was not observed in time.
+        offences: number of violations: something of it ran on after its bubble for longer than the grace period.
+        side_throughput: its work per second on a cheaper device (``Prices.side``); None if the user did not state it.
     """
 
     name: str

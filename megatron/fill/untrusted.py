@@ -1,7 +1,7 @@
-"""The one door to what a job can write: files in its folder, its profile, its last word.
+"""The only readers of data that a job can write: files in its folder, its profile, its last message.
 
-A job may have put a link there, a pipe that blocks its reader for ever, a flood, or JSON made to break its reader.
-Whoever is not the job itself (agent, report, commands) reads such bytes through here and nowhere else.
+A job may have put a link there, a pipe that blocks its reader forever, a flood, or JSON made to break its reader.
+Every other process (agent, report, commands) reads such data through this module only.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MOST_BYTES = 32 << 20  # of a file
-MOST_JSON_BYTES = 8 << 20  # of a file of JSON
-MOST_DEPTH = 32  # of lists and objects in one another
+MOST_BYTES = 32 << 20  # size of a file
+MOST_JSON_BYTES = 8 << 20  # size of a JSON file
+MOST_DEPTH = 32  # levels of nested lists and objects
 MOST_VALUES = 1_000_000
-_MOST_LETTERS = 1000  # of a reason, or a unit
-_MOST_DIGITS = 18  # of a whole number: it fits into 64 bits
+_MOST_LETTERS = 1000  # length of a reason, or a unit
+_MOST_DIGITS = 18  # digits of a whole number, which then fits into 64 bits
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _STRING = re.compile(r'"[^"]*"?')
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """The file, open to be read; neither it nor its folder is reached through a link of that name.
+    """Open a plain file for reading, following no symbolic link in its own or its folder's name.
 
     Raises:
-        OSError: it cannot be opened, or is not a plain file.
+        OSError: the file cannot be opened, or is not a plain file.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -46,11 +46,11 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a plain file.
+    """Return the text of a plain file.
 
     Raises:
-        OSError: as ``open_plain``, or it cannot be read.
-        ValueError: it is larger than ``most_bytes``, or is not UTF-8.
+        OSError: ``open_plain`` fails, or the file cannot be read.
+        ValueError: the file is larger than ``most_bytes``, or is not UTF-8.
     """
     with open_plain(path) as file:
         data = file.read(most_bytes + 1)
@@ -60,20 +60,20 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a plain file of JSON.
+    """Return the value of a plain JSON file.
 
     Raises:
-        OSError, ValueError: as ``read_text`` and ``parse_json``.
+        OSError, ValueError: ``read_text`` or ``parse_json`` fails.
     """
     return parse_json(read_text(path, MOST_JSON_BYTES))
 
 
 def parse_json(text: str | bytes, most_depth: int = MOST_DEPTH, most_values: int = MOST_VALUES) -> Any:
-    """The value of a JSON text: one that can be written again as UTF-8 and that no database refuses.
+    """Return the value of a JSON text, which can be written as UTF-8 again and which every database accepts.
 
     Raises:
-        ValueError: and nothing else.  It is no JSON, is nested too deep or has too many values, or holds NaN, an
-            infinity (``1e400`` too), a whole number of more than 18 digits, a lone surrogate, or a name twice in one
+        ValueError: (the only error) the text is not JSON, is nested too deep or has too many values, or holds NaN, an
+            infinity (``1e400`` too), a whole number of more than 18 digits, a lone surrogate, or a repeated name in an
             object.
     """
     if isinstance(text, bytes):
@@ -90,11 +90,11 @@ def parse_json(text: str | bytes, most_depth: int = MOST_DEPTH, most_values: int
 
 
 def to_json(value: Any) -> str:
-    """A JSON text that ``parse_json`` takes: what is not a finite number becomes null, a lone surrogate ``?``.
+    """Return a JSON text that ``parse_json`` accepts; numbers that are not finite become null, lone surrogates ``?``.
 
     Raises:
-        TypeError: the value, or something in it, has no JSON form.
-        ValueError: it is nested too deep, is too large, or holds itself.
+        TypeError: the value, or a part of it, has no JSON form.
+        ValueError: the value is nested too deep, is too large, or contains itself.
     """
     try:
         text = json.dumps(value)
@@ -107,13 +107,17 @@ def to_json(value: Any) -> str:
 
 
 def plain(text: str) -> str:
-    """What a job says in words, as one line that can be kept and shown: only what can be printed, and not much."""
+    """Return a job's message as one line of bounded length, with printable characters only."""
     words = " ".join("".join(letter if letter.isprintable() else " " for letter in text[: 4 * _MOST_LETTERS]).split())
     return words if len(words) <= _MOST_LETTERS else f"{words[:_MOST_LETTERS]}..."
 
 
 def _check_size(text: str, most_depth: int, most_values: int) -> None:
-    """Before anything is built of it: how deep it is nested, and how many values it has at most."""
+    """Check the nesting and the number of values of a text before anything is built from it.
+
+    Raises:
+        ValueError: either exceeds its limit.
+    """
     if sum(map(text.count, ",[{")) > most_values:
         raise ValueError(f"the JSON text may have more than {most_values} values; expected fewer")
     depth = 0

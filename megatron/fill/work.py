@@ -1,4 +1,4 @@
-"""What a job does: one value from the jobs file through the store to the worker."""
+"""The work of a job: one value, passed from the jobs file through the store to the worker."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to run, and what it may have.
+    """The task or command of a job, and its limits.
 
     Attributes:
         task: ``module:Class``; None for a command.
         command: a program and its arguments; None for a task.
-        args: of the task's ``create``.
-        memory_bytes: its cap; None for what is free.
+        args: arguments of the task's ``create``.
+        memory_bytes: its device memory limit; None for all that is free.
         env: variables for its environment.
-        search: folders that the task is imported from, besides the installed packages.
-        array: which instance it is of a job with a count, from 0, and of how many; None of a job without.
-        timeout_s: how long one attempt may take; None for no limit.
-        retries: how often it is tried again once it has failed.
-        after: the names of jobs that must have succeeded before it begins.
+        search: folders that the task is imported from, in addition to the installed packages.
+        array: its index (from 0) and the number of instances of a job with a count; None without a count.
+        timeout_s: time limit of one attempt; None for no limit.
+        retries: number of further attempts after a failure.
+        after: names of jobs that must have succeeded before it begins.
         side_throughput: its work per second on a cheaper device, for the report only.
     """
 
@@ -46,29 +46,29 @@ class Work:
         return self.task or shlex.join(self.command or ())
 
     def profile_key(self, device: str) -> str:
-        """What its profiles are kept under: the same work with the same cap on the same kind of device.
+        """Return the store's key of its profiles, equal for equal work with the same memory limit and device.
 
         Args:
-            device: its fingerprint, versions included: a profile that is stale or foreign is just not found.
+            device: fingerprint of the device, with versions, so that a stale or foreign profile is not found.
         """
         what = [self.task or self.command, self.args, self.memory_bytes, device]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     def identity(self) -> str:
-        """What makes it the work that it is, as text: NaN is not equal to itself.
+        """Return a JSON text that is equal for equal work (a text, since NaN != NaN).
 
-        Where a task is imported from depends on where one stands; which instance it is (of how many by now) its name
-        says; and what its work would take elsewhere is only for the report.
+        Left out are ``search``, which depends on the working directory, ``array``, which is part of the job's name, and
+        ``side_throughput``, which is for the report only.
         """
         return json.dumps(replace(self, search=(), array=None, side_throughput=None).to_dict(), sort_keys=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Return it as plain JSON data."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Work:
-        """Read it back; what an older version has not written has its default."""
+        """Return the work from the data of ``to_dict``; fields that an older version has not written get defaults."""
         values = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         for name in ("command", "search", "array", "after"):
             if values.get(name) is not None:

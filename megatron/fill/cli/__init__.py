@@ -9,12 +9,12 @@ from megatron.fill.errors import FillError
 
 
 def main() -> None:
-    """Run the command line; exits with 0, 2 (and one line that says why) or, interrupted, 130."""
+    """Run the command line, and exit with the command's status: 2 after an error (of one line), 130 if interrupted."""
     from typer import Abort, TyperException
 
     from megatron.fill.cli.app import app
 
-    if "" in sys.argv[1:]:  # of a shell's variable that is not set
+    if "" in sys.argv[1:]:  # from a shell variable that is not set
         _fail(f"argument {sys.argv.index('', 1)} is empty; expected a value")
     try:
         status = app(sys.argv[1:] or ["--help"], prog_name="pipefill", standalone_mode=False)

@@ -1,7 +1,7 @@
 """All commands of ``pipefill``, in the order in which the help lists them.
 
-A command is a function of a module of its own; that module imports what is slow (SQLAlchemy, pydantic, matplotlib)
-inside the function, so that help and completion stay quick.
+Each command is a function; slow modules (SQLAlchemy, pydantic, matplotlib) are imported inside it, so that help and
+completion stay quick.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Group(TyperGroup):
 
 
 def _switches_without_type(options: list[Any]) -> list[Any]:
-    """Help would show ``<bool>`` beside each, as if it took a value."""
+    """Remove ``<bool>`` from switches in the help, which would look as if they took a value."""
     for option in options:
         if getattr(option, "is_flag", False) and option.metavar is None:
             option.metavar = ""

@@ -146,7 +146,7 @@ def _check_alone(options: dict[str, bool]) -> None:
 def _answer_alone(
     args: dict[str, Any], output: Path, device: str, memory: str | None, count: int, refused: int, quiet: bool
 ) -> None:
-    """Answer the file in this process, with progress unless it is to be quiet."""
+    """Answer the file in this process, and show the progress unless ``quiet``."""
     from megatron.fill.given.quantities import parse_bytes
     from megatron.fill.llm.alone import answer_alone, partial_path
 
@@ -178,10 +178,10 @@ def _answer_alone(
 
 
 def _figures(output: Path, tokens: int | None, seconds: float) -> dict[str, Any]:
-    """What --json says of the answers.
+    """Return the figures of the answers that --json prints.
 
     Args:
-        tokens: that were generated in so many seconds; None for all of the answers.
+        tokens: tokens generated in ``seconds``; None for the tokens of all answers.
     """
     from megatron.fill.llm.summary import count_answers
 
@@ -192,7 +192,7 @@ def _figures(output: Path, tokens: int | None, seconds: float) -> dict[str, Any]
 
 
 def _conclude(output: Path, figures: dict[str, Any], where: str) -> None:
-    """The summary, for a reader."""
+    """Print the summary."""
     errors = f", {figures['failed']} of them errors" if figures["failed"] else ""
     print(f"The answers are in {output}: {figures['answered'] + figures['failed']}{errors}.")
     speed = figures["tokens_per_s"]
@@ -203,10 +203,10 @@ def _conclude(output: Path, figures: dict[str, Any], where: str) -> None:
 
 
 def _shape(tree: str) -> list[int] | str:
-    """The value of --tree.
+    """Parse the value of --tree.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is invalid.
     """
     parts = tree.split(",")
     if tree == "auto":
@@ -225,11 +225,11 @@ def _introduce(requests: Path, count: int, refused: Sequence[Refused]) -> None:
 
 
 def _found_or_new(jobs: JobStore, name: str, args: dict[str, Any], memory: str | None, output: Path) -> Job:
-    """The latest job of this name if it does the same, else a new one.
+    """Return the latest job of this name if its work is the same (queued again if it has failed), else a new one.
 
     Raises:
-        ConfigError: the output is there and not this job's, or a value is wrong.
-        JobError: a job of that name does something else.
+        ConfigError: the output exists although there is no such job, or a value is wrong.
+        JobError: the job of that name has other work.
     """
     from pydantic import ValidationError
 
@@ -256,7 +256,7 @@ def _found_or_new(jobs: JobStore, name: str, args: dict[str, Any], memory: str |
 
 
 def _watched(jobs: JobStore, job: Job, quiet: bool) -> tuple[Job, bool]:
-    """Wait until the job has ended, and show its progress unless it is to be quiet; whether that was interrupted."""
+    """Wait for the job's end, and show its progress unless ``quiet``; return the job, and True if interrupted."""
     try:
         with progress(quiet) as shown:
             line = shown.add_task(job.name, total=None)
@@ -272,17 +272,20 @@ def _watched(jobs: JobStore, job: Job, quiet: bool) -> tuple[Job, bool]:
 
 
 def _take(job: Job, output: Path) -> Path | None:
-    """Take the answers from the job's folder: into the output if all are there, else beside it; None if none is.
+    """Copy the answers from the job's folder, to ``output`` if it has succeeded, else to ``output.partial``.
+
+    Returns:
+        The file written, or None if there are no answers to copy yet.
 
     Raises:
-        ConfigError: all are there and on another machine, or cannot be written here.
+        ConfigError: the job has succeeded, and its answers are on another machine or cannot be written here.
     """
     partial = output.with_name(f"{output.name}.partial")
     if job.state is JobState.SUCCEEDED:
         _copy(job, output)
         partial.unlink(missing_ok=True)
         return output
-    if not job.directory:  # it was never begun
+    if not job.directory:  # the job never began
         return None
     try:
         _copy(job, partial)
@@ -293,17 +296,17 @@ def _take(job: Job, output: Path) -> Path | None:
 
 
 def _copy(job: Job, output: Path) -> None:
-    """Copy the answers that are whole lines.
+    """Copy the complete lines of the answers.
 
     Raises:
-        ConfigError: they are on another machine, or cannot be written here.
+        ConfigError: the answers are on another machine, or cannot be written here.
     """
     answers = Path(job.directory) / _ANSWERS
     try:
         copied = output.with_name(f".{output.name}.copied")
         with untrusted.open_plain(answers) as theirs, copied.open("wb") as mine:
             for line in theirs:
-                if line.endswith(b"\n"):  # else the job is writing it, or was stopped while it did
+                if line.endswith(b"\n"):  # otherwise the job is still writing it, or was stopped in the middle
                     mine.write(line)
         copied.replace(output)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``pipefill chaos``: injects faults into side tasks and runtime, and shows that no training notices."""
+"""``pipefill chaos``: injects faults into jobs and the runtime, and checks that no training is affected."""
 
 from __future__ import annotations
 

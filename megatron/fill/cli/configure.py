@@ -1,4 +1,4 @@
-"""``pipefill configure`` and ``pipefill pays``: which layout, on which GPUs, and what its bubbles are worth."""
+"""``pipefill configure`` and ``pipefill pays``: the best layouts of a training, and the value of its bubbles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron.fill.configure.passes import Profile
     from megatron.fill.configure.value import Valued
 
-_PAYS = 0.02  # of the GPUs: below that, filling is not worth its trouble
+_PAYS = 0.02  # share of the GPUs that fill work must be worth for filling to pay
 
 Flags = Annotated[
     list[str], typer.Argument(metavar="-- FLAGS...", help="Megatron's flags; those of the layout that are given hold.")
@@ -155,13 +155,13 @@ def _write_json(path: Path, choice: Choice, cluster: Cluster) -> None:
 
 
 def _cost(one: Valued, cluster: Cluster) -> float | None:
-    """Of an iteration, less what fill work would have cost on GPUs of its own."""
+    """Return the price of an iteration minus that of its fill work on separate GPUs; None without a price."""
     price = cluster.price_per_gpu_hour
     return None if price is None else one.net_gpu_s / 3600 * price
 
 
 def _print_untold(one: Profile) -> None:
-    """What a profile does not tell is counted as if there were nothing of it."""
+    """Print the times that a profile does not contain; they count as 0."""
     from megatron.fill.configure.passes import Both
 
     untold = ["what a pass takes beside its layers"] if one.fixed == Both(0.0, 0.0) else []

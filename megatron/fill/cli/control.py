@@ -1,4 +1,4 @@
-"""``pipefill pause``, ``resume``, ``drain``, ``kill`` and ``status``: the operator's hand on a run's side tasks."""
+"""``pipefill pause``, ``resume``, ``drain``, ``kill`` and ``status``: an operator's control of a run's jobs."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ def status(run: Run, as_json: Json = False) -> None:
 
 
 def change(run: Path, state: str, as_json: bool, wait_s: float = 2.0) -> None:
-    """Put the ranks of a run on this node into a state, and show what became of it.
+    """Put the ranks of a run on this node into a state, and show the result.
 
     Args:
-        wait_s: for the agents to acknowledge it.
+        wait_s: timeout for the agents to acknowledge it.
 
     Raises:
-        typer.Exit: with 1: one did not, or a rank's note of where it is was damaged.
+        typer.Exit: an agent did not acknowledge it, or a rank's note of its page is damaged; the status is 1.
     """
     from megatron.fill.pages.control import RunState, find_pages
 
     pages = find_pages(run)
-    for page in pages:  # all are open already: they change within microseconds of one another
+    for page in pages:  # all of them are open, so they change within microseconds of each other
         page.change(RunState[state])
     end_s = time.monotonic() + wait_s
     while any(page.silent for page in pages) and time.monotonic() < end_s:
@@ -99,7 +99,7 @@ def change(run: Path, state: str, as_json: bool, wait_s: float = 2.0) -> None:
 
 
 def _damaged(run: Path) -> bool:
-    """Whether there are ranks that nobody can tell anything; says so."""
+    """True if some ranks cannot be reached because their notes are damaged; prints a line for each."""
     from megatron.fill.pages.control import damaged_notes
 
     lines = damaged_notes(run)

@@ -1,4 +1,4 @@
-"""``pipefill doctor``: what this machine can do to keep jobs from harming the training."""
+"""``pipefill doctor``: this machine's means to protect the training from jobs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron.fill.device.doctor import Diagnosis
     from megatron.fill.sandbox import Layer
 
-_PIPE_WIDTH = 80  # columns, where the output goes to no terminal
+_PIPE_WIDTH = 80  # columns, if the output does not go to a terminal
 _COLOURS = {"yes": "green", "partly": "yellow", "no": "red"}
 
 
@@ -36,7 +36,7 @@ def doctor(as_json: Json = False) -> None:
         walls = found.layers
         if facts.gpus:
             facts = replace(facts, cuda_lacks=why_no_cuda_for_jobs(user, found.namespaces))
-    except SandboxError as error:  # the rest is worth to be seen
+    except SandboxError as error:  # the rest of the diagnosis is still printed
         walls = (Layer("all of them", "", str(error)),)
     diagnosis = diagnose(facts)
     if as_json:

@@ -1,4 +1,4 @@
-"""``pipefill evaluate``: the checkpoints that a training's bubbles have left, evaluated here and now."""
+"""``pipefill evaluate``: evaluates the checkpoints that a training's bubbles had no time for, on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ENDS = {
 
 
 class _Ended(Exception):
-    """The job is to be given back; the message says why."""
+    """The job must be given back; the message is the reason."""
 
 
 def evaluate(name: JobName, store: Store = None, device: Device = None, as_json: Json = False) -> None:
@@ -90,12 +90,12 @@ def evaluate(name: JobName, store: Store = None, device: Device = None, as_json:
 
 
 def _work(jobs: JobStore, claim: Claim, directory: Path, device: str, quiet: bool) -> None:
-    """Evaluate what is left, and keep the job meanwhile.
+    """Evaluate the remaining checkpoints, and renew the job's lease in the meantime.
 
     Raises:
-        JobError: somebody is in the job's folder.
+        JobError: another process uses the job's folder.
         TaskError: a checkpoint cannot be evaluated.
-        _Ended: the job is to be given back.
+        _Ended: the job must be given back.
     """
     from megatron.fill.agent.folder import occupied
     from megatron.fill.llm.evaluate_alone import evaluate_alone
@@ -121,10 +121,11 @@ def _work(jobs: JobStore, claim: Claim, directory: Path, device: str, quiet: boo
 
 
 def _check(job: Job, now_s: float) -> None:
-    """
+    """Check that the job evaluates checkpoints and is free.
+
     Raises:
-        JobError: the job does something else, or is in no state for it.
-        ConfigError: its folder of checkpoints is not here.
+        JobError: the job has other work, has ended or is running.
+        ConfigError: its folder of checkpoints is not on this machine.
     """
     if job.work.task != _TASK:
         raise JobError(f"job {job.name!r} is {job.work.what}: expected a job of {_TASK}")
@@ -139,10 +140,10 @@ def _check(job: Job, now_s: float) -> None:
 
 @contextmanager
 def _held(jobs: JobStore, job: Job) -> Iterator[Claim]:
-    """Hold the job as an agent does, so that no training takes it meanwhile.
+    """Claim the job as an agent does, so that no training takes it in the meantime.
 
     Raises:
-        JobError: somebody else was quicker.
+        JobError: a training has claimed it first.
     """
     here = f"pipefill evaluate on {socket.gethostname()}"
     claim = jobs.claim(f"{here}, pid {os.getpid()}", [job.id], _LEASE_S, here)
@@ -151,14 +152,14 @@ def _held(jobs: JobStore, job: Job) -> Iterator[Claim]:
     try:
         yield claim
     finally:
-        jobs.release(claim, job.reason, job.progress, job.result)  # changes nothing if that was done already
+        jobs.release(claim, job.reason, job.progress, job.result)  # has no effect if it was released before
 
 
 def _folder(jobs: JobStore, claim: Claim, store: str | None) -> Path:
-    """The job's folder, made if the job was never begun.
+    """Return the job's folder, which is created if the job never began.
 
     Raises:
-        JobError: it cannot be used.
+        JobError: the folder cannot be used.
     """
     from megatron.fill.agent.admission import default_user
     from megatron.fill.agent.folder import folder_name, is_known, job_folder
@@ -180,7 +181,7 @@ def _folder(jobs: JobStore, claim: Claim, store: str | None) -> Path:
 
 @contextmanager
 def _logging(directory: Path) -> Iterator[logging.Logger]:
-    """A logger to what the job prints, which pipefill logs shows."""
+    """A logger that writes to the job's output, which pipefill logs shows."""
     logger, handler = logging.getLogger("pipefill.evaluate"), logging.FileHandler(output_file(directory))
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logger.addHandler(handler)

@@ -152,7 +152,7 @@ def _cluster(devices: int, gpu: str, network: str, memory: str | None, efficienc
 
 
 def _model(name: str) -> ModelGraph:
-    """By name, from a file, or traced."""
+    """Return the model: a known one by name, one from a file, or one traced from a module's function."""
     from megatron.fill.graph.zoo import MODELS
 
     if name in MODELS:

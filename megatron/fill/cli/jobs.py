@@ -64,10 +64,10 @@ def submit(
 
 
 def _look_at(jobs_file: Path, specs: list[JobSpec], search: list[str]) -> None:
-    """Whether the jobs could be loaded.
+    """Check that the jobs can be loaded.
 
     Raises:
-        ConfigError: with a line for each kind of job that could not.
+        ConfigError: some cannot; the message has a line for each kind of such jobs.
     """
     from megatron.fill.trial.check import distinct, examine
 
@@ -125,7 +125,7 @@ def list_jobs(
 
 
 def _say_what_stands_still(store: str | None) -> None:
-    """Jobs stay RUNNING beside a training that hangs; say so, where the store is that of a run on this node."""
+    """Print a line for a training that hangs, if the store belongs to a run on this node: its jobs stay RUNNING."""
     from megatron.fill.pages.moving import find_standings, stillness
     from megatron.fill.store.location import database_file
 

@@ -1,4 +1,4 @@
-"""``pipefill logs``: what a job printed."""
+"""``pipefill logs``: prints a job's output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def logs(
         printer.write(_last(output.read(job), lines))
         while follow and not job.state.finished:
             time.sleep(_POLL_S)
-            job = jobs.get(job.id)  # before the output: all of a finished job's is written
+            job = jobs.get(job.id)  # before its output is read: the output of a finished job is complete
             printer.write(output.read(job))
         printer.close()
 
@@ -51,17 +51,17 @@ def _path(job: Job) -> Path:
 
 
 class _Output:
-    """A job's output as it grows; when the job begins anew elsewhere, so does the output."""
+    """A job's growing output; it begins again if the job begins again elsewhere."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
         self._read = 0
 
     def read(self, job: Job) -> bytes:
-        """What was written since the last call.
+        """Return the output since the last call.
 
         Raises:
-            JobError: it is there and cannot be read, or is nothing that an agent wrote.
+            JobError: the file exists and cannot be read, or cannot have been written by an agent.
         """
         if not job.directory:
             return b""
@@ -85,7 +85,7 @@ class _Output:
 
 
 class _Text:
-    """Prints nothing that could command the terminal."""
+    """Prints text with control characters escaped."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
@@ -101,7 +101,7 @@ class _Text:
 class _JsonLines:
     def __init__(self, job: str) -> None:
         self._job = job
-        self._begun = b""  # a line that has not ended yet
+        self._begun = b""  # the incomplete last line
 
     def write(self, data: bytes) -> None:
         *whole, self._begun = (self._begun + data).split(b"\n")

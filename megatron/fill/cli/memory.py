@@ -1,4 +1,4 @@
-"""``pipefill memory-model``: what measured peaks teach ``pipefill configure``."""
+"""``pipefill memory-model``: fits a correction of ``pipefill configure``'s memory accounting to measured peaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipefill network``: what the network gives each pair of ranks."""
+"""``pipefill network``: measures the bandwidth and latency between each pair of ranks."""
 
 from __future__ import annotations
 

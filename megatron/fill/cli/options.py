@@ -1,4 +1,4 @@
-"""The options and arguments that several commands share."""
+"""Options and arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _COMPLETED = 500
 
 @contextmanager
 def opened(where: str | None, create: bool = False) -> Iterator[JobStore]:
-    """The store that ``--store`` names.
+    """Open the store that ``--store`` names, and close it at the end.
 
     Raises:
-        ConfigError: it was not given.
-        StoreError: it cannot be opened.
+        ConfigError: no store was given.
+        StoreError: the store cannot be opened.
     """
     if not where:
         raise ConfigError(f"no job store given; expected --store URL, FILE or FOLDER, or {_STORE} in the environment")
@@ -37,10 +37,10 @@ def opened(where: str | None, create: bool = False) -> Iterator[JobStore]:
 
 
 def checked_device(name: str | None) -> str:
-    """The device that ``--device`` names, if this machine has it.
+    """Return the device that ``--device`` names; by default a GPU, or the CPU without one.
 
     Raises:
-        ConfigError: it is none, or is not there.
+        ConfigError: the name is not that of a device, or this machine lacks the device.
     """
     from megatron.fill.device import DeviceError
     from megatron.fill.device.meter import default_device
@@ -59,10 +59,10 @@ def checked_device(name: str | None) -> str:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Find out before the work begins whether its result can be written; makes the folder for it.
+    """Check, before the work begins, that its result can be written; creates the folder.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def _names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """The names of jobs for the shell to complete; none where the store cannot be read."""
+    """Return the names and states of jobs for completion in a shell; empty if the store cannot be read."""
     try:
         with opened(ctx.params.get("store") or os.environ.get(_STORE)) as store:
             found = {job.name: str(job.state) for job in store.list(limit=_COMPLETED)}
@@ -86,7 +86,7 @@ def _names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 def warn_of_password(ctx: typer.Context, parameter: CallbackParam, value: str | None) -> str | None:
-    """Say so if a store's password was given on the command line, and give its URL back as it is."""
+    """Warn if a store's password was given on the command line; return the URL unchanged."""
     source = ctx.get_parameter_source(str(parameter.name))
     if value is None or "://" not in value or source is None or source.name != "COMMANDLINE":
         return value

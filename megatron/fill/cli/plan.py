@@ -1,4 +1,4 @@
-"""``pipefill plan``: how jobs would be laid into measured bubbles, without running anything."""
+"""``pipefill plan``: plans of jobs for measured bubbles, without running anything."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from megatron.fill.planner.draw import DrawnJob
     from megatron.fill.profiles import BubbleCycle, JobProfile
 
-_PANELS = 24  # in a picture, at most
+_PANELS = 24  # panels of a picture, at most
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A job on a rank: its plan, or why there is none.
+    """A job on a rank: its plan, or the reason why it has none.
 
     Attributes:
-        packed, packed_with_tail: shares of the rank's bubble time inside nodes.
+        packed: share of the rank's bubble time inside the job's nodes; ``packed_with_tail``: with those of ``tail``.
         tail: the other job that packs most into the tails.
     """
 
@@ -105,7 +105,7 @@ def plan(
 
 
 def _distinct(specs: Sequence[JobSpec]) -> list[JobSpec]:
-    """One of each kind: the instances of a job with a count differ in their names only."""
+    """Return one spec of each kind: the instances of a job with a count differ in their names only."""
     first: dict[str, JobSpec] = {}
     for spec in specs:
         first.setdefault(spec.model_copy(update={"name": ""}).model_dump_json(), spec)
@@ -113,7 +113,7 @@ def _distinct(specs: Sequence[JobSpec]) -> list[JobSpec]:
 
 
 def _of(spec: JobSpec, known: Mapping[str, Sequence[JobProfile]]) -> Sequence[JobProfile]:
-    """A job's profiles, also under the name that it has in the jobs file, which its first instance has with ``-0``."""
+    """Return a job's profiles, by its own name or, for the first instance of a job with a count, without its ``-0``."""
     return known.get(spec.name) or known.get(spec.name.removesuffix("-0")) or ()
 
 
@@ -132,11 +132,11 @@ def _known_profiles(
 def _plan_rank(
     rank: int, cycle: BubbleCycle, profiles: Mapping[str, Sequence[JobProfile]], caps: Mapping[str, int | None]
 ) -> list[_Row]:
-    """As the runtime plans: with its reserve, and with the memory that a worker is held to.
+    """Plan a rank's bubbles as the runtime does: with its reserve, and within a worker's memory limit.
 
     Args:
-        cycle: with that memory in each bubble.
-        caps: what each job asks for.
+        cycle: the rank's cycle with that limit as each bubble's free memory.
+        caps: memory that each job asks for, by name; None if it names none.
     """
     from megatron.fill.planner.tail import leftover, packed_ns
 
@@ -172,7 +172,7 @@ def _resident(name: str, cycle: BubbleCycle, profiles: Sequence[JobProfile], cap
 
 
 def _rate(cycle: BubbleCycle, job: DrawnJob) -> float:
-    """Work per second of wall time."""
+    """Return the work per second of wall time."""
     from megatron.fill.planner.tail import processing_time_s
 
     return job.plan.work_per_cycle / processing_time_s(cycle, job.plan, job.plan.work_per_cycle)

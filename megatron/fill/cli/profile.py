@@ -1,4 +1,4 @@
-"""``pipefill profile``: measure jobs by themselves, before or without a training."""
+"""``pipefill profile``: measures jobs by themselves, before or without a training."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from megatron.fill.trial.result import Trial
     from megatron.fill.worker.steptimes import KindTimes
 
-_RUN_S = 3.0  # of bubbles, for a job that is one long run
+_RUN_S = 3.0  # seconds of bubbles for a job that is one long run
 _PAUSE = "pause()"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a job was measured as by itself; ``kinds`` of steps for a plain side task."""
+    """The measurement of a job by itself; ``kinds`` has the step times of a plain side task."""
 
     job: MeasuredJob
     kinds: tuple[KindTimes, ...] = ()
 
 
 class NoSteps(ConfigError):
-    """A command or an imperative task: it is measured by running it in bubbles."""
+    """The job is a command or an imperative task, which is measured by running it in bubbles."""
 
 
 def profile(
@@ -77,7 +77,7 @@ def profile(
         check_writable("--output", output)
     if store is not None:
         with opened(store, create=True):
-            pass  # before what takes long
+            pass  # a store that cannot be opened is reported before the measurements
     for spec in specs:
         twin = next((found[one.name] for one in specs if one.name in found and _same(one, spec)), None)
         try:
@@ -107,7 +107,7 @@ def profile(
 
 
 def _run(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> dict[str, Trial]:
-    """What came of running each of these jobs, by name; those that are alike are run once."""
+    """Run each of these jobs, equal ones once, and return the trials by name."""
     from megatron.fill.trial.check import distinct, kind_of
     from megatron.fill.trial.result import Options
 
@@ -122,7 +122,7 @@ def _run(specs: Sequence[JobSpec], search: Sequence[str], device: str) -> dict[s
 
 
 def _as_job(trial: Trial) -> MeasuredJob:
-    """One long run as a list of one node: the least that it can be given is as much time as it takes to pause it."""
+    """Return a profile with one node for a job that is one long run: a bubble must be at least as long as its pause."""
     from megatron.fill.profiles import Configuration, JobProfile, MeasuredJob, NodeProfile
 
     duration_ns = max(1, round(trial.callbacks_ms.get(_PAUSE, 0.0) * 1e6))
@@ -133,7 +133,7 @@ def _as_job(trial: Trial) -> MeasuredJob:
 
 
 def stored_profiles(specs: Sequence[JobSpec], where: str) -> Mapping[str, Sequence[JobProfile]]:
-    """The profiles that a store has of these jobs on a device like this machine's, by job name."""
+    """Return a store's profiles of these jobs on a device like this machine's, by job name."""
     from megatron.fill.device.meter import default_device, fingerprint
     from megatron.fill.profiles import MeasuredJob
 
@@ -143,7 +143,7 @@ def stored_profiles(specs: Sequence[JobSpec], where: str) -> Mapping[str, Sequen
         for spec in specs:
             content = store.profile(_key(spec, mark))
             if content is not None:
-                with contextlib.suppress(ValueError):  # one that makes no sense is none
+                with contextlib.suppress(ValueError):  # invalid profiles are ignored
                     found[spec.name] = MeasuredJob.from_dict(content).profiles
     return found
 
@@ -162,8 +162,8 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> Measured:
     """Measure a job with nodes or steps, by itself.
 
     Raises:
-        NoSteps: it has neither.
-        ConfigError: it cannot be measured.
+        NoSteps: the job has neither.
+        ConfigError: the job cannot be measured.
     """
     if spec.task is None:
         raise NoSteps(spec.name)
@@ -228,7 +228,7 @@ def _print(found: Mapping[str, Measured], trials: Mapping[str, Trial]) -> None:
 
 
 def _table(*columns: str) -> Table:
-    """With these columns of numbers behind the job's name."""
+    """Return an empty table: the job's name, then these columns of numbers."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)

@@ -1,4 +1,4 @@
-"""The bar of progress that commands show on a terminal."""
+"""The progress bar that commands show on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def progress(quiet: bool) -> Progress:
-    """A bar with counts and the time, on standard error; nothing at all if it is to be quiet."""
+    """Return a bar with counts and the time, on standard error; it shows nothing if ``quiet``."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""``pipefill report``: the report of a run, whether it goes on, has ended, or was cut off."""
+"""``pipefill report``: the report of a run that is still going on, has ended, or was cut off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipefill simulate``: what filling would bring, on clusters of any size, without running anything."""
+"""``pipefill simulate``: simulates the gain from filling, on clusters of any size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipefill speccheck``: whether a rule that verifies token trees loses anything of the target's distribution."""
+"""``pipefill speccheck``: checks that a rule that verifies token trees keeps the target model's distribution."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def speccheck(
         for case in cases(quick):
             try:
                 results.append((name, check(rule, case, drawing)))
-            except Exception as error:  # the user's code: its error is the answer
+            except Exception as error:  # the user's code may raise anything
                 raise ConfigError(
                     f"{name} with {case.name}: {type(error).__name__}: {error}; expected the tokens of a path of the "
                     "tree, and one more"
@@ -68,10 +68,10 @@ def speccheck(
 
 
 def _function(what: str, path: str) -> Any:
-    """A function of an installed module, or of one in the present folder.
+    """Import a function of an installed module, or of one in the current folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the function does not exist.
     """
     expected = f"expected {', '.join(_OURS)}, or module:function" if what == "RULE" else "expected module:function"
     if ":" not in path:
@@ -99,7 +99,7 @@ def _as_data(name: str, checked: CheckedRule) -> dict[str, Any]:
 
 
 def _print(names: Sequence[str], results: Sequence[tuple[str, CheckedRule]]) -> None:
-    """A line for each rule, and one for each case in which it is not exact."""
+    """Print the result of each rule, and its five worst cases that are not exact."""
     for name in dict.fromkeys(names):
         mine = [checked for rule, checked in results if rule == name]
         worst = max(mine, key=lambda checked: checked.distance)

@@ -1,4 +1,4 @@
-"""``pipefill try``: a job tried without any training."""
+"""``pipefill try``: tries jobs without any training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron.fill.given.jobs import JobSpec
     from megatron.fill.trial.result import Options, Trial
 
-_PERIODS = 4  # bubbles to an iteration, if nobody says: a quarter of the time
+_PERIODS = 4  # default period, in bubble lengths: bubbles take a quarter of the time
 
 
 def try_(
@@ -113,8 +113,8 @@ def trials_of(
     """Try one job after the other.
 
     Args:
-        folder: for a folder of each of them.
-        kept: it stays, so that a trial may name what is in it.
+        folder: parent of the jobs' folders.
+        kept: True if it is kept, so that a trial may name its job's folder.
     """
     from dataclasses import replace
 
@@ -131,10 +131,10 @@ def trials_of(
 
 @contextmanager
 def trial_folder(keep: Path | None) -> Iterator[Path]:
-    """A new folder that jobs may enter whoever they run as; it goes away unless it is to be kept.
+    """Create a folder for trials: ``keep``, or a temporary one that jobs of any user may enter, deleted at the end.
 
     Raises:
-        ConfigError: the one to be kept cannot be made, or is there already.
+        ConfigError: ``keep`` cannot be created, or exists already.
     """
     if keep is not None:
         try:
@@ -154,7 +154,7 @@ def trial_folder(keep: Path | None) -> Iterator[Path]:
 def _named(
     target: str, arguments: Sequence[str], names: Sequence[str], memory: str | None
 ) -> tuple[list[JobSpec], list[str]]:
-    """The jobs that are meant, and where their modules are looked for."""
+    """Return the jobs to try, and the folders in which their modules are searched."""
     from megatron.fill.trial.target import job_of, jobs_of
 
     path = Path(target)

@@ -1,4 +1,4 @@
-"""``pipefill --version``: the versions of what would be used, without importing what is slow."""
+"""``pipefill --version``: the versions of the packages in use, without importing slow ones."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def print_version(wanted: bool) -> None:
 
 
 def megatron_core() -> str:
-    """The version of the code that would be imported, and where it lies if it is not what pip installed."""
+    """Return the version of the megatron.core that would be imported, and its folder if pip did not install it."""
     spec = importlib.util.find_spec("megatron.core")
     if spec is None or spec.origin is None:
         return "not installed"
     folder = Path(spec.origin).parent
-    # The one file that megatron.core has its version from; it imports nothing that is slow.  The version ends with the
-    # commit of whatever git checkout the file happens to lie in.
+    # megatron.core reads its version from this file, which imports no slow module.  The version ends with the commit of
+    # the git checkout around the file, if there is one; ``public`` is without it.
     found = Version(runpy.run_path(str(folder / "package_info.py"))["__version__"]).public
     installed = _installed("megatron-core")
     return found if found == installed else f"{found} in {folder} (pip's is {installed})"

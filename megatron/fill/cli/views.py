@@ -1,7 +1,7 @@
 """Jobs as tables for people and as JSON for programs.
 
-A job whose agent is not heard of any more is shown as ``LOST``: the store calls it RUNNING until an agent looks for a
-job, which after a kill may be never.  ``now_s`` is always the store's (``JobStore.now_s``).
+A job whose agent's lease has expired is shown as ``LOST``: in the store it stays RUNNING until an agent looks for a
+job, which after a kill may be never.  ``now_s`` is always the store's time (``JobStore.now_s``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron.fill.display import one_line, state_colour
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
 
-_PIPE_WIDTH = 160  # columns, where the output goes to no terminal
-_MOST_S = 1e11  # three thousand years: longer than that is never
+_PIPE_WIDTH = 160  # columns, if the output does not go to a terminal
+_MOST_S = 1e11  # three thousand years: longer times are shown as "never"
 _LOST = "LOST"
 _FIRSTS_SHOWN = 5
 
@@ -31,7 +31,7 @@ def percent(job: Job) -> float | None:
 
 
 def remaining_s(job: Job, now_s: float) -> float | None:
-    """How long a running job will take at its present rate; None if unknown."""
+    """Return the remaining seconds of a running job at its present rate; None if unknown."""
     progress = job.progress
     if not _runs(job, now_s) or progress.total_work is None or not progress.rate:
         return None
@@ -43,7 +43,7 @@ def _runs(job: Job, now_s: float) -> bool:
 
 
 def as_dict(job: Job, now_s: float) -> dict[str, Any]:
-    """The job as ``pipefill show --help`` documents its JSON."""
+    """Return the job's JSON as ``pipefill show --help`` documents it."""
     values = asdict(job)
     left_s = remaining_s(job, now_s)
     lost = job.lost(now_s)
@@ -66,7 +66,7 @@ def print_json(value: object) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {key: _finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -75,7 +75,7 @@ def _finite(value: Any) -> Any:
 
 
 def print_table(jobs: list[Job], now_s: float) -> None:
-    """One line per job, in 80 columns, and why each that failed did, as far as a line holds it."""
+    """Print a line for each job, in 80 columns, and then the reason of each failed one, cut to a line."""
     from rich.table import Table
 
     if not jobs:
@@ -108,10 +108,10 @@ def print_table(jobs: list[Job], now_s: float) -> None:
 
 
 def print_job(job: Job, now_s: float, firsts: Mapping[str, JobState]) -> None:
-    """All about one job that is known, a line each.
+    """Print all that is known about a job, a line for each field.
 
     Args:
-        firsts: what it is after, with their states.
+        firsts: states of the jobs that it waits for, by name.
     """
     from rich.table import Table
 
@@ -160,7 +160,7 @@ def _console() -> Any:
 
 
 def _text(text: str, style: str = "") -> Any:
-    """Text as it is: no markup, and nothing that could command the terminal."""
+    """Return literal text: without markup, and with control characters escaped."""
     from rich.text import Text
 
     return Text(one_line(text), style=style)
@@ -174,7 +174,7 @@ def _state(job: Job, now_s: float) -> Any:
 
 
 def _since(job: Job, now_s: float) -> str:
-    """Since when its agent is not heard of, and what will become of it."""
+    """Describe when a lost job's lease ended, and what happens to the job next."""
     assert job.lease_until_s is not None
     ago = _duration(now_s - job.lease_until_s)
     fate = "is cancelled" if job.cancelling else "goes on from its last checkpoint, or begins again,"
@@ -196,7 +196,7 @@ def _percent(job: Job) -> str:
     share = percent(job)
     if share is None:
         return ""
-    # Rounded down while there is something left: 100 means done.
+    # Rounded down while work is left, so that 100 means done.
     return f"{math.ceil(share) if job.state is JobState.SUCCEEDED else math.floor(share)}"
 
 
@@ -206,7 +206,7 @@ def _rate(job: Job, now_s: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits or so: 7, 0.25, 1.44k, 28.7M."""
+    """Format with about three digits: 7, 0.25, 1.44k, 28.7M."""
     if not abs(value) < 1e15:
         return f"{value:.3g}"
     for unit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -217,7 +217,7 @@ def _number(value: float) -> str:
 
 
 def _after(firsts: Mapping[str, JobState]) -> str:
-    """What a job is after: those that have not succeeded by name, the others as a number."""
+    """List the jobs that a job waits for: those that have not succeeded by name, the others as a number."""
     rest = [f"{name} {state}" for name, state in firsts.items() if state is not JobState.SUCCEEDED]
     shown = [*rest[:_FIRSTS_SHOWN], *(["..."] if len(rest) > _FIRSTS_SHOWN else [])]
     if len(rest) < len(firsts):
@@ -241,10 +241,10 @@ def _duration(seconds: float | None) -> str:
 
 
 def _moment(seconds: float | None) -> str:
-    """The local time."""
+    """Format as local time."""
     if seconds is None:
         return ""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, OSError, ValueError):  # infinity, or beyond the calendar
+    except (OverflowError, OSError, ValueError):  # infinite, or beyond the calendar
         return "never"

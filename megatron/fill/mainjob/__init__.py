@@ -1,1 +1,1 @@
-"""What a main job costs: its model, its GPUs and network, its layout, and from these time and memory of each stage."""
+"""Cost model of a training: its model, GPUs, network and layout, and the time and memory of each stage from these."""

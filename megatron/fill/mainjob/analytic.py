@@ -1,9 +1,10 @@
-"""What the parts of an iteration cost a described main job, analytically.
+"""Analytical times of the parts of a training's iteration.
 
-A pass takes its floating-point operations at a share of the GPU's peak (``efficiency``), and the all-reduces of tensor
-parallelism on top; nothing is scaled to fit anything.  The embedding's look-up, losses and layer norms are neglected.
+A pass takes the time of its floating-point operations at a share of the GPU's peak (``efficiency``), plus that of the
+all-reduces of tensor parallelism; nothing is fitted to measurements.  The embedding's look-up, losses and layer norms
+are neglected.
 
-Ranks are laid out as Megatron does: tensor-parallel ranks next to each other, then data-parallel ones, then stages.
+Ranks are laid out as in Megatron: tensor-parallel ranks next to each other, then data-parallel ones, then stages.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from megatron.fill.mainjob.model import ModelSpec
 from megatron.fill.mainjob.parallel import Parallel, Recompute
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 
-ALL_REDUCES = 2  # of tensor parallelism per layer and pass: after the attention and after the MLP
+ALL_REDUCES = 2  # tensor-parallel all-reduces per layer and pass: after the attention and after the MLP
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """A main job's costs, from its shape; ``MainJob`` explains the fields."""
+    """The times of a training's parts, from its shape; ``MainJob`` explains the fields."""
 
     model: ModelSpec
     gpu: GpuKind
@@ -32,7 +33,7 @@ class CostModel:
     optimizer_passes_bytes: float
 
     def pipeline(self) -> PipelineCosts:
-        """Of one iteration."""
+        """Return the costs of one iteration."""
         its = self.parallel
         layers = its.layers(self.model)
         return PipelineCosts(
@@ -43,14 +44,14 @@ class CostModel:
         )
 
     def stage(self, layers: int, is_last: bool) -> StageCost:
-        """Of one micro-batch."""
+        """Return the costs of one microbatch on a virtual stage with this number of layers."""
         exchange_s = ALL_REDUCES * self._tensor_all_reduce_s()
         return stage_cost(self.model, self.gpu, self.parallel, self.efficiency, layers, is_last, exchange_s, exchange_s)
 
     def _tensor_all_reduce_s(self) -> float:
-        """With sequence parallelism a reduce-scatter and an all-gather, which take as long.
+        """Return the seconds of one all-reduce, or of the reduce-scatter and all-gather of sequence parallelism.
 
-        A group that is larger than a node has it to itself: one link of its ring leaves the node.
+        A group larger than a node has the nodes to itself: one link of its ring leaves each node.
         """
         tp = self.parallel.tp
         return self.network.all_reduce_s(
@@ -58,7 +59,7 @@ class CostModel:
         )
 
     def p2p_s(self) -> float:
-        """One transfer between neighbouring stages; all ranks of a stage send at once."""
+        """Return the seconds of a transfer between neighbouring stages, while all ranks of a stage send at once."""
         if self.parallel.pp == 1:
             return 0.0
         return (
@@ -67,19 +68,19 @@ class CostModel:
         )
 
     def _between_stages(self) -> tuple[bool, int]:
-        """Whether stages are on several nodes, and how many ranks of a node send to the next stage."""
+        """Return True if the training spans nodes, and the number of a node's ranks that send to the next stage."""
         its, node = self.parallel, self.network.gpus_per_node
         return its.gpus > node, min(its.tp * its.replicas, node)
 
     def _data_parallel(self) -> tuple[bool, int]:
-        """Whether data-parallel ranks are on several nodes, and how many rings leave a node then."""
+        """Return True if data-parallel groups span several nodes, and the number of rings that then leave a node."""
         its, node = self.parallel, self.network.gpus_per_node
         return its.tp * its.replicas > node, min(its.tp, node)
 
     def reduce_s(self, rank: int) -> float:
-        """Gradients over the data-parallel ranks, and those of a tied embedding between the first and the last stage.
+        """Return the seconds to reduce gradients over data-parallel ranks, and a tied embedding's over its two stages.
 
-        The distributed optimizer scatters them only: half of an all-reduce.
+        With the distributed optimizer the former is a reduce-scatter: half of an all-reduce.
         """
         its, model = self.parallel, self.model
         size = stage_parameters(model, its, rank) * its.precision.gradient_bytes
@@ -93,7 +94,7 @@ class CostModel:
         return reduce_s
 
     def optimizer_s(self, rank: int) -> float:
-        """The optimizer's memory traffic; the distributed one does its part, and then gathers the weights."""
+        """Return the seconds of an optimizer step, from its memory traffic, and of gathering weights if distributed."""
         its = self.parallel
         parameters = stage_parameters(self.model, its, rank)
         step_s = parameters * self.optimizer_passes_bytes / self.gpu.memory_bandwidth
@@ -114,15 +115,15 @@ def stage_cost(
     forward_exchange_s: float,
     backward_exchange_s: float,
 ) -> StageCost:
-    """What one micro-batch costs on a virtual stage.
+    """Return the times of one microbatch's passes on a virtual stage.
 
     A backward pass has twice the operations of the forward pass; half of those with weights are for the weights'
     gradients, and none of the attention's core (Qi et al. 2023, arXiv 2401.10241, Table 1).
 
     Args:
-        is_last: it has the output layer.
-        forward_exchange_s: what the ranks of a stage exchange in the forward pass of one layer.
-        backward_exchange_s: the same for the backward pass, without what is computed again.
+        is_last: True if the stage has the output layer.
+        forward_exchange_s: seconds of communication within a stage in the forward pass of one layer.
+        backward_exchange_s: likewise in the backward pass, without recomputation.
     """
     rate = parallel.tp * parallel.cp * gpu.peak_flops * efficiency
     matrices = layers * model.matrix_flops(parallel.microbatch) / rate
@@ -140,18 +141,18 @@ def stage_cost(
 
 
 def boundary_bytes(model: ModelSpec, parallel: Parallel) -> float:
-    """What passes from layer to layer of one micro-batch, on all tensor-parallel ranks together."""
+    """Return the bytes of one microbatch's activations between two layers, over all tensor-parallel ranks."""
     tokens = parallel.microbatch * model.sequence / parallel.cp
     return tokens * model.hidden * parallel.precision.weight_bytes
 
 
 def p2p_bytes(model: ModelSpec, parallel: Parallel) -> float:
-    """What one rank sends to the next stage: with sequence parallelism its part, else all, as Megatron does."""
+    """Return the bytes that one rank sends to the next stage: its part with sequence parallelism, else all of them."""
     return boundary_bytes(model, parallel) / (parallel.tp if parallel.sequence_parallel else 1)
 
 
 def tied_embedding_bytes(model: ModelSpec, parallel: Parallel) -> float:
-    """Gradients of a tied embedding, which a rank of the first and one of the last stage reduce; 0 if there is none."""
+    """Return the bytes of a tied embedding's gradients, reduced between first and last stage; 0 if there are none."""
     if not model.tied_embeddings or parallel.pp == 1:
         return 0.0
     return model.embedding_parameters / parallel.tp * parallel.precision.gradient_bytes

@@ -1,4 +1,4 @@
-"""GPUs and networks as data: what vendors' data sheets say of them."""
+"""GPUs and networks as data, from vendors' data sheets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class GpuKind:
     """A kind of GPU.
 
     Attributes:
-        peak_flops: of half-precision dense matrix products, accumulated in single precision, per second.
-        memory_bytes: what the data sheet's gigabytes are in fact: GiB.
-        memory_bandwidth: bytes per second.
-        host_bytes_s: to and from the host's memory, in one direction.
-        source: the data sheet's title.
+        peak_flops: FLOP/s of half-precision dense matrix products, accumulated in single precision.
+        memory_bytes: device memory (a data sheet's gigabytes are GiB).
+        memory_bandwidth: bytes per second to and from device memory.
+        host_bytes_s: bytes per second to or from the host's memory, in one direction.
+        source: title of the data sheet.
     """
 
     name: str
@@ -37,12 +37,12 @@ class GpuKind:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What connects the GPUs of a cluster.
+    """The network of a cluster.
 
     Attributes:
-        intra_node_bytes_s: between GPUs of a node, per GPU and direction.
-        inter_node_bytes_s: between nodes, per node and direction; its GPUs share it.
-        latency_s: of one message.
+        intra_node_bytes_s: bytes per second between GPUs of a node, per GPU and direction.
+        inter_node_bytes_s: bytes per second between nodes, per node and direction, shared by the node's GPUs.
+        latency_s: seconds of latency of one message.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Network:
             raise ValueError(f"latency_s is {self.latency_s}; expected seconds, not negative")
 
     def bandwidth(self, crosses_nodes: bool, sharing: int) -> float:
-        """What one of ``sharing`` GPUs of a node has when all of them send at once, in bytes per second."""
+        """Return the bytes per second of each of ``sharing`` GPUs of a node that send at once."""
         if not crosses_nodes:
             return self.intra_node_bytes_s
         return min(self.intra_node_bytes_s, self.inter_node_bytes_s / sharing)
 
     def all_reduce_s(self, size_bytes: float, ranks: int, crosses_nodes: bool, sharing: int) -> float:
-        """A ring all-reduce: ``2 (n-1) / n`` of the data over each link, in ``2 (n-1)`` messages."""
+        """Return the seconds of a ring all-reduce: ``2 (n-1)`` messages, with ``2 (n-1) / n`` of the data per link."""
         if ranks == 1:
             return 0.0
         share = 2 * (ranks - 1) / ranks

@@ -1,8 +1,8 @@
-"""What one GPU of a stage holds, as Megatron allocates it: what a configuration is refused for.
+"""Peak memory of one GPU of a stage, as Megatron allocates it; a configuration above the GPU's memory is refused.
 
-``memory`` has the published formulas, which sum up what passes keep.  Here the passes' tapes are replayed: a GPU holds
-most in a backward pass, when gradients are there beside what all passes in flight keep.  Compared with Megatron's own
-iteration in docs/configure.md.
+``memory`` has the published formulas, which sum the activations that passes keep.  Here the passes' tapes are replayed:
+memory peaks in a backward pass, when gradients come on top of the activations of all passes in flight.
+docs/configure.md compares it with Megatron's own iterations.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from megatron.fill.mainjob.model import ModelSpec
 from megatron.fill.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.mainjob.tape import Sizes, kept_bytes, layer_tape, peak_bytes, sizes
 
-_TOKEN_BYTES = 28  # tokens, labels, positions: 8 each; the loss mask: 4
+_TOKEN_BYTES = 28  # bytes per token: 8 each for token, label and position, and 4 for the loss mask
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Of one micro-batch on one virtual stage, in bytes.
+    """Memory of one microbatch on one virtual stage, in bytes.
 
     Attributes:
-        kept_bytes: from its forward pass on.
-        peak_bytes: the most in its backward pass, ``kept_bytes`` and gradients included.
+        kept_bytes: activations kept from its forward pass to its backward pass.
+        peak_bytes: peak in its backward pass, including ``kept_bytes`` and gradients.
     """
 
     kept_bytes: float
@@ -34,17 +34,17 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Of one micro-batch on one GPU, in bytes: what passes of all stages are made of.
+    """Memory of the parts of a pass of one microbatch on one GPU, in bytes; ``passes`` adds them up for each stage.
 
     Attributes:
-        inner: of a layer that makes its causal mask itself.
-        tied: a gradient of the output layer's weights, which waits for the embedding's where both are on one stage.
-        outer: of one on the first or the last virtual stage, which get a mask with the tokens.
-        tokens: with their masks.
-        embedding: kept; ``embedding_work`` beside it in its backward pass.
-        output: kept by the output layer and the loss; ``output_peak`` the most in their backward pass.
-        passed: what goes from stage to stage.
-        buffer: Megatron's global buffer, once for all micro-batches.
+        inner: a layer that creates its causal mask itself.
+        outer: a layer of the first or the last virtual stage, which receive a mask with the tokens.
+        tied: gradient of the output layer's weights, which waits for the embedding's if both are on one stage.
+        tokens: tokens with their masks.
+        embedding: kept by the embedding; ``embedding_work``: additional memory in its backward pass.
+        output: kept by the output layer and the loss; ``output_peak``: peak in their backward pass.
+        passed: activations passed from stage to stage.
+        buffer: Megatron's global buffer, shared by all microbatches.
     """
 
     inner: Pass
@@ -60,7 +60,7 @@ class MicroBatch:
 
 
 def micro_batch(model: ModelSpec, its: Parallel) -> MicroBatch:
-    """The same for all layouts whose micro-batches are alike."""
+    """Return the parts' memory; it is cached for layouts with equal microbatches."""
     return _micro_batch(
         *(model, its.tp, its.cp, its.ep, its.sequence_parallel, its.microbatch, its.recompute, its.precision)
     )
@@ -113,16 +113,16 @@ def _layer(model: ModelSpec, its: Parallel, mask_bytes: float) -> Pass:
 
 
 def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int) -> list[Pass]:
-    """Of each virtual stage of a rank, in order.
+    """Return the memory of a pass on each virtual stage of a rank, in order.
 
     Args:
-        layers: of all virtual stages, as ``its.layers`` says.
+        layers: number of layers of all virtual stages, as from ``its.layers``.
     """
     last = its.pp * its.chunks - 1
     several = its.microbatches > 1
     found: list[Pass] = []
     for virtual in range(rank, last + 1, its.pp):
-        if len(found) > 1 and virtual != last:  # all of a rank have as many layers
+        if len(found) > 1 and virtual != last:  # the virtual stages of a rank have equal numbers of layers
             found.append(found[1])
         else:
             found.append(_pass(parts, layers[virtual], virtual == 0, virtual == last, several))
@@ -130,7 +130,7 @@ def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int) -
 
 
 def _pass(parts: MicroBatch, layers: int, first: bool, last: bool, several: bool) -> Pass:
-    """Of a virtual stage; ``several`` micro-batches go through it."""
+    """Return the memory of a pass on a virtual stage; ``several``: True for more than one microbatch."""
     layer = parts.outer if first or last else parts.inner
     kept = (parts.tokens if first or last else 0.0) + (parts.embedding if first else 0.0)
     waiting = parts.tied if first and last else 0.0
@@ -141,17 +141,17 @@ def _pass(parts: MicroBatch, layers: int, first: bool, last: bool, several: bool
     if last:
         before = (
             parts.passed if several and not first else 0.0
-        )  # the micro-batch before is not let go of until the loss
+        )  # the previous microbatch is released only after the loss
         peak = max(peak, kept + parts.output_peak + before)
         kept += parts.output
-    # A gradient that came from the next stage, and the one that the micro-batch before sent to the previous stage.
+    # The gradient received from the next stage, and the one that the previous microbatch sent to the previous stage.
     return Pass(kept, peak + parts.passed * ((not last) + (not first and several)))
 
 
 def _output(model: ModelSpec, its: Parallel, size: Sizes) -> tuple[float, float]:
-    """What the last layer norm, the output layer and the loss keep, and the most in their backward pass.
+    """Return the bytes kept by the last layer norm, the output layer and the loss, and the peak in their backward pass.
 
-    Logits are kept in single precision for the loss, and their gradient is made in the same place.
+    Logits are kept in single precision for the loss, and their gradient replaces them in place.
     """
     number = its.precision.weight_bytes
     logits = model.sequence / its.cp * its.microbatch * model.vocabulary / its.tp
@@ -162,7 +162,7 @@ def _output(model: ModelSpec, its: Parallel, size: Sizes) -> tuple[float, float]
 
 
 def _embedding_bytes(model: ModelSpec, its: Parallel) -> float:
-    """A gradient of the embedding's weights, in the weights' precision."""
+    """Return the bytes of a gradient of the embedding's weights, in the weights' precision."""
     return model.embedding_parameters / its.tp * its.precision.weight_bytes
 
 
@@ -171,7 +171,7 @@ def _positions_bytes(model: ModelSpec, its: Parallel) -> float:
 
 
 def _buffer_bytes(model: ModelSpec, its: Parallel, size: Sizes) -> int:
-    """Scores are multiplied into it, and sequences gathered."""
+    """Return the bytes of Megatron's global buffer, for attention scores and gathered sequences."""
     gathered = size.whole if its.tp > 1 and its.sequence_parallel else 0.0
     if model.experts and (its.tp > 1 or its.ep > 1):
         gathered = size.whole * its.ep
@@ -179,10 +179,10 @@ def _buffer_bytes(model: ModelSpec, its: Parallel, size: Sizes) -> int:
 
 
 def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, peak: float) -> StageMemory:
-    """What one GPU of a stage holds.
+    """Return the memory of one GPU of a stage.
 
     Args:
-        peak: the most that the schedule's passes hold there, as ``pipeline.bubbles.peak_pass_bytes`` says.
+        peak: peak bytes of the schedule's passes there, as from ``pipeline.bubbles.peak_pass_bytes``.
     """
     parameters = stage_parameters(model, its, rank)
     experts = expert_parameters(model, its, rank)
@@ -190,7 +190,8 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
     expert_divisor = its.replicas // its.ep if its.distributed_optimizer else 1
     divided = (parameters - experts) / divisor + experts / expert_divisor
     precision = its.precision
-    # In half precision, gradients in single precision are there during the optimizer's step only, without activations.
+    # With half-precision gradients, their single-precision copies exist in the optimizer's step only, when there are no
+    # activations.
     step = divided * (precision.optimizer_bytes - min(12, precision.optimizer_bytes))
     return StageMemory(
         weights_bytes=round(parameters * precision.weight_bytes),

@@ -1,9 +1,9 @@
-"""What one GPU of a stage holds by the published formulas, as the simulator counts it.
+"""Memory of one GPU of a stage by the published formulas, for the simulator.
 
 ``held`` is the more exact accounting that ``pipefill configure`` uses.
 
-Weights, gradients and optimizer state as in ``megatron.training.theoretical_memory_usage``, for each stage instead of
-the fullest; activations by Korthikanti et al. 2022 (arXiv 2205.05198), Table 2.
+Weights, gradients and optimizer state are counted as in ``megatron.training.theoretical_memory_usage``, but for each
+stage instead of the fullest one; activations by Korthikanti et al. 2022 (arXiv 2205.05198), Table 2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.fill.mainjob.parallel import Parallel, Recompute
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Of one GPU, in bytes; ``activations_bytes`` is the most in an iteration."""
+    """The memory of one GPU in bytes; ``activations_bytes`` is the peak in an iteration."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -29,10 +29,10 @@ class StageMemory:
 
 
 def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
-    """Parameters that one GPU of a stage holds.
+    """Return the number of parameters on one GPU of a stage.
 
-    Tensor parallelism divides matrices and embeddings; layer norms are on each of its ranks.  The last stage has the
-    output layer's weights, tied or not.
+    Tensor parallelism divides matrices and embeddings; every one of its ranks has the layer norms.  The last stage has
+    the output layer's weights, tied or not.
     """
     layers = sum(parallel.layers(model)[rank :: parallel.pp])
     matrices = layers * (model.matrix_parameters - model.expert_parameters)
@@ -48,7 +48,7 @@ def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
 
 
 def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
-    """Of ``stage_parameters``, those of experts: only every ``ep``-th replica has the same."""
+    """Return the number of experts' parameters in ``stage_parameters``; only every ``ep``-th replica has the same."""
     if not model.experts:
         return 0.0
     layers = sum(parallel.layers(model)[rank :: parallel.pp])
@@ -56,13 +56,13 @@ def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
 
 
 def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Recompute | None = None) -> float:
-    """What one layer keeps of one micro-batch for its backward pass (Korthikanti et al. 2022, Table 2).
+    """Return the bytes of activations that one layer keeps of one microbatch (Korthikanti et al. 2022, Table 2).
 
     In units of ``s b h`` bytes and without parallelism: ``34 + 5 a s / h``; without the attention's core 34, with full
-    recomputation 2.  Of the 34, tensor parallelism alone leaves 10 whole.
+    recomputation 2.  Tensor parallelism alone does not divide 10 of the 34.
 
     Args:
-        recompute: None for what ``parallel`` says.
+        recompute: None for that of ``parallel``.
     """
     kind = parallel.recompute if recompute is None else recompute
     unit = model.sequence / parallel.cp * parallel.microbatch * model.hidden * parallel.precision.weight_bytes / 2
@@ -76,10 +76,10 @@ def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Reco
 
 
 def activation_bytes(model: ModelSpec, parallel: Parallel) -> tuple[int, ...]:
-    """What each virtual stage keeps of one micro-batch, ``chunk * pp + rank``.
+    """Return the bytes that each virtual stage (``chunk * pp + rank``) keeps of one microbatch.
 
-    Beside its layers', the first keeps token ids and the embedding's dropout mask, and the last the input of the output
-    layer and, for the loss, the logits in single precision, as ``compute_activation_memory`` counts them.
+    In addition to its layers' activations, the first keeps token ids and the embedding's dropout mask, and the last the
+    output layer's input and, for the loss, the logits in single precision, as in ``compute_activation_memory``.
     """
     layer = layer_activation_bytes(model, parallel)
     kept = [count * layer for count in parallel.layers(model)]
@@ -92,19 +92,19 @@ def activation_bytes(model: ModelSpec, parallel: Parallel) -> tuple[int, ...]:
 
 
 def working_bytes(model: ModelSpec, parallel: Parallel) -> int:
-    """What a backward pass computes again at a time: with full recomputation all of one layer, else nothing."""
+    """Return the bytes recomputed at a time in a backward pass: those of one layer with full recomputation, else 0."""
     if parallel.recompute is not Recompute.FULL:
         return 0
     return round(layer_activation_bytes(model, parallel, Recompute.NONE))
 
 
 def stage_memory(model: ModelSpec, parallel: Parallel, rank: int, activations_bytes: int) -> StageMemory:
-    """What one GPU of a stage holds.
+    """Return the memory of one GPU of a stage.
 
-    With BF16 18 bytes per parameter, or ``6 + 12 / dp`` with the distributed optimizer.
+    With BF16 it takes 18 bytes per parameter, or ``6 + 12 / dp`` with the distributed optimizer.
 
     Args:
-        activations_bytes: the most that the schedule keeps there, as ``pipeline.bubbles.peak_activation_bytes`` says.
+        activations_bytes: peak of the activations kept there, as from ``pipeline.bubbles.peak_activation_bytes``.
     """
     parameters = stage_parameters(model, parallel, rank)
     precision = parallel.precision

@@ -1,4 +1,4 @@
-"""The shape of a GPT-like model, and what follows from it: parameters and floating-point operations.
+"""The shape of a GPT-like model, and the parameters and floating-point operations that follow from it.
 
 Parameters are counted as ``megatron.training.theoretical_memory_usage`` counts them: without biases and position
 embeddings, with the scale and shift of each layer norm.
@@ -19,16 +19,17 @@ class ModelSpec:
     Attributes:
         hidden: width of the residual stream.
         sequence: tokens per sample.
-        vocabulary: padded; 0 for a model without embedding and output layer, as FreeRide trains it.
+        vocabulary: padded vocabulary size; 0 for a model without embedding and output layer, as in FreeRide.
         ffn_hidden: width inside the MLP; None for ``4 * hidden``.
-        query_groups: of grouped-query attention; None for as many as heads.
-        swiglu: the MLP has a gate, which makes it half as large again.
-        tied_embeddings: the output layer uses the embedding's weights.
-        experts: MLPs of each layer, of which a router chooses; 0 for one MLP without a router.
-        experts_per_token: how many of them a token passes.
-        positions: learned position embeddings; 0 where positions are rotated in or unknown.
-        hidden_dropout: the residual stream has dropout, and keeps its masks; ``attention_dropout``: so do the scores.
-        source: where the shape comes from.
+        query_groups: number of query groups of grouped-query attention; None for the number of heads.
+        swiglu: True if the MLP has a gate, which makes it 1.5 times as large.
+        tied_embeddings: True if the output layer uses the embedding's weights.
+        experts: number of MLPs of each layer, from which a router chooses; 0 for one MLP without a router.
+        experts_per_token: number of experts that a token passes through.
+        positions: number of learned position embeddings; 0 for rotary or unknown ones.
+        hidden_dropout: True if the residual stream has dropout, and keeps its masks.
+        attention_dropout: likewise of the attention scores.
+        source: origin of the shape.
     """
 
     layers: int
@@ -63,89 +64,89 @@ class ModelSpec:
 
     @property
     def groups(self) -> int:
-        """Heads of keys and values."""
+        """The number of heads of keys and values."""
         return self.heads if self.query_groups is None else self.query_groups
 
     @property
     def ffn(self) -> int:
-        """Width inside the MLP."""
+        """The width inside the MLP."""
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
     @property
     def attention_parameters(self) -> int:
-        """Of the matrices of one layer's attention."""
+        """The number of parameters of one layer's attention matrices."""
         return 2 * self.hidden * self.hidden * (self.heads + self.groups) // self.heads
 
     @property
     def mlp_parameters(self) -> int:
-        """Of the matrices of one MLP, or of one expert."""
+        """The number of parameters of the matrices of one MLP, or of one expert."""
         return (3 if self.swiglu else 2) * self.hidden * self.ffn
 
     @property
     def expert_parameters(self) -> int:
-        """Of all experts of one layer, which expert parallelism divides."""
+        """The number of parameters of all experts of one layer, which expert parallelism divides."""
         return self.experts * self.mlp_parameters
 
     @property
     def matrix_parameters(self) -> int:
-        """Of the matrices of one layer, which tensor parallelism divides.  A router's are neglected."""
+        """The number of parameters of one layer's matrices without a router's, which tensor parallelism divides."""
         return self.attention_parameters + (self.expert_parameters or self.mlp_parameters)
 
     @property
     def passed_parameters(self) -> int:
-        """Of the matrices of one layer, those that one token passes."""
+        """The number of parameters of one layer's matrices that one token passes through."""
         return self.attention_parameters + self.experts_per_token * self.mlp_parameters
 
     @property
     def norm_parameters(self) -> int:
-        """Of one layer's two layer norms, which every tensor-parallel rank has."""
+        """The number of parameters of one layer's two layer norms, which every tensor-parallel rank has."""
         return 2 * _LAYER_NORM * self.hidden
 
     @property
     def final_norm_parameters(self) -> int:
-        """Of the layer norm before the output layer."""
+        """The number of parameters of the layer norm before the output layer."""
         return _LAYER_NORM * self.hidden
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer."""
+        """The number of parameters of one layer."""
         return self.matrix_parameters + self.norm_parameters
 
     @property
     def embedding_parameters(self) -> int:
-        """Of one embedding; an output layer of its own has as many."""
+        """The number of parameters of the embedding; an untied output layer has as many."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """The number of parameters of the whole model."""
         embeddings = self.embedding_parameters * (1 if self.tied_embeddings else 2)
         return self.layers * self.layer_parameters + self.final_norm_parameters + embeddings
 
     def matrix_flops(self, microbatch: int) -> int:
-        """Of one layer's forward pass, in products with weights: 2 per parameter and token.
+        """Return the FLOPs of one layer's forward pass in products with weights: 2 per parameter and token.
 
         With ``ffn_hidden = 4 * hidden`` that is ``24 b s h^2`` (Narayanan et al. 2021, appendix).
         """
         return 2 * microbatch * self.sequence * self.passed_parameters
 
     def attention_flops(self, microbatch: int) -> int:
-        """Of one layer's forward pass, in products of activations: ``4 b s^2 h``.  What a causal mask drops counts."""
+        """Return the FLOPs of one layer's forward pass in products of activations: ``4 b s^2 h``, with masked ones."""
         return 4 * microbatch * self.sequence**2 * self.hidden
 
     def layer_flops(self, microbatch: int) -> int:
-        """Of one layer's forward pass (Narayanan et al. 2021, appendix)."""
+        """Return the FLOPs of one layer's forward pass (Narayanan et al. 2021, appendix)."""
         return self.matrix_flops(microbatch) + self.attention_flops(microbatch)
 
     def output_flops(self, microbatch: int) -> int:
-        """Of the output layer's forward pass: ``2 b s h V``."""
+        """Return the FLOPs of the output layer's forward pass: ``2 b s h V``."""
         return 2 * microbatch * self.sequence * self.embedding_parameters
 
     def model_flops(self, tokens: float) -> float:
-        """Of forward and backward pass for so many tokens; nothing that is computed again counts.
+        """Return the FLOPs of forward and backward passes over ``tokens`` tokens, without recomputation.
 
-        The *model FLOPs* of Korthikanti et al. 2022, section 6: Narayanan et al. 2021, eq. (3), with 72 for its 96,
-        which has the recomputation in it.
+        These are the *model FLOPs* of Korthikanti et al. 2022, section 6: Narayanan et al. 2021, eq. (3), with 72
+        instead of 96, which includes recomputation.
         """
         forward = self.layers * self.layer_flops(1) + self.output_flops(1)
         return 3 * forward * tokens / self.sequence

@@ -1,4 +1,4 @@
-"""How a model is laid over GPUs: tensor, pipeline and data parallelism, with Megatron's rules."""
+"""The layout of a model over GPUs: its parallelism, precision and recomputation, with Megatron's rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.fill.mainjob.model import ModelSpec
 
 
 class Recompute(StrEnum):
-    """Which activations are computed again in the backward pass (Korthikanti et al. 2022, section 5)."""
+    """The activations recomputed in the backward pass (Korthikanti et al. 2022, section 5)."""
 
     NONE = "none"
     SELECTIVE = "selective"  # those of the attention's core, which flash attention does not keep either
@@ -18,7 +18,7 @@ class Recompute(StrEnum):
 
 
 class Precision(StrEnum):
-    """Of passes and gradients, always with Adam; bytes as in Megatron's guide to its distributed optimizer."""
+    """Precision of passes and gradients, with Adam; bytes as in Megatron's guide to its distributed optimizer."""
 
     BF16 = "bf16"  # gradients are kept and reduced in single precision
     FP16 = "fp16"  # gradients are kept and reduced in half precision
@@ -26,39 +26,39 @@ class Precision(StrEnum):
 
     @property
     def weight_bytes(self) -> int:
-        """Per parameter, and per number that passes between layers."""
+        """Bytes per parameter, and per activation between layers."""
         return 4 if self is Precision.FP32 else 2
 
     @property
     def gradient_bytes(self) -> int:
-        """Per parameter."""
+        """Bytes of gradients per parameter."""
         return 2 if self is Precision.FP16 else 4
 
     @property
     def optimizer_bytes(self) -> int:
-        """Per parameter: Adam's two moments, the weights and with FP16 the gradients, in single precision."""
+        """Bytes per parameter of Adam's moments and single-precision copies (weights; with FP16 also gradients)."""
         return {Precision.BF16: 12, Precision.FP16: 16, Precision.FP32: 8}[self]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """How one main job is laid over its GPUs.
+    """The layout of one training over its GPUs.
 
     Attributes:
-        tp: tensor-parallel ranks.
-        pp: pipeline-parallel ranks.
-        dp: data-parallel ranks.
-        cp: context-parallel ranks: each has a part of every sequence.
-        ep: expert-parallel ranks, of the data- and context-parallel ones: each has a part of the experts.
+        tp: number of tensor-parallel ranks.
+        pp: number of pipeline-parallel ranks.
+        dp: number of data-parallel ranks.
+        cp: number of context-parallel ranks; each has a part of every sequence.
+        ep: number of expert-parallel ranks among the data- and context-parallel ones; each has a part of the experts.
         chunks: virtual stages per rank.
-        microbatch: samples per micro-batch.
+        microbatch: samples per microbatch.
         global_batch: samples per iteration, over all data-parallel ranks.
         schedule: a name that ``pipeline.schedules.make_schedule`` knows.
-        group_size: micro-batches in a group of the interleaved schedule; None for ``pp``.
-        sequence_parallel: what tensor parallelism leaves whole is divided along the sequence.
-        distributed_optimizer: the optimizer's state is divided over the data-parallel ranks.
-        first_layers: of the first rank, in all of its chunks; None for as many as the others.
-        last_layers: of the last rank; None for as many as the others.
+        group_size: microbatches in a group of the interleaved schedule; None for ``pp``.
+        sequence_parallel: True if the activations that tensor parallelism replicates are divided along the sequence.
+        distributed_optimizer: True if the optimizer's state is divided over the data-parallel ranks.
+        first_layers: number of layers of the first rank, in all its chunks; None for that of the other ranks.
+        last_layers: number of layers of the last rank; None for that of the other ranks.
     """
 
     tp: int = 1
@@ -100,24 +100,24 @@ class Parallel:
 
     @property
     def microbatches(self) -> int:
-        """Per data-parallel rank and iteration."""
+        """The number of microbatches per data-parallel rank and iteration."""
         return self.global_batch // (self.microbatch * self.dp)
 
     @property
     def gpus(self) -> int:
-        """All of the main job's."""
+        """The number of GPUs of the training."""
         return self.tp * self.pp * self.replicas
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same weights of the attention, and reduce their gradients together."""
+        """The number of ranks with the same attention weights, which reduce their gradients together."""
         return self.dp * self.cp
 
     def check(self, model: ModelSpec) -> None:
-        """Whether the model can be divided so.
+        """Check that the model can be divided over this layout.
 
         Raises:
-            ValueError: naming the field, its value, and what was expected.
+            ValueError: it cannot; the message names the field, its value, and what was expected.
         """
         for name, value in (("heads", model.heads), ("query_groups", model.groups), ("ffn_hidden", model.ffn)):
             if value % self.tp:
@@ -136,10 +136,10 @@ class Parallel:
         self.layers(model)
 
     def layers(self, model: ModelSpec) -> tuple[int, ...]:
-        """How many layers each virtual stage has, ``chunk * pp + rank``.
+        """Return the number of layers of each virtual stage (``chunk * pp + rank``).
 
         Raises:
-            ValueError: they cannot be divided evenly.
+            ValueError: the layers cannot be divided evenly.
         """
         first, last = self.first_layers, self.last_layers
         if first is None and last is None:

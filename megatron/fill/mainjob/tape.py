@@ -1,12 +1,12 @@
-"""What passes through a stage keep, in the order in which they keep it, and what their backward needs beside it.
+"""The activation tape of a layer: the bytes that each operation keeps, and those that its backward pass adds.
 
-A forward pass puts what each of its operations keeps for the backward pass on a tape; the backward pass takes it off
-again, last first.  So memory is highest somewhere near the beginning of a backward pass: what the tape holds up to an
-operation, and the gradients that are there at that moment.  ``layer_tape`` lists these for Megatron's local layers
-(without Transformer Engine); scripts/benchmarks/memory_truth.py finds the same by running them.
+In a forward pass each operation appends the activations that it keeps to a tape; the backward pass removes them again,
+last first.  So memory peaks near the beginning of a backward pass: the tape up to an operation, and the gradients that
+exist at that moment.  ``layer_tape`` lists both for Megatron's local layers (without Transformer Engine);
+scripts/benchmarks/memory_truth.py measures the same by running them.
 
-What is kept adds up to Korthikanti et al. 2022 (arXiv 2205.05198), Table 2; grouped-query attention's keys and values
-are repeated for each head, and each operation's gradients are this module's own account.
+The kept bytes add up to Korthikanti et al. 2022 (arXiv 2205.05198), Table 2; in addition, the keys and values of
+grouped-query attention are repeated for each head, and the gradients of each operation are counted.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron.fill.mainjob.parallel import Parallel, Recompute
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation.
+    """An operation of a layer.
 
     Attributes:
-        kept_bytes: what it leaves on the tape.
-        working_bytes: in its backward pass, beside the tape up to here: gradients, and what it computes with.
+        kept_bytes: bytes that it adds to the tape.
+        working_bytes: bytes in its backward pass in addition to the tape up to here: gradients and temporaries.
     """
 
     name: str
@@ -34,16 +34,16 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of one micro-batch's activations on one GPU, in bytes.
+    """Sizes of one microbatch's activations on one GPU, in bytes.
 
     Attributes:
-        whole: ``s b h`` numbers, as matrix products take them.
-        residual: the same, as layers pass it on: with sequence parallelism a part.
-        mask: of a dropout of the residual.
-        query: also what goes into the projection.
-        keys: keys and values, as they are projected.
-        scores: of all heads; ``score_mask`` is of their dropout.
-        ffn: inside the MLP, after its activation function; ``gated`` before it.
+        whole: ``s b h`` numbers, the input of matrix products.
+        residual: the same between layers; a part of it with sequence parallelism.
+        mask: dropout mask of the residual stream.
+        query: queries, and likewise the input of the output projection.
+        keys: keys and values as projected.
+        scores: attention scores of all heads; ``score_mask``: their dropout mask.
+        ffn: activations inside the MLP after its activation function; ``gated``: before it.
     """
 
     whole: float
@@ -58,7 +58,7 @@ class Sizes:
 
 
 def sizes(model: ModelSpec, its: Parallel) -> Sizes:
-    """Of a micro-batch."""
+    """Return the sizes of a microbatch's activations."""
     number = its.precision.weight_bytes
     rows = model.sequence / its.cp * its.microbatch
     whole = rows * model.hidden * number
@@ -79,10 +79,10 @@ def sizes(model: ModelSpec, its: Parallel) -> Sizes:
 
 
 def layer_tape(model: ModelSpec, its: Parallel, mask_bytes: float = 0.0) -> list[Step]:
-    """One layer's operations, in the order of the forward pass.
+    """Return a layer's operations, in the order of the forward pass.
 
     Args:
-        mask_bytes: of a causal mask that the layer makes for itself; 0 on stages that get one with the tokens.
+        mask_bytes: bytes of a causal mask that the layer creates itself; 0 on stages that receive one with the tokens.
     """
     size = sizes(model, its)
     if its.recompute is not Recompute.FULL:
@@ -93,12 +93,12 @@ def layer_tape(model: ModelSpec, its: Parallel, mask_bytes: float = 0.0) -> list
 
 def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> list[Step]:
     width = its.precision.weight_bytes * model.hidden / its.tp
-    rows = model.hidden * (1 + 2 * model.groups / model.heads)  # of the projection to query, keys and values
-    gradient = size.residual  # of the residual stream: there all the time
+    rows = model.hidden * (1 + 2 * model.groups / model.heads)  # rows of the projection to query, keys and values
+    gradient = size.residual  # gradient of the residual stream, which exists all the time
     grouped, rotated = model.groups < model.heads, not model.positions
     projected = size.query + size.keys
     repeated = 2 * size.query if grouped else 0.0
-    # Views of what was projected, unless positions are rotated in or heads repeat the keys of their group.
+    # Views of the projection's output, unless rotary positions are applied or heads repeat the keys of their group.
     given = projected + (size.query if rotated or grouped else 0.0) + (size.keys / 2 if rotated else 0.0)
     plain = size.query if grouped else given
     core = [Step("split", plain, 2 * projected + repeated), *_core(model, size, repeated, mask_bytes)]
@@ -117,14 +117,14 @@ def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> li
 
 
 def _again(output_bytes: float) -> float:
-    """Of what is computed again: its output and the gradient of it are there while its backward pass runs."""
+    """Return the bytes of a recomputed output and its gradient, which both exist during its backward pass."""
     return 2 * output_bytes
 
 
 def _core(model: ModelSpec, size: Sizes, repeated: float, mask_bytes: float) -> list[Step]:
-    """The attention's core: from query, keys and values to their mixture.
+    """Return the operations of the attention's core: from query, keys and values to their mixture.
 
-    Scores are masked in place, in a view: for that, autograd copies their gradient twice.
+    Scores are masked in place, in a view, for which autograd copies their gradient twice.
     """
     per_head = repeated or size.keys
     values = per_head / 2
@@ -138,7 +138,7 @@ def _core(model: ModelSpec, size: Sizes, repeated: float, mask_bytes: float) -> 
 
 
 def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
-    """One MLP; or the experts, one after the other, with as many tokens each."""
+    """Return the operations of the MLP, or of the experts, one after the other, with equal numbers of tokens."""
     weights = model.hidden * model.ffn / its.tp * its.precision.weight_bytes
     gates = 2 if model.swiglu else 1
     gradient = size.residual
@@ -151,7 +151,7 @@ def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
             Step("out of", size.ffn, gradient + size.whole + size.ffn + weights),
         ]
     passes = model.experts_per_token
-    each = passes * its.ep / model.experts  # of a micro-batch, what one expert sees
+    each = passes * its.ep / model.experts  # share of a microbatch that one expert gets
     routed = passes * size.whole
     return [
         norm,
@@ -163,12 +163,12 @@ def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
 
 
 def kept_bytes(tape: Sequence[Step]) -> float:
-    """What it holds after the forward pass."""
+    """Return the bytes of the whole tape, after the forward pass."""
     return sum(step.kept_bytes for step in tape)
 
 
 def peak_bytes(tape: Sequence[Step]) -> float:
-    """The most that it holds in the backward pass, gradients included."""
+    """Return the peak bytes of the tape and gradients in the backward pass."""
     held = most = 0.0
     for step in tape:
         held += step.kept_bytes

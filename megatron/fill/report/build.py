@@ -37,7 +37,7 @@ _S, _MS = 1e9, 1e6  # nanoseconds
 
 
 class Part(NamedTuple):
-    """One rank in one segment.
+    """The records of a rank in a segment.
 
     Attributes:
         segment: the segment's number.

@@ -31,7 +31,7 @@ class JobWork:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """One rank in one segment; times in nanoseconds.
+    """The figures of a rank in a segment; times in nanoseconds.
 
     Attributes:
         number, duration, filling, block, watched: one entry for each training iteration, as in ``IterationTimes``.

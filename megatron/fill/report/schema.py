@@ -95,7 +95,7 @@ class Totals(_Model):
 
 
 class BrakeReport(_Model):
-    """One stop of the filling of a rank by the automatic brake: the training was slower than --fill-max-slowdown."""
+    """A stop of the filling of a rank by the automatic brake: the training was slower than --fill-max-slowdown."""
 
     iteration: int = Field(description="the last iteration before it")
     slowdown: float = Field(description="the training's slowdown as measured then; 0.03 is 3%")
@@ -127,7 +127,7 @@ class StageReport(Totals):
 
 
 class CycleBubble(_Model):
-    """One bubble of the cycle: the bubble at one position of every iteration."""
+    """A bubble of the cycle: the bubble at one position of every iteration."""
 
     index: int = Field(description="its position in the cycle, from 0")
     kind: BubbleKind = Field(description="its place in the iteration: fill, fwd-bwd, interior or drain")
@@ -171,7 +171,7 @@ class JobSummary(_Model):
 
 
 class AttemptReport(_Model):
-    """One attempt at a job: from when an agent took it to when it gave it back, or ended."""
+    """An attempt at a job: from when an agent took it to when it gave it back, or ended."""
 
     segment: int = Field(description="the segment of the run that it was in")
     rank: int | None = Field(description="the rank whose bubbles it ran in")
@@ -254,14 +254,14 @@ class Summary(_Model):
 
 
 class Wall(_Model):
-    """One isolation layer of the sandbox of jobs."""
+    """An isolation layer of the sandbox of jobs."""
 
     name: str = Field(description="its name, as pipefill doctor prints it")
     lacks: str = Field(description="reason why it was missing; empty if it was there")
 
 
 class SegmentReport(_Model):
-    """One segment of the run: one start of its training."""
+    """A segment of the run: one start of its training."""
 
     number: int = Field(description="its number, from 1, and the name of its folder in records/")
     ending: SegmentEnding = Field(description="its ending: by itself, failed, cut off, or running if it has not ended")
