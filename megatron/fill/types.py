@@ -152,7 +152,7 @@ class RankRecord:
 
     Attributes:
         schedule: key of its last training iteration; None if there was none.
-        settled_after: the last iteration in which jobs of some rank still set themselves up; 0 while that goes on.
+        settled_after: the last iteration in which jobs of some rank still set themselves up; 0 until they have settled.
         lost_until: the last iteration written before its file was deleted; 0 if it was not deleted.
     """
 

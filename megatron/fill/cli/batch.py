@@ -70,7 +70,7 @@ def batch(
     is.
 
     --alone answers on this machine's device instead. Answers are in OUTPUT.*.partial until all are there; killed or
-    interrupted, the same command goes on with the requests that are not answered yet.
+    interrupted, the same command continues with the requests that are not answered yet.
 
     Exits with 0 if the output is there or the job still waits or runs, 1 if the job failed or was cancelled, 2 if
     something makes no sense, 130 if it was interrupted.

@@ -39,7 +39,7 @@ def chaos(
 
     Takes two cores for about a second per fault. Exits with 0 if all faults were injected, every loss is the same to
     the bit, no training failed, stood still or was slowed, no job was lost and no process was left, and every attack
-    was tried and has succeeded without the walls that stop it; else with 1.
+    was tried and has succeeded without the isolation layers that stop it; else with 1.
     """
     from rich.console import Console
 

@@ -54,9 +54,9 @@ def configure(
 ) -> None:
     """Find the best layouts of a training on a cluster, before a GPU-hour is spent.
 
-    All layouts that Megatron starts and that fit the GPUs' memory are weighed. BUBBLES is their share of the GPUs'
-    time, FILL how many GPUs of their own the fill jobs would need for what they do in them. On a measured network,
-    ranks are put on the GPUs where the iteration is shortest. With --profile, passes take what that run's passes took.
+    All layouts that Megatron starts and that fit the GPUs' memory are compared. BUBBLES is their share of the GPUs'
+    time, FILL the number of GPUs that the jobs would need for the same work without bubbles. On a measured network,
+    ranks are placed for the shortest iteration. With --profile, passes take as long as in that run.
 
     --json writes "configurations", "timed" and a list "best", each with its layout, rank order, flags and figures.
     """
@@ -104,7 +104,7 @@ def pays(
     network: Annotated[str, typer.Option("--network", metavar="NAME", help="Which kind of nodes.")] = "dgx-a100",
     as_json: Json = False,
 ) -> None:
-    """Say what filling would bring a training, or that it does not pay; without GPUs, in a second.
+    """Print the value of a training's bubbles, or that filling does not pay; without GPUs, in a second.
 
     The layout is that of the flags. --json prints gpus, iteration_s, bubble_share, memory_bytes, gpus_worth and pays.
     """

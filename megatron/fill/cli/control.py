@@ -25,8 +25,8 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder, as the
 def pause(run: Run, as_json: Json = False) -> None:
     """Start no further step on this node until resume.
 
-    The last step of each task runs to its own end; a command is stopped where it is.
-    The training goes on, and neither it nor any job has to be started again.
+    The last step of each task runs to its end; a command is stopped where it is.
+    The training continues, and neither it nor any job has to be started again.
 
     Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
@@ -42,7 +42,7 @@ def resume(run: Run, as_json: Json = False) -> None:
 
 
 def drain(run: Run, as_json: Json = False) -> None:
-    """Begin no further job on this node; those that run go on to their end.
+    """Begin no further job on this node; running jobs continue to their end.
 
     Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
@@ -50,9 +50,9 @@ def drain(run: Run, as_json: Json = False) -> None:
 
 
 def kill(run: Run, as_json: Json = False) -> None:
-    """End all side tasks on this node at once, and begin none until resume.
+    """End all jobs on this node at once, and begin none until resume.
 
-    Their jobs go back to the queue and go on from their last checkpoint.
+    They go back to the queue and resume from their last checkpoints later.
 
     Exits with 1 if an agent did not acknowledge it within 2 seconds, or a rank's note of where it is was damaged.
     """
@@ -60,9 +60,9 @@ def kill(run: Run, as_json: Json = False) -> None:
 
 
 def status(run: Run, as_json: Json = False) -> None:
-    """Show which state the ranks of a run on this node are in, and whether the training moves.
+    """Show the state of each rank of a run on this node, and whether the training makes progress.
 
-    Where nothing has moved for ten times the longest iteration, and half a minute at least, it says since when, and
+    If there was no progress for ten times the longest iteration, and half a minute at least, it prints since when, and
     which rank waits for which stage, or is stopped or gone.
 
     Exits with 1 if a rank's note of where it is was damaged.

@@ -19,10 +19,10 @@ _COLOURS = {"yes": "green", "partly": "yellow", "no": "red"}
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what walls this machine has for keeping jobs in, and what will be used for each limit.
+    """Show the isolation layers that this machine has for jobs' sandboxes, and the enforcement of each limit.
 
-    --json prints an object: walls (name, keeps, lacks: why it does not stand here), abilities (name, has: yes, partly
-    or no, detail), bindings (limit, uses, instead: why nothing better) and notes (faults that are not contained).
+    --json prints an object: walls (the layers: name, keeps, lacks: why it is missing), abilities (name, has: yes,
+    partly or no, detail), bindings (limit, uses, instead: why nothing better) and notes (faults not contained).
     """
     from megatron.fill.agent.walls import find_walls, why_no_cuda_for_jobs
     from megatron.fill.device.doctor import diagnose

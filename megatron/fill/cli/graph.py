@@ -57,7 +57,7 @@ def plan(
 ) -> None:
     """Cut a model into a graph of stages (GraphPipe), so that branches run side by side.
 
-    Prints a line per stage: its devices (DEV); the samples of a micro-batch, which is divided over them (BATCH); the
+    Prints a line per stage: its devices (DEV); the samples of a microbatch, which is divided over them (BATCH); the
     order of forward and backward passes; samples in flight (FLIGHT); memory of a device; its bubbles (IDLE); the
     stages that it takes from (AFTER); its first and last operator.
     """

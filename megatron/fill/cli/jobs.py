@@ -34,10 +34,10 @@ def submit(
 ) -> None:
     """Put the jobs of a file into the store; a job that is there already is left as it is.
 
-    Nothing is submitted if a module, class, argument or program of a job does not exist: that is looked up in a process
-    of its own, behind the walls that jobs have. Give --no-check where the jobs' modules are not installed.
+    Nothing is submitted if a module, class, argument or program of a job does not exist: a separate process checks
+    this, in the sandbox of jobs. Give --no-check where the jobs' modules are not installed.
 
-    Makes the store if it is not there. --json prints a list of jobs as "show" does one, each with already_there.
+    The store is created if it does not exist. --json prints a list of jobs as "show" does one, each with already_there.
     """
     from megatron.fill.given.jobs import load_jobs
     from megatron.fill.store.submit import new_job, submitter
@@ -138,7 +138,7 @@ def _say_what_stands_still(store: str | None) -> None:
 def show(name: JobName, store: Store = None, as_json: Json = False) -> None:
     """Show all about one job.
 
-    --json prints: id, name, state (LOST: no agent speaks for it any more, since lost_s), reason, user, priority,
+    --json prints: id, name, state (LOST: its agent's lease has expired, at lost_s), reason, user, priority,
     attempt, owner, device, directory, cancelling, asked_by (the device that it is to move to); the times submitted_s,
     started_s, finished_s, deadline_s, checkpoint_s, lease_until_s, lost_s, asked_s, ends_s (seconds since 1970);
     work_done, total_work, unit, percent, rate (per second), remaining_s, steps, harvested_s, resumable, startup_s;
@@ -154,7 +154,7 @@ def show(name: JobName, store: Store = None, as_json: Json = False) -> None:
 
 
 def cancel(names: JobNames, store: Store = None, as_json: Json = False) -> None:
-    """Cancel jobs: waiting and lost ones at once, running ones as soon as their agent hears of it.
+    """Cancel jobs: waiting and lost ones at once, running ones as soon as their agent notices.
 
     --json prints a list of jobs as "show" does one.
     """
@@ -162,7 +162,7 @@ def cancel(names: JobNames, store: Store = None, as_json: Json = False) -> None:
 
 
 def retry(names: JobNames, store: Store = None, as_json: Json = False) -> None:
-    """Put failed, cancelled or lost jobs back into the queue; they go on from their checkpoints.
+    """Put failed, cancelled or lost jobs back into the queue; they resume from their checkpoints.
 
     --json prints a list of jobs as "show" does one.
     """

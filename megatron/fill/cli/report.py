@@ -39,7 +39,7 @@ def report(
 ) -> None:
     """Make the report of a run from what its ranks and agents have written so far.
 
-    Covers all segments: each time that the training was started in this run folder. Writes report.json, trace.json and
+    It covers all segments, which are the starts of the training in this run folder. Writes report.json, trace.json and
     timeline.png there, as a training does that ends by itself; --json prints the first of them.
     """
     from rich.console import Console

@@ -41,10 +41,10 @@ def simulate(
     csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write a line per simulation.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Simulate main jobs, their bubbles, and the fill jobs in them, with PipeFill's own planner and scheduler.
+    """Simulate trainings, their bubbles, and the jobs in them, with PipeFill's own planner and scheduler.
 
-    MAIN is the share of the devices' time in which main jobs compute, FILL what the fill work would have taken alone on
-    such devices. With --from, jobs like each of the report's are always waiting.
+    MAIN is the share of the devices' time in which trainings compute, FILL the share that the jobs' work would take on
+    such devices alone. With --from, jobs like each of the report's are always waiting.
 
     --json prints a list with an entry per simulation; docs/simulator.md explains its fields.
     """

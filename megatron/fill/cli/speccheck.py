@@ -34,7 +34,7 @@ def speccheck(
     """Check rules that verify token trees, by listing every outcome of them for small vocabularies.
 
     A rule is exact if the tokens that it takes are distributed as the target model's own. Its total variation distance
-    from that is then 0, but for rounding: below 1e-12. docs/llm.md tells how to write a rule.
+    from that is then 0, except for rounding: below 1e-12. docs/llm.md explains how to write a rule.
 
     Exits with 0 if all rules are exact, 1 if one is not, 2 if something does not exist or makes no sense.
 

@@ -63,8 +63,8 @@ def try_(
 ) -> None:
     """Try jobs without any training: would they run in the bubbles of one?
 
-    Each job runs as in a training, by the same agent and worker and behind the same walls, beside a main job that only
-    waits. All its callbacks are called. A task that can be saved is saved after its first bubble, and goes on in a new
+    Each job runs as in a training, by the same agent and worker and in the same sandbox, next to a training that only
+    waits. All its callbacks are called. A task that can be saved is saved after its first bubble, and resumes in a new
     process from there.
 
     Exits with 0 if all would run, 1 if one failed, 2 if something does not exist or makes no sense.
