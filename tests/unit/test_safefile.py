@@ -179,3 +179,23 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path):
     safefile.remove(tmp_path / "link")
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     safefile.remove(tmp_path / "nothing")
+
+
+def test_a_folder_that_a_job_made_very_deep_is_removed(tmp_path):
+    kept = tmp_path / "kept"
+    kept.touch()
+    os.chdir(tmp_path)
+    try:
+        for _ in range(3000):
+            os.mkdir("deep")
+            os.chdir("deep")
+        os.symlink(kept, "link")
+    finally:
+        os.chdir(tmp_path)
+    safefile.remove(tmp_path / "deep")
+    assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_what_cannot_be_removed_is_reported():
+    with pytest.raises(OSError, match="/proc/self cannot be removed"):
+        safefile.remove_tree(Path("/proc/self/"))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from megatron.fill.chaos.network import OwnNetwork
 from megatron.fill.chaos.results import ChaosResult, compile_result
 from megatron.fill.chaos.training import find_script
 from megatron.fill.errors import ConfigError
+from megatron.fill.linux import safefile
 
 _ON_GPU = "it needs a main job that trains and fills on a GPU; this one trains on the CPU"
 _FEW = 100  # faults: from there on, trainings are long
@@ -117,9 +117,13 @@ def _keep(source: Path, target: Path, say: Callable[[str], None]) -> None:
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="pipefill-chaos-", ignore_cleanup_errors=True) as folder:
-            os.chmod(folder, 0o755)  # jobs may run as another user
-            yield Path(folder).resolve()
+        folder = Path(tempfile.mkdtemp(prefix="pipefill-chaos-")).resolve()
+        folder.chmod(0o755)  # jobs may run as another user
+        try:
+            yield folder
+        finally:
+            with suppress(OSError):  # what attacks have left behind is not to cost the result
+                safefile.remove_tree(folder)
         return
     try:
         keep.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +14,7 @@ import typer
 
 from megatron.fill.cli.options import Device, Json, checked_device
 from megatron.fill.errors import ConfigError
+from megatron.fill.linux import safefile
 
 if TYPE_CHECKING:
     from megatron.fill.given.jobs import JobSpec
@@ -148,7 +148,8 @@ def trial_folder(keep: Path | None) -> Iterator[Path]:
         folder.chmod(0o755)
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            safefile.remove_tree(folder)
 
 
 def _named(
