@@ -284,7 +284,7 @@ class SegmentReport(_Model):
 
 
 class Report(_Model):
-    """``report.json``."""
+    """The content of ``report.json``."""
 
     schema_version: int = Field(default=SCHEMA_VERSION, description="version of this schema")
     command: str = Field(description="the command line of the training, in the last segment")
