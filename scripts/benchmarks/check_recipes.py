@@ -154,10 +154,10 @@ def summary(rows: list[Row], recipes_read: int) -> dict[str, int]:
     return {
         "recipes": recipes_read,
         "trained": len(trained),
-        "identical_and_stepped": sum(row.outcome.well for row in trained),
+        "identical_and_stepped": sum(row.outcome.stepped for row in trained),
         "identical": sum(row.outcome.identical for row in trained),
         "local": sum(row.local for row in rows),
-        "local_identical_and_stepped": sum(row.local and row.outcome.well for row in rows),
+        "local_identical_and_stepped": sum(row.local and row.outcome.stepped for row in rows),
         "trainings_of_their_own": sum(not row.same_as for row in trained),
         "iterations": sum(row.outcome.iterations for row in trained if not row.same_as),
         "cannot_be_trained_here": sum(bool(row.outcome.refusal) for row in rows),

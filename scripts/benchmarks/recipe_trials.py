@@ -31,11 +31,13 @@ class Stopped(Exception):
 
     Args:
         code: its exit code; None where it was ended.
+        error: the first error that it printed; empty for none.
     """
 
-    def __init__(self, reason: str, code: int | None) -> None:
+    def __init__(self, reason: str, code: int | None, error: str = "") -> None:
         super().__init__(reason)
         self.code = code
+        self.error = error or ("" if code is None else reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,14 @@ class Outcome:
     failure: str = ""
 
     @property
-    def well(self) -> bool:
+    def stepped(self) -> bool:
+        """True if the losses are identical and the jobs of every rank did steps."""
         return self.identical and not self.failure and bool(self.steps) and min(self.steps) > 0
+
+    @property
+    def well(self) -> bool:
+        """True if it stepped, or ended by the error that the recipe injects, with and without jobs alike."""
+        return self.stepped or (self.identical and self.exit_code in RERUN_CODES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,8 @@ class Trial:
             injected = "--error-injection-type" in self.shrunk.flags
             if injected and filled.code == stopped.code and stopped.code in RERUN_CODES:
                 return self._compare(stopped.code)
+            if filled.error and filled.error == stopped.error:  # one of them may hang after it
+                return Outcome(refusal=filled.error)
             if filled.code is None and stopped.code is None:
                 return Outcome(failure=f"with jobs and without: {stopped}")
             return Outcome(refusal=str(stopped)) if stopped.code == filled.code else Outcome(failure=str(filled))
@@ -176,7 +186,8 @@ class Trial:
         except (AssertionError, subprocess.TimeoutExpired) as error:
             if running.process.poll() is None:
                 _end(running.process)
-                raise Stopped(f"{missing}; {who_waits(''.join(running.output))}", None) from error
+                output = "".join(running.output)
+                raise Stopped(f"{missing}; {who_waits(output)}", None, first_error(output)) from error
             time.sleep(1)  # for the last lines of its output
             raise Stopped(told("".join(running.output)), running.process.returncode) from error
         finally:
@@ -203,7 +214,7 @@ class Trial:
             stacks = ""
             with suppress(subprocess.TimeoutExpired):  # what a rank started may hold the pipe
                 stacks = process.communicate(timeout=20)[0]
-            raise Stopped(f"it hangs; {who_waits(stacks)}", None) from error
+            raise Stopped(f"it hangs; {who_waits(stacks)}", None, first_error(stacks)) from error
         finally:
             _end(process)
         if process.returncode:
@@ -247,7 +258,12 @@ _ECHOES = ("Connection closed by peer", "Connection reset", "ProcessLookup", "Gl
 
 
 def told(output: str) -> str:
-    """The first error in the output of a training that failed, in one line."""
+    """The first error in the output of a training that failed, or the end of the output, in one line."""
+    return first_error(output) or output[-300:].replace("\n", " ")
+
+
+def first_error(output: str) -> str:
+    """The first error in the output of a training, in one line, or an empty text."""
     errors = []
     lines = [re.sub(r"^\[rank\d+\]:\s?", "", line) for line in output.splitlines()]
     for number, line in enumerate(lines):
@@ -261,4 +277,4 @@ def told(output: str) -> str:
                 line = f"{line.rstrip(': ')} at {code[-1]}" if code else line
             errors.append(line)
     own = [error for error in errors if not any(echo in error for echo in _ECHOES)]
-    return (own or errors or [output[-300:].replace("\n", " ")])[0][:300]
+    return (own or errors or [""])[0][:300]

@@ -218,6 +218,8 @@ def test_only_equal_losses_with_steps_on_every_rank_are_well():
     assert not Outcome(iterations=12, steps=(3, 0), identical=True).well
     assert not Outcome(iterations=12, steps=(3, 9), identical=False).well
     assert not Outcome(refusal="no").well
+    assert Outcome(iterations=1, identical=True, exit_code=16).well
+    assert not Outcome(iterations=1, identical=True, exit_code=16).stepped
     found = summary([own(WELL), own(WELL, same_as="own"), own(Outcome(refusal="no"), local=False)], 5)
     assert (found["trained"], found["identical_and_stepped"], found["trainings_of_their_own"]) == (2, 2, 1)
     assert (found["local"], found["cannot_be_trained_here"], found["not_yet_tried"]) == (2, 1, 2)
@@ -234,6 +236,7 @@ def test_what_does_not_train_is_no_training():
         (Stopped("as upstream", 1), Stopped("upstream", 1), Outcome(refusal="upstream")),
         (Stopped("ours", 1), None, Outcome(failure="ours")),
         (Stopped("ours", 1), Stopped("it hangs", None), Outcome(failure="ours")),
+        (Stopped("no module", 1), Stopped("it hangs", None, "no module"), Outcome(refusal="no module")),
         (Stopped("it hangs", None), Stopped("it hangs", None), Outcome(failure="with jobs and without: it hangs")),
         (None, Stopped("upstream", 1), Outcome(failure="without PipeFill: upstream")),
         (Stopped("told to", 16), Stopped("told to", 16), Outcome(exit_code=16)),
