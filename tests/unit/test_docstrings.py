@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Studies, planners and language models beside the runtime, which the rule does not cover.
-OUTSIDE = {"chaos", "configure", "graph", "llm", "sim"}
+OUTSIDE = {"chaos", "configure", "llm", "sim"}
 # A relative clause, a partitive or a pronoun in the place of the noun: "What a job printed" for "The job's output".
 FIRST = {"None", "Nobody", "Nothing", "Of", "One", "How", "That", "What", "Where", "Whether"}
 FIRST |= {"Which", "Who", "Whom", "Whose", "Why"}

@@ -1,6 +1,6 @@
-"""Planners to compare with, by the same costs, limits and timelines.
+"""Baseline planners, with the same costs, limits and timelines.
 
-A *sequential* pipeline is a chain of stages: each waits for the one before it, also where no operator does.
+A *sequential* pipeline is a chain of stages: each waits for the one before it even if no operator needs to.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.fill.graph.tree import line
 
 
 def plan_sequential(graph: ModelGraph, cluster: Cluster, batch: int, sizes: Sequence[int]) -> Found:
-    """A sequential pipeline over the operators in a line, branch after branch (PipeDream, Narayanan et al. 2019).
+    """Plan a sequential pipeline over the operators in a line, branch after branch (PipeDream, Narayanan et al. 2019).
 
     Raises:
         GraphError: as ``plan_graph``.
@@ -24,9 +24,9 @@ def plan_sequential(graph: ModelGraph, cluster: Cluster, batch: int, sizes: Sequ
 
 
 def plan_atomic(graph: ModelGraph, cluster: Cluster, batch: int, sizes: Sequence[int]) -> Found:
-    """A sequential pipeline in which what is at the same depth of the model is one operator.
+    """Plan a sequential pipeline in which the operators at the same depth of the model are merged into one.
 
-    So branches are concatenated, layer by layer, into a chain.
+    This concatenates the branches, layer by layer, into a chain.
 
     Raises:
         GraphError: as ``plan_graph``.
@@ -41,9 +41,10 @@ def plan_atomic(graph: ModelGraph, cluster: Cluster, batch: int, sizes: Sequence
 
 
 def plan_exhaustive(graph: ModelGraph, cluster: Cluster, batch: int, sizes: Sequence[int]) -> Found:
-    """A sequential pipeline over whichever line of operators is best (Piper, Tarnawski et al. 2021).
+    """Plan a sequential pipeline over the best line of operators (Piper, Tarnawski et al. 2021).
 
-    A stage is the difference of two sets of operators that are closed towards the beginning; all are tried.
+    A stage is the difference of two sets of operators, each of which contains all inputs of its members; all such
+    stages are tried.
 
     Raises:
         GraphError: as ``plan_graph``.
@@ -65,7 +66,7 @@ class _Exhaustive:
         return self._solve(self._graph.everything, self._options.first)
 
     def _solve(self, closed: int, need: tuple[int, ...]) -> tuple[Entry, ...]:
-        """Of the operators of a set that is closed towards the beginning."""
+        """Return the best entries for a set of operators that contains all inputs of its members."""
         if not closed:
             return (Entry(0, need, Link(None)),)
         key = closed, need
@@ -87,7 +88,7 @@ class _Exhaustive:
                         yield Entry(upper.devices + stage.devices, upper.need, link)
 
     def _last(self, closed: int) -> tuple[int, ...]:
-        """Every set that may be the last stage: what it has, it has with all that depends on it."""
+        """Return every candidate for the last stage: the sets that contain everything that depends on their members."""
         if closed not in self._ends:
             found: list[int] = []
             seen = {0}

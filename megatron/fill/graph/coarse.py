@@ -1,4 +1,4 @@
-"""A graph with fewer operators: small neighbours put together."""
+"""Coarsening: merge small neighbouring operators of a graph."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megatron.fill.graph.tree import Chain, decompose, item_operators
 
 
 def coarsen(graph: ModelGraph, share: float) -> ModelGraph:
-    """Neighbours in series, and whole blocks of branches, as one operator up to a share of the model's work.
+    """Merge neighbours in series, and whole blocks of branches, up to ``share`` of the model's work per operator.
 
-    Work is floating-point operations and bytes of output: what has neither weighs nothing.  An operator has the name of
-    the largest one in it.
+    An operator's work is its floating-point operations plus its bytes of output.  A merged operator has the name of its
+    largest member.
     """
     weights = [its.forward_flops + its.output_bytes for its in graph.operators]
     most = share * sum(weights)

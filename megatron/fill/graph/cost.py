@@ -1,4 +1,4 @@
-"""What a stage costs: time, memory and transfers, from its operators and the devices that it runs on."""
+"""Costs of a stage: time, memory and transfers, from its operators and the devices that it runs on."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Cluster:
     """The devices of a plan.
 
     Attributes:
-        network: None where transfers and all-reduces take no time.
-        efficiency: the share of the GPU's peak that operators reach.
-        memory_bytes: of a device; None for what its kind has.
+        network: the interconnect, or None if transfers and all-reduces take no time.
+        efficiency: achieved fraction of the GPU's peak FLOP/s.
+        memory_bytes: memory of one device; None for the GPU kind's own.
     """
 
     devices: int
@@ -44,14 +44,14 @@ class Cluster:
         return self.gpu.memory_bytes if self.memory_bytes is None else self.memory_bytes
 
     def passes_s(self, operator: Operator, input_bytes: float, samples: int) -> tuple[float, float]:
-        """Forward and backward pass of so many samples on one device, in seconds.
+        """Forward and backward pass of ``samples`` samples on one device, in seconds.
 
-        Each takes as long as its operations at the efficiency, or as its traffic at the memory's bandwidth, whichever
-        is longer (the roofline): small micro-batches are slow because the parameters are read for each.  A frozen
-        operator has no backward pass.
+        A pass takes the longer of its operations at the achieved FLOP/s and its traffic at the memory's bandwidth (the
+        roofline): small microbatches are slow because the parameters are read for each.  A frozen operator has no
+        backward pass.
 
         Args:
-            input_bytes: what the operator takes, per sample.
+            input_bytes: size of the operator's inputs per sample.
         """
         forward_s, backward_s = self._passes_s(operator, input_bytes, samples)
         return forward_s, 0.0 if operator.frozen else backward_s
@@ -72,39 +72,39 @@ class Cluster:
         )
 
     def link_bytes_s(self, replicas: int) -> float:
-        """What one device of a stage has to and from other stages, per direction; all of its replicas use it at once.
+        """Bytes per second and direction between one device of a stage and other stages, with all replicas sending.
 
-        Stages are taken to be on several nodes as soon as the devices are more than a node has.
+        Stages are assumed to be on different nodes as soon as the cluster has more devices than a node.
         """
         assert self.network is not None
         node = self.network.gpus_per_node
         return self.network.bandwidth(self.devices > node, min(replicas, node))
 
     def transfer_s(self, sample_bytes: float, samples: int, senders: int, receivers: int) -> float:
-        """From one stage to another: each device of the smaller stage sends or receives its part."""
+        """Seconds for a transfer between two stages; each device of the smaller stage sends or receives its part."""
         if self.network is None:
             return 0.0
         fewest = min(senders, receivers)
         return self.network.latency_s + sample_bytes * samples / fewest / self.link_bytes_s(fewest)
 
     def reduce_s(self, parameters: int, replicas: int) -> float:
-        """The all-reduce of the gradients over the replicas of a stage, once an iteration."""
+        """Seconds per iteration for the all-reduce of the gradients over the replicas of a stage."""
         if self.network is None:
             return 0.0
         size = parameters * self.precision.gradient_bytes
         return self.network.all_reduce_s(size, replicas, replicas > self.network.gpus_per_node, 1)
 
     def state_bytes(self, parameters: int) -> int:
-        """Weights, gradients and Adam's state, which every replica holds."""
+        """Bytes of weights, gradients and Adam's state, which every replica holds."""
         its = self.precision
         return parameters * (its.weight_bytes + its.gradient_bytes + its.optimizer_bytes)
 
 
 class Costs:
-    """What sets of operators cost on the devices of a cluster.
+    """Costs of sets of operators on the devices of a cluster.
 
     Args:
-        batch: samples of an iteration.
+        batch: samples per iteration.
     """
 
     def __init__(self, graph: ModelGraph, cluster: Cluster, batch: int) -> None:
@@ -114,7 +114,7 @@ class Costs:
         self._passes: dict[tuple[int, int], tuple[float, float]] = {}
         self._operators: dict[int, list[tuple[float, float]]] = {}
         self._sums: dict[int, tuple[int, int, float, float]] = {}
-        # Of what runs ahead a device holds the weights, and at most two iterations' outputs that stages take.
+        # A device holds the weights of the operators that run ahead, and two iterations' outputs that stages take.
         taken = {name for its in graph.operators for name in its.inputs}
         kept = sum(its.output_bytes for its in graph.ahead if its.name in taken)
         weights = sum(its.parameters for its in graph.ahead) * cluster.precision.weight_bytes
@@ -126,7 +126,7 @@ class Costs:
         return [sum(of[source].output_bytes for source in members(inputs)) for inputs in self.graph.inputs]
 
     def ahead_s(self, micro_batch: int) -> float:
-        """What the operators that run ahead take for an iteration, on one device, in seconds."""
+        """Time of one iteration's passes of the operators that run ahead, on one device, in seconds."""
         every = self.graph.by_name
         passes_s = (
             self.cluster.passes_s(its, sum(every[name].output_bytes for name in its.inputs), micro_batch)[0]
@@ -135,7 +135,7 @@ class Costs:
         return self.batch / micro_batch * sum(passes_s)
 
     def each(self, samples: int) -> Sequence[tuple[float, float]]:
-        """Per operator, forward and backward pass of so many samples on one device, in seconds."""
+        """Per operator, forward and backward pass of ``samples`` samples on one device, in seconds."""
         if samples not in self._operators:
             self._operators[samples] = [
                 self.cluster.passes_s(operator, taken, samples)
@@ -153,7 +153,7 @@ class Costs:
         return self._passes[key]
 
     def sums(self, mask: int) -> tuple[int, int, float, float]:
-        """Trained and frozen parameters, bytes kept per sample, and those per sample that cross the set's border."""
+        """Trained and frozen parameters, and per sample the bytes kept and the bytes that enter or leave the set."""
         if mask not in self._sums:
             graph = self.graph
             trained = frozen = inside = 0
@@ -171,9 +171,9 @@ class Costs:
         return self._sums[mask]
 
     def time_per_sample_s(self, mask: int, micro_batch: int, replicas: int) -> float:
-        """A stage's time per sample: its passes and its part of the all-reduce, or its transfers if these are longer.
+        """A stage's time per sample: passes and amortised all-reduce, or transfers if these take longer.
 
-        A micro-batch is divided over the replicas.
+        A microbatch is divided over the replicas.
         """
         trained, _, _, crossing = self.sums(mask)
         passes_s = sum(self.passes_s(mask, micro_batch // replicas)) / micro_batch
@@ -183,11 +183,11 @@ class Costs:
         return max(passes_s, crossing / replicas / self.cluster.link_bytes_s(replicas))
 
     def memory_bytes(self, mask: int, in_flight: int, replicas: int) -> float:
-        """What one device of a stage holds with so many samples in flight in the stage."""
+        """Bytes that one device of a stage holds with ``in_flight`` samples in flight in the stage."""
         return self._state_bytes(mask) + self.sums(mask)[2] * in_flight / replicas
 
     def most_in_flight(self, mask: int, replicas: int) -> float:
-        """How many samples a stage's memory has room for; negative if not even for its parameters."""
+        """Number of samples in flight that fit a stage's memory; negative if its parameters do not fit."""
         kept = self.sums(mask)[2]
         free = self.cluster.device_bytes - self._state_bytes(mask)
         if free < 0:
@@ -195,7 +195,7 @@ class Costs:
         return free * replicas / kept if kept else float("inf")
 
     def _state_bytes(self, mask: int) -> float:
-        """What each device of a stage holds whatever is in flight; of frozen operators that is their weights alone."""
+        """Bytes that each device of a stage holds besides activations; frozen operators have only weights."""
         trained, frozen, _, _ = self.sums(mask)
         its = self.cluster
         return its.state_bytes(trained) + frozen * its.precision.weight_bytes + self._ahead_bytes

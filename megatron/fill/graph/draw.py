@@ -1,4 +1,4 @@
-"""A picture of a plan: the graph of its stages, and when their passes and bubbles are."""
+"""Picture of a plan: the graph of its stages, and the timeline of their passes and bubbles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FORWARD, _BACKWARD, _REDUCE = "#56B4E9", "#0072B2", "#CC79A7"
 _BUBBLE, _HATCH, _INK, _EDGE = "#FAF8F2", "#CFC8B4", "#333333", "#8F8F8F"
 _WIDTH_IN, _ROW_IN, _LANE_IN, _HEAD_IN, _FOOT_IN, _LEFT_IN = 13.0, 0.26, 0.62, 0.5, 0.85, 0.95
-_BOX_WIDTH, _BOX_HEIGHT = 0.74, 0.74  # of a column and a lane
+_BOX_WIDTH, _BOX_HEIGHT = 0.74, 0.74  # as shares of a column and a lane
 _CHARACTER_IN = 0.068
 _NARROW_IN = 0.05  # a narrower pass would be all edge
 
@@ -54,7 +54,7 @@ def draw_plan(path: Path, timeline: GraphTimeline) -> None:
 
 
 def _places(plan: Plan) -> list[tuple[int, int]]:
-    """A column and a lane for each stage: columns by depth from the end, a lane for each branch as far as it goes."""
+    """Return a column and a lane for each stage: columns by distance from the end, one lane per branch."""
     count = len(plan.stages)
     targets: list[list[int]] = [[] for _ in range(count)]
     for source, target in plan.edges:

@@ -1,4 +1,4 @@
-"""The graph of a real model: its operators as ``torch.export`` traces them, small ones put together.
+"""The graph of a real model: its operators as ``torch.export`` traces them, small ones merged.
 
 torch is imported when a model is traced, and not before.
 """
@@ -14,12 +14,12 @@ from megatron.fill.errors import GraphError
 from megatron.fill.graph.coarse import coarsen
 from megatron.fill.graph.model import ModelGraph, Operator
 
-_SMALL = 1 / 64  # of the model's work: a smaller part is put together with its neighbour
+_SMALL = 1 / 64  # share of the model's work below which an operator is merged with its neighbour
 _EXPECTED = "expected a function that returns a module and its inputs, a tuple of tensors"
 
 
 def export_model(path: str) -> ModelGraph:
-    """The graph of what ``module:function`` returns: a module, and its inputs; their first dimension is the samples.
+    """Trace the module and inputs that ``module:function`` returns; the inputs' first dimension is the samples.
 
     Operations are counted for products of matrices and convolutions; all else takes the time of its memory traffic.
     Neighbours are put together up to a 64th of the model's work.  Shared parameters count with the first one.
@@ -65,7 +65,7 @@ def _given(path: str) -> tuple[Any, tuple[Any, ...], int]:
 
 
 def _operators(program: Any, samples: int) -> list[Operator]:
-    """One for each operation; what only passes parameters on belongs to the operations that take it."""
+    """Return an operator per operation; operations on parameters alone are part of those that use their results."""
     import torch
     from torch.utils.flop_counter import flop_registry
 

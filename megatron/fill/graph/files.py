@@ -86,7 +86,7 @@ class _Plan(_Strict):
 
 
 def load_model(path: Path) -> ModelGraph:
-    """A model from a YAML file: docs/graph.md has its fields.
+    """Read a model from a YAML file; docs/graph.md lists its fields.
 
     Raises:
         ConfigError: it cannot be read, or a field is wrong; names the file and the line.
@@ -121,7 +121,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def load_plan(path: Path) -> Plan:
-    """A plan from a JSON file.
+    """Read a plan from a JSON file.
 
     Raises:
         ConfigError: it cannot be read, or a field is wrong.
@@ -138,7 +138,7 @@ def load_plan(path: Path) -> Plan:
 
 
 def load_plan_text(path: Path, graph: ModelGraph, cluster: Cluster) -> Plan:
-    """A plan from a file with its text form.
+    """Read a plan from a file with its text form.
 
     Raises:
         ConfigError: it cannot be read.
@@ -148,7 +148,7 @@ def load_plan_text(path: Path, graph: ModelGraph, cluster: Cluster) -> Plan:
 
 
 def plan_text(plan: Plan) -> str:
-    """The JSON form as a file has it."""
+    """The content of a plan's JSON file."""
     return json.dumps(plan_json(plan), indent=1) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""A model as a graph of operators, each with what it costs."""
+"""A model as a graph of operators with their costs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _NAME = re.compile(r"[^\s:]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One operator; all costs but the parameters are per sample.
+    """An operator; all costs but the parameters are per sample.
 
     Attributes:
-        inputs: the operators whose output it takes.
-        forward_flops: floating-point operations of its forward pass.
-        backward_flops: of its backward pass; None for twice as many.
-        forward_s: seconds of its forward pass, as measured: they take the place of its operations.
-        backward_s: of its backward pass; None for twice as many.
-        parameters: how many it has.
-        lookup: its parameters are looked up, as an embedding's: a pass does not read all of them.
-        moved_bytes: what its forward pass reads and writes in memory beside parameters, inputs and output.
-        output_bytes: its output: what passes to each stage with an operator that takes it.
-        kept_bytes: what it keeps from its forward to its backward pass; None for its output.
-        frozen: its parameters are not trained, so it has no backward pass.
+        inputs: names of the operators whose output it takes.
+        forward_flops: floating-point operations of the forward pass.
+        backward_flops: floating-point operations of the backward pass; None for twice the forward pass's.
+        forward_s: measured seconds of the forward pass, which replace the estimate from operations and traffic.
+        backward_s: measured seconds of the backward pass; None for twice the forward pass's.
+        parameters: number of parameters.
+        lookup: True if its parameters are looked up, as in an embedding: a pass does not read all of them.
+        moved_bytes: memory traffic of the forward pass in addition to parameters, inputs and output.
+        output_bytes: size of the output, which is sent to each stage with an operator that takes it.
+        kept_bytes: memory kept from the forward to the backward pass; None for the output's size.
+        frozen: True if its parameters are not trained, so it has no backward pass.
     """
 
     name: str
@@ -56,14 +56,14 @@ class Operator:
 
     @property
     def kept(self) -> float:
-        """Bytes per sample from its forward to its backward pass."""
+        """Bytes per sample that are kept from the forward to the backward pass."""
         if self.frozen:
             return 0.0
         return self.output_bytes if self.kept_bytes is None else self.kept_bytes
 
 
 def members(mask: int) -> Iterator[int]:
-    """The positions of the bits of a set of operators, in order."""
+    """Yield the positions of the operators in a set, ascending."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -77,7 +77,7 @@ class ModelGraph:
     A set of operators is an ``int`` with a bit for each, by position.
 
     Attributes:
-        ahead: frozen operators that are in no stage: every device has them, and their passes run ahead, in bubbles.
+        ahead: frozen operators outside all stages: every device holds them, and their passes run ahead, in bubbles.
 
     Raises:
         GraphError: there are no operators, two have the same name, an input is unknown, there is a cycle, or a frozen
@@ -113,12 +113,12 @@ class ModelGraph:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Of each operator, by name."""
+        """Position of each operator, by name."""
         return {operator.name: at for at, operator in enumerate(self.operators)}
 
     @cached_property
     def by_name(self) -> dict[str, Operator]:
-        """All operators, also those that run ahead."""
+        """All operators by name, including those that run ahead."""
         return {operator.name: operator for operator in (*self.operators, *self.ahead)}
 
     @cached_property
@@ -128,12 +128,12 @@ class ModelGraph:
 
     @cached_property
     def inputs(self) -> tuple[int, ...]:
-        """Per operator, the set of those whose output it takes, of those in stages."""
+        """Per operator, the set of operators whose output it takes, without those that run ahead."""
         return tuple(self.mask(name for name in its.inputs if name in self.position) for its in self.operators)
 
     @cached_property
     def outputs(self) -> tuple[int, ...]:
-        """Per operator, the set of those that take its output."""
+        """Per operator, the set of operators that take its output."""
         found = [0] * len(self.operators)
         for at, inputs in enumerate(self.inputs):
             for source in members(inputs):
@@ -142,7 +142,7 @@ class ModelGraph:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Every operator after its inputs, and each branch in one piece; those on or behind a cycle are missing."""
+        """Topological order with each branch in one piece; operators on or behind a cycle are missing."""
         done = 0
         found: list[int] = []
         stack = [at for at in reversed(range(len(self.operators))) if not self.inputs[at]]
@@ -156,7 +156,7 @@ class ModelGraph:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """Per operator, the set of all that it depends on."""
+        """Per operator, the set of all operators that it depends on."""
         found = [0] * len(self.operators)
         for at in self.order:
             for source in members(self.inputs[at]):
@@ -165,7 +165,7 @@ class ModelGraph:
 
     @cached_property
     def after(self) -> tuple[int, ...]:
-        """Per operator, the set of all that depend on it."""
+        """Per operator, the set of all operators that depend on it."""
         found = [0] * len(self.operators)
         for at in reversed(self.order):
             for target in members(self.outputs[at]):
@@ -173,10 +173,10 @@ class ModelGraph:
         return tuple(found)
 
     def running_ahead(self) -> ModelGraph:
-        """The same with its frozen operators in no stage.
+        """Return a copy whose frozen operators run ahead, outside all stages.
 
         Raises:
-            GraphError: there are none, or only such.
+            GraphError: no operator is frozen, or all are.
         """
         frozen = tuple(its for its in self.operators if its.frozen)
         if not frozen:
@@ -187,14 +187,14 @@ class ModelGraph:
         return replace(self, operators=trained, ahead=(*self.ahead, *frozen))
 
     def mask(self, names: Iterable[str]) -> int:
-        """The set of these operators."""
+        """The set of the named operators."""
         found = 0
         for name in names:
             found |= 1 << self.position[name]
         return found
 
     def names(self, mask: int) -> tuple[str, ...]:
-        """The operators of a set, each after its inputs."""
+        """The names of a set's operators, each after its inputs."""
         return tuple(self.operators[at].name for at in self.order if mask >> at & 1)
 
     def _cycle(self) -> list[str]:

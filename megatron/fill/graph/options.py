@@ -1,4 +1,4 @@
-"""What a stage may be: its micro-batch and devices, within a limit on the time per sample."""
+"""Candidate stages: their microbatches and devices, within a limit on the time per sample."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron.fill.graph.cost import Costs
 from megatron.fill.graph.model import members
 from megatron.fill.graph.schedule import upstream
 
-_ROUNDING = 1e-9  # of times that are equal but for the order of their sums
+_ROUNDING = 1e-9  # relative difference of times that are equal except for the order of their sums
 
 
 class Choice(NamedTuple):
-    """A stage of a plan that is being made."""
+    """A stage of a plan under construction."""
 
     mask: int
     micro_batch: int
@@ -23,11 +23,11 @@ class Choice(NamedTuple):
 
 
 class Link(NamedTuple):
-    """The stages of a part of a plan, shared between the plans that have it.
+    """The stages of a part of a plan, shared between the plans that contain it.
 
     Attributes:
-        parts: whose stages come before the choice's own, upstream first.
-        moved: operators of ``parts`` that stand for others, which are alike: from these positions, to these.
+        parts: links whose stages come before ``choice``, upstream first.
+        moved: positions of operators in ``parts``, and positions of the like operators that replace them.
     """
 
     choice: Choice | None
@@ -35,7 +35,7 @@ class Link(NamedTuple):
     moved: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def choices(self) -> Iterator[Choice]:
-        """All stages, each after those that it depends on."""
+        """Yield all stages, each after those that it depends on."""
         if self.moved is None:
             for part in self.parts:
                 yield from part.choices()
@@ -52,8 +52,8 @@ class Entry(NamedTuple):
     """A way to run a part of the model.
 
     Attributes:
-        devices: that it takes.
-        need: by micro-batch of a stage upstream of it, the samples that such a stage then has in flight.
+        devices: number of devices used.
+        need: samples in flight in a stage upstream, per microbatch size that this stage may have.
     """
 
     devices: int
@@ -62,7 +62,7 @@ class Entry(NamedTuple):
 
 
 def best(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """Without those that another one matches in devices and in every need."""
+    """Return the entries that no other one matches in devices and in every need."""
     kept: list[Entry] = []
     for entry in sorted(entries, key=lambda its: (its.devices, sum(its.need))):
         if not any(all(a <= b for a, b in zip(its.need, entry.need, strict=True)) for its in kept):
@@ -71,11 +71,11 @@ def best(entries: Iterable[Entry]) -> tuple[Entry, ...]:
 
 
 class Options:
-    """The stages that keep within a time per sample.
+    """The candidate stages within a limit on the time per sample.
 
     Args:
-        sizes: the micro-batches that stages may have, in samples; divisors of the batch, ascending.
-        limit_s: the most time per sample.
+        sizes: microbatch sizes that stages may have, in samples; divisors of the batch, ascending.
+        limit_s: maximum seconds per sample.
     """
 
     def __init__(self, costs: Costs, sizes: Sequence[int], limit_s: float) -> None:
@@ -90,41 +90,41 @@ class Options:
         self._needs: dict[tuple[int, int], tuple[int, ...]] = {}
         self._times: dict[int, list[list[tuple[int, float, float]]]] = {}
         self._found: dict[int, list[list[tuple[int, float]]]] = {}
-        self.first = tuple(sizes)  # the need of nothing downstream: i is the stage's own micro-batch
+        self.first = tuple(sizes)  # the need without a stage downstream: i is the stage's own microbatch
         self.total = self.load(costs.graph.everything)
 
     def within(self, limit_s: float) -> Options:
-        """The same with another limit; what does not depend on it is shared."""
+        """Return a copy with another limit, which shares everything that does not depend on it."""
         other = copy(self)
         other.limit_s = limit_s * (1 + _ROUNDING)
         other._found = {}
         return other
 
     def load(self, mask: int) -> float:
-        """The least device time that a set of operators takes per sample, in seconds."""
+        """Lower bound on a set of operators' device time per sample, in seconds."""
         if mask not in self._loads:
             self._loads[mask] = sum(self._least[at] for at in members(mask))
         return self._loads[mask]
 
     def fewest(self, mask: int) -> int:
-        """No fewer devices can run these operators, in however many stages."""
+        """Lower bound on the number of devices for these operators, in any number of stages."""
         return ceil(self.load(mask) / self.limit_s)
 
     def room(self, mask: int) -> int:
-        """No more devices can be left for these operators."""
+        """Upper bound on the number of devices that all other operators leave for these."""
         return self.devices - ceil((self.total - self.load(mask)) / self.limit_s)
 
     def fits(self, mask: int, most: int) -> bool:
-        """Whether these operators may be one stage on at most so many devices, as far as their load says."""
+        """True unless the load of these operators alone rules out a single stage on ``most`` devices."""
         return self.load(mask) <= most * self.limit_s
 
     def stages(self, mask: int, need: tuple[int, ...], most: int) -> tuple[Entry, ...]:
-        """The stages of these operators on at most so many devices, without those that another one matches.
+        """The stages of these operators on at most ``most`` devices, without those that another one matches.
 
-        With a given micro-batch, more devices than its stage must have would change nothing for the stages upstream.
+        Each microbatch size gets its smallest number of devices: more would change nothing for the stages upstream.
 
         Args:
-            need: of the stages downstream.
+            need: samples in flight that the stages downstream require, per microbatch size.
         """
         found = []
         for at, choices in enumerate(self._choices(mask)):
@@ -143,7 +143,7 @@ class Options:
         return self._needs[key]
 
     def _choices(self, mask: int) -> list[list[tuple[int, float]]]:
-        """By micro-batch, the numbers of devices within the limit, with the samples that then fit in flight."""
+        """Per microbatch size, the device counts within the limit, each with the samples in flight that fit."""
         if mask not in self._found:
             self._found[mask] = [
                 [(replicas, room) for replicas, time_s, room in row if time_s <= self.limit_s]
@@ -152,7 +152,7 @@ class Options:
         return self._found[mask]
 
     def _timed(self, mask: int) -> list[list[tuple[int, float, float]]]:
-        """By micro-batch, each number of devices, with the time per sample and the samples that fit in flight."""
+        """Per microbatch size, each device count with its seconds per sample and the samples in flight that fit."""
         if mask not in self._times:
             rooms = [self.costs.most_in_flight(mask, replicas) for replicas in range(self.devices + 1)]
             self._times[mask] = [

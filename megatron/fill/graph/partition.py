@@ -1,13 +1,13 @@
 """Stages for a model within a limit on the time per sample: dynamic programming over its series-parallel structure.
 
 A chain is taken apart from its end.  Its last stage takes the last item, and any operators before it that only lead
-there: whole items, and ends of the branches of a block.  A chain that ends in branches has them planned one by one, or
-several whole ones in one stage; the stage before them may take beginnings of branches too.  So the stages are all
-connected convex sets of operators, and all sets of whole branches of a block.
+there: whole items, and ends of the branches of a block.  If a chain ends in branches, these are planned separately, or
+several whole ones form one stage; the stage before them may also take beginnings of branches.  The candidate stages are
+thus all connected convex sets of operators, and all sets of whole branches of a block.
 
-What is downstream matters only by its *need*: by micro-batch size of a stage upstream, the samples that this has in
-flight.  All branches of a block have the same stages downstream, so their needs are one need; what a block leaves
-upstream is the largest of its branches' needs.
+The stages downstream matter only through their *need*: the samples in flight in a stage upstream, per microbatch size
+that this stage may have.  All branches of a block have the same stages downstream and so the same need; the need that a
+block leaves upstream is the largest of its branches' needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.fill.graph.tree import Chain, Item, item_operators, leaves, operat
 type Need = tuple[int, ...]
 type Cut = tuple[int, Chain]  # the operators of one end of a chain, and the rest of it
 
-_MOST_GROUPS = 4096  # sets of branches of a block, up to which all are tried as one stage
+_MOST_GROUPS = 4096  # all sets of branches of a block are tried as one stage up to this number of sets
 
 
 class Partitioner:
@@ -45,7 +45,7 @@ class Partitioner:
         self._block_of = dict(_branches(chain))
 
     def entries(self) -> tuple[Entry, ...]:
-        """Every way that no other one matches in devices and needs; none if nothing fits."""
+        """Return every way that no other one matches in devices and needs; empty if nothing fits."""
         if self._options.fewest(operators(self._chain)) > self._options.devices:
             return ()
         return self._solve(self._chain, self._options.first)
@@ -87,7 +87,7 @@ class Partitioner:
                         yield from self._joined(self._solve(rest, stage.need), lower, room)
 
     def _holds_together(self, item: Item) -> bool:
-        """Whether the item alone may be a stage: an operator, or whole branches of a block."""
+        """True if the item alone may be a stage: an operator, or whole branches of a block."""
         if isinstance(item, int):
             return True
         blocks = {self._block_of.get(branch) for branch in item}
@@ -101,14 +101,14 @@ class Partitioner:
                 yield Entry(entry.devices + lower.devices, entry.need, link)
 
     def _end(self, items: Chain) -> Iterator[Cut]:
-        """The operators of a last stage that has the last item, and what is left of the chain."""
+        """Yield the operators of each last stage that contains the last item, with the rest of the chain."""
         last = item_operators(items[-1])
         yield last, items[:-1]
         for more, rest in self._some(items[:-1], forward=False):
             yield last | more, rest
 
     def _some(self, chain: Chain, forward: bool) -> tuple[Cut, ...]:
-        """Every part of a chain that is closed towards its end, or its beginning, but for none of it."""
+        """Return every nonempty beginning of a chain (``forward``), or every nonempty end, with the rest."""
         key = chain, forward
         if key not in self._ends:
             self._ends[key] = tuple(self._parts(chain, forward))
@@ -128,7 +128,10 @@ class Partitioner:
             yield taken, rest
 
     def _cuts(self, block: tuple[Chain, ...], forward: bool) -> Iterator[Cut]:
-        """Parts of the branches of a block: not none, not all.  Of branches that are alike, it is all one which."""
+        """Yield ends or beginnings of a block's branches, neither empty nor the whole block.
+
+        Like branches are interchangeable, so only one order of their cuts is tried.
+        """
         everything = item_operators(block)
         kinds = self._by_kind(block)
         ways = []
@@ -147,7 +150,7 @@ class Partitioner:
                 yield mask, left[0] if len(left) == 1 else (tuple(left),)
 
     def _block(self, block: tuple[Chain, ...], need: Need) -> tuple[Entry, ...]:
-        """Branches side by side."""
+        """Return the best ways to run all branches of a block side by side."""
         key = block, need
         if key not in self._blocks:
             self._blocks[key] = self._side_by_side(block, need)
@@ -161,7 +164,7 @@ class Partitioner:
         memo: dict[tuple[int, ...], tuple[Entry, ...]] = {}
 
         def solve(counts: tuple[int, ...]) -> tuple[Entry, ...]:
-            """Of each kind, so many branches are left: its last ones."""
+            """Plan the last ``counts[i]`` branches of each kind ``i``."""
             if not any(counts):
                 return (Entry(0, (0,) * len(need), Link(None)),)
             if counts not in memo:
@@ -201,7 +204,7 @@ class Partitioner:
         return solve(tuple(len(same) for same in kinds))
 
     def _moved(self, branch: Chain, need: Need) -> tuple[Entry, ...]:
-        """A branch, as the one that is planned for all that are alike."""
+        """Return a branch's entries, planned once for all like branches and mapped to this one's operators."""
         kind = self._kind(branch)
         found = self._solve(kind, need)
         if kind == branch:
@@ -210,14 +213,14 @@ class Partitioner:
         return tuple(entry._replace(link=Link(None, (entry.link,), moved)) for entry in found)
 
     def _by_kind(self, block: tuple[Chain, ...]) -> dict[Chain, list[Chain]]:
-        """Branches that are alike, together."""
+        """Group a block's branches by kind."""
         found: dict[Chain, list[Chain]] = {}
         for branch in block:
             found.setdefault(self._kind(branch), []).append(branch)
         return found
 
     def _kind(self, branch: Chain) -> Chain:
-        """The first branch that is like this one: in shape, costs, and where its operators take from and lead to."""
+        """Return the first branch like this one: of the same shape, costs, inputs and exits."""
         if branch not in self._kinds:
             graph, order = self._graph, leaves(branch)
             place = {at: number for number, at in enumerate(order)}
@@ -245,7 +248,7 @@ def _shape(chain: Chain) -> object:
 
 
 def _branches(chain: Chain) -> Iterator[tuple[Chain, int]]:
-    """Every branch, with the operators of its block."""
+    """Yield every branch with the operators of its block."""
     for item in chain:
         if not isinstance(item, int):
             for branch in item:

@@ -1,4 +1,4 @@
-"""A plan: a graph of stages, each with its operators, devices, micro-batch and schedule; and what makes it valid."""
+"""A plan: a graph of stages, each with its operators, devices, microbatch and schedule; and its validity check."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Stage:
     """A part of the model on devices of its own.
 
     Attributes:
-        operators: names.
-        devices: numbers, from 0; a micro-batch is divided over them.
-        micro_batch: samples.
-        k: of kFkB: so many forward passes, then so many backward passes, in turn.
-        in_flight: samples that may have had their forward pass and not yet their backward pass.
+        operators: names of the operators.
+        devices: device numbers from 0; a microbatch is divided over them.
+        micro_batch: samples per microbatch.
+        k: the *k* of kFkB: ``k`` forward passes alternate with ``k`` backward passes.
+        in_flight: maximum samples between their forward and their backward pass.
     """
 
     operators: tuple[str, ...]
@@ -42,12 +42,13 @@ class Stage:
 class Plan:
     """Stages, each after those that it depends on.
 
-    A plan is valid if (GraphPipe, section 4; the numbers are those that errors name)
+    A plan is valid under these conditions (GraphPipe, section 4), whose numbers appear in errors:
 
     - C1: every operator is in exactly one stage, and every stage is convex: no path leaves it and comes back.
-    - C2: the stages' dependencies, which are their operators', have no cycle: each stage is after those it depends on.
-    - C3: no device has two stages, and each device's memory holds its stage.
-    - C4: every stage's micro-batches make up the batch, and all stages' passes can run to the end in their order.
+    - C2: the stages' dependencies, which follow from their operators', have no cycle: each stage is after those it
+      depends on.
+    - C3: no device has two stages, and each stage fits the memory of its devices.
+    - C4: every stage's microbatches make up the batch, and all stages' passes can run in their order without deadlock.
 
     The text form has a line per stage:
 
@@ -55,14 +56,14 @@ class Plan:
         0: devices 0-1, micro-batch 2, 1F1B, in flight 4: a b
         1: devices 2, micro-batch 2, 1F1B, in flight 2: c
 
-    and, if frozen operators run ahead and are in no stage, ``ahead:`` and their names.
+    If frozen operators run ahead, outside all stages, a line with ``ahead:`` and their names follows.
 
     Attributes:
-        batch: samples of an iteration.
-        sequential: each stage also waits for the one before it, as in a pipeline that is a chain.
+        batch: samples per iteration.
+        sequential: True if each stage also waits for the one before it, as in a pipeline that is a chain.
 
     Raises:
-        GraphError: it is not valid; names the condition, stages and operators, and shows the plan.
+        GraphError: the plan is not valid; the error names the condition, stages and operators, and shows the plan.
     """
 
     graph: ModelGraph
@@ -82,7 +83,7 @@ class Plan:
 
     @cached_property
     def edges(self) -> dict[tuple[int, int], float]:
-        """Between stages, with the bytes per sample that pass from the first to the second."""
+        """Edges between stages, with the bytes per sample that the first sends to the second."""
         graph = self.graph
         home = {at: number for number, mask in enumerate(self.masks) for at in members(mask)}
         found = dict.fromkeys(pairwise(range(len(self.stages))), 0.0) if self.sequential else {}
@@ -96,7 +97,7 @@ class Plan:
         return Costs(self.graph, self.cluster, self.batch)
 
     def predecessors(self, stage: int) -> list[int]:
-        """The stages that a stage takes from."""
+        """The stages whose output a stage takes, or for which it waits in a sequential plan."""
         return sorted(source for source, target in self.edges if target == stage)
 
     def passes(self, stage: int) -> tuple[Op, ...]:
@@ -106,10 +107,10 @@ class Plan:
 
     @cached_property
     def needs(self) -> list[list[tuple[tuple[int, int | None], ...]]]:
-        """Per stage and pass, the passes of other stages that it takes from.
+        """Per stage and pass, the passes that it depends on.
 
-        Each as its number, counted from 0, stage after stage, and the stage that it is from; None for the stage's own
-        forward pass.
+        Each is given by its number, counted from 0 over the passes of all stages, and by its stage, which is None for
+        the stage's own forward pass.
         """
         rows = [self.passes(stage) for stage in range(len(self.stages))]
         numbers: list[dict[Op, int]] = []
@@ -140,7 +141,7 @@ class Plan:
 
     @property
     def depth(self) -> int:
-        """Stages on the longest path."""
+        """Number of stages on the longest path."""
         depths: list[int] = []
         for stage in range(len(self.stages)):
             depths.append(1 + max((depths[source] for source in self.predecessors(stage)), default=0))
@@ -148,21 +149,21 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """How many are used."""
+        """Number of devices in use."""
         return sum(len(stage.devices) for stage in self.stages)
 
     def time_per_sample_s(self, stage: int) -> float:
-        """Of one stage."""
+        """A stage's time per sample, in seconds."""
         its = self.stages[stage]
         return self.costs.time_per_sample_s(self.masks[stage], its.micro_batch, len(its.devices))
 
     @property
     def bottleneck_s(self) -> float:
-        """The longest time per sample."""
+        """The longest time per sample of any stage, in seconds."""
         return max(map(self.time_per_sample_s, range(len(self.stages))))
 
     def memory_bytes(self, stage: int) -> float:
-        """What each device of one stage holds at most."""
+        """Peak memory of each device of one stage."""
         its = self.stages[stage]
         return self.costs.memory_bytes(self.masks[stage], its.in_flight, len(its.devices))
 
@@ -261,10 +262,10 @@ class Plan:
         """Read the text form.
 
         Args:
-            graph: with all operators in stages.
+            graph: the model with all operators in stages.
 
         Raises:
-            GraphError: it is none, names the line; or the plan is not valid.
+            GraphError: the text is not a plan's, with the line; or the plan is not valid.
         """
         head, *rows = text.strip().splitlines() or [""]
         match = _HEAD.fullmatch(head.strip().removesuffix(":"))

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_COLUMNS = 80  # where the output goes to no terminal
+_COLUMNS = 80  # if the output is not a terminal
 _LEAST = {"MEMORY": 9, "AFTER": 7}  # columns
 
 
 def print_timeline(timeline: GraphTimeline) -> None:
-    """A line per stage, and what an iteration takes."""
+    """Print a line per stage, and the duration of an iteration."""
     from rich.text import Text
 
     plan = timeline.plan
@@ -56,11 +56,11 @@ def print_timeline(timeline: GraphTimeline) -> None:
 
 
 def print_comparison(found: Mapping[str, Found], seconds: Mapping[str, float]) -> None:
-    """A line per planner.
+    """Print a line per planner.
 
     Args:
-        found: by planner, the one to compare with the others first.
-        seconds: that its search took.
+        found: results by planner; the first one is the reference.
+        seconds: duration of each planner's search.
     """
     from rich.text import Text
 
@@ -85,7 +85,7 @@ def print_comparison(found: Mapping[str, Found], seconds: Mapping[str, float]) -
 
 
 def _table(*columns: str) -> Table:
-    """With these columns; ``>`` marks those of numbers.  The last one gives way where a line is too long."""
+    """Return a table with these columns; ``>`` marks numeric ones.  The last column is cut if a line is too long."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))

@@ -1,4 +1,4 @@
-"""Numbers of devices as text: ``0-2,5``."""
+"""Device numbers as text: ``0-2,5``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.fill.errors import GraphError
 
 
 def say_ranges(numbers: tuple[int, ...]) -> str:
-    """``0-2,5`` for 0, 1, 2 and 5."""
+    """Return numbers as ranges: ``0-2,5`` for 0, 1, 2 and 5, and ``none`` for none."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -19,10 +19,10 @@ def say_ranges(numbers: tuple[int, ...]) -> str:
 
 
 def parse_ranges(text: str, line: int) -> tuple[int, ...]:
-    """The numbers again.
+    """Parse the text that ``say_ranges`` returns.
 
     Raises:
-        GraphError: the text is none; names the line that it is in.
+        GraphError: the text does not have this form; the error has the line's number.
     """
     if text == "none":
         return ()

@@ -1,8 +1,8 @@
-"""Which plans can be trained: one device for each stage, and 1F1B with the same micro-batches everywhere.
+"""Plans that can be trained: one device for each stage, and 1F1B with the same microbatches everywhere.
 
-Megatron's pipeline of several modules runs them, with the patches ``bridge`` and ``multimodule``.  Its transfers meet:
-a stage goes on when its peer has taken what it sent.  So a plan that could run with transfers that nobody waits for may
-hang there, which is found out here, before anything starts.
+Megatron's pipeline of several modules runs them, with the patches ``bridge`` and ``multimodule``.  Its transfers are
+synchronous: a stage continues when its peer has received what it sent.  A plan that would run with asynchronous
+transfers may thus deadlock there, which is detected here, before anything starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.fill.graph.plan import Plan
 
 
 class _Meeting(StrEnum):
-    """What two stages exchange at once: an activation, a gradient, or both."""
+    """An exchange between two stages: an activation, a gradient, or both."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -28,7 +28,7 @@ class Runnable:
     """A plan with a rank for each stage; rank and stage have the same number.
 
     Raises:
-        GraphError: it cannot be trained so; names the stage.
+        GraphError: the plan cannot be trained this way; the error names the stage.
     """
 
     plan: Plan
@@ -40,17 +40,17 @@ class Runnable:
 
     @property
     def micro_batch(self) -> int:
-        """Samples."""
+        """Samples per microbatch."""
         return self.plan.stages[0].micro_batch
 
     @property
     def microbatches(self) -> int:
-        """How many make up an iteration."""
+        """Microbatches per iteration."""
         return self.plan.batch // self.micro_batch
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage, those that take its output."""
+        """Per stage, the stages that take its output."""
         edges = self.plan.edges
         return tuple(
             tuple(sorted(to for source, to in edges if source == stage)) for stage in range(len(self.plan.stages))
@@ -58,7 +58,7 @@ class Runnable:
 
     @cached_property
     def after(self) -> tuple[int, ...]:
-        """Per stage, how many are on the longest path behind it: so many forward passes are its warm-up."""
+        """Per stage, the number of stages on the longest path behind it, which is its number of warm-up passes."""
         found = [0] * len(self.plan.stages)
         for stage in reversed(range(len(found))):
             found[stage] = max((1 + found[to] for to in self.successors[stage]), default=0)
@@ -66,7 +66,7 @@ class Runnable:
 
     @cached_property
     def outputs(self) -> tuple[tuple[str, ...], ...]:
-        """Per stage, the operators whose output other stages take, in its order."""
+        """Per stage, the operators whose output other stages take, in the graph's order."""
         graph = self.plan.graph
         homes = {name: number for number, stage in enumerate(self.plan.stages) for name in stage.operators}
         taken = {
@@ -83,12 +83,12 @@ class Runnable:
 
     @property
     def received_ahead(self) -> int:
-        """By how many micro-batches a stage at most receives more than its next forward pass needs."""
+        """Maximum number of microbatches that a stage receives ahead of its next forward pass."""
         return max((self.after[source] - self.after[to] - 1 for source, to in self.plan.edges), default=0)
 
     @cached_property
     def ahead(self) -> tuple[tuple[str, ...], ...]:
-        """Per stage, the operators that run ahead whose output it takes."""
+        """Per stage, the operators running ahead whose output it takes."""
         graph = self.plan.graph
         names = [operator.name for operator in graph.ahead]
         taken = [{name for its in stage.operators for name in graph.by_name[its].inputs} for stage in self.plan.stages]
@@ -133,7 +133,7 @@ class Runnable:
         return ""
 
     def _stuck(self) -> list[int]:
-        """The stages that never end."""
+        """Return the stages that deadlock."""
         programs = [self._meetings(stage) for stage in range(len(self.plan.stages))]
         at = [0] * len(programs)
         moved = True
@@ -152,7 +152,7 @@ class Runnable:
         return [stage for stage, program in enumerate(programs) if at[stage] < len(program)]
 
     def _meetings(self, stage: int) -> list[tuple[tuple[int, int], _Meeting]]:
-        """A stage's exchanges of an iteration in order, each with its edge, as the patched communicator makes them."""
+        """Return a stage's exchanges of one iteration in the patched communicator's order, each with its edge."""
         count, after = self.microbatches, self.after
         targets = sorted(self.successors[stage], key=lambda to: -after[to])
         ahead = {source: after[source] - after[stage] - 1 for source in self.plan.predecessors(stage)}

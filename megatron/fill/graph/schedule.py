@@ -1,4 +1,4 @@
-"""The micro-batch schedule of each stage: how many samples are in flight, and in which order passes run."""
+"""The microbatch schedule of each stage: the number of samples in flight, and the order of its passes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megatron.fill.pipeline.schedule import Op, Pass
 
 
 def in_flight(successors: Sequence[Sequence[int]], micro_batches: Sequence[int], batch: int) -> tuple[int, ...]:
-    """Samples in flight per stage: those that have had their forward pass there and not yet their backward pass.
+    """Samples in flight per stage: those between their forward and their backward pass there.
 
-    ``i_x`` is the largest ``i_y + max(b_x, b_y)`` over the successors ``y`` of a stage ``x``, and ``b_x`` where there
-    is none; made up to whole micro-batches, and at most the batch.  It is what keeps every stage busy.
+    ``i_x`` is the largest ``i_y + max(b_x, b_y)`` over the successors ``y`` of a stage ``x``, or ``b_x`` without
+    successors, rounded up to whole microbatches and at most the batch.  This number keeps every stage busy.
 
     Args:
-        successors: per stage, later ones only.
-        micro_batches: per stage, its samples.
+        successors: later stages that each stage sends to.
+        micro_batches: samples per microbatch of each stage.
     """
     found = [0] * len(successors)
     for stage in reversed(range(len(successors))):
@@ -30,28 +30,28 @@ def upstream(in_flight: int, micro_batch: int, mine: int, batch: int) -> int:
     """Samples in flight that a stage needs for one successor.
 
     Args:
-        in_flight: of the successor.
-        micro_batch: of the successor, too.
-        mine: the stage's own micro-batch.
+        in_flight: samples in flight in the successor.
+        micro_batch: samples per microbatch of the successor.
+        mine: samples per microbatch of the stage itself.
     """
     needed = in_flight + max(micro_batch, mine)
     return min(batch, -(-needed // mine) * mine)
 
 
 def group(micro_batch: int, successors: Sequence[int]) -> int:
-    """The *k* of kFkB: so many forward passes, then so many backward passes, in turn.
+    """The *k* of kFkB: ``k`` forward passes alternate with ``k`` backward passes.
 
-    As many as make up one micro-batch of the successors; of the successor with the smallest one, since the others must
-    not be waited for with their samples on the way.
+    ``k`` passes make up one microbatch of the successor with the smallest one, which must not wait until the others'
+    larger microbatches are complete.
 
     Args:
-        successors: their micro-batches.
+        successors: samples per microbatch of each successor.
     """
     return max(1, min(successors, default=micro_batch) // micro_batch)
 
 
 def passes(batch: int, micro_batch: int, in_flight: int, k: int) -> tuple[Op, ...]:
-    """A stage's passes of an iteration in order: forward passes up to ``in_flight`` samples, then kBkF in turn."""
+    """A stage's passes of an iteration in order: forward up to ``in_flight`` samples, then ``k`` B and ``k`` F."""
     count = batch // micro_batch
     warm = min(count, max(1, in_flight // micro_batch))
     order = [Op(Pass.FORWARD, at) for at in range(warm)]

@@ -19,10 +19,10 @@ from megatron.fill.graph.tree import Chain, decompose
 
 type Partition = Callable[[Options], tuple[Entry, ...]]
 
-_FIRST_STEP, _LARGEST_STEP = 0.01, 1.0  # by which the limit grows until there is a plan, relative
+_FIRST_STEP, _LARGEST_STEP = 0.01, 1.0  # relative growth of the limit until there is a plan
 _TOLERANCE = 1e-3
-_WIDER = 1.1  # the steps in which plans with a longer time per sample are looked at
-_TIMED = 6  # plans of one limit
+_WIDER = 1.1  # growth factor of the limit while plans with a longer time per sample are compared
+_TIMED = 6  # plans that are simulated per limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Found:
     """The result of a search.
 
     Attributes:
-        timeline: of the plan with the shortest iteration that was seen.
-        bottleneck_s: the least time per sample of any plan, within the tolerance.
-        steps: limits that were tried.
-        lined: operators that are not series-parallel, and were put into a line; a group each.
+        timeline: timeline of the plan with the shortest iteration that was found.
+        bottleneck_s: shortest time per sample of any plan, within the tolerance.
+        steps: number of limits tried.
+        lined: groups of operators that are not series-parallel and were put into a line.
     """
 
     timeline: GraphTimeline
@@ -47,13 +47,13 @@ class Found:
 
 
 def micro_batches(batch: int, count: int | None = None) -> tuple[int, ...]:
-    """The samples that a micro-batch may have.
+    """The microbatch sizes to choose from, in samples.
 
     Args:
-        count: of micro-batches in each stage; None for whatever is best for each: all powers of two that divide.
+        count: number of microbatches in each stage; None to try every power of two that divides the batch.
 
     Raises:
-        GraphError: the batch is none, or does not divide.
+        GraphError: the batch is below 1, or ``count`` does not divide it.
     """
     if batch < 1:
         raise GraphError(f"the batch has {batch} samples; expected at least 1")
@@ -71,15 +71,15 @@ def plan_graph(
     sizes: Sequence[int],
     tolerance: float = _TOLERANCE,
 ) -> Found:
-    """The graph of stages that takes the least time.
+    """Find the graph of stages with the shortest iteration.
 
     Args:
-        batch: samples of an iteration.
-        sizes: the micro-batches that stages may have, in samples; divisors of the batch, ascending.
-        tolerance: of the least time per sample, relative.
+        batch: samples per iteration.
+        sizes: microbatch sizes that stages may have, in samples; divisors of the batch, ascending.
+        tolerance: relative tolerance of the shortest time per sample.
 
     Raises:
-        GraphError: no plan fits the devices; says what does not.
+        GraphError: no plan fits the devices; the error names what does not.
     """
     chain, lined = decompose(graph)
     found = search_chain(graph, cluster, batch, sizes, chain, tolerance=tolerance)
@@ -95,10 +95,10 @@ def search_chain(
     sequential: bool = False,
     tolerance: float = _TOLERANCE,
 ) -> Found:
-    """``plan_graph`` for a given chain.
+    """Plan like ``plan_graph``, for a given chain.
 
     Args:
-        sequential: each stage also waits for the one before it.
+        sequential: True if each stage also waits for the one before it.
     """
     costs = Costs(graph, cluster, batch)
     return search(costs, sizes, lambda options: Partitioner(graph, chain, options).entries(), sequential, tolerance)
@@ -107,10 +107,10 @@ def search_chain(
 def search(
     costs: Costs, sizes: Sequence[int], partition: Partition, sequential: bool, tolerance: float = _TOLERANCE
 ) -> Found:
-    """The least limit on the time per sample that has a plan, and the best plan at this limit and at wider ones.
+    """Find the smallest limit on the time per sample that has a plan, and the best plan at this and larger limits.
 
-    An iteration takes the batch at the bottleneck's time per sample, and what filling and draining takes.  So a plan
-    with a longer time per sample and fewer stages in a row may be quicker, and plans are compared by their timelines.
+    An iteration takes the batch at the bottleneck's time per sample, plus filling and draining the pipeline.  A plan
+    with a longer time per sample and fewer stages in a row may be faster, so plans are compared by their timelines.
     """
     _check_operators(costs, sizes)
     _check_devices(costs)
@@ -161,7 +161,7 @@ def _rank(timeline: GraphTimeline) -> tuple[int, int, int]:
 
 
 def build(costs: Costs, choices: Iterable[Choice], sequential: bool = False) -> Plan:
-    """A plan of these stages, each after those that it depends on; devices are numbered through."""
+    """Return a plan of these stages, each after those that it depends on; devices are numbered consecutively."""
     graph, chosen = costs.graph, tuple(choices)
     home = {at: number for number, its in enumerate(chosen) for at in members(its.mask)}
     successors: list[set[int]] = [set() for _ in chosen]
@@ -182,7 +182,7 @@ def build(costs: Costs, choices: Iterable[Choice], sequential: bool = False) -> 
 
 
 def _floor(options: Options) -> float:
-    """No plan has a shorter time per sample: all devices share the work evenly, and one has the longest operator."""
+    """Lower bound on the time per sample: the work shared evenly by all devices, or the longest operator."""
     costs = options.costs
     longest_s = max(
         min(
@@ -198,7 +198,7 @@ def _floor(options: Options) -> float:
 
 
 def _ceiling(costs: Costs, sizes: Sequence[int]) -> float:
-    """Every stage keeps within this time per sample."""
+    """Upper bound on the time per sample of every stage, in seconds."""
     everything = costs.graph.everything
     passes_s = sum(costs.passes_s(everything, 1))
     reduce_s = costs.cluster.reduce_s(costs.sums(everything)[0], costs.cluster.devices) / costs.batch
@@ -210,7 +210,7 @@ def _ceiling(costs: Costs, sizes: Sequence[int]) -> float:
 
 
 def _check_operators(costs: Costs, sizes: Sequence[int]) -> None:
-    """Each operator alone fits a device, on as many of them as there are."""
+    """Raise ``GraphError`` if an operator alone does not fit, replicated over any number of the devices."""
     cluster = costs.cluster
     for at, operator in enumerate(costs.graph.operators):
         choices = [(size, count) for size in sizes for count in range(1, cluster.devices + 1) if size % count == 0]
@@ -224,7 +224,7 @@ def _check_operators(costs: Costs, sizes: Sequence[int]) -> None:
 
 
 def _check_devices(costs: Costs) -> None:
-    """What is held but for activations fits all devices together."""
+    """Raise ``GraphError`` if parameters, gradients and optimizer exceed the memory of all devices together."""
     cluster, graph = costs.cluster, costs.graph
     state = costs.memory_bytes(graph.everything, 0, 1)
     fewest = ceil(state / cluster.device_bytes)

@@ -1,4 +1,4 @@
-"""When everything of an iteration of a plan happens, and each stage's bubbles.  Times are nanoseconds."""
+"""The timeline of one iteration of a plan, and each stage's bubbles.  Times are in nanoseconds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron.fill.types import BubbleKind
 
 @dataclass(frozen=True, slots=True)
 class GraphTimeline:
-    """One iteration, from when all stages leave the reduction of the last one.
+    """The timeline of an iteration, beginning when all stages have left the previous one's gradient all-reduce.
 
-    A stage's time is its passes, its all-reduce and its bubbles; together they are the period.
+    A stage's passes, all-reduce and bubbles together make up the period.
 
     Attributes:
-        spans: per stage, its passes in order.
-        waits: per stage, its bubbles in order.
-        reduce_ns: per stage, its all-reduce.
+        spans: passes of each stage in order.
+        waits: bubbles of each stage in order.
+        reduce_ns: duration of each stage's all-reduce.
     """
 
     plan: Plan
@@ -34,7 +34,7 @@ class GraphTimeline:
         return self.plan.batch / self.period_ns * 1e9
 
     def bubble_share(self, stage: int | None = None) -> float:
-        """Of the stage's time, or of that of all devices that have a stage."""
+        """Bubbles' share of a stage's time, or of the time of all devices that have a stage."""
         numbers = range(len(self.waits)) if stage is None else [stage]
         sizes = [len(self.plan.stages[number].devices) for number in numbers]
         bubbles = [sum(wait.duration_ns for wait in self.waits[number]) for number in numbers]
@@ -42,13 +42,13 @@ class GraphTimeline:
 
 
 def simulate(plan: Plan) -> GraphTimeline:
-    """Time one iteration.  A transfer takes its time between two passes; its stages compute meanwhile."""
+    """Time one iteration.  A transfer takes its time between two passes; its stages compute in the meantime."""
     costs, stages = plan.costs, plan.stages
     passes_ns = []
     for mask, its in zip(plan.masks, stages, strict=True):
         forward_s, backward_s = costs.passes_s(mask, its.micro_batch // len(its.devices))
         passes_ns.append({Pass.FORWARD: _ns(forward_s), Pass.BACKWARD: _ns(backward_s)})
-    # forward the activations of the receiver's micro-batch, backward their gradients
+    # forward the activations of the receiver's microbatch, backward their gradients
     transfer_ns: dict[tuple[int, int], int] = {}
     for (source, target), size in plan.edges.items():
         senders, receivers = len(stages[source].devices), len(stages[target].devices)
@@ -93,11 +93,11 @@ def _waits(spans: tuple[PassSpan, ...], reduce_ns: int, period_ns: int) -> tuple
 
 
 def _kind(op: Op, begins: bool, seen: bool) -> BubbleKind:
-    """Of a wait before a pass.
+    """Return the kind of the bubble before a pass.
 
     Args:
-        begins: nothing ran before.
-        seen: there was a backward pass.
+        begins: True if no pass has run yet.
+        seen: True if a backward pass has run.
     """
     if begins:
         return BubbleKind.FILL

@@ -1,8 +1,9 @@
-"""A model's graph taken apart into what runs one after another and what may run side by side.
+"""The series-parallel decomposition of a model's graph.
 
-Two operators are *comparable* if one depends on the other.  Sets of operators between which none is comparable are
-side by side; sets between which all are, are in series.  A set that falls apart neither way is not series-parallel:
-the smallest is four operators, ``a -> c, a -> d, b -> d``.  It is put into a line, which plans may only lose by.
+Two operators are *comparable* if one depends on the other.  Two sets of operators are side by side if no operator of
+one is comparable to one of the other, and in series if all are.  A set that can be split neither way is not
+series-parallel: the smallest is four operators, ``a -> c, a -> d, b -> d``.  Such a set is put into a line, which can
+only make plans slower.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ type Item = int | tuple[Chain, ...]  # one operator's set, or branches side by s
 
 
 def decompose(graph: ModelGraph) -> tuple[Chain, tuple[int, ...]]:
-    """The whole graph as a chain.
+    """Return the whole graph as a chain.
 
     Returns:
         The chain, and the sets of operators that were put into a line because they are not series-parallel.
@@ -41,7 +42,7 @@ def decompose(graph: ModelGraph) -> tuple[Chain, tuple[int, ...]]:
 
 
 def line(graph: ModelGraph, mask: int) -> Chain:
-    """Operators in series, each after its inputs."""
+    """Return a set's operators in series, each after its inputs."""
     return tuple(1 << at for at in graph.order if mask >> at & 1)
 
 

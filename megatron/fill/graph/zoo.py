@@ -1,6 +1,6 @@
-"""Models with branches, described analytically: those of GraphPipe's evaluation, and one with two towers.
+"""Analytic models with branches: those of GraphPipe's evaluation, and one with two towers.
 
-Numbers of bytes are of half precision.
+Sizes in bytes assume half precision.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from megatron.fill.mainjob.memory import layer_activation_bytes
 from megatron.fill.mainjob.model import ModelSpec
 from megatron.fill.mainjob.parallel import Parallel
 
-_BYTES = 2  # of a number
-_TABLE_BYTES = 4  # of a number of an embedding table
+_BYTES = 2  # per number
+_TABLE_BYTES = 4  # per number of an embedding table
 
 
 def _layer(name: str, inputs: tuple[str, ...], spec: ModelSpec) -> Operator:
@@ -55,7 +55,7 @@ def _dense(name: str, layers: int, width: int) -> list[Operator]:
 
 
 def transformer_spec(layers: int, hidden: int, heads: int, sequence: int) -> ModelSpec:
-    """Layers without an embedding."""
+    """Return the description of transformer layers without an embedding."""
     return ModelSpec(layers=layers, hidden=hidden, heads=heads, sequence=sequence, vocabulary=0)
 
 
@@ -63,7 +63,7 @@ def mmt(branches: int = 4, layers: int = 8, joined: bool = True, name: str = "mm
     """The multi-modal transformer: a tower for each modality.
 
     Args:
-        joined: the towers' outputs go into one linear layer; else each has a loss of its own.
+        joined: True if the towers' outputs go into one linear layer; otherwise each has a loss of its own.
     """
     spec = transformer_spec(layers, 1024, 16, 256)
     towers = [_tower(f"modality{at}", spec) for at in range(branches)]
