@@ -14,6 +14,9 @@ from tests.e2e import training
 
 # Each test of these has trainings of its own; those of other files share theirs.
 APART = re.compile(r"test_(bench_gpu|ghosts|llm|main_job|memory|relay|strict_gloo|try)\.py")
+# The files with the longest tests, the longest first: begun last, one of them would be run with the other core idle.
+LONGEST = ("identity", "chaos", "llm", "memory", "main_job", "gpu_day", "parallelism", "segments", "moves", "fill_jobs")
+FILES = [training.HERE / f"test_{name}.py" for name in LONGEST]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,6 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
     stack = ExitStack()
     config.add_cleanup(stack.close)
     stack.enter_context(training.warm_ranks())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests come first; the others keep their order."""
+    items.sort(key=lambda item: FILES.index(item.path) if item.path in FILES else len(FILES))
 
 
 @pytest.hookimpl(optionalhook=True)
