@@ -23,6 +23,8 @@ _TRAIN_STEP = Target(
 )  # fmt: skip
 _EVALUATE = Target(f"{_TRAINING}:evaluate", ("forward_step_func", "data_iterator", "model"))
 _SAVE = Target(f"{_TRAINING}:save_checkpoint_and_time", ("iteration", "model", "optimizer"))
+# Every capture ends here: Megatron's of a layer, of an iteration and of the optimizer, and Transformer Engine's.
+_CAPTURE = Target("torch.cuda.graphs:graph.__exit__", ("self",))
 _INITIALIZE = Target(f"{_TRAINING}:initialize_megatron", ())
 
 
@@ -63,7 +65,7 @@ def _install(stack: contextlib.ExitStack) -> None:
 
     replace(stack, holder, name, watched_step)
 
-    for target, reason in ((_EVALUATE, "evaluation"), (_SAVE, "checkpoint")):
+    for target, reason in ((_EVALUATE, "evaluation"), (_SAVE, "checkpoint"), (_CAPTURE, "graph capture")):
         holder, name = target.resolve()
         replace(stack, holder, name, _disturbing(getattr(holder, name), reason))
 
@@ -98,5 +100,5 @@ PATCH = Patch(
     "training_loop",
     "iterations begin and end in train_step; the drain hides in the collectives inside it",
     _install,
-    (_TRAIN_STEP, _EVALUATE, _SAVE, _INITIALIZE),
+    (_TRAIN_STEP, _EVALUATE, _SAVE, _CAPTURE, _INITIALIZE),
 )

@@ -57,7 +57,8 @@ class Listener(Protocol):
         """Called when a ``forward`` or ``backward`` of one microbatch has run."""
 
     def disturbed(self, reason: str) -> None:
-        """Called when something outside the cycle ran (evaluation, a checkpoint): the next cycle may differ."""
+        """Called when something outside the cycle ran (an evaluation, a checkpoint, the capture of a CUDA graph), also
+        within an iteration: the next cycle may differ."""
 
     def shut(self) -> None:
         """Called when the listener is removed after a failure: no bubble may open any more."""

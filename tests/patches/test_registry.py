@@ -36,6 +36,7 @@ STATE = """
         ("megatron.training.arguments", "parse_args"),
         ("torch.distributed", "ProcessGroup.allreduce"),
         ("torch.distributed", "Work.wait"),
+        ("torch.cuda", "graph.__exit__"),
     ]
     def state():
         found = []

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.agent.memory import worker_cap
-from megatron.fill.device.margin import DRIVER_BYTES, OwnedMargin
+from megatron.fill.device.margin import DRIVER_BYTES, CudaAllocator, OwnedMargin
 from megatron.fill.device.port import MIB
 from megatron.fill.device.pressure import MemoryGuard, Order
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
@@ -99,6 +100,43 @@ def test_what_cannot_be_had_is_said():
     cache.need(20 * GIB)
     assert OwnedMargin(cache, MARGIN).keep() == MARGIN - 256 * MIB  # in pieces of 64 MiB
     assert gpu.free == 44 * MIB
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cache:
+    """A stand-in for PyTorch's caching allocator of cuda:0, behind the functions of ``torch``."""
+    cache = Cache(Gpu(24 * GIB))
+
+    def empty(size: int, *, dtype: torch.dtype, device: str) -> Block:
+        assert (dtype, device) == (torch.uint8, "cuda:0")
+        try:
+            return cache.take(size)
+        except MemoryError as error:
+            raise torch.OutOfMemoryError from error
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: cache.reserved)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: cache.peak)
+    return cache
+
+
+def test_the_allocator_of_a_gpu_takes_the_margin_once_and_again_after_it_was_given_back(cuda: Cache) -> None:
+    margin = OwnedMargin(CudaAllocator("cuda:0"), MARGIN)
+    cuda.need(20 * GIB)
+    for _ in range(2):
+        assert margin.keep() == 0
+        assert (cuda.reserved, cuda.used) == (21 * GIB, 0)
+    cuda.gpu.free += cuda.reserved  # torch.cuda.empty_cache()
+    cuda.reserved = 0
+    assert margin.keep() == 0
+    assert (cuda.reserved, cuda.used) == (21 * GIB, 0)
+    cuda.need(22 * GIB)
+    assert margin.keep() == 0
+    assert (cuda.reserved, cuda.used) == (23 * GIB, 0)
+    cuda.gpu.malloc(GIB)  # another process's
+    cuda.need(23 * GIB)
+    assert margin.keep() == MARGIN  # the device is full
+    assert cuda.used == 0
 
 
 def failures(seed: int, steps: int, owned: bool) -> int:

@@ -279,6 +279,22 @@ def test_the_brake_does_not_count_what_was_disturbed_or_paused():
     assert said == []
 
 
+def test_the_iteration_in_which_a_graph_is_captured_is_disturbed_as_is_the_next(monkeypatch):
+    listener, drive, _ = braking()
+    for _ in range(4):
+        drive.iteration(20)
+    odd: list[bool] = []
+    monkeypatch.setattr(listener.brake, "observe", lambda _, disturbed: odd.append(disturbed))
+    drive.iteration(20)
+    listener.iteration_started(drive.number + 1, drive.now_ns)
+    drive.cycle(20)
+    listener.disturbed("graph capture")
+    listener.iteration_ended(drive.now_ns)
+    drive.iteration(20)
+    drive.iteration(20)
+    assert odd == [False, True, True, False]
+
+
 def test_shut_ends_the_gate():
     gate = FakeGate()
     make(gate).shut()

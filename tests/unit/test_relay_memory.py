@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 
+from megatron.fill.device.nvml import Nvml
 from megatron.fill.device.port import DeviceError
 from megatron.fill.pages.ring import Fact, Ring, RingReader
+from megatron.fill.rank import relay
 from megatron.fill.rank.relay import FreeMemory, Relay
 from megatron.fill.types import BubbleKind
+from tests.unit.test_device_cuda import GIB, Library
 
 
 class Listener:
@@ -25,21 +28,21 @@ class Listener:
 
 def test_what_is_missing_of_the_training_s_margin_is_no_worker_s():
     free, ring, listener = FreeMemory(lambda: 1000), Ring(), Listener()
-    relay = Relay(RingReader(ring.fd), listener, free, None)  # type: ignore[arg-type]
+    reads = Relay(RingReader(ring.fd), listener, free, None)  # type: ignore[arg-type]
     free.look()
     assert free() == 1000
     for missing in (300, 2000, 0):
         ring.write(Fact.ITERATION_STARTED, number=1, free_bytes=missing)
-        relay.step(0)
+        reads.step(0)
         assert free() == max(0, 1000 - missing)
 
 
 def test_what_the_author_of_a_schedule_promised_is_passed_on():
     ring, listener = Ring(), Listener()
-    relay = Relay(RingReader(ring.fd), listener, FreeMemory(lambda: 1), None)  # type: ignore[arg-type]
+    reads = Relay(RingReader(ring.fd), listener, FreeMemory(lambda: 1), None)  # type: ignore[arg-type]
     for promised in (-1, 0, 5):
         ring.write(Fact.BUBBLE_OPENED, free_bytes=promised, text="fill")
-        relay.step(0)
+        reads.step(0)
     assert listener.promised == [None, 0, 5]
 
 
@@ -62,3 +65,19 @@ def test_a_driver_that_fails_leaves_nothing_free_and_is_said_once(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "how much memory is free cannot be said, so nothing is filled: GPU is lost"
     ]
+
+
+def test_the_relay_asks_nvml_about_its_rank_s_gpu(monkeypatch):
+    library = Library()
+    library.free_bytes = 7 * GIB
+    monkeypatch.setattr(relay, "shared_nvml", lambda: Nvml(library))
+    free = FreeMemory(relay._driver("GPU-bbbb-2"))
+    free.look()
+    assert free() == 7 * GIB
+    library.free_bytes = 5 * GIB
+    free.look()
+    assert free() == 5 * GIB
+    gone = FreeMemory(relay._driver("GPU-cccc-3"))
+    gone.look()
+    assert gone() == 0
+    assert relay._driver(None)() == 0

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from megatron.fill.app.listening import fill_rule
+from megatron.fill.app.listening import fill_rule, rank_spec
 from megatron.fill.config import FillSettings
 from megatron.fill.device.port import Sharing
 from megatron.fill.rank.predictor import CASES, among_replicas
+from megatron.fill.types import RankInfo
 
 MS = 1_000_000
 
@@ -28,6 +31,12 @@ def test_a_time_sliced_gpu_keeps_a_turn_free_and_leaves_short_bubbles_alone():
 def test_what_the_user_says_counts(sharing):
     rule = fill_rule(FillSettings(guard_us=0, min_bubble_us=300), 4, sharing=sharing)
     assert (rule.guard_ns, rule.min_bubble_ns) == (0, 300_000)
+
+
+@pytest.mark.parametrize(("world_size", "stages", "replicas"), [(8, 4, 2), (4, 4, 1), (1, 4, 1), (512, 8, 64)])
+def test_ranks_that_share_a_stage_are_its_replicas(world_size, stages, replicas):
+    info = RankInfo(0, world_size, 0, 1, 0, 1, 0, stages)
+    assert rank_spec(FillSettings(), info, Path("rank0.json")).rule.replicas == replicas
 
 
 def longest_of(times: np.ndarray, replicas: int) -> float:

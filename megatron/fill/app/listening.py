@@ -56,7 +56,7 @@ def fill_rule(settings: FillSettings, stages: int, replicas: int = 1, sharing: S
 
     Args:
         stages: number of pipeline stages.
-        replicas: number of ranks per stage.
+        replicas: number of ranks per stage: an iteration of the training lasts as long as the longest of theirs.
         sharing: mode in which jobs share the rank's GPU; None on the CPU.
     """
     usual = TIMESLICED if sharing is Sharing.TIMESLICE else FillRule()
@@ -74,6 +74,9 @@ def fill_rule(settings: FillSettings, stages: int, replicas: int = 1, sharing: S
 
 def rank_spec(settings: FillSettings, info: RankInfo, record: Path, sharing: Sharing | None = None) -> RankSpec:
     """Return the spec of a rank's listener.
+
+    All ranks of a stage count as its replicas, those of tensor, context and expert parallelism too: each has a gate of
+    its own, and the others wait for the latest of them.
 
     Args:
         record: the file for the rank's record.

@@ -215,8 +215,8 @@ class RankListener:
         self.recorder.span(name, self.iteration, start_ns, end_ns)
 
     def disturbed(self, reason: str) -> None:
-        self._disturbed = True
-        # An evaluation or a checkpoint may have left less memory free than before.
+        self._disturbed = self._odd = True
+        # An evaluation, a checkpoint or the capture of a CUDA graph may have left less memory free than before.
         self._show_at = min(self._show_at, self._iterations_seen + 1)
 
     @property

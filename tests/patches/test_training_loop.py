@@ -1,0 +1,73 @@
+"""The capture of a CUDA graph, which reserves memory, is reported as a disturbance, by whoever captures."""
+
+from __future__ import annotations
+
+from tests.patches.fresh import python
+
+# Megatron's wrapper of full iterations captures over a stand-in for the driver's calls.
+SCRIPT = """
+import contextlib
+import torch
+import pipefill_patches
+
+pipefill_patches.apply(("cpu_backend", "training_loop"))
+from megatron.core import full_cuda_graph
+from megatron.fill.hooks import bus
+from megatron.fill.types import CycleKey
+
+class Seen:
+    watching = True
+    def __init__(self):
+        self.facts = []
+    def __getattr__(self, name):
+        return lambda *args: self.facts.append(name if name != "disturbed" else args[0])
+
+class Graph:
+    def register_generator_state(self, state):
+        pass
+    def capture_begin(self, *args, **kwargs):
+        bus.listener.facts.append("capture begins")
+    def capture_end(self):
+        bus.listener.facts.append("capture ends")
+    def replay(self):
+        bus.listener.facts.append("replay")
+
+torch.cuda.CUDAGraph = Graph
+torch.cuda.empty_cache = torch._C._host_emptyCache = lambda: None
+torch.distributed.barrier = lambda: None
+full_cuda_graph.get_all_rng_states = dict
+full_cuda_graph.get_shared_capture_stream = torch.cuda.Stream
+full_cuda_graph.get_graph_pool = lambda single: None
+torch.cuda.graphs._get_pool_id = lambda pool: None
+
+def run(wrapper):
+    wrapper(model=[None], data_iterator=None, num_microbatches=1, seq_length=1, forward_only=False)
+
+bus.listener = seen = Seen()
+wrapper = full_cuda_graph.FullCudaGraphWrapper(lambda **_: bus.listener.facts.append("pass"), 1)
+for _ in range(3):
+    run(wrapper)
+print(seen.facts)
+
+seen.facts.clear()
+broken = torch.cuda.graph(Graph(), stream=torch.cuda.Stream())
+with contextlib.suppress(ZeroDivisionError), broken:
+    1 / 0
+print(seen.facts)
+
+seen.facts.clear()
+pipefill_patches.PATCHES["training_loop"].revert()
+with torch.cuda.graph(Graph(), stream=torch.cuda.Stream()):
+    pass
+print(seen.facts)
+"""
+
+
+def test_every_capture_of_a_graph_is_a_disturbance():
+    done = python("-c", SCRIPT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-3:] == [
+        "['pass', 'capture begins', 'pass', 'capture ends', 'graph capture', 'replay', 'replay']",
+        "['capture begins', 'capture ends', 'graph capture']",
+        "['capture begins', 'capture ends']",
+    ]
