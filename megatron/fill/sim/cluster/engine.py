@@ -1,4 +1,4 @@
-"""The event queue: what happens next, and in which order what happens at one instant."""
+"""The event queue: the next event, and the order of simultaneous events."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 
 class EventKind(IntEnum):
-    """Of events; those of one instant are handled in this order, and devices look for jobs after all of them.
+    """Event types, in the order in which simultaneous events are handled; devices look for jobs after all of them.
 
-    A job that is done at the instant at which its main job stops is done.
+    So a job that is done at the instant at which its main job stops counts as done.
     """
 
     JOB_ENDS = 0
@@ -27,8 +27,8 @@ class Event(NamedTuple):
     """Events are ordered by time, kind, and the order in which they were announced.
 
     Attributes:
-        about: the number of the job or of the main job.
-        token: tells an announcement that still holds from one that was overtaken.
+        about: number of the job or of the main job.
+        token: version of the job's or main job's state; an event with an outdated one is ignored.
     """
 
     time_s: float
@@ -39,10 +39,10 @@ class Event(NamedTuple):
 
 
 class Calendar:
-    """All events to come.
+    """All future events.
 
     Args:
-        arrivals_s: when jobs arrive, in order; job ``n`` of this order is what the event is about.
+        arrivals_s: arrival times of the jobs, ascending; the event of the n-th one is about job ``n``.
     """
 
     def __init__(self, arrivals_s: Sequence[float]) -> None:
@@ -57,12 +57,12 @@ class Calendar:
 
     @property
     def next_s(self) -> float:
-        """When something happens next; infinity for never."""
+        """Time of the next event; infinity if there is none."""
         arrival_s = self._arrivals_s[self._arrived] if self._arrived < len(self._arrivals_s) else inf
         return min(arrival_s, self._heap[0].time_s) if self._heap else arrival_s
 
     def take(self, time_s: float) -> Iterator[Event]:
-        """All that happens at this instant; what is announced for it meanwhile comes at the next call."""
+        """Yield all events of this instant; one announced for it in the meantime comes with the next call."""
         now = []
         while self._heap and self._heap[0].time_s <= time_s:
             now.append(heapq.heappop(self._heap))

@@ -11,12 +11,12 @@ from megatron.fill.sim.cluster.rates import Offer, Rates
 
 
 class FleetDevice:
-    """One device of a main job.
+    """A device of a main job.
 
     Attributes:
-        index: devices are numbered in the order of the main jobs and their groups.
-        group: the number of its group.
-        up: its main job runs.
+        index: device number, in the order of the main jobs and their groups.
+        group: number of the device's group.
+        up: True while its main job runs.
     """
 
     __slots__ = ("group", "index", "main", "name", "rates", "resident", "tail", "up")
@@ -33,29 +33,29 @@ class FleetDevice:
 
 
 class Seats(ABC):
-    """Free seats of one sort, by device, each with what it has to offer.
+    """Free seats of one kind (resident or tail), by device, each with its offer.
 
-    Of several devices that could take a job, the lowest asks first.
+    If several devices could take a job, the one with the lowest number asks first.
     """
 
     def __init__(self, devices: int) -> None:
         self.offers: list[Offer | None] = [None] * devices
 
     def free(self, device: int, offer: Offer) -> None:
-        """The seat of this device is free, and that is what it offers from now on."""
+        """Mark a device's seat as free, with this offer."""
         self.offers[device] = offer
 
     def close(self, device: int) -> None:
-        """The seat is taken, or cannot be."""
+        """Mark a device's seat as taken or unavailable."""
         self.offers[device] = None
 
     @abstractmethod
     def lowest(self, kinds: Iterable[str]) -> int | None:
-        """The lowest device whose seat is free and fits at least one of these kinds of jobs; None if there is none."""
+        """Return the lowest device with a free seat that fits at least one of these job kinds, or None."""
 
 
 class ScannedSeats(Seats):
-    """Looks at one seat after the other."""
+    """Seats that are searched one by one."""
 
     def lowest(self, kinds: Iterable[str]) -> int | None:
         wanted = set(kinds)
@@ -64,9 +64,9 @@ class ScannedSeats(Seats):
 
 
 class SortedSeats(Seats):
-    """Keeps the free seats of each offer in a heap, so it asks one device of those that are alike.
+    """Seats in a heap per offer, so that one device is asked among those that are alike.
 
-    A heap may hold numbers of seats that are not free any more; they go when they come to its top.
+    A heap may contain seats that are no longer free; they are removed when they reach its top.
     """
 
     def __init__(self, devices: int) -> None:

@@ -9,7 +9,7 @@ from megatron.fill.sim.values import Scenario
 
 
 def inventory(scenario: Scenario) -> tuple[list[MainEntry], list[GroupEntry], list[FleetDevice]]:
-    """In the scenario's order.
+    """Return the main jobs, groups and devices in the scenario's order.
 
     With ``symmetric`` all devices with equal cycles share one ``Rates``; otherwise each has its own.
     """

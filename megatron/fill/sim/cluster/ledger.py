@@ -1,4 +1,4 @@
-"""What became of jobs and devices, while a simulation goes on and at its end."""
+"""Accounting of jobs and devices, during a simulation and at its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.fill.types import JobState
 
 @dataclass(slots=True)
 class JobEntry:
-    """A job.  ``kept`` is the work that counts whatever happens."""
+    """A job.  ``kept`` is the saved work, which no failure can undo."""
 
     job: SimJob
     state: JobState = JobState.QUEUED
@@ -34,10 +34,10 @@ class MainEntry:
     """A main job.
 
     Attributes:
-        first, last: its devices' numbers, the last one excluded.
-        since_s: when it came up or went down last; None before its start and after its end.
-        token: counts its ups and downs.
-        up_s, down_s: of one device.
+        first, last: range of its devices' numbers; ``last`` is excluded.
+        since_s: time of the last start or stop; None before its first start and after its end.
+        token: number of starts and stops.
+        up_s, down_s: seconds up and down, of one device.
     """
 
     run: MainJobRun
@@ -50,7 +50,7 @@ class MainEntry:
     down_s: float = 0.0
 
     def change(self, up: bool, since_s: float | None, now_s: float) -> None:
-        """Account for the time until now; ``since_s`` is None when it is over."""
+        """Account for the time until ``now_s``; ``since_s`` is None if the main job has ended."""
         if self.since_s is not None:
             if self.up:
                 self.up_s += now_s - self.since_s
@@ -62,7 +62,7 @@ class MainEntry:
 
 @dataclass(slots=True)
 class GroupEntry:
-    """A group of devices, in device seconds."""
+    """The use of a group of devices, in device seconds."""
 
     group: DeviceGroup
     main: MainEntry
@@ -89,7 +89,7 @@ class Ledger:
     """Accounts for attempts when they end.
 
     Args:
-        jobs: in the order of the scenario.
+        jobs: entries in the order of the scenario.
     """
 
     def __init__(self, jobs: Sequence[JobEntry], groups: Sequence[GroupEntry], kinds: Mapping[str, FillKind]) -> None:
@@ -98,7 +98,7 @@ class Ledger:
         self._kinds = kinds
 
     def close(self, attempt: SimulatedAttempt, group: int, now_s: float, kept: float) -> None:
-        """This attempt has ended; ``kept`` of the job's work counts from now on."""
+        """Account for an attempt that has ended; ``kept`` is the job's saved work from now on."""
         entry, place = self.jobs[attempt.job], self.groups[group]
         seconds = now_s - attempt.claimed_s
         entry.device_s += seconds

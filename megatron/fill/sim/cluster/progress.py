@@ -1,4 +1,4 @@
-"""How far a job is: piecewise linear in time, with what was saved last."""
+"""A job's progress: piecewise linear in time, with its last checkpoint."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ class SimulatedAttempt:
     """A job from its claim to the end of that claim.
 
     Args:
-        job: its number.
-        work: how much there is to do in all.
-        kept: how much of that was saved before.
-        device: the device's number.
-        tail: whether it has the tail seat.
-        checkpoint_s: how often it is saved, from its first step on.
+        job: number of the job.
+        work: total work of the job.
+        kept: work saved by earlier attempts.
+        device: number of the device.
+        tail: True if the job has the tail seat.
+        checkpoint_s: seconds between checkpoints, from the first step on.
 
     Attributes:
-        done: work that was done by ``since_s``; afterwards it goes on at ``rate`` per second.
-        kept: work that a checkpoint has by then.
-        started_s: its first step; None before that.
-        due_s: of a resident job, when it will be done; its rate never changes.
-        token: another number for every claim and every change of a rate: it tells events from overtaken ones.
+        done: work done by ``since_s``; later work is done at ``rate`` per second.
+        kept: work contained in the last checkpoint before ``since_s``.
+        started_s: time of the first step; None before it.
+        due_s: time at which a resident job will be done; its rate never changes.
+        token: number that is new for every claim and every change of rate; events with another one are outdated.
     """
 
     __slots__ = (
@@ -56,11 +56,11 @@ class SimulatedAttempt:
         self._checkpoint_s = checkpoint_s
 
     def begin(self, now_s: float) -> None:
-        """The first step runs."""
+        """Record the start of the first step."""
         self.started_s = self.since_s = now_s
 
     def advance(self, now_s: float) -> None:
-        """Count what was done by now, and what was saved of it."""
+        """Update the work done and saved to ``now_s``."""
         if self.started_s is None:
             return
         if isfinite(self._checkpoint_s):
@@ -71,13 +71,13 @@ class SimulatedAttempt:
         self.since_s = now_s
 
     def go_on_at(self, rate: float, now_s: float) -> None:
-        """Another rate from now on."""
+        """Change the rate from ``now_s`` on."""
         self.advance(now_s)
         self.rate = rate
 
     @property
     def end_s(self) -> float:
-        """When it will be done if the rate stays; infinity for never."""
+        """Time at which the job will be done at its present rate; infinity for never."""
         return self.since_s + (self.work - self.done) / self.rate if self.rate else inf
 
     def _done_at(self, time_s: float) -> float:
@@ -85,13 +85,13 @@ class SimulatedAttempt:
 
 
 class Usage:
-    """Device seconds inside steps that each user had: what fair sharing counts, as the runtime does."""
+    """Device seconds inside steps per user: the quantity that fair sharing counts, as in the runtime."""
 
     def __init__(self) -> None:
         self._had: dict[str, tuple[float, float, float]] = {}  # seconds, by when, and seconds per second since then
 
     def change(self, user: str, by: float, now_s: float) -> None:
-        """From now on, ``by`` more device seconds per second are spent on the user's jobs."""
+        """Increase the user's consumption by ``by`` device seconds per second from ``now_s`` on."""
         used_s, then_s, speed = self._had.get(user, (0.0, now_s, 0.0))
         self._had[user] = (used_s + speed * (now_s - then_s), now_s, speed + by)
 

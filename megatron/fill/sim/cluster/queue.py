@@ -1,4 +1,4 @@
-"""The jobs that wait, and which of them a seat takes: by the scheduler's policies."""
+"""The waiting jobs, and the choice of a seat's next one by the scheduler's policies."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from megatron.fill.sim.cluster.sight import Sight, Waiting, view
 
 
 class Queue(ABC):
-    """The jobs that wait."""
+    """The waiting jobs."""
 
     @property
     @abstractmethod
     def kinds(self) -> Collection[str]:
-        """Of the jobs that a device would be offered now."""
+        """Kinds of the jobs that a device would be offered now."""
 
     @abstractmethod
     def add(self, waiting: Waiting) -> None:
-        """One more."""
+        """Add a job."""
 
     @abstractmethod
     def take(self, device: FleetDevice, offer: Offer, now_s: float) -> Waiting:
-        """The one that this seat takes; it waits no longer.
+        """Remove and return the job that this seat takes.
 
-        At least one of ``kinds`` fits the offer.
+        At least one of ``kinds`` must fit the offer.
 
         Raises:
-            ConfigError: a score function failed, or returned what cannot be compared.
+            ConfigError: a score function failed, or its results cannot be compared.
         """
 
 
 class RankedQueue(Queue):
-    """Ranks the jobs anew for each seat, with ``rank_jobs``: the first submitted ones, if the policy is not steady."""
+    """Ranks the jobs again for each seat with ``rank_jobs``; if the policy is not steady, only the oldest ones."""
 
     def __init__(self, policy: Policy, sight: Sight) -> None:
         self._policy = policy
         self._sight = sight
         self._most = inf if policy.most_jobs is None else policy.most_jobs
-        self._first: list[tuple[float, int]] = []  # the keys of those that are weighed
-        self._later: list[tuple[float, int]] = []  # those of the rest, a heap
+        self._first: list[tuple[float, int]] = []  # keys of the jobs that are ranked
+        self._later: list[tuple[float, int]] = []  # keys of the other jobs, a heap
         self._jobs: dict[int, Waiting] = {}  # by id
-        self._kinds: Counter[str] = Counter()  # of the first
+        self._kinds: Counter[str] = Counter()  # number of ranked jobs per kind
 
     @property
     def kinds(self) -> Collection[str]:
@@ -86,9 +86,9 @@ class RankedQueue(Queue):
 
 
 class SteadyQueue(Queue):
-    """Keeps the jobs of each kind in the order of a steady policy, and compares the first of each.
+    """Keeps the jobs of each kind in the order of a steady policy, and compares the first ones.
 
-    ``rank_jobs`` over all jobs has the same first one.
+    ``rank_jobs`` over all jobs would choose the same job.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -114,20 +114,20 @@ class SteadyQueue(Queue):
 
 _HERE = DeviceState("here")
 
-# A job's score in a seat, with its sign changed, and its key; then its score in its line, by which it is removed.
+# A job's negated score in a seat, its key, and its score in its line, by which it is removed.
 type _Head = tuple[float, tuple[float, int], tuple[float, Waiting]]
 
 
 class _Line:
     """The jobs of one kind, by their score on a device that does one unit of work per second.
 
-    On another device their order is the same, but that scores which differ by a rounding error here may be equal there.
+    Their order on other devices is the same, except that scores differing by a rounding error here may be equal there.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._heads: dict[float, _Head] = {}  # by the seconds that a unit of work takes, until the line changes
-        self._scores: list[float] = []  # a heap, the best first: scores with their signs changed
+        self._heads: dict[float, _Head] = {}  # by seconds per unit of work; cleared when the line changes
+        self._scores: list[float] = []  # a heap of negated scores, the best first
         self._jobs: dict[float, list[tuple[tuple[float, int], Waiting]]] = {}  # a heap per score
 
     def __bool__(self) -> bool:
@@ -142,7 +142,7 @@ class _Line:
         heappush(self._jobs[score], (waiting.key, waiting))
 
     def head(self, fit: Fit) -> _Head:
-        """The first job in this seat."""
+        """The job of this line that ranks first in the given seat."""
         if fit.unit_s not in self._heads:
             self._heads[fit.unit_s] = self._head(fit)
         return self._heads[fit.unit_s]
@@ -173,7 +173,7 @@ class _Line:
                 heapify(self._scores)
 
     def _next_is_close(self) -> bool:
-        """Whether the second best score may be equal to the best one on some device."""
+        """True if the second-best score may equal the best one on some device."""
         rest = self._scores[1:3]
         return bool(rest) and isclose(min(rest), self._scores[0], rel_tol=1e-14, abs_tol=nextafter(0.0, 1.0))
 

@@ -1,10 +1,10 @@
-"""How fast fill jobs run on a device, alone in its bubbles and beside each other: the planner's word, kept.
+"""Rates of fill jobs on a device, alone in its bubbles or next to another job: the planner's results, cached.
 
 A device has the seats of a rank's agent (``agent/agent.py``): the resident job gets every bubble first, the tail job
-what the resident one's plan leaves.  Each job holds its memory all the time.  So a resident job that comes to a device
-with a tail job plans for bubbles with less free memory, and a tail job is taken only if one of its configurations is
-free beside the resident job in every bubble, as ``agent/ranking.py`` has it.  A tail job keeps the configuration that
-it began with: it slows down beside another resident job, and gets whole bubbles while there is none.
+the time that the resident one's plan leaves.  Each job holds its memory permanently.  A resident job that comes to a
+device with a tail job thus plans for bubbles with less free memory, and a tail job is accepted only if one of its
+configurations fits next to the resident job in every bubble, as in ``agent/ranking.py``.  A tail job keeps its initial
+configuration: its rate falls next to another resident job, and it gets whole bubbles while there is none.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron.fill.sim.values import FillKind, RuntimeModel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fit:
-    """One kind of job in one seat, by the plan that it has there.
+    """A kind of job in a seat, with its plan there.
 
     Attributes:
-        unit_s: the seconds that one unit of work takes there, as the scheduler estimates it (``estimate_s``).
+        unit_s: seconds per unit of work there, as the scheduler estimates it (``estimate_s``).
     """
 
     kind: str
@@ -37,17 +37,18 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offer:
-    """What a free seat has to offer: the kinds that fit it."""
+    """A free seat's offer: the kinds of jobs that fit it."""
 
     fits: Mapping[str, Fit]
 
 
 class Rates:
-    """Of one bubble cycle.  Everything is worked out once.
+    """Rates in one bubble cycle; each is computed once.
 
     Args:
-        cycle: of the device.  A job's memory stays in all of its bubbles, so the least of them counts, less the margin.
-        kinds: that may come.
+        cycle: bubbles of the device.  A job holds its memory in all of them, so the smallest free memory counts, minus
+            the margin.
+        kinds: kinds of jobs that may arrive.
     """
 
     def __init__(self, cycle: BubbleCycle, kinds: Sequence[FillKind], runtime: RuntimeModel) -> None:
@@ -58,20 +59,20 @@ class Rates:
         self._tails: dict[Fit, Offer] = {}
         self._leftovers: dict[Fit, BubbleCycle] = {}
         self._rates: dict[tuple[str, Configuration, Fit | None], float] = {}
-        # Equal ones are one: otherwise there would be ever more, residents beside tails beside residents.
+        # Equal ones are shared: otherwise residents next to tails next to residents would multiply without end.
         self._fits: dict[tuple[str, ExecutionPlan, float], Fit] = {}
         self._offers: dict[tuple[Fit, ...], Offer] = {}
         self.whole = self.resident_offer(None)
 
     def resident_offer(self, tail: Fit | None) -> Offer:
-        """What the resident seat has to offer beside a tail job."""
+        """Return the resident seat's offer next to a tail job; None for an empty tail seat."""
         taken_bytes = 0 if tail is None else tail.profile.memory_bytes
         if taken_bytes not in self._residents:
             self._residents[taken_bytes] = self._offer(_less_memory(self.cycle, taken_bytes), inf)
         return self._residents[taken_bytes]
 
     def tail_offer(self, resident: Fit) -> Offer:
-        """What the tail seat has to offer beside a resident job."""
+        """Return the tail seat's offer next to a resident job."""
         if resident not in self._tails:
             cycle = self._leftover(resident)
             self._tails[resident] = self._offer(cycle, min((slot.free_bytes for slot in cycle.slots), default=0))
@@ -82,10 +83,10 @@ class Rates:
         return self._work_per_s(fit.plan, self.cycle)
 
     def tail_rate(self, fit: Fit, resident: Fit | None) -> float:
-        """Work per second of a tail job, in its configuration; 0 if the resident job leaves too little.
+        """Work per second of a tail job in its configuration; 0 if the resident job leaves too little.
 
         Args:
-            resident: None while no resident job serves bubbles.
+            resident: resident job, or None while none serves bubbles.
         """
         key = (fit.kind, fit.profile.configuration, resident)
         if key not in self._rates:
@@ -117,7 +118,7 @@ class Rates:
 
 
 def _slowed(kind: FillKind, step_efficiency: float) -> FillKind:
-    """With the steps that it has in bubbles; alone it is as fast as before."""
+    """Return the kind with its steps slowed down as in bubbles; its rate alone is unchanged."""
     if step_efficiency == 1:
         return kind
     profiles = []

@@ -1,7 +1,7 @@
-"""What a policy sees of the cluster when a seat asks for a job.
+"""A policy's view of the cluster when a seat asks for a job.
 
-Processing times of other devices are those of their whole bubbles.  As in the runtime, the device that asks counts as
-idle, and one whose main job is down is not there.
+Processing times on other devices assume their whole bubbles.  As in the runtime, the asking device counts as idle, and
+devices whose main job is down are left out.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megatron.fill.sim.values import SimJob
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A job that waits.
+    """A waiting job.
 
     Attributes:
-        index: its number.
-        left: the work that remains.
-        attempts: how often it was claimed before.
+        index: number of the job.
+        left: remaining work.
+        attempts: number of earlier claims.
     """
 
     index: int
@@ -36,12 +36,12 @@ class Waiting:
 
     @property
     def key(self) -> tuple[float, int]:
-        """The order of submission."""
+        """Sort key for the order of submission."""
         return (self.job.arrival_s, self.job.id)
 
 
 def view(waiting: Waiting, processing_s: Mapping[str, float]) -> JobView:
-    """The job as policies see it."""
+    """Return the job as policies see it."""
     job = waiting.job
     return JobView(
         id=job.id,
@@ -62,7 +62,7 @@ def _unit_s(offer: Offer, kind: str) -> float:
 
 
 class Sight:
-    """Only the device that asks: enough for policies that do not look at others."""
+    """A view of only the asking device, for policies that do not look at others."""
 
     def __init__(self, usage: Usage) -> None:
         self.usage = usage
@@ -70,10 +70,10 @@ class Sight:
     def state(
         self, asking: FleetDevice, offer: Offer, jobs: Sequence[Waiting], now_s: float
     ) -> tuple[SchedulerState, DeviceState]:
-        """Everything that the policy may weigh, and the device that asks."""
+        """Return the state for the policy, and the asking device."""
         here = DeviceState(asking.name)
         others = self._others(asking)
-        times: dict[str, dict[str, float]] = {}  # per kind and device, seconds per unit of work
+        times: dict[str, dict[str, float]] = {}  # seconds per unit of work, per kind and device
         views = []
         for waiting in jobs:
             kind = waiting.job.kind
@@ -86,15 +86,15 @@ class Sight:
         return SchedulerState(now_s, devices, tuple(views), self.usage.used_s(now_s)), here
 
     def changed(self, device: FleetDevice) -> None:
-        """The device has another resident job now, or none, or its main job came up or went down."""
+        """Record that a device's resident job has changed, or that its main job has started or stopped."""
 
     def _others(self, asking: FleetDevice) -> list[tuple[DeviceState, Rates]]:
-        """The devices to show besides the one that asks, which may be among them."""
+        """Return the devices to show in addition to the asking one, which may be among them."""
         return []
 
 
 class FullSight(Sight):
-    """Every device."""
+    """A view of every device."""
 
     def __init__(self, usage: Usage, devices: Sequence[FleetDevice]) -> None:
         super().__init__(usage)
@@ -109,9 +109,9 @@ class FullSight(Sight):
 
 
 class NextSight(Sight):
-    """Of the devices with equal cycles only the one that is free first, the one that asks aside.
+    """A view of the device that is free first for each distinct cycle, besides the asking one.
 
-    ``makespan`` takes a minimum over all other devices, and of those that are alike none is done earlier than this one.
+    This suffices for ``makespan``, which takes a minimum over all other devices.
     """
 
     def __init__(self, usage: Usage, devices: Sequence[FleetDevice]) -> None:
@@ -119,7 +119,7 @@ class NextSight(Sight):
         self._devices = devices
         self._idle: dict[Rates, set[int]] = {device.rates: set() for device in devices}
         self._busy: dict[Rates, list[tuple[float, int]]] = {device.rates: [] for device in devices}
-        self._until_s: list[float | None] = [None] * len(devices)  # of busy devices
+        self._until_s: list[float | None] = [None] * len(devices)  # time at which each busy device is free
 
     def changed(self, device: FleetDevice) -> None:
         index, idle = device.index, self._idle[device.rates]
@@ -159,7 +159,7 @@ class NextSight(Sight):
 
 
 def sight(policy: Policy, symmetric: bool, usage: Usage, devices: Sequence[FleetDevice]) -> Sight:
-    """As much as the policy needs to see."""
+    """Return the smallest view that suffices for the policy."""
     if not (symmetric and policy.built_in):
         return FullSight(usage, devices)
     if any(function is makespan for _, _, function in policy.terms):

@@ -1,16 +1,16 @@
-"""A cluster whose main jobs leave bubbles, and fill jobs that come and go: the simulation (PipeFill, section 5.3).
+"""The simulation of a cluster whose main jobs leave bubbles, and of its fill jobs (PipeFill, section 5.3).
 
-Every decision is the runtime's own: plans are the planner's (``rates.py``), the next job of a seat is the scheduler's
-(``queue.py``).  What the simulator adds is time:
+Every decision is the runtime's own: plans come from the planner (``rates.py``), a seat's next job from the scheduler
+(``queue.py``).  The simulator adds time:
 
-- All that happens at one instant happens first; then free resident seats look for jobs, the lowest device first, then
-  free tail seats.  (In the runtime seats look every few seconds, whoever comes first.)  So a tail seat gets no job that
-  an idle device would run whole, and a seat stands empty only if nothing that waits fits it.
+- All events of one instant are handled first; then free resident seats look for jobs, the lowest device first, then
+  free tail seats.  (In the runtime, seats look every few seconds, in any order.)  So a tail seat gets no job that an
+  idle device would run in whole bubbles, and a seat stays empty only if no waiting job fits it.
 - A claim is followed by ``start_s`` without progress.  A tail seat opens with its resident job's first step; while no
   resident job serves bubbles, a tail job has whole ones.
-- A device fails after an exponential time in which its main job runs.  Its whole main job stops with it, so only
-  the first failure of all its devices is drawn: exponential too, with a mean of ``mtbf_s`` over their number.  Its jobs
-  go back to the queue with their last checkpoint.  When a main job ends as planned they save everything.
+- A device fails after an exponentially distributed time in which its main job runs.  The whole main job stops with it,
+  so only the first failure of all its devices is drawn, with a mean of ``mtbf_s`` over their number.  Its fill jobs
+  return to the queue with their last checkpoint.  When a main job ends as planned, they save all their work.
 - A job that fits whole bubbles of no device of any main job fails when it arrives.
 """
 
@@ -37,13 +37,13 @@ from megatron.fill.types import JobState
 
 
 def simulate(scenario: Scenario) -> SimOutcome:
-    """Run a scenario from 0 to its ``duration_s``; the same scenario has the same outcome, but for ``wall_s``.
+    """Run a scenario from 0 to its ``duration_s``; the same scenario has the same outcome, except for ``wall_s``.
 
-    With ``symmetric`` devices with equal cycles share their plans, one of those that are alike asks for all, and a
-    steady policy's queue is kept in order.  Without it every device is looked at by itself, and ranks all the jobs that
-    it may with ``rank_jobs``.  The outcome is the same.  Policies see all devices, except that with ``symmetric`` the
-    built-in ones see only those that can matter to them; policies of the user's own (``module:function``) always see
-    all, which takes long with thousands of devices.
+    With ``symmetric``, devices with equal cycles share their plans, one of them asks for all, and a steady policy's
+    queue is kept in order.  Without it, every device is handled separately and ranks all jobs that it may take with
+    ``rank_jobs``.  The outcome is the same.  Policies see all devices, except that with ``symmetric`` the built-in ones
+    see only those that can affect them; the user's own policies (``module:function``) always see all, which is slow
+    with thousands of devices.
 
     Raises:
         ConfigError: the policy cannot be read, or failed on a job.
@@ -63,11 +63,11 @@ def simulate(scenario: Scenario) -> SimOutcome:
 
 
 class Cluster:
-    """Everything that changes.
+    """The mutable state of a simulation.
 
     Attributes:
-        fitting: the kinds that fit whole bubbles of some device.
-        arrivals: the jobs' numbers by arrival.
+        fitting: kinds of jobs that fit whole bubbles of some device.
+        arrivals: job numbers in the order of arrival.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -105,7 +105,7 @@ class Cluster:
             self.calendar.announce(main.run.end_s, EventKind.MAIN_ENDS, number)
 
     def step(self) -> bool:
-        """Go on to the next instant at which something happens; False at the end of the time."""
+        """Advance to the next event; return False when the simulated time is over."""
         next_s = self.calendar.next_s
         if next_s > self.scenario.duration_s or next_s == inf:
             self._stop()
@@ -117,7 +117,7 @@ class Cluster:
         self._serve(self.tail_seats)
         return True
 
-    # Handlers return whether the event still held.
+    # Handlers return False for an outdated event.
 
     def _arrive(self, event: Event) -> bool:
         index = self.arrivals[event.about]
@@ -163,7 +163,7 @@ class Cluster:
         return True
 
     def _leave_devices(self, main: MainEntry, saved: bool) -> None:
-        """All jobs of a main job go back to the queue; ``saved``: with all that they did."""
+        """Return all fill jobs of a main job to the queue, with all their work if ``saved``."""
         for device in self.devices[main.first : main.last]:
             device.up = False
             self.resident_seats.close(device.index)
@@ -216,7 +216,7 @@ class Cluster:
     # Seats
 
     def _serve(self, seats: Seats) -> None:
-        """Free seats take jobs as long as something that waits fits one of them."""
+        """Give jobs to free seats as long as a waiting job fits one of them."""
         while self.queue.kinds and (index := seats.lowest(self.queue.kinds)) is not None:
             device, offer = self.devices[index], seats.offers[index]
             assert offer is not None
@@ -265,7 +265,7 @@ class Cluster:
             self._pace(tail, device.rates.tail_rate(tail.fit, beside))
 
     def _pace(self, attempt: SimulatedAttempt, rate: float) -> None:
-        """From now on the job goes on at this rate."""
+        """Change the job's rate from now on."""
         if self._weighs_users:
             profile, user = attempt.fit.profile, self.jobs[attempt.job].job.user
             step_s = profile.duration_ns / 1e9 / profile.work
@@ -276,7 +276,7 @@ class Cluster:
             self.calendar.announce(attempt.end_s, EventKind.JOB_ENDS, attempt.job, attempt.token)
 
     def _close(self, attempt: SimulatedAttempt, kept: float) -> None:
-        """The attempt has ended with so much work; the job has succeeded, or waits again."""
+        """End an attempt with ``kept`` saved work; the job has succeeded or waits again."""
         self.ledger.close(attempt, self.devices[attempt.device].group, self.now_s, kept)
         entry = self.jobs[attempt.job]
         if kept >= entry.job.work:
@@ -285,7 +285,7 @@ class Cluster:
             self._enqueue(attempt.job)
 
     def _stop(self) -> None:
-        """The time is over: what runs counts with what it did."""
+        """Close the simulation: running jobs count with the work that they have done."""
         self.now_s = self.scenario.duration_s
         for entry in self.jobs:
             attempt = entry.present

@@ -88,7 +88,7 @@ class FillModel:
 
     Attributes:
         backward: how many times as long as a forward pass a backward pass takes.
-        batch: samples per training step; configurations divide it into micro-batches.
+        batch: samples per training step; configurations divide it into microbatches.
         source: of the model's shape.
     """
 
@@ -172,7 +172,7 @@ class _Training:
         self.streams = configuration.offload is Offload.WEIGHTS
 
     def nodes(self) -> tuple[NodeProfile, ...]:
-        """Forward and backward passes of each micro-batch, then the optimizer's step in as many pieces as blocks."""
+        """Forward and backward passes of each microbatch, then the optimizer's step in as many pieces as blocks."""
         passes = tuple(self._passes())
         return passes * (self.model.batch // self.configuration.batch_size) + tuple(self._step())
 

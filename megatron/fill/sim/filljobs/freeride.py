@@ -1,7 +1,7 @@
 """FreeRide's side tasks (arXiv 2409.06941), as its artifact measured them on one RTX 6000 Ada.
 
 Step times and memory are those of ``iterative_summary_ada6000.json`` (github.com/jiashu-z/freeride).  A step is the
-least that runs at a time: one micro-batch of images, one pass over the graph, or one picture.  The figures of
+least that runs at a time: one microbatch of images, one pass over the graph, or one picture.  The figures of
 PageRank, graph SGD and the pictures are round there, and the mean is the median.
 """
 

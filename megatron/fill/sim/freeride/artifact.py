@@ -10,16 +10,16 @@ STAGES = 4
 PRICE_ADA_H, PRICE_3080_H = 3.96, 0.18  # of the server with four GPUs, and of the one with one (analyze_cost.ipynb)
 BATCH = 64  # of image training, wherever the artifact has results
 
-# By micro-batches.  Nothing there says of which model (train_simplegpt2.py, ``thresholds``); taken for 3.6B: it fits.
+# By microbatches.  Nothing there says of which model (train_simplegpt2.py, ``thresholds``); taken for 3.6B: it fits.
 ITERATION_S = {4: 4.122, 5: 4.714, 6: 5.359, 7: 6.051, 8: 6.609}
-# The one time of 1.2B, with four micro-batches: 833.28 s for 127 iterations, with ResNet18 beside them
+# The one time of 1.2B, with four microbatches: 833.28 s for 127 iterations, with ResNet18 beside them
 # (artifact_evaluation.md).  Without it the time is not told.
 ITERATION_1_2B_S = 6.56
 
 
 @dataclass(frozen=True, slots=True)
 class ArtifactTask:
-    """A side task and its results beside 3.6B with four micro-batches (artifact_evaluation.md).
+    """A side task and its results beside 3.6B with four microbatches (artifact_evaluation.md).
 
     Attributes:
         kind: its name in the catalog.
@@ -64,7 +64,7 @@ MIX_INCREASE, MIX_SAVING = 0.0157, 0.0615  # with the time increase subtracted
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model, its micro-batch, and what each stage leaves to side tasks (experiment_config.py).
+    """A model, its microbatch, and what each stage leaves to side tasks (experiment_config.py).
 
     Attributes:
         model: its name in the catalog of models.

@@ -54,7 +54,7 @@ def main_job(size: Size, microbatches: int, efficiency: float) -> MainJob:
 
 
 def fitted_efficiency(size: Size, iteration_s: float) -> float:
-    """Of the GPU's peak, so that an iteration with four micro-batches takes this long."""
+    """Of the GPU's peak, so that an iteration with four microbatches takes this long."""
     low, high = 1e-3, 1.0
     for _ in range(50):
         middle = (low + high) / 2
