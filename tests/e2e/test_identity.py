@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.device.emulated import why_not
-from tests.e2e.training import ENDLESS, PATCHED, UPSTREAM, Trained, stepped, train, train_until, write_jobs
+from tests.e2e.training import ENDLESS, RESTED, UPSTREAM, Trained, stepped, train, train_until, write_jobs
 
 JOBS = ({"name": "a", "task": "tasks:Spin"}, {"name": "b", "task": "tasks:Spin", "args": {"milliseconds": 0.5}})
 GOT_ON = {"a": stepped, "b": stepped}
@@ -46,7 +46,7 @@ def trained(
     # No brake: what it leaves unfilled to compare with is a good part of so short a run.
     settings = f"{flags} {write_jobs(folder, *JOBS)} --fill-warmup-iterations 3 --fill-max-slowdown 0"
     # NVIDIA's script is run in this way, and ours is a plain Megatron script then.
-    way: dict[str, Any] = {"script": PATCHED, "torchrun": True, "fresh": True} if schedule == "1f1b" else {}
+    way: dict[str, Any] = {"script": RESTED, "torchrun": True, "fresh": True} if schedule == "1f1b" else {}
     filled = train_until(folder, settings, GOT_ON, LEAST, ranks=ranks(flags), **way)
     count = len(filled.losses)
     if plain not in upstream or len(upstream[plain].losses) < count:

@@ -41,6 +41,7 @@ REST_MS = 200
 SCRIPT = "pretrain_gpt.py" if Version(version("megatron-core")) >= Version("0.19") else "tests/e2e/older_gpt.py"
 UPSTREAM = ("-m", "pipefill_patches", "--only", "cpu_backend", SCRIPT)
 PATCHED = ("-m", "pipefill_patches", SCRIPT)
+RESTED = ("-m", "pipefill_patches", "tests/e2e/rested.py", SCRIPT)  # for ranks with Pythons of their own
 OURS = (SCRIPT,)
 
 
@@ -143,7 +144,7 @@ def start(
     model: str | Sequence[str] = MODEL,
     mounts: Mapping[str, Path] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start a training; ``{folder}`` in the flags stands for the folder.  Its warm ranks rest after each iteration.
+    """Start a training; ``{folder}`` in the flags is its folder.  Warm ranks, and ``RESTED``, rest after iterations.
 
     Args:
         torchrun: torchrun starts its ranks; with ``fresh`` each is a Python of its own, as users have it.
