@@ -1,4 +1,4 @@
-"""Kinds of fill jobs: those of PipeFill's kind of study, described, and those that ``pipefill profile`` measured.
+"""Kinds of fill jobs: analytic ones as in PipeFill's study, and those that ``pipefill profile`` measured.
 
 The models are EfficientNet, BERT-base, BERT-large, Swin-large and XLM-RoBERTa-XL, each in training and in batch
 inference: those of ``megatron.fill.models``, which the runtime runs too.  Their times are analytical
@@ -6,14 +6,14 @@ inference: those of ``megatron.fill.models``, which the runtime runs too.  Their
 
 * Transformers: NVIDIA DeepLearningExamples, TensorFlow BERT, V100-16GB, inference of BERT-base with 128 tokens: 206.8,
   376.8, 635 and 962.83 sequences/s at batches of 1, 2, 4 and 8.  That is 4.3 ms per batch and 0.50 ms per sequence.
-  What follows for BERT-large, in inference and pre-training, with 128 to 512 tokens, is within 17% of the same source
-  on V100.  On A100 it is with 128 tokens; with more it is up to 80% too fast for that source's small batches there.
+  The resulting times for BERT-large, in inference and pre-training, with 128 to 512 tokens, are within 17% of the same
+  source on V100.  On A100 they are with 128 tokens; with more they are up to 80% too short for its small batches.
 * EfficientNet-B4: NVIDIA DeepLearningExamples, PyTorch, V100-16GB, inference: 242 to 847 images/s at batches of 8 to
   256, training 204.  That is bound by memory traffic, or at small batches by the host, whatever the GPU.
 
-For Swin-large and XLM-RoBERTa-XL nothing was found for these GPUs: BERT's constants are assumed, and for
-EfficientNetV2-L those of EfficientNet-B4.  So are all constants on other GPUs: there the peaks of compute and memory
-differ, and the fixed times do not.
+For Swin-large and XLM-RoBERTa-XL no measurements on these GPUs were found: BERT's constants are assumed, and for
+EfficientNetV2-L those of EfficientNet-B4.  On other GPUs the same constants are assumed: the peaks of compute and
+memory differ, and the fixed times do not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.fill.sim.filljobs.freeride import GPU as MEASURED_ON
 from megatron.fill.sim.filljobs.freeride import SIDE_TASKS
 from megatron.fill.sim.values import FillKind
 
-CONTEXT_BYTES = 512 * 2**20  # of a process on the GPU before it does anything; an assumption
+CONTEXT_BYTES = 512 * 2**20  # memory of a process's CUDA context; an assumption
 
 _TRANSFORMER = Speed(0.36, 0.334e-3, source="fitted to NVIDIA DeepLearningExamples' BERT-base inference on V100")
 _ASSUMED = replace(_TRANSFORMER, source="assumed: as BERT's")
@@ -42,7 +42,7 @@ _EFFICIENTNET = Speed(
     0.97e-3,
     source="fitted to NVIDIA DeepLearningExamples' EfficientNet-B4 inference and training on V100",
 )
-_EFFICIENTNET_PASSES = 10.6  # how often each convolution's output is written or read; fitted as said above
+_EFFICIENTNET_PASSES = 10.6  # number of times that each convolution's output is written or read; fitted as above
 _EFFICIENTNET_BACKWARD = 3.0  # fitted to 204 images/s in training
 
 
@@ -50,8 +50,8 @@ def transformer_block(name: str, hidden: int, heads: int, tokens: int, window: i
     """An encoder layer whose MLP is four times as wide.
 
     Args:
-        tokens: per sample.
-        window: tokens that a token attends to; None for all.
+        tokens: tokens per sample.
+        window: number of tokens that a token attends to; None for all.
     """
     reach = tokens if window is None else window
     scores = heads * tokens * reach
@@ -88,8 +88,8 @@ def _swin_large() -> Iterator[Block]:
             yield transformer_block(f"stage {stage} layer {at}", hidden, heads, side * side, 49)
 
 
-# Of each stage: whether the two convolutions before the squeezing are one (V2's "fused" blocks), by how much they
-# expand, kernel, stride, channels, blocks.
+# Per stage: whether the two convolutions before the squeezing are merged (V2's "fused" blocks), expansion factor,
+# kernel, stride, channels, blocks.
 _B4 = (  # Tan and Le 2019 (arXiv 1905.11946), Table 1, 1.4 times as wide and 1.8 times as deep
     *((False, 1, 3, 1, 24, 2), (False, 6, 3, 2, 32, 4), (False, 6, 5, 2, 56, 4), (False, 6, 3, 2, 112, 6)),
     *((False, 6, 5, 1, 160, 6), (False, 6, 5, 2, 272, 8), (False, 6, 3, 1, 448, 2)),
@@ -103,7 +103,7 @@ _V2_L = (  # Tan and Le 2021 (arXiv 2104.00298), as its authors' code has the L 
 def _efficientnet(
     pixels: int, before: int, stages: Sequence[tuple[bool, int, int, int, int, int]], head: int
 ) -> Iterator[Block]:
-    """Stem of ``before`` channels, stages, and a head of so many channels for 1,000 classes."""
+    """Yield a stem of ``before`` channels, stages, and a head of ``head`` channels for 1,000 classes."""
     side = pixels // 2
     yield _convolutions(
         "stem", 9 * 3 * before, side * side * 9 * 3 * before, side * side * before, side * side * before
@@ -132,7 +132,8 @@ def _convolutions(name: str, weights: int, products: int, elements: int, output:
 
     Args:
         products: multiply-adds per sample.
-        elements: of all convolutions' outputs per sample; each is kept before and after normalization and activation.
+        elements: elements of all convolutions' outputs per sample; each is kept before and after normalization and
+            activation.
     """
     size = 2 * elements
     return Block(name, weights, 2 * products, _EFFICIENTNET_PASSES * size, 3 * size, 2 * size, 2 * output)
@@ -166,7 +167,7 @@ _MODELS = (
         _EFFICIENTNET_BACKWARD,
     ),
 )
-# What is simulated where no kinds are named: of the EfficientNets the one whose throughput was published.
+# The default models; of the EfficientNets, only the one with a published throughput.
 _MIX = tuple(model.name for model in _MODELS if model.name != "efficientnet-v2-l")
 
 
@@ -189,11 +190,12 @@ def catalog_kind(name: str, gpu: GpuKind, context_bytes: int = CONTEXT_BYTES, st
     """A kind of the catalog on a GPU; work is in samples.
 
     Args:
-        context_bytes: what a process has on the GPU before it does anything.
-        stream_weights: inference may bring each block's weights from the host; ``BatchInferenceJob`` does not offer it.
+        context_bytes: memory of a process's CUDA context.
+        stream_weights: True if inference may stream each block's weights from the host, which ``BatchInferenceJob``
+            does not offer.
 
     Raises:
-        ValueError: there is no such kind, or the GPU cannot hold it.
+        ValueError: the kind does not exist, or the GPU cannot hold it.
     """
     if name not in CATALOG:
         raise ValueError(f"{name!r} is not a kind of fill job; expected one of {', '.join(CATALOG)}")
@@ -216,13 +218,13 @@ def _profiles(
 def catalog_kinds(
     gpu: GpuKind, names: Sequence[str] | None = None, context_bytes: int = CONTEXT_BYTES
 ) -> tuple[FillKind, ...]:
-    """Kinds on a GPU: those of the catalog, and on the GPU where they were measured FreeRide's side tasks.
+    """Kinds on a GPU: those of the catalog, and FreeRide's side tasks on the GPU where they were measured.
 
     Args:
-        names: None for all that the GPU can hold, with EfficientNet-B4 as the one EfficientNet.
+        names: names of kinds; None for all that the GPU can hold, with EfficientNet-B4 as the only EfficientNet.
 
     Raises:
-        ValueError: there is no such kind on this GPU, or the GPU cannot hold it.
+        ValueError: a kind does not exist on this GPU, or the GPU cannot hold it.
     """
     measured = SIDE_TASKS if gpu.name == MEASURED_ON else {}
     if names is not None:
@@ -233,10 +235,10 @@ def catalog_kinds(
 
 
 def best_rate(profiles: Sequence[JobProfile]) -> float:
-    """Work per second of a device that has nothing else to do.
+    """Work per second on an otherwise idle device, in the best configuration.
 
     Raises:
-        ValueError: a profile takes no time.
+        ValueError: a profile has a duration of 0.
     """
     for profile in profiles:
         if profile.duration_ns == 0:
@@ -245,10 +247,10 @@ def best_rate(profiles: Sequence[JobProfile]) -> float:
 
 
 def measured_kinds(path: str | Path) -> tuple[FillKind, ...]:
-    """The jobs of a file that ``pipefill profile --output`` wrote, on the device where they were measured.
+    """Read the jobs of a file written by ``pipefill profile --output``, for the device where they were measured.
 
     Raises:
-        ConfigError: naming the file, the job, and what was expected.
+        ConfigError: the file is invalid; the error names the file, the job and the expected content.
     """
     found = load_profiles(path)
     if not found:

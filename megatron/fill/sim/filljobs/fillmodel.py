@@ -1,12 +1,12 @@
-"""Fill jobs described: a model's blocks, how fast a GPU runs them, and the profiles that the planner takes.
+"""Analytic fill jobs: a model's blocks, their speed on a GPU, and the resulting profiles for the planner.
 
-The least that runs at a time is a block's pass.  Its time is a roofline (Williams et al. 2009) with a fixed part::
+The smallest unit that runs is a block's pass.  Its time is a roofline (Williams et al. 2009) with a fixed part::
 
     max(launch_s, max(FLOPs / (compute_share * peak), traffic / bandwidth) + block_s)
 
-The fixed part makes small batches slow: with ``t`` seconds per sample beside it, a batch of ``b`` reaches
-``b / (b + block_s / t)`` of the best rate.  NVIDIA's figures for BERT are like that; those for EfficientNet show a
-least time per pass, in which the host launches kernels (``catalog.py`` has both).
+The fixed part makes small batches slow: with ``t`` more seconds per sample, a batch of ``b`` reaches
+``b / (b + block_s / t)`` of the best rate.  NVIDIA's figures for BERT have this shape; those for EfficientNet show a
+minimum time per pass, in which the host launches kernels (``catalog.py`` has both).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron.fill.profiles import Configuration, JobProfile, NodeProfile, Offlo
 
 # Bytes per parameter in mixed precision as torch.amp has it, with Adam.
 _WEIGHT, _GRADIENT, _MOMENTS = 4, 4, 8
-_CAST = 2  # the half-precision copy, which passes read; inference has no other
+_CAST = 2  # the half-precision copy, which passes read; inference has no other weights
 _STEP_TRAFFIC = 28  # Adam reads all four (16) and writes weights and moments (12)
 _LARGEST_INFERENCE_BATCH = 256
-_MOST_MICROBATCHES = 16  # of one training step
+_MOST_MICROBATCHES = 16  # per training step
 _TRAINING = (  # offload and checkpointing, as TrainingJob offers them
     (Offload.NONE, False),
     (Offload.NONE, True),
@@ -34,15 +34,15 @@ _TRAINING = (  # offload and checkpointing, as TrainingJob offers them
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of a model.  Per sample and forward pass, in half precision:
+    """A part of a model; all values except ``parameters`` are per sample and forward pass, in half precision.
 
     Attributes:
-        parameters: of the block, whatever the batch.
-        flops: multiplications and additions; a block without any looks its weights up, and does not read all of them.
-        traffic_bytes: of memory, without the weights.
+        parameters: number of parameters.
+        flops: multiplications and additions; a block with 0 looks its weights up, and does not read all of them.
+        traffic_bytes: memory traffic without the weights.
         kept_bytes: activations that the backward pass needs.
-        working_bytes: activations that are live at a time when nothing is kept.
-        output_bytes: what the next block takes.
+        working_bytes: peak of live activations if none are kept.
+        output_bytes: output, which is the next block's input.
     """
 
     name: str
@@ -55,19 +55,19 @@ class Block:
 
     @property
     def cast_bytes(self) -> int:
-        """Of the half-precision copy that a pass reads."""
+        """Size of the half-precision copy of the weights that a pass reads."""
         return _CAST * self.parameters if self.flops else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What of a GPU's peaks a model reaches.
+    """Achieved speed of a model on a GPU.
 
     Attributes:
-        compute_share: of ``GpuKind.peak_flops``, at large batches.
-        block_s: a fixed part of each block's pass.
-        launch_s: a block's pass takes no less.
-        source: where the figures come from.
+        compute_share: achieved fraction of ``GpuKind.peak_flops`` at large batches.
+        block_s: fixed part of each block's pass, in seconds.
+        launch_s: minimum duration of a block's pass, in seconds.
+        source: source of the figures.
     """
 
     compute_share: float
@@ -87,9 +87,9 @@ class FillModel:
     """A model as a fill job runs it.
 
     Attributes:
-        backward: how many times as long as a forward pass a backward pass takes.
+        backward: duration of a backward pass as a multiple of the forward pass's.
         batch: samples per training step; configurations divide it into microbatches.
-        source: of the model's shape.
+        source: source of the model's shape.
     """
 
     name: str
@@ -108,23 +108,23 @@ class FillModel:
 
     @property
     def parameters(self) -> int:
-        """Of all blocks."""
+        """Number of parameters of all blocks."""
         return sum(block.parameters for block in self.blocks)
 
     def forward_s(self, block: Block, samples: int, gpu: GpuKind) -> float:
-        """A block's forward pass."""
+        """Duration of a block's forward pass, in seconds."""
         compute = samples * block.flops / (self.speed.compute_share * gpu.peak_flops)
         memory = (samples * block.traffic_bytes + block.cast_bytes) / gpu.memory_bandwidth
         return max(self.speed.launch_s, max(compute, memory) + self.speed.block_s)
 
 
 def training_profiles(model: FillModel, gpu: GpuKind, context_bytes: int) -> Iterator[JobProfile]:
-    """Every configuration of training that the GPU can hold, alone.
+    """Yield a profile of each training configuration that fits the GPU alone.
 
-    Copies to and from the host are not hidden behind anything, as in ``TrainingJob``.
+    Copies to and from the host do not overlap with computation, as in ``TrainingJob``.
 
     Args:
-        context_bytes: what a process has on the GPU before it does anything.
+        context_bytes: memory of a process's CUDA context.
     """
     for micro in _powers_of_two(model.batch):
         if model.batch % micro or model.batch // micro > _MOST_MICROBATCHES:
@@ -139,12 +139,12 @@ def training_profiles(model: FillModel, gpu: GpuKind, context_bytes: int) -> Ite
 def inference_profiles(
     model: FillModel, gpu: GpuKind, context_bytes: int, stream_weights: bool = False
 ) -> Iterator[JobProfile]:
-    """Every configuration of batch inference that the GPU can hold, alone.
+    """Yield a profile of each batch inference configuration that fits the GPU alone.
 
     Args:
-        context_bytes: what a process has on the GPU before it does anything.
-        stream_weights: also those that bring each block's weights from the host (PipeFill, section 4.2), which
-            ``BatchInferenceJob`` does not offer.
+        context_bytes: memory of a process's CUDA context.
+        stream_weights: True to include configurations that stream each block's weights from the host (PipeFill, section
+            4.2), which ``BatchInferenceJob`` does not offer.
     """
     for batch in _powers_of_two(_LARGEST_INFERENCE_BATCH):
         for offload in (Offload.NONE, Offload.WEIGHTS) if stream_weights else (Offload.NONE,):
@@ -172,7 +172,7 @@ class _Training:
         self.streams = configuration.offload is Offload.WEIGHTS
 
     def nodes(self) -> tuple[NodeProfile, ...]:
-        """Forward and backward passes of each microbatch, then the optimizer's step in as many pieces as blocks."""
+        """The forward and backward passes of each microbatch, then the optimizer's step with one node per block."""
         passes = tuple(self._passes())
         return passes * (self.model.batch // self.configuration.batch_size) + tuple(self._step())
 

@@ -1,8 +1,8 @@
 """FreeRide's side tasks (arXiv 2409.06941), as its artifact measured them on one RTX 6000 Ada.
 
 Step times and memory are those of ``iterative_summary_ada6000.json`` (github.com/jiashu-z/freeride).  A step is the
-least that runs at a time: one microbatch of images, one pass over the graph, or one picture.  The figures of
-PageRank, graph SGD and the pictures are round there, and the mean is the median.
+smallest unit that runs: one microbatch of images, one pass over the graph, or one picture.  The figures of PageRank,
+graph SGD and the pictures are rounded there, and the mean equals the median.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class MeasuredStep:
     """A step of a side task in one batch size.
 
     Attributes:
-        batch: units of work in a step.
-        memory_bytes: the most that was taken of the GPU.
+        batch: units of work per step.
+        memory_bytes: peak GPU memory.
     """
 
     batch: int
@@ -32,13 +32,13 @@ class MeasuredStep:
 
     @property
     def profile(self) -> JobProfile:
-        """As the planner takes it."""
+        """Return the planner's profile of a job with such steps."""
         node = NodeProfile("step", self.mean_ns, self.memory_bytes)
         return JobProfile(Configuration(self.batch), (node,), self.batch)
 
 
 def _steps(*rows: tuple[int, float, float, int]) -> dict[int, MeasuredStep]:
-    """From batch sizes, mean and median in ms, and memory in bytes."""
+    """Return steps by batch size, from rows of batch size, mean and median in ms, and memory in bytes."""
     return {row[0]: MeasuredStep(row[0], round(row[1] * 1e6), round(row[2] * 1e6), row[3]) for row in rows}
 
 

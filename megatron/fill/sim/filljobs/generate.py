@@ -1,9 +1,9 @@
-"""Made-up fill jobs, when there is no trace: Poisson arrivals, heavy-tailed sizes.
+"""Synthetic fill jobs without a trace: Poisson arrivals, heavy-tailed sizes.
 
 - Arrivals are a Poisson process.  Its rate may follow the day: the mean times
   ``1 + daily * cos(2 pi (t - peak) / day)``.
-- Sizes are exclusive device seconds: log-normal with a median and a sigma, and at most ``cap_s``.  With a sigma of
-  1.5 to 2 a few long jobs have most of the work, as in published traces of clusters.
+- Sizes are seconds on an otherwise idle device: log-normal with a median and a sigma, and at most ``cap_s``.  With a
+  sigma of 1.5 to 2 a few long jobs have most of the work, as in published traces of clusters.
 - A share of the jobs has a deadline: its size times a factor, uniform between two bounds, after its arrival.
 - Kinds are drawn by weight; users by Zipf's law: the n-th one with a weight of ``n ** -user_skew``.
 """
@@ -28,22 +28,22 @@ _MOST_JOBS, _MOST_USERS = 10**7, 10**6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """What jobs to make.  Exactly one of ``jobs``, ``per_hour`` and ``load`` says how many.
+    """Parameters of synthetic jobs.  Exactly one of ``jobs``, ``per_hour`` and ``load`` sets their number.
 
     Attributes:
-        jobs: this many.
-        per_hour: so many on the average.
-        load: so many on the average that their sizes are this share of what the fleet can do (``fill_capacity``).
-        kinds: weights by name; empty for all kinds alike.
-        median_s: of the sizes, in seconds on a device that has nothing else to do.
-        sigma: of the sizes' logarithm; 0 for all of one size.
-        cap_s: no size is above this.
-        daily: 0 for an even rate, up to 1 for none at the quietest time of the day.
-        peak_s: the busiest time of the day.
-        deadline_share: of the jobs, how many have a deadline.
-        deadline_factors: the least and the most, as multiples of the size.
-        users: how many there are; 0 for jobs without a user.
-        user_skew: 0 for users alike.
+        jobs: number of jobs.
+        per_hour: mean number of jobs per hour.
+        load: mean total size of the jobs as a share of the fleet's capacity (``fill_capacity``).
+        kinds: weights by name; empty for all kinds with equal weight.
+        median_s: median size, in seconds on an otherwise idle device.
+        sigma: standard deviation of the sizes' logarithm; 0 for equal sizes.
+        cap_s: maximum size in seconds.
+        daily: amplitude of the daily rhythm: 0 for a constant rate, up to 1 for none at the quietest time of the day.
+        peak_s: busiest time of the day.
+        deadline_share: share of jobs with a deadline.
+        deadline_factors: minimum and maximum deadline, as multiples of the size.
+        users: number of users; 0 for jobs without a user.
+        user_skew: exponent of Zipf's law; 0 for equally active users.
     """
 
     jobs: int | None = None
@@ -89,7 +89,7 @@ class Generator:
 
     @property
     def mean_s(self) -> float:
-        """The mean size: of a log-normal distribution whose values above the cap are the cap."""
+        """Mean size: of a log-normal distribution whose values above the cap are replaced by it."""
         mean_s = self.median_s * exp(self.sigma**2 / 2)
         if self.cap_s == inf or self.sigma == 0:
             return min(mean_s, self.cap_s)
@@ -98,7 +98,7 @@ class Generator:
         return mean_s * normal.cdf(place - self.sigma) + self.cap_s * (1 - normal.cdf(place))
 
     def rhythm_s(self, duration_s: float) -> float:
-        """How long an even rate takes for as many jobs as come in the first ``duration_s`` of a day's rhythm."""
+        """Seconds in which a constant rate yields as many jobs as the daily rhythm in its first ``duration_s``."""
         turn = 2 * pi / _DAY_S
         return duration_s + self.daily / turn * (sin(turn * (duration_s - self.peak_s)) + sin(turn * self.peak_s))
 
@@ -106,13 +106,13 @@ class Generator:
 def generate(
     generator: Generator, kinds: Sequence[FillKind], duration_s: float, groups: Sequence[DeviceGroup] = ()
 ) -> tuple[SimJob, ...]:
-    """The jobs of the first ``duration_s``, by arrival; the same seed makes the same jobs.
+    """Generate the jobs of the first ``duration_s``, by arrival; the same seed gives the same jobs.
 
     Args:
-        groups: the devices that ``load`` refers to.
+        groups: groups of devices that ``load`` refers to.
 
     Raises:
-        ValueError: a kind that there is not, a load for devices that can do nothing, or more jobs than can be held.
+        ValueError: a kind does not exist, ``load`` is set and no kind fits the devices, or there are too many jobs.
     """
     names, shares = _shares(generator, kinds)
     rates = {kind.name: kind.alone_rate for kind in kinds}
@@ -156,9 +156,9 @@ def fill_capacity(
     weights: Mapping[str, float] | None = None,
     runtime: RuntimeModel | None = None,
 ) -> float:
-    """About how many exclusive device seconds of fill jobs a fleet does per second, in its resident seats.
+    """Estimated capacity of a fleet's resident seats, in seconds on idle devices per second.
 
-    Per device, the mean over the kinds that fit it, by weight, of the rate there relative to that alone.
+    A device counts with the weighted mean, over the kinds that fit it, of the rate there relative to the rate alone.
     """
     runtime = runtime or RuntimeModel()
     total = 0.0
@@ -209,7 +209,7 @@ def _count(
 
 
 def _arrivals(generator: Generator, number: int, duration_s: float, random: np.random.Generator) -> NDArray[np.float64]:
-    """Given how many there are, the arrivals of a Poisson process are independent: drawn by rejection."""
+    """Draw arrivals by rejection: given their number, the arrivals of a Poisson process are independent."""
     if not generator.daily:
         return random.uniform(0.0, duration_s, number)
     found = np.empty(0)

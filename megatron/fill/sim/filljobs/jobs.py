@@ -20,10 +20,10 @@ from megatron.fill.types import JobState
 
 @dataclass(frozen=True, slots=True)
 class FoundJobs:
-    """What a store has to simulate.
+    """The jobs of a store that can be simulated.
 
     Attributes:
-        skipped: per job that cannot be simulated, its name and what is missing.
+        skipped: one message per job that cannot be simulated, with its name and what is missing.
     """
 
     kinds: tuple[FillKind, ...]
@@ -32,17 +32,17 @@ class FoundJobs:
 
 
 def jobs_from_file(path: str | Path, kinds: Sequence[FillKind], size_s: float) -> tuple[SimJob, ...]:
-    """The jobs of a jobs file, all of them waiting at the start, in its order.
+    """Read the jobs of a jobs file, all waiting at the start, in the file's order.
 
     A job's kind is the one of its name; instances of a job with a count may share the kind of the first one, as
     ``pipefill profile --output`` names it.  Deadlines count from now, to the second.
 
     Args:
-        size_s: how long each job takes on a device that has nothing else to do: neither a jobs file nor a file of
-            profiles says how much work there is.
+        size_s: seconds that each job takes on an otherwise idle device: neither a jobs file nor a file of profiles
+            contains the total work.
 
     Raises:
-        ConfigError: the file is wrong, or a job has no kind.
+        ConfigError: the file is invalid, or a job has no kind.
         ValueError: ``size_s`` is not above 0.
     """
     now_s = time.time()
@@ -70,17 +70,17 @@ def jobs_from_file(path: str | Path, kinds: Sequence[FillKind], size_s: float) -
 
 
 def jobs_from_store(where: str | Path, fingerprint: str, replay: bool = False) -> FoundJobs:
-    """The jobs of a store, with the profiles that it has of them.
+    """Read the jobs of a store, with their stored profiles.
 
-    Jobs with one profile are of one kind, named after the first of them.  Without ``replay`` these are the jobs that
-    have not finished: all wait at the start, in the order of their submission, with the work that is left.  With it
-    they are all jobs that were not cancelled, with all of their work, as they were submitted after the first one.
+    Jobs that share a profile are of one kind, named after the first of them.  Without ``replay``, the result is the
+    unfinished jobs: all wait at the start, in the order of their submission, with their remaining work.  With it, the
+    result is all jobs that were not cancelled, with all their work, at their times of submission relative to the first.
 
     Args:
-        fingerprint: of the device on which the profiles were measured (``megatron.fill.device.meter``).
+        fingerprint: fingerprint of the device on which the profiles were measured (``megatron.fill.device.meter``).
 
     Raises:
-        StoreError: there is no such store.
+        StoreError: the store does not exist.
         ConfigError: no job of it can be simulated.
     """
     store = open_store(where, create=False)
@@ -101,7 +101,7 @@ def jobs_from_store(where: str | Path, fingerprint: str, replay: bool = False) -
 
 
 class _StoreReader:
-    """Turns one job of a store after the other into a job of a simulation."""
+    """Converts a store's jobs to jobs of a simulation, one at a time."""
 
     def __init__(self, store: JobStore, fingerprint: str, start_s: float, replay: bool) -> None:
         self.kinds: dict[str, FillKind] = {}  # by the key of their profile

@@ -8,13 +8,12 @@ The first line names the columns, in any order::
 
 Attributes of the columns:
 
-- ``arrival``: from the start of the trace, as a duration, or a point in time (ISO 8601, UTC without a zone): then the
-  earliest one of the trace is its start.
-- ``kind``: the name of a ``FillKind``.
-- ``size``: how long the job takes on a device that has nothing else to do; times the kind's ``alone_rate`` this is its
-  work.
-- ``deadline``: from its arrival, as a duration, or a point in time if arrivals are; empty for none.
-- ``user``, ``name``, ``priority``: may be left out, and be empty.
+- ``arrival``: duration since the start of the trace, or a point in time (ISO 8601, UTC without a zone); the earliest
+  point in time is then the start of the trace.
+- ``kind``: name of a ``FillKind``.
+- ``size``: duration on an otherwise idle device; times the kind's ``alone_rate`` this is the job's work.
+- ``deadline``: duration since the job's arrival, or a point in time if arrivals are; empty for none.
+- ``user``, ``name``, ``priority``: optional, and may be empty.
 
 Durations are seconds, or such as ``90s``, ``30m``, ``2h`` or ``1d``.
 """
@@ -39,7 +38,7 @@ def load_trace(path: str | Path, kinds: Sequence[FillKind]) -> tuple[SimJob, ...
     """Read a trace; the jobs are numbered from 0 in the order of its lines.
 
     Raises:
-        ConfigError: naming the file, the line, the field, the value, and what was expected.
+        ConfigError: the trace is invalid; the error names the file, line, field, value and the expected content.
     """
     known = {kind.name: kind for kind in kinds}
     try:
@@ -58,7 +57,7 @@ def load_trace(path: str | Path, kinds: Sequence[FillKind]) -> tuple[SimJob, ...
 
 
 def write_trace(path: str | Path, jobs: Sequence[SimJob], kinds: Sequence[FillKind]) -> None:
-    """Write a trace that ``load_trace`` reads back, numbers of jobs and rounding errors aside.
+    """Write a trace that ``load_trace`` reads back, except for the jobs' numbers and rounding errors.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -77,7 +76,7 @@ def write_trace(path: str | Path, jobs: Sequence[SimJob], kinds: Sequence[FillKi
 
 
 class _Reader:
-    """One file.  ``dated`` tells whether its arrivals are points in time; None before the first one."""
+    """Reader of a file.  ``dated`` is True if its arrivals are points in time, None before the first one."""
 
     def __init__(self, path: str, kinds: Mapping[str, FillKind]) -> None:
         self.dated: bool | None = None
@@ -173,7 +172,7 @@ class _Reader:
 
 
 def _moment_s(text: str) -> float | None:
-    """Seconds since the epoch; None if it is no point in time."""
+    """Seconds since the epoch, or None if the text is not a point in time."""
     try:
         float(text)  # 20300131 is a number of seconds
         return None

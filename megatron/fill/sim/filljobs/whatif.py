@@ -1,4 +1,4 @@
-"""What a real run says of its own jobs, and jobs that never run out: to scale a run up."""
+"""Kinds of jobs from a real run's report, and an endless supply of them: to scale a run up."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.fill.profiles import Configuration, JobProfile, NodeProfile
 from megatron.fill.report.schema import JobReport
 from megatron.fill.sim.values import FillKind, SimJob
 
-_SEATS = 2  # of a device: resident and tail
+_SEATS = 2  # per device: resident and tail
 
 
 class _Jobs(BaseModel):
-    """What is needed of a report."""
+    """The part of a report that is needed."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -26,13 +26,13 @@ class _Jobs(BaseModel):
 
 
 def kinds_of_report(path: str | Path) -> tuple[FillKind, ...]:
-    """The jobs of a ``report.json`` that did steps: each a kind of its own, with its mean step as its only node.
+    """Return a kind for each job of a ``report.json`` that did steps, with the mean step as its only node.
 
-    Its steps are taken to be as fast in bubbles as alone, because the report has no time alone of each job; what a step
-    needs of memory is not known and taken for none.
+    Steps are assumed to be as fast alone as in bubbles, because the report has no times of jobs alone; a step's memory
+    is unknown and assumed to be 0.
 
     Raises:
-        ConfigError: naming the file and the field; or no job did a step.
+        ConfigError: the report is invalid, with file and field; or no job did a step.
     """
     data = read_json(path, "a report.json")
     try:
@@ -54,9 +54,9 @@ def kinds_of_report(path: str | Path) -> tuple[FillKind, ...]:
 
 
 def jobs_without_end(kinds: Sequence[FillKind], devices: int, duration_s: float) -> tuple[SimJob, ...]:
-    """As many jobs as there are seats, of each kind in turn, there from the start and too long to be done.
+    """Return a job per seat, of the kinds in rotation, waiting from the start and too long to finish.
 
-    For the question what filling brings when there is always enough to do.
+    They show the gain from filling if there is always a waiting job.
     """
     return tuple(
         SimJob(number, f"{kind.name}-{number // len(kinds)}", kind.name, 0.0, 2 * kind.alone_rate * duration_s)
