@@ -144,7 +144,7 @@ def start(
     model: str | Sequence[str] = MODEL,
     mounts: Mapping[str, Path] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start a training; ``{folder}`` in the flags is its folder.  Warm ranks, and ``RESTED``, rest after iterations.
+    """Start a training; ``{folder}`` in the flags is its folder.  Warm ranks with jobs, and ``RESTED``, rest at iterations.
 
     Args:
         torchrun: torchrun starts its ranks; with ``fresh`` each is a Python of its own, as users have it.

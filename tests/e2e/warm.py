@@ -43,7 +43,7 @@ HEAVY = (
 RANK = ("megatron.training", "megatron.fill.app.launch", "megatron.fill.report", "megatron.fill.store.sql")
 ORPHAN_S = 30.0
 # In the environment of a rank:
-REST = "PIPEFILL_TEST_REST_MS"  # what it sleeps after each optimizer step
+REST = "PIPEFILL_TEST_REST_MS"  # what it sleeps after each optimizer step, if it has jobs
 MOUNTS = "PIPEFILL_TEST_MOUNTS"  # what it and its agent see in the place of some files and folders, as JSON
 
 
@@ -134,11 +134,11 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()  # one that hangs is aborted to see where
-    if REST in os.environ:
+    argv = request["argv"]
+    if REST in os.environ and "--fill-jobs" in argv:
         rest(float(os.environ[REST]) / 1e3)
     if MOUNTS in os.environ:
         mount(json.loads(os.environ[MOUNTS]))
-    argv = request["argv"]
     code = 0
     if argv[0] == "-W":
         warnings.simplefilter(argv[1])
