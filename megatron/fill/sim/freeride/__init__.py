@@ -1,1 +1,1 @@
-"""FreeRide's study (arXiv 2409.06941) in virtual time: its rules beside those of this runtime."""
+"""FreeRide's study (arXiv 2409.06941) in virtual time: its rules compared with those of this runtime."""

@@ -1,4 +1,4 @@
-"""What FreeRide's artifact says (github.com/jiashu-z/freeride): its trainings, side tasks, prices and results."""
+"""Data from FreeRide's artifact (github.com/jiashu-z/freeride): its trainings, side tasks, prices and results."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from megatron.fill.sim.filljobs.freeride import SIDE_TASKS, STEPS, MeasuredStep
 
 STAGES = 4
-PRICE_ADA_H, PRICE_3080_H = 3.96, 0.18  # of the server with four GPUs, and of the one with one (analyze_cost.ipynb)
-BATCH = 64  # of image training, wherever the artifact has results
+PRICE_ADA_H, PRICE_3080_H = 3.96, 0.18  # per hour of the servers with four GPUs and with one (analyze_cost.ipynb)
+BATCH = 64  # batch size of image training in all of the artifact's results
 
-# By microbatches.  Nothing there says of which model (train_simplegpt2.py, ``thresholds``); taken for 3.6B: it fits.
+# By number of microbatches.  The model is not stated (train_simplegpt2.py, ``thresholds``); 3.6B is assumed: it fits.
 ITERATION_S = {4: 4.122, 5: 4.714, 6: 5.359, 7: 6.051, 8: 6.609}
-# The one time of 1.2B, with four microbatches: 833.28 s for 127 iterations, with ResNet18 beside them
-# (artifact_evaluation.md).  Without it the time is not told.
+# The only time of 1.2B, with four microbatches: 833.28 s for 127 iterations, filled with ResNet18
+# (artifact_evaluation.md).  The time without it is not given.
 ITERATION_1_2B_S = 6.56
 
 
 @dataclass(frozen=True, slots=True)
 class ArtifactTask:
-    """A side task and its results beside 3.6B with four microbatches (artifact_evaluation.md).
+    """A side task and its results in the bubbles of 3.6B with four microbatches (artifact_evaluation.md).
 
     Attributes:
-        kind: its name in the catalog.
+        kind: name in the catalog.
         throughput_3080: units of work per second on an RTX 3080, in steps of ``batch`` (analyze_cost.ipynb).
-        compiled: it is a C++ program; else a Python one.
-        increase: of the training's time, as a share.
-        saving: as a share of the training's cost, the time increase not subtracted.
+        compiled: True for a C++ program, False for a Python one.
+        increase: relative increase of the training's time.
+        saving: saving as a share of the training's cost, without subtracting the time increase.
     """
 
     kind: str
@@ -38,12 +38,12 @@ class ArtifactTask:
 
     @property
     def steps(self) -> dict[int, MeasuredStep]:
-        """By batch size."""
+        """Measured steps by batch size."""
         return STEPS[self.kind]
 
     @property
     def alone_rate(self) -> float:
-        """Work per second on an RTX 6000 Ada of its own, in the best batch size."""
+        """Work per second alone on an RTX 6000 Ada, in the best batch size."""
         return SIDE_TASKS[self.kind].alone_rate
 
 
@@ -64,11 +64,11 @@ MIX_INCREASE, MIX_SAVING = 0.0157, 0.0615  # with the time increase subtracted
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A model, its microbatch, and what each stage leaves to side tasks (experiment_config.py).
+    """A model, its microbatch, and each stage's free memory (experiment_config.py).
 
     Attributes:
-        model: its name in the catalog of models.
-        free_gib: that these are GiB follows from what they are compared with and computed from (run_side_task.py,
+        model: name in the catalog of models.
+        free_gib: free memory per stage; the unit GiB follows from the artifact's use of the numbers (run_side_task.py,
             analyze_bubbles.py).
     """
 

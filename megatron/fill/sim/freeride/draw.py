@@ -1,4 +1,4 @@
-"""Pictures of FreeRide's study: savings by task, by batch size and by training, and where bubble time goes."""
+"""Pictures of FreeRide's study: savings by task, by batch size and by training, and the use of bubble time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARTS = {
     "short": ("too little time left", "#F0E442"),
     "memory": ("too little memory", "#BBBBBB"),
 }
-_WIDTH = 0.27  # of a bar
+_WIDTH = 0.27  # width of a bar
 
 
 def draw_study(folder: Path, found: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which worker gets which side task: FreeRide's Algorithm 1, as its artifact has it (scheduler_v1.py, ``AddTask``)."""
+"""Placement of side tasks on workers: FreeRide's Algorithm 1 as in its artifact (scheduler_v1.py, ``AddTask``)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from megatron.fill.mainjob.hardware import GIB
 
 
 def needed_gib(memory_bytes: int) -> int:
-    """What a task asks for: its memory, rounded up."""
+    """Memory that a task requests, in GiB: its own, rounded up."""
     return -(-memory_bytes // GIB)
 
 
 def fits(need_gib: int, free_gib: int) -> bool:
-    """Whether a worker has enough memory: more than the task asks for."""
+    """True if a worker has enough memory: more than the task requests."""
     return free_gib > need_gib
 
 
 def place(needs_gib: Sequence[int], free_gib: Sequence[int]) -> list[int | None]:
-    """The worker of each task: the first of those with the fewest tasks among those with enough memory.
+    """Assign each task to the worker with the fewest tasks among those with enough memory; the first one on ties.
 
     Args:
-        needs_gib: of the tasks, in the order in which they are submitted.
-        free_gib: of the workers.
+        needs_gib: requested memory of the tasks, in the order of submission.
+        free_gib: free memory of the workers.
 
     Returns:
-        None for a task that no worker has the memory for.
+        The worker of each task; None for a task that fits no worker.
     """
     tasks = [0] * len(free_gib)
     placed: list[int | None] = []
@@ -39,9 +39,9 @@ def place(needs_gib: Sequence[int], free_gib: Sequence[int]) -> list[int | None]
 
 
 def served(placed: Sequence[int | None], workers: int) -> list[int | None]:
-    """The task that each worker runs: the first that it was given, and no other before that has finished.
+    """Return the task that each worker runs: the first one assigned, since others must wait until it has finished.
 
     Returns:
-        The task's place in the order of submission; None for a worker without any.
+        The task's place in the order of submission; None for a worker without a task.
     """
     return [placed.index(worker) if worker in placed else None for worker in range(workers)]

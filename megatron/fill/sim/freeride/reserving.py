@@ -1,11 +1,11 @@
-"""How FreeRide fills a bubble, as its artifact does it: by reservation and polling.
+"""FreeRide's way to fill a bubble, as in its artifact: reservation and polling.
 
-A manager looks every 10 ms for bubbles that have begun and tells the stage's side task when the bubble will end, which
-it knows from a profile of one iteration (scheduler_v1.py).  The task looks every 5 ms whether it was started, 10 ms
-where it is a C++ program, and sleeps as long after every step.  A step begins if more is left of the bubble than is
-reserved for it: the profiled median, rounded up to 10 ms and times 1.2 (run_side_task.py; task_v2.py, task.h).
+A manager polls every 10 ms for bubbles that have begun and sends the stage's side task the predicted end, which comes
+from a profile of one iteration (scheduler_v1.py).  The task polls every 5 ms whether it was started, every 10 ms if it
+is a C++ program, and sleeps as long after every step.  A step begins if more time is left of the bubble than is
+reserved for it: the profiled median, rounded up to 10 ms, times 1.2 (run_side_task.py; task_v2.py, task.h).
 
-Calls between processes are taken to cost no time.
+Calls between processes are assumed to take no time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ MANAGER_NS = 10 * _MS
 
 @dataclass(frozen=True, slots=True)
 class TaskLoop:
-    """A side task's own loop.
+    """A side task's loop.
 
     Attributes:
-        sleep_ns: between two looks at its state, and so between two steps.
-        sleeps_first: also between its start and its first step.
+        sleep_ns: interval at which it polls its state, and so the time between two steps.
+        sleeps_first: True if it also sleeps between its start and its first step.
     """
 
     sleep_ns: int
     sleeps_first: bool
 
     def wakes_ns(self, random: np.random.Generator, count: int) -> tuple[int, ...]:
-        """From a bubble's begin to the first step: whoever polls notices at any time within its period."""
+        """Draw ``count`` delays from a bubble's beginning to the first step: a poll comes at any time in its period."""
         noticed = random.uniform(0, MANAGER_NS, count) + random.uniform(0, self.sleep_ns, count)
         return tuple(int(ns) + self.sleeps_first * self.sleep_ns for ns in noticed)
 
@@ -48,7 +48,7 @@ COMPILED = TaskLoop(10 * _MS, sleeps_first=True)
 
 
 def reserved_ns(median_ns: int) -> int:
-    """What has to be left of a bubble for a step to begin."""
+    """Time that must be left of a bubble for a step to begin."""
     return -(-median_ns // (10 * _MS)) * 12 * _MS
 
 
@@ -58,8 +58,8 @@ def fill_reserved(
     """Run a side task's steps in one rank's bubbles.  A step runs to its end, and the rank waits for it.
 
     Args:
-        lengths_ns: of the bubbles of an iteration, in order, as they were profiled.
-        times: its ``gap_ns`` is slept after every step.
+        lengths_ns: profiled durations of an iteration's bubbles, in order.
+        times: step times; the task sleeps ``gap_ns`` after every step.
     """
     done = Replayed()
     steps_ns, wakes_ns = cycle(times.steps_ns), cycle(times.wakes_ns)

@@ -1,4 +1,4 @@
-"""FreeRide's study: its side tasks beside its trainings, placed and filled, and what they save."""
+"""FreeRide's study: its side tasks in the bubbles of its trainings, their placement, and their savings."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from megatron.fill.sim.freeride.training import BubbleTime, Rule, SimulatedTrain
 from megatron.fill.sim.mainjob import MainJob
 
 MICROBATCHES = (4, 6, 8)
-COMPARED = ("3.6B", 4)  # the only case that the artifact prints results of
+COMPARED = ("3.6B", 4)  # the only case with results in the artifact
 
 
 def main_job(size: Size, microbatches: int, efficiency: float) -> MainJob:
-    """One of the artifact's trainings.
+    """Return a training of the artifact.
 
     Args:
-        efficiency: of the GPU's peak.
+        efficiency: achieved fraction of the GPU's peak.
 
     Raises:
-        ValueError: a stage does not fit the GPU, or the efficiency is none.
+        ValueError: a stage does not fit the GPU, or the efficiency is invalid.
     """
     parallel = Parallel(
         pp=STAGES,
@@ -54,7 +54,7 @@ def main_job(size: Size, microbatches: int, efficiency: float) -> MainJob:
 
 
 def fitted_efficiency(size: Size, iteration_s: float) -> float:
-    """Of the GPU's peak, so that an iteration with four microbatches takes this long."""
+    """Fraction of the GPU's peak with which an iteration with four microbatches takes ``iteration_s``."""
     low, high = 1e-3, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -63,7 +63,7 @@ def fitted_efficiency(size: Size, iteration_s: float) -> float:
 
 
 class Studied:
-    """One training, and what side tasks do beside it.  A side task is a name and a batch size."""
+    """A training and the effects of its side tasks.  A side task is given by its name and batch size."""
 
     def __init__(self, size: Size, training: SimulatedTraining) -> None:
         self.size = size
@@ -75,12 +75,12 @@ class Studied:
         return self.training.fill(stage, task.steps[batch], task.compiled, rule)
 
     def alone(self, name: str, batch: int) -> dict[str, Any]:
-        """As many of one task as there are stages with enough memory."""
+        """Run copies of one task, as many as there are stages with enough memory for it."""
         able = [free for free in self.size.free_gib if fits(_need_gib(name, batch), free)]
         return self.together([(name, batch)] * len(able))
 
     def together(self, tasks: list[tuple[str, int]]) -> dict[str, Any]:
-        """Tasks in the order of their submission: where each is placed, and what comes of them by each rule."""
+        """Place and run tasks in the order of their submission, and return the results by each rule."""
         placed = place([_need_gib(*task) for task in tasks], self.size.free_gib)
         running = [None if number is None else tasks[number] for number in served(placed, STAGES)]
         return {
@@ -90,7 +90,7 @@ class Studied:
         }
 
     def _filled(self, running: list[tuple[str, int] | None], rule: Rule) -> dict[str, Any]:
-        """Per second of the training alone, in its price."""
+        """Return saving, time increase and work by a rule, relative to the training alone."""
         time, late_ns, value_3080, value_ada, work = BubbleTime(), [0], 0.0, 0.0, []
         for stage, one in enumerate(running):
             if one is None:
@@ -103,7 +103,7 @@ class Studied:
             time += done.time
             work.append(done.work / self.training.iterations)
         cost = self.training.counted_ns / 1e9 * PRICE_ADA_H
-        # Every overrun is taken to hold the whole pipeline up, on the stage with the most of it.
+        # Every overrun on the stage with the largest total is assumed to delay the whole pipeline.
         increase = max(late_ns) / self.training.counted_ns
         return {
             "increase": increase,
@@ -120,10 +120,10 @@ def _need_gib(name: str, batch: int) -> int:
 
 
 def study(iterations: int, varying: Varying) -> dict[str, Any]:
-    """All tables: ready for JSON.
+    """Return all tables, ready for JSON.
 
     Args:
-        iterations: of each training.
+        iterations: number of iterations of each training.
     """
     efficiency = {
         "1.2B": fitted_efficiency(SIZES["1.2B"], ITERATION_1_2B_S),
@@ -167,7 +167,7 @@ def _by_batch(studied: Studied) -> list[dict[str, Any]]:
 
 
 def _printed(name: str) -> dict[str, Any]:
-    """What the artifact prints."""
+    """Return the artifact's printed results for a task or the mixed workload."""
     if name == "mix":
         work = [total / MIX_ITERATIONS for total in MIX_WORK.values()]
         return {"increase": MIX_INCREASE, "saving": MIX_SAVING, "work_per_iteration": work}
@@ -175,5 +175,5 @@ def _printed(name: str) -> dict[str, Any]:
 
 
 def saving(row: Mapping[str, Any], by: str) -> float:
-    """The saving that the artifact prints for this row: of single tasks without the increase."""
+    """The saving as in the artifact's tables: without subtracting the time increase for single tasks."""
     return row[by]["saving" if row["task"] == "mix" else "saving_without_increase"]

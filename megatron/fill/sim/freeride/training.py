@@ -1,4 +1,4 @@
-"""A training whose passes vary, and what a side task does in the bubbles of each of its stages."""
+"""A training with varying passes, and the work of a side task in the bubbles of each of its stages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron.fill.sim.truth.replay import PlayedIteration, open_bubbles, replay
 from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.types import BubbleUse, CycleKey
 
-_DRAWS = 997  # of what varies from step to step
+_DRAWS = 997  # number of random values that are drawn and then repeated
 
 
 class Rule(StrEnum):
-    """How bubbles are filled."""
+    """Rules by which bubbles are filled."""
 
     OURS = "ours"  # this runtime's predictor and step loop
     FREERIDE = "freeride_rule"  # reservation and polling
@@ -29,12 +29,12 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """What is assumed, for the artifact does not say it.
+    """Assumed variations, which the artifact does not state.
 
     Attributes:
         passes: standard deviation of a pass over its mean.
-        steps: of the logarithm of a side task's step.
-        wake_ns: from our gate's opening to the first step.
+        steps: standard deviation of the logarithm of a side task's step.
+        wake_ns: time from our gate's opening to the first step.
     """
 
     passes: float = 0.01
@@ -44,13 +44,13 @@ class Varying:
 
 @dataclass(frozen=True, slots=True)
 class BubbleTime:
-    """Where bubble time goes, in ns (the split of FreeRide's figure).
+    """The use of bubble time, in ns (the split of FreeRide's figure).
 
     Attributes:
-        steps: side tasks ran.
-        runtime: from a bubble's begin to the first step, and between steps.
-        short: no step began, because what was left was too short, or was taken to be.
-        memory: the stage has too little memory for a side task.
+        steps: time in which side tasks ran.
+        runtime: time from a bubble's beginning to the first step, and between steps.
+        short: time in which no step began because the rest was too short or was predicted to be.
+        memory: time on stages with too little memory for a side task.
     """
 
     steps: int = 0
@@ -69,11 +69,11 @@ class BubbleTime:
 
 
 def split(bubbles_ns: int, uses: Iterable[BubbleUse], gap_ns: int) -> BubbleTime:
-    """Where the bubble time of a stage with a side task went.
+    """Split the bubble time of a stage with a side task by its use.
 
     Args:
-        bubbles_ns: of all its bubbles.
-        gap_ns: between two steps.  After the last one of a bubble it counts as too short a rest.
+        bubbles_ns: total duration of its bubbles.
+        gap_ns: time between two steps; after a bubble's last one it counts as too short a rest.
     """
     uses = list(uses)
     steps = sum(use.harvested_ns for use in uses)
@@ -83,11 +83,11 @@ def split(bubbles_ns: int, uses: Iterable[BubbleUse], gap_ns: int) -> BubbleTime
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """What a side task did on one stage.
+    """The work of a side task on one stage.
 
     Attributes:
-        work: in its unit.
-        overrun_ns: of its steps, beyond the ends of bubbles.
+        work: work done, in the task's unit.
+        overrun_ns: time that its steps ran beyond the ends of bubbles.
     """
 
     work: float
@@ -99,10 +99,10 @@ class SimulatedTraining:
     """Iterations of a main job.
 
     Args:
-        iterations: that count; those that the predictor takes to warm up come before them.
+        iterations: number of iterations that count; the predictor's warm-up iterations come before them.
 
     Attributes:
-        counted_ns: how long the iterations that count take.
+        counted_ns: duration of the iterations that count.
     """
 
     def __init__(self, job: MainJob, iterations: int, varying: Varying) -> None:
@@ -114,12 +114,12 @@ class SimulatedTraining:
         self.counted_ns = end_ns - self._rows[0][self._rule.warmup].start_ns
 
     def bubbles_ns(self, stage: int) -> int:
-        """The time in this stage's bubbles."""
+        """Total duration of a stage's bubbles in the iterations that count."""
         counted = self._rows[stage][self._rule.warmup :]
         return sum(end_ns - start_ns for played in counted for _, start_ns, end_ns in played.waits)
 
     def idle(self, stage: int) -> StageWork:
-        """Nothing fits this stage's memory."""
+        """Return the result of a stage whose memory fits no side task."""
         return StageWork(0.0, 0, BubbleTime(memory=self.bubbles_ns(stage)))
 
     def fill(self, stage: int, step: MeasuredStep, compiled: bool, rule: Rule) -> StageWork:
@@ -131,7 +131,7 @@ class SimulatedTraining:
         if rule is Rule.FREERIDE:
             loop = COMPILED if compiled else PYTHON
             times = StepTimes(steps_ns, loop.wakes_ns(random, _DRAWS), loop.sleep_ns, work=step.batch)
-            # The profile is of an iteration that is not filled.
+            # FreeRide profiles an iteration without filling.
             profiled = [end_ns - start_ns for _, start_ns, end_ns in row[0].waits]
             done = fill_reserved(row[self._rule.warmup :], profiled, times, reserved_ns(step.median_ns))
         else:
@@ -143,7 +143,7 @@ class SimulatedTraining:
 
 
 def _played(job: MainJob, iterations: int, noise: float) -> tuple[list[list[PlayedIteration]], int]:
-    """Per stage, iterations whose passes vary; and when the last one ends."""
+    """Return each stage's iterations with varying passes, and the end of the last one."""
     random = np.random.default_rng(0)
     compiled, costs = Compiled(job.schedule, job.rendezvous), job.costs()
     mean = compiled.durations(costs)

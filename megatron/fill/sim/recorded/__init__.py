@@ -1,1 +1,1 @@
-"""Main jobs that have been run: their records as the simulator's main job."""
+"""Main jobs from the records of real runs, for the simulator."""

@@ -1,11 +1,11 @@
-"""The main job of a real run, taken apart: how long each pass of each iteration kept its rank busy.
+"""Busy times of a real run's main job: the time that each pass of each iteration kept its rank busy.
 
-What a rank does between two waits is *busy* time; the waits themselves follow from the busy times of all ranks and the
-schedule, and so they are predicted and not copied.  An iteration's busy times are kept together, for ranks that share
+The time between two waits of a rank is *busy* time; the waits themselves follow from the busy times of all ranks and
+the schedule, so they are predicted and not copied.  An iteration's busy times are kept together, since ranks that share
 a machine are slow together, and the mean of a maximum is not the maximum of the means.
 
-All ranks must share one clock: one machine.  Megatron ends an iteration with several collectives across the stages
-(gradients of shared embeddings, the gradient norm); the last of them is where one iteration ends and the next begins.
+All ranks must share one clock and so one machine.  Megatron ends an iteration with several collectives across the
+stages (gradients of shared embeddings, the gradient norm); an iteration ends, and the next begins, at the last of them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from megatron.fill.types import BubbleKind, RankRecord
 
 @dataclass(frozen=True, slots=True)
 class RankSample:
-    """What kept one rank busy in one iteration.
+    """Busy times of a rank in an iteration.
 
     Attributes:
-        lead_ns: from the end of the iteration before (when all ranks had left its last collective) to the first wait
+        lead_ns: time from the previous iteration's end (when all ranks had left its last collective) to the first wait
             or pass: the optimizer, logging, data.
-        passes_ns: each pass in the order of the schedule, with what the rank does up to its next wait.
-        reduce_ns: from the last pass to the first collective across the stages.
-        tail_ns: before each further collective.
-        collectives_ns: each collective, from when all ranks were there until this one had left it.
-        outside_ns: what of the period is not counted as the iteration's time: between two ``train_step``.
+        passes_ns: duration of each pass in the schedule's order, including the work up to the next wait.
+        reduce_ns: time from the last pass to the first collective across the stages.
+        tail_ns: time before each further collective.
+        collectives_ns: duration of each collective, from the arrival of the last rank until this one had left it.
+        outside_ns: part of the period outside ``train_step``, which does not count as the iteration's time.
     """
 
     lead_ns: int
@@ -46,24 +46,24 @@ class RankSample:
 
     @property
     def reduced_ns(self) -> int:
-        """From the last pass until it has left the first collective, but for the wait for the other ranks."""
+        """Time from the last pass to the exit from the first collective, without the wait for the other ranks."""
         return self.reduce_ns + self.collectives_ns[0]
 
     @property
     def after_ns(self) -> int:
-        """What follows the first collective, up to the first pass of the next iteration if all are alike."""
+        """Time from the first collective to the next iteration's first pass, if all iterations are alike."""
         return self.lead_ns + sum(self.tail_ns) + sum(self.collectives_ns[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class IterationSample:
-    """One iteration of all ranks, in the order of their stages.
+    """An iteration of all ranks, in the order of their stages.
 
     Attributes:
-        start_ns, end_ns: from when all ranks had left the last collective of the iteration before, to its own.
-        filling, block: as recorded.
-        p2p_ns: one transfer between two ranks, once both are ready; mean of the iteration.
-        transfers_ns: the same for each wait, per rank.
+        start_ns, end_ns: times at which all ranks had left the last collective of the previous iteration and of this.
+        filling, block: recorded values.
+        p2p_ns: mean duration of a transfer between two ranks once both are ready.
+        transfers_ns: duration of each wait's transfer, per rank.
     """
 
     iteration: int
@@ -78,13 +78,13 @@ class IterationSample:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedIteration:
-    """What the schedule makes of an iteration's busy times.
+    """An iteration simulated from busy times and the schedule.
 
     Attributes:
-        period_ns: until all ranks have left the last collective.
+        period_ns: time until all ranks have left the last collective.
         iteration_ns: mean over the ranks of the time inside ``train_step``, as the report counts it.
-        waits: per rank, in order, in ns from the start; every iteration has the same ones, some of length 0, so that a
-            wait's position says which it is.
+        waits: waits of each rank in order, in ns from the start; every iteration has the same ones, some of length 0,
+            so that a wait is identified by its position.
     """
 
     period_ns: int
@@ -93,18 +93,18 @@ class SimulatedIteration:
 
 
 class RecordedMainJob:
-    """The iterations of one pipeline, and what is the same in all of them.
+    """The iterations of one pipeline, with their common schedule.
 
     Args:
-        records: one per stage, all of one pipeline (data-parallel rank and tensor-parallel rank 0, for instance).
-        schedule: that they ran.
-        rendezvous: whether a send waits for its receiver (gloo).
+        records: one record per stage, all of one pipeline (such as data-parallel and tensor-parallel rank 0).
+        schedule: schedule of the run.
+        rendezvous: True if a send waits for its receiver (gloo).
 
     Attributes:
-        samples: the iterations that could be taken apart whole, in order.
+        samples: the completely recorded iterations, in order.
 
     Raises:
-        ValueError: the records are not those of such a schedule.
+        ValueError: the records do not match the schedule.
     """
 
     def __init__(self, records: Sequence[RankRecord], schedule: Schedule, rendezvous: bool = True) -> None:
@@ -154,7 +154,7 @@ class RecordedMainJob:
         )
 
     def simulate(self, sample: IterationSample) -> SimulatedIteration:
-        """One iteration with these busy times."""
+        """Simulate an iteration with these busy times."""
         durations = [rank.passes_ns for rank in sample.ranks]
         timeline = self._compiled.run(self._costs(sample), durations, sample.transfers_ns, empty=True)
         waits = [list(row[:-1]) for row in timeline.waits]
@@ -172,7 +172,7 @@ class RecordedMainJob:
         return SimulatedIteration(period_ns, iteration_ns, tuple(map(tuple, waits)))
 
     def _costs(self, sample: IterationSample) -> PipelineCosts:
-        # Of the passes only their recorded durations count.
+        # The passes count only with their recorded durations.
         nothing = tuple(StageCost(0, 0) for _ in range(self.schedule.virtual_stages))
         return PipelineCosts(
             nothing,
@@ -182,10 +182,10 @@ class RecordedMainJob:
         )
 
     def costs(self, samples: Iterable[IterationSample] | None = None) -> PipelineCosts:
-        """The median costs of some iterations (default: all), for simulations of other sizes.
+        """Return the median costs of some iterations (default: all), for simulations of other sizes.
 
-        The first collective is part of ``reduce_ns``, and what follows it of ``optimizer_ns``, further collectives
-        included: they are too short to be filled.
+        The first collective is part of ``reduce_ns``, and everything after it part of ``optimizer_ns``, including
+        further collectives, which are too short to be filled.
         """
         chosen = self.samples if samples is None else list(samples)
         if not chosen:
@@ -208,12 +208,17 @@ class RecordedMainJob:
         )
 
     def timeline(self, costs: PipelineCosts) -> Timeline:
-        """An iteration of the same schedule with such costs."""
+        """Return an iteration of the same schedule with other costs."""
         return self._compiled.run(costs)
 
 
 def _rank_sample(part: RecordedIteration, begin_ns: int, end_ns: int, met_ns: list[int]) -> RankSample:
-    """Args: when the iteration begins and ends, and when all ranks had come to each of its collectives."""
+    """Return a rank's busy times.
+
+    Args:
+        begin_ns, end_ns: beginning and end of the iteration.
+        met_ns: time at which all ranks had reached each of its collectives.
+    """
     collectives = len(met_ns)
     cuts = [part.cut_ns(at) for at in range(len(part.spans) + 1)]
     waits = [sum(bubble.duration_ns for bubble in before) for before in part.before]

@@ -1,4 +1,4 @@
-"""A main job that a run of PipeFill recorded: its bubbles as they were, or its passes in another schedule."""
+"""Devices of a recorded main job: with its recorded bubbles, or with its passes in another schedule."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _MOST_MS = 1e9  # ten days
 
 @dataclass(frozen=True, slots=True)
 class Reschedule:
-    """Another schedule for the passes that a run recorded, on as many stages; None is as recorded.
+    """Another schedule for the recorded passes, on the same number of stages; None keeps the recorded value.
 
     Attributes:
-        schedule: of ``make_schedule``; one that interleaves only if the recorded one did.
-        group_size: of an interleaved schedule.
-        weight_share: of a backward pass, the part for the weights' gradients, which Megatron's passes do not tell;
-            schedules that split the pass need it.
+        schedule: name for ``make_schedule``; an interleaved one only if the recorded one is.
+        group_size: group size of an interleaved schedule.
+        weight_share: share of a backward pass for the weights' gradients, which Megatron's passes do not show; needed
+            by schedules that split the pass.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -58,17 +58,17 @@ class Reschedule:
 
 
 def recorded_groups(path: str | Path, gpus: int | None = None) -> tuple[DeviceGroup, ...]:
-    """The devices of a run that was recorded, replicated by data parallelism.
+    """Return the devices of a recorded run, replicated by data parallelism.
 
-    Each rank's bubbles count with their median, and are the same on all its replicas; what a larger data-parallel group
-    adds to the reduction of gradients does not show.
+    Each rank's bubbles have their median durations, and are the same on all its replicas; the longer gradient reduction
+    of a larger data-parallel group is not modelled.
 
     Args:
         path: a ``report.json``, or the ``bubbles.json`` of ``--fill-profile-only``.
-        gpus: None for as many as were recorded.
+        gpus: number of GPUs; None for the recorded number.
 
     Raises:
-        ConfigError: naming the file, the field, and what was expected.
+        ConfigError: the file is invalid; the error names the file, the field and the expected content.
     """
     ranks = _recorded_ranks(path)
     replicas = _replicas(path, ranks, gpus)
@@ -87,18 +87,18 @@ def recorded_groups(path: str | Path, gpus: int | None = None) -> tuple[DeviceGr
 
 
 def rescheduled_groups(path: str | Path, gpus: int | None, change: Reschedule) -> tuple[DeviceGroup, ...]:
-    """The devices of a run that was recorded, had it trained by another schedule: one group for each stage.
+    """Return the devices of a recorded run if it used another schedule: one group for each stage.
 
-    Its passes take as long as they took (median; of iterations without filling if there are any), and its bubbles
-    follow from them.  Free memory is the least that the stage had in any bubble; schedules that keep more activations
-    leave less, and there is a warning then.
+    Passes keep their median durations (of iterations without filling, if any), and the bubbles follow from them.  Free
+    memory is the smallest that the stage had in any bubble; schedules that keep more activations leave less, which is
+    logged as a warning.
 
     Args:
-        path: the run's ``report.json``, with its records beside it.
-        gpus: as for ``recorded_groups``.
+        path: the run's ``report.json``, with its records in the same folder.
+        gpus: number of GPUs; None for the recorded number.
 
     Raises:
-        ConfigError: naming the file, the field, and what was expected.
+        ConfigError: the file is invalid; the error names the file, the field and the expected content.
     """
     path = Path(path)
     ranks = _recorded_ranks(path)
@@ -124,13 +124,13 @@ def rescheduled_groups(path: str | Path, gpus: int | None, change: Reschedule) -
 
 
 def read_pipeline(folder: Path) -> tuple[list[RankRecord], Schedule]:
-    """The records of one pipeline of a run's last segment, in the order of its stages, and the schedule that it ran.
+    """Read the records of one pipeline of a run's last segment, in the order of its stages, and its schedule.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
 
     Raises:
-        FillError: the records are missing, or damaged, or those of several machines, whose clocks differ.
+        FillError: the records are missing, damaged, or from several machines, whose clocks differ.
     """
     records_of = last_segment(folder)
     where, found = records_of.folder, list(records_of.records())
@@ -168,12 +168,12 @@ def _costs(records: Sequence[RankRecord], schedule: Schedule, weight_share: floa
 
 
 def _rendezvous(records: Sequence[RankRecord]) -> bool:
-    """On the CPU it is gloo that transfers, whose sends wait for their receivers."""
+    """True if sends wait for their receivers, as with gloo, which transfers on the CPU."""
     return records[0].info.device == "cpu"
 
 
 def _replicas(path: str | Path, ranks: Sequence[RankCycle], gpus: int | None) -> int:
-    """How often each recorded rank is there."""
+    """Number of devices per recorded rank."""
     total = len(ranks) if gpus is None else gpus
     if total < 1 or total % len(ranks):
         raise ConfigError(f"{path}: gpus is {total}; expected a multiple of the {len(ranks)} recorded ranks")
@@ -181,7 +181,7 @@ def _replicas(path: str | Path, ranks: Sequence[RankCycle], gpus: int | None) ->
 
 
 class _Report(BaseModel):
-    """What is needed of a report."""
+    """The part of a report that is needed."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -1,4 +1,4 @@
-"""One recorded iteration of one rank, taken apart at its waits; and how long the transfers between ranks took."""
+"""Recorded iterations of a rank, split at their waits, and the durations of transfers between ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron.fill.types import Bubble, Iteration, RankRecord, Span
 
 @dataclass(frozen=True, slots=True)
 class RecordedIteration:
-    """One iteration of one rank as recorded.
+    """A recorded iteration of a rank.
 
     Attributes:
-        before: the waits before each pass.
-        drains: those after the last one: for what it has sent, then in the collectives across the stages.
+        before: waits before each pass.
+        drains: waits after the last pass: for its last sends, then in the collectives across the stages.
     """
 
     iteration: Iteration
@@ -29,14 +29,14 @@ class RecordedIteration:
     drains: list[Bubble]
 
     def cut_ns(self, at: int) -> int:
-        """When the rank had nothing to do any more before pass ``at``; the end of the last one after that."""
+        """Time at which the rank became idle before pass ``at``; the last pass's end if ``at`` is the pass count."""
         if at == len(self.spans):
             return self.spans[-1].end_ns
         return self.before[at][0].start_ns if self.before[at] else self.spans[at].start_ns
 
 
 def parts_of(record: RankRecord, row: tuple[Op, ...]) -> dict[int, RecordedIteration]:
-    """A rank's iterations by number; those without the spans of all passes of ``row`` are left out."""
+    """Return a rank's iterations by number, without those that lack the span of a pass in ``row``."""
     spans: defaultdict[int, list[Span]] = defaultdict(list)
     for span in record.spans:
         spans[span.iteration].append(span)
@@ -68,10 +68,10 @@ def _part(iteration: Iteration, spans: list[Span], bubbles: list[Bubble]) -> Rec
 
 
 class RecordedTransfers:
-    """Where a schedule's transfers are posted and waited for, to tell from records how long they take.
+    """The steps that post and await a schedule's transfers, to derive transfer times from records.
 
     Args:
-        rendezvous: as for ``Compiled``.
+        rendezvous: True if a send waits for its receiver.
     """
 
     def __init__(self, schedule: Schedule, rendezvous: bool) -> None:
@@ -89,15 +89,15 @@ class RecordedTransfers:
         ]
 
     def times_ns(self, parts: Sequence[RecordedIteration], collectives: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """How long an iteration's transfers took once both sides were ready.
+        """Return the durations of an iteration's transfers once both sides were ready.
 
         Returns:
-            the mean of those that somebody had to wait for; and per rank the time of each wait's.  Where nobody had to
-            wait, that is the mean, or less if it was over before.
+            The mean over transfers that a rank had to wait for; and per rank the duration of each wait's transfer.  If
+            no rank had to wait, the duration is the mean, or less if the transfer had ended earlier.
         """
         ends = [_step_ends(part, places, collectives) for part, places in zip(parts, self._places, strict=True)]
         times = []
-        bounds: list[list[tuple[float, float]]] = [[] for _ in parts]  # what the records say of each wait's time
+        bounds: list[list[tuple[float, float]]] = [[] for _ in parts]  # bounds from the records on each wait's transfer
         for rank, number, posts in self._waits:
             waited = ends[rank].get((number, True))
             posted = [ends[other].get((step, False)) for other, step in posts]
@@ -118,7 +118,7 @@ class RecordedTransfers:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Of a step of a program: before which pass it is, and which of the waits there it begins with, if any."""
+    """Place of a program's step: the pass that follows, and the index of the wait there that it begins with, if any."""
 
     at: int
     wait: int | None
@@ -137,7 +137,7 @@ def _places(program: Program) -> list[_Place]:
 
 
 def _step_ends(part: RecordedIteration, places: Sequence[_Place], collectives: int) -> dict[tuple[int, bool], int]:
-    """When each step's wait was over (True) and when the step was (False); those left out that cannot be told."""
+    """Return the end of each step's wait (True) and of the step (False), as far as the records show them."""
     bubbles = [*part.before, part.drains[:-collectives]]
     expected = Counter(place.at for place in places if place.wait is not None)
     ends: dict[tuple[int, bool], int] = {}
