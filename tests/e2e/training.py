@@ -144,9 +144,10 @@ def start(
     model: str | Sequence[str] = MODEL,
     mounts: Mapping[str, Path] | None = None,
 ) -> subprocess.Popen[str]:
-    """Start a training; ``{folder}`` in the flags is its folder.  Warm ranks with jobs, and ``RESTED``, rest at iterations.
+    """Start a training; ``{folder}`` in the flags stands for the folder.  Its warm ranks rest after each iteration.
 
     Args:
+        script: ``RESTED`` for ranks that rest though they are not warm; none without jobs does.
         torchrun: torchrun starts its ranks; with ``fresh`` each is a Python of its own, as users have it.
         fresh: its ranks import Megatron themselves, so the patches of a ``script`` that applies them first come first.
         mounts: what warm ranks and their agents see in the place of some files and folders; only for root.
