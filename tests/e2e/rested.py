@@ -2,7 +2,7 @@
 
     python rested.py SCRIPT FLAGS...
 
-The jobs of a training that does not rest start in its bubbles alone, which takes them a thousand iterations.
+The jobs of a training that does not rest start in its bubbles alone, so later.
 """
 
 from __future__ import annotations
