@@ -8,12 +8,13 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.training import MODEL, REST_MS, ROOT, train, train_until, write_jobs
+from tests.e2e.training import MODEL, REST_MS, ROOT, train, train_until, warm_python, write_jobs
 
-CLI = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
+CLI = ["-c", "from megatron.fill.cli import main; main()"]
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
     "--num-query-groups 2 --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 384"
@@ -27,9 +28,19 @@ def corpus(tmp_path_factory):
     folder.chmod(0o755)
     prefix = folder / "text"
     library = sysconfig.get_path("stdlib")
-    script = [sys.executable, "scripts/preprocess_text.py", "--append-eod", "--output-prefix", str(prefix), "--input"]
-    subprocess.run([*script, f"{library}/a*.py"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    script = ["scripts/preprocess_text.py", "--append-eod", "--output-prefix", str(prefix), "--input"]
+    subprocess.run(
+        [sys.executable, *warm_python(), *script, f"{library}/a*.py"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+    )
     return f"{prefix}_text_document"
+
+
+def evaluate(folder: Path) -> dict[str, Any]:
+    """What the command says that evaluates the checkpoints which are left."""
+    command = [sys.executable, *warm_python(), *CLI, "evaluate", "evaluate", "--store", str(folder / "run")]
+    done = subprocess.run([*command, "--device", "cpu", "--json"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("flags", ["", LLAMA], ids=["gpt2", "llama"])
@@ -54,21 +65,19 @@ def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, fla
     assert found["samples"][0]["prompt"] == "def "
     assert trained.jobs["evaluate"]["result"]["evaluated"] == len(lines)
     assert list(trained.path("evaluate", "tensorboard").glob("events*"))
-    # What the bubbles have left, of which the last checkpoint is one, gets the same by the command; 12 is left too.
+    # What the bubbles have left gets the same by the command: the last checkpoint always, and here the first one too.
     file = trained.path("evaluate", "evaluations.jsonl")
     owner = file.stat().st_uid
     kept = [line for line in lines if json.loads(line)["iteration"] != 12]
     file.write_text("".join(f"{line}\n" for line in kept))
-    command = [*CLI, "evaluate", "evaluate", "--store", str(tmp_path / "run"), "--device", "cpu", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = evaluate(tmp_path)
     saves = sorted(int(path.name[5:]) for path in saved.glob("iter_*"))
     after = {line["iteration"]: line for line in map(json.loads, file.read_text().splitlines())}
     assert sorted(after) == saves
     assert saves[-1] not in [json.loads(line)["iteration"] for line in lines]
     assert after[12]["loss"] == pytest.approx(float(said[1]), rel=1e-5)
     assert after[12]["samples"] == found["samples"]
-    assert json.loads(done.stdout)["evaluated"] == list(after.values())[len(kept) :]
+    assert done["evaluated"] == list(after.values())[len(kept) :]
     assert file.stat().st_uid == owner
 
 
@@ -84,9 +93,8 @@ def test_the_loss_of_what_is_saved_at_the_very_end_is_megatrons(tmp_path, corpus
         rest_ms=REST_MS,
         model=model,
     )
-    command = [*CLI, "evaluate", "evaluate", "--json", "--store", tmp_path / "run", "--device", "cpu"]
     before = trained.jobs["evaluate"]
-    said = json.loads(subprocess.check_output(command, cwd=ROOT))
+    said = evaluate(tmp_path)
     assert before["state"] == "QUEUED"
     found = [json.loads(line) for line in Path(said["evaluations"]).read_text().splitlines()]
     assert [line["iteration"] for line in found] == [10, 20, 30]
