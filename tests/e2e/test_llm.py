@@ -14,6 +14,9 @@ import pytest
 
 from tests.e2e.training import MODEL, REST_MS, ROOT, train, train_until, warm_python, write_jobs
 
+# The iterations between checkpoints.  The job starts during the first of them: with fewer, its checkpoint would not be
+# evaluated earlier, and the command would have many others left to evaluate.
+EVERY = 40
 CLI = ["-c", "from megatron.fill.cli import main; main()"]
 LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
@@ -49,7 +52,7 @@ def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, fla
     args = {"checkpoints": str(saved), "prompts": ["def "], "new_tokens": 8}
     job = {"name": "evaluate", "task": "megatron.fill.llm:EvaluateCheckpoints", "args": args}
     model = MODEL.replace("--mock-data", f"--data-path {corpus} --split 80,20,0").replace("size 255", "size 256")
-    saving = f"--save {saved} --save-interval 12 --eval-interval 12 --eval-iters 3"
+    saving = f"--save {saved} --save-interval {EVERY} --eval-interval {EVERY} --eval-iters 3"
     trained = train_until(
         tmp_path,
         f"{write_jobs(tmp_path, job)} --fill-bind {tmp_path} {Path(corpus).parent} {saving} {flags}",
@@ -58,9 +61,9 @@ def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, fla
     )
     lines = trained.path("evaluate", "evaluations.jsonl").read_text().splitlines()
     found = json.loads(lines[0])
-    said = re.search(r"validation loss at iteration 12 \| lm loss value: ([0-9.E+-]+)", trained.output)
+    said = re.search(rf"validation loss at iteration {EVERY} \| lm loss value: ([0-9.E+-]+)", trained.output)
     assert said is not None
-    assert found["iteration"] == 12
+    assert found["iteration"] == EVERY
     assert found["loss"] == pytest.approx(float(said[1]), rel=1e-5)
     assert found["samples"][0]["prompt"] == "def "
     assert trained.jobs["evaluate"]["result"]["evaluated"] == len(lines)
@@ -68,15 +71,15 @@ def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, fla
     # What the bubbles have left gets the same by the command: the last checkpoint always, and here the first one too.
     file = trained.path("evaluate", "evaluations.jsonl")
     owner = file.stat().st_uid
-    kept = [line for line in lines if json.loads(line)["iteration"] != 12]
+    kept = [line for line in lines if json.loads(line)["iteration"] != EVERY]
     file.write_text("".join(f"{line}\n" for line in kept))
     done = evaluate(tmp_path)
     saves = sorted(int(path.name[5:]) for path in saved.glob("iter_*"))
     after = {line["iteration"]: line for line in map(json.loads, file.read_text().splitlines())}
     assert sorted(after) == saves
     assert saves[-1] not in [json.loads(line)["iteration"] for line in lines]
-    assert after[12]["loss"] == pytest.approx(float(said[1]), rel=1e-5)
-    assert after[12]["samples"] == found["samples"]
+    assert after[EVERY]["loss"] == pytest.approx(float(said[1]), rel=1e-5)
+    assert after[EVERY]["samples"] == found["samples"]
     assert done["evaluated"] == list(after.values())[len(kept) :]
     assert file.stat().st_uid == owner
 
