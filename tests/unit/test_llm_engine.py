@@ -80,9 +80,9 @@ def test_no_tree_and_no_batch_changes_a_token(shape, batch):
 def test_every_node_of_a_tree_sees_its_own_sequence_only():
     target = model("qwen2")
     runner = ModelRunner(target, CONTEXT, 1)
-    runner.cache.resize(2, 32)
+    runner.cache.resize(5, [])
     committed, chains = [5, 6, 7, 8], [[9], [9, 10], [11], [11, 12], [11, 12, 13], [9, 14]]
-    runner.begin([RowInput.following(1, committed[:-1], 0)], logits=False)
+    runner.begin([RowInput.following([5, 2], committed[:-1], 0)], logits=False)
     assert runner.passes.run()
     import numpy as np
 
@@ -90,7 +90,7 @@ def test_every_node_of_a_tree_sees_its_own_sequence_only():
     paths = [[], *chains]
     visible[:, 3:] = [[paths[b] == paths[a][: len(paths[b])] for b in range(7)] for a in range(7)]
     tokens = [committed[-1], *(chain[-1] for chain in chains)]
-    runner.begin([RowInput(1, tokens, range(3, 10), [3, *(3 + len(chain) for chain in chains)], visible)])
+    runner.begin([RowInput([5, 2], tokens, range(3, 10), [3, *(3 + len(chain) for chain in chains)], visible)])
     assert runner.passes.run()
     for node, path in enumerate(paths):
         with torch.no_grad():
@@ -152,8 +152,8 @@ def test_keys_and_values_never_exceed_their_limit():
     prompts, most = some_prompts(10, seed=4, longest=60), [40, 3, 20, 8, 60, 9, 30, 2, 14, 50]
     expected = [alone(target, prompt, count) for prompt, count in zip(prompts, most, strict=True)]
     made = engine([target, draft], [(1, 1)], batch=8)
-    first = made.room.bytes_for(4, 128)
-    limits = {50: made.room.bytes_for(2, 128), 90: made.room.bytes_for(1, 128), 160: first}
+    first = 4 * made.room.bytes_for_one(128)
+    limits = {50: first // 2, 90: first // 4, 160: first}
     made.room.limit(first)
     over = []
 

@@ -44,7 +44,6 @@ class Branching:
     """
 
     sequence: GeneratedSequence
-    slot: int
     shape: Shape
     levels: dict[int, list[list[int]]]
     chance: Chance
@@ -64,7 +63,7 @@ class Branching:
         visible[:, root:] = tree.mask()[nodes, :end]
         columns = [root + node for node in nodes]
         held = np.concatenate([np.arange(root), root + np.asarray(depths[:end])])
-        return RowInput(self.slot, tokens, columns, [root + depths[node] for node in nodes], visible, held)
+        return RowInput(self.sequence.pages, tokens, columns, [root + depths[node] for node in nodes], visible, held)
 
     def all_nodes(self) -> RowInput:
         """The whole tree, for the pass that verifies it."""
@@ -73,7 +72,7 @@ class Branching:
     def first_row(self, draft: int) -> RowInput:
         """What a draft computes before it proposes the first level: the last token, and what it has not seen yet."""
         cached = min(self.sequence.cached[draft], self.sequence.length - 1)
-        return RowInput.following(self.slot, self.sequence.tokens[cached:], cached)
+        return RowInput.following(self.sequence.pages, self.sequence.tokens[cached:], cached)
 
     def grow(self, draft: int, level: int, logits: Any) -> None:
         """Add a level of what a draft proposes.

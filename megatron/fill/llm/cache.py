@@ -1,4 +1,4 @@
-"""Keys and values of several sequences, a slot for each, in one tensor per layer."""
+"""Keys and values of several sequences, in pages of a few tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
 from megatron.fill.errors import TaskError
+
+PAGE = 16  # tokens
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that so many tokens need."""
+    return -(-tokens // PAGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +34,24 @@ class LayerShape:
     value_size: int
 
 
-class SlotCache:
-    """Keys and values, ``[slots, heads, capacity + 1, size]`` per layer; padding writes to the last column.
+class PagedCache:
+    """Keys and values, ``[1 + pages, heads, PAGE, size]`` per layer; padding is written to page 0, and never read.
+
+    A table lists the pages of a sequence: column c is in page ``table[c // PAGE]``, at ``c % PAGE``.
 
     Args:
         shapes: of each layer (``probe_shapes``).
 
     Attributes:
-        slots: how many sequences there is room for.
-        capacity: tokens that each slot has room for.
+        pages: how many there are, numbered from 1.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, device: str) -> None:
         self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
-        self._keys = [self._empty(shape.heads, 0, 0, shape.key_size) for shape in self._shapes]
-        self._values = [self._empty(shape.heads, 0, 0, shape.value_size) for shape in self._shapes]
-        self.slots = self.capacity = 0
+        self._keys = [self._empty(shape.heads, 0, shape.key_size) for shape in self._shapes]
+        self._values = [self._empty(shape.heads, 0, shape.value_size) for shape in self._shapes]
+        self._copy = torch.empty(0, dtype=dtype, device=device)  # what one layer's attention reads
+        self.pages = 0
 
     @property
     def token_bytes(self) -> int:
@@ -51,86 +61,111 @@ class SlotCache:
     @property
     def held_bytes(self) -> int:
         """What the tensors take now."""
-        return sum(tensor.nbytes for tensor in (*self._keys, *self._values))
+        return sum(tensor.nbytes for tensor in (*self._keys, *self._values, self._copy))
 
-    def bytes_for(self, slots: int, capacity: int) -> int:
-        """The most that is held with this room, or while it becomes this one or a smaller one: a layer twice."""
-        layers = len(self._shapes)
-        return -(-self.token_bytes * slots * (capacity + 1) * (layers + 1) // layers)
+    def bytes_for(self, pages: int) -> int:
+        """The most that is held with so many pages, or while they become as many or fewer: a layer twice."""
+        return (pages + 1) * PAGE * (self.token_bytes + self._copied * self._dtype.itemsize) if pages else 0
 
-    def resize(self, slots: int, capacity: int) -> int:
-        """Change the room; what fits into it of the first slots is kept.  One layer after the other is copied.
+    def resize(self, pages: int, kept: Sequence[int]) -> int:
+        """Change the number of pages.  Those kept become pages 1, 2, ...; one layer after the other is copied.
 
         Returns:
             The most bytes that were held meanwhile.
         """
-        if (slots, capacity) == (self.slots, self.capacity):
-            return self.held_bytes
-        kept, columns, most = min(slots, self.slots), min(capacity, self.capacity), self.held_bytes
+        most = self.held_bytes
+        self._copy = self._copy[:0].clone()
+        source = torch.tensor(kept, dtype=torch.long, device=self._device)
         for tensors in (self._keys, self._values):
             for layer, old in enumerate(tensors):
-                new = self._empty(old.shape[1], slots, capacity + 1 if slots else 0, old.shape[3])
+                new = self._empty(old.shape[1], pages + 1 if pages else 0, old.shape[3])
                 most = max(most, self.held_bytes + new.nbytes)
-                new[:kept, :, :columns] = old[:kept, :, :columns]
+                if kept:
+                    torch.index_select(old, 0, source, out=new[1 : 1 + len(kept)])
                 tensors[layer] = new
-        self.slots, self.capacity = slots, capacity
+        self.pages = pages
+        self._copy = self._copy.new_empty((pages + 1) * PAGE * self._copied if pages else 0)
         return max(most, self.held_bytes)
 
-    def move(self, source: int, target: int, columns: int) -> None:
-        """Copy the first columns of a slot to another slot."""
+    def wipe(self, table: Sequence[int], first: int = 0) -> None:
+        """Set the columns of a sequence to zero, from the first one on."""
+        whole, begun = pages_for(first), first % PAGE
+        pages = torch.tensor(table[whole:], dtype=torch.long, device=self._device)
         for tensor in (*self._keys, *self._values):
-            tensor[target, :, :columns] = tensor[source, :, :columns]
+            tensor[pages] = 0
+            if begun and whole <= len(table):
+                tensor[table[whole - 1], :, begun:] = 0
 
-    def wipe(self, slot: int, first: int) -> None:
-        """Set a slot's columns from the first one on to zero."""
-        for tensor in (*self._keys, *self._values):
-            tensor[slot, :, first:] = 0
-
-    def compact(self, slots: Sequence[int], sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> None:
-        """Copy columns of slots to other columns of the same slots; all are read before any is written."""
-        rows = [slot for slot, columns in zip(slots, sources, strict=True) for _ in columns]
-        if not rows:
+    def compact(
+        self, tables: Sequence[Sequence[int]], sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+    ) -> None:
+        """Copy columns of sequences to other columns of the same sequences; all are read before any is written."""
+        read, written = (
+            [(table[at // PAGE], at % PAGE) for table, columns in zip(tables, which, strict=True) for at in columns]
+            for which in (sources, targets)
+        )
+        if not read:
             return
-        at = torch.tensor(rows, device=self._device)
-        read = torch.tensor([column for columns in sources for column in columns], device=self._device)
-        written = torch.tensor([column for columns in targets for column in columns], device=self._device)
+        page, at = torch.tensor(read, device=self._device).unbind(1)
+        to_page, to = torch.tensor(written, device=self._device).unbind(1)
         for tensor in (*self._keys, *self._values):
-            tensor[at, :, written] = tensor[at, :, read]
+            tensor[to_page, :, to] = tensor[page, :, at]
 
-    def _empty(self, heads: int, slots: int, columns: int, size: int) -> torch.Tensor:
+    @property
+    def _copied(self) -> int:
+        """The numbers that the largest layer keeps of a token."""
+        return max(shape.heads * (shape.key_size + shape.value_size) for shape in self._shapes)
+
+    def _empty(self, heads: int, pages: int, size: int) -> torch.Tensor:
         # What is masked is multiplied by 0, and memory may hold NaN.  Written, so that it is held from now on.
-        return torch.empty(slots, heads, columns, size, dtype=self._dtype, device=self._device).zero_()
+        return torch.empty(pages, heads, PAGE, size, dtype=self._dtype, device=self._device).zero_()
 
 
 class CacheView(Cache):
-    """What one forward pass sees of a ``SlotCache``.
+    """What one forward pass sees of a ``PagedCache``.
+
+    Keys and values that a layer is given are overwritten when the next layer asks for its own.
 
     Args:
-        rows: the slot of each row of the batch.
-        columns: where each new token is kept, ``[rows, queries]``.
-        length: columns that the pass looks at.
+        tables: the pages of each row of the batch.
+        columns: where each new token is kept, ``[rows, queries]``; -1 for padding.
+        length: columns that the pass looks at.  Those that a row has no page for show its first page.
     """
 
-    def __init__(self, cache: SlotCache, rows: list[int], columns: torch.Tensor, length: int) -> None:
+    def __init__(self, cache: PagedCache, tables: Sequence[Sequence[int]], columns: np.ndarray, length: int) -> None:
         super().__init__(layers=[])
-        self._cache, self._columns, self._length = cache, columns, length
-        self._leading = rows == list(range(len(rows)))
-        self._rows = torch.tensor(rows, device=columns.device)
+        self._cache, self._length, self._queries = cache, length, columns.shape[1]
+        count = pages_for(length)
+        self._shown = np.array([[*table[:count], *table[:1] * (count - len(table))] for table in tables])
+        places = np.where(columns < 0, 0, np.take_along_axis(self._shown, columns.clip(0) // PAGE, 1))
+        device = cache._device
+        self._pages, self._offsets = (torch.from_numpy(one).to(device) for one in (places, columns % PAGE))
+        self._gathered: dict[int, torch.Tensor] = {}  # by heads
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the new keys and values, ``[rows, heads, queries, size]``; all that the pass looks at."""
         keys, values = self._cache._keys[layer_idx], self._cache._values[layer_idx]
-        at = self._rows[:, None]
-        keys[at, :, self._columns] = key_states.transpose(1, 2)
-        values[at, :, self._columns] = value_states.transpose(1, 2)
-        if self._leading:
-            return keys[: len(self._rows), :, : self._length], values[: len(self._rows), :, : self._length]
-        return keys[self._rows, :, : self._length], values[self._rows, :, : self._length]
+        keys[self._pages, :, self._offsets] = key_states.transpose(1, 2)
+        values[self._pages, :, self._offsets] = value_states.transpose(1, 2)
+        first = self._gather(keys, 0)
+        return first, self._gather(values, self._shown.size * keys[0].numel())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._length - self._columns.shape[1]
+        return self._length - self._queries
+
+    def _gather(self, pool: torch.Tensor, begin: int) -> torch.Tensor:
+        """All columns of all rows, ``[rows, heads, columns, size]``, in the copy from this number on."""
+        _, heads, _, size = pool.shape
+        rows, pages = self._shown.shape
+        if heads not in self._gathered:
+            index = self._shown[:, None] * heads + np.arange(heads)[:, None]
+            self._gathered[heads] = torch.from_numpy(index.ravel()).to(pool.device)
+        index = self._gathered[heads]
+        copy = self._cache._copy[begin : begin + len(index) * PAGE * size]
+        torch.index_select(pool.view(-1, PAGE * size), 0, index, out=copy.view(-1, PAGE * size))
+        return copy.view(rows, heads, pages * PAGE, size)[:, :, : self._length]
 
 
 class _Probe(Cache):

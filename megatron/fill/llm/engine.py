@@ -29,7 +29,7 @@ _BEHIND = 2  # tokens that a draft's first pass of a round catches up with besid
 @dataclass(slots=True)
 class _Round:
     shape: Shape = ()
-    prefill: dict[int, list[RowInput]] = field(default_factory=dict)  # by model
+    prefill: dict[int, list[tuple[GeneratedSequence, RowInput]]] = field(default_factory=dict)  # by model
     branching: list[Branching] = field(default_factory=list)
     logits: Any = None
     tokens: int = 0
@@ -186,11 +186,11 @@ class Engine:
     def _begin_round(self) -> None:
         self.room.admit()
         self._round = this = _Round(self._chooser.choose())
-        late = set()  # slots: not all is computed that their next tokens need
-        drafting: dict[int, list[int]] = {}  # models, by slot
+        late = set()  # in the order of the room: not all is computed that their next tokens need
+        drafting: dict[int, list[int]] = {}  # models, by the sequence's place in the room
         for model, runner in enumerate(self.runners):
             left, rows, behind = self.chunk, [], _BEHIND if model else 0
-            for slot, sequence in enumerate(self.room.active):
+            for at, sequence in enumerate(self.room.active):
                 if model and (
                     sequence.wanted.pooling or not (this.shape and sequence.length + len(this.shape) <= runner.context)
                 ):
@@ -198,29 +198,29 @@ class Engine:
                 cached, wanted = sequence.cached[model], sequence.length - 1
                 count = min(left, wanted - cached)
                 if wanted - cached > behind and count:
-                    rows.append(RowInput.following(slot, sequence.tokens[cached : cached + count], cached))
+                    new = sequence.tokens[cached : cached + count]
+                    rows.append((sequence, RowInput.following(sequence.pages, new, cached)))
                     left -= count
                     cached += count
                 if wanted - cached > behind:
-                    late.add(slot)
+                    late.add(at)
                 if model:
-                    drafting.setdefault(slot, []).append(model)
+                    drafting.setdefault(at, []).append(model)
             if rows:
                 this.prefill[model] = rows
-        for slot, sequence in enumerate(self.room.active):
-            if slot not in late and not sequence.wanted.pooling:
-                this.branching.append(self._branch(slot, drafting.get(slot, [])))
+        for at, sequence in enumerate(self.room.active):
+            if at not in late and not sequence.wanted.pooling:
+                this.branching.append(self._branch(sequence, drafting.get(at, [])))
 
-    def _branch(self, slot: int, drafts: list[int]) -> Branching:
-        sequence = self.room.active[slot]
+    def _branch(self, sequence: GeneratedSequence, drafts: list[int]) -> Branching:
         shape = self._round.shape[: sequence.left - 1] if drafts else ()
         # By place: a round that is begun again, in another process too, draws the same.
         chance = Sampled(np.random.default_rng((*sequence.wanted.seed, len(sequence.generated))))
-        return Branching(sequence, slot, shape, {model: [[0]] for model in drafts if shape}, chance)
+        return Branching(sequence, shape, {model: [[0]] for model in drafts if shape}, chance)
 
     def _rows(self, kind: str, model: int, level: int) -> list[RowInput]:
         if kind == "prefill":
-            return self._round.prefill[model]
+            return [row for _, row in self._round.prefill[model]]
         if kind == "verify":
             return [one.all_nodes() for one in self._round.branching]
         growing = self._growing(model, level)
@@ -231,8 +231,8 @@ class Engine:
 
     def _ended(self, kind: str, model: int, level: int, result: Any) -> None:
         if kind == "prefill":
-            for at, row in enumerate(self._round.prefill[model]):
-                sequence, count = self.room.active[row.slot], len(row.tokens)
+            for at, (sequence, row) in enumerate(self._round.prefill[model]):
+                count = len(row.tokens)
                 if sequence.wanted.pooling:
                     sequence.pool(result[at, :count])
                 sequence.cached[model] += count
@@ -254,7 +254,7 @@ class Engine:
         this = self._round
         most, best = this.logits.max(-1)
         finite, best = most.isfinite().tolist(), best.tolist()
-        moves: list[tuple[list[int], list[list[int]], list[list[int]]]] = [([], [], []) for _ in self.runners]
+        moves: list[list[list[list[int]]]] = [[[], [], []] for _ in self.runners]
         for at, one in enumerate(this.branching):
             sequence, nodes = one.sequence, len(one.tree.tokens)
             sequence.tainted |= not all(finite[at][:nodes])
@@ -266,11 +266,11 @@ class Engine:
                 kept = one.seen(model, path)
                 sequence.cached[model] = last + 1 + len(kept)
                 moved = [(last + node, last + place) for place, node in enumerate(kept, 1) if node != place]
-                moves[model][0].append(one.slot)
+                moves[model][0].append(sequence.pages)
                 moves[model][1].append([source for source, _ in moved])
                 moves[model][2].append([target for _, target in moved])
-        for runner, (slots, sources, targets) in zip(self.runners, moves, strict=True):
-            runner.cache.compact(slots, sources, targets)
+        for runner, (tables, sources, targets) in zip(self.runners, moves, strict=True):
+            runner.cache.compact(tables, sources, targets)
         for one in this.branching:
             if one.sequence.tainted:  # a tree that is not taken leaves what it was in columns that are masked
                 self.room.wipe_rest(one.sequence)

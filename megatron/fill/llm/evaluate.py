@@ -279,9 +279,9 @@ def _losses(model: Any, passes: LayeredPass, batch: torch.Tensor) -> Iterator[tu
             torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
         )
 
-    passes.begin(function)
+    passes.begin([function])
     piece = 0
     while not passes.run():
         piece += 1
         yield piece, 0.0
-    yield 0, passes.result
+    yield 0, passes.result[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from megatron.fill.errors import TaskError
 from megatron.fill.llm.attention import AttentionKinds, text_config
-from megatron.fill.llm.cache import CacheView, SlotCache, probe_shapes
+from megatron.fill.llm.cache import PAGE, CacheView, PagedCache, pages_for, probe_shapes
+from megatron.fill.llm.grouping import grouped, pass_cost
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
@@ -52,45 +54,56 @@ def _base(model: Any) -> Any:
 
 
 class LayeredPass:
-    """Runs a function that runs a model, and stops before every so many layers of it, to go on later.
+    """Runs functions that run a model, and stops before every so many layers of it, to go on later.
 
-    A greenlet, and not a thread: the runtime holds a step with a signal, which reaches the main thread only.
+    All functions come to the same layer before any goes on.  Greenlets, and not threads: the runtime holds a step with
+    a signal, which reaches the main thread only.
 
     Args:
         layers: of the model.
         pieces: what a pass is cut into, 1 to the number of layers.
 
     Attributes:
-        result: what the latest function that has ended returned.
+        result: what the latest functions that have ended returned, joined.
     """
 
     def __init__(self, layers: Sequence[torch.nn.Module], pieces: int) -> None:
         self.pieces = max(1, min(pieces, len(layers)))
-        self._running: greenlet | None = None
+        self._running: list[greenlet] = []
+        self._results: list[Any] = []
+        self._joined: Callable[[list[Any]], Any] = list
         self.result: Any = None
         cuts = [layers[piece * len(layers) // self.pieces] for piece in range(1, self.pieces)]
         self._hooks = [layer.register_forward_pre_hook(self._pause) for layer in cuts]
 
-    def begin(self, function: Callable[[], Any]) -> None:
-        """The next ``run`` starts this function; one that has not ended is abandoned."""
+    def begin(self, functions: Sequence[Callable[[], Any]], joined: Callable[[list[Any]], Any] = list) -> None:
+        """The next ``run`` starts these functions; those that have not ended are abandoned.
+
+        Args:
+            joined: makes the result of what each function returns.
+        """
         self.abandon()
-        self._running = greenlet(function)
+        self._running, self._joined = [greenlet(function) for function in functions], joined
+        self._results = [None] * len(functions)
 
     def run(self) -> bool:
         """Run the next piece; whether it was the last one."""
-        assert self._running is not None
+        assert self._running
         with torch.inference_mode():
-            result = self._running.switch()
-        if not self._running.dead:
-            return False
-        self.result, self._running = result, None
+            for at, running in enumerate(self._running):
+                if not running.dead:
+                    self._results[at] = running.switch()
+            if not all(running.dead for running in self._running):
+                return False
+            self.result, self._running, self._results = self._joined(self._results), [], []
         return True
 
     def abandon(self) -> None:
         """Forget a pass that has not ended."""
-        if self._running is not None and self._running:
-            self._running.throw(GreenletExit)
-        self._running = None
+        for running in self._running:
+            if running:
+                running.throw(GreenletExit)
+        self._running, self._results = [], []
 
     def remove(self) -> None:
         """Cut the model's passes no more."""
@@ -99,8 +112,9 @@ class LayeredPass:
             hook.remove()
 
     def _pause(self, *_: Any) -> None:
-        if getcurrent() is self._running:  # not so in a pass that nobody cuts
-            parent = self._running.parent
+        running = getcurrent()
+        if running in self._running:  # not so in a pass that nobody cuts
+            parent = running.parent
             assert parent is not None
             parent.switch()
 
@@ -139,13 +153,13 @@ class RowInput:
     """The new tokens of one sequence in a pass.
 
     Attributes:
-        slot: of the sequence.
+        pages: of the sequence, with room for all columns.
         tokens, columns, positions: of each new token: its id, where it is kept, and its place in its sequence.
         visible: the columns that each new token may attend to, ``[tokens, columns]`` of bool.
         held: the place in the sequence of what each column holds, ``[columns]``; None if it is the column's number.
     """
 
-    slot: int
+    pages: Sequence[int]
     tokens: Sequence[int]
     columns: Sequence[int]
     positions: Sequence[int]
@@ -153,11 +167,22 @@ class RowInput:
     held: np.ndarray | None = None
 
     @classmethod
-    def following(cls, slot: int, tokens: Sequence[int], start: int) -> RowInput:
+    def following(cls, pages: Sequence[int], tokens: Sequence[int], start: int) -> RowInput:
         """Tokens that follow the ``start`` tokens before them, one after the other."""
         places = range(start, start + len(tokens))
         visible = np.tri(len(tokens), start + len(tokens), start, dtype=bool)
-        return cls(slot, tokens, places, places, visible)
+        return cls(pages, tokens, places, places, visible)
+
+
+def _joined(groups: list[list[int]], results: list[Any]) -> Any:
+    """The results of groups of rows in the order of the rows."""
+    if len(groups) == 1 or results[0] is None:
+        return results[0]
+    rows, queries = sum(map(len, groups)), max(found.shape[1] for found in results)
+    joined = results[0].new_zeros(rows, queries, results[0].shape[2])
+    for group, found in zip(groups, results, strict=True):
+        joined[group, : found.shape[1]] = found
+    return joined
 
 
 class ModelRunner:
@@ -177,32 +202,41 @@ class ModelRunner:
         self._vocabulary = vocabulary or self._rows
         self._device, self._dtype = model.device, model.dtype  # the model looks through its weights for them
         self._attention = AttentionKinds.of(model)
-        self.cache = SlotCache(probe_shapes(model, list(self._attention.kinds)), model.dtype, str(model.device))
+        self.cache = PagedCache(probe_shapes(model, list(self._attention.kinds)), model.dtype, str(model.device))
         self.passes = LayeredPass(decoder_layers(model), pieces)
+        self._cost = pass_cost(model, self.cache.token_bytes // model.dtype.itemsize)
 
     def begin(self, rows: Sequence[RowInput], logits: bool = True) -> None:
         """Begin a pass; ``passes.run`` runs its pieces, and leaves ``[rows, queries, vocabulary]`` as its result.
+
+        Rows of different sizes pass through the model in batches of their own, where that is faster.
 
         Args:
             logits: else the result is the hidden states after the last layer, ``[rows, queries, hidden]``; None if the
                 model gives none (``gives_hidden_states``).
         """
-        inputs = self._inputs(rows)
+        groups = self.groups(rows)
 
-        def function() -> Any:
+        def function(group: list[int]) -> Any:
+            inputs = self._inputs([rows[at] for at in group])
             if logits:
                 found = self.model(**inputs).logits[..., : min(self._rows, self._vocabulary)]
                 lacking = self._vocabulary - found.shape[-1]
                 return torch.nn.functional.pad(found, (0, lacking), value=-torch.inf) if lacking else found
             return getattr(_base(self.model)(**inputs), "last_hidden_state", None)
 
-        self.passes.begin(function)
+        self.passes.begin([partial(function, group) for group in groups], partial(_joined, groups))
+
+    def groups(self, rows: Sequence[RowInput]) -> list[list[int]]:
+        """The rows that pass through the model in a batch."""
+        columns = [pages_for(row.visible.shape[1]) * PAGE for row in rows]
+        return grouped([len(row.tokens) for row in rows], columns, self._cost, (self.cache.pages + 1) * PAGE)
 
     def _inputs(self, rows: Sequence[RowInput]) -> dict[str, Any]:
         queries = max(len(row.tokens) for row in rows)
         length = max(row.visible.shape[1] for row in rows)
         ids, positions = np.zeros((2, len(rows), queries), dtype=np.int64)
-        columns = np.full((len(rows), queries), self.cache.capacity, dtype=np.int64)  # padding
+        columns = np.full((len(rows), queries), -1, dtype=np.int64)
         visible = np.zeros((len(rows), 1, queries, length), dtype=bool)
         held = np.tile(np.arange(length), (len(rows), 1))
         for at, row in enumerate(rows):
@@ -214,7 +248,7 @@ class ModelRunner:
         ids[ids >= self._rows] = 0  # of a draft that lacks them: what it proposes then is no worse than anything
         device = self._device
         masks = {kind: self._mask(seen) for kind, seen in self._attention.masks(visible, positions, held).items()}
-        view = CacheView(self.cache, [row.slot for row in rows], torch.from_numpy(columns).to(device), length)
+        view = CacheView(self.cache, [row.pages for row in rows], columns, length)
         return {
             "input_ids": torch.from_numpy(ids).to(device),
             "position_ids": torch.from_numpy(positions).to(device),

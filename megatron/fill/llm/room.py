@@ -2,103 +2,115 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron.fill.device.port import mib
 from megatron.fill.errors import TaskError
-from megatron.fill.llm.cache import SlotCache
+from megatron.fill.llm.cache import PAGE, PagedCache, pages_for
 from megatron.fill.llm.sequence import GeneratedSequence
 
-_ROUND_TO = 32  # columns: else the room would change with nearly every sequence
+_AHEAD = 2 * PAGE  # tokens that every sequence is expected to have yet, unless it may have no more
+_LEARNING = 1 / 16  # weight of the latest sequence among those that have ended
 
 
 class KeyValueRoom:
-    """Admits sequences to slots while the worst case of all of them fits; the slots in use are always the first ones.
+    """Gives sequences pages for what they have and what the next round needs, and admits others while there are pages.
+
+    A sequence is admitted if the pages suffice until it ends, as far as can be told: all are expected to go on equally
+    fast, and to have the share of the tokens that they may have which those before them had.  Where more are needed,
+    the youngest lose theirs.  The oldest never does, so every sequence ends.
 
     Args:
-        caches: of every model; all have the same slots.
+        caches: of every model; all have the same pages.
         spare: columns that a sequence needs besides its tokens, for the nodes of a tree.
-        most_bytes: of keys and values at any moment, also while the room changes; None for no limit.
+        most_bytes: of keys and values at any moment, also while the number of pages changes; None for no limit.
 
     Attributes:
         batch: sequences at most.
-        active: in the order of their slots.
+        active: the one admitted first is the first.
         waiting: the next one first.
         peak_bytes: the most that was ever held.
     """
 
-    def __init__(self, caches: Sequence[SlotCache], batch: int, spare: int, most_bytes: int | None) -> None:
+    def __init__(self, caches: Sequence[PagedCache], batch: int, spare: int, most_bytes: int | None) -> None:
         self._caches, self._spare, self._most_bytes = list(caches), spare, most_bytes
         self.batch = batch
         self.active: list[GeneratedSequence] = []
         self.waiting: deque[GeneratedSequence] = deque()
         self.peak_bytes = 0
+        self._free: list[int] = []  # the next one last
+        self._share = 1.0  # of the tokens that it may have, a sequence has in the end
 
-    def bytes_for(self, slots: int, capacity: int) -> int:
-        """The most that is held at any moment with this room, or while it changes from or to a smaller one."""
-        return sum(cache.bytes_for(slots, capacity) for cache in self._caches)
+    def bytes_for(self, pages: int) -> int:
+        """The most that is held at any moment with so many pages, or while they change from or to fewer."""
+        return sum(cache.bytes_for(pages) for cache in self._caches)
 
     def bytes_for_one(self, tokens: int) -> int:
         """What a sequence that may have so many tokens needs if there is no other."""
-        return self.bytes_for(1, self._columns(tokens))
+        return self.bytes_for(pages_for(tokens + self._spare))
 
     def admit(self) -> None:
-        """Give slots to those that wait, as long as they fit.
+        """Give pages to all for the next round, and then to those that wait, as long as they fit.
 
         Raises:
             TaskError: the next one does not fit although there is no other.
         """
+        for sequence in self._by_age():
+            while sequence.cached and self._lacking(sequence) > self._left():
+                self._drop_youngest()
+            if sequence.cached:
+                self._extend(sequence)
+        peak = 0
         while self.waiting and len(self.active) < self.batch:
             following = self.waiting[0]
-            cache = self._caches[0]
-            if len(self.active) == cache.slots or self._columns_of([following]) > cache.capacity:
-                columns = self._columns_of([*self.active, following])
-                slots = min(self._slots_for(columns), self.batch, len(self.active) + len(self.waiting))
-                if slots <= len(self.active):
-                    if not self.active:
-                        raise TaskError(
-                            f"a sequence of {following.most_tokens} tokens needs {mib(self.bytes_for(1, columns))} of "
-                            f"keys and values; expected at most {mib(self._most_bytes or 0)}"
-                        )
-                    return
-                self._resize(slots, columns)
+            worst = pages_for(following.most_tokens + self._spare)
+            needed = max(worst, self._peak([*self.active, following]))
+            if needed > self._most_pages():
+                if not self.active:
+                    raise TaskError(
+                        f"a sequence of {following.most_tokens} tokens needs {mib(self.bytes_for(worst))} of "
+                        f"keys and values; expected at most {mib(self._most_bytes or 0)}"
+                    )
+                break
             self.waiting.popleft()
             following.cached = [0] * len(self._caches)
             self.active.append(following)
+            peak = needed
+        self._grow(peak)
+        for sequence in self.active:
+            self._extend(sequence)
 
     def release(self, sequence: GeneratedSequence, clean: bool = False) -> None:
-        """Take its slot; the last one moves there.
+        """Take its pages.
 
         Args:
             clean: leave nothing of it, though it is not known to be tainted.
         """
-        slot, last = self.active.index(sequence), self.active.pop()
-        for cache, columns in zip(self._caches, last.cached, strict=True):
-            if clean or sequence.tainted:
-                cache.wipe(slot, 0)
-            if last is not sequence:
-                cache.move(len(self.active), slot, columns)
-            if clean or last.tainted:
-                cache.wipe(len(self.active), 0)
-        if last is not sequence:
-            self.active[slot] = last
-        sequence.cached = []
+        self.active.remove(sequence)
+        if clean or sequence.tainted:
+            for cache in self._caches:
+                cache.wipe(sequence.pages)
+        self._free += reversed(sequence.pages)
+        sequence.cached, sequence.pages = [], []
+        if sequence.generated and sequence.finish in ("stop", "length"):
+            self._share += _LEARNING * (len(sequence.generated) / sequence.wanted.most - self._share)
 
     def wipe_rest(self, sequence: GeneratedSequence) -> None:
-        """Set to zero what a slot has beyond its sequence's tokens: NaN stays NaN where it is masked."""
-        slot = self.active.index(sequence)
+        """Set to zero what its pages have beyond a sequence's tokens: NaN stays NaN where it is masked."""
         for cache, columns in zip(self._caches, sequence.cached, strict=True):
-            cache.wipe(slot, columns)
+            cache.wipe(sequence.pages, columns)
 
     def limit(self, most_bytes: int | None) -> None:
-        """Hold no more than this from now on: the youngest lose their slots, and wait to be computed again."""
+        """Hold no more than this from now on: the youngest lose their pages, and wait to be computed again."""
         self._most_bytes = most_bytes
-        while self.active and self._slots_for(self._columns_of(self.active)) < len(self.active):
+        while self.active and self._peak(self.active) > self._most_pages():
             self._drop_youngest()
-        cache = self._caches[0]
-        if most_bytes is not None and self.bytes_for(cache.slots, cache.capacity) > most_bytes:
-            self._resize(len(self.active), self._columns_of(self.active))
+        if self._caches[0].pages > self._most_pages():
+            self._resize(int(self._most_pages()))
 
     def narrow(self, batch: int) -> None:
         """No more sequences than this from now on."""
@@ -106,24 +118,61 @@ class KeyValueRoom:
         while len(self.active) > batch:
             self._drop_youngest()
 
+    def _by_age(self) -> list[GeneratedSequence]:
+        """The oldest first: the one with most tokens."""
+        return sorted(self.active, key=lambda sequence: -len(sequence.generated))
+
     def _drop_youngest(self) -> None:
-        youngest = min(self.active, key=lambda sequence: len(sequence.generated))
+        youngest = self._by_age()[-1]
         self.release(youngest, clean=True)
         self.waiting.appendleft(youngest)
 
-    def _columns_of(self, sequences: Sequence[GeneratedSequence]) -> int:
-        return self._columns(max((sequence.most_tokens for sequence in sequences), default=0))
-
-    def _columns(self, tokens: int) -> int:
-        return -(-(tokens + self._spare) // _ROUND_TO) * _ROUND_TO
-
-    def _slots_for(self, columns: int) -> int:
+    def _most_pages(self) -> float:
+        """Pages that there may be."""
         if self._most_bytes is None:
-            return self.batch
-        return self._most_bytes // self.bytes_for(1, columns)
+            return math.inf
+        return max(0, self._most_bytes // (self.bytes_for(2) - self.bytes_for(1)) - 1)
 
-    def _resize(self, slots: int, columns: int) -> None:
-        columns = columns if slots else 0
+    def _left(self) -> float:
+        """Pages that nobody has, with those that could be made."""
+        return len(self._free) + self._most_pages() - self._caches[0].pages
+
+    def _lacking(self, sequence: GeneratedSequence) -> int:
+        """Pages that it needs for the next round."""
+        return pages_for(sequence.length + self._spare) - len(sequence.pages)
+
+    def _extend(self, sequence: GeneratedSequence) -> None:
+        """Give it pages for the next round; there are such, or they can be made."""
+        lacking = self._lacking(sequence)
+        if lacking > 0:
+            self._grow(self._caches[0].pages + lacking - len(self._free))
+            sequence.pages = [*sequence.pages, *self._free[: -lacking - 1 : -1]]
+            del self._free[-lacking:]
+
+    def _grow(self, least: int) -> None:
+        """Have so many pages; if they are to become more, an eighth more at once if there may be, for it is a copy."""
+        now = self._caches[0].pages
+        if least > now:
+            self._resize(int(min(self._most_pages(), max(least, now + now // 8))))
+
+    def _peak(self, sequences: Sequence[GeneratedSequence]) -> int:
+        """The pages that these need at the worst moment: that is when one of them is about to end."""
+        left = np.array([self._expected(sequence) for sequence in sequences])
+        lengths = np.array([sequence.length for sequence in sequences]) + self._spare
+        there = left[None] >= left[:, None]  # at the end of each: the others that are not over
+        return int((there * -(-(lengths + left[:, None]) // PAGE)).sum(1).max())
+
+    def _expected(self, sequence: GeneratedSequence) -> int:
+        """New tokens that it will still have."""
+        most = math.ceil(self._share * sequence.wanted.most) - len(sequence.generated)
+        return min(sequence.left, max(_AHEAD, most))
+
+    def _resize(self, pages: int) -> None:
+        kept = [page for sequence in self.active for page in sequence.pages]
         for cache in self._caches:
             others = sum(other.held_bytes for other in self._caches if other is not cache)
-            self.peak_bytes = max(self.peak_bytes, others + cache.resize(slots, columns))
+            self.peak_bytes = max(self.peak_bytes, others + cache.resize(pages, kept))
+        new = iter(range(1, pages + 1))
+        for sequence in self.active:
+            sequence.pages = [next(new) for _ in sequence.pages]
+        self._free = list(new)[::-1]

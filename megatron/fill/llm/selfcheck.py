@@ -11,6 +11,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 from megatron.fill.errors import TaskError
 from megatron.fill.llm.attention import context_length, marks, text_config
+from megatron.fill.llm.cache import pages_for
 from megatron.fill.llm.passes import ModelRunner, RowInput, decoder_layers
 
 logger = logging.getLogger("pipefill.models")
@@ -68,7 +70,7 @@ def check_model(model: Any, generates: bool = True) -> None:
         raise
     except Exception as error:  # whatever a model's code does with inputs that it does not expect
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        how = "with keys and values of several sequences in slots" if generates else "over several sequences"
+        how = "with keys and values of several sequences in pages" if generates else "over several sequences"
         raise TaskError(f"{name} cannot be run {how}: {said}") from error
 
 
@@ -85,8 +87,8 @@ def _check(model: Any) -> None:
     try:
         sequences = _sequences(model, min(_LENGTH, context))
         truth = _truth(model, sequences)
-        runner.cache.resize(3, 2 * len(sequences[0]))
-        _compare(model, _ways(runner, sequences), truth)
+        tables = _tables(runner, [3 * len(one) for one in sequences])
+        _compare(model, _ways(runner, sequences, tables), truth)
         if (longest := _longest(model, context)) is not None:
             _check_long(model, runner, longest)
     finally:
@@ -141,6 +143,13 @@ def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     return torch.tensor([tokens], device=model.device)
 
 
+def _tables(runner: ModelRunner, columns: Sequence[int]) -> list[list[int]]:
+    """The pages of sequences that have so many columns; there are no others from now on."""
+    ends = list(accumulate(map(pages_for, columns)))
+    runner.cache.resize(ends[-1], [])
+    return [list(range(1 + begin, 1 + end)) for begin, end in pairwise([0, *ends])]
+
+
 def _passed(runner: ModelRunner, rows: list[RowInput]) -> torch.Tensor:
     """The logits of a pass, ``[rows, queries, vocabulary]``."""
     runner.begin(rows)
@@ -154,35 +163,32 @@ def _passed(runner: ModelRunner, rows: list[RowInput]) -> torch.Tensor:
     return result
 
 
-def _ways(runner: ModelRunner, sequences: list[list[int]]) -> Iterator[_Found]:
-    """The ways in which the engine computes logits.  Each sequence has the slot of its number."""
+def _ways(runner: ModelRunner, sequences: list[list[int]], tables: Sequence[list[int]]) -> Iterator[_Found]:
+    """The ways in which the engine computes logits."""
     length, shared = len(sequences[0]), min(_SHARED, len(sequences[0]))
     ends = [length // 2 + 1, max(1, shared - 2), max(1, length - 2)]
     first = [
-        RowInput.following(slot, tokens[:end], 0)
-        for slot, (tokens, end) in enumerate(zip(sequences, ends, strict=True))
+        RowInput.following(pages, tokens[:end], 0) for pages, tokens, end in zip(tables, sequences, ends, strict=True)
     ]
     logits = _passed(runner, first)
-    for slot, end in enumerate(ends):
-        yield _Found("a batch of mixed lengths", slot, range(end), logits[slot, :end])
+    for at, end in enumerate(ends):
+        yield _Found("a batch of mixed lengths", at, range(end), logits[at, :end])
     # The first sequence goes on in chunks, the second with the next token, the third with its rest.
     until = [min(end + count, length) for end, count in zip(ends, (2, 1, length), strict=True)]
-    rows = [
-        RowInput.following(slot, tokens[end:stop], end)
-        for slot, (tokens, end, stop) in enumerate(zip(sequences, ends, until, strict=True))
-        if stop > end
-    ]
-    if rows:
-        logits = _passed(runner, rows)
-        for at, row in enumerate(rows):
-            places = range(row.columns[0], until[row.slot])
-            yield _Found("tokens after keys and values that were kept", row.slot, places, logits[at, : len(row.tokens)])
+    going_on = [at for at in range(3) if until[at] > ends[at]]
+    if going_on:
+        logits = _passed(
+            runner, [RowInput.following(tables[at], sequences[at][ends[at] : until[at]], ends[at]) for at in going_on]
+        )
+        for row, at in enumerate(going_on):
+            places = range(ends[at], until[at])
+            yield _Found("tokens after keys and values that were kept", at, places, logits[row, : len(places)])
     if length > shared:
-        yield from _tree(runner, sequences, 1, shared - 1)
+        yield from _tree(runner, sequences, tables, shared - 1)
 
 
-def _tree(runner: ModelRunner, sequences: list[list[int]], slot: int, root: int) -> Iterator[_Found]:
-    """All sequences as branches of one tree below their last common token, which is the root."""
+def _tree(runner: ModelRunner, sequences: list[list[int]], tables: Sequence[list[int]], root: int) -> Iterator[_Found]:
+    """All sequences as branches of one tree below their last common token, the root, in the second one's pages."""
     depth = len(sequences[0]) - 1 - root
     paths = [sequence[root + 1 :] for sequence in sequences]
     tokens, depths, branch = [sequences[0][root]], [0], [-1]
@@ -198,12 +204,10 @@ def _tree(runner: ModelRunner, sequences: list[list[int]], slot: int, root: int)
             below = other == 0 or (branch[other] == branch[node] and depths[other] <= depths[node])
             visible[node, root + other] = below
     held = np.concatenate([np.arange(root), root + np.asarray(depths)])
-    if runner.cache.capacity < root + nodes:
-        runner.cache.resize(runner.cache.slots, root + nodes)
     columns, positions = range(root, root + nodes), [root + at for at in depths]
     # Beside another row, so that the batch has sequences of several lengths here too.
-    beside = RowInput.following(0, sequences[0][:1], 0)
-    logits = _passed(runner, [beside, RowInput(slot, tokens, columns, positions, visible, held)])[1]
+    beside = RowInput.following(tables[0], sequences[0][:1], 0)
+    logits = _passed(runner, [beside, RowInput(tables[1], tokens, columns, positions, visible, held)])[1]
     for number in range(len(paths)):
         mine = [node for node in range(nodes) if branch[node] in (-1, number)]
         yield _Found("a token tree", number, [root + depths[node] for node in mine], logits[mine])
@@ -232,16 +236,16 @@ def _check_long(model: Any, runner: ModelRunner, length: int) -> None:
     shared = random.choice(usual, length - tail).tolist()
     sequences = [[*shared, *one[-tail:]] for one in begin]
     truth = [model(input_ids=_ids(model, tokens), use_cache=False).logits[0] for tokens in sequences]
-    runner.cache.resize(3, length + 3 * tail)
+    tables = _tables(runner, [1, length + 3 * tail])
     chunk = max(1, min(256, length // 3))  # the first one ends before whatever changes
     for first in range(0, length - tail, chunk):
         part = shared[first : first + chunk]
-        found = _passed(runner, [RowInput.following(1, part, first)])[0]
+        found = _passed(runner, [RowInput.following(tables[1], part, first)])[0]
         places = range(first, first + len(part))
         _compare(model, [_Found(f"a sequence of {length} tokens in chunks", 1, places, found)], truth)
     found_tree = (
         _Found(f"a token tree after {length - tail} tokens", one.sequence, one.places, one.logits)
-        for one in _tree(runner, sequences, 1, length - tail - 1)
+        for one in _tree(runner, sequences, tables, length - tail - 1)
     )
     _compare(model, found_tree, truth)
 

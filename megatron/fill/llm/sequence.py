@@ -66,7 +66,8 @@ class GeneratedSequence:
 
     Attributes:
         name: of its owner's choice.
-        cached: tokens whose keys and values each model has, the target first; empty while it has no slot.
+        cached: tokens whose keys and values each model has, the target first; empty while it has no pages.
+        pages: where they are, for all models.
         finish: why it ended: ``stop``, ``length`` or ``error``; None while it goes on.
         text: without what ended it, or what the error was; set at its end.
         tainted: a model gave numbers for it that are not finite: its keys and values may have such too.
@@ -79,6 +80,7 @@ class GeneratedSequence:
     generated: list[int] = field(default_factory=list)
     notes: list[TokenNote] = field(default_factory=list)
     cached: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
     finish: Literal["stop", "length", "error"] | None = None
     text: str = ""
     tainted: bool = False
