@@ -80,7 +80,7 @@ def test_no_tree_and_no_batch_changes_a_token(shape, batch):
 def test_every_node_of_a_tree_sees_its_own_sequence_only():
     target = model("qwen2")
     runner = ModelRunner(target, CONTEXT, 1)
-    runner.cache.resize(5, [])
+    runner.cache.resize(5, {})
     committed, chains = [5, 6, 7, 8], [[9], [9, 10], [11], [11, 12], [11, 12, 13], [9, 14]]
     runner.begin([RowInput.following([5, 2], committed[:-1], 0)], logits=False)
     assert runner.passes.run()

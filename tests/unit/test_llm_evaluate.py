@@ -19,11 +19,11 @@ pytest.importorskip("greenlet")
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save  # noqa: E402
 
 from megatron.fill.llm import EvaluateCheckpoints  # noqa: E402
+from megatron.fill.llm.cache import pages_for  # noqa: E402
 from megatron.fill.llm.evaluate import _CHECK  # noqa: E402
 from megatron.fill.llm.heldout import validation_samples  # noqa: E402
 from megatron.fill.llm.megatron import IncompleteCheckpoint, checkpoints, latest, load_megatron  # noqa: E402
 from megatron.fill.llm.models import load_language_model  # noqa: E402
-from megatron.fill.llm.cache import pages_for  # noqa: E402
 from megatron.fill.llm.passes import ModelRunner, RowInput, decoder_layers, layer_by_layer  # noqa: E402
 
 HIDDEN, LAYERS, LENGTH = 16, 2, 8
@@ -313,7 +313,7 @@ def test_what_runs_a_model_stops_before_each_layer_and_leaves_nothing_when_it_is
     runner = ModelRunner(model, LENGTH, 2)
 
     def through_a_runner():
-        runner.cache.resize(pages_for(LENGTH), [])
+        runner.cache.resize(pages_for(LENGTH), {})
         runner.begin([RowInput.following([1], [1, 2, 3], 0)])
         while not runner.passes.run():
             pass

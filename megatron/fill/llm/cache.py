@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +35,11 @@ class LayerShape:
 
 
 class PagedCache:
-    """Keys and values, ``[1 + pages, heads, PAGE, size]`` per layer; padding is written to page 0, and never read.
+    """Keys and values, ``[heads, 1 + pages, PAGE, size]`` per layer; padding is written to page 0, and never read.
 
-    A table lists the pages of a sequence: column c is in page ``table[c // PAGE]``, at ``c % PAGE``.
+    A table lists the pages of a sequence: column c is in page ``table[c // PAGE]``, at ``c % PAGE``.  Sequences whose
+    pages follow each other, at the same distance from sequence to sequence, are read where they are; all others are
+    copied for a layer's attention.
 
     Args:
         shapes: of each layer (``probe_shapes``).
@@ -64,24 +66,31 @@ class PagedCache:
         return sum(tensor.nbytes for tensor in (*self._keys, *self._values, self._copy))
 
     def bytes_for(self, pages: int) -> int:
-        """The most that is held with so many pages, or while they become as many or fewer: a layer twice."""
+        """The most that is held with so many pages, or while they become as many: a layer twice."""
         return (pages + 1) * PAGE * (self.token_bytes + self._copied * self._dtype.itemsize) if pages else 0
 
-    def resize(self, pages: int, kept: Sequence[int]) -> int:
-        """Change the number of pages.  Those kept become pages 1, 2, ...; one layer after the other is copied.
+    def resize(self, pages: int, kept: Mapping[int, int]) -> int:
+        """Change the number of pages; one tensor after the other is copied.
+
+        Args:
+            kept: pages that there are, and the ones that they become.
 
         Returns:
             The most bytes that were held meanwhile.
         """
         most = self.held_bytes
         self._copy = self._copy[:0].clone()
-        source = torch.tensor(kept, dtype=torch.long, device=self._device)
+        source, target = (
+            torch.tensor(list(one), dtype=torch.long, device=self._device) for one in (kept, kept.values())
+        )
         for tensors in (self._keys, self._values):
             for layer, old in enumerate(tensors):
-                new = self._empty(old.shape[1], pages + 1 if pages else 0, old.shape[3])
-                most = max(most, self.held_bytes + new.nbytes)
+                new = self._empty(len(old), pages + 1 if pages else 0, old.shape[3])
                 if kept:
-                    torch.index_select(old, 0, source, out=new[1 : 1 + len(kept)])
+                    copied = old.index_select(1, source)
+                    most = max(most, self.held_bytes + new.nbytes + copied.nbytes)
+                    new.index_copy_(1, target, copied)
+                    del copied
                 tensors[layer] = new
         self.pages = pages
         self._copy = self._copy.new_empty((pages + 1) * PAGE * self._copied if pages else 0)
@@ -92,9 +101,9 @@ class PagedCache:
         whole, begun = pages_for(first), first % PAGE
         pages = torch.tensor(table[whole:], dtype=torch.long, device=self._device)
         for tensor in (*self._keys, *self._values):
-            tensor[pages] = 0
+            tensor[:, pages] = 0
             if begun and whole <= len(table):
-                tensor[table[whole - 1], :, begun:] = 0
+                tensor[:, table[whole - 1], begun:] = 0
 
     def compact(
         self, tables: Sequence[Sequence[int]], sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
@@ -109,27 +118,28 @@ class PagedCache:
         page, at = torch.tensor(read, device=self._device).unbind(1)
         to_page, to = torch.tensor(written, device=self._device).unbind(1)
         for tensor in (*self._keys, *self._values):
-            tensor[to_page, :, to] = tensor[page, :, at]
+            tensor[:, to_page, to] = tensor[:, page, at]
 
     @property
     def _copied(self) -> int:
-        """The numbers that the largest layer keeps of a token."""
-        return max(shape.heads * (shape.key_size + shape.value_size) for shape in self._shapes)
+        """The numbers of a token that are copied at once, at most: its keys and values, or one of them twice."""
+        return max(2 * shape.heads * max(shape.key_size, shape.value_size) for shape in self._shapes)
 
     def _empty(self, heads: int, pages: int, size: int) -> torch.Tensor:
         # What is masked is multiplied by 0, and memory may hold NaN.  Written, so that it is held from now on.
-        return torch.empty(pages, heads, PAGE, size, dtype=self._dtype, device=self._device).zero_()
+        return torch.empty(heads, pages, PAGE, size, dtype=self._dtype, device=self._device).zero_()
 
 
 class CacheView(Cache):
     """What one forward pass sees of a ``PagedCache``.
 
-    Keys and values that a layer is given are overwritten when the next layer asks for its own.
+    Keys and values that a layer is given may be overwritten when the next layer asks for its own.
 
     Args:
         tables: the pages of each row of the batch.
         columns: where each new token is kept, ``[rows, queries]``; -1 for padding.
-        length: columns that the pass looks at.  Those that a row has no page for show its first page.
+        length: columns that the pass looks at.  Those that a row has no page for show its first page, or others that
+            hold no NaN.
     """
 
     def __init__(self, cache: PagedCache, tables: Sequence[Sequence[int]], columns: np.ndarray, length: int) -> None:
@@ -138,8 +148,8 @@ class CacheView(Cache):
         count = pages_for(length)
         self._shown = np.array([[*table[:count], *table[:1] * (count - len(table))] for table in tables])
         places = np.where(columns < 0, 0, np.take_along_axis(self._shown, columns.clip(0) // PAGE, 1))
-        device = cache._device
-        self._pages, self._offsets = (torch.from_numpy(one).to(device) for one in (places, columns % PAGE))
+        self._pages, self._offsets = (torch.from_numpy(one).to(cache._device) for one in (places, columns % PAGE))
+        self._apart = self._evenly_apart()
         self._gathered: dict[int, torch.Tensor] = {}  # by heads
 
     def update(
@@ -147,20 +157,39 @@ class CacheView(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the new keys and values, ``[rows, heads, queries, size]``; all that the pass looks at."""
         keys, values = self._cache._keys[layer_idx], self._cache._values[layer_idx]
-        keys[self._pages, :, self._offsets] = key_states.transpose(1, 2)
-        values[self._pages, :, self._offsets] = value_states.transpose(1, 2)
+        keys[:, self._pages, self._offsets] = key_states.transpose(0, 1)
+        values[:, self._pages, self._offsets] = value_states.transpose(0, 1)
+        if self._apart is not None:
+            return self._seen(keys, self._apart), self._seen(values, self._apart)
         first = self._gather(keys, 0)
-        return first, self._gather(values, self._shown.size * keys[0].numel())
+        return first, self._gather(values, self._shown.size * keys[:, 0].numel())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._length - self._queries
 
+    def _evenly_apart(self) -> int | None:
+        """The pages from each row's first one to the next row's, if the pages of a row follow each other."""
+        first = self._shown[:, :1]
+        apart = int(first[1, 0] - first[0, 0]) if len(first) > 1 else 0
+        if (np.diff(first[:, 0]) != apart).any() or apart < 0:
+            return None
+        return apart if (self._shown == first + np.arange(self._shown.shape[1])).all() else None
+
+    def _seen(self, pool: torch.Tensor, apart: int) -> torch.Tensor:
+        """All columns of all rows where they are."""
+        heads, pages, _, size = pool.shape
+        shape, strides = (
+            (len(self._shown), heads, self._length, size),
+            (apart * PAGE * size, pages * PAGE * size, size, 1),
+        )
+        return pool.as_strided(shape, strides, int(self._shown[0, 0]) * PAGE * size)
+
     def _gather(self, pool: torch.Tensor, begin: int) -> torch.Tensor:
         """All columns of all rows, ``[rows, heads, columns, size]``, in the copy from this number on."""
-        _, heads, _, size = pool.shape
+        heads, all_pages, _, size = pool.shape
         rows, pages = self._shown.shape
         if heads not in self._gathered:
-            index = self._shown[:, None] * heads + np.arange(heads)[:, None]
+            index = self._shown[:, None] + all_pages * np.arange(heads)[:, None]
             self._gathered[heads] = torch.from_numpy(index.ravel()).to(pool.device)
         index = self._gathered[heads]
         copy = self._cache._copy[begin : begin + len(index) * PAGE * size]

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron.fill.llm.attention import text_config
 
-_COSTS = {"cpu": (1e7, 3.0, 1.0), "cuda": (1e10, 150.0, 100.0)}
+_COSTS = {"cpu": (1e7, 10.0, 24.0), "cuda": (1e10, 150.0, 400.0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ def pass_cost(model: Any, kept: int) -> PassCost:
     if gives is not None and gives.weight is not given.weight:
         size -= given.weight.numel()  # a row of it is read for a token
     heads = getattr(config, "num_attention_heads", 1) / (getattr(config, "num_key_value_heads", None) or 1)
-    return PassCost(batch + weights * size, size, heads * kept, copied * kept)
+    layers = text_config(model).num_hidden_layers
+    return PassCost(batch * layers + weights * size, size, heads * kept, copied * kept)
 
 
 def grouped(queries: Sequence[int], columns: Sequence[int], cost: PassCost, room: int) -> list[list[int]]:

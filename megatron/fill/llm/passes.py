@@ -176,7 +176,7 @@ class RowInput:
 
 def _joined(groups: list[list[int]], results: list[Any]) -> Any:
     """The results of groups of rows in the order of the rows."""
-    if len(groups) == 1 or results[0] is None:
+    if results[0] is None or groups == [list(range(len(results[0])))]:
         return results[0]
     rows, queries = sum(map(len, groups)), max(found.shape[1] for found in results)
     joined = results[0].new_zeros(rows, queries, results[0].shape[2])
@@ -230,7 +230,8 @@ class ModelRunner:
     def groups(self, rows: Sequence[RowInput]) -> list[list[int]]:
         """The rows that pass through the model in a batch."""
         columns = [pages_for(row.visible.shape[1]) * PAGE for row in rows]
-        return grouped([len(row.tokens) for row in rows], columns, self._cost, (self.cache.pages + 1) * PAGE)
+        found = grouped([len(row.tokens) for row in rows], columns, self._cost, (self.cache.pages + 1) * PAGE)
+        return [sorted(group, key=lambda at: rows[at].pages[0]) for group in found]
 
     def _inputs(self, rows: Sequence[RowInput]) -> dict[str, Any]:
         queries = max(len(row.tokens) for row in rows)

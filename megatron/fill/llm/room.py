@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -24,6 +25,9 @@ class KeyValueRoom:
     fast, and to have the share of the tokens that they may have which those before them had.  Where more are needed,
     the youngest lose theirs.  The oldest never does, so every sequence ends.
 
+    While there is room for as many of the longest, each sequence has a place for its longest, for what is evenly apart
+    is read without a copy.  What it does not need of that others may take.
+
     Args:
         caches: of every model; all have the same pages.
         spare: columns that a sequence needs besides its tokens, for the nodes of a tree.
@@ -42,7 +46,8 @@ class KeyValueRoom:
         self.active: list[GeneratedSequence] = []
         self.waiting: deque[GeneratedSequence] = deque()
         self.peak_bytes = 0
-        self._free: list[int] = []  # the next one last
+        self._free: set[int] = set()
+        self._place = 0  # pages of the places that lie evenly apart; 0 for none
         self._share = 1.0  # of the tokens that it may have, a sequence has in the end
 
     def bytes_for(self, pages: int) -> int:
@@ -64,10 +69,10 @@ class KeyValueRoom:
                 self._drop_youngest()
             if sequence.cached:
                 self._extend(sequence)
-        peak = 0
+        peak, before = 0, len(self.active)
         while self.waiting and len(self.active) < self.batch:
             following = self.waiting[0]
-            worst = pages_for(following.most_tokens + self._spare)
+            worst = self._worst(following)
             needed = max(worst, self._peak([*self.active, following]))
             if needed > self._most_pages():
                 if not self.active:
@@ -80,9 +85,11 @@ class KeyValueRoom:
             following.cached = [0] * len(self._caches)
             self.active.append(following)
             peak = needed
-        self._grow(peak)
-        for sequence in self.active:
-            self._extend(sequence)
+        if len(self.active) > before and not self._placed(before):
+            self._take_unneeded()
+            self._grow(peak)
+            for sequence in self.active[before:]:
+                self._extend(sequence)
 
     def release(self, sequence: GeneratedSequence, clean: bool = False) -> None:
         """Take its pages.
@@ -94,7 +101,7 @@ class KeyValueRoom:
         if clean or sequence.tainted:
             for cache in self._caches:
                 cache.wipe(sequence.pages)
-        self._free += reversed(sequence.pages)
+        self._free.update(sequence.pages)
         sequence.cached, sequence.pages = [], []
         if sequence.generated and sequence.finish in ("stop", "length"):
             self._share += _LEARNING * (len(sequence.generated) / sequence.wanted.most - self._share)
@@ -110,7 +117,8 @@ class KeyValueRoom:
         while self.active and self._peak(self.active) > self._most_pages():
             self._drop_youngest()
         if self._caches[0].pages > self._most_pages():
-            self._resize(int(self._most_pages()))
+            self._take_unneeded()
+            self._resize(int(self._most_pages()), [len(sequence.pages) for sequence in self.active])
 
     def narrow(self, batch: int) -> None:
         """No more sequences than this from now on."""
@@ -133,27 +141,65 @@ class KeyValueRoom:
             return math.inf
         return max(0, self._most_bytes // (self.bytes_for(2) - self.bytes_for(1)) - 1)
 
+    def _worst(self, sequence: GeneratedSequence) -> int:
+        """Pages that it may need in the end."""
+        return pages_for(sequence.most_tokens + self._spare)
+
     def _left(self) -> float:
-        """Pages that nobody has, with those that could be made."""
-        return len(self._free) + self._most_pages() - self._caches[0].pages
+        """Pages that nobody needs, with those that could be made."""
+        needed = sum(min(len(one.pages), len(one.pages) + self._lacking(one)) for one in self.active)
+        return self._most_pages() - needed
 
     def _lacking(self, sequence: GeneratedSequence) -> int:
-        """Pages that it needs for the next round."""
+        """Pages that it needs for the next round besides those that it has."""
         return pages_for(sequence.length + self._spare) - len(sequence.pages)
 
     def _extend(self, sequence: GeneratedSequence) -> None:
-        """Give it pages for the next round; there are such, or they can be made."""
+        """Give it pages for the next round; nobody needs these, or they can be made."""
         lacking = self._lacking(sequence)
-        if lacking > 0:
+        if lacking <= 0:
+            return
+        if lacking > len(self._free):
+            self._take_unneeded()
             self._grow(self._caches[0].pages + lacking - len(self._free))
-            sequence.pages = [*sequence.pages, *self._free[: -lacking - 1 : -1]]
-            del self._free[-lacking:]
+        for _ in range(lacking):
+            following = sequence.pages[-1] + 1 if sequence.pages else 0
+            page = following if following in self._free else max(self._free)
+            self._free.remove(page)
+            sequence.pages = [*sequence.pages, page]
+
+    def _take_unneeded(self) -> None:
+        """Take what sequences do not need of their places."""
+        self._place = 0
+        for sequence in self.active:
+            needed = len(sequence.pages) + min(0, self._lacking(sequence))
+            self._free.update(sequence.pages[needed:])
+            sequence.pages = sequence.pages[:needed]
+
+    def _placed(self, before: int) -> bool:
+        """Give places to all but the first ones, which are there already; whether there is room for as many places."""
+        place = 2 * -(-max(map(self._worst, self.active)) // 2)  # else it would change with nearly every sequence
+        most = self._most_pages() / place
+        if len(self.active) > (most if self._place or not before else most / 2):  # not one round so, the next so
+            return False
+        if self._place >= place:
+            places = [range(at + 1, at + 1 + self._place) for at in range(0, self._caches[0].pages, self._place)]
+            free = [one for one in places if self._free.issuperset(one)]
+            if len(free) >= len(self.active) - before:
+                for sequence, pages in zip(self.active[before:], free, strict=False):
+                    sequence.pages = list(pages)
+                    self._free.difference_update(pages)
+                return True
+        self._place, count = place, int(min(most, self.batch, len(self.active) + len(self.waiting)))
+        self._resize(count * place, [place] * len(self.active))
+        return True
 
     def _grow(self, least: int) -> None:
         """Have so many pages; if they are to become more, an eighth more at once if there may be, for it is a copy."""
         now = self._caches[0].pages
         if least > now:
-            self._resize(int(min(self._most_pages(), max(least, now + now // 8))))
+            most = min(self._most_pages(), max(least, now + now // 8))
+            self._resize(int(most), [len(sequence.pages) for sequence in self.active])
 
     def _peak(self, sequences: Sequence[GeneratedSequence]) -> int:
         """The pages that these need at the worst moment: that is when one of them is about to end."""
@@ -167,12 +213,18 @@ class KeyValueRoom:
         most = math.ceil(self._share * sequence.wanted.most) - len(sequence.generated)
         return min(sequence.left, max(_AHEAD, most))
 
-    def _resize(self, pages: int) -> None:
-        kept = [page for sequence in self.active for page in sequence.pages]
+    def _resize(self, pages: int, counts: Sequence[int]) -> None:
+        """Change the number of pages; each sequence has so many then, side by side."""
+        ends = list(accumulate(counts, initial=1))
+        tables = [list(range(begin, end)) for begin, end in pairwise(ends)]
+        kept = {
+            old: new
+            for sequence, table in zip(self.active, tables, strict=True)
+            for old, new in zip(sequence.pages, table, strict=False)
+        }
         for cache in self._caches:
             others = sum(other.held_bytes for other in self._caches if other is not cache)
             self.peak_bytes = max(self.peak_bytes, others + cache.resize(pages, kept))
-        new = iter(range(1, pages + 1))
-        for sequence in self.active:
-            sequence.pages = [next(new) for _ in sequence.pages]
-        self._free = list(new)[::-1]
+        for sequence, table in zip(self.active, tables, strict=True):
+            sequence.pages = table
+        self._free = set(range(ends[-1], pages + 1))

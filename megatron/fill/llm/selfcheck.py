@@ -146,7 +146,7 @@ def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 def _tables(runner: ModelRunner, columns: Sequence[int]) -> list[list[int]]:
     """The pages of sequences that have so many columns; there are no others from now on."""
     ends = list(accumulate(map(pages_for, columns)))
-    runner.cache.resize(ends[-1], [])
+    runner.cache.resize(ends[-1], {})
     return [list(range(1 + begin, 1 + end)) for begin, end in pairwise([0, *ends])]
 
 
