@@ -14,6 +14,7 @@ Python's standard library, with this project, into ``--folder``, once.  The part
     killed      a job that is killed again and again: requests lost, answered twice, tokens that differ
     bubbles     tokens a second in the bubbles of a training, against the same job alone
     lag         how many checkpoints the evaluation of a training's checkpoints is behind, in its own bubbles
+    room        tokens a second with little memory for keys and values; with ``--against``, those of another version too
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.benchmarks.llm import answers, bubbles, draws, kills, lag, trained, trees, tuned
+from scripts.benchmarks.llm import answers, bubbles, draws, kills, lag, room, trained, trees, tuned
 from scripts.benchmarks.results import opened
 
-PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
+PARTS: dict[str, Callable[..., tuple[dict[str, Any], dict[str, Any]]]] = {
     "identical": answers.measure,
     "trees": trees.measure,
     "reads": trees.measure_reads,
@@ -41,6 +42,7 @@ PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "killed": kills.measure,
     "bubbles": bubbles.measure,
     "lag": lag.measure,
+    "room": room.measure,
 }
 
 
@@ -48,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="which ones, separated by commas (default: all)")
     parser.add_argument("--folder", type=Path, default=Path("runs/llm"), help="for the models (default: %(default)s)")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of another version, for room")
     parser.add_argument("--json", type=Path, help="keep the figures here; parts of earlier calls stay")
     args = parser.parse_args()
     parts = args.parts.split(",")
@@ -55,10 +58,10 @@ def main() -> None:
     if unknown:
         parser.error(f"--parts has {unknown[0]!r}: expected some of {', '.join(PARTS)}")
     results = opened(parser, args.json)
-    if parts != ["lag"]:  # it trains a model of its own
+    if set(parts) - {"lag", "room"}:  # these have models of their own
         trained.train(args.folder)
     for part in parts:
-        summary, details = PARTS[part](args.folder)
+        summary, details = PARTS[part](args.against if part == "room" else args.folder)
         results.add(part, summary, **details)
         print(f"{part}: " + ", ".join(f"{name} {value}" for name, value in summary.items()), flush=True)
 

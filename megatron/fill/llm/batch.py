@@ -276,7 +276,7 @@ class BatchJob(NodeTask):
         return self._engine
 
     def _fill_up(self, engine: Engine) -> bool:
-        """Let no slot be empty for want of a sequence; whether there is nothing left to do."""
+        """Have sequences wait, so that none is lacking; whether there is nothing left to do."""
         room = engine.room
         while len(room.active) + len(room.waiting) < 2 * room.batch:
             following = self._answering.following()

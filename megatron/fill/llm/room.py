@@ -162,11 +162,26 @@ class KeyValueRoom:
         if lacking > len(self._free):
             self._take_unneeded()
             self._grow(self._caches[0].pages + lacking - len(self._free))
-        for _ in range(lacking):
-            following = sequence.pages[-1] + 1 if sequence.pages else 0
-            page = following if following in self._free else max(self._free)
-            self._free.remove(page)
-            sequence.pages = [*sequence.pages, page]
+        pages = list(sequence.pages) or self._side_by_side(sequence, lacking)
+        self._free.difference_update(pages)
+        while self._lacking(sequence) + len(sequence.pages) > len(pages):
+            pages.append(pages[-1] + 1 if pages and pages[-1] + 1 in self._free else max(self._free))
+            self._free.remove(pages[-1])
+        sequence.pages = pages
+
+    def _side_by_side(self, sequence: GeneratedSequence, count: int) -> list[int]:
+        """So many free pages that follow each other, before others that it may need, if there are such.
+
+        Those of the oldest are the lowest, and all others take the highest: so it stays where it is read without a
+        copy for long.
+        """
+        free = np.array(sorted(self._free))
+        for length in (self._worst(sequence), count):
+            begins = np.flatnonzero(free[length - 1 :] - free[: max(0, len(free) - length + 1)] == length - 1)
+            if len(begins):
+                first = int(free[begins[0 if sequence is self.active[0] else -1]])
+                return list(range(first, first + count))
+        return []
 
     def _take_unneeded(self) -> None:
         """Take what sequences do not need of their places."""

@@ -144,10 +144,10 @@ def _ids(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def _tables(runner: ModelRunner, columns: Sequence[int]) -> list[list[int]]:
-    """The pages of sequences that have so many columns; there are no others from now on."""
+    """The pages of sequences that have so many columns; in an order in which they are copied for each layer."""
     ends = list(accumulate(map(pages_for, columns)))
     runner.cache.resize(ends[-1], {})
-    return [list(range(1 + begin, 1 + end)) for begin, end in pairwise([0, *ends])]
+    return [list(range(end, begin, -1)) for begin, end in pairwise([0, *ends])]
 
 
 def _passed(runner: ModelRunner, rows: list[RowInput]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.fill.llm.cache import pages_for
 from megatron.fill.llm.passes import ModelRunner, RowInput
 from megatron.fill.llm.sequence import Wanted
 from megatron.fill.llm.shapes import AUTO
@@ -85,7 +86,8 @@ def tree_error(folder: Path) -> float:
     """The largest difference between the logits of a tree's node and those of its sequence alone."""
     target, _, tokenizer = models(folder)
     runner, source, worst = ModelRunner(target, CONTEXT), random.Random(1), 0.0
-    runner.cache.resize(1, CONTEXT)
+    pages = list(range(1, 1 + pages_for(CONTEXT)))
+    runner.cache.resize(len(pages), {})
     for text in prompts(TREES):
         committed = tokenizer.encode(text)
         parents, tokens = [-1], [committed[-1]]
@@ -97,11 +99,11 @@ def tree_error(folder: Path) -> float:
             paths.append([*paths[parent], node] if parent >= 0 else [node])
         root = len(committed) - 1
         if root:
-            runner.begin([RowInput.following(0, committed[:-1], 0)], logits=False)
+            runner.begin([RowInput.following(pages, committed[:-1], 0)], logits=False)
             runner.passes.run()
         visible = np.ones((20, root + 20), dtype=bool)
         visible[:, root:] = [[other in path for other in range(20)] for path in paths]
-        runner.begin([RowInput(0, tokens, range(root, root + 20), [root + len(p) - 1 for p in paths], visible)])
+        runner.begin([RowInput(pages, tokens, range(root, root + 20), [root + len(p) - 1 for p in paths], visible)])
         runner.passes.run()
         for node, path in enumerate(paths):
             with torch.inference_mode():

@@ -25,7 +25,7 @@ class Reads:
     """What passes of one model have read.
 
     Attributes:
-        weight_bytes: all of its weights in each pass.
+        weight_bytes: all of its weights in each batch of a pass.
         cache_bytes: the keys and values of each of a pass' sequences.
         products: multiplications with weights and with keys and values.
     """
@@ -50,7 +50,7 @@ class CountingRunner(ModelRunner):
     def begin(self, rows: Sequence[RowInput], logits: bool = True) -> None:
         token_bytes = self.cache.token_bytes
         self.reads.passes += 1
-        self.reads.weight_bytes += self._weights * self._size
+        self.reads.weight_bytes += self._weights * self._size * len(self.groups(rows))
         for row in rows:
             columns = row.visible.shape[1]
             self.reads.cache_bytes += columns * token_bytes
