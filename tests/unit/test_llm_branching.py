@@ -44,7 +44,7 @@ def step_of(kind, target, draft, sampling, shape, rule):
     def step(chance):
         sequence = GeneratedSequence(Wanted(PROMPT, 9, sampling), generated=list(GENERATED))
         sequence.cached = [3, 3]
-        one = kind(sequence, 0, shape, {1: [[0]]}, chance)
+        one = kind(sequence, shape, {1: [[0]]}, chance)
         for level in range(len(shape)):
             nodes = one.levels[1][level]
             one.grow(1, level, torch.stack([logits_of(draft, one.tree.path(node)) for node in nodes]))
