@@ -146,7 +146,7 @@ class CacheView(Cache):
         super().__init__(layers=[])
         self._cache, self._length, self._queries = cache, length, columns.shape[1]
         count = pages_for(length)
-        self._shown = np.array([[*table[:count], *table[:1] * (count - len(table))] for table in tables])
+        self._shown = np.array([[*table[:count], *[table[0]] * (count - len(table))] for table in tables])
         places = np.where(columns < 0, 0, np.take_along_axis(self._shown, columns.clip(0) // PAGE, 1))
         self._pages, self._offsets = (torch.from_numpy(one).to(cache._device) for one in (places, columns % PAGE))
         self._apart = self._evenly_apart()

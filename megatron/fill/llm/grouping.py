@@ -68,7 +68,7 @@ def grouped(queries: Sequence[int], columns: Sequence[int], cost: PassCost, room
     fits = count * sizes[1].max() <= room
     if fits and together <= apart - (count - 2) * cost.batch:  # two batches without any padding
         return [list(range(count))]
-    found = [_split(np.lexsort(keys), *sizes, cost, room) for keys in (sizes, sizes[::-1])]
+    found = [_split(np.lexsort(keys), sizes[0], sizes[1], cost, room) for keys in (sizes, sizes[::-1])]
     best = min(found, key=lambda one: one[0])
     if fits and best[0] >= together:
         return [list(range(count))]

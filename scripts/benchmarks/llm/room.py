@@ -18,13 +18,15 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-PAIRS = 5
+PAIRS = 3
 LAYERS, HIDDEN, HEADS, CONTEXT, VOCABULARY = 8, 256, 8, 2048, 512
-# Prompt and new tokens of each request; sequences of the longest length that the memory has room for; batch.
-CASES: dict[str, tuple[list[tuple[int, int]], int | None, int]] = {
-    "mixed": ([(1744, 256), *[(18, 32)] * 60], 4, 64),
-    "equal": ([(32, 96)] * 32, None, 8),
-    "equal, limited": ([(32, 96)] * 48, 4, 64),
+# Prompt and new tokens of each request; sequences of the longest length that the memory has room for; batch; the ids of
+# tokens that end a sequence, which are then sampled.
+CASES: dict[str, tuple[list[tuple[int, int]], int | None, int, range]] = {
+    "mixed": ([(1744, 256), *[(18, 32)] * 60], 4, 64, range(0)),
+    "equal": ([(32, 96)] * 32, None, 8, range(0)),
+    "equal, limited": ([(32, 96)] * 48, 4, 64, range(0)),
+    "ended early, limited": ([(32, 480)] * 48, 4, 64, range(0, VOCABULARY, 48)),
 }
 
 
@@ -35,6 +37,7 @@ def run(case: str) -> dict[str, float]:
 
     from megatron.fill.llm.engine import Engine
     from megatron.fill.llm.passes import ModelRunner
+    from megatron.fill.llm.sampling import Sampling
     from megatron.fill.llm.sequence import GeneratedSequence, Wanted
     from megatron.fill.llm.verify import traversal
 
@@ -45,23 +48,24 @@ def run(case: str) -> dict[str, float]:
         "llama", vocab_size=VOCABULARY, intermediate_size=3 * HIDDEN, max_position_embeddings=CONTEXT, **shape
     )
     runner = ModelRunner(AutoModelForCausalLM.from_config(config).eval(), CONTEXT)
-    requests, longest, batch = CASES[case]
+    requests, longest, batch, ends = CASES[case]
     most_bytes = None
     if longest is not None:  # a layer is held twice while there is room made
         token_bytes = 2 * LAYERS * HIDDEN * 4
         most_bytes = longest * token_bytes * (max(map(sum, requests)) + 32) * (LAYERS + 1) // LAYERS
-    engine = Engine([runner], lambda *_, **__: "", (), traversal, [()], batch, 128, most_bytes, time.thread_time)
-    engine.room.waiting.extend(
-        GeneratedSequence(Wanted((1 + at % 400, *range(2, 1 + prompt)), new))
+    engine = Engine([runner], lambda *_, **__: "", ends, traversal, [()], batch, 128, most_bytes, time.thread_time)
+    sampling = Sampling(1.0 if ends else 0.0)
+    wanted = [
+        Wanted((1 + at, *(1 + place % 400 for place in range(1, prompt))), new, sampling, (at,))
         for at, (prompt, new) in enumerate(requests)
-    )
+    ]
+    engine.room.waiting.extend(map(GeneratedSequence, wanted))
     node, at_once, begun = 0, [], time.thread_time()
     while not engine.idle:
         node = engine.run(node)
         if node:
             at_once.append(len(engine.room.active))
     seconds = time.thread_time() - begun
-    assert engine.counts.tokens == sum(new for _, new in requests)
     return {
         "tokens_per_second": engine.counts.tokens / seconds,
         "at_once": sum(at_once) / len(at_once),
