@@ -52,7 +52,7 @@ class PagedCache:
         self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
         self._keys = [self._empty(shape.heads, 0, shape.key_size) for shape in self._shapes]
         self._values = [self._empty(shape.heads, 0, shape.value_size) for shape in self._shapes]
-        self._copy = torch.empty(0, dtype=dtype, device=device)  # what one layer's attention reads
+        self._copy = torch.empty(0, dtype=dtype, device=device)
         self.pages = 0
 
     @property
@@ -79,7 +79,7 @@ class PagedCache:
             The most bytes that were held meanwhile.
         """
         most = self.held_bytes
-        self._copy = self._copy[:0].clone()
+        self._copy = torch.empty(0, dtype=self._dtype, device=self._device)
         source, target = (
             torch.tensor(list(one), dtype=torch.long, device=self._device) for one in (kept, kept.values())
         )
@@ -93,8 +93,15 @@ class PagedCache:
                     del copied
                 tensors[layer] = new
         self.pages = pages
-        self._copy = self._copy.new_empty((pages + 1) * PAGE * self._copied if pages else 0)
         return max(most, self.held_bytes)
+
+    def copy(self, begin: int, numbers: int) -> torch.Tensor:
+        """A part of the memory for what one layer's attention reads; there is none before it is asked for."""
+        if not self._copy.numel():
+            self._copy = torch.empty(
+                (self.pages + 1) * PAGE * self._copied, dtype=self._dtype, device=self._device
+            ).zero_()
+        return self._copy[begin : begin + numbers]
 
     def wipe(self, table: Sequence[int], first: int = 0) -> None:
         """Set the columns of a sequence to zero, from the first one on."""
@@ -192,7 +199,7 @@ class CacheView(Cache):
             index = self._shown[:, None] + all_pages * np.arange(heads)[:, None]
             self._gathered[heads] = torch.from_numpy(index.ravel()).to(pool.device)
         index = self._gathered[heads]
-        copy = self._cache._copy[begin : begin + len(index) * PAGE * size]
+        copy = self._cache.copy(begin, len(index) * PAGE * size)
         torch.index_select(pool.view(-1, PAGE * size), 0, index, out=copy.view(-1, PAGE * size))
         return copy.view(rows, heads, pages * PAGE, size)[:, :, : self._length]
 

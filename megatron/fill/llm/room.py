@@ -64,6 +64,7 @@ class KeyValueRoom:
         Raises:
             TaskError: the next one does not fit although there is no other.
         """
+        self._note()
         for sequence in self._by_age():
             while sequence.cached and self._lacking(sequence) > self._left():
                 self._drop_youngest()
@@ -97,6 +98,7 @@ class KeyValueRoom:
         Args:
             clean: leave nothing of it, though it is not known to be tainted.
         """
+        self._note()
         self.active.remove(sequence)
         if clean or sequence.tainted:
             for cache in self._caches:
@@ -125,6 +127,9 @@ class KeyValueRoom:
         self.batch = batch
         while len(self.active) > batch:
             self._drop_youngest()
+
+    def _note(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, sum(cache.held_bytes for cache in self._caches))
 
     def _by_age(self) -> list[GeneratedSequence]:
         """The oldest first: the one with most tokens."""
