@@ -14,7 +14,9 @@ Python's standard library, with this project, into ``--folder``, once.  The part
     killed      a job that is killed again and again: requests lost, answered twice, tokens that differ
     bubbles     tokens a second in the bubbles of a training, against the same job alone
     lag         how many checkpoints the evaluation of a training's checkpoints is behind, in its own bubbles
-    room        tokens a second with little memory for keys and values; with ``--against``, those of another version too
+    room_mixed  tokens a second with little memory for keys and values: a long request and many short ones; with
+                ``--against`` those of another version in turn
+    room_equal, room_limited, room_early  requests of equal lengths, without a limit and with one; answers that end early
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.benchmarks.llm import answers, bubbles, draws, kills, lag, room, trained, trees, tuned
 from scripts.benchmarks.results import opened
 
-PARTS: dict[str, Callable[..., tuple[dict[str, Any], dict[str, Any]]]] = {
+PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "identical": answers.measure,
     "trees": trees.measure,
     "reads": trees.measure_reads,
@@ -42,26 +44,30 @@ PARTS: dict[str, Callable[..., tuple[dict[str, Any], dict[str, Any]]]] = {
     "killed": kills.measure,
     "bubbles": bubbles.measure,
     "lag": lag.measure,
-    "room": room.measure,
 }
+ROOM = tuple(room.CASES)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS), help="which ones, separated by commas (default: all)")
+    parser.add_argument(
+        "--parts", default=",".join((*PARTS, *ROOM)), help="which ones, separated by commas (default: all)"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/llm"), help="for the models (default: %(default)s)")
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of another version, for room")
+    parser.add_argument(
+        "--against", type=Path, metavar="FOLDER", help="a checkout of another version, for the parts of room"
+    )
     parser.add_argument("--json", type=Path, help="keep the figures here; parts of earlier calls stay")
     args = parser.parse_args()
     parts = args.parts.split(",")
-    unknown = [part for part in parts if part not in PARTS]
+    unknown = [part for part in parts if part not in (*PARTS, *ROOM)]
     if unknown:
-        parser.error(f"--parts has {unknown[0]!r}: expected some of {', '.join(PARTS)}")
+        parser.error(f"--parts has {unknown[0]!r}: expected some of {', '.join((*PARTS, *ROOM))}")
     results = opened(parser, args.json)
-    if set(parts) - {"lag", "room"}:  # these have models of their own
+    if set(parts) - {"lag", *ROOM}:  # these have models of their own
         trained.train(args.folder)
     for part in parts:
-        summary, details = PARTS[part](args.against if part == "room" else args.folder)
+        summary, details = room.measure(part, args.against) if part in ROOM else PARTS[part](args.folder)
         results.add(part, summary, **details)
         print(f"{part}: " + ", ".join(f"{name} {value}" for name, value in summary.items()), flush=True)
 

@@ -1,6 +1,6 @@
 """Tokens a second with little memory for keys and values, and the sequences that are generated at once.
 
-    python scripts/benchmarks/bench_llm.py --parts room --against FOLDER --json docs/benchmarks/llm.json
+    python scripts/benchmarks/bench_llm.py --parts room_mixed,room_equal,room_limited,room_early --against FOLDER --json docs/benchmarks/llm.json
 
 The model has random weights, which are as fast as others.  Seconds are those of the process on its core, for others
 have the rest of a busy machine.  ``FOLDER`` is a checkout of another version, whose engine generates the same in turn.
@@ -23,10 +23,10 @@ LAYERS, HIDDEN, HEADS, CONTEXT, VOCABULARY = 8, 256, 8, 2048, 512
 # Prompt and new tokens of each request; sequences of the longest length that the memory has room for; batch; the ids of
 # tokens that end a sequence, which are then sampled.
 CASES: dict[str, tuple[list[tuple[int, int]], int | None, int, range]] = {
-    "mixed": ([(1744, 256), *[(18, 32)] * 60], 4, 64, range(0)),
-    "equal": ([(32, 96)] * 32, None, 8, range(0)),
-    "equal, limited": ([(32, 96)] * 48, 4, 64, range(0)),
-    "ended early, limited": ([(32, 480)] * 48, 4, 64, range(0, VOCABULARY, 48)),
+    "room_mixed": ([(1744, 256), *[(18, 32)] * 60], 4, 64, range(0)),
+    "room_equal": ([(32, 96)] * 32, None, 8, range(0)),
+    "room_limited": ([(32, 96)] * 32, 4, 64, range(0)),
+    "room_early": ([(32, 480)] * 24, 4, 64, range(0, VOCABULARY, 48)),
 }
 
 
@@ -73,19 +73,16 @@ def run(case: str) -> dict[str, float]:
     }
 
 
-def measure(against: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Each case by this checkout and by the other one in turn."""
+def measure(case: str, against: Path | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A case by this checkout and by the other one in turn: medians."""
     checkouts = {"here": ROOT} | ({"against": against.resolve()} if against is not None else {})
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for case in CASES:
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
-        for pair in range(PAIRS):
-            for name in list(checkouts)[:: -1 if pair % 2 else 1]:
-                runs[name].append(_run_elsewhere(checkouts[name], case))
-        found[case] = {
-            name: {key: round(median(one[key] for one in its), 1) for key in its[0]} for name, its in runs.items()
-        }
-    return {"room": found}, {"pairs": PAIRS, "model": {"layers": LAYERS, "hidden": HIDDEN}}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
+    for pair in range(PAIRS):
+        for name in list(checkouts)[:: -1 if pair % 2 else 1]:
+            runs[name].append(_run_elsewhere(checkouts[name], case))
+            print(case, name, runs[name][-1], flush=True)
+    found = {name: {key: round(median(one[key] for one in its), 1) for key in its[0]} for name, its in runs.items()}
+    return {case: found}, {"runs": runs, "model": {"layers": LAYERS, "hidden": HIDDEN}}
 
 
 def _run_elsewhere(checkout: Path, case: str) -> dict[str, float]:
