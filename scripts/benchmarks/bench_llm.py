@@ -16,7 +16,8 @@ Python's standard library, with this project, into ``--folder``, once.  The part
     lag         how many checkpoints the evaluation of a training's checkpoints is behind, in its own bubbles
     room_mixed  tokens a second with little memory for keys and values: a long request and many short ones; with
                 ``--against`` those of another version in turn
-    room_equal, room_limited, room_early  requests of equal lengths, without a limit and with one; answers that end early
+    room_equal, room_limited, room_early  requests of equal lengths, without a limit and with one; answers that end
+                early
 """
 
 from __future__ import annotations
@@ -50,19 +51,16 @@ ROOM = tuple(room.CASES)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", default=",".join((*PARTS, *ROOM)), help="which ones, separated by commas (default: all)"
-    )
+    every = [*PARTS, *ROOM]
+    parser.add_argument("--parts", default=",".join(every), help="which ones, separated by commas (default: all)")
     parser.add_argument("--folder", type=Path, default=Path("runs/llm"), help="for the models (default: %(default)s)")
-    parser.add_argument(
-        "--against", type=Path, metavar="FOLDER", help="a checkout of another version, for the parts of room"
-    )
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of another version, for room_*")
     parser.add_argument("--json", type=Path, help="keep the figures here; parts of earlier calls stay")
     args = parser.parse_args()
     parts = args.parts.split(",")
-    unknown = [part for part in parts if part not in (*PARTS, *ROOM)]
+    unknown = [part for part in parts if part not in every]
     if unknown:
-        parser.error(f"--parts has {unknown[0]!r}: expected some of {', '.join((*PARTS, *ROOM))}")
+        parser.error(f"--parts has {unknown[0]!r}: expected some of {', '.join(every)}")
     results = opened(parser, args.json)
     if set(parts) - {"lag", *ROOM}:  # these have models of their own
         trained.train(args.folder)

@@ -1,6 +1,6 @@
 """Tokens a second with little memory for keys and values, and the sequences that are generated at once.
 
-    python scripts/benchmarks/bench_llm.py --parts room_mixed,room_equal,room_limited,room_early --against FOLDER --json docs/benchmarks/llm.json
+    python scripts/benchmarks/bench_llm.py --parts room_mixed,room_equal,room_limited,room_early --against FOLDER
 
 The model has random weights, which are as fast as others.  Seconds are those of the process on its core, for others
 have the rest of a busy machine.  ``FOLDER`` is a checkout of another version, whose engine generates the same in turn.
