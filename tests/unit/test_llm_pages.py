@@ -69,7 +69,8 @@ def priced(groups, sizes, cost):
 @settings(max_examples=300, deadline=None)
 @given(SIZES, COSTS, st.integers(500, 5000))
 def test_groups_cost_no_more_than_one_batch_or_a_batch_for_each(sizes, cost, room):
-    groups = grouped(*zip(*sizes, strict=True), cost, room)
+    queries, columns = zip(*sizes, strict=True)
+    groups = grouped(queries, columns, cost, room)
     assert sorted(at for group in groups for at in group) == list(range(len(sizes)))
     assert all(len(group) * max(sizes[at][1] for at in group) <= room for group in groups)
     found = priced(groups, sizes, cost)
