@@ -213,3 +213,14 @@ def test_what_is_wiped_are_the_columns_from_the_first_one_on(first):
         assert (columns[:, :first] == 1).all()
         assert (columns[:, first:] == 0).all()
         assert (tensor[:, [0, 2]] == 1).all()
+
+
+@pytest.mark.parametrize(("short", "expected"), [(750, 4), (20, 9)])
+def test_pages_are_copied_together_only_for_half_as_many_sequences_again(short, expected):
+    """Four of the longest fit; without copies there is no room for more of the others."""
+    room = KeyValueRoom(caches(), 9, 3, None)
+    room.limit(4 * room.bytes_for_one(1016))  # places are of an even number of pages
+    room.waiting.extend([sequence(2, 998), *(sequence(2, short) for _ in range(8))])
+    room.admit()
+    assert len(room.active) == expected
+    check_tables(room)

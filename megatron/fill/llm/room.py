@@ -15,6 +15,9 @@ from megatron.fill.llm.cache import PAGE, PagedCache, pages_for
 from megatron.fill.llm.sequence import GeneratedSequence
 
 _AHEAD = 2 * PAGE  # tokens that every sequence is expected to have yet, unless it may have no more
+# Times as many sequences as there are places for the longest: fewer are not worth copying their pages together in each
+# pass, which makes a pass of 16 sequences of 512 tokens 1.5 to 1.7 times as long.
+_WORTH_COPIES = 1.5
 _LEARNING = 1 / 16  # weight of the latest sequence among those that have ended
 
 
@@ -86,6 +89,8 @@ class KeyValueRoom:
             following.cached = [0] * len(self._caches)
             self.active.append(following)
             peak = needed
+        if len(self.active) > before and self._put_back(before):
+            peak = self._peak(self.active)
         if len(self.active) > before and not self._placed(before):
             self._take_unneeded()
             self._grow(peak)
@@ -196,9 +201,24 @@ class KeyValueRoom:
             self._free.update(sequence.pages[needed:])
             sequence.pages = sequence.pages[:needed]
 
+    def _put_back(self, before: int) -> bool:
+        """Have those beyond the places wait again if they are too few to be worth copies; True if some wait again."""
+        most = self._most_pages() / self._place_of_longest()
+        if not most < len(self.active) < _WORTH_COPIES * most or before > most:
+            return False
+        while len(self.active) > most:
+            sequence = self.active.pop()
+            sequence.cached = []
+            self.waiting.appendleft(sequence)
+        return True
+
+    def _place_of_longest(self) -> int:
+        """Pages of a place for the longest sequence, even: else it would change with nearly every sequence."""
+        return 2 * -(-max(map(self._worst, self.active)) // 2)
+
     def _placed(self, before: int) -> bool:
         """Give places to all but the first ones, which are there already; whether there is room for as many places."""
-        place = 2 * -(-max(map(self._worst, self.active)) // 2)  # else it would change with nearly every sequence
+        place = self._place_of_longest()
         most = self._most_pages() / place
         if len(self.active) > (most if self._place or not before else most / 2):  # not one round so, the next so
             return False
