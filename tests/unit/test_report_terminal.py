@@ -53,6 +53,15 @@ def printed(report: Report, width: int = 80) -> str:
     return console.export_text()
 
 
+def test_a_gpu_is_asked_what_watching_costs() -> None:
+    report = report_of(*synthetic_run())
+    says = "by watching alone: not measured"
+    assert says not in printed(report)
+    on_gpu = [rank.model_copy(update={"device": "cuda:0"}) for rank in report.ranks]
+    text = printed(report.model_copy(update={"ranks": on_gpu}), 120)
+    assert f"{says}; --fill-paired-blocks of 3 or more measures it" in text
+
+
 def test_terminal_in_80_columns() -> None:
     ranks, workers, jobs = synthetic_run()
     text = printed(report_of(ranks, workers, jobs))

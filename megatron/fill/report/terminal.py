@@ -25,7 +25,6 @@ from megatron.fill.report.schema import (
     Report,
     SegmentReport,
     Slowdown,
-    Summary,
     Totals,
 )
 from megatron.fill.report.spent import cost_lines, use_table
@@ -52,7 +51,7 @@ def print_report(report: Report, console: Console) -> None:
         *_segment_lines(report.segments),
         *record_lines(report),
         *_settling_lines(report.total),
-        *_lines(report.summary, report.segments[-1].paired_blocks if report.segments else 0, jobs=bool(report.jobs)),
+        *_lines(report, report.segments[-1].paired_blocks if report.segments else 0),
         *(cost_lines(report.cost) if report.jobs else []),
         *_brake_lines(report.ranks),
         *_wall_lines(report),
@@ -179,7 +178,8 @@ def _slowdown(found: Slowdown, pairs: str) -> str:
     return f"{found.mean:+.2%} (95% interval {low:+.2%} to {high:+.2%}, {found.pairs} {pairs})"
 
 
-def _lines(summary: Summary, paired_blocks: int, jobs: bool) -> list[str]:
+def _lines(report: Report, paired_blocks: int) -> list[str]:
+    summary = report.summary
     if summary.slowdown:
         slowdown = _slowdown(summary.slowdown, f"pair{'s' if summary.slowdown.pairs > 1 else ''} of blocks")
     elif paired_blocks:
@@ -189,7 +189,9 @@ def _lines(summary: Summary, paired_blocks: int, jobs: bool) -> list[str]:
     lines = [f"main job slowdown: {slowdown}"]
     if summary.watching:
         lines.append(f"... by watching alone: {_slowdown(summary.watching, 'iterations that were not watched')}")
-    if not jobs:
+    elif any(rank.device != "cpu" for rank in report.ranks):  # marks in its stream are work for a GPU
+        lines.append("... by watching alone: not measured; --fill-paired-blocks of 3 or more measures it")
+    if not report.jobs:
         return lines
     if summary.fill_efficiency is None:
         lines.append("fill efficiency: not known (no job was measured alone)")
