@@ -1,1 +1,1 @@
-"""Real runs taken apart, played again in virtual time, and compared with what the simulator says of them."""
+"""Real runs replayed in virtual time and compared with the simulator's predictions."""

@@ -1,13 +1,13 @@
-"""Real runs, and what the simulator predicts of them: the figures of both, their errors, and the noise beside them.
+"""Comparison of real runs with the simulator's predictions: the figures of both, their errors, and the noise.
 
-A run is made with filling on and off in turn, in short blocks.  Its mean iteration time, its seconds of bubbles by
-kind, and what each job harvested and did in the blocks with filling are compared with three predictions:
+A run alternates short blocks with and without filling.  Its mean iteration time, its seconds of bubbles by kind, and
+each job's harvested time and work in the blocks with filling are compared with three predictions:
 
-* ``profile``: from the blocks without filling, and from steps of other blocks than the predicted ones.  This is what a
-  user does: profile, then predict.
-* ``halves``: of every other block with filling from the ones between, and the other way round.
-* ``same``: from the busy times of the very iterations that are predicted.  Only waits, predictions and filling are
-  simulated, so this is the error of the simulator itself, free of the machine's noise.
+* ``profile``: from the blocks without filling, and from steps of other blocks than the predicted ones.  This is the
+  user's workflow: profile, then predict.
+* ``halves``: every other block with filling, predicted from the blocks in between, and vice versa.
+* ``same``: from the busy times of the predicted iterations themselves.  Only waits, predictions and filling are
+  simulated, so this is the error of the simulator itself, without the machine's noise.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from megatron.fill.sim.truth.replay import Opened, PlayedIteration, open_bubbles
 from megatron.fill.sim.truth.steps import StepTimes, step_times
 from megatron.fill.types import BubbleKind, CycleKey, RankRecord, WorkerRecord
 
-RUN = "run.json"  # in a run's folder: what was run
-SMALL = 0.01  # of the ranks' time: a kind of bubbles below is compared with the iteration instead of with itself
-NEIGHBOURS = 12  # recorded iterations that one is drawn from: near in time, as machines drift
+RUN = "run.json"  # the run's description in its folder
+SMALL = 0.01  # share of the ranks' time below which a kind of bubbles is compared with the iteration, not with itself
+NEIGHBOURS = 12  # recorded iterations from which one is drawn: near in time, since machines drift
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of a training, per iteration.
+    """A figure of a training, per iteration.
 
     Attributes:
-        measured: in the blocks with filling.
-        predicted: by each way to predict.
-        error: of each, relative to ``measured``; to the ranks' time in an iteration if ``small``.
+        measured: measured value in the blocks with filling.
+        predicted: predicted value by method.
+        error: error of each prediction, relative to ``measured``, or to the ranks' time in an iteration if ``small``.
         ci95: half the width of the 95% interval of ``measured``, relative to the same.
-        halves: the odd blocks' less the even blocks', relative to the same.
-        noise: 1.96 standard errors of the difference between so many blocks and as many neighbours, relative to the
+        halves: difference of odd and even blocks, relative to the same.
+        noise: 1.96 standard errors of the mean difference between the blocks and their neighbours, relative to the
             same.
     """
 
@@ -64,10 +64,10 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a training left behind.
+    """The records of a training.
 
     Attributes:
-        window: the iterations with filling that count: those after every job had begun to run.
+        window: iterations with filling that count: those after every job had begun to run.
     """
 
     schedule: Schedule
@@ -78,15 +78,15 @@ class Run:
     block: dict[int, int]
 
     def half(self, odd: bool) -> set[int]:
-        """Every other pair of blocks."""
+        """Iterations of the window in every other pair of blocks."""
         return {number for number in self.window if self.block[number] // 2 % 2 == odd}
 
 
 def load(folder: Path) -> Run:
-    """Read what a run left in its folder: the records, and in ``run.json`` the ``rule`` by which it was filled.
+    """Read a run's folder: the records, and the ``rule`` for filling in ``run.json``.
 
     Raises:
-        FillError: something is missing, a rank had no job or several, or too few blocks are left after they had begun.
+        FillError: a file is missing, a rank had no job or several, or too few blocks are left after all had begun.
     """
     try:
         said = json.loads((folder / RUN).read_text(encoding="utf-8"))
@@ -103,11 +103,11 @@ def load(folder: Path) -> Run:
 
 
 def select(schedule: Schedule, rule: FillRule, ranks: list[RankRecord], workers: list[WorkerRecord]) -> Run:
-    """The part of a run that can be compared: from the first block after every job had begun, or, in a long run, after
-    the first of the steps that are still in the records.
+    """Select the part of a run that can be compared: from the first block after every job had begun, or, in a long run,
+    after the first step that is still in the records.
 
     Raises:
-        FillError: fewer than four blocks with filling are left then.
+        FillError: fewer than four blocks with filling are left.
     """
     begun = []
     for record, worker in zip(ranks, workers, strict=True):
@@ -124,7 +124,7 @@ def select(schedule: Schedule, rule: FillRule, ranks: list[RankRecord], workers:
 
 
 def measured(run: Run) -> dict[int, dict[str, float]]:
-    """Per iteration of the window: every figure, in seconds or in the job's unit of work."""
+    """Return all figures per iteration of the window, in seconds or in the job's unit of work."""
     figures: dict[int, defaultdict[str, float]] = {number: defaultdict(float) for number in run.window}
     for record, worker in zip(run.ranks, run.workers, strict=True):
         for item in record.iterations:
@@ -154,19 +154,19 @@ class RunPredictor:
         self._random = random.Random(seed)
 
     def same(self) -> dict[str, float]:
-        """From the very iterations."""
+        """Predict from the predicted iterations themselves."""
         chosen = set(self.run.window)
         drawn = {number: number for number in self.samples}
         return self._means(self._play(drawn, chosen), chosen)
 
     def profile(self) -> dict[str, float]:
-        """From the iterations without filling; steps from the other half of the blocks."""
+        """Predict from the iterations without filling, with steps from the other half of the blocks."""
         pool = [number for number, sample in self.samples.items() if sample.block >= 0 and not sample.filling]
         drawn = self._draw(pool)
         return self._folded(dict.fromkeys((False, True), drawn))
 
     def halves(self) -> dict[str, float]:
-        """From the other half of the blocks with filling."""
+        """Predict each half of the blocks with filling from the other half."""
         return self._folded(
             {odd: self._draw(sorted(self.run.half(not odd) & set(self.samples))) for odd in (False, True)}
         )
@@ -179,7 +179,7 @@ class RunPredictor:
         return self._means(figures, set(figures))
 
     def _draw(self, pool: Sequence[int]) -> dict[int, int]:
-        """For each iteration of the run, one of the pool's that are nearest in time."""
+        """Draw, for each iteration of the run, one of the pool's iterations that are nearest in time."""
         drawn = {}
         for number in range(min(self.samples), max(self.samples) + 1):
             near = sorted(pool, key=lambda other: abs(other - number))[:NEIGHBOURS]
@@ -187,7 +187,7 @@ class RunPredictor:
         return drawn
 
     def _play(self, drawn: Mapping[int, int], steps_from: set[int]) -> dict[int, dict[str, float]]:
-        """The whole run with these iterations: every figure of every iteration."""
+        """Simulate the whole run with these iterations, and return all figures per iteration."""
         figures: dict[int, defaultdict[str, float]] = {}
         for number, source in drawn.items():
             figures[number] = defaultdict(float, iteration=self.simulated[source].iteration_ns / 1e9)
@@ -224,16 +224,16 @@ class RunPredictor:
 
 
 def means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of each figure; an iteration without one counts as 0."""
+    """Mean of each figure; an iteration without it counts as 0."""
     rows = list(figures)
     return {name: fmean(row.get(name, 0.0) for row in rows) for name in sorted({name for row in rows for name in row})}
 
 
 def compare(run: Run, repeats: int = 4) -> list[Figure]:
-    """Every figure of one run, measured and predicted.
+    """Return all figures of a run, measured and predicted.
 
     Args:
-        repeats: how often iterations are drawn anew; the predictions are means.
+        repeats: number of draws of iterations; the predictions are means over them.
     """
     predictor = RunPredictor(run)
     run = predictor.run
@@ -277,7 +277,7 @@ def _place(name: str) -> tuple[int, int, str]:
 
 
 def _of_blocks(run: Run, values: Sequence[float]) -> np.ndarray:
-    """The means of the blocks: neighbouring iterations are alike, so blocks are what is drawn and compared."""
+    """Means per block: neighbouring iterations are correlated, so blocks are drawn and compared instead."""
     blocks: defaultdict[int, list[float]] = defaultdict(list)
     for number, value in zip(run.window, values, strict=True):
         blocks[run.block[number]].append(value)
@@ -285,7 +285,7 @@ def _of_blocks(run: Run, values: Sequence[float]) -> np.ndarray:
 
 
 def _half_width(of_blocks: np.ndarray) -> float:
-    """Of the 95% bootstrap interval of the mean."""
+    """Half the width of the 95% bootstrap interval of the mean."""
     generator = np.random.default_rng(0)
     drawn = of_blocks[generator.integers(len(of_blocks), size=(2000, len(of_blocks)))].mean(axis=1)
     low, high = np.percentile(drawn, [2.5, 97.5])
@@ -293,5 +293,5 @@ def _half_width(of_blocks: np.ndarray) -> float:
 
 
 def _noise(of_blocks: np.ndarray) -> float:
-    """1.96 standard errors of the mean difference between every block and a neighbour of it."""
+    """1.96 standard errors of the mean difference between each block and the next."""
     return float(1.96 * np.diff(of_blocks).std(ddof=1) / np.sqrt(len(of_blocks)))

@@ -1,8 +1,8 @@
-"""One rank's bubbles filled in virtual time, by the very listener and step loop that fill real ones.
+"""Replay of a rank's bubbles in virtual time, by the same listener and step loop that fill real ones.
 
-What is not real is the clock, the gate and the task (``virtual.py``).  On the CPU a step that is caught by the end of
-its bubble loses the core at once and stays in flight: it goes on in the rank's next wait, whether the gate is open then
-or not (``docs/design.md``, "Gate, worker, agent").
+Only the clock, the gate and the task are simulated (``virtual.py``).  On the CPU, a step that is interrupted by the end
+of its bubble loses the core at once and stays in flight: it resumes in the rank's next wait, even if the gate is closed
+then (``docs/design.md``, "Gate, worker, agent").
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megatron.fill.worker.loop import StepLoop
 
 @dataclass(frozen=True, slots=True)
 class PlayedIteration:
-    """One iteration of one rank.
+    """A simulated iteration of a rank.
 
     Attributes:
-        start_ns: of the whole run's clock.
-        waits: in ns from ``start_ns``; as many in every iteration, for their positions are what is predicted.
-        filling: whether its bubbles are filled.
+        start_ns: beginning on the whole run's clock.
+        waits: waits in ns from ``start_ns``; every iteration has the same number, since predictions are by position.
+        filling: True if its bubbles are filled.
     """
 
     iteration: int
@@ -42,11 +42,11 @@ class PlayedIteration:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The bubbles of one rank, in order, and what its gate said of them.
+    """The bubbles of one rank, in order, and its gate's messages about them.
 
     Attributes:
-        bubbles: those without a ``seq`` are waits in which only a step in flight goes on.
-        told: by ``seq``.
+        bubbles: all bubbles; those without a ``seq`` are waits in which only a step in flight resumes.
+        told: the gate's messages by ``seq``.
     """
 
     bubbles: Sequence[Bubble]
@@ -54,7 +54,7 @@ class Opened:
 
 
 class _Gate:
-    """The rank's end of a gate (GateWriter) that keeps what it is told."""
+    """The rank's end of a gate (GateWriter) that records its calls."""
 
     def __init__(self) -> None:
         self.told: dict[int, OpenBubble] = {}
@@ -66,17 +66,17 @@ class _Gate:
         return seq
 
     def close(self, now_ns: int) -> None:
-        """Nobody waits here."""
+        """Do nothing: no reader waits."""
 
     def brake(self, on: bool) -> None:
-        """There is no brake."""
+        """Ignore the brake, which does not exist here."""
 
     def end(self) -> None:
-        """Nobody waits here."""
+        """Do nothing: no reader waits."""
 
 
 class _Record(Recorder):
-    """Keeps every bubble, however many there are."""
+    """A recorder that keeps all bubbles, without a limit."""
 
     def bubble(self, bubble: Bubble) -> None:
         self.bubbles.append(bubble)
@@ -84,14 +84,14 @@ class _Record(Recorder):
 
 @dataclass(slots=True)
 class _Switch:
-    """Whether the iteration is one that is filled (RankSwitch)."""
+    """A switch that is on in the iterations with filling (RankSwitch)."""
 
     running: bool = True
     settled: bool = True
 
 
 def open_bubbles(iterations: Iterable[PlayedIteration], key: CycleKey, rule: FillRule) -> Opened:
-    """The bubbles as the rank would record them: predicted, and with a ``seq`` where its gate opens."""
+    """Return the bubbles as the rank would record them: predicted, and with a ``seq`` if its gate opens."""
     gate, switch = _Gate(), _Switch()
     record = _Record(RankInfo(0, 1, 0, 1, 0, 1, 0, rule.stages), 0)
     listener = RankListener(gate, record, BubblePredictor(rule), lambda: 0, control=switch)
@@ -112,14 +112,14 @@ def replay(opened: Opened, times: StepTimes, preemptive: bool = True) -> Replaye
     """Run the job's steps in the bubbles.
 
     Args:
-        preemptive: as ``Core`` has it.
+        preemptive: True if a step loses the core at the end of its bubble, as for ``Core``.
     """
     done = Replayed()
     core = Core(opened.bubbles, preemptive)
     log = VirtualLog(core, times.gap_ns, done)
     gate = VirtualGate(core, opened.told, cycle(times.wakes_ns))
     machine = VirtualMachine(core, times)
-    # The loop asks of its task, gate and log what these answer; it never gets to know what they are.
+    # These have all methods of a task, gate and log that the loop calls; it never checks their types.
     loop = StepLoop(
         cast(Any, machine), gate, cast(Any, log), lambda: core.over, lambda: core.now_ns, preemptive=preemptive
     )

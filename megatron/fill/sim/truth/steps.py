@@ -1,8 +1,8 @@
-"""How a job's steps went in a real run: what each took of the core, and what it cost to be interrupted.
+"""Times of a job's steps in a real run: each one's time on the core, and the cost of an interruption.
 
-On the CPU the main job takes the core back from a step in flight with the end of its bubble, and the step goes on in
-the rank's next waits.  Each time its data have left the caches meanwhile, and the scheduler gives it the core a moment
-late: some time passes in which it gets nowhere.
+On the CPU, the main job takes the core back from a step in flight at the end of its bubble, and the step resumes in
+the rank's next waits.  Each time, its data have left the caches in the meantime, and the scheduler gives it the core
+with a delay, so some time passes without progress.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _HALVINGS = 40
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """How a job's steps went in a real run.
+    """Times of a job's steps in a real run.
 
     Attributes:
-        steps_ns: time on the core of steps one after the other; they are played in this order, again and again.
-        iterations: in which of the main job's iterations each step began, in ascending order: then those are played
-            that are nearest to the present one, for what slows steps down comes and goes.  Empty for all of them.
-        wakes_ns: from the gate's opening to the first step of a worker that slept; played in the same way.
-        gap_ns: between two steps.
-        resume_ns: of every wait in which a step in flight goes on, the time in which it gets nowhere.
-        work: of a step, on average, in the job's unit.
-        profile_ns: of a job with nodes, what its profile says of each: its steps are played as these nodes, one after
-            the other.  Empty for a job whose steps are all alike.
+        steps_ns: time on the core of each step; the steps are replayed in this order, cyclically.
+        iterations: main job's iteration in which each step began, ascending: the steps nearest to the present iteration
+            are replayed, since slowdowns are temporary.  Empty to replay all steps.
+        wakes_ns: delays from the gate's opening to the first step of a sleeping worker; replayed in the same way.
+        gap_ns: time between two steps.
+        resume_ns: time without progress in every wait in which a step in flight resumes.
+        work: mean work of a step, in the job's unit.
+        profile_ns: profiled duration of each node of a job with nodes, whose steps are replayed as these nodes, one
+            after the other.  Empty for a job whose steps are all alike.
     """
 
     steps_ns: tuple[int, ...]
@@ -58,7 +58,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Of a recorded step: the iteration it began in, its time in that bubble, and in each later wait it went on in."""
+    """A recorded step: its first iteration, its time in its first bubble and in each later wait in which it resumed."""
 
     iteration: int
     first_ns: int
@@ -69,14 +69,14 @@ class _Step:
 
 
 def step_times(worker: WorkerRecord, bubbles: Sequence[Bubble], chosen: set[int] | None = None) -> StepTimes:
-    """How a worker's steps went, from its record.
+    """Derive the times of a worker's steps from its record.
 
     Args:
-        bubbles: all of its rank's, in order.
-        chosen: only steps and wake-ups in the bubbles of these iterations; None for all.
+        bubbles: all bubbles of its rank, in order.
+        chosen: iterations whose steps and wake-ups count; None for all.
 
     Raises:
-        ValueError: no step began in such a bubble, as far as the record goes back.
+        ValueError: no recorded step began in a bubble of these iterations.
     """
     starts = [bubble.start_ns for bubble in bubbles]
     steps, gaps = [], []
@@ -107,11 +107,11 @@ def step_times(worker: WorkerRecord, bubbles: Sequence[Bubble], chosen: set[int]
 
 
 def _resume_ns(steps: Sequence[_Step]) -> int:
-    """The cost of an interruption with which interrupted steps are as long as they ought to be.
+    """The cost of an interruption for which interrupted steps have their expected length.
 
-    The end of a bubble is the likelier to come in a step the longer it is, so the steps that it catches are
-    E[L^2] / E[L] long on average, L being the length of any step (the inspection paradox).  What they took beyond it is
-    what their interruptions cost; at most a whole step each.
+    The end of a bubble is more likely to interrupt a longer step, so interrupted steps are E[L^2] / E[L] long on
+    average, where L is the length of any step (the inspection paradox).  Their time beyond that is the cost of their
+    interruptions, at most a whole step each.
     """
     whole = [step.first_ns for step in steps if not step.later_ns]
     caught = [step for step in steps if step.later_ns]
@@ -130,7 +130,7 @@ def _resume_ns(steps: Sequence[_Step]) -> int:
 
 
 def _wakes(worker: WorkerRecord, bubbles: Sequence[Bubble], chosen: set[int] | None) -> tuple[int, ...]:
-    """From the gate's opening to the first step, where the worker had slept; (0,) if nowhere."""
+    """Delays from the gate's opening to the first step of a sleeping worker; (0,) if it never slept."""
     by_seq = {bubble.seq: bubble for bubble in bubbles if bubble.seq}
     ends = [end_ns for _, end_ns in worker.steps]
     wakes = []

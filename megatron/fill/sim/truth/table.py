@@ -1,4 +1,4 @@
-"""The comparison of real runs with predictions, as a table and in short."""
+"""The comparison of real runs with predictions, as a table and as a summary."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from statistics import fmean
 
 from megatron.fill.sim.truth.compare import Figure
 
-WAYS = ("profile", "halves", "same")  # to predict
-AIM = 0.03  # the largest error that is aimed at
+WAYS = ("profile", "halves", "same")  # methods of prediction
+AIM = 0.03  # target for the largest error
 
 
 def table(results: Mapping[str, Sequence[Figure]]) -> str:
@@ -29,8 +29,8 @@ def table(results: Mapping[str, Sequence[Figure]]) -> str:
 
 
 def summary(results: Mapping[str, Sequence[Figure]]) -> dict[str, dict[str, float]]:
-    """Of each way to predict: the mean and the largest absolute error, and how many figures are within 3%, or else
-    within 3% and the noise."""
+    """Return, per method of prediction, the mean and largest absolute error, and the number of figures within 3%, and
+    within 3% plus the noise."""
     errors: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for figures in results.values():
         for figure in figures:

@@ -1,6 +1,6 @@
-"""What a step loop works with, in virtual time: the core, the gate, the task and the step log.
+"""A step loop's environment in virtual time: the core, the gate, the task and the step log.
 
-The clock jumps, the gate opens with the given bubbles, and a step takes as long as a step of the task took.
+The clock jumps, the gate opens with the given bubbles, and a step takes as long as a recorded step of the task.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from megatron.fill.pages.gate import OpenBubble
 from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.types import Bubble, BubbleUse, Lack
 
-_NEAR = 32  # steps: as many as the runtime's estimate of a step is from
+_NEAR = 32  # steps, as in the runtime's estimate of a step
 
 
 @dataclass(slots=True)
 class Replayed:
-    """What a job did in the bubbles of one rank.
+    """The work of a job in the bubbles of one rank.
 
     Attributes:
-        uses: one per bubble in which it ran a step.
-        work_done: by all steps.
+        uses: one entry per bubble in which it ran a step.
+        work_done: work of all steps.
     """
 
     uses: list[BubbleUse] = field(default_factory=list)
@@ -30,11 +30,11 @@ class Replayed:
 
 
 class Core:
-    """Virtual time, and when the rank leaves its core to the worker.
+    """Virtual time, and the times at which the rank leaves its core to the worker.
 
     Args:
-        preemptive: a step loses the core with the end of its bubble, as on the CPU; else it runs to its end and the
-            rank waits for it, as for kernels on a GPU.
+        preemptive: True if a step loses the core at the end of its bubble, as on the CPU; False if it runs to its end
+            and the rank waits for it, as for kernels on a GPU.
     """
 
     def __init__(self, bubbles: Sequence[Bubble], preemptive: bool = True) -> None:
@@ -45,19 +45,19 @@ class Core:
 
     @property
     def over(self) -> bool:
-        """Whether the last bubble is past."""
+        """True if the last bubble has ended."""
         return not self.bubbles or self.now_ns >= self.bubbles[-1].end_ns
 
     def at(self, time_ns: int) -> Bubble | None:
-        """The bubble that this time is in."""
+        """The bubble at this time, or None."""
         place = bisect_right(self._starts, time_ns) - 1
         return self.bubbles[place] if place >= 0 and time_ns < self.bubbles[place].end_ns else None
 
     def spend(self, duration_ns: int, resume_ns: int = 0) -> None:
-        """Run for so long on the core: time passes while the rank has it.  At the end of all bubbles, stop there.
+        """Run for ``duration_ns`` on the core, and skip the time while the rank has it; stop after the last bubble.
 
         Args:
-            resume_ns: lost at the start of each wait in which it goes on.
+            resume_ns: time lost at the start of each wait in which the step resumes.
         """
         if not self.preemptive:
             self.now_ns = min(self.now_ns + duration_ns, max(self.now_ns, self.bubbles[-1].end_ns))
@@ -73,7 +73,7 @@ class Core:
 
 
 class VirtualGate:
-    """The worker's end of a gate (GateReader) whose bubbles are all known."""
+    """The worker's end of a gate (GateReader) whose bubbles are all known in advance."""
 
     def __init__(self, core: Core, told: Mapping[int, OpenBubble], wakes_ns: Iterator[int]) -> None:
         self._core = core
@@ -114,9 +114,9 @@ class VirtualGate:
 
 
 class VirtualMachine:
-    """A task whose steps last as long as its script says (TaskMachine)."""
+    """A task whose steps have the given durations (TaskMachine)."""
 
-    idle = False  # what was recorded were steps
+    idle = False  # the record contains only steps
 
     def __init__(self, core: Core, times: StepTimes) -> None:
         self.task = self
@@ -148,7 +148,7 @@ class VirtualMachine:
 
 
 class VirtualLog:
-    """Keeps what a step log would (StepLog), and lets the time between two steps pass."""
+    """A step log (StepLog) that keeps its entries and lets the time between two steps pass."""
 
     partial_work = 0.0
 
