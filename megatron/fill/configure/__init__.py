@@ -1,1 +1,1 @@
-"""Which parallel configuration, and which rank on which device."""
+"""Choice of a parallel configuration and of the device of each rank."""

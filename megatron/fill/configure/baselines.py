@@ -1,4 +1,4 @@
-"""How others choose a layout, to compare with: AMP's and Varuna's latency models, and Megatron's rule of thumb."""
+"""Baselines that choose a layout: AMP's and Varuna's latency models, and Megatron's rule of thumb."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.fill.mainjob.parallel import Recompute
 def amp_ns(its: Iteration) -> int:
     """The iteration by AMP's model (Li et al. 2022, arXiv 2210.07297, section 3.3).
 
-    The slowest stage runs all micro-batches but one, the first passes all stages and links, and then the slowest stage
+    The slowest stage runs all microbatches but one, the first passes all stages and links, and then the slowest stage
     reduces.  That transfers keep 1F1B from going on is not in it.
     """
     passes = [stage.forward_ns + stage.backward_ns for stage in its.costs.stages]
@@ -26,7 +26,7 @@ def amp_ns(its: Iteration) -> int:
 def varuna_ns(its: Iteration) -> int:
     """The iteration as Varuna's simulator has it (Athlur et al. 2022, EuroSys: "Varuna: scalable, low-cost training").
 
-    Transfers overlap with passes: while a pipeline is full, a micro-batch takes as long as the passes of the slowest
+    Transfers overlap with passes: while a pipeline is full, a microbatch takes as long as the passes of the slowest
     stage or as the slowest link in one direction, whichever is longer, and only the first one waits for all links.
     Passes compute again what they did not keep.
     """
@@ -74,7 +74,7 @@ def _least(evaluator: Evaluator, times: Iterable[Iteration], estimate: Callable[
 def rule_of_thumb(evaluator: Evaluator) -> Proposal | None:
     """Megatron's (Narayanan et al. 2021, section 3): tensor parallelism as wide as a node, then as few stages as fit.
 
-    With micro-batches of 1, and without virtual stages and recomputation.
+    With microbatches of 1, and without virtual stages and recomputation.
     """
     fitting = [
         its

@@ -42,19 +42,19 @@ def choose(
     passes: Passes | None = None,
     correction: Correction | None = None,
 ) -> Choice:
-    """The best by an objective.
+    """Return the best configuration by an objective.
 
     On a measured network the ranks of each are put where the iteration is shortest; its order is searched for the
     configurations that are best in the cluster's own order.  *combined* and *cost* choose among the fastest
     ``4 * top`` of each number of nodes.
 
     Args:
-        seed: of the annealing; ``moves`` how many are tried for a configuration.
-        passes: as measured; None for the analytic model.
-        correction: of what configurations hold.
+        seed: seed of the annealing; ``moves`` is the number of moves tried for a configuration.
+        passes: measured passes; None for the analytic model.
+        correction: learned correction of the memory estimates.
 
     Raises:
-        ConfigError: nothing fits; says what excludes all.
+        ConfigError: nothing fits; the message names what excludes all.
     """
     sizes = [cluster.nodes]
     if objective is Objective.COST:

@@ -24,10 +24,10 @@ class Cluster(BaseModel):
     """Nodes that are all alike.
 
     Attributes:
-        network: of a data sheet; or ``measured``: a file of ``pipefill network``, with a rank for each GPU.
-        nics_per_node: with ``measured``, how many GPUs of a node send to others at full speed at once.
+        network: a network by its data sheet; or ``measured``: a file of ``pipefill network``, with a rank for each GPU.
+        nics_per_node: with ``measured``, number of a node's GPUs that send to other nodes at full speed at once.
         efficiency: the share of the GPU's peak that a pass reaches while it computes.
-        memory_reserve: per GPU, what no accounting shows: CUDA context, NCCL's buffers, what the allocator wastes.
+        memory_reserve: memory per GPU outside the accounting: CUDA context, NCCL's buffers, the allocator's waste.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -56,19 +56,19 @@ class Cluster(BaseModel):
 
     @property
     def room_bytes(self) -> int:
-        """What a training may take of one GPU."""
+        """Bytes that a training may take of one GPU."""
         return (self.memory or self.gpu.memory_bytes) - self.memory_reserve
 
     @property
     def limit_bytes(self) -> int:
-        """What a configuration may be estimated to hold: a little less than there is, as estimates err a little."""
+        """Most bytes that a configuration may be estimated to hold: below the room, as estimates err a little."""
         return int(self.room_bytes * (1 - _ESTIMATE_ERROR))
 
     def links(self, folder: Path) -> Links:
-        """Between its GPUs, node after node.
+        """Return the links between its GPUs, node after node.
 
         Args:
-            folder: where the measured file is looked for.
+            folder: folder of the measured file.
 
         Raises:
             ConfigError: that file cannot be used, or is of another cluster.

@@ -1,4 +1,4 @@
-"""What measured peaks teach beyond the accounting (Pipette, arXiv 2405.18093: its neural memory estimator).
+"""Correction of estimated memory, learned from measured peaks (Pipette, arXiv 2405.18093: its neural memory estimator).
 
 A small network learns by which factor a GPU's peak differs from the account of ``room.memory``, from the training's
 shape and layout.  It never leaves the range of factors that it has learned from, so that a layout unlike all others is
@@ -35,7 +35,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def features(model: ModelSpec, its: Parallel, stage: int) -> dict[str, float]:
-    """What the factor is learned from: sizes by their logarithms, choices as 0 or 1."""
+    """Features that the factor is learned from: sizes by their logarithms, choices as 0 or 1."""
     sizes = {
         **{"gpus": its.gpus, "layers": model.layers, "hidden": model.hidden, "heads": model.heads},
         **{"groups": model.groups, "ffn": model.ffn, "sequence": model.sequence, "vocabulary": model.vocabulary + 1},
@@ -67,8 +67,8 @@ class Network:
     """Two hidden layers with tanh, between standardised numbers.
 
     Attributes:
-        mean: of each feature; ``scale`` its standard deviation.
-        weights: of each layer, ``[in, out]``; ``biases`` ``[out]``.
+        mean: mean of each feature; ``scale`` its standard deviation.
+        weights: matrix of each layer, ``[in, out]``; ``biases`` ``[out]``.
     """
 
     mean: Array
@@ -134,7 +134,7 @@ def _descend(numbers: list[Array], given: Array, wanted: Array, layers: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Of samples that were not learned from: ``|predicted / measured - 1|``, without and with the correction."""
+    """Errors on held-out samples, ``|predicted / measured - 1|``: without and with the correction."""
 
     samples: int
     analytic_mean: float
@@ -149,8 +149,8 @@ class Correction:
 
     Attributes:
         least: the smallest factor that was learned from; ``most`` the largest.
-        margin: what is added to each factor: the most by which a held-out peak exceeded what was predicted.
-        samples: how many were learned from.
+        margin: addition to each factor: the most by which a held-out peak exceeded what was predicted.
+        samples: number of samples learned from.
     """
 
     network: Network
@@ -160,7 +160,7 @@ class Correction:
     samples: int
 
     def factor(self, model: ModelSpec, its: Parallel, stage: int) -> float:
-        """Of a stage's GPUs, without the margin."""
+        """Factor for a stage's GPUs, without the margin."""
         row = np.array([list(features(model, its, stage).values())])
         return float(np.exp(np.clip(self.network(row)[0], log(self.least), log(self.most))))
 
@@ -170,7 +170,7 @@ class Correction:
         return self.least * (1 + self.margin)
 
     def corrected(self, model: ModelSpec, its: Parallel, held: Sequence[StageMemory]) -> tuple[StageMemory, ...]:
-        """What each stage's GPUs hold, margin included; the difference is among ``activations_bytes``."""
+        """Corrected memory of each stage's GPUs, margin included; the difference is among ``activations_bytes``."""
         found = []
         for stage, one in enumerate(held):
             more = one.total_bytes * (self.factor(model, its, stage) * (1 + self.margin) - 1)

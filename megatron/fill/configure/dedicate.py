@@ -36,12 +36,12 @@ type Row = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Dedicated:
-    """What annealing found.
+    """Result of annealing.
 
     Attributes:
         orders: the best ones, the one with the least energy first: the physical rank of each logical one.
-        energy_ns: of the first; ``identity_ns`` that of the cluster's own order, ``least_ns`` what none is below.
-        moves: how many were tried.
+        energy_ns: energy of the first; ``identity_ns`` of the cluster's own order, ``least_ns`` a lower bound.
+        moves: number of moves tried.
     """
 
     orders: tuple[tuple[int, ...], ...]
@@ -156,7 +156,7 @@ class _Search:
         """Weigh some moves from the present order, until one is accepted.
 
         Args:
-            share: of the whole annealing that is done.
+            share: share of the annealing that is done.
             most: moves at most.
         """
         hot = max(1.0, (self.identity_ns - least_ns) / 10)

@@ -1,4 +1,4 @@
-"""What Megatron's flags say that decides memory and no time."""
+"""Settings in Megatron's flags that decide memory, but not time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def detailed(model: ModelSpec, flags: Sequence[str]) -> ModelSpec:
 
 
 def _value(flags: Sequence[str], name: str) -> str | None:
-    """What stands behind the last flag of a name."""
+    """Value of the last flag of a name."""
     found = None
     for at, flag in enumerate(flags):
         head, equals, tail = flag.partition("=")

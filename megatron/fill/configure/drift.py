@@ -1,4 +1,4 @@
-"""How a network has changed between two measurements, and when to measure it again."""
+"""Changes of a network between two measurements, and when to measure it again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DAY_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """What has become of a link.
+    """Change of a link between two measurements.
 
     Attributes:
         old_bytes_per_s, new_bytes_per_s: its bandwidth.
@@ -31,17 +31,17 @@ class Drift:
 
     @property
     def change(self) -> float:
-        """Of the bandwidth: -0.2 is a fifth less."""
+        """Relative change of the bandwidth: -0.2 is a fifth less."""
         return self.new_bytes_per_s / self.old_bytes_per_s - 1
 
     @property
     def surely(self) -> float:
-        """How much of the change, up or down, is beyond the spread."""
+        """Part of the change, up or down, is that is beyond the spread."""
         return max(0.0, abs(self.change) - self.spread)
 
 
 def drifts(old: Network, new: Network) -> list[Drift]:
-    """Of each link that both have, the most changed first.
+    """Return the drift of each link that both have, the most changed first.
 
     Raises:
         ConfigError: they have no link in common, or went over different backends.

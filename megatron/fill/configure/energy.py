@@ -1,4 +1,4 @@
-"""What an order of ranks is worth: the iteration at least, by the links that it puts the groups of ranks on."""
+"""Energy of an order of ranks: a lower bound on the iteration, by the links that it puts the groups of ranks on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT = 20_000  # entries of each cache; a few hundred bytes each
 
 
 class Energy:
-    """What a configuration's iteration takes at least, in nanoseconds, by the order of its ranks."""
+    """Lower bound on a configuration's iteration in ns, by the order of its ranks."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Energy:
         return self._boundaries[key]
 
     def least(self) -> int:
-        """What no order is below: each link of the layout is the best that there is."""
+        """Lower bound in ns for any order: each link of the layout is the best available."""
         ranks = range(self._its.gpus)
         links = self._links
         if len(ranks) == 1:
@@ -75,7 +75,7 @@ class Energy:
         return Energy(self._model, self._gpu, self._efficiency, self._its, best, self._passes)(ranks)
 
     def many(self, orders: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Of K orders, K x ranks, at once: the same numbers, where the layout allows it much faster.
+        """Return the energies of K orders (K x ranks) at once, much faster where the layout allows it.
 
         Returns:
             the energies, and a mean over all paths of which the energy is the longest.  Of two orders with one energy,

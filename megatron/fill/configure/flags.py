@@ -52,7 +52,7 @@ _DIVISOR = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What flags say.
+    """A training as Megatron's flags describe it.
 
     Attributes:
         fixed: fields of ``Parallel`` that the flags already decide.
@@ -72,10 +72,10 @@ class Training:
 
 
 def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
-    """What Megatron's flags say of a training.
+    """Read a training from Megatron's flags.
 
     Args:
-        ends: whether they may say how many layers the first and the last stage have: of a training that ran.
+        ends: True if they may set the layers of the first and the last stage, as for a training that ran.
 
     Raises:
         ConfigError: naming the flag, its value, and what was expected.

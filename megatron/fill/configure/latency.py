@@ -1,4 +1,4 @@
-"""How long an iteration takes: exactly, by the pipeline's timeline, and from below, by closed forms."""
+"""Duration of an iteration: exactly, by the pipeline's timeline, and from below, by closed forms."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _OPTIMIZER_BYTES = 38  # memory traffic per parameter, as ``sim.mainjob.MainJob`
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One configuration's times, before they are put together.
+    """A configuration's times, before they are put together.
 
     Attributes:
-        costs: without transfers and reductions.
-        transfers_ns: per replica that differs, per stage: one transfer to the next stage, and one from there back.
-        reduce_ns: per stage.
+        costs: costs without transfers and reductions.
+        transfers_ns: times per differing replica, per stage: of a transfer to the next stage, and of one back.
+        reduce_ns: reduction of gradients, per stage.
         rendezvous: a transfer holds both its ends.
     """
 
@@ -88,7 +88,7 @@ def stage_times(
     exchanges: Sequence[tuple[float, float]],
     passes: Passes | None,
 ) -> list[StageCost]:
-    """What a micro-batch costs on each virtual stage.
+    """Cost of a microbatch on each virtual stage.
 
     Args:
         exchanges: per rank, the seconds that a forward and a backward pass of one layer exchange.
@@ -121,12 +121,12 @@ def step_sizes(
 
 
 def fixed_step_s(its: Parallel, passes: Passes | None) -> float:
-    """What each rank takes between iterations beside its optimizer, whatever its parameters."""
+    """Seconds of each rank between iterations besides its optimizer, independent of its parameters."""
     return 0.0 if passes is None else passes.step_s(its.tp)
 
 
 def _parameter_s(gpu: GpuKind, its: Parallel, passes: Passes | None) -> float:
-    """What the optimizer takes for a parameter."""
+    """Seconds of the optimizer for a parameter."""
     return _OPTIMIZER_BYTES / gpu.memory_bandwidth if passes is None else passes.step_s_per_parameter(its.tp)
 
 
@@ -140,14 +140,14 @@ def _parameter_groups(model: ModelSpec, its: Parallel, stage: int) -> tuple[tupl
 
 
 def _exchange_s(model: ModelSpec, its: Parallel, routes: StageRoutes, tensor: bool) -> tuple[float, float]:
-    """In the forward and the backward pass of one layer.
+    """Seconds of exchange in the forward and in the backward pass of one layer.
 
     Tensor parallelism reduces twice (with sequence parallelism it scatters and gathers, which takes as long); context
     parallelism passes keys and values round, and in the backward pass their gradients too; experts are sent their
     tokens, and send them back.
 
     Args:
-        tensor: whether to count tensor parallelism.
+        tensor: True to count tensor parallelism.
     """
     size = boundary_bytes(model, its)
     reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, size) if tensor else 0.0
@@ -166,7 +166,7 @@ def _reduce_and_step_s(
     """Gradients over the replicas, and the optimizer; the distributed one scatters, does its part, and gathers.
 
     Args:
-        parameter_s: what the optimizer takes for a parameter.
+        parameter_s: seconds of the optimizer for a parameter.
     """
     groups = _parameter_groups(model, its, stage)
     reduce_s = step_s = 0.0
@@ -183,16 +183,16 @@ def _reduce_and_step_s(
 
 
 def bound_ns(its: Iteration) -> int:
-    """What the iteration takes at least: no timeline of ``timeline`` is shorter.
+    """Lower bound on the iteration in ns: no timeline of ``timeline`` is shorter.
 
-    Let virtual stages be counted along the model.  The first pass of rank r waits for the first micro-batch to pass the
+    Let virtual stages be counted along the model.  The first pass of rank r waits for the first microbatch to pass the
     r virtual stages before it, and its last pass is a backward pass on its first chunk, which then passes them back: so
 
         optimizer of rank 0 + way to r + all passes of rank r + way back from r + reduction of rank 0
 
     is a path through the timeline, for each r; and so is the same without the way back, with r's own reduction.
 
-    With 1F1B rank 0 holds at most pp micro-batches, so forward i + pp comes after backward i (Pipette's hidden critical
+    With 1F1B rank 0 holds at most pp microbatches, so forward i + pp comes after backward i (Pipette's hidden critical
     path): ``floor((m - 1) / pp) + 1`` round trips through all stages follow each other on rank 0.
     """
     para = its.parallel
@@ -270,7 +270,7 @@ def _compiled(name: str, stages: int, microbatches: int, chunks: int, both_wait:
 
 
 def _in_turn(link: int, ways: tuple[bool, ...], rank: int) -> tuple[tuple[int, bool], ...]:
-    """What a rank waits for on one link, one after the other."""
+    """Waits of a rank on one link, one after the other."""
     return ((link, True),) if len(ways) > 1 and link == rank else tuple((link, back) for back in ways)
 
 

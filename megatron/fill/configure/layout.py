@@ -1,4 +1,4 @@
-"""Which links a layout's groups use, once its logical ranks are on physical ones.
+"""Links that a layout's groups use, once its logical ranks are on physical ones.
 
 Ranks are numbered as Megatron does (``tp-cp-ep-dp-pp``): tensor-parallel ranks next to each other, then the replicas,
 context-parallel ones next to each other, then stages.  Expert-parallel ranks are replicas next to each other.
@@ -15,7 +15,7 @@ from megatron.fill.mainjob.parallel import Parallel
 
 @dataclass(frozen=True, slots=True)
 class StageRoutes:
-    """What the groups of one stage use; all groups of a kind exchange at once."""
+    """Routes of the groups of one stage; all groups of a kind exchange at once."""
 
     tensor: Route
     context: Route
@@ -70,7 +70,7 @@ def lay_out(links: Links, its: Parallel, order: Sequence[int] | None = None) -> 
 
 
 def stage_routes(links: Links, its: Parallel, ranks: Sequence[int]) -> StageRoutes:
-    """Of one stage's physical ranks, in logical order."""
+    """Return the routes of one stage's physical ranks, given in logical order."""
     rows = [ranks[replica * its.tp : (replica + 1) * its.tp] for replica in range(its.replicas)]
     contexts = [
         [row[tensor] for row in rows[first : first + its.cp]]

@@ -1,4 +1,4 @@
-"""How long ranks take to exchange data over the links that they really have.
+"""Time that ranks take to exchange data over their actual links.
 
 A rank's place in the measured matrix is *physical*; Megatron's number for it is *logical*.  Here all are physical.
 """
@@ -30,14 +30,14 @@ class Route(tuple[tuple[float, float], ...]):
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Of all pairs of ranks.
+    """Links of all pairs of ranks.
 
     Attributes:
         bytes_per_s: N x N, from row to column, while nothing else is sent; the diagonal does not count.
         latency_s: N x N.
         nodes: per rank, the number of its node.
-        nics: per node, how many of its ranks may send to other nodes at full speed at once; more of them share.
-        period: so many ranks further on, a group of ranks next to each other has the same links; 0 if that is not so.
+        nics: per node, number of its ranks that may send to other nodes at full speed at once; more of them share.
+        period: number of ranks after which a group of adjacent ranks has the same links again; 0 if there is none.
         rendezvous: a transfer between stages holds both its ends, as gloo's does; else only its receiver waits.
     """
 
@@ -76,7 +76,7 @@ class Links:
         return Links(cut, latency, self.nodes[:ranks], self.nics, self.period, self.rendezvous)
 
     def routes(self, parts: Sequence[Sequence[Edge]]) -> list[Route]:
-        """Of transfers that all begin at once: a route for each part of them."""
+        """Return a route for each part of transfers that all begin at once."""
         nodes, speeds, latency = self.nodes, self.bytes_per_s, self.latency_s
         out: Counter[int] = Counter()
         into: Counter[int] = Counter()
@@ -97,7 +97,7 @@ class Links:
         return routes
 
     def route(self, edges: Iterable[Edge]) -> Route:
-        """Of transfers that all begin at once."""
+        """Return the route of transfers that all begin at once."""
         return self.routes([list(edges)])[0]
 
     def ring(self, groups: Iterable[Sequence[int]]) -> Route:

@@ -24,7 +24,7 @@ type Ints = NDArray[np.int64]
 
 
 class ManyOrders:
-    """Of one configuration, whose tensor-parallel groups are each inside a node in every order.
+    """Energies of many orders of one configuration, whose tensor-parallel groups are each inside a node in every order.
 
     Arrays are K orders x pp stages x dp replicas x tp ranks, or a part of that.
     """
@@ -57,7 +57,7 @@ class ManyOrders:
 
     @staticmethod
     def fits(its: Parallel, links: Links) -> bool:
-        """Whether it can be applied to a layout."""
+        """True if it can be applied to a layout."""
         groups = range(0, its.gpus, its.tp)
         inside = all(len(set(links.nodes[at : at + its.tp])) == 1 for at in groups)
         return its.cp == its.ep == 1 and its.pp > 1 and inside
@@ -151,7 +151,7 @@ class ManyOrders:
 
 
 def _before(steps: Ints) -> Ints:
-    """What has been added up before each place of the last axis."""
+    """Sum of the elements before each place of the last axis."""
     found = np.cumsum(steps, axis=-1)
     return np.concatenate([np.zeros_like(found[..., :1]), found[..., :-1]], axis=-1)
 

@@ -23,7 +23,7 @@ type Samples = dict[tuple[Any, ...], list[float]]  # transfers by (sender, recei
 
 
 def why_not() -> str:
-    """Why this process is no rank that could measure; empty if it is one."""
+    """Reason why this process cannot measure as a rank; empty if it can."""
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if missing:
         return f"{missing[0]} is not set; expected to be started in every rank, by torchrun or srun"
@@ -59,11 +59,11 @@ def measure(
     """Measure together with all other ranks, which call this too.
 
     Args:
-        sizes: of the messages, in bytes, two or more.
-        repeats: how often the whole tournament is played.
-        timeout_s: how long one message, or the others' turns in a round, may take.
+        sizes: two or more message sizes in bytes.
+        repeats: number of times that the whole tournament is played.
+        timeout_s: most seconds for one message, or for the others' turns in a round.
         backend: ``gloo`` or ``nccl``; None for what fits the device.
-        say: told on rank 0 what is measured.
+        say: called on rank 0 with what is measured.
 
     Returns:
         Everything that was timed, on rank 0; None on the others.
@@ -107,7 +107,7 @@ class _Wire:
     """Sends and receives over a backend.
 
     Args:
-        most_bytes: of a message.
+        most_bytes: largest size of a message.
     """
 
     def __init__(self, backend: str, local_rank: int, most_bytes: int, limit: timedelta) -> None:

@@ -1,4 +1,4 @@
-"""What a cluster's network gives each pair of ranks, as it was measured: ``pipefill network`` writes it."""
+"""Measured latency and bandwidth between each pair of ranks of a cluster; ``pipefill network`` writes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPECTED = "a file that pipefill network has written"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank runs."""
+    """Place of a rank: where it runs."""
 
     host: str
     local_rank: int
@@ -41,7 +41,7 @@ class Network:
         latency_s: N x N, one way, above 0; 0 on the diagonal.
         spread: N x N, the interquartile range of the time of the longest message, relative to its median; 0 on the
             diagonal.
-        backend: what moved the messages, ``gloo`` or ``nccl``.
+        backend: library that moved the messages, ``gloo`` or ``nccl``.
         measured_at: ISO 8601, with its offset from UTC.
 
     Raises:

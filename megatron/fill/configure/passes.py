@@ -1,4 +1,4 @@
-"""What passes cost as a short run measured them (Pipette's compute profiler), instead of by the analytic model."""
+"""Costs of passes as measured in a short run (Pipette's compute profiler), instead of by the analytic model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FIRST = 2  # iterations that are not counted: memory is allocated in them
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """A forward and a backward pass of one micro-batch, in nanoseconds."""
+    """A forward and a backward pass of one microbatch, in nanoseconds."""
 
     forward_ns: float
     backward_ns: float
@@ -46,20 +46,19 @@ class Both:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a short run of one replica took.
+    """Times of a short run of one replica.
 
     Attributes:
-        tp, microbatch: of the run.
-        layer: of one layer, with what its tensor-parallel ranks exchange.
-        first: what the first stage does beside its layers (the embedding), as far as it can be told.
-        last: what the last one does (the output layer and the loss).
-        step_s_per_parameter: between the last pass of an iteration and the first of the next.
-        transfer_bytes_s: between stages, once both sides are ready; None if nobody had to wait for a transfer.
-        fixed: of each pass of a virtual stage, whatever its layers and samples, as far as it can be told.
-        step_s: of each iteration, between its last pass and the first of the next, whatever its parameters, as far as
-            it can be told.
-        waits: how much longer passes seem than they are.  Of two stages that wait for each other the later one counts,
-            and which one that is differs from pass to pass: so an iteration is longer than its mean passes make it.
+        tp, microbatch: layout of the run.
+        layer: passes of one layer, with what its tensor-parallel ranks exchange.
+        first: passes of the first stage without its layers (the embedding), as far as it can be told.
+        last: the same of the last stage (the output layer and the loss).
+        step_s_per_parameter: seconds between the last pass of an iteration and the first of the next.
+        transfer_bytes_s: bandwidth between stages once both sides are ready; None if no transfer had to be waited for.
+        fixed: constant part of each pass of a virtual stage, independent of layers and samples, as far as can be told.
+        step_s: constant seconds between an iteration's last pass and the next one's first, as far as can be told.
+        waits: factor on the mean passes that yields the measured iteration.  Of two stages that wait for each other
+            the later one counts, and which one is later differs from pass to pass.
     """
 
     tp: int
@@ -75,9 +74,9 @@ class Profile:
 
 
 class Passes:
-    """What profiles say of other layouts.
+    """Profiles, applied to other layouts.
 
-    A layout needs a profile of its tensor parallelism.  Over micro-batch sizes, times are interpolated between the two
+    A layout needs a profile of its tensor parallelism.  Over microbatch sizes, times are interpolated between the two
     profiles that are nearest; with one profile all but the fixed part of a pass is proportional.
     """
 
@@ -86,11 +85,11 @@ class Passes:
         self.tensors = sorted({one.tp for one in profiles})
 
     def step_s_per_parameter(self, tp: int) -> float:
-        """Of all profiles with such tensor parallelism."""
+        """Seconds per parameter of the optimizer, from all profiles with this tensor parallelism."""
         return self._mean(tp, "step_s_per_parameter")
 
     def step_s(self, tp: int) -> float:
-        """Of all profiles with such tensor parallelism, too."""
+        """Constant seconds between iterations, from all profiles with this tensor parallelism."""
         return self._mean(tp, "step_s")
 
     def stage_cost(
@@ -101,11 +100,11 @@ class Passes:
         ends: tuple[bool, bool],
         exchange_s: tuple[float, float],
     ) -> StageCost:
-        """What one micro-batch costs on a virtual stage.
+        """Cost of one microbatch on a virtual stage.
 
         Args:
-            ends: whether it is the first, and the last.
-            exchange_s: what context- and expert-parallel ranks exchange in the forward and backward pass of one layer.
+            ends: True if it is the first, and True if it is the last.
+            exchange_s: seconds of context- and expert-parallel exchange in the forward and backward pass of a layer.
         """
         layer, first, last, fixed = (self._at(its, part) for part in ("layer", "first", "last", "fixed"))
         forward, backward = layers * layer.forward_ns, layers * layer.backward_ns
@@ -129,7 +128,7 @@ class Passes:
         return [one for one in self.profiles if one.tp == tp]
 
     def _at(self, its: Parallel, part: str) -> Both:
-        """One part of a pass for a layout's micro-batch; what grows with samples is divided by context parallelism."""
+        """Part of a pass for a layout's microbatch; what grows with samples is divided by context parallelism."""
         found = sorted(self._of(its.tp), key=lambda one: abs(one.microbatch - its.microbatch))
         near: Both = getattr(found[0], part)
         other = next((one for one in found if one.microbatch != found[0].microbatch), None)
@@ -146,10 +145,10 @@ class Passes:
 
 
 def load_passes(folders: Sequence[Path], training: Training) -> Passes:
-    """What the runs in some folders measured.
+    """Load the profiles of the runs in some folders.
 
     Args:
-        training: that is to be configured; the runs' model is the same but for its number of layers.
+        training: training to be configured; the runs' model is the same but for its number of layers.
 
     Raises:
         ConfigError: naming the folder, and what was expected.
@@ -190,7 +189,7 @@ def _load(folder: Path, training: Training) -> Profile:
 
 
 def flags_of_run(folder: Path, command: str) -> Training:
-    """What the command line of a run says of its training.
+    """Read a run's training from its command line.
 
     Raises:
         ConfigError: naming the folder and the flag.
@@ -214,10 +213,10 @@ def _check_same(folder: Path, ran: Training, training: Training) -> None:
 
 
 def layout_of_run(folder: Path, ran: Training, ranks: int) -> Parallel:
-    """How the training of a run was laid out.
+    """Return the layout of a run's training.
 
     Raises:
-        ConfigError: it is no layout that a profile can be taken from.
+        ConfigError: a profile cannot be taken from this layout.
     """
     fixed = ran.fixed
     tp, pp, chunks = (fixed.get(name, 1) for name in ("tp", "pp", "chunks"))
@@ -250,7 +249,7 @@ def layout_of_run(folder: Path, ran: Training, ranks: int) -> Parallel:
 
 
 def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: Sequence[IterationSample]) -> Profile:
-    """What some iterations of a run say.
+    """Derive a profile from some iterations of a run.
 
     With three virtual stages or more, those between the first and the last tell what a layer takes; if some of these
     have half as many layers again as others, also what each pass takes beside them.  With two, all of the first one
@@ -258,7 +257,7 @@ def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: S
 
     Args:
         model: with the vocabulary as Megatron pads it.
-        its: how the run was laid out.
+        its: layout of the run.
     """
     stages = [_stage(job, samples, stage) for stage in range(job.schedule.virtual_stages)]
     counts = its.layers(model)
@@ -289,7 +288,7 @@ def profile_of(job: RecordedMainJob, model: ModelSpec, its: Parallel, samples: S
 
 
 def _waits(job: RecordedMainJob, samples: Sequence[IterationSample], stages: Sequence[Both], transfer_ns: int) -> float:
-    """How much longer passes would have to be for the schedule to make an iteration of them that is as long."""
+    """Factor on the stages' passes with which the schedule yields the measured iteration; at least 1."""
     means = tuple(StageCost(round(one.forward_ns), round(one.backward_ns)) for one in stages)
     costs = replace(job.costs(samples), stages=means, p2p_ns=transfer_ns)
     said_ns = job.timeline(costs).period_ns
@@ -299,7 +298,7 @@ def _waits(job: RecordedMainJob, samples: Sequence[IterationSample], stages: Seq
 
 
 def _inner(stages: Sequence[Both], counts: Sequence[int]) -> tuple[Both, Both]:
-    """What a pass takes beside its layers, and a layer, from stages that are neither the first nor the last."""
+    """Time of a pass without its layers, and of a layer, from stages that are neither the first nor the last."""
     forward = _line(counts, [one.forward_ns for one in stages])
     backward = _line(counts, [one.backward_ns for one in stages])
     return Both(forward[0], backward[0]), Both(forward[1], backward[1])
@@ -315,7 +314,7 @@ def _line(counts: Sequence[float], times_ns: Sequence[float]) -> tuple[float, fl
 
 
 def _stage(job: RecordedMainJob, samples: Sequence[IterationSample], stage: int) -> Both:
-    """A virtual stage's passes: the medians over iterations of the mean over an iteration's micro-batches."""
+    """A virtual stage's passes: the medians over iterations of the mean over an iteration's microbatches."""
     rank = stage % job.schedule.stages
     row = job.schedule.order[rank]
     found = {}

@@ -1,4 +1,4 @@
-"""What filling would bring one training, as its flags lay it out."""
+"""Gain of filling for one training, as its flags lay it out."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str) -> Val
     """Its time, memory and bubbles, with what the bubbles are worth; flags that are left out mean 1, as in Megatron.
 
     Args:
-        gpus: of the training; None for one replica's.
+        gpus: number of GPUs of the training; None for one replica's.
 
     Raises:
-        ConfigError: a name is not known, or the layout is none or does not fit.
+        ConfigError: a name is not known, or the layout is invalid or does not fit.
     """
     for option, name, known in (("--gpu", gpu, GPUS), ("--network", network, NETWORKS)):
         _check_known(option, name, list(known))

@@ -38,7 +38,7 @@ class Peak:
 
     @property
     def analytic_bytes(self) -> int:
-        """What the accounting says."""
+        """Peak by the accounting, in bytes."""
         return memory(self.model, self.parallel)[self.stage].total_bytes
 
 
@@ -108,7 +108,7 @@ def learn(peaks: Sequence[Peak], seed: int = 0) -> tuple[Correction, Errors]:
     """A correction from four fifths of the peaks, and its errors on the others; its margin is from these.
 
     Args:
-        seed: of which are held out, and of the network's first weights.
+        seed: seed of the held-out choice and of the network's first weights.
     """
     order = list(peaks)
     random.Random(seed).shuffle(order)
@@ -133,7 +133,7 @@ def _corrected(correction: Correction, one: Peak) -> float:
 
 
 def errors_on(correction: Correction, peaks: Sequence[Peak]) -> Errors:
-    """Of peaks that it has not seen."""
+    """Errors on peaks that it has not seen."""
     analytic = [abs(one.analytic_bytes / one.peak_bytes - 1) for one in peaks]
     corrected = [abs(_corrected(correction, one) / one.peak_bytes - 1) for one in peaks]
     count = len(peaks)

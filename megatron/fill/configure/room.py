@@ -1,4 +1,4 @@
-"""Whether a layout fits the GPUs' memory: a bound that takes no schedule, and the peak of the schedule itself."""
+"""Check that a layout fits the GPUs' memory: a bound that takes no schedule, and the peak of the schedule itself."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron.fill.pipeline.schedules import interleaved_warmup
 
 
 def least_bytes(model: ModelSpec, its: Parallel) -> int:
-    """What the fullest GPU holds at least; with 1F1B exactly that.
+    """Least bytes that the fullest GPU holds; with 1F1B exactly that.
 
-    A rank of 1F1B holds the micro-batches of its warm-up and one more when its first backward pass begins.  So it is
+    A rank of 1F1B holds the microbatches of its warm-up and one more when its first backward pass begins.  So it is
     with virtual stages, where each of them counts as the smallest of the rank.
     """
     parts, layers = micro_batch(model, its), its.layers(model)
@@ -32,7 +32,7 @@ def _held(its: Parallel, own: list[Pass], stage: int) -> float:
 
 
 def memory(model: ModelSpec, its: Parallel) -> tuple[StageMemory, ...]:
-    """What a GPU of each stage holds at most, by the schedule."""
+    """Peak memory of a GPU of each stage, by the schedule."""
     parts, layers = micro_batch(model, its), its.layers(model)
     ranks = [passes(parts, its, layers, rank) for rank in range(its.pp)]
     there = [own[chunk] for chunk in range(its.chunks) for own in ranks]

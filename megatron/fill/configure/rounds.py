@@ -1,4 +1,4 @@
-"""Which pairs of ranks are measured together: none that could be in each other's way."""
+"""Pairs of ranks that are measured together: none that could disturb each other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
 
     In a round a host takes part in one pair, as one end of it or both: its uplink, and what its ranks share inside
     (loopback, PCIe, NVLink), carry one message at a time.  With g ranks on each of n hosts it takes
-    g * g * (n - 1) + g * (g - 1) / 2 rounds (n for n - 1 if n is odd); for even n none can take fewer, as so many pairs
-    have an end on one host.
+    g * g * (n - 1) + g * (g - 1) / 2 rounds (n for n - 1 if n is odd); for even n none can take fewer, as
+    that many pairs have an end on one host.
 
     Args:
-        hosts: of each rank.
+        hosts: host of each rank.
     """
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):

@@ -1,4 +1,4 @@
-"""What was timed between ranks, and the network that follows from it."""
+"""Times measured between ranks, and the network that follows from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Transfer:
     """A message of ``size_bytes`` and its answer, a message of the smallest size.
 
     Attributes:
-        seconds: of each time that it was sent: from the begin of the message to the end of the answer.
+        seconds: duration each time that it was sent: from the begin of the message to the end of the answer.
     """
 
     sender: int
@@ -31,8 +31,8 @@ class Reduction:
     """An all-reduce.
 
     Attributes:
-        ranks: of its group.
-        seconds: of each time, on the rank that it took longest.
+        ranks: ranks of its group.
+        seconds: duration each time, on the slowest rank.
     """
 
     ranks: tuple[int, ...]
@@ -41,7 +41,7 @@ class Reduction:
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """What each rank's link carries in a ring: 2 (n - 1) / n of the data."""
+        """Bandwidth of each rank's link in a ring: 2 (n - 1) / n of the data."""
         return 2 * (len(self.ranks) - 1) / len(self.ranks) * self.size_bytes / median(self.seconds)
 
 

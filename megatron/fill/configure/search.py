@@ -38,8 +38,8 @@ class Proposal:
 
     Attributes:
         order: the physical rank of each logical one.
-        memory: of a GPU of each stage.
-        room_bytes: what a training may take of a GPU.
+        memory: memory of a GPU of each stage.
+        room_bytes: bytes that a training may take of a GPU.
     """
 
     parallel: Parallel
@@ -58,7 +58,7 @@ class Proposal:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest GPU."""
+        """Peak of the fullest GPU."""
         return max(its.total_bytes for its in self.memory)
 
     def cycles(self) -> list[BubbleCycle]:
@@ -71,13 +71,13 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
         proposals: the best first.
-        configurations: how many were bounded, those that do not fit included.
-        timed: how many of them were timed.
-        excluded: how many were left out, by the constraint.
+        configurations: number of configurations bounded, those that do not fit included.
+        timed: number of them that were timed.
+        excluded: number of them left out, by the constraint.
     """
 
     proposals: tuple[Proposal, ...]
@@ -90,8 +90,8 @@ class Evaluator:
     """Costs of a training's configurations on a cluster; links of one layout are looked up once.
 
     Args:
-        passes: as measured; None for the analytic model.
-        correction: of what they hold; None for the accounting alone.
+        passes: measured passes; None for the analytic model.
+        correction: learned correction of their memory; None for the accounting alone.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Evaluator:
         self._models = {tp: padded(training, tp) for tp in range(1, cluster.gpus_per_node + 1)}
 
     def least_bytes(self, its: Parallel) -> int:
-        """What the fullest GPU holds at least."""
+        """Least bytes that the fullest GPU holds."""
         least = least_bytes(self._models[its.tp], its)
         return least if self.correction is None else int(least * self.correction.least_factor)
 
@@ -165,12 +165,12 @@ def search(
     """The fastest configurations, ranks in the cluster's own order.
 
     Args:
-        gpus: of the cluster; None for all.
-        passes: as measured; None for the analytic model.
-        correction: of what configurations hold.
+        gpus: number of GPUs to use; None for all of the cluster.
+        passes: measured passes; None for the analytic model.
+        correction: learned correction of the memory estimates.
 
     Raises:
-        ConfigError: none fits; says what excludes them.
+        ConfigError: none fits; the message names what excludes them.
     """
     evaluator = Evaluator(training, cluster, links, passes, correction)
     excluded: Counter[str] = Counter()
@@ -209,7 +209,7 @@ def _with_recompute(evaluator: Evaluator, times: Iteration, excluded: Counter[st
 
 
 def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
-    """Why no configuration fits."""
+    """Reason why no configuration fits."""
     cluster = evaluator.cluster
     head = f"no configuration of these flags fits {gpus} x {cluster.gpu.name}"
     if excluded[_MEMORY]:

@@ -1,4 +1,4 @@
-"""What a configuration's bubbles are worth: what the planner packs into them."""
+"""Value of a configuration's bubbles: what the planner packs into them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Valued:
     """A proposal and what fills it.
 
     Attributes:
-        gpus_worth: how many GPUs of their own the fill jobs would need for the same work.
+        gpus_worth: number of GPUs of their own that the fill jobs would need for the same work.
     """
 
     proposal: Proposal

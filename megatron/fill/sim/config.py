@@ -1,4 +1,4 @@
-"""``CONFIG.yaml`` of ``pipefill simulate``: what is simulated, checked before anything runs.
+"""``CONFIG.yaml`` of ``pipefill simulate``: the simulation's parameters, checked before anything runs.
 
 docs/simulator.md explains every field.  Durations are seconds, or such as ``90s``, ``30m``, ``2h``, ``7d``.
 """
@@ -75,14 +75,14 @@ class MainJobConfig(_Strict):
         if self.end is not None and self.end <= self.start:
             raise ValueError(f"end is {self.end:g} s: expected later than its start at {self.start:g} s")
         if self.report is None:
-            self.described()  # says what is impossible
+            self.described()  # raises an error for impossible values
         return self
 
     def run(self, folder: Path) -> MainJobRun:
-        """Its devices and bubble cycles.
+        """Return the main job's devices and bubble cycles.
 
         Args:
-            folder: where the report is looked for.
+            folder: base folder for the report's path.
 
         Raises:
             ConfigError: the report cannot be used.
@@ -121,14 +121,14 @@ class FillConfig(_Strict):
     """The fill jobs: their kinds, and where they come from (exactly one of ``SOURCES``).
 
     Attributes:
-        kinds: names of the catalog, or of ``profiles``; None for all of them.
-        gpu: whose catalog; None for that of the first main job that has one.
+        kinds: names from the catalog, or from ``profiles``; None for all of them.
+        gpu: GPU of the catalog; None for the first main job's that has one.
         profiles: a file of ``pipefill profile --output``, or a run's ``report.json``: measured kinds instead of the
             catalog's.
-        saturate: there is always a job of each kind waiting.
-        size: how long each job of ``jobs`` takes on a device that has nothing else to do.
-        device: on which the profiles of ``store`` were measured, as ``pipefill profile`` names it.
-        replay: of ``store``, all jobs as they were submitted, instead of those that wait.
+        saturate: True for an endless supply of waiting jobs of each kind.
+        size: duration of each job of ``jobs`` on an otherwise idle device.
+        device: device on which the profiles of ``store`` were measured, as ``pipefill profile`` names it.
+        replay: True for all jobs of ``store`` at their times of submission, instead of the unfinished ones.
     """
 
     kinds: tuple[str, ...] | None = Field(default=None, min_length=1)
@@ -159,7 +159,7 @@ _RUNTIME, _FAILURES = RuntimeModel(), Failures()
 
 
 class RuntimeConfig(_Strict):
-    """What the runtime makes of a plan: ``RuntimeModel`` in a file's units."""
+    """Parameters of the runtime: ``RuntimeModel`` in a file's units."""
 
     reserve_us: float = Field(default=_RUNTIME.reserve_ns / 1000, ge=0, allow_inf_nan=False)
     margin: Annotated[int, BeforeValidator(parse_bytes)] = Field(default=_RUNTIME.margin_bytes, ge=0)
@@ -183,7 +183,7 @@ class RuntimeConfig(_Strict):
 
 
 class FailuresConfig(_Strict):
-    """Devices that fail: ``Failures`` in a file's units; without ``mtbf``, none does."""
+    """Failures of devices: ``Failures`` in a file's units; none occur without ``mtbf``."""
 
     mtbf: Seconds | None = Field(default=None, gt=0)
     restart: Seconds = _FAILURES.restart_s

@@ -1,4 +1,4 @@
-"""Pictures of simulations: where the devices' time goes, and how long jobs take."""
+"""Pictures of simulations: the use of the devices' time, and the durations of jobs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def draw_results(path: Path, results: Sequence[SimResult]) -> None:
 
 
 def _title(results: Sequence[SimResult]) -> str:
-    """What is the same in all results."""
+    """The values that all results have in common."""
     first = results[0]
     names = short_names(first.what)
     parts = [f"{names[field]}={value}" for field, value in first.what.items() if not _varies(field, results)]
@@ -71,7 +71,7 @@ def _title(results: Sequence[SimResult]) -> str:
 
 
 def _label(result: SimResult, results: Sequence[SimResult]) -> str:
-    """What is different in this one."""
+    """The values in which this result differs from others."""
     names = short_names(result.what)
     parts = [f"{names[field]}={value}" for field, value in result.what.items() if _varies(field, results)]
     if len({one.policy for one in results}) > 1 or not parts:

@@ -1,4 +1,4 @@
-"""A main job described: the costs of its passes, its memory, its timeline, and so the bubbles of its devices."""
+"""Analytic main job: the costs of its passes, its memory, its timeline, and the resulting bubbles of its devices."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class MainJob:
     """A pipeline-parallel training on a cluster.
 
     Attributes:
-        efficiency: the share of ``GpuKind.peak_flops`` that a pass reaches while it computes, whatever its precision;
-            communication comes on top.
-        memory_reserve_bytes: per GPU, what no accounting shows: CUDA context, NCCL's buffers, workspaces, and what the
-            allocator wastes.  The default is an assumption.
-        overlap_grad_reduce: the share of the gradients' reduction that the passes hide.
+        efficiency: achieved fraction of ``GpuKind.peak_flops`` in a pass's computation, in any precision; communication
+            is added.
+        memory_reserve_bytes: memory per GPU outside the accounting: CUDA context, NCCL's buffers, workspaces, and the
+            allocator's waste.  The default is an assumption.
+        overlap_grad_reduce: share of the gradients' reduction that overlaps with passes.
         optimizer_passes_bytes: memory traffic of the optimizer per parameter: the gradient norm reads gradients (4),
             Adam reads gradients, weights and two moments (16) and writes the moments and the weights in both precisions
             (14), and gradients are set to zero (4).
-        offload_optimizer: the optimizer's state is in host memory but for its step (PipeFill, section 4.1), so bubbles
-            have its memory too.  The copies are taken to cost no time.
-        rendezvous: a send waits for its receiver, as on gloo.
-        stragglers: stages whose passes take longer, and by which factor.
+        offload_optimizer: True if the optimizer's state is in host memory except during its step (PipeFill, section
+            4.1), so that bubbles can use its memory.  The copies are assumed to take no time.
+        rendezvous: True if a send waits for its receiver, as with gloo.
+        stragglers: factors of the stages whose passes take longer.
     """
 
     name: str
@@ -78,7 +78,7 @@ class MainJob:
     def _check_memory(self, stage: int) -> None:
         memory = self.memory(stage)
         needed, there = memory.total_bytes + self.memory_reserve_bytes, self.gpu.memory_bytes
-        if self.offload_optimizer:  # its state is never there together with activations
+        if self.offload_optimizer:  # its state and activations are never on the GPU together
             needed -= min(memory.optimizer_bytes, memory.activations_bytes)
         if needed > there:
             parts = {
@@ -96,36 +96,36 @@ class MainJob:
 
     @property
     def gpus(self) -> int:
-        """All of its GPUs."""
+        """Number of GPUs."""
         return self.parallel.gpus
 
     @property
     def microbatches(self) -> int:
-        """Per data-parallel rank and iteration."""
+        """Number of microbatches per data-parallel rank and iteration."""
         return self.parallel.microbatches
 
     @property
     def schedule(self) -> Schedule:
-        """Who computes what in which order."""
+        """The order of passes on each stage."""
         its = self.parallel
         return _schedule(its.schedule, its.pp, its.microbatches, its.chunks, its.group_size)
 
     def memory(self, stage: int) -> StageMemory:
-        """What one GPU of a stage holds at most."""
+        """Peak memory of one GPU of a stage."""
         kept = activation_bytes(self.model, self.parallel)
         return stage_memory(self.model, self.parallel, stage, _peaks(self.schedule, kept)[stage])
 
     def free_bytes(self, stage: int) -> int:
-        """What a bubble has for others: the GPU's memory without the main job's peak and the reserve.
+        """Memory that is free in a bubble: the GPU's, minus the main job's peak and the reserve.
 
-        The peak and not what is live in that bubble: the main job's allocator keeps what it once had.
+        The peak counts, and not the memory that is live in the bubble, since the main job's allocator keeps it.
         """
         memory = self.memory(stage)
         free = self.gpu.memory_bytes - self.memory_reserve_bytes - memory.total_bytes
         return free + (memory.optimizer_bytes if self.offload_optimizer else 0)
 
     def costs(self) -> PipelineCosts:
-        """Of one iteration."""
+        """Costs of an iteration's passes and transfers."""
         costs = CostModel(
             self.model,
             self.gpu,
@@ -140,7 +140,7 @@ class MainJob:
         return costs
 
     def timeline(self) -> Timeline:
-        """One iteration."""
+        """The timeline of an iteration."""
         return _timeline(self.schedule, self.costs(), self.rendezvous)
 
     @property
@@ -149,14 +149,14 @@ class MainJob:
 
     @property
     def bubble_share(self) -> float:
-        """Of all devices' time."""
+        """Bubbles' share of all devices' time."""
         return bubble_share(self.timeline())
 
     def cycles(self, join_fill_drain: bool = False) -> tuple[BubbleCycle, ...]:
         """The bubble cycle of each stage's devices.
 
         Args:
-            join_fill_drain: the drain bubble and the next iteration's fill bubble count as one, as in PipeFill.
+            join_fill_drain: True to join the drain bubble and the next iteration's fill bubble, as in PipeFill.
         """
         timeline = self.timeline()
         return tuple(
@@ -171,13 +171,13 @@ class MainJob:
         )
 
     def days(self, tokens: float) -> float:
-        """Until so many tokens are trained on."""
+        """Days of training for ``tokens`` tokens."""
         per_iteration = self.parallel.global_batch * self.model.sequence
         return tokens / per_iteration * self.iteration_s / _DAY_S
 
     @property
     def tflops_per_gpu(self) -> float:
-        """Model FLOPs per second and GPU, bubbles and all, in units of 10^12."""
+        """Model FLOPs per second and GPU, bubbles included, in units of 10^12."""
         flops = self.model.model_flops(self.parallel.global_batch * self.model.sequence)
         return flops / self.iteration_s / self.parallel.gpus / 1e12
 

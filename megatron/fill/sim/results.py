@@ -1,7 +1,7 @@
-"""From the outcome of a simulation to the answers that a person wants.
+"""Summaries of a simulation's outcome.
 
-*GPUs' worth* is the fill work done, in GPUs: how many devices with nothing else to do would have done as much in the
-same time.  A ratio that cannot be known is None, never NaN.
+*GPUs' worth* is the fill work done, in GPUs: the number of otherwise idle devices that would have done as much in the
+same time.  An undefined ratio is None, never NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Completion:
     """Times from arrival to success, in seconds.
 
     Attributes:
-        count: of jobs that succeeded.
+        count: number of jobs that succeeded.
     """
 
     count: int
@@ -35,13 +35,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class UseOfTime:
-    """Where the time of some devices went, as shares of all of it; ``idle`` is time without a main job.
+    """The use of some devices' time, as shares of the total; ``idle`` is time without a main job.
 
     Attributes:
-        main: the main job computed.
-        fill: done by fill jobs: what the work would have taken alone.
-        bubble: bubbles, as a share of the main job's time; None without a main job.
-        gpus_worth: of the fill work.
+        main: share in which the main job computed.
+        fill: time that the fill jobs' work would have taken alone.
+        bubble: bubbles' share of the main job's time; None without a main job.
+        gpus_worth: GPUs' worth of the fill work.
     """
 
     name: str
@@ -55,13 +55,13 @@ class UseOfTime:
 
     @property
     def gain(self) -> float | None:
-        """How much more work the devices do than the main job alone."""
+        """Fill work relative to the main job's work; None without a main job."""
         return self.fill / self.main if self.main > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class JobKindResult:
-    """How the jobs of one kind fared."""
+    """Results of the jobs of one kind."""
 
     kind: str
     jobs: int
@@ -75,14 +75,14 @@ class JobKindResult:
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """One simulated scenario.
+    """The results of a simulated scenario.
 
     Attributes:
-        what: the values of a sweep that make it different from the others, such as ``{"dp": 16}``.
-        completion: of the jobs that succeeded; None if none did.
-        deadlines: of jobs with a deadline, how many there were and how many were met.
-        saved_per_day: what the fill work would have cost on devices of its own; None without a price.
-        truncated: jobs that were still waiting or running at the end, so that completion times lean to the short ones.
+        what: swept values that distinguish it from the others, such as ``{"dp": 16}``.
+        completion: completion times of the jobs that succeeded; None if none did.
+        deadlines: number of jobs with a deadline, and number of deadlines met.
+        saved_per_day: cost of the fill work on dedicated devices, per day; None without a price.
+        truncated: number of jobs still waiting or running at the end; many bias completion times towards short jobs.
     """
 
     policy: str
@@ -101,7 +101,7 @@ class SimResult:
     wall_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON data."""
+        """Return the result as JSON data."""
         data = asdict(self)
         for use, entry in zip((self.total, *self.groups), (data["total"], *data["groups"]), strict=True):
             entry["gain"] = use.gain
@@ -109,7 +109,7 @@ class SimResult:
 
 
 def short_names(fields: Iterable[str]) -> dict[str, str]:
-    """For each swept field its last name, or the whole path where that would not tell it from another."""
+    """Return each swept field's last name, or its whole path if the last name is not unique."""
     lasts = {field: field.rpartition(".")[2] for field in fields}
     return {field: last if list(lasts.values()).count(last) == 1 else field for field, last in lasts.items()}
 
@@ -117,11 +117,11 @@ def short_names(fields: Iterable[str]) -> dict[str, str]:
 def summarise(
     scenario: Scenario, outcome: SimOutcome, price_per_gpu_hour: float | None = None, what: dict[str, Any] | None = None
 ) -> SimResult:
-    """The answers of one simulation.
+    """Summarise the outcome of a simulation.
 
     Args:
-        price_per_gpu_hour: of a device like those of the main job, in any currency.
-        what: kept in the result.
+        price_per_gpu_hour: price of a device like the main job's, in any currency.
+        what: swept values, for the result.
     """
     total = _use("all", outcome.groups, outcome.duration_s)
     pairs = list(zip(scenario.jobs, outcome.jobs, strict=True))

@@ -1,4 +1,4 @@
-"""From a configuration file, or a real run's report, to simulations and their results."""
+"""Simulations and their results, from a configuration file or a real run's report."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from megatron.fill.sim.values import FillKind, MainJobRun, Scenario, SimJob
 
 logger = logging.getLogger("pipefill.simulate")
 
-_WHAT_IF = "1d"  # is simulated of a real run
+_WHAT_IF = "1d"  # simulated time for a real run's report
 
 
 @dataclass(frozen=True, slots=True)
 class SimTask:
-    """One simulation, as data that another process can take.
+    """A simulation as data that can be sent to another process.
 
     Attributes:
-        source: the file, for errors; what it names is looked for beside it.
-        what: the swept values.
+        source: the configuration file, for errors; paths in it are relative to its folder.
+        what: swept values.
     """
 
     source: str
@@ -48,10 +48,10 @@ class SimTask:
 
 
 def load(path: Path) -> tuple[str, PlainYaml]:
-    """Read a configuration file: its name and its content, not yet checked.
+    """Read a configuration file; return its name and its unchecked content.
 
     Raises:
-        ConfigError: naming the file and the line.
+        ConfigError: the file is invalid; the error names the file and the line.
     """
     read = read_yaml(path, "a YAML file")
     if not isinstance(read.value, dict):
@@ -60,7 +60,7 @@ def load(path: Path) -> tuple[str, PlainYaml]:
 
 
 def from_report(report: Path, gpus: int | None) -> tuple[str, PlainYaml]:
-    """The configuration that scales a real run up: its bubbles, and its jobs without end."""
+    """Return the configuration that scales a real run up, with its bubbles and an endless supply of its jobs."""
     path = str(report.resolve())
     main = {"name": "main", "report": path} | ({} if gpus is None else {"gpus": gpus})
     return str(report), PlainYaml(
@@ -75,14 +75,14 @@ def from_report(report: Path, gpus: int | None) -> tuple[str, PlainYaml]:
 def plan_runs(
     source: str, read: PlainYaml, sweeps: Sequence[Sweep], policies: Sequence[str], price: float | None
 ) -> list[SimTask]:
-    """Every simulation that is asked for, checked: nothing is run while one of them has a wrong value.
+    """Return all requested simulations, checked, so that none runs if any of them has an invalid value.
 
     Args:
-        policies: instead of the file's, if there are any.
-        price: of a GPU-hour, instead of the file's.
+        policies: policies instead of the file's; empty for the file's.
+        price: price of a GPU-hour instead of the file's; None for the file's.
 
     Raises:
-        ConfigError: naming the file, the line, the field, the value and what was expected.
+        ConfigError: a value is invalid; the error names the file, line, field, value and the expected content.
     """
     data = read.value if price is None else read.value | {"price_per_gpu_hour": price}
     tasks = []
@@ -95,10 +95,10 @@ def plan_runs(
 
 
 def run_one(task: SimTask) -> SimResult:
-    """Simulate.
+    """Run a simulation.
 
     Raises:
-        ConfigError: a file that the configuration names cannot be used, or a policy failed.
+        ConfigError: a file named in the configuration cannot be used, or a policy failed.
     """
     try:
         scenario = build(task.config, Path(task.source).resolve().parent)
@@ -109,14 +109,14 @@ def run_one(task: SimTask) -> SimResult:
 
 
 def build(config: SimulationConfig, folder: Path) -> Scenario:
-    """The scenario of a checked configuration, with its first policy.
+    """Return the scenario of a checked configuration, with its first policy.
 
     Args:
-        folder: where the files that it names are looked for.
+        folder: base folder for the paths in it.
 
     Raises:
         ConfigError: a file cannot be used.
-        ValueError: a kind of job does not go with the rest.
+        ValueError: a kind of job is not compatible with the rest.
     """
     runs = tuple(job.run(folder) for job in config.main_jobs)
     kinds, jobs = _fill(config, runs, folder)
@@ -173,7 +173,7 @@ def _chosen(fill: FillConfig, known: Iterable[FillKind]) -> tuple[FillKind, ...]
 
 
 def _checked(source: str, read: PlainYaml, data: dict[str, Any], what: dict[str, Any]) -> SimulationConfig:
-    """Check ``data``: what was read, with the swept values ``what``."""
+    """Validate ``data``, the file's content with the swept values ``what``."""
 
     def where(place: Place) -> tuple[str, Place]:
         line = read.line_of(place)

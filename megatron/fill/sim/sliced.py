@@ -1,16 +1,16 @@
 """A simulation of one GPU that a rank shares with a worker while a receive spins on it, in virtual time.
 
-Three ways in which the rank may wait and the two may share are played:
+Three combinations of waiting and sharing are simulated:
 
-- ``slices``: time-slicing, and a receive as NCCL's: its kernel spins, so the rank's context is runnable also while it
+- ``slices``: time-slicing, and a receive like NCCL's: its kernel spins, so the rank's context is runnable also while it
   waits, and takes every other time slice from a worker's step.  The transfer itself needs the rank's slices.
-- ``host slices``: time-slicing, and a receive as gloo's: the host waits, and the GPU is the worker's until the data
+- ``host slices``: time-slicing, and a receive like gloo's: the host waits, and the worker has the GPU until the data
   have arrived.
-- ``side by side``: MPS, and a receive as NCCL's: it spins on a few multiprocessors beside the worker's kernels.  What
-  computes at the same time has half of the GPU each.
+- ``side by side``: MPS, and a receive like NCCL's: it spins on a few multiprocessors next to the worker's kernels.  Two
+  computations at the same time have half of the GPU each.
 
-Nothing of it was measured on a GPU: how long a slice is, and that slices are handed round robin, is assumed.  The
-worker's part is the runtime's own predictor, window and estimator.  Each delay of a bubble's end counts in full.
+None of this was measured on a GPU: the length of a slice and the round-robin order are assumptions.  The worker uses
+the runtime's own predictor, window and estimator.  Each delay of a bubble's end counts in full.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KEY = CycleKey("1F1B", 8)
 
 
 class SlicedSharing(StrEnum):
-    """How the rank waits, and how the two share the GPU."""
+    """Ways for the rank to wait and for rank and worker to share the GPU."""
 
     SLICES = "slices"
     HOST_SLICES = "host slices"
@@ -46,10 +46,10 @@ class RankWaits:
     """A rank's iteration, in ms.
 
     Attributes:
-        lengths: of its waits, from their opening to the arrival of the data.
-        compute: before each of them.
-        noise: the deviation of each length.
-        transfer: of the GPU, from the arrival of the data on: what the rank needs to take them over.
+        lengths: durations of its waits, from their opening to the arrival of the data.
+        compute: computation before each wait.
+        noise: deviation of each length.
+        transfer: GPU time that the rank needs after the data's arrival to receive them.
     """
 
     lengths: Sequence[float] = (8.0, 8.0, 8.0, 40.0, 60.0)
@@ -63,9 +63,9 @@ class SlicedWorker:
     """A worker's steps, in ms.
 
     Attributes:
-        step: what one takes of a GPU that it has alone.
-        gap: between two of them.
-        wake: from the gate's opening to the first one.
+        step: duration of a step alone on the GPU.
+        gap: time between two steps.
+        wake: delay from the gate's opening to the first step.
     """
 
     step: float = 3.0
@@ -75,14 +75,14 @@ class SlicedWorker:
 
 @dataclass(slots=True)
 class Played:
-    """What came of it, in ms, over the iterations after the warm-up.
+    """Results of a simulation, in ms, over the iterations after the warm-up.
 
     Attributes:
-        took: all of them.
-        worked: steps' work that was done within bubbles.
-        bubbles: the bubbles, as long as they would have been without a worker.
-        busy: time in which a step was in flight within a bubble: what a host's clock takes for harvest.
-        late: by how much each filled bubble ended later than it would have.
+        took: total duration of these iterations.
+        worked: steps' work done within bubbles.
+        bubbles: total duration of the bubbles without a worker.
+        busy: time in which a step was in flight within a bubble, which a host's clock counts as harvested.
+        late: delay of each filled bubble's end.
     """
 
     took: float = 0.0
@@ -93,32 +93,32 @@ class Played:
 
 
 class SharedGpu:
-    """Who gets how much of the GPU from when to when, in ms."""
+    """The sharing of the GPU between rank and worker over time, in ms."""
 
     def __init__(self, sharing: SlicedSharing, slice_ms: float) -> None:
         self.now = 0.0
-        self.left = 0.0  # of the step in flight
+        self.left = 0.0  # remaining GPU time of the step in flight
         self.worked = 0.0
         self.busy = 0.0
-        self.took: list[float] = []  # by steps that have ended, from their launch
+        self.took: list[float] = []  # durations of completed steps since their launch
         self._launched = 0.0
         self._sharing, self._slice = sharing, slice_ms
         self._workers_turn = False
         self._turn_left = slice_ms
 
     def launch(self, step: float) -> None:
-        """A step is launched; none is in flight."""
+        """Launch a step; none may be in flight."""
         self.left, self._launched = step, self.now
 
     def go_on(self, needs: float, runnable: bool = True, computes: bool = False, until: float = inf) -> float:
-        """Until the rank has had so much of the GPU, the step in flight has ended, or it is ``until``.
+        """Advance until the rank has had ``needs`` of the GPU, the step in flight has ended, or it is ``until``.
 
         Args:
-            runnable: the rank's context has something to run, if it is only to spin.
-            computes: it fills the GPU.
+            runnable: True if the rank's context has something to run, even a spinning kernel.
+            computes: True if the rank's kernels fill the GPU.
 
         Returns:
-            What the rank still needs.
+            GPU time that the rank still needs.
         """
         while needs > _LITTLE and self.now < until - _LITTLE:
             rank, worker = self._rates(runnable, computes)
@@ -143,14 +143,14 @@ class SharedGpu:
                 self.took.append(self.now - self._launched)
                 self._workers_turn, self._turn_left = False, self._slice
                 return needs
-            if not runnable:  # the rank's next turn begins when this one of the worker's is over
+            if not runnable:  # the rank's next slice begins when the worker's present one is over
                 self._workers_turn, self._turn_left = in_flight, self._slice
             elif self._turn_left <= _LITTLE:
                 self._workers_turn, self._turn_left = not self._workers_turn and self.left > 0, self._slice
         return max(0.0, needs)
 
     def _rates(self, runnable: bool, computes: bool) -> tuple[float, float]:
-        """How fast the rank and the step in flight get on."""
+        """Return the speeds of the rank and of the step in flight."""
         if not self.left:
             return float(runnable), 0.0
         if not runnable:
@@ -169,7 +169,7 @@ def play(
     iterations: int = 300,
     seed: int = 0,
 ) -> Played:
-    """Train for so many iterations, with a worker in the bubbles or without one."""
+    """Simulate training iterations, with or without a worker in the bubbles."""
     random = np.random.default_rng(seed)
     gpu, predictor, estimator = SharedGpu(sharing, slice_ms), BubblePredictor(rule), StepEstimator()
     played = Played()
@@ -211,7 +211,7 @@ def _wait(
     bubble: OpenBubble | None,
     estimator: StepEstimator,
 ) -> None:
-    """One wait: its receive, and the worker's steps in it."""
+    """Simulate a wait: its receive, and the worker's steps in it."""
     spins = sharing is not SlicedSharing.HOST_SLICES
     next_at = gpu.now + worker.wake if worker is not None and bubble is not None else inf
     needs = transfer

@@ -21,10 +21,10 @@ type Sweep = tuple[str, tuple[Any, ...]]  # a field and its values
 
 
 def parse_sweep(text: str) -> Sweep:
-    """Read such as ``dp=8,16,32`` or ``runtime.harvest=0.7,0.9``.
+    """Parse a sweep such as ``dp=8,16,32`` or ``runtime.harvest=0.7,0.9``.
 
     Raises:
-        ConfigError: with the text and what was expected.
+        ConfigError: the text is invalid; the error shows it and the expected form.
     """
     field, _, rest = text.partition("=")
     try:
@@ -37,13 +37,13 @@ def parse_sweep(text: str) -> Sweep:
 
 
 def variants(data: dict[str, Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Every combination of the swept values: which they are, and the configuration with them.
+    """Yield every combination of the swept values, with the configuration that contains them.
 
-    A field is a dotted path (``fill.generate.jobs``, ``main_jobs.0.gpu``); a name alone is one of the fields of
-    ``parallel``, or of ``reschedule`` of a recorded job, in every main job.
+    A field is a dotted path (``fill.generate.jobs``, ``main_jobs.0.gpu``); a name alone is a field of ``parallel``, or
+    of a recorded job's ``reschedule``, in every main job.
 
     Raises:
-        ConfigError: the configuration has no such place.
+        ConfigError: a field does not exist in the configuration.
     """
     fields = [field for field, _ in sweeps]
     if len(set(fields)) < len(fields):
@@ -57,7 +57,7 @@ def variants(data: dict[str, Any], sweeps: Sequence[Sweep]) -> Iterator[tuple[di
 
 
 def _places(data: dict[str, Any], field: str) -> list[tuple[Any, Any]]:
-    """Where a field stands: a mapping or list, and the key in it."""
+    """Return the places of a field: each a mapping or list, and the key in it."""
     if "." not in field and field not in data:
         jobs = data.get("main_jobs")
         found = []
@@ -88,13 +88,13 @@ def _places(data: dict[str, Any], field: str) -> list[tuple[Any, Any]]:
 
 
 def run_all[T, R](work: Any, tasks: Sequence[T], processes: int | None = None) -> list[R]:
-    """Call ``work`` on every task, in as many processes as there are cores; the results in the tasks' order.
+    """Call ``work`` on every task, by default in a process per core; return the results in the tasks' order.
 
     Args:
-        work: a function of one task, of a module's top level.
+        work: function of one task, at a module's top level.
 
     Raises:
-        Whatever ``work`` raised first; the others are given up.
+        Exception: the first error that ``work`` raised; the other tasks are abandoned.
     """
     processes = min(processes or len(os.sched_getaffinity(0)), len(tasks))
     if processes <= 1:

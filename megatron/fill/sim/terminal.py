@@ -13,11 +13,11 @@ from rich.table import Table
 from megatron.fill.linux.files import replacing
 from megatron.fill.sim.results import Completion, SimResult, UseOfTime, short_names
 
-_MOST_GROUPS = 24  # of devices, that are listed one by one
+_MOST_GROUPS = 24  # groups of devices that are listed individually
 
 
 def print_result(result: SimResult, console: Console | None = None) -> None:
-    """Everything of one simulation."""
+    """Print all results of one simulation."""
     console = console or Console(highlight=False)
     jobs = sum(result.jobs.values())
     console.print(
@@ -42,7 +42,7 @@ def print_result(result: SimResult, console: Console | None = None) -> None:
 
 
 def print_comparison(results: Sequence[SimResult], console: Console | None = None) -> None:
-    """One line for each simulation."""
+    """Print a line per simulation."""
     console = console or Console(highlight=False)
     swept = list(results[0].what)
     table = _table(
@@ -95,7 +95,7 @@ def _sentences(result: SimResult) -> list[str]:
 
 
 def write_csv(path: Path, results: Sequence[SimResult]) -> None:
-    """A line per simulation; a value that cannot be known is empty.
+    """Write a line per simulation; an unknown value is empty.
 
     Raises:
         OSError: the file cannot be written.
@@ -132,7 +132,7 @@ def _flat(result: SimResult) -> dict[str, object]:
 
 
 def duration(seconds: float) -> str:
-    """Such as ``4.2 h``."""
+    """Format a duration, such as ``4.2 h``."""
     for size, unit in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
@@ -140,7 +140,7 @@ def duration(seconds: float) -> str:
 
 
 def count(value: float) -> str:
-    """Such as ``2,612`` or ``0.71``."""
+    """Format a number, such as ``2,612`` or ``0.71``."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -160,7 +160,7 @@ def _share(value: float | None) -> str:
 
 
 def _table(*headings: str, text: int = 1) -> Table:
-    """Columns of numbers, but for the first ``text`` of them."""
+    """Return a table whose columns are numeric except for the first ``text``."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for at, heading in enumerate(headings):
         if at < text:

@@ -1,4 +1,4 @@
-"""What a simulation is given and what it finds: frozen values.  Times are seconds from the start (``_s``)."""
+"""Inputs and outcomes of a simulation: frozen values.  Times are seconds from the start (``_s``)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.fill.types import JobState
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Devices that are alike: they have the same bubble cycle.
+    """Devices with the same bubble cycle.
 
     Attributes:
-        name: unique in a scenario, such as ``llm/stage 3``.
-        count: how many there are: data-parallel times tensor-parallel ranks of a stage.
-        cycle: one iteration of the main job there, with the bubbles' durations and free memory.
+        name: unique name in a scenario, such as ``llm/stage 3``.
+        count: number of devices: data-parallel times tensor-parallel ranks of a stage.
+        cycle: an iteration of the main job there, with the bubbles' durations and free memory.
     """
 
     name: str
@@ -35,7 +35,7 @@ class MainJobRun:
     """A main job that occupies devices for a while.
 
     Attributes:
-        end_s: when it is over; infinity for the whole simulation.
+        end_s: time of its end; infinity for the whole simulation.
     """
 
     name: str
@@ -52,13 +52,13 @@ class MainJobRun:
 
 @dataclass(frozen=True, slots=True)
 class FillKind:
-    """A kind of fill job, and what is known of it on the devices of the scenario.
+    """A kind of fill job, with its profiles on the devices of the scenario.
 
     Attributes:
-        unit: of its work, such as ``samples``.
-        profiles: one per configuration in which it can run, as the planner takes them.
-        alone_rate: work per second of a device that has nothing else to do, in the best configuration there.
-        source: where the profile comes from: measured or published, and by whom.
+        unit: unit of its work, such as ``samples``.
+        profiles: the planner's profiles, one per configuration in which it can run.
+        alone_rate: work per second on an otherwise idle device, in the best configuration there.
+        source: source of the profiles: measured or published, and by whom.
     """
 
     name: str
@@ -79,10 +79,10 @@ class SimJob:
     """A fill job.
 
     Attributes:
-        id: unique; equal ones in a policy's eyes come in this order if they arrived together.
-        kind: the name of a ``FillKind``.
-        work: how much there is to do, in the kind's unit.
-        deadline_s: None for whenever.
+        id: unique number; orders jobs that arrived together and have equal scores.
+        kind: name of a ``FillKind``.
+        work: total work, in the kind's unit.
+        deadline_s: time by which it should succeed, or None.
     """
 
     id: int
@@ -105,17 +105,17 @@ class SimJob:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeModel:
-    """What the runtime makes of a plan.
+    """The runtime's overheads and losses relative to a plan.
 
     Attributes:
-        reserve_ns: of each bubble, for waking up and pausing.
-        margin_bytes: of what the main job leaves free at its peak, for it to grow into.
-        harvest: the share of a plan's work that is really done: bubbles end early, estimates are cautious.
-        step_efficiency: the speed of a step in a bubble over its speed alone: cold caches, kernels that ramp up.  Plans
-            are made with steps as long as that makes them.
-        start_s: from a claim to the first step.
-        checkpoint_s: how often a job is saved; a job that loses its device goes on from its last checkpoint.
-        tail: whether a second job may use what the resident one leaves.
+        reserve_ns: time in each bubble for waking up and pausing.
+        margin_bytes: part of the main job's free memory that is left for its growth.
+        harvest: share of a plan's work that is really done: bubbles end early, estimates are cautious.
+        step_efficiency: speed of a step in a bubble relative to its speed alone: cold caches, kernels that ramp up.
+            Plans are made with these longer steps.
+        start_s: time from a claim to the first step.
+        checkpoint_s: seconds between checkpoints; a job that loses its device resumes from its last checkpoint.
+        tail: True if a second job may use the time that the resident one leaves.
     """
 
     reserve_ns: int = RESERVE_NS
@@ -138,11 +138,11 @@ class RuntimeModel:
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """Devices that fail.  A failure stops the device's main job, which starts again after a while.
+    """Failures of devices.  A failure stops the device's main job, which restarts after ``restart_s``.
 
     Attributes:
         mtbf_s: mean time between the failures of one device, exponentially distributed; infinity for never.
-        restart_s: until the main job goes on.
+        restart_s: time until the main job resumes.
     """
 
     mtbf_s: float = inf
@@ -159,8 +159,8 @@ class Scenario:
     """A whole simulation.
 
     Attributes:
-        symmetric: devices of a group are told apart only where they differ; False follows each of them by itself, to
-            check the former.
+        symmetric: True to treat like devices together as long as they do not differ; False to handle each separately,
+            as a check of the former.
     """
 
     main_jobs: tuple[MainJobRun, ...]
@@ -192,15 +192,15 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class JobOutcome:
-    """How one job fared.
+    """The outcome of one job.
 
     Attributes:
         state: SUCCEEDED, RUNNING or QUEUED at the end, FAILED if it fits no bubble of any device.
-        started_s: when it was first claimed; None for never.
-        ended_s: when it succeeded; None if it did not.
-        work_done: what counts: of a job that lost its device, what it had saved.
+        started_s: time of the first claim, or None.
+        ended_s: time of success, or None.
+        work_done: work that counts; for a job that lost its device, the saved work.
         device_s: seconds in a seat, over all attempts.
-        attempts: how often it was claimed.
+        attempts: number of claims.
     """
 
     id: int
@@ -214,14 +214,14 @@ class JobOutcome:
 
 @dataclass(frozen=True, slots=True)
 class GroupOutcome:
-    """What became of the time of a group's devices, in device seconds.
+    """The use of the time of a group's devices, in device seconds.
 
     Attributes:
-        main_s: the main job ran (its bubbles included).
-        bubble_s: of ``main_s``, bubbles.
-        down_s: the main job was down after a failure.
-        resident_s, tail_s: of ``main_s``, a resident or a tail job had the seat.
-        alone_s: what the fill work done there would have taken on such a device alone: GPUs' worth times seconds.
+        main_s: time in which the main job ran, including its bubbles.
+        bubble_s: bubbles within ``main_s``.
+        down_s: time in which the main job was down after a failure.
+        resident_s, tail_s: time within ``main_s`` in which a resident or tail job had the seat.
+        alone_s: time of the fill work done there on such a device alone: GPUs' worth times seconds.
     """
 
     name: str
@@ -236,13 +236,13 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True)
 class SimOutcome:
-    """What a simulation found.
+    """The outcome of a simulation.
 
     Attributes:
-        jobs: in the order of the scenario.
-        events: that were handled.
-        failures: of devices, during a main job.
-        wall_s: how long the simulation itself took.
+        jobs: outcomes in the order of the scenario.
+        events: number of events handled.
+        failures: number of failures of devices during a main job.
+        wall_s: duration of the simulation itself.
     """
 
     jobs: tuple[JobOutcome, ...]
