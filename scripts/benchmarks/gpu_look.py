@@ -8,10 +8,13 @@ Nothing is changed and the GPU is not used.  What cannot be had is in the JSON w
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import platform
+import resource
 import shutil
+import stat
 import subprocess
 import sys
 from importlib.metadata import distributions
@@ -26,6 +29,11 @@ ASKED = {
     "clocks": ["nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu", "--format=csv,noheader"],
     "slices": ["nvidia-smi", "compute-policy", "--list"],
 }
+KERNEL_OPTIONS = {  # what walls, gates and measurements need
+    *("USER_NS", "PID_NS", "IPC_NS", "NET_NS", "CGROUPS", "SECCOMP", "SECCOMP_FILTER", "SECURITY_LANDLOCK", "LSM"),
+    *("MEMFD_CREATE", "FUTEX", "CHECKPOINT_RESTORE", "PROC_CHILDREN", "SCHED_INFO", "MODULES", "PREEMPT"),
+}
+LIMITS = ("MEMLOCK", "NOFILE", "NPROC", "RTPRIO", "RTTIME", "NICE", "AS", "STACK", "CORE")
 FILES = {"kernel_modules": "/sys/kernel/security/lsm", "driver": "/proc/driver/nvidia/version"}
 
 
@@ -41,6 +49,11 @@ def look() -> dict[str, object]:
         "landlock_abi": landlock_abi(),
         "user": os.getuid(),
         "programs": {name: shutil.which(name) for name in PROGRAMS},
+        "libraries": driver_libraries(answered(["ldconfig", "-p"])),
+        "library_path": os.environ.get("LD_LIBRARY_PATH", ""),
+        "kernel_options": kernel_options(Path("/proc/config.gz")),
+        "nodes": nodes(Path("/dev")),
+        "limits": limits(),
         "packages": {one.name: one.version for one in sorted(distributions(), key=lambda one: one.name.lower())},
         **{name: answered(command) for name, command in ASKED.items()},
         **{name: read(Path(path)) for name, path in FILES.items()},
@@ -56,6 +69,37 @@ def answered(command: list[str]) -> str:
     return (
         (done.stdout + done.stderr).strip() if not done.returncode else f"failed: {(done.stdout + done.stderr)[:300]}"
     )
+
+
+def driver_libraries(listed: str) -> list[str]:
+    """The driver's libraries of a list by ldconfig; its first line, or why there is no list, if they are not in it."""
+    lines = [line.strip() for line in listed.splitlines()]
+    return [line for line in lines if line.startswith(("libcuda.so", "libnvidia-ml.so"))] or lines[:1]
+
+
+def kernel_options(path: Path) -> dict[str, str]:
+    """The options of ``KERNEL_OPTIONS`` in the kernel's configuration; ``why`` where it cannot be read."""
+    try:
+        lines = gzip.decompress(path.read_bytes()).decode("utf-8", "replace").splitlines()
+    except (OSError, EOFError) as error:
+        return {"why": f"not there: {error}"}
+    pairs = (line.removeprefix("CONFIG_").split("=", 1) for line in lines if "=" in line)
+    return {name: value for name, value in pairs if name in KERNEL_OPTIONS}
+
+
+def nodes(folder: Path) -> dict[str, str]:
+    """The driver's device nodes, with mode, owner and number; those of MIG and of the fabric, too."""
+    found: dict[str, str] = {}
+    for path in sorted((*folder.glob("nvidia*"), *folder.glob("nvidia*/*"))):
+        about = path.lstat()
+        number = f" {os.major(about.st_rdev)},{os.minor(about.st_rdev)}" if about.st_rdev else ""
+        found[str(path)] = f"{stat.filemode(about.st_mode)} {about.st_uid}:{about.st_gid}{number}"
+    return found
+
+
+def limits() -> dict[str, list[int]]:
+    """The process's resource limits, soft and hard; -1 for none."""
+    return {name: list(resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))) for name in LIMITS}
 
 
 def read(path: Path) -> str:
