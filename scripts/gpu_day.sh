@@ -97,7 +97,7 @@ look() {
     # shellcheck disable=SC2016
     step doctor 30 bash -c '"$0" -c "from megatron.fill.cli import main; main()" doctor --json >"$1"' "$python" @
     step tests 110 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
-    step micro 140 "$python" scripts/benchmarks/gpu_micro.py --json @ --seconds 1
+    step micro 140 "$python" scripts/benchmarks/gpu_micro.py --json @ --keep "$work/keep/micro" --seconds 1
 }
 
 smoke() {
@@ -120,8 +120,8 @@ figures1() {
 figures2() {
     bench filled-interleaved 155 --parts profile filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
     bench identity 150 --parts identity --model "$smaller" --waits "$waits" --startup-seconds 12
-    step stages 100 "$python" scripts/benchmarks/gpu_identity.py --json @ --device "$device" --iterations 20 --most-seconds $((40 * stretch))
-    step free-waits 110 "$python" scripts/benchmarks/gpu_free_waits.py --json @ --pairs 1 --budget-seconds $((95 * stretch))
+    step stages 100 "$python" scripts/benchmarks/gpu_identity.py --json @ --keep "$work/keep/stages" --device "$device" --iterations 20 --most-seconds $((40 * stretch))
+    step free-waits 110 "$python" scripts/benchmarks/gpu_free_waits.py --json @ --keep "$work/keep/free-waits" --pairs 1 --budget-seconds $((95 * stretch))
 }
 
 if [ "$device" = cpu ]; then

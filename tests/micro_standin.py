@@ -30,6 +30,8 @@ class StandIn:
 
     def __init__(self, busy: Path) -> None:
         self._busy = busy.open("ab")
+        # Drivers from 570 on name their threads so, and fail where they may not.
+        Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/comm").write_text("stand-in", encoding="ascii")
         limit = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "").removeprefix("0=").removesuffix("M")
         self._cap_bytes = int(limit) * MIB if limit else sys.maxsize
         self._thread = ThreadStream(0)

@@ -75,7 +75,7 @@ def bench(folder: Path, options: argparse.Namespace, device: str, results: Resul
             print(f"bench_gpu: {part}, {name}", flush=True)
             begun = time.monotonic()
             try:
-                with mps() if options.sharing == "mps" else nullcontext():
+                with mps(inside / "mps") if options.sharing == "mps" else nullcontext():
                     figures = PARTS[part](Bench(options, device, inside, left_s))
             except Exception as error:  # the other parts are worth as much
                 figures, well = {"failed": f"{type(error).__name__}: {error}"[-_LONGEST:]}, False

@@ -49,7 +49,7 @@ def train(folder: Path, options: argparse.Namespace, on: bool, end_s: float) -> 
     Raises:
         RuntimeError: it failed, or no job stepped early enough.
     """
-    folder.mkdir()
+    folder.mkdir(parents=True)
     job = {"task": "scripts.benchmarks.gpu_task:Products", "args": {"size": 4096}, "memory": "4GiB"}
     jobs = folder / "jobs.json"
     entries = [{"name": f"products{at}"} | job for at in range(STAGES)]
@@ -114,6 +114,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write what came of it here")
+    parser.add_argument("--keep", metavar="DIR", help="keep logs, records and reports here, in an empty folder")
     parser.add_argument("--model", choices=("350m", "1.3b"), default="350m", help="(default: 350m)")
     parser.add_argument("--pairs", type=int, default=1, help="of trainings with the flag and without (default: 1)")
     parser.add_argument(
@@ -141,9 +142,10 @@ def main() -> None:
         found: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory() as scratch:
             Path(scratch).chmod(0o755)  # jobs run as another user
+            folder = Path(options.keep or scratch).resolve()
             for at, on in enumerate(order(options.pairs)):
                 try:
-                    found.append({"free_waits": on} | train(Path(scratch) / str(at), options, on, end_s))
+                    found.append({"free_waits": on} | train(folder / str(at), options, on, end_s))
                 except RuntimeError as error:
                     sys.exit(f"gpu_free_waits: {error}")
                 print(found[-1], flush=True)

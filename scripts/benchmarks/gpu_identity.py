@@ -121,6 +121,7 @@ def verdict(filled: dict[int, float], plain: dict[int, float]) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write what came of it here")
+    parser.add_argument("--keep", metavar="DIR", help="keep logs, records and the report here")
     parser.add_argument("--device", choices=MODELS, help="(default: the GPU, where there is one)")
     parser.add_argument("--stages", type=int, choices=(2, 4), default=2, help="on the one device (default: 2)")
     parser.add_argument("--microbatches", type=int, choices=(4, 8, 16), default=4, help="per iteration (default: 4)")
@@ -140,9 +141,12 @@ def main() -> None:
         parser.error("argument --sharing: mps needs a GPU; expected timeslice")
     if options.device == "cpu":
         os.environ |= {"PIPEFILL_CPU_BACKEND": "1", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder, mps() if options.sharing == "mps" else nullcontext():
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(options.keep or scratch).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            found = compare(Path(folder), options)
+            with mps(folder / "mps") if options.sharing == "mps" else nullcontext():
+                found = compare(folder, options)
         except RuntimeError as error:
             sys.exit(f"gpu_identity: {error}")
     if options.json is not None:

@@ -77,6 +77,7 @@ def act() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here, after every part")
+    parser.add_argument("--keep", metavar="DIR", type=Path, help="keep the logs of both processes and of MPS here")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each load (default: 2)")
     parser.add_argument("--marks", type=int, default=200, help="bubbles that are marked (default: 200)")
@@ -101,7 +102,7 @@ def main() -> None:
         write(options.json, head | {"not_run": f"no GPU: {error}"})
         return
     head |= {"device": gpu.name, "driver": nvml.driver()}
-    with opened(nvml, gpu.uuid) as stage:
+    with opened(nvml, gpu.uuid, keep=options.keep) as stage:
         failed = measure(stage, options.parts, options.seconds, options.marks, options.json, head)
     sys.exit(1 if failed else 0)
 

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = [sys.executable, "-u", "pretrain_gpt.py"]
 # Compiling Megatron's few small functions takes longer than they do in a short training, and a C++ compiler.
 _COMMON = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+_QUIT_S = 60.0  # time that the MPS daemon has to end
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -42,7 +43,7 @@ def training(
     """A training of p real ranks on one GPU, or on a CPU's cores; yields the lines that its last rank prints.
 
     Args:
-        sharing: ``mps``, inside of ``mps()``, for 100/``stages`` percent of the multiprocessors each; ``timeslice``.
+        sharing: ``mps``, inside of ``mps``, for 100/``stages`` percent of the multiprocessors each; ``timeslice``.
         arguments: of pretrain_gpt.py.
         log: for the last rank's output; the others' goes beside it.
         limit_s: how long it may take; None for ever.
@@ -211,19 +212,30 @@ def end(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 @contextmanager
-def mps() -> Iterator[None]:
-    """An MPS daemon of our own, for this process's children.  What its end has to say costs no figure."""
-    # A short path: there are sockets in it.  The server may write a last line to its log while the folder is removed.
+def mps(logs: Path) -> Iterator[None]:
+    """An MPS daemon of our own, for this process's children.  No figure is lost to an error of its end.
+
+    Args:
+        logs: folder for the daemon's logs.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    # A short path: there are sockets in it, which the server may still remove while the folder is removed.
     with tempfile.TemporaryDirectory(prefix="mps", ignore_cleanup_errors=True) as pipe:
-        ours = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": pipe}
+        ours = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": str(logs)}
         os.environ.update(ours)
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
         try:
-            yield
-        finally:
+            subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
             try:
-                subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False, timeout=60)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                print(f"the MPS daemon did not end: {error}", file=sys.stderr, flush=True)
+                yield
+            finally:
+                _quit_mps()
+        finally:
             for name in ours:
-                del os.environ[name]
+                os.environ.pop(name, None)
+
+
+def _quit_mps() -> None:
+    try:
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, check=False, timeout=_QUIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"the MPS daemon did not end: {error}", file=sys.stderr, flush=True)

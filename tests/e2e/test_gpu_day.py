@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tarfile
 
 from tests.e2e.training import REST_MS, ROOT, benchmark
 from tests.e2e.warm import REST
@@ -44,3 +45,6 @@ def test_real_stages_are_rehearsed_and_kept(tmp_path):
     assert "REHEARSAL on the CPU" in done.stdout
     assert "iterations: the same, to the bit" in done.stdout
     assert "gpu_identity.py" in log
+    with tarfile.open(tmp_path / "figures2.tgz") as packed:
+        names = {name.removeprefix("keep/stages/") for name in packed.getnames()}
+    assert {"with.log", "without.log", "run/report.json"} <= names

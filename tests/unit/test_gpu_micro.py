@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.device.port import DeviceError
-from scripts.benchmarks import gpu_micro
+from scripts.benchmarks import gpu_day, gpu_micro
 from scripts.benchmarks.micro import parts
 from scripts.benchmarks.micro.actions import WARMUP
 from scripts.benchmarks.micro.actor import Actor, ActorError
@@ -126,6 +127,23 @@ def test_all_parts_find_what_the_stand_in_does(stage, tmp_path, monkeypatch, cap
     assert found["memory"]["timeslice"]["fraction_binds"] is True
     assert found["memory"]["mps"]["limit_binds"] is True  # the worker was given the daemon's limit
     assert {"spinning:", "killing:"} <= set(capsys.readouterr().out.split())
+
+
+def test_the_logs_of_both_processes_and_of_the_daemon_can_be_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    install(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    keep = tmp_path / "work/keep/micro"
+    with (
+        opened(None, "GPU-0", [sys.executable, "-c", ECHO], keep) as stage,
+        stage.actors("mps", "main", "side") as actors,
+    ):
+        for actor in actors:
+            actor.do("say", word="one")
+    gpu_day.logs(tmp_path / "work", tmp_path / "look.tgz")
+    with tarfile.open(tmp_path / "look.tgz") as packed:
+        names = {str(Path(name).relative_to("keep/micro")) for name in packed.getnames()}
+    assert names == {"mps/commands.log", "mps-main.log", "mps-side.log"}
 
 
 def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):

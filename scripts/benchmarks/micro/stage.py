@@ -76,12 +76,20 @@ class Stage:
 
 
 @contextmanager
-def opened(nvml: Nvml | None, uuid: str, command: Sequence[str] = _COMMAND) -> Iterator[Stage]:
-    """A stage with an MPS daemon of its own, if there can be one."""
-    with tempfile.TemporaryDirectory(prefix="micro") as folder, ExitStack() as stack:
-        stage = Stage(Path(folder), uuid, nvml, command)
+def opened(
+    nvml: Nvml | None, uuid: str, command: Sequence[str] = _COMMAND, keep: Path | None = None
+) -> Iterator[Stage]:
+    """A stage with an MPS daemon of its own, if there can be one.
+
+    Args:
+        keep: folder for the logs of its processes and of the daemon; None for one that is removed at the end.
+    """
+    with tempfile.TemporaryDirectory(prefix="micro") as scratch, ExitStack() as stack:
+        folder = (keep or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        stage = Stage(folder, uuid, nvml, command)
         try:
-            stage.daemon = MpsDaemon.start(Path(folder), [uuid], os.getpid())
+            stage.daemon = MpsDaemon.start(folder, [uuid], os.getpid())
             stack.callback(stage.daemon.stop)
             stage.no_mps = ""
         except DeviceError as error:
