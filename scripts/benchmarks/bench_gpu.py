@@ -77,6 +77,7 @@ def bench(folder: Path, options: argparse.Namespace, device: str, results: Resul
             try:
                 with mps(inside / "mps") if options.sharing == "mps" else nullcontext():
                     figures = PARTS[part](Bench(options, device, inside, left_s))
+                well = well and "failed" not in figures
             except Exception as error:  # the other parts are worth as much
                 figures, well = {"failed": f"{type(error).__name__}: {error}"[-_LONGEST:]}, False
             figures["wall_s"] = round(time.monotonic() - begun, 1)

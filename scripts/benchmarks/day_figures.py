@@ -26,6 +26,7 @@ def _bench(summary: dict[str, Any]) -> list[str]:
         for found in variants.values() if isinstance(variants, dict) else ():
             why = [f"{name.replace('_', ' ')}: {found[name]}" for name in ("failed", "not_run") if name in found]
             lines += [f"{part}: {line}" for line in why or _trained(found)]
+            lines += [f"{part}: {found['remark']}"] if "remark" in found else []
     return lines
 
 

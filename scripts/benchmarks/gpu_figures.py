@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,7 +27,7 @@ def per_iteration_ms(found: Sequence[Bubble], counted: set[int]) -> dict[str, fl
 
 
 def of_run(run: Path, blocks: Blocks) -> dict[str, Any]:
-    """Of a training with jobs, in pairs of blocks.
+    """Figures of a training with jobs, in pairs of blocks; with ``failed`` where jobs had not settled before these.
 
     Raises:
         RuntimeError: no job ran a step.
@@ -49,9 +49,12 @@ def of_run(run: Path, blocks: Blocks) -> dict[str, Any]:
         )
         for on in (True, False)
     }
+    shares = harvest_in_blocks(run)
+    if late := not_settled(shares):
+        found["failed"] = late
     return (
         found
-        | first_and_later(records[0], uses)
+        | {name: its[0] for name, its in shares.items()}
         | {
             "p99_slowdown": p99_slowdown(iterations),
             "overrun_share": sum(use.overrun_ns for use in uses) / 1e9 / fillable_s if fillable_s else None,
@@ -67,7 +70,7 @@ def of_run(run: Path, blocks: Blocks) -> dict[str, Any]:
 def first_and_later(record: RankRecord, uses: Sequence[BubbleUse]) -> dict[str, Any]:
     """The share of bubble time inside steps in the first block with filling, and in all later ones.
 
-    Were they not alike, jobs would have set themselves up in what is measured.
+    Were they not alike, jobs would have set themselves up in what is measured.  None: no bubble opened to jobs.
     """
     harvested_ns: defaultdict[int, int] = defaultdict(int)  # by bubble
     for use in uses:
@@ -78,7 +81,8 @@ def first_and_later(record: RankRecord, uses: Sequence[BubbleUse]) -> dict[str, 
     for wanted in (lambda block: block == first, lambda block: block > first):
         its = [one for one in record.bubbles if one.filling and wanted(blocks.get(one.iteration, -1))]
         bubble_ns = sum(one.end_ns - one.start_ns for one in its)
-        shares.append(sum(harvested_ns[one.seq] for one in its if one.seq) / bubble_ns if bubble_ns else None)
+        opened = bubble_ns and any(one.seq for one in its)
+        shares.append(sum(harvested_ns[one.seq] for one in its if one.seq) / bubble_ns if opened else None)
     return {"first_block_harvest": shares[0], "later_blocks_harvest": shares[1]}
 
 
@@ -92,6 +96,21 @@ def harvest_in_blocks(run: Path) -> dict[str, list[float | None]]:
         for name, share in first_and_later(record, uses).items():
             found[name].append(share)
     return dict(found)
+
+
+def not_settled(shares: Mapping[str, Sequence[float | None]]) -> str:
+    """The reason why jobs had set up in the blocks; empty if each rank with an open bubble had steps from the first on.
+
+    Args:
+        shares: as ``harvest_in_blocks`` returns them.
+    """
+    pairs = list(zip(shares["first_block_harvest"], shares["later_blocks_harvest"], strict=True))
+    if all(first is None and later is None for first, later in pairs):
+        return "no bubble opened to jobs in a block with filling"
+    late = [rank for rank, both in enumerate(pairs) if both != (None, None) and not both[0]]
+    if not late:
+        return ""
+    return f"no step in the first block with filling on rank {', '.join(map(str, late))}: the jobs had not settled"
 
 
 def check_steps(report: dict[str, Any], blocks: Blocks) -> None:

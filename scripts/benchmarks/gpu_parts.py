@@ -45,6 +45,7 @@ _EXPECTED = re.compile(r"ghosts: stage .* in ms of ([\d.]+): (.*)")
 WITHOUT_WAITS = 5  # iterations at the beginning, in which ghosts measure
 _IDENTITY_PAIRS = 1
 _PACE_ITERATIONS = 5
+_NOT_EMULATED = "the rehearsal is without --fill-emulate, so jobs set themselves up in the warm-up, unlike on a GPU"
 _BUBBLES_ITERATIONS = {"cuda": 20, "cpu": 10}  # a rehearsal is small
 _MARKS_ITERATIONS = {"cuda": 40, "cpu": 10}
 PROFILE_S, START_S, END_S = 25.0, 15.0, 5.0  # of a profile; from a training's start to its first iteration; of its end
@@ -166,7 +167,9 @@ class Bench:
             flags += ["--fill-guard-us", str(self.options.guard_us)]
         if self.device == "cuda":
             flags += ["--fill-sharing", self.options.sharing]
-        elif not why_not():  # as on a GPU, nothing but the gate keeps jobs from the training, their start included
+        elif lacking := why_not():
+            print(f"bench_gpu: {_NOT_EMULATED}: {lacking}", flush=True)
+        else:  # as on a GPU, nothing but the gate keeps jobs from the training, their start included
             flags += ["--fill-emulate", "completion"]
         if self.options.sharing == "mps":
             flags += ["--fill-mps-pipe", os.environ["CUDA_MPS_PIPE_DIRECTORY"]]
@@ -225,7 +228,9 @@ def filled(bench: Bench) -> dict[str, Any]:
     bench.profiles()
     bench.check_time("filled")
     bench.trained("filled", bench.blocks.iterations, *_slow(bench), *bench.filling("filled"), *_paired(bench))
-    return of_run(bench.folder / "filled-run", bench.blocks)
+    found = of_run(bench.folder / "filled-run", bench.blocks)
+    lacking = why_not() if bench.device == "cpu" else ""
+    return found | ({"remark": f"{_NOT_EMULATED}: {lacking}"} if lacking else {})
 
 
 def _slow(bench: Bench) -> list[str]:
