@@ -90,38 +90,38 @@ bench() {
 
 look() {
     step machine 20 "$python" scripts/benchmarks/gpu_look.py --json @
-    step imports 60 "$python" -c "import megatron.training, megatron.fill.app, pretrain_gpt; print('imported')"
+    step imports 55 "$python" -c "import megatron.training, megatron.fill.app, pretrain_gpt; print('imported')"
     # shellcheck disable=SC2016  # they are of that shell
     step try 60 bash -c '"$0" -c "from megatron.fill.cli import main; main()" try "$@"' "$python" \
         scripts/benchmarks/gpu_task.py:Products "size=$size" --memory 4GiB --device "$where" --seconds 3 --keep "$work/keep/try"
     # shellcheck disable=SC2016
     step doctor 30 bash -c '"$0" -c "from megatron.fill.cli import main; main()" doctor --json >"$1"' "$python" @
-    step tests 110 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
-    step micro 140 "$python" scripts/benchmarks/gpu_micro.py --json @ --keep "$work/keep/micro" --seconds 1
+    step tests 105 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
+    step micro 135 "$python" scripts/benchmarks/gpu_micro.py --json @ --keep "$work/keep/micro" --seconds 1
 }
 
 smoke() {
     local model=(--model "$smaller" --waits "$waits")
-    bench profile 50 --parts profile --model "$smaller"
-    bench bubbles 65 --parts bubbles "${model[@]}"
-    bench filled 135 --parts filled "${model[@]}" "${few[@]}"
-    bench filled-mps 110 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
+    bench profile 45 --parts profile --model "$smaller"
+    bench bubbles 60 --parts bubbles "${model[@]}"
+    bench filled 125 --parts filled "${model[@]}" "${few[@]}"
+    bench filled-mps 100 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
 }
 
 figures1() {
     local model=(--model "$larger" --waits "$waits")
-    bench profile 50 --parts profile --model "$larger"
-    bench filled 145 --parts filled "${model[@]}" "${some[@]}"
-    bench filled-mps 120 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
+    bench profile 45 --parts profile --model "$larger"
+    bench filled 140 --parts filled "${model[@]}" "${some[@]}"
+    bench filled-mps 115 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
     bench no-gate 95 --parts no-gate "${model[@]}" "${some[@]}"
     bench no-gate-mps 95 --parts no-gate "${model[@]}" --sharing "$mps" "${some[@]}"
 }
 
 figures2() {
-    bench filled-interleaved 155 --parts profile filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
-    bench identity 150 --parts identity --model "$smaller" --waits "$waits" --startup-seconds 12
-    step stages 100 "$python" scripts/benchmarks/gpu_identity.py --json @ --keep "$work/keep/stages" --device "$device" --iterations 20 --most-seconds $((40 * stretch))
-    step free-waits 110 "$python" scripts/benchmarks/gpu_free_waits.py --json @ --keep "$work/keep/free-waits" --pairs 1 --budget-seconds $((95 * stretch))
+    bench filled-interleaved 150 --parts profile filled --model "$smaller" --waits "$waits" --schedule interleaved "${few[@]}"
+    bench identity 145 --parts identity --model "$smaller" --waits "$waits" --startup-seconds 12
+    step stages 110 "$python" scripts/benchmarks/gpu_identity.py --json @ --keep "$work/keep/stages" --device "$device" --iterations 20 --most-seconds $((34 * stretch))
+    step free-waits 105 "$python" scripts/benchmarks/gpu_free_waits.py --json @ --keep "$work/keep/free-waits" --pairs 1 --budget-seconds $((92 * stretch))
 }
 
 if [ "$device" = cpu ]; then

@@ -27,12 +27,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.store import open_store
 from scripts.benchmarks.gpu_day import device as device_here
 from scripts.benchmarks.gpu_models import model_flags
+from scripts.benchmarks.gpu_parts import END_S, START_S
 from scripts.benchmarks.one_gpu import mps, training
 from scripts.benchmarks.trainings import losses
 
 _MOST_ITERATIONS = 100_000
 MODELS = {"cpu": ("tiny", 192), "cuda": ("350m", 4096)}  # the model, and the size of the job's matrices
 _TIMEOUT_MINUTES = 2
+
+
+def least_s(options: argparse.Namespace, pace_s: float) -> float:
+    """The least seconds of both trainings where jobs need all the time that they have, and an iteration ``pace_s``."""
+    return 2 * (START_S + max(options.iterations * pace_s, options.most_seconds) + END_S)
 
 
 def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -118,7 +124,8 @@ def verdict(filled: dict[int, float], plain: dict[int, float]) -> dict[str, Any]
     }
 
 
-def main() -> None:
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write what came of it here")
     parser.add_argument("--keep", metavar="DIR", help="keep logs, records and the report here")
@@ -131,7 +138,7 @@ def main() -> None:
     parser.add_argument(
         "--most-seconds", type=float, default=120.0, help="for all jobs to run their first step (default: 120)"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not 5 <= options.iterations <= 10_000:
         parser.error(f"argument --iterations: {options.iterations}: expected 5 to 10000")
     if not options.most_seconds > 0:
@@ -139,6 +146,11 @@ def main() -> None:
     options.device = options.device or device_here()
     if options.device == "cpu" and options.sharing == "mps":
         parser.error("argument --sharing: mps needs a GPU; expected timeslice")
+    return options
+
+
+def main() -> None:
+    options = parsed()
     if options.device == "cpu":
         os.environ |= {"PIPEFILL_CPU_BACKEND": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as scratch:

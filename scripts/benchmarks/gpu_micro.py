@@ -74,7 +74,7 @@ def act() -> None:
     serve(Actions(Cuda))
 
 
-def main() -> None:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures here, after every part")
     parser.add_argument("--keep", metavar="DIR", type=Path, help="keep the logs of both processes and of MPS here")
@@ -82,6 +82,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each load (default: 2)")
     parser.add_argument("--marks", type=int, default=200, help="bubbles that are marked (default: 200)")
     parser.add_argument("--actor", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    parser = command_line()
     options = parser.parse_args()
     if options.actor:
         act()

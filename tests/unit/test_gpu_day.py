@@ -1,11 +1,10 @@
-"""The program of the GPU day: its steps and limits, what it keeps of each, the wheels that it needs."""
+"""The program of the GPU day: its steps, what it keeps of each, the wheels that it needs."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tarfile
@@ -17,18 +16,12 @@ import pytest
 
 from megatron.fill.device.port import DeviceError
 from megatron.fill.report import compose
-from scripts.benchmarks import bench_gpu, carried, gpu_day, gpu_free_waits, gpu_identity
+from scripts.benchmarks import carried, gpu_day, gpu_free_waits, gpu_identity
 from scripts.benchmarks.day_figures import figures
-from scripts.benchmarks.gpu_parts import END_S, START_S
-from scripts.benchmarks.gpu_parts import least_s as least_s_of
 from tests.unit.segments import write_segment
 from tests.unit.synthetic import synthetic_run
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("look", "smoke", "figures1", "figures2")
-MOST_S = 580  # of the ten minutes that a command may take there
-DAY_S = 1800
-SLOW_S = 0.6  # an iteration
 STUB = """#!/bin/sh
 case "$1 $2" in
     *gpu_look.py*) exit 3 ;;
@@ -47,46 +40,6 @@ def day(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         timeout=100,
         check=False,
     )
-
-
-def steps_of(part: str) -> dict[str, tuple[int, list[str]]]:
-    """The steps of a part on a GPU: limit in seconds, and command."""
-    listed = day(part, "--device", "cuda", "--list").stdout.splitlines()
-    found = [re.findall(r"^ *(\d+) s  ([a-z0-9-]+): (.*)", line)[0] for line in listed]
-    return {name: (int(limit), command.split()) for limit, name, command in found}
-
-
-def test_a_part_takes_less_than_ten_minutes_whatever_its_steps_do_and_all_take_half_an_hour():
-    limits = [sum(limit for limit, _ in steps_of(part).values()) for part in PARTS]
-    assert max(limits) <= MOST_S
-    assert sum(limits) <= DAY_S
-
-
-@pytest.mark.parametrize("part", PARTS[1:])
-def test_each_training_has_the_time_that_it_takes_at_a_slow_pace(part, monkeypatch):
-    paced: set[str] = set()
-    trained = 0
-    for name, (limit, command) in steps_of(part).items():
-        if "scripts/benchmarks/bench_gpu.py" not in command:
-            continue
-        monkeypatch.setattr(sys, "argv", command[1:])
-        _, options = bench_gpu.parsed()
-        least_s = sum(least_s_of(one, options, "cuda", SLOW_S) for one in options.parts)
-        if {"filled", "identity"} & set(options.parts):
-            variant = f"{options.waits} {options.schedule} {options.model}"
-            least_s += 0 if variant in paced else START_S + 10 * SLOW_S + END_S
-            paced.add(variant)
-            trained += 1
-        assert least_s <= options.budget_seconds < limit, name
-    assert trained >= 2
-
-
-def test_trainings_with_free_waits_and_without_have_the_time_that_they_take_at_a_slow_pace():
-    limit, command = steps_of("figures2")["free-waits"]
-    options = gpu_free_waits.parsed(command[2:])
-    least_s = gpu_free_waits.least_s(options, SLOW_S)
-    assert least_s == 2 * (START_S + 10 + 25 * SLOW_S + END_S)
-    assert least_s <= options.budget_seconds < limit
 
 
 def test_free_waits_are_compared_in_turns_that_change():

@@ -16,7 +16,23 @@ CONNECTIONS = (8, 1)  # as by default, and as tensor and context parallelism wan
 _FRACTION_BYTES = 4096 * MIB
 _RELAY_S = 2.0  # from a relay's start until it hears
 _TERMINATE_S = 1.0  # how long a worker's end may take, as agents have it
+ACTOR_S = 5.0  # from a process's start until it is ready: torch, a context, warm clocks
+_COSTS_S = 1.0  # of ``costs``
+_BUBBLE_S = 0.01  # an iteration of ``bubbles``
 _LONG_S = 20.0  # a kernel that is killed long before it ends
+
+
+def least_s(seconds: float, count: int) -> float:
+    """The least seconds of all parts, time-sliced and under MPS."""
+    heard_s = _RELAY_S + count * _BUBBLE_S
+    each_s = {  # of one way to share
+        "spinning": ACTOR_S + seconds + len(WAITS) * (seconds + 1),
+        "slices": ACTOR_S + seconds / 2 + 2 * seconds + 1,
+        "memory": 2 * ACTOR_S,
+        "killing": ACTOR_S + 3 * seconds / 2 + _TERMINATE_S,
+    }
+    marks_s = len(CONNECTIONS) * (ACTOR_S + 2 * (_COSTS_S + heard_s)) + seconds + _RELAY_S + ACTOR_S + heard_s
+    return marks_s + 2 * sum(each_s.values())
 
 
 def marks(stage: Stage, seconds: float, count: int) -> dict[str, Any]:
