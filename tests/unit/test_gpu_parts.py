@@ -87,8 +87,8 @@ def test_a_rehearsal_without_emulation_says_so(tmp_path, monkeypatch, capsys, la
     )
     monkeypatch.setattr(gpu_parts, "why_not", lambda: lacking)
     monkeypatch.setattr(gpu_parts, "of_run", lambda run, blocks: {"steps": 3})
-    monkeypatch.setattr(gpu_parts.Bench, "trained", lambda bench, name, iterations, *flags: trained.extend(flags) or [])
     trained: list[str] = []
+    monkeypatch.setattr(gpu_parts.Bench, "trained", lambda bench, name, iterations, *flags: trained.extend(flags))
     told = figures("filled", {"summary": {"filled": {"x": gpu_parts.filled(bench)}}})
     assert ("--fill-emulate" in trained) == (not lacking)
     said = "the rehearsal is without --fill-emulate, so jobs set themselves up in the warm-up, unlike on a GPU"
