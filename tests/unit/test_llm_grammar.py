@@ -113,7 +113,7 @@ def test_tokens_of_a_tree_are_distributed_as_the_grammar_leaves_them(rule):
     def step(chance):
         sequence = GeneratedSequence(Wanted((0,), 9, sampling), generated=list(generated), grammar=made.of(SCHEMA))
         sequence.cached = [1, 1]
-        one = Branching(sequence, 0, (2, 1), {1: [[0]]}, chance)
+        one = Branching(sequence, (2, 1), {1: [[0]]}, chance)
         for level in range(2):
             nodes = one.levels[1][level]
             one.grow(1, level, torch.stack([logits_of(one.tree.path(node), 2) for node in nodes]))
