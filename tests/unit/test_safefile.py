@@ -197,5 +197,5 @@ def test_a_folder_that_a_job_made_very_deep_is_removed(tmp_path):
 
 
 def test_what_cannot_be_removed_is_reported():
-    with pytest.raises(OSError, match="/proc/self cannot be removed"):
-        safefile.remove_tree(Path("/proc/self/"))
+    with pytest.raises(OSError, match="/proc/self/status cannot be removed"):
+        safefile.remove_tree(Path("/proc/self/status"))
