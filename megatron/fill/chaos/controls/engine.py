@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from megatron.fill.chaos.attacks.base import Attack
 from megatron.fill.chaos.controls.control import Control
 from megatron.fill.chaos.controls.walls import KERNEL, Wall
 from megatron.fill.chaos.controls.world import PLACE, World, confine, enter, settle
+from megatron.fill.linux import safefile
 
 _AT_ONCE = 4
 _LONGEST_S = 30.0  # of one world
@@ -165,7 +166,8 @@ class _Attempt:
         os.waitpid(self._pid, 0)
         os.close(self.read_fd)
         cgroups.sweep(PLACE / self.folder.name)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            safefile.remove_tree(self.folder)  # an attack may have made it very deep
         try:
             return Tried(*json.loads(self._told.partition(b"\n")[0]))
         except ValueError:
