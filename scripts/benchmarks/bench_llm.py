@@ -61,6 +61,8 @@ def main() -> None:
     unknown = [part for part in parts if part not in every]
     if unknown:
         parser.error(f"--parts has {unknown[0]!r}: expected some of {', '.join(every)}")
+    if args.against is not None and not (args.against / "megatron" / "fill").is_dir():  # else this version is measured
+        parser.error(f"--against {args.against}: expected a checkout of PipeFill, with megatron/fill")
     results = opened(parser, args.json)
     if set(parts) - {"lag", *ROOM}:  # these have models of their own
         trained.train(args.folder)
