@@ -75,7 +75,7 @@ done >"$run/completions/prompts.jsonl"
 cat >"$run/completions/jobs.yaml" <<YAML
 jobs:
   - name: completions
-    task: megatron.fill.llm:BatchJob
+    task: megatron.fill.wings.llm:BatchJob
     args:
       model: $run/checkpoints
       requests: $run/completions/prompts.jsonl

@@ -5,8 +5,8 @@
         --train-iters 100 --lr 1e-3 --fill-jobs examples/jobs.yaml
 
 The flags are Megatron's own, and ``--graph-plan``.  The plan decides how many ranks there are, what each has, and the
-batch.  To train a model of your own as a graph, write another ``Towers``: ``megatron/fill/app/graphs.py`` says what is
-asked of it.  The data is made up: the patches say where a sequence of tokens begins, the sound by how much it goes up.
+batch.  To train a model of your own as a graph, write another ``Towers``:
+``megatron/fill/wings/graph/running/graphs.py`` says what is asked of it.  The data is made up: the patches say where a sequence of tokens begins, the sound by how much it goes up.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
 
-from megatron.fill.app.graphs import GraphRun
 from megatron.fill.errors import ConfigError
-from megatron.fill.graph.files import load_plan
+from megatron.fill.wings.graph.files import load_plan
+from megatron.fill.wings.graph.running.graphs import GraphRun
 
 PATCH = 48  # numbers of a patch, or of a moment of sound
 _LAYER = re.compile(r"(vision|audio|language)\.(\d+)")

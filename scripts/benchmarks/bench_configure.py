@@ -38,18 +38,18 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron.fill.configure.baselines import amp, rule_of_thumb, varuna
-from megatron.fill.configure.cluster import Cluster
-from megatron.fill.configure.dedicate import anneal
-from megatron.fill.configure.energy import Energy
-from megatron.fill.configure.flags import Training, read_flags
-from megatron.fill.configure.latency import bound_ns, timeline
-from megatron.fill.configure.search import Evaluator, search
-from megatron.fill.configure.space import layouts
 from megatron.fill.errors import ConfigError
-from megatron.fill.mainjob.hardware import GPUS
-from megatron.fill.mainjob.model import MODELS
-from megatron.fill.mainjob.parallel import Parallel, Recompute
+from megatron.fill.wings.configure.baselines import amp, rule_of_thumb, varuna
+from megatron.fill.wings.configure.cluster import Cluster
+from megatron.fill.wings.configure.dedicate import anneal
+from megatron.fill.wings.configure.energy import Energy
+from megatron.fill.wings.configure.flags import Training, read_flags
+from megatron.fill.wings.configure.latency import bound_ns, timeline
+from megatron.fill.wings.configure.search import Evaluator, search
+from megatron.fill.wings.configure.space import layouts
+from megatron.fill.wings.mainjob.hardware import GPUS
+from megatron.fill.wings.mainjob.model import MODELS
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from scripts.benchmarks.configure_studies import measure_studies
 from scripts.benchmarks.configure_vtrain import measure_vtrain
 from scripts.benchmarks.configuring import event_times, random_iteration, random_links

@@ -30,13 +30,13 @@ from random import Random
 from typing import Any
 
 from megatron.fill.errors import GraphError
-from megatron.fill.graph.baselines import plan_exhaustive, plan_sequential
-from megatron.fill.graph.cost import Cluster
-from megatron.fill.graph.draw import draw_plan
-from megatron.fill.graph.model import ModelGraph, Operator
-from megatron.fill.graph.search import Found, micro_batches, plan_graph
-from megatron.fill.graph.zoo import MODELS, candle, dlrm, mmt
-from megatron.fill.mainjob.hardware import GPUS, NETWORKS
+from megatron.fill.wings.graph.baselines import plan_exhaustive, plan_sequential
+from megatron.fill.wings.graph.cost import Cluster
+from megatron.fill.wings.graph.draw import draw_plan
+from megatron.fill.wings.graph.model import ModelGraph, Operator
+from megatron.fill.wings.graph.search import Found, micro_batches, plan_graph
+from megatron.fill.wings.graph.zoo import MODELS, candle, dlrm, mmt
+from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
 from scripts.benchmarks.graph_ahead import measure as measure_ahead
 from scripts.benchmarks.graph_filled import measure as measure_filled
 from scripts.benchmarks.graph_filling import BLOCKS, fill

@@ -125,7 +125,7 @@ def _all(names: list[str], arguments: argparse.Namespace) -> Iterator[tuple[str,
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
-    from megatron.fill.llm import engine, models, selfcheck, verify  # noqa: F401
+    from megatron.fill.wings.llm import engine, models, selfcheck, verify  # noqa: F401
 
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")

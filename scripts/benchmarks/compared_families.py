@@ -98,8 +98,8 @@ def compare(family: str, said: Callable[[str], None] = lambda words: None) -> Ou
 def _compared(path: Path, other: Any, said: Callable[[str], None]) -> Outcome:
     from transformers import AutoModelForCausalLM
 
-    from megatron.fill.llm.models import load_language_model
-    from megatron.fill.llm.selfcheck import check_model
+    from megatron.fill.wings.llm.models import load_language_model
+    from megatron.fill.wings.llm.selfcheck import check_model
 
     try:
         model, _ = load_language_model(path, "float32")
@@ -179,11 +179,11 @@ def library_tokens(model: Any, prompt: list[int], new: int) -> list[int]:
 
 def engine_tokens(models: Sequence[Any], prompts: list[list[int]], way: Way) -> list[list[int]]:
     """The tokens that the engine adds to each prompt, without any ending."""
-    from megatron.fill.llm import verify
-    from megatron.fill.llm.attention import context_length
-    from megatron.fill.llm.engine import Engine
-    from megatron.fill.llm.passes import ModelRunner, token_rows
-    from megatron.fill.llm.sequence import GeneratedSequence, Wanted
+    from megatron.fill.wings.llm import verify
+    from megatron.fill.wings.llm.attention import context_length
+    from megatron.fill.wings.llm.engine import Engine
+    from megatron.fill.wings.llm.passes import ModelRunner, token_rows
+    from megatron.fill.wings.llm.sequence import GeneratedSequence, Wanted
 
     size = token_rows(models[0])
     runners = [ModelRunner(one, min(context_length(one), CONTEXT), 2, size) for one in models]

@@ -20,17 +20,17 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.fill.configure.flags import layout_flags, read_flags
-from megatron.fill.configure.latency import iteration, timeline
-from megatron.fill.configure.layout import lay_out
-from megatron.fill.configure.links import Links
-from megatron.fill.configure.passes import Both, Passes, Profile, profile_of
-from megatron.fill.configure.space import padded
-from megatron.fill.mainjob.hardware import GPUS
-from megatron.fill.mainjob.model import ModelSpec
-from megatron.fill.mainjob.parallel import Parallel, Precision
-from megatron.fill.sim.recorded.busy import RecordedMainJob
-from megatron.fill.sim.recorded.groups import read_pipeline
+from megatron.fill.wings.configure.flags import layout_flags, read_flags
+from megatron.fill.wings.configure.latency import iteration, timeline
+from megatron.fill.wings.configure.layout import lay_out
+from megatron.fill.wings.configure.links import Links
+from megatron.fill.wings.configure.passes import Both, Passes, Profile, profile_of
+from megatron.fill.wings.configure.space import padded
+from megatron.fill.wings.mainjob.hardware import GPUS
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Precision
+from megatron.fill.wings.sim.recorded.busy import RecordedMainJob
+from megatron.fill.wings.sim.recorded.groups import read_pipeline
 from scripts.benchmarks.forked import preload
 from scripts.benchmarks.turns import Training
 

@@ -18,22 +18,22 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from megatron.fill.configure.dedicate import anneal
-from megatron.fill.configure.energy import Energy
-from megatron.fill.configure.flags import layout_flags, read_flags
-from megatron.fill.configure.latency import iteration, timeline
-from megatron.fill.configure.layout import lay_out
-from megatron.fill.configure.links import Links
-from megatron.fill.configure.network import Network
-from megatron.fill.configure.passes import Passes, profile_of
-from megatron.fill.configure.space import padded
-from megatron.fill.mainjob.hardware import GPUS
-from megatron.fill.mainjob.model import ModelSpec
-from megatron.fill.mainjob.parallel import Parallel, Precision
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.records import last_segment
-from megatron.fill.sim.recorded.busy import RecordedMainJob
 from megatron.fill.types import RankRecord
+from megatron.fill.wings.configure.dedicate import anneal
+from megatron.fill.wings.configure.energy import Energy
+from megatron.fill.wings.configure.flags import layout_flags, read_flags
+from megatron.fill.wings.configure.latency import iteration, timeline
+from megatron.fill.wings.configure.layout import lay_out
+from megatron.fill.wings.configure.links import Links
+from megatron.fill.wings.configure.network import Network
+from megatron.fill.wings.configure.passes import Passes, profile_of
+from megatron.fill.wings.configure.space import padded
+from megatron.fill.wings.mainjob.hardware import GPUS
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Precision
+from megatron.fill.wings.sim.recorded.busy import RecordedMainJob
 from scripts.benchmarks.forked import ForkedRanks, preload
 from scripts.benchmarks.netns import INTERFACE, address, linked, why_not
 

@@ -24,17 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.configure.latency import iteration, timeline
-from megatron.fill.configure.layout import lay_out
-from megatron.fill.configure.links import Links
-from megatron.fill.configure.passes import Both, Passes, Profile
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_text
-from megatron.fill.mainjob.analytic import p2p_bytes
-from megatron.fill.mainjob.hardware import GPUS
-from megatron.fill.mainjob.memory import stage_parameters
-from megatron.fill.mainjob.model import ModelSpec
-from megatron.fill.mainjob.parallel import Parallel, Precision, Recompute
+from megatron.fill.wings.configure.latency import iteration, timeline
+from megatron.fill.wings.configure.layout import lay_out
+from megatron.fill.wings.configure.links import Links
+from megatron.fill.wings.configure.passes import Both, Passes, Profile
+from megatron.fill.wings.mainjob.analytic import p2p_bytes
+from megatron.fill.wings.mainjob.hardware import GPUS
+from megatron.fill.wings.mainjob.memory import stage_parameters
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 
 COLUMNS = {
     "# GPUs": "gpus",

@@ -6,11 +6,11 @@ import heapq
 import random
 from math import exp, log
 
-from megatron.fill.configure.latency import Iteration
-from megatron.fill.configure.links import Links
-from megatron.fill.mainjob.parallel import Parallel
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.wings.configure.latency import Iteration
+from megatron.fill.wings.configure.links import Links
+from megatron.fill.wings.mainjob.parallel import Parallel
 
 
 def event_times(its: Iteration) -> int:

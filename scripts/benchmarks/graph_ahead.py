@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.graph.cost import Cluster
-from megatron.fill.graph.files import plan_text
-from megatron.fill.graph.model import ModelGraph, Operator
-from megatron.fill.graph.plan import Plan, Stage
-from megatron.fill.graph.timeline import simulate
-from megatron.fill.mainjob.hardware import GPUS
+from megatron.fill.wings.graph.cost import Cluster
+from megatron.fill.wings.graph.files import plan_text
+from megatron.fill.wings.graph.model import ModelGraph, Operator
+from megatron.fill.wings.graph.plan import Plan, Stage
+from megatron.fill.wings.graph.timeline import simulate
+from megatron.fill.wings.mainjob.hardware import GPUS
 from scripts.benchmarks.forked import ForkedRanks, preload
 from scripts.benchmarks.trainings import losses
 from scripts.benchmarks.turns import Training

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron.fill.configure.value import fill_kinds, gpus_worth
-from megatron.fill.graph.baselines import plan_sequential
-from megatron.fill.graph.cost import Cluster
-from megatron.fill.graph.model import ModelGraph
-from megatron.fill.graph.search import micro_batches, plan_graph
-from megatron.fill.graph.timeline import GraphTimeline
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
+from megatron.fill.wings.configure.value import fill_kinds, gpus_worth
+from megatron.fill.wings.graph.baselines import plan_sequential
+from megatron.fill.wings.graph.cost import Cluster
+from megatron.fill.wings.graph.model import ModelGraph
+from megatron.fill.wings.graph.search import micro_batches, plan_graph
+from megatron.fill.wings.graph.timeline import GraphTimeline
 
 
 def measure(graph: ModelGraph, cluster: Cluster, batch: int) -> dict[str, dict[str, float]]:

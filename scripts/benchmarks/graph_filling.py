@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.graph.cost import Cluster
-from megatron.fill.graph.files import load_model, plan_text
-from megatron.fill.graph.search import plan_graph
-from megatron.fill.mainjob.hardware import GPUS
+from megatron.fill.wings.graph.cost import Cluster
+from megatron.fill.wings.graph.files import load_model, plan_text
+from megatron.fill.wings.graph.search import plan_graph
+from megatron.fill.wings.mainjob.hardware import GPUS
 from scripts.benchmarks.trainings import (
     ROOT,
     Blocks,

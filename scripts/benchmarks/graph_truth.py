@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from random import Random
 
-from megatron.fill.graph.cost import Cluster, Costs
-from megatron.fill.graph.model import ModelGraph, Operator, members
-from megatron.fill.graph.schedule import in_flight
-from megatron.fill.mainjob.hardware import GPUS, NETWORKS
+from megatron.fill.wings.graph.cost import Cluster, Costs
+from megatron.fill.wings.graph.model import ModelGraph, Operator, members
+from megatron.fill.wings.graph.schedule import in_flight
+from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
 
 
 def random_model(random: Random, operators: int) -> ModelGraph:

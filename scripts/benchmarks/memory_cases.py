@@ -6,9 +6,9 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from megatron.fill.configure.flags import layout_flags
-from megatron.fill.mainjob.model import ModelSpec
-from megatron.fill.mainjob.parallel import Parallel, Precision, Recompute
+from megatron.fill.wings.configure.flags import layout_flags
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from scripts.benchmarks.memory_truth import Asked
 
 Case = tuple[ModelSpec, Parallel]

@@ -14,19 +14,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.configure.cluster import Cluster
-from megatron.fill.configure.correction import Network, features
-from megatron.fill.configure.flags import read_flags
-from megatron.fill.configure.peaks import Peak, errors_on, fitted
-from megatron.fill.configure.room import memory
-from megatron.fill.configure.search import Evaluator, search
-from megatron.fill.configure.space import layouts, padded
 from megatron.fill.errors import ConfigError
-from megatron.fill.mainjob.hardware import GIB
-from megatron.fill.mainjob.memory import activation_bytes, stage_memory
-from megatron.fill.mainjob.parallel import Parallel, Recompute
 from megatron.fill.pipeline.bubbles import peak_activation_bytes
 from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.wings.configure.cluster import Cluster
+from megatron.fill.wings.configure.correction import Network, features
+from megatron.fill.wings.configure.flags import read_flags
+from megatron.fill.wings.configure.peaks import Peak, errors_on, fitted
+from megatron.fill.wings.configure.room import memory
+from megatron.fill.wings.configure.search import Evaluator, search
+from megatron.fill.wings.configure.space import layouts, padded
+from megatron.fill.wings.mainjob.hardware import GIB
+from megatron.fill.wings.mainjob.memory import activation_bytes, stage_memory
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from scripts.benchmarks.memory_cases import CASES, Case, asked, random_case, stages
 from scripts.benchmarks.memory_truth import Asked, Truth, truths
 

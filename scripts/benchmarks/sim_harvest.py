@@ -31,8 +31,8 @@ from megatron.fill.planner.search import best_plan
 from megatron.fill.planner.tail import packed_ns
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, JobProfile
 from megatron.fill.records import last_segment
-from megatron.fill.sim.values import RuntimeModel
 from megatron.fill.types import Bubble, JobRecord, RankRecord, WorkerRecord
+from megatron.fill.wings.sim.values import RuntimeModel
 from scripts.benchmarks.bench_fill import profiled, write_jobs
 from scripts.benchmarks.trainings import command, training
 

@@ -30,17 +30,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.mainjob.hardware import GPUS, NETWORKS, GpuKind
-from megatron.fill.mainjob.model import MODELS
-from megatron.fill.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.pipeline.bubbles import ideal_bubble_share
-from megatron.fill.sim.cluster.simulate import simulate
-from megatron.fill.sim.filljobs.catalog import catalog_kinds
-from megatron.fill.sim.filljobs.whatif import jobs_without_end
-from megatron.fill.sim.mainjob import MainJob
-from megatron.fill.sim.results import UseOfTime, summarise
-from megatron.fill.sim.sweep import run_all
-from megatron.fill.sim.values import FillKind, MainJobRun, RuntimeModel, Scenario
+from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS, GpuKind
+from megatron.fill.wings.mainjob.model import MODELS
+from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
+from megatron.fill.wings.sim.cluster.simulate import simulate
+from megatron.fill.wings.sim.filljobs.catalog import catalog_kinds
+from megatron.fill.wings.sim.filljobs.whatif import jobs_without_end
+from megatron.fill.wings.sim.mainjob import MainJob
+from megatron.fill.wings.sim.results import UseOfTime, summarise
+from megatron.fill.wings.sim.sweep import run_all
+from megatron.fill.wings.sim.values import FillKind, MainJobRun, RuntimeModel, Scenario
 
 STAGES, TENSOR, MICROBATCH, GLOBAL_BATCH = 16, 8, 2, 1024
 SCALES = {1024: 8, 2048: 16, 4096: 32, 8192: 64}  # GPUs: data-parallel ranks

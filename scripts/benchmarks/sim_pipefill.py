@@ -30,9 +30,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.errors import ConfigError
-from megatron.fill.sim.filljobs.catalog import catalog_kinds
-from megatron.fill.sim.filljobs.trace import load_trace
-from megatron.fill.sim.values import RuntimeModel
+from megatron.fill.wings.sim.filljobs.catalog import catalog_kinds
+from megatron.fill.wings.sim.filljobs.trace import load_trace
+from megatron.fill.wings.sim.values import RuntimeModel
 from scripts.benchmarks import sim_paper
 from scripts.benchmarks.studies import bubbles, pictures, queues, share, tables
 

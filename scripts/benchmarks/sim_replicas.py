@@ -28,9 +28,9 @@ from megatron.fill.errors import FillError
 from megatron.fill.pipeline.timeline import Wait
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.records import last_segment
-from megatron.fill.sim.truth.replay import PlayedIteration, open_bubbles, replay
-from megatron.fill.sim.truth.steps import StepTimes
 from megatron.fill.types import CycleKey, RankRecord
+from megatron.fill.wings.sim.truth.replay import PlayedIteration, open_bubbles, replay
+from megatron.fill.wings.sim.truth.steps import StepTimes
 from scripts.benchmarks.sim_overrun import iterations_of
 
 REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

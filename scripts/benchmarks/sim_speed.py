@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from megatron.fill.sim.cluster.simulate import simulate
-from megatron.fill.sim.filljobs.catalog import catalog_kinds
-from megatron.fill.sim.filljobs.generate import Generator, fill_capacity, generate
-from megatron.fill.sim.results import summarise
-from megatron.fill.sim.values import MainJobRun, Scenario
+from megatron.fill.wings.sim.cluster.simulate import simulate
+from megatron.fill.wings.sim.filljobs.catalog import catalog_kinds
+from megatron.fill.wings.sim.filljobs.generate import Generator, fill_capacity, generate
+from megatron.fill.wings.sim.results import summarise
+from megatron.fill.wings.sim.values import MainJobRun, Scenario
 from scripts.benchmarks.sim_paper import GPU, main_job
 
 WEEK_S = 7 * 86400.0

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.graph.cost import Cluster
-from megatron.fill.graph.files import load_model, plan_text
-from megatron.fill.graph.model import ModelGraph
-from megatron.fill.graph.search import plan_graph
-from megatron.fill.graph.zoo import mmt
-from megatron.fill.mainjob.hardware import GPUS
+from megatron.fill.wings.graph.cost import Cluster
+from megatron.fill.wings.graph.files import load_model, plan_text
+from megatron.fill.wings.graph.model import ModelGraph
+from megatron.fill.wings.graph.search import plan_graph
+from megatron.fill.wings.graph.zoo import mmt
+from megatron.fill.wings.mainjob.hardware import GPUS
 from tests.e2e.training import ROOT, start, stepped, train, train_until, write_jobs
 
 SCRIPT = ("-m", "pipefill_patches", "examples/graph/train_two_towers.py")

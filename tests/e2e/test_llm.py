@@ -50,7 +50,7 @@ def evaluate(folder: Path) -> dict[str, Any]:
 def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, flags):
     saved = tmp_path / "saved"
     args = {"checkpoints": str(saved), "prompts": ["def "], "new_tokens": 8}
-    job = {"name": "evaluate", "task": "megatron.fill.llm:EvaluateCheckpoints", "args": args}
+    job = {"name": "evaluate", "task": "megatron.fill.wings.llm:EvaluateCheckpoints", "args": args}
     model = MODEL.replace("--mock-data", f"--data-path {corpus} --split 80,20,0").replace("size 255", "size 256")
     saving = f"--save {saved} --save-interval {EVERY} --eval-interval {EVERY} --eval-iters 3"
     trained = train_until(
@@ -86,7 +86,11 @@ def test_a_checkpoint_is_evaluated_as_megatron_does_itself(tmp_path, corpus, fla
 
 def test_the_loss_of_what_is_saved_at_the_very_end_is_megatrons(tmp_path, corpus):
     saved = tmp_path / "saved"
-    job = {"name": "evaluate", "task": "megatron.fill.llm:EvaluateCheckpoints", "args": {"checkpoints": str(saved)}}
+    job = {
+        "name": "evaluate",
+        "task": "megatron.fill.wings.llm:EvaluateCheckpoints",
+        "args": {"checkpoints": str(saved)},
+    }
     model = MODEL.replace("--mock-data", f"--data-path {corpus} --split 80,20,0").replace("size 255", "size 256")
     model = model.replace("--eval-iters 0 --eval-interval 100000", "--eval-iters 3 --eval-interval 30")
     trained = train(

@@ -127,7 +127,7 @@ def test_a_language_model_gives_keys_and_values_back_and_goes_on(tmp_path, machi
     requests = tmp_path / "requests.jsonl"
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     args = {"model": str(large), "requests": str(requests), "batch_sizes": [8], "chunks": [32]}
-    job = {"name": "answers", "task": "megatron.fill.llm:BatchJob", "args": args, "memory": "3GiB"}
+    job = {"name": "answers", "task": "megatron.fill.wings.llm:BatchJob", "args": args, "memory": "3GiB"}
     flags = f"{write_jobs(tmp_path, job)} --fill-bind {tmp_path} {_FLAGS}"
     running = Running(tmp_path, flags, mounts=machine.mounts)
     try:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.configure.network import Network
 from megatron.fill.linux.ports import free_port
+from megatron.fill.wings.configure.network import Network
 from tests.e2e.launch import WARM, Warm
 from tests.e2e.training import HERE, ROOT
 
@@ -66,7 +66,7 @@ def test_two_files_are_compared_without_ranks(measured):
 DIES = """
 import os, signal
 from megatron.fill.cli import main
-from megatron.fill.configure.measure import _Wire
+from megatron.fill.wings.configure.measure import _Wire
 
 answer, asked = _Wire.answer, []
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.fill.configure.room import memory
-from megatron.fill.mainjob.model import ModelSpec
-from megatron.fill.mainjob.parallel import Parallel, Recompute
+from megatron.fill.wings.configure.room import memory
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from scripts.benchmarks.memory_cases import asked
 from scripts.benchmarks.memory_tracker import StorageTracker
 from scripts.benchmarks.memory_truth import Asked, truths

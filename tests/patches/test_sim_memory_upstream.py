@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.mainjob.memory import activation_bytes, stage_memory
-from megatron.fill.mainjob.model import ModelSpec
-from megatron.fill.mainjob.parallel import Parallel, Recompute
 from megatron.fill.pipeline.bubbles import peak_activation_bytes
 from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.wings.mainjob.memory import activation_bytes, stage_memory
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from tests.patches.fresh import python
 
 GPT = ModelSpec(layers=48, hidden=2048, heads=16, sequence=1024, vocabulary=51200)

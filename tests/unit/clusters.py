@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.scheduler.policies import POLICIES
 from megatron.fill.scheduler.state import DeviceState, JobView, SchedulerState
-from megatron.fill.sim.values import (
+from megatron.fill.types import BubbleKind
+from megatron.fill.wings.sim.values import (
     DeviceGroup,
     Failures,
     FillKind,
@@ -16,7 +17,6 @@ from megatron.fill.sim.values import (
     Scenario,
     SimJob,
 )
-from megatron.fill.types import BubbleKind
 
 MS = 1_000_000
 

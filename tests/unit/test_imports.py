@@ -38,11 +38,8 @@ RULES: dict[str, set[str]] = {
     "store": {"errors", "given", "types", "work"},
     "client": {"errors", "given", "store", "types"},
     "sidetask": {"errors", "linux", "models", "profiles", "untrusted"},
-    "llm": {"device", "errors", "given", "linux", "profiles", "sidetask", "untrusted"},
     # What is decided.
     "pipeline": {"profiles", "types"},
-    "mainjob": {"pipeline"},
-    "graph": {"errors", "given", "linux", "mainjob", "pipeline", "types"},
     "planner": {"errors", "given", "profiles", "types"},
     "scheduler": {"errors", "planner", "profiles"},
     # What runs: a rank with its relay, an agent, its workers.
@@ -58,16 +55,6 @@ RULES: dict[str, set[str]] = {
     },
     # What is seen of it, and tried out.
     "report": {"display", "errors", "linux", "records", "types"},
-    # What a rank and a worker decide by is simulated by their own code.
-    "sim": {
-        *("device", "errors", "given", "linux", "mainjob", "models", "pages", "pipeline", "planner"),
-        "profiles",
-        *("rank", "records", "report", "scheduler", "store", "types", "worker"),
-    },
-    "configure": {
-        *("errors", "given", "launcher", "linux", "mainjob", "pipeline", "planner", "profiles", "records", "sim"),
-        "types",
-    },
     "chaos": {
         *("agent", "errors", "folders", "given", "linux", "pages", "records", "report", "sandbox", "sidetask", "store"),
         *("types", "worker"),
@@ -78,11 +65,18 @@ RULES: dict[str, set[str]] = {
         *("types", "untrusted", "worker"),
     },
     "cli": {
-        *("agent", "chaos", "configure", "device", "display", "errors", "folders", "given", "graph", "linux", "llm"),
-        *("mainjob", "pages", "planner", "profiles", "records", "report", "sandbox", "sim", "store", "trial"),
-        *("types", "untrusted", "worker"),
+        *("agent", "chaos", "device", "display", "errors", "folders", "given", "linux", "pages", "planner", "profiles"),
+        *("records", "report", "sandbox", "store", "trial", "types", "untrusted", "worker"),
     },
     "__init__": {"errors", "hooks", "sidetask", "types"},
+}
+# wing -> the other wings that it may import, from the bottom up.  A wing may import all of the core but the app.
+WINGS: dict[str, set[str]] = {
+    "mainjob": set(),
+    "llm": set(),
+    "graph": {"mainjob"},
+    "sim": {"mainjob"},
+    "configure": {"mainjob", "sim"},
 }
 TORCH_FREE = [
     "types",
@@ -117,28 +111,28 @@ TORCH_FREE = [
     "scheduler.policies",
     "pipeline.ghosts",
     "pipeline.timeline",
-    "graph.baselines",
-    "graph.draw",
-    "graph.export",
-    "graph.files",
-    "graph.printed",
-    "sim.run",
-    "sim.truth.replay",
-    "sim.recorded.busy",
-    "sim.sliced",
-    "configure.choose",
-    "configure.pays",
-    "configure.correction",
-    "configure.peaks",
-    "sim.freeride.study",
-    "sim.freeride.draw",
+    "wings.graph.baselines",
+    "wings.graph.draw",
+    "wings.graph.export",
+    "wings.graph.files",
+    "wings.graph.printed",
+    "wings.sim.run",
+    "wings.sim.truth.replay",
+    "wings.sim.recorded.busy",
+    "wings.sim.sliced",
+    "wings.configure.choose",
+    "wings.configure.pays",
+    "wings.configure.correction",
+    "wings.configure.peaks",
+    "wings.sim.freeride.study",
+    "wings.sim.freeride.draw",
     "store.sql",
     "cli.app",
-    "cli.network",
-    "configure.network",
-    "configure.measure",
-    "configure.drift",
-    "configure.draw",
+    "wings.configure.commands.network",
+    "wings.configure.network",
+    "wings.configure.measure",
+    "wings.configure.drift",
+    "wings.configure.draw",
     "agent.agent",
     "agent.warden",
     "worker.worker",
@@ -147,12 +141,12 @@ TORCH_FREE = [
     "rank.spec",
     "worker.measure",
     "rank.srun",
-    "llm.speccheck",
-    "llm",
-    "llm.batch",
-    "llm.evaluate",
-    "cli.batch",
-    "cli.evaluate",
+    "wings.llm.speccheck",
+    "wings.llm",
+    "wings.llm.batch",
+    "wings.llm.evaluate",
+    "wings.llm.commands.batch",
+    "wings.llm.commands.evaluate",
     "trial.run",
     "trial.printed",
     "app.checker",
@@ -176,7 +170,12 @@ def room(path: Path) -> str:
     return path.relative_to(FILL).parts[0].removesuffix(".py")
 
 
-FILES = sorted(path for path in FILL.rglob("*.py") if room(path) != "app")
+def wing(path: Path) -> str:
+    return path.relative_to(FILL / "wings").parts[0].removesuffix(".py")
+
+
+FILES = sorted(path for path in FILL.rglob("*.py") if room(path) not in ("app", "wings"))
+OF_WINGS = sorted((FILL / "wings").glob("*/**/*.py"))
 
 
 def test_every_room_has_a_rule():
@@ -202,6 +201,33 @@ def test_a_room_imports_only_what_it_may(path):
     known = {name for name in ours if name in RULES or name == "app"}
     assert known <= RULES[room(path)] | {room(path)}
     foreign = ("megatron.core", "megatron.training", "pipefill_patches")
+    assert not any(name.startswith(foreign) for name in imports(path))
+
+
+def test_every_wing_has_a_rule_and_uses_what_it_may():
+    used: dict[str, set[str]] = {wing(path): set() for path in OF_WINGS}
+    for path in OF_WINGS:
+        names = {name for name in imports(path) if name.startswith("megatron.fill.")}
+        used[wing(path)] |= {name.split(".")[3] for name in names if name.startswith("megatron.fill.wings.")}
+    assert {name: others - {name} for name, others in used.items()} == WINGS
+
+
+def test_no_wing_uses_one_above_it():
+    for index, (name, may) in enumerate(WINGS.items()):
+        assert may <= set(list(WINGS)[:index]), name
+
+
+def test_the_core_knows_no_wing():
+    for path in [*(path for path in FILL.rglob("*.py") if room(path) != "wings"), *ROOT.glob("pipefill_patches/*.py")]:
+        assert not any(name.startswith("megatron.fill.wings.") for name in imports(path)), path
+        assert not any(f"wings.{name}" in path.read_text(encoding="utf-8") for name in WINGS), path
+
+
+@pytest.mark.parametrize("path", OF_WINGS, ids=lambda path: str(path.relative_to(FILL)))
+def test_only_the_trainings_of_graphs_know_megatron(path):
+    if path.parent == FILL / "wings" / "graph" / "running":
+        return
+    foreign = ("megatron.core", "megatron.training", "megatron.fill.app", "pipefill_patches")
     assert not any(name.startswith(foreign) for name in imports(path))
 
 
@@ -234,11 +260,16 @@ OTHER_READS = {
     "app/session.py": {"(agents / f'agent{self.info.rank}.log').open"},
     "app/standin.py": {"StandInSpec.from_json"},  # likewise
     # To write, and to count what this process has just written there; the user's own, twice.
-    "cli/batch.py": {"copied.open", "output.open", "requests.read_bytes", "Path(args['requests']).read_bytes"},
-    "cli/configure.py": {"Correction.load"},  # the user's own
-    "cli/network.py": {"Network.load"},  # the user's own
+    "wings/llm/commands/batch.py": {
+        "copied.open",
+        "output.open",
+        "requests.read_bytes",
+        "Path(args['requests']).read_bytes",
+    },
+    "wings/configure/commands/configure.py": {"Correction.load"},  # the user's own
+    "wings/configure/commands/network.py": {"Network.load"},  # the user's own
     "cli/options.py": {"path.open"},  # to write
-    "cli/simulate.py": {"load"},
+    "wings/sim/commands.py": {"load"},
     "app/freeing.py": {"_BOOT.read_text"},  # the kernel's
     "pages/control.py": {"os.open"},
     "pages/ready.py": {"os.open"},  # a rank's own, which it names to the others
@@ -273,8 +304,10 @@ def reads(path: Path) -> set[str]:
 
 def outside(path: Path) -> bool:
     """Whether a file runs outside of a job's process, and reads what others wrote."""
-    return room(path) in {"report", "cli", "pages", "records", "app", "trial", "agent", "rank"} or (
-        room(path) == "worker" and path.stem not in WORKER_SIDE
+    return (
+        "commands" in (path.stem, path.parent.name)
+        or room(path) in {"report", "cli", "pages", "records", "app", "trial", "agent", "rank"}
+        or (room(path) == "worker" and path.stem not in WORKER_SIDE)
     )
 
 

@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("greenlet")
 
-from megatron.fill.llm import passes  # noqa: E402
-from megatron.fill.llm.cache import PAGE, CacheView, LayerShape, PagedCache, pages_for  # noqa: E402
-from megatron.fill.llm.grouping import PassCost, grouped  # noqa: E402
-from megatron.fill.llm.passes import ModelRunner, RowInput  # noqa: E402
+from megatron.fill.wings.llm import passes  # noqa: E402
+from megatron.fill.wings.llm.cache import PAGE, CacheView, LayerShape, PagedCache, pages_for  # noqa: E402
+from megatron.fill.wings.llm.grouping import PassCost, grouped  # noqa: E402
+from megatron.fill.wings.llm.passes import ModelRunner, RowInput  # noqa: E402
 
 SHAPES = [LayerShape(2, 3, 5), LayerShape(1, 4, 4)]
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 
-from megatron.fill.configure.draw import draw_network
-from megatron.fill.configure.drift import MOST_DAYS, again_days, drifts
-from megatron.fill.configure.measure import groups
-from megatron.fill.configure.network import Network, Place
-from megatron.fill.configure.rounds import rounds
-from megatron.fill.configure.samples import Measured, Reduction, Transfer, network_of, spread, write_csv
 from megatron.fill.errors import ConfigError, NetworkError
+from megatron.fill.wings.configure.draw import draw_network
+from megatron.fill.wings.configure.drift import MOST_DAYS, again_days, drifts
+from megatron.fill.wings.configure.measure import groups
+from megatron.fill.wings.configure.network import Network, Place
+from megatron.fill.wings.configure.rounds import rounds
+from megatron.fill.wings.configure.samples import Measured, Reduction, Transfer, network_of, spread, write_csv
 
 PLACES = (Place("a", 0), Place("a", 1), Place("b", 0))
 NETWORK = Network(

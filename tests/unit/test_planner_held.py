@@ -19,9 +19,9 @@ from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.planner.held import held_cycle, room_bytes
 from megatron.fill.planner.search import find_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
-from megatron.fill.sim.cluster.rates import Rates
-from megatron.fill.sim.values import FillKind, RuntimeModel
 from megatron.fill.types import BubbleKind
+from megatron.fill.wings.sim.cluster.rates import Rates
+from megatron.fill.wings.sim.values import FillKind, RuntimeModel
 from megatron.fill.work import Work
 from megatron.fill.worker.nodes import NodeRun
 from tests.fake_device import FakeDevice

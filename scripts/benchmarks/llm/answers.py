@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.fill.llm.cache import pages_for
-from megatron.fill.llm.passes import ModelRunner, RowInput
-from megatron.fill.llm.sequence import Wanted
-from megatron.fill.llm.shapes import AUTO
+from megatron.fill.wings.llm.cache import pages_for
+from megatron.fill.wings.llm.passes import ModelRunner, RowInput
+from megatron.fill.wings.llm.sequence import Wanted
+from megatron.fill.wings.llm.shapes import AUTO
 from scripts.benchmarks.llm.engines import engine, generate, models
 from scripts.benchmarks.llm.trained import CONTEXT, prompts
 

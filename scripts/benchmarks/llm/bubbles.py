@@ -31,7 +31,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         "chunks": [64],
     }
     jobs = [
-        {"name": f"answers-{rank}", "task": "megatron.fill.llm:BatchJob", "args": args, "memory": "2GiB"}
+        {"name": f"answers-{rank}", "task": "megatron.fill.wings.llm:BatchJob", "args": args, "memory": "2GiB"}
         for rank in range(2)
     ]
     path = jobs_file(work / "jobs.yaml", jobs)

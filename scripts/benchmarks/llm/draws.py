@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from scipy.stats import chisquare
 
-from megatron.fill.llm.sampling import Sampling, distribution
-from megatron.fill.llm.sequence import Wanted
-from megatron.fill.llm.speccheck import cases, check
-from megatron.fill.llm.verify import matching, multi_step, traversal
+from megatron.fill.wings.llm.sampling import Sampling, distribution
+from megatron.fill.wings.llm.sequence import Wanted
+from megatron.fill.wings.llm.speccheck import cases, check
+from megatron.fill.wings.llm.verify import matching, multi_step, traversal
 from scripts.benchmarks.llm.engines import engine, generate, models
 
 DRAWS = 50_000

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from megatron.fill.llm.engine import Engine
-from megatron.fill.llm.models import load_language_model
-from megatron.fill.llm.passes import ModelRunner, RowInput
-from megatron.fill.llm.sequence import GeneratedSequence, Wanted
-from megatron.fill.llm.shapes import Shape
-from megatron.fill.llm.verify import Rule, traversal
+from megatron.fill.wings.llm.engine import Engine
+from megatron.fill.wings.llm.models import load_language_model
+from megatron.fill.wings.llm.passes import ModelRunner, RowInput
+from megatron.fill.wings.llm.sequence import GeneratedSequence, Wanted
+from megatron.fill.wings.llm.shapes import Shape
+from megatron.fill.wings.llm.verify import Rule, traversal
 from scripts.benchmarks.llm.trained import CONTEXT
 
 

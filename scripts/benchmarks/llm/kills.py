@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.linux.files import write_text
-from megatron.fill.llm import BatchJob
 from megatron.fill.sidetask.base import TaskContext
+from megatron.fill.wings.llm import BatchJob
 from scripts.benchmarks.llm.engines import models
 from scripts.benchmarks.llm.trained import prompts, write_requests
 

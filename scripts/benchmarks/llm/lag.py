@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.folders import output_file
-from megatron.fill.llm.megatron import checkpoints
+from megatron.fill.wings.llm.megatron import checkpoints
 from scripts.benchmarks.llm.trained import write_corpus
 from scripts.benchmarks.trainings import MODEL, MainJob, command, jobs_file, training
 
@@ -25,7 +25,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     saved = work / "saved"
     saved.mkdir(parents=True)
     args = {"checkpoints": str(saved), "prompts": ["def "], "new_tokens": 32}
-    job = {"name": "evaluate", "task": "megatron.fill.llm:EvaluateCheckpoints", "args": args, "memory": "3GiB"}
+    job = {"name": "evaluate", "task": "megatron.fill.wings.llm:EvaluateCheckpoints", "args": args, "memory": "3GiB"}
     flags = ["--fill-jobs", str(jobs_file(work / "jobs.yaml", [job])), "--fill-report", str(work / "run")]
     flags += ["--fill-bind", str(work), str(corpus.parent), "--save", str(saved), "--save-interval", str(INTERVAL)]
     flags += ["--no-save-optim", "--data-path", str(corpus), "--split", "90,10,0", "--eval-iters", "4"]

@@ -35,11 +35,11 @@ def run(case: str) -> dict[str, float]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from megatron.fill.llm.engine import Engine
-    from megatron.fill.llm.passes import ModelRunner
-    from megatron.fill.llm.sampling import Sampling
-    from megatron.fill.llm.sequence import GeneratedSequence, Wanted
-    from megatron.fill.llm.verify import traversal
+    from megatron.fill.wings.llm.engine import Engine
+    from megatron.fill.wings.llm.passes import ModelRunner
+    from megatron.fill.wings.llm.sampling import Sampling
+    from megatron.fill.wings.llm.sequence import GeneratedSequence, Wanted
+    from megatron.fill.wings.llm.verify import traversal
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

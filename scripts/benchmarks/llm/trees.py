@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.llm.engine import EngineCounts
-from megatron.fill.llm.sampling import Sampling
-from megatron.fill.llm.sequence import Wanted
-from megatron.fill.llm.shapes import AUTO, Shape
-from megatron.fill.llm.verify import Rule, matching, multi_step, traversal
+from megatron.fill.wings.llm.engine import EngineCounts
+from megatron.fill.wings.llm.sampling import Sampling
+from megatron.fill.wings.llm.sequence import Wanted
+from megatron.fill.wings.llm.shapes import AUTO, Shape
+from megatron.fill.wings.llm.verify import Rule, matching, multi_step, traversal
 from scripts.benchmarks.llm.engines import CountingRunner, engine, generate, models
 from scripts.benchmarks.llm.trained import prompts
 

@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.llm import BatchJob, DraftTuning
-from megatron.fill.llm.models import load_language_model
-from megatron.fill.llm.sequence import Wanted
-from megatron.fill.llm.shapes import Shape
-from megatron.fill.llm.verify import traversal
 from megatron.fill.sidetask.base import TaskContext
+from megatron.fill.wings.llm import BatchJob, DraftTuning
+from megatron.fill.wings.llm.models import load_language_model
+from megatron.fill.wings.llm.sequence import Wanted
+from megatron.fill.wings.llm.shapes import Shape
+from megatron.fill.wings.llm.verify import traversal
 from scripts.benchmarks.llm.engines import engine, generate, models
 from scripts.benchmarks.llm.trained import prompts, write_requests
 

@@ -13,16 +13,16 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from megatron.fill.mainjob.hardware import GIB, NETWORKS
-from megatron.fill.mainjob.model import MODELS
-from megatron.fill.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.pipeline.bubbles import ideal_bubble_share
-from megatron.fill.sim.cluster.rates import Rates
-from megatron.fill.sim.filljobs.catalog import catalog_kinds
-from megatron.fill.sim.filljobs.generate import fill_capacity
-from megatron.fill.sim.mainjob import MainJob
-from megatron.fill.sim.sweep import run_all
-from megatron.fill.sim.values import DeviceGroup, FillKind, RuntimeModel
+from megatron.fill.wings.mainjob.hardware import GIB, NETWORKS
+from megatron.fill.wings.mainjob.model import MODELS
+from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
+from megatron.fill.wings.sim.cluster.rates import Rates
+from megatron.fill.wings.sim.filljobs.catalog import catalog_kinds
+from megatron.fill.wings.sim.filljobs.generate import fill_capacity
+from megatron.fill.wings.sim.mainjob import MainJob
+from megatron.fill.wings.sim.sweep import run_all
+from megatron.fill.wings.sim.values import DeviceGroup, FillKind, RuntimeModel
 from scripts.benchmarks.sim_paper import GPU, PAPER_WORTH_8K, SCALES, SMALL_GPU, filled, main_job
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 3}  # chunks: three layers per stage are three virtual stages

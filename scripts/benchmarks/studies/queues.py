@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron.fill.sim.cluster.rates import Rates
-from megatron.fill.sim.cluster.simulate import simulate
-from megatron.fill.sim.filljobs.catalog import catalog_kinds
-from megatron.fill.sim.filljobs.generate import Generator, fill_capacity, generate
-from megatron.fill.sim.filljobs.trace import load_trace
-from megatron.fill.sim.sweep import run_all
-from megatron.fill.sim.values import FillKind, MainJobRun, RuntimeModel, Scenario, SimJob, SimOutcome
+from megatron.fill.wings.sim.cluster.rates import Rates
+from megatron.fill.wings.sim.cluster.simulate import simulate
+from megatron.fill.wings.sim.filljobs.catalog import catalog_kinds
+from megatron.fill.wings.sim.filljobs.generate import Generator, fill_capacity, generate
+from megatron.fill.wings.sim.filljobs.trace import load_trace
+from megatron.fill.wings.sim.sweep import run_all
+from megatron.fill.wings.sim.values import FillKind, MainJobRun, RuntimeModel, Scenario, SimJob, SimOutcome
 from scripts.benchmarks.studies.bubbles import physical_job
 
 DAY_S, HOUR_S = 86400.0, 3600.0

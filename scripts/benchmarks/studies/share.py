@@ -20,14 +20,14 @@ from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.timeline import Compiled, Timeline
 from megatron.fill.profiles import JobProfile
 from megatron.fill.rank.rule import FillRule
-from megatron.fill.sim.cluster.rates import Rates
-from megatron.fill.sim.filljobs.catalog import CATALOG, catalog_kinds
-from megatron.fill.sim.mainjob import MainJob
-from megatron.fill.sim.sweep import run_all
-from megatron.fill.sim.truth.replay import Opened, PlayedIteration, open_bubbles, replay
-from megatron.fill.sim.truth.steps import StepTimes
-from megatron.fill.sim.values import FillKind, RuntimeModel
 from megatron.fill.types import Bubble, CycleKey
+from megatron.fill.wings.sim.cluster.rates import Rates
+from megatron.fill.wings.sim.filljobs.catalog import CATALOG, catalog_kinds
+from megatron.fill.wings.sim.mainjob import MainJob
+from megatron.fill.wings.sim.sweep import run_all
+from megatron.fill.wings.sim.truth.replay import Opened, PlayedIteration, open_bubbles, replay
+from megatron.fill.wings.sim.truth.steps import StepTimes
+from megatron.fill.wings.sim.values import FillKind, RuntimeModel
 from scripts.benchmarks.studies.bubbles import physical_job
 
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)

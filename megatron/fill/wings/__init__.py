@@ -1,0 +1,1 @@
+"""Wings: parts beside the core, which knows none of them; each is optional for a training with ``--fill-jobs``."""

@@ -1,0 +1,109 @@
+"""``CLUSTER.yaml`` of ``pipefill configure``: what there is to train on.  docs/configure.md explains every field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.given.files import read_yaml
+from megatron.fill.given.presets import preset
+from megatron.fill.given.problems import Place, explain, shown
+from megatron.fill.given.quantities import parse_bytes
+from megatron.fill.wings.configure.links import Links
+from megatron.fill.wings.configure.network import Network
+from megatron.fill.wings.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind
+from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
+
+_ESTIMATE_ERROR = 0.01  # more than the worst that docs/configure.md has, of what configurations hold
+
+
+class Cluster(BaseModel):
+    """Nodes that are all alike.
+
+    Attributes:
+        network: a network by its data sheet; or ``measured``: a file of ``pipefill network``, with a rank for each GPU.
+        nics_per_node: with ``measured``, number of a node's GPUs that send to other nodes at full speed at once.
+        efficiency: the share of the GPU's peak that a pass reaches while it computes.
+        memory_reserve: memory per GPU outside the accounting: CUDA context, NCCL's buffers, the allocator's waste.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    nodes: int = Field(ge=1, le=4096)
+    gpus_per_node: int = Field(ge=1, le=64)
+    gpu: Annotated[GpuKind, preset(GPUS)]
+    memory: Annotated[int, BeforeValidator(parse_bytes)] | None = None
+    network: Annotated[NodeNetwork, preset(NETWORKS)] | None = None
+    measured: Path | None = None
+    nics_per_node: int = Field(default=1, ge=1)
+    price_per_gpu_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    efficiency: float = Field(default=0.45, gt=0, le=1)
+    memory_reserve: Annotated[int, BeforeValidator(parse_bytes)] = 2 * GIB
+
+    @model_validator(mode="after")
+    def _one_network(self) -> Cluster:
+        if (self.network is None) == (self.measured is None):
+            raise ValueError("expected exactly one of network and measured")
+        return self
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that a training may take of one GPU."""
+        return (self.memory or self.gpu.memory_bytes) - self.memory_reserve
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most bytes that a configuration may be estimated to hold: below the room, as estimates err a little."""
+        return int(self.room_bytes * (1 - _ESTIMATE_ERROR))
+
+    def links(self, folder: Path) -> Links:
+        """Return the links between its GPUs, node after node.
+
+        Args:
+            folder: folder of the measured file.
+
+        Raises:
+            ConfigError: that file cannot be used, or is of another cluster.
+        """
+        if self.network is not None:
+            fields = (self.network.name, self.network.intra_node_bytes_s, self.network.inter_node_bytes_s)
+            return Links.uniform(NodeNetwork(*fields, self.gpus_per_node, self.network.latency_s), self.nodes)
+        assert self.measured is not None
+        path = folder / self.measured
+        links = Links.measured(Network.load(path), self.nics_per_node)
+        each = [links.nodes.count(node) for node in sorted(set(links.nodes))]
+        if each != [self.gpus_per_node] * self.nodes:
+            raise ConfigError(
+                f"{path}: ranks has {shown(each)} per host; expected {self.nodes} hosts with {self.gpus_per_node} each"
+            )
+        if list(links.nodes) != sorted(links.nodes):
+            raise ConfigError(f"{path}: ranks of one host are not next to each other; expected host after host")
+        return links
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read the file.
+
+    Raises:
+        ConfigError: naming the file, the line, the field, its value and what was expected.
+    """
+    read = read_yaml(path, "a YAML file with nodes, gpus_per_node, gpu and network")
+    if not isinstance(read.value, dict):
+        raise ConfigError(f"{path}: found {shown(read.value)}; expected a mapping with nodes, gpus_per_node and gpu")
+
+    def where(place: Place) -> tuple[str, Place]:
+        line = read.line_of(place)
+        return str(path) if line is None else f"{path}, line {line}", place
+
+    try:
+        return Cluster.model_validate(read.value)
+    except ValidationError as error:
+        raise ConfigError(explain(error, Cluster, where)) from error

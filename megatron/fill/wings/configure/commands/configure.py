@@ -1,0 +1,190 @@
+"""``pipefill configure`` and ``pipefill pays``: the best layouts of a training, and the value of its bubbles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron.fill.cli.options import Json, check_writable
+from megatron.fill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.fill.wings.configure.choose import Choice
+    from megatron.fill.wings.configure.cluster import Cluster
+    from megatron.fill.wings.configure.passes import Profile
+    from megatron.fill.wings.configure.value import Valued
+
+_PAYS = 0.02  # share of the GPUs that fill work must be worth for filling to pay
+
+Flags = Annotated[
+    list[str], typer.Argument(metavar="-- FLAGS...", help="Megatron's flags; those of the layout that are given hold.")
+]
+
+
+def configure(
+    cluster: Annotated[Path, typer.Argument(metavar="CLUSTER", help="A YAML file: docs/configure.md.")],
+    flags: Flags,
+    objective: Annotated[
+        str, typer.Option("--objective", metavar="NAME", help="main (fastest), combined (with fill work), or cost.")
+    ] = "main",
+    top: Annotated[int, typer.Option("--top", metavar="N", min=1, max=1000, help="How many to show.")] = 10,
+    fill: Annotated[
+        Path | None, typer.Option("--fill", metavar="JOBS", help="A jobs file, named as kinds of the catalog.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the search for a rank order.")] = 0,
+    moves: Annotated[
+        int, typer.Option("--moves", metavar="N", min=0, max=10**9, help="Of that search, for each configuration.")
+    ] = 3000,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option("--profile", metavar="RUN", help="A run folder of --fill-profile-only; may be repeated."),
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw them and their bubbles into this file.")
+    ] = None,
+    memory_model: Annotated[
+        Path | None, typer.Option("--memory-model", metavar="FILE", help="What pipefill memory-model has learned.")
+    ] = None,
+    launch: Annotated[
+        Path | None, typer.Option("--launch", metavar="FILE", help="Write a script that starts the best one.")
+    ] = None,
+) -> None:
+    """Find the best layouts of a training on a cluster, before a GPU-hour is spent.
+
+    All layouts that Megatron starts and that fit the GPUs' memory are compared. BUBBLES is their share of the GPUs'
+    time, FILL the number of GPUs that the jobs would need for the same work without bubbles. On a measured network,
+    ranks are placed for the shortest iteration. With --profile, passes take as long as in that run.
+
+    --json writes "configurations", "timed" and a list "best", each with its layout, rank order, flags and figures.
+    """
+    from megatron.fill.wings.configure.choose import choose
+    from megatron.fill.wings.configure.cluster import load_cluster
+    from megatron.fill.wings.configure.correction import Correction
+    from megatron.fill.wings.configure.flags import read_flags
+    from megatron.fill.wings.configure.launch import write_launch
+    from megatron.fill.wings.configure.passes import load_passes
+    from megatron.fill.wings.configure.value import Objective, fill_kinds
+
+    if objective not in list(Objective):
+        raise ConfigError(f"--objective is {objective!r}: expected one of {', '.join(Objective)}")
+    training, there = read_flags(flags), load_cluster(cluster)
+    if objective == Objective.COST and there.price_per_gpu_hour is None:
+        raise ConfigError(f"{cluster}: price_per_gpu_hour is missing; expected it with --objective cost")
+    links = there.links(cluster.resolve().parent)
+    for option, path in (("--json", json_path), ("--png", png), ("--launch", launch)):
+        if path is not None:
+            check_writable(option, path)
+    kinds = fill_kinds(there.gpu, fill)
+    passes = load_passes(profile, training) if profile else None
+    correction = None if memory_model is None else Correction.load(memory_model)
+    choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes, correction)
+    _print_choice(choice, there)
+    for one in passes.profiles if passes else ():
+        _print_untold(one)
+    if json_path is not None:
+        _write_json(json_path, choice, there)
+    if png is not None:
+        from megatron.fill.wings.configure.picture import draw_best
+
+        draw_best(png, choice.best)
+    if launch is not None:
+        order = write_launch(launch, training, there, choice.best[0].proposal)
+        print(f"{launch} starts the first of them{f' in the order of {order}' if order else ''}.")
+
+
+def pays(
+    flags: Flags,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", min=1, help="Of the training (default: one replica's).")
+    ] = None,
+    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Which kind.")] = "a100-80gb",
+    network: Annotated[str, typer.Option("--network", metavar="NAME", help="Which kind of nodes.")] = "dgx-a100",
+    as_json: Json = False,
+) -> None:
+    """Print the value of a training's bubbles, or that filling does not pay; without GPUs, in a second.
+
+    The layout is that of the flags. --json prints gpus, iteration_s, bubble_share, memory_bytes, gpus_worth and pays.
+    """
+    from megatron.fill.cli.views import print_json
+    from megatron.fill.wings.configure.flags import read_flags
+    from megatron.fill.wings.configure.pays import figures
+
+    found = figures(read_flags(flags), gpus, gpu, network)
+    worth = found.gpus_worth / found.proposal.parallel.gpus
+    if as_json:
+        print_json(_figures(found) | {"pays": worth >= _PAYS})
+        return
+    its = found.proposal
+    print(f"An iteration takes {its.iteration_s:.3g} s on {its.parallel.gpus} GPUs; {its.bubble_share:.1%} is bubbles.")
+    if worth >= _PAYS:
+        print(f"Inference of BERT-base in them does the work of {found.gpus_worth:.2f} GPUs ({worth:.1%}).")
+    else:
+        print(f"Filling does not pay: inference of BERT-base would do the work of {found.gpus_worth:.2f} GPUs in them.")
+        if its.parallel.chunks > 1 or its.bubble_share < _PAYS:
+            print("With virtual stages or many micro-batches, too little time is left between passes.")
+
+
+def _figures(one: Valued) -> dict[str, Any]:
+    its = one.proposal
+    return {
+        "gpus": its.parallel.gpus,
+        "iteration_s": its.iteration_s,
+        "bubble_share": its.bubble_share,
+        "memory_bytes": its.peak_bytes,
+        "gpus_worth": one.gpus_worth,
+    }
+
+
+def _write_json(path: Path, choice: Choice, cluster: Cluster) -> None:
+    import json
+    from dataclasses import asdict
+
+    from megatron.fill.linux.files import write_text
+    from megatron.fill.wings.configure.flags import layout_flags
+
+    best = []
+    for one in choice.best:
+        its = one.proposal
+        entry = _figures(one) | {"cost": _cost(one, cluster), "parallel": asdict(its.parallel)}
+        best.append(entry | {"flags": layout_flags(its.parallel), "order": list(its.order)})
+    data = {"configurations": choice.configurations, "timed": choice.timed, "best": best}
+    write_text(path, json.dumps(data, indent=2) + "\n")
+
+
+def _cost(one: Valued, cluster: Cluster) -> float | None:
+    """Return the price of an iteration minus that of its fill work on separate GPUs; None without a price."""
+    price = cluster.price_per_gpu_hour
+    return None if price is None else one.net_gpu_s / 3600 * price
+
+
+def _print_untold(one: Profile) -> None:
+    """Print the times that a profile does not contain; they count as 0."""
+    from megatron.fill.wings.configure.passes import Both
+
+    untold = ["what a pass takes beside its layers"] if one.fixed == Both(0.0, 0.0) else []
+    untold += ["what a step takes beside its parameters"] if one.step_s == 0.0 else []
+    if untold:
+        run = f"The run with tensor parallelism {one.tp} and micro-batches of {one.microbatch}"
+        print(f"{run} does not tell {' or '.join(untold)}.")
+
+
+def _print_choice(choice: Choice, cluster: Cluster) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    priced = cluster.price_per_gpu_hour is not None
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    headings = ("GPUS", "TP", "PP", "VPP", "DP", "CP", "EP", "MB", "RECOMPUTE", "SECONDS", "GIB", "BUBBLES", "FILL")
+    for heading in (*headings, *(["COST"] if priced else [])):
+        table.add_column(heading, justify="left" if heading == "RECOMPUTE" else "right", no_wrap=True)
+    for one in choice.best:
+        its, para = one.proposal, one.proposal.parallel
+        sizes = (para.gpus, para.tp, para.pp, para.chunks, para.dp, para.cp, para.ep, para.microbatch)
+        row = [*map(str, sizes), para.recompute.value, f"{its.iteration_s:.4g}", f"{its.peak_bytes / 2**30:.1f}"]
+        row += [f"{its.bubble_share:.1%}", f"{one.gpus_worth:.2f}"]
+        table.add_row(*row, *([f"{_cost(one, cluster):.3g}"] if priced else []))
+    Console(width=80 if not priced else 90).print(table)
+    print(f"The best of {choice.configurations} configurations, {choice.timed} of which were timed.")

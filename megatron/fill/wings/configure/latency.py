@@ -1,0 +1,284 @@
+"""Duration of an iteration: exactly, by the pipeline's timeline, and from below, by closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron.fill.pipeline.costs import PipelineCosts, StageCost
+from megatron.fill.pipeline.program import eager, rendezvous
+from megatron.fill.pipeline.schedule import Pass
+from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.pipeline.timeline import Compiled, Timeline
+from megatron.fill.wings.configure.layout import Layout, StageRoutes
+from megatron.fill.wings.configure.links import all_reduce_s
+from megatron.fill.wings.configure.passes import Passes
+from megatron.fill.wings.mainjob.analytic import (
+    ALL_REDUCES,
+    boundary_bytes,
+    p2p_bytes,
+    stage_cost,
+    tied_embedding_bytes,
+)
+from megatron.fill.wings.mainjob.hardware import GpuKind
+from megatron.fill.wings.mainjob.memory import expert_parameters, stage_parameters
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel
+
+_OPTIMIZER_BYTES = 38  # memory traffic per parameter, as ``sim.mainjob.MainJob`` counts it
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """A configuration's times, before they are put together.
+
+    Attributes:
+        costs: costs without transfers and reductions.
+        transfers_ns: times per differing replica, per stage: of a transfer to the next stage, and of one back.
+        reduce_ns: reduction of gradients, per stage.
+        rendezvous: a transfer holds both its ends.
+    """
+
+    parallel: Parallel
+    costs: PipelineCosts
+    transfers_ns: tuple[tuple[tuple[int, int], ...], ...]
+    reduce_ns: tuple[int, ...]
+    rendezvous: bool = False
+
+
+def iteration(
+    model: ModelSpec, gpu: GpuKind, efficiency: float, its: Parallel, layout: Layout, passes: Passes | None = None
+) -> Iteration:
+    """The times of a configuration on the links of a layout.
+
+    A pass takes its operations at a share of the GPU's peak; what a stage's ranks exchange comes on top, and nothing of
+    it is hidden.  Each stage is as fast as its slowest group.  With ``passes``, passes and optimizer take what was
+    measured, tensor parallelism included.
+    """
+    layers = its.layers(model)
+    steps: dict[object, tuple[float, float]] = {}
+    reduces, optimizers = [], []
+    # by identity: hashing routes for each layer takes longer than all the rest
+    distinct = {id(routes): routes for routes in layout.stages}
+    exchange_of = {number: _exchange_s(model, its, routes, passes is None) for number, routes in distinct.items()}
+    exchanges = [exchange_of[id(routes)] for routes in layout.stages]
+    stages = stage_times(model, gpu, efficiency, its, exchanges, passes)
+    embedding_s = all_reduce_s(layout.ends, 2, tied_embedding_bytes(model, its))
+    parameter_s = _parameter_s(gpu, its, passes)
+    fixed_s = fixed_step_s(its, passes)
+    for stage, routes in enumerate(layout.stages):
+        inner = 0 < stage < its.pp - 1
+        alike = (layers[stage], id(routes)) if inner else stage
+        if alike not in steps:
+            steps[alike] = _reduce_and_step_s(model, parameter_s, its, stage, routes)
+        reduce_s, step_s = steps[alike]
+        reduces.append(_ns(reduce_s + (0.0 if inner else embedding_s)))
+        optimizers.append(_ns(fixed_s + step_s))
+    size = p2p_bytes(model, its)
+    times = {route: _ns(route.time_s(size)) for row in layout.replicas for pair in row for route in pair}
+    return Iteration(
+        its,
+        PipelineCosts(tuple(stages), 0, (0,) * its.pp, tuple(optimizers)),
+        tuple(dict.fromkeys(tuple((times[on], times[back]) for on, back in row) for row in layout.replicas)),
+        tuple(reduces),
+        layout.rendezvous,
+    )
+
+
+def stage_times(
+    model: ModelSpec,
+    gpu: GpuKind,
+    efficiency: float,
+    its: Parallel,
+    exchanges: Sequence[tuple[float, float]],
+    passes: Passes | None,
+) -> list[StageCost]:
+    """Cost of a microbatch on each virtual stage.
+
+    Args:
+        exchanges: per rank, the seconds that a forward and a backward pass of one layer exchange.
+    """
+    layers = its.layers(model)
+    last = len(layers) - 1
+    known: dict[object, StageCost] = {}
+    stages = []
+    for at, count in enumerate(layers):
+        exchange = exchanges[at % its.pp]
+        key = count, at == 0, at == last, exchange
+        if key not in known and passes is not None:
+            known[key] = passes.stage_cost(model, its, count, (at == 0, at == last), exchange)
+        elif key not in known:
+            known[key] = stage_cost(model, gpu, its, efficiency, count, at == last, *exchange)
+        stages.append(known[key])
+    return stages
+
+
+def step_sizes(
+    model: ModelSpec, gpu: GpuKind, its: Parallel, passes: Passes | None
+) -> list[tuple[float, float, float]]:
+    """Without expert parallelism, per stage: bytes of gradients and of weights, and an optimizer's own seconds."""
+    rows = []
+    for stage in range(its.pp):
+        ((count, *_), *_) = _parameter_groups(model, its, stage)
+        own_s = count * _parameter_s(gpu, its, passes)
+        rows.append((count * its.precision.gradient_bytes, count * its.precision.weight_bytes, own_s))
+    return rows
+
+
+def fixed_step_s(its: Parallel, passes: Passes | None) -> float:
+    """Seconds of each rank between iterations besides its optimizer, independent of its parameters."""
+    return 0.0 if passes is None else passes.step_s(its.tp)
+
+
+def _parameter_s(gpu: GpuKind, its: Parallel, passes: Passes | None) -> float:
+    """Seconds of the optimizer for a parameter."""
+    return _OPTIMIZER_BYTES / gpu.memory_bandwidth if passes is None else passes.step_s_per_parameter(its.tp)
+
+
+def _parameter_groups(model: ModelSpec, its: Parallel, stage: int) -> tuple[tuple[float, int], tuple[float, int]]:
+    """Parameters and the ranks that reduce them together: of what replicas share, and of experts."""
+    experts = expert_parameters(model, its, stage)
+    dense = stage_parameters(model, its, stage) - experts
+    if its.ep == 1:
+        dense, experts = dense + experts, 0.0
+    return (dense, its.replicas), (experts, its.replicas // its.ep)
+
+
+def _exchange_s(model: ModelSpec, its: Parallel, routes: StageRoutes, tensor: bool) -> tuple[float, float]:
+    """Seconds of exchange in the forward and in the backward pass of one layer.
+
+    Tensor parallelism reduces twice (with sequence parallelism it scatters and gathers, which takes as long); context
+    parallelism passes keys and values round, and in the backward pass their gradients too; experts are sent their
+    tokens, and send them back.
+
+    Args:
+        tensor: True to count tensor parallelism.
+    """
+    size = boundary_bytes(model, its)
+    reduce_s = ALL_REDUCES * all_reduce_s(routes.tensor, its.tp, size) if tensor else 0.0
+    keys_s = 0.0
+    if its.cp > 1:
+        keys = 2 * size * model.groups / model.heads / its.tp
+        keys_s = routes.context.time_s(keys * (its.cp - 1), its.cp - 1)
+    share = size / its.tp * model.experts_per_token / its.ep  # with experts, sequence parallelism is on
+    experts_s = 2 * sum(route.time_s(share) for route in routes.experts)
+    return reduce_s + keys_s + experts_s, reduce_s + 2 * keys_s + experts_s
+
+
+def _reduce_and_step_s(
+    model: ModelSpec, parameter_s: float, its: Parallel, stage: int, routes: StageRoutes
+) -> tuple[float, float]:
+    """Gradients over the replicas, and the optimizer; the distributed one scatters, does its part, and gathers.
+
+    Args:
+        parameter_s: seconds of the optimizer for a parameter.
+    """
+    groups = _parameter_groups(model, its, stage)
+    reduce_s = step_s = 0.0
+    for (parameters, ranks), route in zip(groups, (routes.replicas, routes.expert_replicas), strict=True):
+        gradients_s = all_reduce_s(route, ranks, parameters * its.precision.gradient_bytes)
+        own_s = parameters * parameter_s
+        if its.distributed_optimizer:
+            reduce_s += gradients_s / 2
+            step_s += own_s / ranks + all_reduce_s(route, ranks, parameters * its.precision.weight_bytes) / 2
+        else:
+            reduce_s += gradients_s
+            step_s += own_s
+    return reduce_s, step_s
+
+
+def bound_ns(its: Iteration) -> int:
+    """Lower bound on the iteration in ns: no timeline of ``timeline`` is shorter.
+
+    Let virtual stages be counted along the model.  The first pass of rank r waits for the first microbatch to pass the
+    r virtual stages before it, and its last pass is a backward pass on its first chunk, which then passes them back: so
+
+        optimizer of rank 0 + way to r + all passes of rank r + way back from r + reduction of rank 0
+
+    is a path through the timeline, for each r; and so is the same without the way back, with r's own reduction.
+
+    With 1F1B rank 0 holds at most pp microbatches, so forward i + pp comes after backward i (Pipette's hidden critical
+    path): ``floor((m - 1) / pp) + 1`` round trips through all stages follow each other on rank 0.
+    """
+    para = its.parallel
+    pp, m = para.pp, para.microbatches
+    stages, optimizer_ns = its.costs.stages, its.costs.optimizer_ns
+    passes = [stage.forward_ns + stage.backward_ns for stage in stages]
+    work = [m * sum(passes[rank::pp]) for rank in range(pp)]
+    longest = 0
+    for transfers in its.transfers_ns:
+        there = back_again = 0
+        for rank in range(pp):
+            begun = max(optimizer_ns[0] + there, optimizer_ns[rank])
+            longest = max(longest, begun + work[rank] + max(its.reduce_ns[rank], back_again + its.reduce_ns[0]))
+            if rank + 1 < pp:
+                there += stages[rank].forward_ns + transfers[rank][0]
+                back_again += stages[rank].backward_ns + transfers[rank][1]
+        if para.schedule == "1f1b" and para.chunks == 1 and pp > 1:
+            trip = sum(passes) + sum(map(sum, transfers[:-1]))
+            trips, rest = divmod(m - 1, pp)
+            path = (trips + 1) * trip + rest * stages[0].forward_ns
+            longest = max(longest, optimizer_ns[0] + path + its.reduce_ns[0])
+    return longest
+
+
+def timeline(its: Iteration) -> Timeline:
+    """The iteration of the replica that is last; the others wait for it where they reduce."""
+    compiled, edges = compiled_schedule(its.parallel, its.rendezvous)
+    lines = []
+    for transfers in its.transfers_ns:
+        times = [
+            [max(sum(transfers[link][back] for link, back in pair) for pair in wait) for wait in row] for row in edges
+        ]
+        lines.append((times, compiled.run(its.costs, transfers=times)))
+    lasts = [[row[-1].end_ns for row in line.spans] for _, line in lines]
+    latest = [max(ends) for ends in zip(*lasts, strict=True)]
+    ends = [max(map(sum, zip(last, its.reduce_ns, strict=True))) for last in lasts]
+    slowest = max(range(len(lines)), key=ends.__getitem__)
+    # reductions begin when the last replica is there
+    reduce = tuple(
+        late - last + reduce_ns for late, last, reduce_ns in zip(latest, lasts[slowest], its.reduce_ns, strict=True)
+    )
+    return compiled.run(replace(its.costs, reduce_ns=reduce), transfers=lines[slowest][0])
+
+
+type Waits = tuple[tuple[tuple[tuple[tuple[int, bool], ...], ...], ...], ...]
+
+
+def compiled_schedule(its: Parallel, rendezvous: bool = False) -> tuple[Compiled, Waits]:
+    """The schedule ready to be timed; and per rank and wait the links waited for, each as what goes in turn.
+
+    A link is named by the stage before it, and by whether it is the way back.  Where transfers hold both their ends,
+    two stages send each other something in one exchange.  Over gloo the one that comes last sends at once, but that it
+    is ready to receive is told behind what it sends: so it waits for one way after the other, and the other stage for
+    what it receives only.  In 1F1B, mostly the later stage comes last; so it is taken here.
+    """
+    name = "interleaved" if its.chunks > 1 else its.schedule
+    return _compiled(name, its.pp, its.microbatches, its.chunks, rendezvous)
+
+
+@lru_cache(maxsize=128)
+def _compiled(name: str, stages: int, microbatches: int, chunks: int, both_wait: bool) -> tuple[Compiled, Waits]:
+    schedule = make_schedule(name, stages, microbatches, chunks)
+    rows = []
+    for program in (rendezvous if both_wait else eager)(schedule):
+        waits = []
+        for step in program.steps:
+            links: dict[int, dict[bool, None]] = {}
+            for rank, op in step.transfers:
+                back = op.kind is not Pass.FORWARD
+                links.setdefault(rank if back else (rank - 1) % stages, {})[back] = None
+            if links:
+                waits.append(tuple(_in_turn(link, tuple(ways), program.rank) for link, ways in links.items()))
+        rows.append(tuple(waits))
+    return Compiled(schedule, both_wait), tuple(rows)
+
+
+def _in_turn(link: int, ways: tuple[bool, ...], rank: int) -> tuple[tuple[int, bool], ...]:
+    """Waits of a rank on one link, one after the other."""
+    return ((link, True),) if len(ways) > 1 and link == rank else tuple((link, back) for back in ways)
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,103 @@
+"""Links that a layout's groups use, once its logical ranks are on physical ones.
+
+Ranks are numbered as Megatron does (``tp-cp-ep-dp-pp``): tensor-parallel ranks next to each other, then the replicas,
+context-parallel ones next to each other, then stages.  Expert-parallel ranks are replicas next to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.fill.wings.configure.links import Links, Route
+from megatron.fill.wings.mainjob.parallel import Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoutes:
+    """Routes of the groups of one stage; all groups of a kind exchange at once."""
+
+    tensor: Route
+    context: Route
+    experts: tuple[Route, ...]  # per distance in the group
+    replicas: Route
+    expert_replicas: Route
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A rank order's links.
+
+    Attributes:
+        stages: per stage.
+        replicas: the data-parallel replicas whose links differ: per stage, to the next stage (from the last to the
+            first, for chunks) and from there back.
+        ends: between the first and the last stage, for a tied embedding.
+        rendezvous: as of ``Links``.
+    """
+
+    stages: tuple[StageRoutes, ...]
+    replicas: tuple[tuple[tuple[Route, Route], ...], ...]
+    ends: Route
+    rendezvous: bool = False
+
+
+def lay_out(links: Links, its: Parallel, order: Sequence[int] | None = None) -> Layout:
+    """The links that are used.
+
+    Args:
+        order: the physical rank of each logical one; None for the same.
+    """
+    size = its.tp * its.replicas
+    ranks = range(its.gpus) if order is None else order
+    stages = [tuple(ranks[stage * size : (stage + 1) * size]) for stage in range(its.pp)]
+    routes: dict[int, StageRoutes] = {}
+    onward: dict[int, tuple[tuple[Route, Route], ...]] = {}
+    # where the network repeats itself, a stage or two have the links of those before them
+    keys = [stage[0] % links.period if order is None and links.period else at for at, stage in enumerate(stages)]
+    for at, key in enumerate(keys):
+        if key not in routes:
+            routes[key] = stage_routes(links, its, stages[at])
+        if key not in onward and at + 1 < its.pp:
+            onward[key] = both_ways(links, its, stages[at], stages[at + 1])
+    boundaries = [onward[key] for key in keys[:-1]]
+    ends = Route()
+    if its.pp > 1:
+        boundaries.append(both_ways(links, its, stages[-1], stages[0]))
+        ends = links.ring(zip(stages[0], stages[-1], strict=True))
+    replicas = tuple(dict.fromkeys(zip(*boundaries, strict=True))) or ((),)
+    return Layout(tuple(routes[key] for key in keys), replicas, ends, links.rendezvous)
+
+
+def stage_routes(links: Links, its: Parallel, ranks: Sequence[int]) -> StageRoutes:
+    """Return the routes of one stage's physical ranks, given in logical order."""
+    rows = [ranks[replica * its.tp : (replica + 1) * its.tp] for replica in range(its.replicas)]
+    contexts = [
+        [row[tensor] for row in rows[first : first + its.cp]]
+        for first in range(0, its.replicas, its.cp)
+        for tensor in range(its.tp)
+    ]
+    columns = [[row[tensor] for row in rows] for tensor in range(its.tp)]
+    experts = [column[first : first + its.ep] for column in columns for first in range(0, its.replicas, its.ep)]
+    return StageRoutes(
+        links.ring(rows),
+        links.ring(contexts),
+        tuple(
+            links.route((group[at], group[(at + distance) % its.ep]) for group in experts for at in range(its.ep))
+            for distance in range(1, its.ep)
+        ),
+        links.ring(columns),
+        links.ring([column[first :: its.ep] for column in columns for first in range(its.ep)])
+        if its.ep > 1
+        else Route(),
+    )
+
+
+def both_ways(
+    links: Links, its: Parallel, here: Sequence[int], there: Sequence[int]
+) -> tuple[tuple[Route, Route], ...]:
+    """From one stage to another and back: of each data-parallel replica; all of them send at once."""
+    share = its.tp * its.cp
+    parts = [list(zip(here[at : at + share], there[at : at + share], strict=True)) for at in range(0, len(here), share)]
+    turned = [[(receiver, sender) for sender, receiver in part] for part in parts]
+    return tuple(zip(links.routes(parts), links.routes(turned), strict=True))

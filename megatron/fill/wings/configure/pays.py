@@ -1,0 +1,44 @@
+"""Gain of filling for one training, as its flags lay it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.wings.configure.cluster import Cluster
+from megatron.fill.wings.configure.flags import Training
+from megatron.fill.wings.configure.search import search
+from megatron.fill.wings.configure.value import Valued, fill_kinds, valued
+from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
+from megatron.fill.wings.mainjob.parallel import Recompute
+
+_ONE = ("tp", "pp", "cp", "ep", "chunks", "microbatch")
+
+
+def figures(training: Training, gpus: int | None, gpu: str, network: str) -> Valued:
+    """Its time, memory and bubbles, with what the bubbles are worth; flags that are left out mean 1, as in Megatron.
+
+    Args:
+        gpus: number of GPUs of the training; None for one replica's.
+
+    Raises:
+        ConfigError: a name is not known, or the layout is invalid or does not fit.
+    """
+    for option, name, known in (("--gpu", gpu, GPUS), ("--network", network, NETWORKS)):
+        _check_known(option, name, list(known))
+    fixed: dict[str, Any] = dict.fromkeys(_ONE, 1) | {"recompute": Recompute.NONE} | dict(training.fixed)
+    count = gpus or fixed["tp"] * fixed["pp"] * fixed["cp"]
+    node = min(NETWORKS[network].gpus_per_node, count)
+    if count % node:
+        raise ConfigError(f"--gpus is {count}: expected a multiple of the {node} of a node")
+    cluster = Cluster(nodes=count // node, gpus_per_node=node, gpu=GPUS[gpu], network=NETWORKS[network])
+    held = Training(training.model, training.global_batch, training.precision, fixed, training.others)
+    found = search(held, cluster, cluster.links(Path()), 1)
+    return valued(found.proposals[0], fill_kinds(cluster.gpu, None))
+
+
+def _check_known(option: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise ConfigError(f"{option} is {name!r}: expected one of {', '.join(known)}")

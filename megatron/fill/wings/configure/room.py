@@ -1,0 +1,41 @@
+"""Check that a layout fits the GPUs' memory: a bound that takes no schedule, and the peak of the schedule itself."""
+
+from __future__ import annotations
+
+from megatron.fill.pipeline.bubbles import peak_pass_bytes
+from megatron.fill.pipeline.schedules import interleaved_warmup
+from megatron.fill.wings.configure.latency import compiled_schedule
+from megatron.fill.wings.mainjob.held import Pass, held_memory, micro_batch, passes
+from megatron.fill.wings.mainjob.memory import StageMemory
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel
+
+
+def least_bytes(model: ModelSpec, its: Parallel) -> int:
+    """Least bytes that the fullest GPU holds; with 1F1B exactly that.
+
+    A rank of 1F1B holds the microbatches of its warm-up and one more when its first backward pass begins.  So it is
+    with virtual stages, where each of them counts as the smallest of the rank.
+    """
+    parts, layers = micro_batch(model, its), its.layers(model)
+    stages = (0,) if its.pp == 1 else (0, 1, its.pp - 1)  # memory falls from the second stage on
+    peaks = ((stage, _held(its, passes(parts, its, layers, stage), stage)) for stage in stages)
+    return max(held_memory(model, its, parts, stage, peak).total_bytes for stage, peak in peaks)
+
+
+def _held(its: Parallel, own: list[Pass], stage: int) -> float:
+    m, pp = its.microbatches, its.pp
+    count = min(pp - stage, m)
+    if its.chunks > 1:
+        count = min(interleaved_warmup(pp, m, its.chunks, pp, stage) + 1, m * its.chunks)
+    return (count - 1) * min(one.kept_bytes for one in own) + min(one.peak_bytes for one in own)
+
+
+def memory(model: ModelSpec, its: Parallel) -> tuple[StageMemory, ...]:
+    """Peak memory of a GPU of each stage, by the schedule."""
+    parts, layers = micro_batch(model, its), its.layers(model)
+    ranks = [passes(parts, its, layers, rank) for rank in range(its.pp)]
+    there = [own[chunk] for chunk in range(its.chunks) for own in ranks]
+    schedule = compiled_schedule(its)[0].schedule
+    peaks = peak_pass_bytes(schedule, [one.kept_bytes for one in there], [one.peak_bytes for one in there])
+    return tuple(held_memory(model, its, parts, stage, peak) for stage, peak in enumerate(peaks))

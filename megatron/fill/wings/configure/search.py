@@ -1,0 +1,228 @@
+"""The best configurations: all are bounded, and those that may be among the best are timed.
+
+``search`` returns what timing every configuration would.  Configurations are taken in the order of their bound
+(``latency.bound_ns``), and once the bound exceeds the worst of the best that were timed, so do all that follow.
+In the same way, ``room.least_bytes`` drops only what cannot fit.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.pipeline.bubbles import bubble_cycle, bubble_share
+from megatron.fill.pipeline.timeline import Timeline
+from megatron.fill.profiles import BubbleCycle
+from megatron.fill.wings.configure.cluster import Cluster
+from megatron.fill.wings.configure.correction import Correction
+from megatron.fill.wings.configure.flags import Training
+from megatron.fill.wings.configure.latency import Iteration, bound_ns, iteration, timeline
+from megatron.fill.wings.configure.layout import Layout, lay_out
+from megatron.fill.wings.configure.links import Links
+from megatron.fill.wings.configure.passes import Passes
+from megatron.fill.wings.configure.room import least_bytes, memory
+from megatron.fill.wings.configure.space import layouts, padded
+from megatron.fill.wings.mainjob.hardware import GIB
+from megatron.fill.wings.mainjob.memory import StageMemory
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+
+_MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A configuration that fits, timed.
+
+    Attributes:
+        order: the physical rank of each logical one.
+        memory: memory of a GPU of each stage.
+        room_bytes: bytes that a training may take of a GPU.
+    """
+
+    parallel: Parallel
+    order: tuple[int, ...]
+    timeline: Timeline
+    memory: tuple[StageMemory, ...]
+    room_bytes: int
+
+    @property
+    def iteration_s(self) -> float:
+        return self.timeline.period_ns / 1e9
+
+    @property
+    def bubble_share(self) -> float:
+        return bubble_share(self.timeline)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the fullest GPU."""
+        return max(its.total_bytes for its in self.memory)
+
+    def cycles(self) -> list[BubbleCycle]:
+        """The bubbles of each stage's GPUs, with what the training leaves of their memory."""
+        return [
+            bubble_cycle(self.timeline, stage, self.room_bytes - its.total_bytes)
+            for stage, its in enumerate(self.memory)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Result of a search.
+
+    Attributes:
+        proposals: the best first.
+        configurations: number of configurations bounded, those that do not fit included.
+        timed: number of them that were timed.
+        excluded: number of them left out, by the constraint.
+    """
+
+    proposals: tuple[Proposal, ...]
+    configurations: int
+    timed: int
+    excluded: Counter[str]
+
+
+class Evaluator:
+    """Costs of a training's configurations on a cluster; links of one layout are looked up once.
+
+    Args:
+        passes: measured passes; None for the analytic model.
+        correction: learned correction of their memory; None for the accounting alone.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        cluster: Cluster,
+        links: Links,
+        passes: Passes | None = None,
+        correction: Correction | None = None,
+    ) -> None:
+        self.training = training
+        self.cluster = cluster
+        self.links = links
+        self.passes = passes
+        self.correction = correction
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._models = {tp: padded(training, tp) for tp in range(1, cluster.gpus_per_node + 1)}
+
+    def least_bytes(self, its: Parallel) -> int:
+        """Least bytes that the fullest GPU holds."""
+        least = least_bytes(self._models[its.tp], its)
+        return least if self.correction is None else int(least * self.correction.least_factor)
+
+    def iteration(self, its: Parallel, order: Sequence[int] | None = None) -> Iteration:
+        """A configuration's times; ``order`` None for the cluster's own."""
+        if order is not None:
+            layout = lay_out(self.links, its, order)
+        else:
+            shape = its.tp, its.cp, its.ep, its.pp, its.dp
+            if shape not in self._layouts:
+                self._layouts[shape] = lay_out(self.links, its)
+            layout = self._layouts[shape]
+        model, cluster = self._models[its.tp], self.cluster
+        return iteration(model, cluster.gpu, cluster.efficiency, its, layout, self.passes)
+
+    def proposal(self, times: Iteration, order: Sequence[int] | None = None) -> Proposal | None:
+        """It timed; None if it does not fit after all."""
+        its = times.parallel
+        held = memory(self._models[its.tp], its)
+        if self.correction is not None:
+            held = self.correction.corrected(self._models[its.tp], its, held)
+        if max(one.total_bytes for one in held) > self.cluster.limit_bytes:
+            return None
+        chosen = tuple(range(its.gpus) if order is None else order)
+        return Proposal(its, chosen, timeline(times), held, self.cluster.room_bytes)
+
+    def candidates(self, gpus: int, excluded: Counter[str]) -> Iterator[Parallel]:
+        """Those that may fit; each with the least recomputation with which it does."""
+        for its in layouts(self.training, gpus, self.cluster.gpus_per_node, excluded):
+            if self.passes is not None and its.tp not in self.passes.tensors:
+                excluded[f"--profile has no run with --tensor-model-parallel-size {its.tp}"] += 1
+                continue
+            kinds = [its.recompute] if "recompute" in self.training.fixed else list(Recompute)
+            for kind in kinds:
+                one = its if kind is its.recompute else replace(its, recompute=kind)
+                if self.least_bytes(one) <= self.cluster.limit_bytes:
+                    yield one
+                    break
+                excluded[_MEMORY] += 1
+
+
+def search(
+    training: Training,
+    cluster: Cluster,
+    links: Links,
+    top: int = 10,
+    gpus: int | None = None,
+    passes: Passes | None = None,
+    correction: Correction | None = None,
+) -> Found:
+    """The fastest configurations, ranks in the cluster's own order.
+
+    Args:
+        gpus: number of GPUs to use; None for all of the cluster.
+        passes: measured passes; None for the analytic model.
+        correction: learned correction of the memory estimates.
+
+    Raises:
+        ConfigError: none fits; the message names what excludes them.
+    """
+    evaluator = Evaluator(training, cluster, links, passes, correction)
+    excluded: Counter[str] = Counter()
+    bounded = []
+    for number, its in enumerate(evaluator.candidates(gpus or cluster.gpus, excluded)):
+        times = evaluator.iteration(its)
+        bounded.append((bound_ns(times), number, times))
+    bounded.sort(key=lambda one: one[:2])
+    configurations = len(bounded) + excluded[_MEMORY]
+    best: list[tuple[int, int, Proposal]] = []
+    timed = 0
+    for least_ns, number, times in bounded:
+        if len(best) >= top and least_ns > best[top - 1][0]:
+            break
+        timed += 1
+        for one in _with_recompute(evaluator, times, excluded):
+            insort(best, (one.timeline.period_ns, number, one), key=lambda its: its[:2])
+    if not best:
+        raise ConfigError(_nothing(evaluator, excluded, gpus or cluster.gpus))
+    return Found(tuple(one for _, _, one in best[:top]), configurations, timed, excluded)
+
+
+def _with_recompute(evaluator: Evaluator, times: Iteration, excluded: Counter[str]) -> Iterator[Proposal]:
+    """The configuration; where only its bound fits, the one with more recomputation that does."""
+    kinds = list(Recompute)
+    its = times.parallel
+    for kind in kinds[kinds.index(its.recompute) :]:
+        if kind is not its.recompute and "recompute" in evaluator.training.fixed:
+            return
+        one = times if kind is its.recompute else evaluator.iteration(replace(its, recompute=kind))
+        found = evaluator.proposal(one)
+        if found is not None:
+            yield found
+            return
+        excluded[_MEMORY] += 1
+
+
+def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
+    """Reason why no configuration fits."""
+    cluster = evaluator.cluster
+    head = f"no configuration of these flags fits {gpus} x {cluster.gpu.name}"
+    if excluded[_MEMORY]:
+        others: Counter[str] = Counter()
+        least = min(
+            evaluator.least_bytes(
+                its if "recompute" in evaluator.training.fixed else replace(its, recompute=Recompute.FULL)
+            )
+            for its in layouts(evaluator.training, gpus, cluster.gpus_per_node, others)
+        )
+        return (
+            f"{head}: of the {excluded[_MEMORY]} that Megatron would start, the smallest needs {least / GIB:.2f} GiB "
+            f"of a GPU; expected at most {cluster.limit_bytes / GIB:.2f} GiB"
+        )
+    reasons = "; ".join(f"{count} for: {reason}" for reason, count in excluded.most_common(3))
+    return f"{head}: excluded are {reasons}"

@@ -1,0 +1,133 @@
+"""Every layout of a training on so many GPUs that Megatron starts, and why the others are none.
+
+Three choices are made here and not searched, because they never cost time or memory in this model:
+
+* *Sequence parallelism* wherever tensor parallelism divides the sequence: its scatter and gather take as long as the
+  all-reduce, what passes between stages is smaller, and activations are divided that were whole.
+* *The distributed optimizer* wherever there are replicas: a reduce-scatter of gradients and an all-gather of weights,
+  which are no larger than gradients, take no longer than an all-reduce, and each replica steps its part only.
+* *Recomputation* only where a layout does not fit without it: it adds to backward passes and takes nothing away.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from megatron.fill.wings.configure.details import detailed
+from megatron.fill.wings.configure.flags import Training
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+
+_MOST_MICROBATCH = 64  # samples; more fit no GPU with any sequence worth dividing
+
+
+def divisors(number: int) -> list[int]:
+    """In order."""
+    small = [its for its in range(1, int(number**0.5) + 1) if number % its == 0]
+    return small + [number // its for its in reversed(small) if its * its != number]
+
+
+def padded(training: Training, tp: int) -> ModelSpec:
+    """The model with the vocabulary that Megatron makes of it, and with what flags say beside its shape."""
+    return replace(detailed(training.model, training.others), vocabulary=training.padded(tp))
+
+
+def layouts(training: Training, gpus: int, gpus_per_node: int, excluded: Counter[str]) -> Iterator[Parallel]:
+    """All that Megatron starts, without recomputation unless it is fixed.
+
+    Tensor parallelism stays inside a node, as Megatron's authors advise (Narayanan et al. 2021, section 3.2).
+
+    Args:
+        excluded: counts, by the constraint, what is left out.
+    """
+    model, fixed = training.model, training.fixed
+    for tp, cp in product(_choices("tp", divisors(gpus), fixed), _choices("cp", divisors(gpus), fixed)):
+        reason = _tensor_problem(model, tp, cp, gpus, gpus_per_node)
+        if reason:
+            excluded[reason] += 1
+            continue
+        for pp in _choices("pp", divisors(gpus // (tp * cp)), fixed):
+            if gpus % (tp * cp * pp) or pp > model.layers:
+                excluded["--pipeline-model-parallel-size divides the GPUs and is at most --num-layers"] += 1
+                continue
+            dp = gpus // (tp * cp * pp)
+            if training.global_batch % dp:
+                excluded["--global-batch-size is a multiple of the data-parallel ranks"] += 1
+                continue
+            yield from _with_batches(training, tp, cp, pp, dp, excluded)
+
+
+def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, excluded: Counter[str]) -> Iterator[Parallel]:
+    model, fixed = training.model, training.fixed
+    ends = _uneven(model.layers, pp)
+    experts = [its for its in divisors(dp * cp) if model.experts % its == 0] if model.experts else [1]
+    for microbatch, ep in product(
+        _choices("microbatch", divisors(training.global_batch // dp), fixed), _choices("ep", experts, fixed)
+    ):
+        if training.global_batch // dp % microbatch or (microbatch > _MOST_MICROBATCH and "microbatch" not in fixed):
+            excluded["--micro-batch-size divides the batch of a replica, and is at most 64"] += 1
+            continue
+        microbatches = training.global_batch // dp // microbatch
+        chunks = [1, *(its for its in divisors(model.layers // pp) if its > 1)] if not ends else [1]
+        for chunk in _choices("chunks", chunks, fixed):
+            if chunk > 1 and (pp == 1 or microbatches % pp or ends or model.layers % (pp * chunk)):
+                excluded["virtual stages: several stages, and micro-batches that are a multiple of them"] += 1
+                continue
+            if ends is None:
+                excluded["--num-layers is divided among the stages, but for the first and the last"] += 1
+                continue
+            try:
+                found = Parallel(
+                    tp=tp,
+                    pp=pp,
+                    dp=dp,
+                    cp=cp,
+                    ep=ep,
+                    chunks=chunk,
+                    microbatch=microbatch,
+                    global_batch=training.global_batch,
+                    schedule="interleaved" if chunk > 1 else "1f1b",
+                    sequence_parallel=tp > 1 and model.sequence % tp == 0,
+                    recompute=fixed.get("recompute", Recompute.NONE),
+                    precision=training.precision,
+                    distributed_optimizer=dp * cp > 1,
+                    **ends,
+                )
+                found.check(model)
+            except ValueError as error:
+                excluded[str(error)] += 1
+                continue
+            yield found
+
+
+def _choices(name: str, found: list[int], fixed: Any) -> list[int]:
+    return [fixed[name]] if name in fixed else found
+
+
+def _tensor_problem(model: ModelSpec, tp: int, cp: int, gpus: int, gpus_per_node: int) -> str:
+    if tp > gpus_per_node or gpus % tp:
+        return "--tensor-model-parallel-size stays inside a node and divides the GPUs"
+    if model.heads % tp or model.groups % tp or model.ffn % tp:
+        return "--tensor-model-parallel-size divides heads, query groups and the MLP's width"
+    if gpus % (tp * cp) or (cp > 1 and model.sequence % (2 * cp * tp)):
+        return "--context-parallel-size divides the GPUs and half of what tensor parallelism leaves of --seq-length"
+    if model.experts and tp > 1 and model.sequence % tp:
+        return "with experts, --tensor-model-parallel-size divides --seq-length (sequence parallelism)"
+    return ""
+
+
+def _uneven(layers: int, pp: int) -> dict[str, int] | None:
+    """Layers of the first and the last stage where not all can have as many; None if that does not help either."""
+    if layers % pp == 0:
+        return {}
+    if pp == 2:
+        return {"first_layers": (layers + 1) // 2, "last_layers": layers // 2}
+    each = -(-layers // pp)
+    rest = layers - each * (pp - 2)
+    if rest < 2:
+        return None
+    return {"first_layers": rest - rest // 2, "last_layers": rest // 2}

@@ -1,0 +1,295 @@
+"""From requests to sequences, and from sequences to answers: each request is answered exactly once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron.fill.errors import TaskError
+from megatron.fill.wings.llm.answers import AnswerFile, Choice, TokenLogprob, answer, error_answer
+from megatron.fill.wings.llm.attention import Context
+from megatron.fill.wings.llm.grammar import Grammars
+from megatron.fill.wings.llm.logprobs import logprobs_of
+from megatron.fill.wings.llm.requests import Refused, Request
+from megatron.fill.wings.llm.sequence import GeneratedSequence, Pooling, Wanted
+from megatron.fill.wings.llm.tokenizers import Tokenizer
+
+_UNSIGNED = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A request of which not all choices are there.
+
+    Attributes:
+        choices: by number.
+        error: why it cannot be answered.
+    """
+
+    request: Request
+    prompt_tokens: int
+    choices: dict[int, Choice] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Answering:
+    """The requests of a file, in order, those that are answered already left out.
+
+    Args:
+        tokenizer: of the model.
+        context: how many tokens a sequence may have, and why not more.
+        model: what answers call the model.
+        seed: for requests that have none.
+        fits: whether a sequence can be generated at all; asked before any is.
+        vocabulary: the token ids that the model knows are below it.
+        grammars: of the tokenizer; None if no request has a schema.
+        pooling: of embeddings.
+        embeds: whether the model gives the hidden states that embeddings are made of.
+    """
+
+    def __init__(
+        self,
+        lines: Iterable[Request | Refused],
+        file: AnswerFile,
+        tokenizer: Tokenizer,
+        context: Context,
+        model: str,
+        seed: int,
+        fits: Callable[[GeneratedSequence], bool],
+        vocabulary: int,
+        grammars: Grammars | None = None,
+        pooling: Pooling = "last",
+        embeds: bool = True,
+    ) -> None:
+        self._lines, self._file, self._tokenizer = iter(lines), file, tokenizer
+        self._context, self._model, self._seed, self._fits = context, model, seed, fits
+        self._vocabulary, self._grammars = vocabulary, grammars
+        self._pooling, self._embeds = pooling, embeds
+        self._begun: dict[int, _Begun] = {}  # by line
+        self._ready: deque[GeneratedSequence] = deque()
+        self._kept: dict[tuple[int, int], dict[str, Any]] = {}
+        self._choices: dict[int, dict[int, Choice]] = {}
+        self.answered = len(file)
+        self._counted = float(len(file))  # done, and counted as work, perhaps in another process
+
+    def following(self) -> GeneratedSequence | None:
+        """The next sequence; None after the last one.  Its name is its request's line and the choice."""
+        while not self._ready:
+            line = next(self._lines, None)
+            if line is None:
+                return None
+            if not self._file.answered(line):
+                self._begin(line)
+        return self._ready.popleft()
+
+    def ended(self, sequence: GeneratedSequence) -> None:
+        """A sequence has ended; with the last one of its request, the request is answered."""
+        line, number = sequence.name
+        begun = self._begun[line]
+        if sequence.grammar is not None and sequence.grammar.error is not None:
+            begun.error = f"response_format could not be followed: {sequence.grammar.error}"
+        try:
+            choice = self._choice(number, sequence, begun.request)
+        except Exception as error:  # of a tokenizer, with tokens that it does not expect
+            choice = Choice(number, _unexpected(error), "error", len(sequence.generated))
+        begun.choices[number] = choice
+        if len(begun.choices) == begun.request.choices:
+            choices = [begun.choices[number] for number in sorted(begun.choices)]
+            del self._begun[line]
+            failed = next((choice.text for choice in choices if choice.finish_reason == "error"), None)
+            if begun.error is not None:
+                self._write(error_answer(Refused(line, begun.request.custom_id, begun.error, "response_format")))
+            elif failed is not None:
+                self._refuse(begun.request, failed, 500)
+            else:
+                self._write(answer(begun.request, choices, begun.prompt_tokens, self._model))
+
+    def new_work(self, unfinished: Iterable[GeneratedSequence]) -> float:
+        """Requests done since the last call; one in progress counts as the part of its tokens that is there."""
+        done = float(self.answered)
+        for begun in self._begun.values():
+            done += len(begun.choices) / begun.request.choices
+        for sequence in (*unfinished, *self._ready):
+            done += _part(sequence) / self._begun[sequence.name[0]].request.choices
+        new, self._counted = done - self._counted, done
+        return new
+
+    def state_dict(self, unfinished: Iterable[GeneratedSequence]) -> dict[str, Any]:
+        """What was generated and not answered yet."""
+        self._file.sync()
+        sequences = [[*one.name, one.state_dict()] for one in (*unfinished, *self._ready) if one.generated]
+        sequences += [[*name, kept] for name, kept in self._kept.items()]  # of requests that were not reached again
+        there = {line: begun.choices for line, begun in self._begun.items()} | self._choices
+        choices = [[line, choice_as_data(choice)] for line, found in there.items() for choice in found.values()]
+        return {"sequences": sequences, "choices": choices}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; before the first ``following``."""
+        self._kept = {(line, number): kept for line, number, kept in state["sequences"]}
+        for line, data in state["choices"]:
+            choice = choice_from_data(data)
+            self._choices.setdefault(line, {})[choice.index] = choice
+
+    def _begin(self, line: Request | Refused) -> None:
+        if isinstance(line, Refused):
+            self._write(error_answer(line))
+            return
+        try:
+            if line.encoding is not None and not self._embeds:
+                raise ValueError(f"{self._model} gives no hidden states: expected another model for /v1/embeddings")
+            prompts = prompt_tokens(line, self._tokenizer, self._vocabulary)
+            self._check_tokens(line)
+            sequences = [
+                self._sequence(line, tokens, place * line.n + number)
+                for place, tokens in enumerate(prompts)
+                for number in range(line.n)
+            ]
+            for sequence in sequences[:: line.n]:
+                self._check_room(sequence)
+        except (ValueError, TaskError) as error:
+            self._refuse(line, str(error), 400)
+            return
+        except Exception as error:  # of a tokenizer or a template, with what it does not expect
+            self._refuse(line, _unexpected(error), 500)
+            return
+        begun = _Begun(line, sum(map(len, prompts)), self._choices.pop(line.line, {}))
+        self._begun[line.line] = begun
+        left = [one for number, one in enumerate(sequences) if number not in begun.choices]
+        self._counted += (len(begun.choices) + sum(map(_part, left))) / line.choices
+        self._ready.extend(left)
+
+    def _most(self, request: Request, prompt: int) -> int:
+        """New tokens at most, by the context.
+
+        Raises:
+            ValueError: there is no room for any, or for fewer than the model itself has room for.
+        """
+        context, asked = self._context.tokens, request.max_tokens
+        if context <= prompt:
+            why = "" if self._context.reason is None else f"; {self._context.reason}"
+            raise ValueError(f"the prompt has {prompt} tokens; expected fewer than the context, {context}{why}")
+        if asked is not None and self._context.reason is not None and prompt + asked > context:
+            raise ValueError(
+                f"{prompt} tokens and up to {asked} more; expected at most {context} in all: {self._context.reason}"
+            )
+        return min(asked or context, context - prompt)
+
+    def _check_tokens(self, request: Request) -> None:
+        size = self._vocabulary
+        if wrong := [token for token, _ in request.sampling.logit_bias if token >= size]:
+            raise ValueError(f"logit_bias has token {wrong[0]}; expected 0 to {size - 1}")
+
+    def _check_room(self, sequence: GeneratedSequence) -> None:
+        if not self._fits(sequence):
+            raise ValueError(
+                f"{len(sequence.wanted.prompt)} tokens and up to {sequence.wanted.most} more need more memory for keys "
+                "and values than there is; expected a smaller max_tokens, or a job with more memory"
+            )
+
+    def _sequence(self, request: Request, prompt: list[int], number: int) -> GeneratedSequence:
+        most = self._most(request, len(prompt))
+        own = (0, self._seed & _UNSIGNED, request.line) if request.seed is None else (1, request.seed & _UNSIGNED)
+        special = self._tokenizer.special
+        wanted = Wanted(
+            tuple(prompt),
+            most,
+            request.sampling,
+            (*own, number),
+            request.stop,
+            request.logprobs,
+            tuple(one for stop in request.stop if (one := special(stop)) is not None),
+            tuple(stop for stop in request.stop if special(stop) is None and self._tokenizer.has_special(stop)),
+        )
+        if request.encoding is not None:
+            wanted = Wanted((*prompt, prompt[-1]), most, pooling=self._pooling)
+        sequence = GeneratedSequence(wanted, (request.line, number))
+        if request.schema is not None:
+            assert self._grammars is not None
+            sequence.grammar = self._grammars.of(request.schema)
+        kept = self._kept.pop((request.line, number), None)
+        if kept is not None:
+            sequence.load_state_dict(kept)
+        return sequence
+
+    def _choice(self, number: int, sequence: GeneratedSequence, request: Request) -> Choice:
+        assert sequence.finish is not None
+        noted = request.logprobs is not None and sequence.finish != "error"
+        notes = logprobs_of(sequence, self._tokenizer) if noted else None
+        vector = None
+        if sequence.pooled is not None:
+            length = np.linalg.norm(sequence.pooled) or 1.0  # zeros stay zeros
+            vector = tuple(map(float, (sequence.pooled / length).astype(np.float32)))
+        return Choice(number, sequence.text, sequence.finish, len(sequence.generated), notes, vector)
+
+    def _refuse(self, request: Request, why: str, status_code: int) -> None:
+        self._write(error_answer(Refused(request.line, request.custom_id, why, None, status_code)))
+
+    def _write(self, data: dict[str, Any]) -> None:
+        self._file.write(data)
+        self.answered += 1
+
+
+def prompt_tokens(request: Request, tokenizer: Tokenizer, vocabulary: int) -> list[list[int]]:
+    """The token ids of each of a request's prompts, or of its conversation.
+
+    Args:
+        vocabulary: the ids that the model knows are below it.
+
+    Raises:
+        ValueError: one has none, or one that the model does not know.
+    """
+    if request.chat:
+        tokens = tokenizer.chat(list(request.messages), list(request.tools) or None, **request.template)
+        return [_known(tokens, "the tokens of the messages have", tokenizer, vocabulary)]
+    return [_tokens(prompt, tokenizer, vocabulary) for prompt in request.prompts]
+
+
+def _tokens(prompt: str | tuple[int, ...], tokenizer: Tokenizer, vocabulary: int) -> list[int]:
+    if isinstance(prompt, str):
+        return _known(tokenizer.encode(prompt), "the tokens of the prompt have", tokenizer, vocabulary)
+    return _known(list(prompt), "prompt has token", tokenizer, vocabulary)
+
+
+def _known(tokens: list[int], where: str, tokenizer: Tokenizer, vocabulary: int) -> list[int]:
+    if not tokens:
+        if tokenizer.begins is None:
+            raise ValueError("the prompt has no tokens, and the model's tokenizer none to begin with; expected some")
+        tokens = [tokenizer.begins]
+    wrong = [token for token in tokens if not 0 <= token < vocabulary]
+    if wrong:
+        raise ValueError(f"{where} {wrong[0]}, which the model does not know; expected 0 to {vocabulary - 1}")
+    return tokens
+
+
+def _unexpected(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _part(sequence: GeneratedSequence) -> float:
+    return len(sequence.generated) / sequence.wanted.most
+
+
+def choice_as_data(choice: Choice) -> list[Any]:
+    """A choice as JSON has it, for the state of a job."""
+    notes = choice.logprobs
+    noted = None
+    if notes is not None:
+        noted = [[note.token, note.logprob, list(map(list, note.top)), note.offset] for note in notes]
+    vector = None if choice.vector is None else list(choice.vector)
+    return [choice.index, choice.text, choice.finish_reason, choice.tokens, noted, vector]
+
+
+def choice_from_data(data: list[Any]) -> Choice:
+    """The choice that ``choice_as_data`` gave."""
+    index, text, finish, tokens, noted, vector = data
+    notes = None
+    if noted is not None:
+        notes = [
+            TokenLogprob(token, value, tuple((other, least) for other, least in top), offset)
+            for token, value, top, offset in noted
+        ]
+    return Choice(index, text, finish, tokens, notes, None if vector is None else tuple(vector))

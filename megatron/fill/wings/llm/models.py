@@ -1,0 +1,133 @@
+"""Language models from local folders.  Nothing is fetched from a network."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.errors import TaskError
+from megatron.fill.wings.llm.attention import AttentionKinds, context_length
+from megatron.fill.wings.llm.tokenizers import BYTES, ByteTokenizer, FolderTokenizer, Tokenizer
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer]:
+    """A causal language model in host memory, in evaluation mode, and its tokenizer.
+
+    Args:
+        path: a folder that ``transformers`` can load, or one of Megatron's checkpoints (the newest is taken).
+        dtype: of the weights: ``auto`` for that of the files, or ``float32``, ``bfloat16``, ``float16``.
+
+    Raises:
+        ValueError: ``dtype`` is none.
+        TaskError: there is no such model, or a package is missing, or the model cannot be run in pieces.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(_DTYPES)}")
+    try:
+        import greenlet  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise TaskError(f"{error}: language models need pip install 'pipefill[models]'") from error
+    from megatron.fill.wings.llm.megatron import is_checkpoint
+
+    closed = [file.name for file in path.glob("*") if not os.access(file, os.R_OK)]
+    if closed:  # transformers would say that they are not there
+        raise TaskError(f"model {path}: this user may not read {', '.join(sorted(closed)[:3])}")
+    if is_checkpoint(path):
+        model, tokenizer = _from_megatron(path, dtype)
+    elif (path / "config.json").is_file():
+        model, tokenizer = _from_transformers(path, dtype)
+    else:
+        raise TaskError(f"model is {path}: expected a folder as transformers saves it, or of Megatron's checkpoints")
+    context_length(model)
+    AttentionKinds.of(model)
+    return model.eval(), tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model's folder, without the model.
+
+    Raises:
+        TaskError: there is none.
+    """
+    from megatron.fill.wings.llm.megatron import is_checkpoint, latest, read_arguments
+
+    return tokenizer_of(read_arguments(latest(path))) if is_checkpoint(path) else _folder_tokenizer(path)
+
+
+def _from_transformers(path: Path, dtype: str) -> tuple[Any, Tokenizer]:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers raises whatever its parts do
+        raise TaskError(f"model {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    _refuse_random_weights(path, model, found)
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return model, _folder_tokenizer(path, frozenset([ends] if isinstance(ends, int) else ends or []))
+
+
+def _refuse_random_weights(path: Path, model: Any, found: dict[str, Any]) -> None:
+    """A tensor that the files lack, or have in another shape, would be random.
+
+    Raises:
+        TaskError: naming them.
+    """
+    other_shapes = [name if isinstance(name, str) else name[0] for name in found.get("mismatched_keys", ())]
+    lacking = sorted({*found["missing_keys"], *other_shapes})
+    if not lacking:
+        return
+    unused = sorted(found.get("unexpected_keys", ()))
+    named = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
+    there = f"; the files have {', '.join(unused[:3])} instead" if unused else ""
+    raise TaskError(
+        f"model {path}: {len(lacking)} tensors of {type(model).__name__} are not in its files: {named}{there}; "
+        "expected all of them"
+    )
+
+
+def _folder_tokenizer(path: Path, ends: frozenset[int] = frozenset()) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        if (path / BYTES).is_file():
+            return ByteTokenizer(**json.loads((path / BYTES).read_text(encoding="utf-8")))
+        return FolderTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True), ends)
+    except Exception as error:
+        raise TaskError(f"the tokenizer of {path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _from_megatron(path: Path, dtype: str) -> tuple[Any, Tokenizer]:
+    import torch
+
+    from megatron.fill.wings.llm.megatron import load_megatron
+
+    model, args = load_megatron(path)
+    if dtype != "auto":
+        model.to(getattr(torch, dtype))
+    return model, tokenizer_of(args)
+
+
+def tokenizer_of(args: Namespace) -> Tokenizer:
+    """The tokenizer that a training had, by its arguments.
+
+    Raises:
+        TaskError: it cannot be had here.
+    """
+    kind = args.tokenizer_type
+    if kind == "NullTokenizer" and args.vocab_size in (256, 257):
+        end = getattr(args, "null_tokenizer_eod_id", None)
+        return ByteTokenizer(args.vocab_size, args.vocab_size - 1 if end is None else end)
+    if kind == "HuggingFaceTokenizer" and args.tokenizer_model and Path(args.tokenizer_model).is_dir():
+        return _folder_tokenizer(Path(args.tokenizer_model))
+    raise TaskError(
+        f"the checkpoint was trained with --tokenizer-type {kind}, --tokenizer-model {args.tokenizer_model} and "
+        f"--vocab-size {args.vocab_size}: expected NullTokenizer with 256, or HuggingFaceTokenizer with a folder"
+    )

@@ -1,0 +1,199 @@
+"""One sequence that is generated: what was asked for, and how far it is."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megatron.fill.wings.llm.sampling import Sampling
+
+if TYPE_CHECKING:
+    from megatron.fill.wings.llm.grammar import Grammar
+
+Pooling = Literal["last", "mean"]
+Decode = Callable[..., str]  # as Tokenizer.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a sequence is to be.
+
+    Attributes:
+        prompt: token ids, at least one.
+        most: new tokens at most, at least one.
+        sampling: how its tokens are drawn.
+        seed: where its randomness comes from: the same numbers, the same draws.
+        stop: texts that end it; they are not in its text.
+        stop_ids: tokens that end it besides those that end every sequence.
+        special_stops: texts that end it, looked for in the text with the names of tokens that have no text.
+        alternatives: how many of the most probable tokens to note at each place; None notes nothing.
+        pooling: nothing is generated: the hidden states of all tokens but the last one, which stands for nothing, are
+            made one vector, that of the last of them or their mean; None generates.
+    """
+
+    prompt: tuple[int, ...]
+    most: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: tuple[int, ...] = (0,)
+    stop: tuple[str, ...] = ()
+    alternatives: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    special_stops: tuple[str, ...] = ()
+    pooling: Pooling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNote:
+    """A token with the logarithm of its probability.
+
+    Attributes:
+        best: the most probable tokens at its place, the best first, each with its logarithm.
+    """
+
+    token: int
+    logarithm: float
+    best: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class GeneratedSequence:
+    """A sequence and its tokens so far.
+
+    Attributes:
+        name: of its owner's choice.
+        cached: tokens whose keys and values each model has, the target first; empty while it has no pages.
+        pages: where they are, for all models.
+        finish: why it ended: ``stop``, ``length`` or ``error``; None while it goes on.
+        text: without what ended it, or what the error was; set at its end.
+        tainted: a model gave numbers for it that are not finite: its keys and values may have such too.
+        grammar: what it has to follow; None for nothing.
+        pooled: the vector so far, ``[hidden]``, not normalised.
+    """
+
+    wanted: Wanted
+    name: Any = None
+    generated: list[int] = field(default_factory=list)
+    notes: list[TokenNote] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    finish: Literal["stop", "length", "error"] | None = None
+    text: str = ""
+    tainted: bool = False
+    grammar: Grammar | None = None
+    pooled: np.ndarray | None = None
+    _prompt_ids: np.ndarray | None = field(default=None, repr=False)
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """The different token ids of the prompt."""
+        if self._prompt_ids is None:
+            self._prompt_ids = np.unique(np.array(self.wanted.prompt, dtype=np.int64))
+        return self._prompt_ids
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and what was generated."""
+        return [*self.wanted.prompt, *self.generated]
+
+    @property
+    def length(self) -> int:
+        return len(self.wanted.prompt) + len(self.generated)
+
+    @property
+    def most_tokens(self) -> int:
+        """That it can have in the end, with its prompt."""
+        return len(self.wanted.prompt) + self.wanted.most
+
+    @property
+    def left(self) -> int:
+        """New tokens that it may still have."""
+        return self.wanted.most - len(self.generated)
+
+    def take(self, tokens: Sequence[int], notes: Sequence[TokenNote], ends: Collection[int], decode: Decode) -> int:
+        """Add tokens, up to the one that ends it; how many were added.
+
+        Args:
+            ends: token ids that end every sequence.
+        """
+        for count, token in enumerate(tokens, 1):
+            self.generated.append(token)
+            self.notes.extend(notes[count - 1 : count])
+            if token in ends or token in self.wanted.stop_ids:
+                self._end("stop", decode(self.generated[:-1]))
+            elif (text := self._stopped(decode)) is not None:
+                self._end("stop", text)
+            elif not self.left:
+                self._end("length", decode(self.generated))
+            if self.finish is not None:
+                return count
+        return len(tokens)
+
+    def fail(self, why: str) -> None:
+        """End it without an answer."""
+        self.finish, self.text = "error", why
+
+    def pool(self, states: Any) -> None:
+        """Add the hidden states, a tensor ``[tokens, hidden]``, of the tokens after the cached ones; the last end it.
+
+        What it had is forgotten if they begin anew.
+        """
+        start = self.cached[0]
+        if not start:
+            self.pooled, self.finish = None, None
+        if not states.isfinite().all():
+            self.tainted = True
+            self.fail("the model's hidden states are not finite numbers (NaN or infinite)")
+        if self.finish is not None:
+            return
+        last = self.wanted.pooling == "last"
+        part = (states[-1:] if last else states).double().sum(0).cpu().numpy()
+        self.pooled = part if last or self.pooled is None else self.pooled + part
+        if start + len(states) == len(self.wanted.prompt) - 1:
+            self.finish = "stop"
+
+    def _stopped(self, decode: Decode) -> str | None:
+        """The text before a stop that the latest token completed; None for none."""
+        found = [self._before(self.wanted.stop, decode, False), self._before(self.wanted.special_stops, decode, True)]
+        return min((text for text in found if text is not None), key=len, default=None)
+
+    def _before(self, stops: Sequence[str], decode: Decode, special: bool) -> str | None:
+        """The text before the first of these stops.
+
+        Args:
+            special: they are looked for in the text with the names of tokens that have no text.
+        """
+        if not stops:
+            return None
+        read = partial(decode, special=True) if special else decode
+        # A token may be a single byte, and a character four of them.
+        tail = read(self.generated[-(4 * max(map(len, stops)) + 8) :])
+        if not any(stop in tail for stop in stops):
+            return None
+        text = read(self.generated)
+        found = [at for stop in stops if (at := text.find(stop)) >= 0]
+        if not found or not special:
+            return text[: min(found)] if found else None
+        # The tokens that end before it, and what there is of the next one.
+        at, places = min(found), range(len(self.generated) + 1)
+        whole = bisect_right(places, at, key=lambda count: len(read(self.generated[:count]))) - 1
+        return str(decode(self.generated[:whole]) + text[len(read(self.generated[:whole])) : at])
+
+    def _end(self, finish: Literal["stop", "length"], text: str) -> None:
+        self.finish, self.text = finish, text
+
+    def state_dict(self) -> dict[str, Any]:
+        notes = [[note.token, note.logarithm, [list(pair) for pair in note.best]] for note in self.notes]
+        return {"generated": list(self.generated), "notes": notes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; only for one that had not ended."""
+        self.generated = list(state["generated"])
+        self.notes = [
+            TokenNote(token, logarithm, tuple((other, value) for other, value in best))
+            for token, logarithm, best in state["notes"]
+        ]

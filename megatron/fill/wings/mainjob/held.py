@@ -1,0 +1,201 @@
+"""Peak memory of one GPU of a stage, as Megatron allocates it; a configuration above the GPU's memory is refused.
+
+``memory`` has the published formulas, which sum the activations that passes keep.  Here the passes' tapes are replayed:
+memory peaks in a backward pass, when gradients come on top of the activations of all passes in flight.
+docs/configure.md compares it with Megatron's own iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron.fill.wings.mainjob.memory import StageMemory, expert_parameters, stage_parameters
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
+from megatron.fill.wings.mainjob.tape import Sizes, kept_bytes, layer_tape, peak_bytes, sizes
+
+_TOKEN_BYTES = 28  # bytes per token: 8 each for token, label and position, and 4 for the loss mask
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Memory of one microbatch on one virtual stage, in bytes.
+
+    Attributes:
+        kept_bytes: activations kept from its forward pass to its backward pass.
+        peak_bytes: peak in its backward pass, including ``kept_bytes`` and gradients.
+    """
+
+    kept_bytes: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Memory of the parts of a pass of one microbatch on one GPU, in bytes; ``passes`` adds them up for each stage.
+
+    Attributes:
+        inner: a layer that creates its causal mask itself.
+        outer: a layer of the first or the last virtual stage, which receive a mask with the tokens.
+        tied: gradient of the output layer's weights, which waits for the embedding's if both are on one stage.
+        tokens: tokens with their masks.
+        embedding: kept by the embedding; ``embedding_work``: additional memory in its backward pass.
+        output: kept by the output layer and the loss; ``output_peak``: peak in their backward pass.
+        passed: activations passed from stage to stage.
+        buffer: Megatron's global buffer, shared by all microbatches.
+    """
+
+    inner: Pass
+    outer: Pass
+    tied: float
+    tokens: float
+    embedding: float
+    embedding_work: float
+    output: float
+    output_peak: float
+    passed: float
+    buffer: int
+
+
+def micro_batch(model: ModelSpec, its: Parallel) -> MicroBatch:
+    """Return the parts' memory; it is cached for layouts with equal microbatches."""
+    return _micro_batch(
+        *(model, its.tp, its.cp, its.ep, its.sequence_parallel, its.microbatch, its.recompute, its.precision)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _micro_batch(
+    model: ModelSpec,
+    tp: int,
+    cp: int,
+    ep: int,
+    sequence_parallel: bool,
+    microbatch: int,
+    recompute: Recompute,
+    precision: Precision,
+) -> MicroBatch:
+    its = Parallel(
+        tp=tp,
+        pp=1,
+        cp=cp,
+        ep=ep,
+        microbatch=microbatch,
+        global_batch=microbatch,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        precision=precision,
+    )
+    size = sizes(model, its)
+    mask = model.sequence**2 / its.cp
+    work = size.residual + size.whole + _embedding_bytes(model, its) + _positions_bytes(model, its)
+    output, output_peak = _output(model, its, size)
+    there = bool(model.vocabulary)
+    return MicroBatch(
+        inner=_layer(model, its, mask),
+        outer=_layer(model, its, 0.0),
+        tied=_embedding_bytes(model, its) if model.tied_embeddings else 0.0,
+        tokens=its.microbatch * (mask + _TOKEN_BYTES * model.sequence),
+        embedding=size.mask if there else 0.0,
+        embedding_work=work if there else 0.0,
+        output=output if there else 0.0,
+        output_peak=output_peak if there else 0.0,
+        passed=size.residual,
+        buffer=_buffer_bytes(model, its, size),
+    )
+
+
+def _layer(model: ModelSpec, its: Parallel, mask_bytes: float) -> Pass:
+    tape = layer_tape(model, its, mask_bytes)
+    return Pass(kept_bytes(tape), peak_bytes(tape))
+
+
+def passes(parts: MicroBatch, its: Parallel, layers: Sequence[int], rank: int) -> list[Pass]:
+    """Return the memory of a pass on each virtual stage of a rank, in order.
+
+    Args:
+        layers: number of layers of all virtual stages, as from ``its.layers``.
+    """
+    last = its.pp * its.chunks - 1
+    several = its.microbatches > 1
+    found: list[Pass] = []
+    for virtual in range(rank, last + 1, its.pp):
+        if len(found) > 1 and virtual != last:  # the virtual stages of a rank have equal numbers of layers
+            found.append(found[1])
+        else:
+            found.append(_pass(parts, layers[virtual], virtual == 0, virtual == last, several))
+    return found
+
+
+def _pass(parts: MicroBatch, layers: int, first: bool, last: bool, several: bool) -> Pass:
+    """Return the memory of a pass on a virtual stage; ``several``: True for more than one microbatch."""
+    layer = parts.outer if first or last else parts.inner
+    kept = (parts.tokens if first or last else 0.0) + (parts.embedding if first else 0.0)
+    waiting = parts.tied if first and last else 0.0
+    peak = kept + parts.embedding_work + waiting if first else 0.0
+    kept += layers * layer.kept_bytes
+    if layers:
+        peak = max(peak, kept - layer.kept_bytes + layer.peak_bytes + waiting)
+    if last:
+        before = (
+            parts.passed if several and not first else 0.0
+        )  # the previous microbatch is released only after the loss
+        peak = max(peak, kept + parts.output_peak + before)
+        kept += parts.output
+    # The gradient received from the next stage, and the one that the previous microbatch sent to the previous stage.
+    return Pass(kept, peak + parts.passed * ((not last) + (not first and several)))
+
+
+def _output(model: ModelSpec, its: Parallel, size: Sizes) -> tuple[float, float]:
+    """Return the bytes kept by the last layer norm, the output layer and the loss, and the peak in their backward pass.
+
+    Logits are kept in single precision for the loss, and their gradient replaces them in place.
+    """
+    number = its.precision.weight_bytes
+    logits = model.sequence / its.cp * its.microbatch * model.vocabulary / its.tp
+    copied = number * logits if number < 4 else 0.0
+    product = (copied or 4 * logits) + size.whole + _embedding_bytes(model, its)
+    kept = 2 * size.residual + 4 * logits
+    return kept, max(kept + copied, 2 * size.residual + product)
+
+
+def _embedding_bytes(model: ModelSpec, its: Parallel) -> float:
+    """Return the bytes of a gradient of the embedding's weights, in the weights' precision."""
+    return model.embedding_parameters / its.tp * its.precision.weight_bytes
+
+
+def _positions_bytes(model: ModelSpec, its: Parallel) -> float:
+    return model.positions * model.hidden * its.precision.weight_bytes
+
+
+def _buffer_bytes(model: ModelSpec, its: Parallel, size: Sizes) -> int:
+    """Return the bytes of Megatron's global buffer, for attention scores and gathered sequences."""
+    gathered = size.whole if its.tp > 1 and its.sequence_parallel else 0.0
+    if model.experts and (its.tp > 1 or its.ep > 1):
+        gathered = size.whole * its.ep
+    return round(max(size.scores, gathered))
+
+
+def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, peak: float) -> StageMemory:
+    """Return the memory of one GPU of a stage.
+
+    Args:
+        peak: peak bytes of the schedule's passes there, as from ``pipeline.bubbles.peak_pass_bytes``.
+    """
+    parameters = stage_parameters(model, its, rank)
+    experts = expert_parameters(model, its, rank)
+    divisor = its.replicas if its.distributed_optimizer else 1
+    expert_divisor = its.replicas // its.ep if its.distributed_optimizer else 1
+    divided = (parameters - experts) / divisor + experts / expert_divisor
+    precision = its.precision
+    # With half-precision gradients, their single-precision copies exist in the optimizer's step only, when there are no
+    # activations.
+    step = divided * (precision.optimizer_bytes - min(12, precision.optimizer_bytes))
+    return StageMemory(
+        weights_bytes=round(parameters * precision.weight_bytes),
+        gradients_bytes=round(parameters * precision.gradient_bytes),
+        optimizer_bytes=round(divided * min(12, precision.optimizer_bytes)),
+        activations_bytes=round(max(peak, step)) + parts.buffer,
+    )

@@ -1,0 +1,120 @@
+"""Memory of one GPU of a stage by the published formulas, for the simulator.
+
+``held`` is the more exact accounting that ``pipefill configure`` uses.
+
+Weights, gradients and optimizer state are counted as in ``megatron.training.theoretical_memory_usage``, but for each
+stage instead of the fullest one; activations by Korthikanti et al. 2022 (arXiv 2205.05198), Table 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """The memory of one GPU in bytes; ``activations_bytes`` is the peak in an iteration."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+
+
+def stage_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
+    """Return the number of parameters on one GPU of a stage.
+
+    Tensor parallelism divides matrices and embeddings; every one of its ranks has the layer norms.  The last stage has
+    the output layer's weights, tied or not.
+    """
+    layers = sum(parallel.layers(model)[rank :: parallel.pp])
+    matrices = layers * (model.matrix_parameters - model.expert_parameters)
+    whole = layers * model.norm_parameters
+    if rank == 0:
+        matrices += model.embedding_parameters
+        whole += model.positions * model.hidden
+    if rank == parallel.pp - 1:
+        whole += model.final_norm_parameters
+        if parallel.pp > 1 or not model.tied_embeddings:
+            matrices += model.embedding_parameters
+    return matrices / parallel.tp + whole + expert_parameters(model, parallel, rank)
+
+
+def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
+    """Return the number of experts' parameters in ``stage_parameters``; only every ``ep``-th replica has the same."""
+    if not model.experts:
+        return 0.0
+    layers = sum(parallel.layers(model)[rank :: parallel.pp])
+    return layers * model.expert_parameters / (parallel.tp * parallel.ep)
+
+
+def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Recompute | None = None) -> float:
+    """Return the bytes of activations that one layer keeps of one microbatch (Korthikanti et al. 2022, Table 2).
+
+    In units of ``s b h`` bytes and without parallelism: ``34 + 5 a s / h``; without the attention's core 34, with full
+    recomputation 2.  Tensor parallelism alone does not divide 10 of the 34.
+
+    Args:
+        recompute: None for that of ``parallel``.
+    """
+    kind = parallel.recompute if recompute is None else recompute
+    unit = model.sequence / parallel.cp * parallel.microbatch * model.hidden * parallel.precision.weight_bytes / 2
+    whole_divisor = parallel.tp if parallel.sequence_parallel else 1
+    if kind is Recompute.FULL:
+        return 2 * unit / whole_divisor
+    attention = 4 + 4 * model.groups / model.heads  # query and what goes into the projection; key and value
+    mlp = (6 if model.swiglu else 4) * model.ffn / model.hidden * model.experts_per_token
+    core = 0.0 if kind is Recompute.SELECTIVE else 5 * model.heads * model.sequence / model.hidden
+    return unit * (10 / whole_divisor + (attention + mlp + core) / parallel.tp)
+
+
+def activation_bytes(model: ModelSpec, parallel: Parallel) -> tuple[int, ...]:
+    """Return the bytes that each virtual stage (``chunk * pp + rank``) keeps of one microbatch.
+
+    In addition to its layers' activations, the first keeps token ids and the embedding's dropout mask, and the last the
+    output layer's input and, for the loss, the logits in single precision, as in ``compute_activation_memory``.
+    """
+    layer = layer_activation_bytes(model, parallel)
+    kept = [count * layer for count in parallel.layers(model)]
+    if model.vocabulary:
+        tokens = model.sequence / parallel.cp * parallel.microbatch
+        divisor = parallel.tp if parallel.sequence_parallel else 1
+        kept[0] += tokens * (8 + model.hidden) / divisor
+        kept[-1] += 4 * tokens * (model.hidden / divisor + model.vocabulary / parallel.tp)
+    return tuple(round(size) for size in kept)
+
+
+def working_bytes(model: ModelSpec, parallel: Parallel) -> int:
+    """Return the bytes recomputed at a time in a backward pass: those of one layer with full recomputation, else 0."""
+    if parallel.recompute is not Recompute.FULL:
+        return 0
+    return round(layer_activation_bytes(model, parallel, Recompute.NONE))
+
+
+def stage_memory(model: ModelSpec, parallel: Parallel, rank: int, activations_bytes: int) -> StageMemory:
+    """Return the memory of one GPU of a stage.
+
+    With BF16 it takes 18 bytes per parameter, or ``6 + 12 / dp`` with the distributed optimizer.
+
+    Args:
+        activations_bytes: peak of the activations kept there, as from ``pipeline.bubbles.peak_activation_bytes``.
+    """
+    parameters = stage_parameters(model, parallel, rank)
+    precision = parallel.precision
+    experts = expert_parameters(model, parallel, rank)
+    divisor = parallel.replicas if parallel.distributed_optimizer else 1
+    expert_divisor = parallel.replicas // parallel.ep if parallel.distributed_optimizer else 1
+    divided = (parameters - experts) / divisor + experts / expert_divisor
+    return StageMemory(
+        weights_bytes=round(parameters * precision.weight_bytes),
+        gradients_bytes=round(parameters * precision.gradient_bytes),
+        optimizer_bytes=round(divided * precision.optimizer_bytes),
+        activations_bytes=activations_bytes + working_bytes(model, parallel),
+    )

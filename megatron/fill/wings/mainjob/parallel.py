@@ -1,0 +1,167 @@
+"""The layout of a model over GPUs: its parallelism, precision and recomputation, with Megatron's rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from megatron.fill.wings.mainjob.model import ModelSpec
+
+
+class Recompute(StrEnum):
+    """The activations recomputed in the backward pass (Korthikanti et al. 2022, section 5)."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # those of the attention's core, which flash attention does not keep either
+    FULL = "full"  # all but each layer's input
+
+
+class Precision(StrEnum):
+    """Precision of passes and gradients, with Adam; bytes as in Megatron's guide to its distributed optimizer."""
+
+    BF16 = "bf16"  # gradients are kept and reduced in single precision
+    FP16 = "fp16"  # gradients are kept and reduced in half precision
+    FP32 = "fp32"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes per parameter, and per activation between layers."""
+        return 4 if self is Precision.FP32 else 2
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients per parameter."""
+        return 2 if self is Precision.FP16 else 4
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes per parameter of Adam's moments and single-precision copies (weights; with FP16 also gradients)."""
+        return {Precision.BF16: 12, Precision.FP16: 16, Precision.FP32: 8}[self]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """The layout of one training over its GPUs.
+
+    Attributes:
+        tp: number of tensor-parallel ranks.
+        pp: number of pipeline-parallel ranks.
+        dp: number of data-parallel ranks.
+        cp: number of context-parallel ranks; each has a part of every sequence.
+        ep: number of expert-parallel ranks among the data- and context-parallel ones; each has a part of the experts.
+        chunks: virtual stages per rank.
+        microbatch: samples per microbatch.
+        global_batch: samples per iteration, over all data-parallel ranks.
+        schedule: a name that ``pipeline.schedules.make_schedule`` knows.
+        group_size: microbatches in a group of the interleaved schedule; None for ``pp``.
+        sequence_parallel: True if the activations that tensor parallelism replicates are divided along the sequence.
+        distributed_optimizer: True if the optimizer's state is divided over the data-parallel ranks.
+        first_layers: number of layers of the first rank, in all its chunks; None for that of the other ranks.
+        last_layers: number of layers of the last rank; None for that of the other ranks.
+    """
+
+    tp: int = 1
+    pp: int
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    chunks: int = 1
+    microbatch: int = 1
+    global_batch: int
+    schedule: str = "1f1b"
+    group_size: int | None = None
+    sequence_parallel: bool = False
+    recompute: Recompute = Recompute.NONE
+    precision: Precision = Precision.BF16
+    distributed_optimizer: bool = False
+    first_layers: int | None = None
+    last_layers: int | None = None
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp", "cp", "ep", "chunks", "microbatch", "global_batch", "group_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected at least 1")
+        for name, kind in (("recompute", Recompute), ("precision", Precision)):
+            if getattr(self, name) not in list(kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(kind)}")
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        if self.global_batch % (self.microbatch * self.dp):
+            raise ValueError(
+                f"global_batch is {self.global_batch}; expected a multiple of microbatch * dp, "
+                f"{self.microbatch} * {self.dp}"
+            )
+        for name in ("first_layers", "last_layers"):
+            value = getattr(self, name)
+            if value is not None and value % self.chunks:
+                raise ValueError(f"{name} is {value}; expected a multiple of chunks, {self.chunks}")
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches per data-parallel rank and iteration."""
+        return self.global_batch // (self.microbatch * self.dp)
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs of the training."""
+        return self.tp * self.pp * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks with the same attention weights, which reduce their gradients together."""
+        return self.dp * self.cp
+
+    def check(self, model: ModelSpec) -> None:
+        """Check that the model can be divided over this layout.
+
+        Raises:
+            ValueError: it cannot; the message names the field, its value, and what was expected.
+        """
+        for name, value in (("heads", model.heads), ("query_groups", model.groups), ("ffn_hidden", model.ffn)):
+            if value % self.tp:
+                raise ValueError(f"tp is {self.tp}; expected a divisor of the model's {name}, {value}")
+        if self.sequence_parallel and model.sequence % self.tp:
+            raise ValueError(f"tp is {self.tp}; expected a divisor of the model's sequence, {model.sequence}")
+        if self.cp > 1 and model.sequence % (2 * self.cp):
+            raise ValueError(f"cp is {self.cp}; expected a divisor of half the model's sequence, {model.sequence}")
+        if self.ep > 1 and (self.replicas % self.ep or not model.experts or model.experts % self.ep):
+            raise ValueError(
+                f"ep is {self.ep}; expected a divisor of dp * cp, {self.dp} * {self.cp}, and of the model's experts, "
+                f"{model.experts}"
+            )
+        if model.experts and self.tp > 1 and not self.sequence_parallel:
+            raise ValueError(f"tp is {self.tp} with experts; expected sequence_parallel, as Megatron does")
+        self.layers(model)
+
+    def layers(self, model: ModelSpec) -> tuple[int, ...]:
+        """Return the number of layers of each virtual stage (``chunk * pp + rank``).
+
+        Raises:
+            ValueError: the layers cannot be divided evenly.
+        """
+        first, last = self.first_layers, self.last_layers
+        if first is None and last is None:
+            stages = self.pp * self.chunks
+            if model.layers % stages:
+                raise ValueError(
+                    f"pp * chunks is {self.pp} * {self.chunks}; expected a divisor of the model's {model.layers} "
+                    "layers, or first_layers and last_layers"
+                )
+            return (model.layers // stages,) * stages
+        for name, value in (("first_layers", first), ("last_layers", last)):
+            if value is not None and not 0 < value < model.layers:
+                raise ValueError(f"{name} is {value}; expected 1 to {model.layers - 1}")
+        given = [count for count in (first, last) if count is not None]
+        between, rest = self.pp - len(given), model.layers - sum(given)
+        parts = between * self.chunks
+        if between < 0 or rest < parts or (rest % parts if parts else rest):
+            among = f"{max(0, between)} of {self.pp} stages" + (f" in {self.chunks} chunks" if self.chunks > 1 else "")
+            raise ValueError(
+                f"first_layers is {first} and last_layers is {last}; expected them to leave layers that divide evenly "
+                f"among {among}, not {rest} of {model.layers}"
+            )
+        head, tail = [first] if first else [], [last] if last else []
+        ranks = head + [rest // between if between else 0] * between + tail
+        return tuple(count // self.chunks for count in ranks) * self.chunks

@@ -1,0 +1,176 @@
+"""The activation tape of a layer: the bytes that each operation keeps, and those that its backward pass adds.
+
+In a forward pass each operation appends the activations that it keeps to a tape; the backward pass removes them again,
+last first.  So memory peaks near the beginning of a backward pass: the tape up to an operation, and the gradients that
+exist at that moment.  ``layer_tape`` lists both for Megatron's local layers (without Transformer Engine);
+scripts/benchmarks/memory_truth.py measures the same by running them.
+
+The kept bytes add up to Korthikanti et al. 2022 (arXiv 2205.05198), Table 2; in addition, the keys and values of
+grouped-query attention are repeated for each head, and the gradients of each operation are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An operation of a layer.
+
+    Attributes:
+        kept_bytes: bytes that it adds to the tape.
+        working_bytes: bytes in its backward pass in addition to the tape up to here: gradients and temporaries.
+    """
+
+    name: str
+    kept_bytes: float
+    working_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of one microbatch's activations on one GPU, in bytes.
+
+    Attributes:
+        whole: ``s b h`` numbers, the input of matrix products.
+        residual: the same between layers; a part of it with sequence parallelism.
+        mask: dropout mask of the residual stream.
+        query: queries, and likewise the input of the output projection.
+        keys: keys and values as projected.
+        scores: attention scores of all heads; ``score_mask``: their dropout mask.
+        ffn: activations inside the MLP after its activation function; ``gated``: before it.
+    """
+
+    whole: float
+    residual: float
+    mask: float
+    query: float
+    keys: float
+    scores: float
+    score_mask: float
+    ffn: float
+    gated: float
+
+
+def sizes(model: ModelSpec, its: Parallel) -> Sizes:
+    """Return the sizes of a microbatch's activations."""
+    number = its.precision.weight_bytes
+    rows = model.sequence / its.cp * its.microbatch
+    whole = rows * model.hidden * number
+    divisor = its.tp if its.sequence_parallel else 1
+    scores = rows * model.heads / its.tp * model.sequence * number
+    ffn = rows * model.ffn / its.tp * number
+    return Sizes(
+        whole=whole,
+        residual=whole / divisor,
+        mask=whole / divisor / number if model.hidden_dropout else 0.0,
+        query=whole / its.tp,
+        keys=2 * whole / its.tp * model.groups / model.heads,
+        scores=scores,
+        score_mask=scores / number if model.attention_dropout else 0.0,
+        ffn=ffn,
+        gated=ffn * (2 if model.swiglu else 1),
+    )
+
+
+def layer_tape(model: ModelSpec, its: Parallel, mask_bytes: float = 0.0) -> list[Step]:
+    """Return a layer's operations, in the order of the forward pass.
+
+    Args:
+        mask_bytes: bytes of a causal mask that the layer creates itself; 0 on stages that receive one with the tokens.
+    """
+    size = sizes(model, its)
+    if its.recompute is not Recompute.FULL:
+        return _tape(model, its, size, mask_bytes)
+    inner = _tape(model, replace(its, recompute=Recompute.NONE), size, mask_bytes)
+    return [Step("layer", size.residual, peak_bytes(inner) - size.residual + _again(size.residual))]
+
+
+def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> list[Step]:
+    width = its.precision.weight_bytes * model.hidden / its.tp
+    rows = model.hidden * (1 + 2 * model.groups / model.heads)  # rows of the projection to query, keys and values
+    gradient = size.residual  # gradient of the residual stream, which exists all the time
+    grouped, rotated = model.groups < model.heads, not model.positions
+    projected = size.query + size.keys
+    repeated = 2 * size.query if grouped else 0.0
+    # Views of the projection's output, unless rotary positions are applied or heads repeat the keys of their group.
+    given = projected + (size.query if rotated or grouped else 0.0) + (size.keys / 2 if rotated else 0.0)
+    plain = size.query if grouped else given
+    core = [Step("split", plain, 2 * projected + repeated), *_core(model, size, repeated, mask_bytes)]
+    if its.recompute is Recompute.SELECTIVE:
+        core[0] = Step("split", 0.0, core[0].working_bytes)
+        core = [Step("core", given, peak_bytes(core) + _again(size.query))]
+    return [
+        Step("norm", size.residual, gradient + 2 * size.residual),
+        Step("qkv", size.residual, gradient + projected + size.whole + width * rows),
+        *(Step(one.name, one.kept_bytes, gradient + one.working_bytes) for one in core),
+        Step("projection", size.query, gradient + size.whole + size.query + width * model.hidden),
+        Step("dropout", size.mask, 2 * gradient),
+        *_mlp(model, its, size),
+        Step("dropout", size.mask, 2 * gradient),
+    ]
+
+
+def _again(output_bytes: float) -> float:
+    """Return the bytes of a recomputed output and its gradient, which both exist during its backward pass."""
+    return 2 * output_bytes
+
+
+def _core(model: ModelSpec, size: Sizes, repeated: float, mask_bytes: float) -> list[Step]:
+    """Return the operations of the attention's core: from query, keys and values to their mixture.
+
+    Scores are masked in place, in a view, for which autograd copies their gradient twice.
+    """
+    per_head = repeated or size.keys
+    values = per_head / 2
+    return [
+        Step("product", repeated, 2 * size.query + per_head + size.scores),
+        Step("causal mask", mask_bytes, values + 4 * size.scores),
+        Step("softmax", size.scores, values + 2 * size.scores),
+        Step("dropout", size.score_mask, values + 2 * size.scores),
+        Step("mixture", size.scores if model.attention_dropout else 0.0, 2 * size.query + size.scores),
+    ]
+
+
+def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
+    """Return the operations of the MLP, or of the experts, one after the other, with equal numbers of tokens."""
+    weights = model.hidden * model.ffn / its.tp * its.precision.weight_bytes
+    gates = 2 if model.swiglu else 1
+    gradient = size.residual
+    norm = Step("norm", size.residual, gradient + 2 * size.residual)
+    if not model.experts:
+        return [
+            norm,
+            Step("into", size.residual, gradient + size.gated + size.whole + gates * weights),
+            Step("activation", size.gated, gradient + size.ffn + size.gated),
+            Step("out of", size.ffn, gradient + size.whole + size.ffn + weights),
+        ]
+    passes = model.experts_per_token
+    each = passes * its.ep / model.experts  # share of a microbatch that one expert gets
+    routed = passes * size.whole
+    return [
+        norm,
+        Step("routing", size.residual + routed, gradient + routed + its.ep * size.whole),
+        Step("into", 0.0, gradient + 2 * routed + each * size.gated + gates * weights),
+        Step("activation", passes * size.gated, gradient + 2 * routed + each * (size.ffn + size.gated)),
+        Step("out of", passes * size.ffn, gradient + 2 * routed + each * size.ffn + weights),
+    ]
+
+
+def kept_bytes(tape: Sequence[Step]) -> float:
+    """Return the bytes of the whole tape, after the forward pass."""
+    return sum(step.kept_bytes for step in tape)
+
+
+def peak_bytes(tape: Sequence[Step]) -> float:
+    """Return the peak bytes of the tape and gradients in the backward pass."""
+    held = most = 0.0
+    for step in tape:
+        held += step.kept_bytes
+        most = max(most, held + step.working_bytes)
+    return most

@@ -1,0 +1,267 @@
+"""Kinds of fill jobs: analytic ones as in PipeFill's study, and those that ``pipefill profile`` measured.
+
+The models are EfficientNet, BERT-base, BERT-large, Swin-large and XLM-RoBERTa-XL, each in training and in batch
+inference: those of ``megatron.fill.models``, which the runtime runs too.  Their times are analytical
+(``fillmodel.py``), with two constants fitted to published measurements:
+
+* Transformers: NVIDIA DeepLearningExamples, TensorFlow BERT, V100-16GB, inference of BERT-base with 128 tokens: 206.8,
+  376.8, 635 and 962.83 sequences/s at batches of 1, 2, 4 and 8.  That is 4.3 ms per batch and 0.50 ms per sequence.
+  The resulting times for BERT-large, in inference and pre-training, with 128 to 512 tokens, are within 17% of the same
+  source on V100.  On A100 they are with 128 tokens; with more they are up to 80% too short for its small batches.
+* EfficientNet-B4: NVIDIA DeepLearningExamples, PyTorch, V100-16GB, inference: 242 to 847 images/s at batches of 8 to
+  256, training 204.  That is bound by memory traffic, or at small batches by the host, whatever the GPU.
+
+For Swin-large and XLM-RoBERTa-XL no measurements on these GPUs were found: BERT's constants are assumed, and for
+EfficientNetV2-L those of EfficientNet-B4.  On other GPUs the same constants are assumed: the peaks of compute and
+memory differ, and the fixed times do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.models import MODELS, Encoder
+from megatron.fill.planner.files import load_profiles
+from megatron.fill.profiles import JobProfile
+from megatron.fill.wings.mainjob.hardware import GpuKind
+from megatron.fill.wings.sim.filljobs.fillmodel import Block, FillModel, Speed, inference_profiles, training_profiles
+from megatron.fill.wings.sim.filljobs.freeride import GPU as MEASURED_ON
+from megatron.fill.wings.sim.filljobs.freeride import SIDE_TASKS
+from megatron.fill.wings.sim.values import FillKind
+
+CONTEXT_BYTES = 512 * 2**20  # memory of a process's CUDA context; an assumption
+
+_TRANSFORMER = Speed(0.36, 0.334e-3, source="fitted to NVIDIA DeepLearningExamples' BERT-base inference on V100")
+_ASSUMED = replace(_TRANSFORMER, source="assumed: as BERT's")
+_EFFICIENTNET = Speed(
+    0.36,
+    0.1e-3,
+    0.97e-3,
+    source="fitted to NVIDIA DeepLearningExamples' EfficientNet-B4 inference and training on V100",
+)
+_EFFICIENTNET_PASSES = 10.6  # number of times that each convolution's output is written or read; fitted as above
+_EFFICIENTNET_BACKWARD = 3.0  # fitted to 204 images/s in training
+
+
+def transformer_block(name: str, hidden: int, heads: int, tokens: int, window: int | None = None) -> Block:
+    """An encoder layer whose MLP is four times as wide.
+
+    Args:
+        tokens: tokens per sample.
+        window: number of tokens that a token attends to; None for all.
+    """
+    reach = tokens if window is None else window
+    scores = heads * tokens * reach
+    kept = 34 * tokens * hidden + 5 * scores  # Korthikanti et al. 2022, eq. (1)
+    return Block(
+        name,
+        parameters=12 * hidden * hidden + 13 * hidden,
+        flops=24 * tokens * hidden * hidden + 4 * tokens * reach * hidden,
+        traffic_bytes=2 * kept,
+        kept_bytes=kept,
+        working_bytes=2 * (8 * tokens * hidden + 2 * scores),
+        output_bytes=2 * tokens * hidden,
+    )
+
+
+def encoder(shape: Encoder, tokens: int) -> tuple[Block, ...]:
+    """BERT's shape: embeddings of words and positions, and encoder layers.  The head is neglected."""
+    hidden, output = shape.hidden, 2 * tokens * shape.hidden
+    words = Block("embedding", (shape.vocabulary + shape.positions) * hidden, 0, 3 * output, output, output, output)
+    return (words, *(transformer_block(f"layer {at}", hidden, shape.heads, tokens) for at in range(shape.layers)))
+
+
+def _swin_large() -> Iterator[Block]:
+    """Liu et al. 2021 (arXiv 2103.14030), Table 7: Swin-L, images of 224 x 224, windows of 7 x 7."""
+    stages = zip((192, 384, 768, 1536), (6, 12, 24, 48), (56, 28, 14, 7), (2, 2, 18, 2), strict=True)
+    for stage, (hidden, heads, side, depth) in enumerate(stages):
+        output = 2 * side * side * hidden
+        if stage == 0:
+            flops, parameters = 2 * side * side * 48 * hidden, 48 * hidden  # patches of 4 x 4 x 3
+        else:
+            flops, parameters = 4 * side * side * hidden * hidden, 2 * hidden * hidden  # four patches to one
+        yield Block(f"merge {stage}", parameters, flops, 4 * output, 2 * output, 2 * output, output)
+        for at in range(depth):
+            yield transformer_block(f"stage {stage} layer {at}", hidden, heads, side * side, 49)
+
+
+# Per stage: whether the two convolutions before the squeezing are merged (V2's "fused" blocks), expansion factor,
+# kernel, stride, channels, blocks.
+_B4 = (  # Tan and Le 2019 (arXiv 1905.11946), Table 1, 1.4 times as wide and 1.8 times as deep
+    *((False, 1, 3, 1, 24, 2), (False, 6, 3, 2, 32, 4), (False, 6, 5, 2, 56, 4), (False, 6, 3, 2, 112, 6)),
+    *((False, 6, 5, 1, 160, 6), (False, 6, 5, 2, 272, 8), (False, 6, 3, 1, 448, 2)),
+)
+_V2_L = (  # Tan and Le 2021 (arXiv 2104.00298), as its authors' code has the L model
+    *((True, 1, 3, 1, 32, 4), (True, 4, 3, 2, 64, 7), (True, 4, 3, 2, 96, 7), (False, 4, 3, 2, 192, 10)),
+    *((False, 6, 3, 1, 224, 19), (False, 6, 3, 2, 384, 25), (False, 6, 3, 1, 640, 7)),
+)
+
+
+def _efficientnet(
+    pixels: int, before: int, stages: Sequence[tuple[bool, int, int, int, int, int]], head: int
+) -> Iterator[Block]:
+    """Yield a stem of ``before`` channels, stages, and a head of ``head`` channels for 1,000 classes."""
+    side = pixels // 2
+    yield _convolutions(
+        "stem", 9 * 3 * before, side * side * 9 * 3 * before, side * side * before, side * side * before
+    )
+    for stage, (fused, expand, kernel, stride, channels, depth) in enumerate(stages):
+        for at in range(depth):
+            after = -(-side // stride) if at == 0 else side
+            wide, squeezed = before * expand, max(1, before // 4)
+            if fused:
+                last = wide * channels if expand > 1 else 0
+                weights = kernel**2 * before * (wide if expand > 1 else channels) + last
+                products = after**2 * weights
+                elements = after**2 * ((wide if expand > 1 else 0) + channels)
+            else:
+                first = before * wide if expand > 1 else 0
+                weights = first + kernel**2 * wide + 2 * wide * squeezed + wide * channels
+                products = side**2 * first + after**2 * (kernel**2 * wide + wide * channels)
+                elements = (side**2 * wide if expand > 1 else 0) + after**2 * (wide + channels)
+            yield _convolutions(f"stage {stage} block {at}", weights, products, elements, after**2 * channels)
+            side, before = after, channels
+    yield _convolutions("head", before * head + head * 1000, side**2 * before * head, side**2 * head, 1000)
+
+
+def _convolutions(name: str, weights: int, products: int, elements: int, output: int) -> Block:
+    """A block of convolutions, each normalized and activated.
+
+    Args:
+        products: multiply-adds per sample.
+        elements: elements of all convolutions' outputs per sample; each is kept before and after normalization and
+            activation.
+    """
+    size = 2 * elements
+    return Block(name, weights, 2 * products, _EFFICIENTNET_PASSES * size, 3 * size, 2 * size, 2 * output)
+
+
+def _text(name: str, speed: Speed) -> FillModel:
+    model = MODELS[name]
+    assert model.shape is not None
+    return FillModel(name, encoder(model.shape, model.length), speed, source=model.source)
+
+
+def _image(name: str, blocks: Iterator[Block], speed: Speed, backward: float) -> FillModel:
+    return FillModel(name, tuple(blocks), speed, backward, source=MODELS[name].source)
+
+
+_MODELS = (
+    _image(
+        "efficientnet-b4",
+        _efficientnet(MODELS["efficientnet-b4"].length, 48, _B4, 1792),
+        _EFFICIENTNET,
+        _EFFICIENTNET_BACKWARD,
+    ),
+    _text("bert-base", _TRANSFORMER),
+    _text("bert-large", _TRANSFORMER),
+    _image("swin-large", _swin_large(), _ASSUMED, 2.0),
+    _text("xlm-roberta-xl", _ASSUMED),
+    _image(
+        "efficientnet-v2-l",
+        _efficientnet(MODELS["efficientnet-v2-l"].length, 32, _V2_L, 1280),
+        replace(_EFFICIENTNET, source="assumed: as EfficientNet-B4's"),
+        _EFFICIENTNET_BACKWARD,
+    ),
+)
+# The default models; of the EfficientNets, only the one with a published throughput.
+_MIX = tuple(model.name for model in _MODELS if model.name != "efficientnet-v2-l")
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogWorkload:
+    """A model, trained or used for inference."""
+
+    model: FillModel
+    training: bool
+
+
+CATALOG: dict[str, CatalogWorkload] = {
+    f"{model.name}-{'training' if training else 'inference'}": CatalogWorkload(model, training)
+    for model in _MODELS
+    for training in (True, False)
+}
+
+
+def catalog_kind(name: str, gpu: GpuKind, context_bytes: int = CONTEXT_BYTES, stream_weights: bool = False) -> FillKind:
+    """A kind of the catalog on a GPU; work is in samples.
+
+    Args:
+        context_bytes: memory of a process's CUDA context.
+        stream_weights: True if inference may stream each block's weights from the host, which ``BatchInferenceJob``
+            does not offer.
+
+    Raises:
+        ValueError: the kind does not exist, or the GPU cannot hold it.
+    """
+    if name not in CATALOG:
+        raise ValueError(f"{name!r} is not a kind of fill job; expected one of {', '.join(CATALOG)}")
+    profiles = _profiles(CATALOG[name], gpu, context_bytes, stream_weights)
+    if not profiles:
+        raise ValueError(f"{name} fits the {gpu.memory_bytes / 2**30:.0f} GiB of {gpu.name} in no configuration")
+    model = CATALOG[name].model
+    source = f"analytical; shape: {model.source}; speed: {model.speed.source}"
+    return FillKind(name, "samples", profiles, best_rate(profiles), source)
+
+
+def _profiles(
+    workload: CatalogWorkload, gpu: GpuKind, context_bytes: int, stream_weights: bool
+) -> tuple[JobProfile, ...]:
+    if workload.training:
+        return tuple(training_profiles(workload.model, gpu, context_bytes))
+    return tuple(inference_profiles(workload.model, gpu, context_bytes, stream_weights))
+
+
+def catalog_kinds(
+    gpu: GpuKind, names: Sequence[str] | None = None, context_bytes: int = CONTEXT_BYTES
+) -> tuple[FillKind, ...]:
+    """Kinds on a GPU: those of the catalog, and FreeRide's side tasks on the GPU where they were measured.
+
+    Args:
+        names: names of kinds; None for all that the GPU can hold, with EfficientNet-B4 as the only EfficientNet.
+
+    Raises:
+        ValueError: a kind does not exist on this GPU, or the GPU cannot hold it.
+    """
+    measured = SIDE_TASKS if gpu.name == MEASURED_ON else {}
+    if names is not None:
+        return tuple(measured.get(name) or catalog_kind(name, gpu, context_bytes) for name in names)
+    mix = {name: its for name, its in CATALOG.items() if its.model.name in _MIX}
+    held = [name for name, its in mix.items() if _profiles(its, gpu, context_bytes, False)]
+    return (*(catalog_kind(name, gpu, context_bytes) for name in held), *measured.values())
+
+
+def best_rate(profiles: Sequence[JobProfile]) -> float:
+    """Work per second on an otherwise idle device, in the best configuration.
+
+    Raises:
+        ValueError: a profile has a duration of 0.
+    """
+    for profile in profiles:
+        if profile.duration_ns == 0:
+            raise ValueError(f"{profile.configuration}: all nodes take 0 ns; expected a measured profile")
+    return max(profile.work / profile.duration_ns * 1e9 for profile in profiles)
+
+
+def measured_kinds(path: str | Path) -> tuple[FillKind, ...]:
+    """Read the jobs of a file written by ``pipefill profile --output``, for the device where they were measured.
+
+    Raises:
+        ConfigError: the file is invalid; the error names the file, the job and the expected content.
+    """
+    found = load_profiles(path)
+    if not found:
+        raise ConfigError(f"{path}: found nothing; expected a list of profiles per job name")
+    kinds = []
+    for name, profiles in found.items():
+        try:
+            if not profiles:
+                raise ValueError("there is no profile")
+            rate = best_rate(profiles)
+        except ValueError as error:
+            raise ConfigError(f"{path}: job {name!r}: {error}; expected a list of profiles per job name") from error
+        kinds.append(FillKind(name, "work", tuple(profiles), rate, f"measured: {path}"))
+    return tuple(kinds)

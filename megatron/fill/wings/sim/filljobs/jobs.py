@@ -1,0 +1,149 @@
+"""Fill jobs to simulate from a jobs file or a job store."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.given.jobs import load_jobs
+from megatron.fill.profiles import JobProfile
+from megatron.fill.store import Job, JobStore, open_store
+from megatron.fill.types import JobState
+from megatron.fill.wings.sim.filljobs.catalog import best_rate
+from megatron.fill.wings.sim.values import FillKind, SimJob
+
+
+@dataclass(frozen=True, slots=True)
+class FoundJobs:
+    """The jobs of a store that can be simulated.
+
+    Attributes:
+        skipped: one message per job that cannot be simulated, with its name and what is missing.
+    """
+
+    kinds: tuple[FillKind, ...]
+    jobs: tuple[SimJob, ...]
+    skipped: tuple[str, ...]
+
+
+def jobs_from_file(path: str | Path, kinds: Sequence[FillKind], size_s: float) -> tuple[SimJob, ...]:
+    """Read the jobs of a jobs file, all waiting at the start, in the file's order.
+
+    A job's kind is the one of its name; instances of a job with a count may share the kind of the first one, as
+    ``pipefill profile --output`` names it.  Deadlines count from now, to the second.
+
+    Args:
+        size_s: seconds that each job takes on an otherwise idle device: neither a jobs file nor a file of profiles
+            contains the total work.
+
+    Raises:
+        ConfigError: the file is invalid, or a job has no kind.
+        ValueError: ``size_s`` is not above 0.
+    """
+    now_s = time.time()
+    known = {kind.name: kind for kind in kinds}
+    jobs = []
+    for number, spec in enumerate(load_jobs(path)):
+        base = re.sub(r"-\d+$", "", spec.name)
+        kind = known.get(spec.name) or known.get(base) or known.get(f"{base}-0")
+        if kind is None:
+            missing = "a command has no profile" if spec.task is None else f"it has no profile among {', '.join(known)}"
+            raise ConfigError(f"{path}: job {spec.name!r}: {missing}; expected jobs that were measured")
+        jobs.append(
+            SimJob(
+                id=number,
+                name=spec.name,
+                kind=kind.name,
+                arrival_s=0.0,
+                work=size_s * kind.alone_rate,
+                deadline_s=None if spec.deadline is None else float(round(spec.deadline - now_s)),
+                user=spec.user,
+                priority=spec.priority,
+            )
+        )
+    return tuple(jobs)
+
+
+def jobs_from_store(where: str | Path, fingerprint: str, replay: bool = False) -> FoundJobs:
+    """Read the jobs of a store, with their stored profiles.
+
+    Jobs that share a profile are of one kind, named after the first of them.  Without ``replay``, the result is the
+    unfinished jobs: all wait at the start, in the order of their submission, with their remaining work.  With it, the
+    result is all jobs that were not cancelled, with all their work, at their times of submission relative to the first.
+
+    Args:
+        fingerprint: fingerprint of the device on which the profiles were measured (``megatron.fill.device.meter``).
+
+    Raises:
+        StoreError: the store does not exist.
+        ConfigError: no job of it can be simulated.
+    """
+    store = open_store(where, create=False)
+    try:
+        states = [state for state in JobState if not state.finished]
+        found = store.list([] if replay else states)
+        found = [job for job in found if job.state is not JobState.CANCELLED]
+        start_s = (found[0].submitted_s if found else 0.0) if replay else time.time()
+        reader = _StoreReader(store, fingerprint, start_s, replay)
+        for job in found:
+            reader.read(job)
+    finally:
+        store.close()
+    if not reader.jobs:
+        reasons = "; ".join(reader.skipped[:3]) or "it has no unfinished jobs"
+        raise ConfigError(f"{where}: no job can be simulated: {reasons}")
+    return FoundJobs(tuple(reader.kinds.values()), tuple(reader.jobs), tuple(reader.skipped))
+
+
+class _StoreReader:
+    """Converts a store's jobs to jobs of a simulation, one at a time."""
+
+    def __init__(self, store: JobStore, fingerprint: str, start_s: float, replay: bool) -> None:
+        self.kinds: dict[str, FillKind] = {}  # by the key of their profile
+        self.jobs: list[SimJob] = []
+        self.skipped: list[str] = []
+        self._store = store
+        self._fingerprint = fingerprint
+        self._start_s = start_s
+        self._replay = replay
+        self._contents: dict[str, dict[str, Any] | None] = {}
+
+    def read(self, job: Job) -> None:
+        if job.work.command is not None:
+            self.skipped.append(f"job {job.name!r} is a command, which has no profile")
+            return
+        key = job.work.profile_key(self._fingerprint)
+        if key not in self._contents:
+            self._contents[key] = self._store.profile(key)
+        content = self._contents[key]
+        if content is None:
+            self.skipped.append(f"job {job.name!r} has no profile for {self._fingerprint}; expected one measured there")
+            return
+        total = job.progress.total_work or content.get("total_work")
+        if total is None:
+            self.skipped.append(f"job {job.name!r} does not say how much work there is in all (total_work)")
+            return
+        left = total if self._replay else total - job.progress.work_done
+        if left <= 0:
+            self.skipped.append(f"job {job.name!r} has no work left")
+            return
+        kind = self._kind(key, job, content)
+        deadline_s = None if job.deadline_s is None else job.deadline_s - self._start_s
+        arrival_s = max(0.0, job.submitted_s - self._start_s) if self._replay else 0.0
+        self.jobs.append(SimJob(job.id, job.name, kind.name, arrival_s, left, deadline_s, job.user, job.priority))
+
+    def _kind(self, key: str, job: Job, content: dict[str, Any]) -> FillKind:
+        if key not in self.kinds:
+            try:
+                profiles = tuple(JobProfile.from_dict(one) for one in content["configurations"])
+                kind = FillKind(job.name, job.progress.unit, profiles, best_rate(profiles), "measured: the job store")
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"job {job.name!r}: its profile in the store: {error}") from error
+            taken = {its.name for its in self.kinds.values()}
+            self.kinds[key] = kind if kind.name not in taken else replace(kind, name=f"{kind.name} ({job.id})")
+        return self.kinds[key]

@@ -1,0 +1,186 @@
+"""Simulations and their results, from a configuration file or a real run's report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron.fill.device.meter import fingerprint
+from megatron.fill.errors import ConfigError
+from megatron.fill.given.files import read_yaml
+from megatron.fill.given.plainyaml import PlainYaml
+from megatron.fill.given.problems import Place, explain, shown
+from megatron.fill.scheduler.policies import parse_policy
+from megatron.fill.wings.sim.cluster.simulate import simulate
+from megatron.fill.wings.sim.config import FillConfig, SimulationConfig
+from megatron.fill.wings.sim.filljobs.catalog import catalog_kinds, measured_kinds
+from megatron.fill.wings.sim.filljobs.generate import generate
+from megatron.fill.wings.sim.filljobs.jobs import jobs_from_file, jobs_from_store
+from megatron.fill.wings.sim.filljobs.trace import load_trace
+from megatron.fill.wings.sim.filljobs.whatif import jobs_without_end, kinds_of_report
+from megatron.fill.wings.sim.results import SimResult, summarise
+from megatron.fill.wings.sim.sweep import Sweep, variants
+from megatron.fill.wings.sim.values import FillKind, MainJobRun, Scenario, SimJob
+
+logger = logging.getLogger("pipefill.simulate")
+
+_WHAT_IF = "1d"  # simulated time for a real run's report
+
+
+@dataclass(frozen=True, slots=True)
+class SimTask:
+    """A simulation as data that can be sent to another process.
+
+    Attributes:
+        source: the configuration file, for errors; paths in it are relative to its folder.
+        what: swept values.
+    """
+
+    source: str
+    config: SimulationConfig
+    policy: str
+    what: dict[str, Any]
+
+
+def load(path: Path) -> tuple[str, PlainYaml]:
+    """Read a configuration file; return its name and its unchecked content.
+
+    Raises:
+        ConfigError: the file is invalid; the error names the file and the line.
+    """
+    read = read_yaml(path, "a YAML file")
+    if not isinstance(read.value, dict):
+        raise ConfigError(f"{path}: found {shown(read.value)}; expected a mapping with main_jobs and fill")
+    return str(path), read
+
+
+def from_report(report: Path, gpus: int | None) -> tuple[str, PlainYaml]:
+    """Return the configuration that scales a real run up, with its bubbles and an endless supply of its jobs."""
+    path = str(report.resolve())
+    main = {"name": "main", "report": path} | ({} if gpus is None else {"gpus": gpus})
+    return str(report), PlainYaml(
+        {
+            "duration": _WHAT_IF,
+            "main_jobs": [main],
+            "fill": {"report": path, "saturate": True},
+        }
+    )
+
+
+def plan_runs(
+    source: str, read: PlainYaml, sweeps: Sequence[Sweep], policies: Sequence[str], price: float | None
+) -> list[SimTask]:
+    """Return all requested simulations, checked, so that none runs if any of them has an invalid value.
+
+    Args:
+        policies: policies instead of the file's; empty for the file's.
+        price: price of a GPU-hour instead of the file's; None for the file's.
+
+    Raises:
+        ConfigError: a value is invalid; the error names the file, line, field, value and the expected content.
+    """
+    data = read.value if price is None else read.value | {"price_per_gpu_hour": price}
+    tasks = []
+    for what, changed in variants(data, sweeps):
+        config = _checked(source, read, changed, what)
+        for policy in policies or config.policies:
+            parse_policy(policy)
+            tasks.append(SimTask(source, config, policy, what))
+    return tasks
+
+
+def run_one(task: SimTask) -> SimResult:
+    """Run a simulation.
+
+    Raises:
+        ConfigError: a file named in the configuration cannot be used, or a policy failed.
+    """
+    try:
+        scenario = build(task.config, Path(task.source).resolve().parent)
+    except ValueError as error:
+        raise ConfigError(f"{task.source}: {error}") from error
+    scenario = replace(scenario, policy=task.policy)
+    return summarise(scenario, simulate(scenario), task.config.price_per_gpu_hour, task.what)
+
+
+def build(config: SimulationConfig, folder: Path) -> Scenario:
+    """Return the scenario of a checked configuration, with its first policy.
+
+    Args:
+        folder: base folder for the paths in it.
+
+    Raises:
+        ConfigError: a file cannot be used.
+        ValueError: a kind of job is not compatible with the rest.
+    """
+    runs = tuple(job.run(folder) for job in config.main_jobs)
+    kinds, jobs = _fill(config, runs, folder)
+    return Scenario(
+        main_jobs=runs,
+        kinds=kinds,
+        jobs=jobs,
+        duration_s=config.duration,
+        policy=config.policies[0],
+        runtime=config.runtime.model(),
+        failures=config.failures.model(),
+    )
+
+
+def _fill(
+    config: SimulationConfig, runs: Sequence[MainJobRun], folder: Path
+) -> tuple[tuple[FillKind, ...], tuple[SimJob, ...]]:
+    fill = config.fill
+    if fill.store is not None:
+        found = jobs_from_store(fill.store, fingerprint(fill.device), fill.replay)
+        for reason in found.skipped:
+            logger.warning("left out: %s", reason)
+        return found.kinds, found.jobs
+    kinds = _chosen(fill, _known_kinds(config, folder))
+    if fill.trace is not None:
+        return kinds, load_trace(folder / fill.trace, kinds)
+    if fill.jobs is not None:
+        return kinds, jobs_from_file(folder / fill.jobs, kinds, fill.size)
+    groups = [group for run in runs for group in run.groups]
+    if fill.generate is not None:
+        return kinds, generate(fill.generate, kinds, config.duration, groups)
+    devices = sum(group.count for group in groups)
+    return kinds, jobs_without_end(kinds, devices, config.duration)
+
+
+def _known_kinds(config: SimulationConfig, folder: Path) -> tuple[FillKind, ...]:
+    fill = config.fill
+    if fill.profiles is not None:
+        return measured_kinds(folder / fill.profiles)
+    if fill.report is not None:
+        return kinds_of_report(folder / fill.report)
+    gpu = fill.gpu or next((job.gpu for job in config.main_jobs if job.gpu is not None), None)
+    if gpu is None:
+        raise ConfigError("fill: expected profiles, report, or gpu: no main job says which GPU's catalog to take")
+    return catalog_kinds(gpu)
+
+
+def _chosen(fill: FillConfig, known: Iterable[FillKind]) -> tuple[FillKind, ...]:
+    by_name = {kind.name: kind for kind in known}
+    for name in fill.kinds or ():
+        if name not in by_name:
+            raise ConfigError(f"fill.kinds has {name!r}; expected some of {', '.join(by_name)}")
+    return tuple(by_name[name] for name in fill.kinds or by_name)
+
+
+def _checked(source: str, read: PlainYaml, data: dict[str, Any], what: dict[str, Any]) -> SimulationConfig:
+    """Validate ``data``, the file's content with the swept values ``what``."""
+
+    def where(place: Place) -> tuple[str, Place]:
+        line = read.line_of(place)
+        return source if line is None else f"{source}, line {line}", place
+
+    try:
+        return SimulationConfig.model_validate(data)
+    except ValidationError as error:
+        swept = ", ".join(f"{field}={value}" for field, value in what.items())
+        raise ConfigError(explain(error, SimulationConfig, where, f" (with {swept})" if swept else "")) from error

@@ -1,0 +1,205 @@
+"""``pipefill configure`` and ``pipefill pays``: tables, files, and what they say of wrong input."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from megatron.fill.cli.app import app
+from megatron.fill.errors import ConfigError
+from megatron.fill.wings.configure.network import Network, Place
+from megatron.fill.wings.configure.passes import Both
+from scripts.benchmarks.configuring import random_links
+from tests.wings.configure.test_configure_passes import FLAGS as PROFILE_FLAGS
+from tests.wings.configure.test_configure_passes import ran
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 "
+    "--global-batch-size 32 --bf16 --tokenizer-type NullTokenizer"
+)
+CLUSTER: dict[str, Any] = {"nodes": 2, "gpus_per_node": 4, "gpu": "a100-80gb", "network": "dgx-a100"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def measured() -> Network:
+    """Two nodes of four, whose links differ."""
+    links = random_links(random.Random(1), 8, 1)
+    ranks = tuple(Place(f"n{rank // 4}", rank % 4) for rank in range(8))
+    speeds = tuple(
+        tuple(None if one == other else links.bytes_per_s[one][other] for other in range(8)) for one in range(8)
+    )
+    latency = tuple(tuple(0.0 if one == other else 1e-5 for other in range(8)) for one in range(8))
+    return Network(ranks, speeds, latency, latency, "gloo", "2026-01-31T18:00:00+00:00")
+
+
+def run(*options: str, cluster: dict[str, Any] | None = None, flags: str = FLAGS) -> str:
+    with open("c.yaml", "w", encoding="utf-8") as file:
+        yaml.safe_dump(CLUSTER if cluster is None else cluster, file)
+    result = CliRunner().invoke(app, ["configure", "c.yaml", *options, "--", *flags.split()])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_table_has_the_best_in_80_columns(folder):
+    lines = run("--top", "4", "--json", "o.json").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == 6
+    found = json.loads((folder / "o.json").read_text())
+    times = [one["iteration_s"] for one in found["best"]]
+    assert times == sorted(times)
+    assert f"{times[0]:.4g}" in lines[1]
+    assert found["configurations"] >= found["timed"] >= 4
+    assert all(one["memory_bytes"] <= 78 * 2**30 for one in found["best"])
+
+
+def test_the_picture_has_a_row_for_each_of_the_best(folder):
+    run("--top", "2", "--png", "two.png")
+    run("--top", "6", "--png", "six.png")
+    heights = []
+    for name in ("two.png", "six.png"):
+        data = (folder / name).read_bytes()
+        assert data.startswith(b"\x89PNG")
+        heights.append(int.from_bytes(data[20:24]))
+    assert heights[1] > heights[0] + 150
+
+
+def test_the_script_starts_the_best_one_in_its_order(folder):
+    measured().save(folder / "net.json")
+    cluster = {name: value for name, value in CLUSTER.items() if name != "network"} | {"measured": "net.json"}
+    flags = f"{FLAGS} --pipeline-model-parallel-size 8"
+    run("--top", "1", "--launch", "go.sh", "--json", "o.json", cluster=cluster, flags=flags)
+    best = json.loads((folder / "o.json").read_text())["best"][0]
+    order = json.loads((folder / "go.order.json").read_text())["order"]
+    assert order == best["order"]
+    assert sorted(order) == list(range(8))
+    assert order != list(range(8))
+    (folder / "bin").mkdir()
+    (folder / "bin" / "torchrun").write_text('#!/bin/sh\necho "$@"\n')
+    (folder / "bin" / "torchrun").chmod(0o755)
+    said = subprocess.run(
+        ["./go.sh", "--more"], env={"PATH": f"{folder}/bin:/usr/bin:/bin"}, text=True, capture_output=True, check=True
+    ).stdout
+    assert "--nnodes 2 --nproc-per-node 4 --node-rank 0" in said
+    assert "--tokenizer-type NullTokenizer --tensor-model-parallel-size 1 --pipeline-model-parallel-size 8" in said
+    assert said.endswith(f"--fill-rank-order {folder}/go.order.json --more\n")
+
+
+def test_filling_can_change_what_is_best_and_cost_weighs_fewer_nodes(folder):
+    run("--top", "3", "--objective", "combined", "--json", "a.json", flags=f"{FLAGS} --micro-batch-size 1")
+    run(
+        *("--top", "8", "--objective", "cost", "--json", "b.json"),
+        cluster=CLUSTER | {"price_per_gpu_hour": 2},
+        flags=f"{FLAGS} --micro-batch-size 1",
+    )
+    combined, cost = (json.loads((folder / name).read_text())["best"] for name in ("a.json", "b.json"))
+    net = [one["iteration_s"] * (one["gpus"] - one["gpus_worth"]) for one in combined]
+    assert net == sorted(net)
+    prices = [one["cost"] for one in cost]
+    assert prices == sorted(prices)
+    assert {one["gpus"] for one in cost} >= {4}
+    assert cost[0]["cost"] == pytest.approx(
+        cost[0]["iteration_s"] * (cost[0]["gpus"] - cost[0]["gpus_worth"]) * 2 / 3600
+    )
+
+
+def test_jobs_of_a_file_fill(folder):
+    (folder / "jobs.yaml").write_text("jobs:\n- {name: bert-base-inference, task: 'a:b'}\n")
+    run("--fill", "jobs.yaml", "--top", "1", "--json", "a.json", flags=f"{FLAGS} --pipeline-model-parallel-size 4")
+    run("--top", "1", "--json", "b.json", flags=f"{FLAGS} --pipeline-model-parallel-size 4")
+    assert (folder / "a.json").read_text() == (folder / "b.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"nodes": 0}, "c.yaml, line 4: nodes is 0: expected greater than or equal to 1"),
+        ({"gpu": "abacus"}, "gpu is 'abacus': expected one of v100-16gb"),
+        ({"measured": "net.json"}, "expected exactly one of network and measured"),
+        ({"gpux": 1}, "unknown field gpux"),
+        ({"gpu": ...}, "gpu is missing"),
+    ],
+)
+def test_a_wrong_cluster_is_named(change, expected):
+    cluster = {name: value for name, value in (CLUSTER | change).items() if value is not ...}
+    with pytest.raises(ConfigError, match=expected):
+        run(cluster=cluster)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        (
+            "bandwidth_bytes_per_s",
+            [[None, 1.0], [1.0, None]],
+            "bandwidth_bytes_per_s has 2 rows: expected 8",
+        ),
+        ("latency_s", "fast", r"net.json: latency_s is 'fast': expected a list of rows"),
+        ("ranks", [{"host": "n", "local_rank": rank} for rank in range(8)], r"ranks has \[8\] per host; expected 2"),
+    ],
+)
+def test_a_wrong_network_is_named(folder, field, value, expected):
+    measured().save(folder / "net.json")
+    data = json.loads((folder / "net.json").read_text())
+    (folder / "net.json").write_text(json.dumps(data | {field: value}))
+    cluster = {name: value for name, value in CLUSTER.items() if name != "network"} | {"measured": "net.json"}
+    with pytest.raises(ConfigError, match=expected):
+        run(cluster=cluster)
+
+
+def test_a_wrong_objective_and_a_cost_without_a_price_are_refused(folder):
+    with pytest.raises(ConfigError, match="--objective is 'fast': expected one of main, combined, cost"):
+        run("--objective", "fast")
+    with pytest.raises(ConfigError, match="price_per_gpu_hour is missing"):
+        run("--objective", "cost", "--launch", "go.sh")
+    assert not (folder / "go.sh").exists()
+
+
+def test_a_profile_that_is_none_is_refused(folder):
+    with pytest.raises(ConfigError, match="nowhere/records: holds no records of a training; expected a run folder"):
+        run("--profile", "nowhere")
+    (folder / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty/records: holds no records"):
+        run("--profile", "empty")
+
+
+def test_what_a_profile_does_not_tell_is_said(folder):
+    flags = f"{PROFILE_FLAGS} --global-batch-size 8"
+    told = "The run with tensor parallelism 1 and micro-batches of 1 does not tell "
+    ran(folder / "alike")
+    pass_, step = "what a pass takes beside its layers", "what a step takes beside its parameters"
+    assert f"{told}{pass_} or {step}." in run("--profile", "alike", flags=flags)
+    ran(folder / "unlike", first_layers=2, fixed=Both(2e6, 1e6), step_ns=1_000_000)
+    assert told not in run("--profile", "unlike", flags=flags)
+
+
+def pays(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["pays", *arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_pays_says_when_it_does_and_when_it_does_not():
+    layout = [*FLAGS.split(), "--pipeline-model-parallel-size", "8"]
+    said = json.loads(pays("--json", "--", *layout))
+    assert said["pays"]
+    assert 0.1 < said["gpus_worth"] / said["gpus"] < said["bubble_share"]
+    assert "does the work of" in pays("--", *layout)
+    assert "Filling does not pay" in pays("--gpus", "8", "--", *FLAGS.split(), "--tensor-model-parallel-size", "8")
+    with pytest.raises(ConfigError, match="--gpu is 'abacus'"):
+        pays("--gpu", "abacus", "--", *layout)

@@ -1,0 +1,366 @@
+"""The configurator: links, the latency model, memory, the search, rank orders, and the value of bubbles."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.wings.configure.baselines import amp, amp_ns, rule_of_thumb, varuna, varuna_ns
+from megatron.fill.wings.configure.cluster import Cluster
+from megatron.fill.wings.configure.dedicate import MOVES, anneal
+from megatron.fill.wings.configure.energy import Energy
+from megatron.fill.wings.configure.flags import layout_flags, read_flags
+from megatron.fill.wings.configure.latency import bound_ns, iteration, timeline
+from megatron.fill.wings.configure.layout import lay_out
+from megatron.fill.wings.configure.links import Links, all_reduce_s
+from megatron.fill.wings.configure.many import ManyOrders
+from megatron.fill.wings.configure.passes import Both, Passes, Profile
+from megatron.fill.wings.configure.room import least_bytes, memory
+from megatron.fill.wings.configure.search import Evaluator, search
+from megatron.fill.wings.configure.space import layouts
+from megatron.fill.wings.configure.value import fill_kinds, valued
+from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS, GpuKind
+from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+from megatron.fill.wings.sim.mainjob import MainJob
+from scripts.benchmarks.configuring import event_times, random_iteration, random_links
+
+A100 = GPUS["a100-80gb"]
+SMALL = ModelSpec(layers=12, hidden=512, heads=8, sequence=256, vocabulary=1024)
+FLAGS = (
+    "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 1024 "
+    "--global-batch-size 16 --bf16"
+)
+
+
+def cluster(nodes: int = 1, gpus: int = 4, **changes) -> Cluster:
+    return Cluster.model_validate(
+        {"nodes": nodes, "gpus_per_node": gpus, "gpu": "a100-80gb", "network": "dgx-a100"} | changes
+    )
+
+
+def links(its: Cluster) -> Links:
+    return its.links(Path())
+
+
+# Links
+
+
+def test_ranks_that_leave_a_node_at_once_share_its_way_out():
+    two = Links.uniform(NodeNetwork("n", 100.0, 40.0, 2, 0.0), 2)
+    assert two.route([(0, 1)]).time_s(200) == 2
+    assert two.route([(0, 2)]).time_s(200) == 5
+    assert two.route([(0, 2), (1, 3)]).time_s(200) == 10
+    assert replace(two, nics=2).route([(0, 2), (1, 3)]).time_s(200) == 5
+    assert all_reduce_s(two.ring([[0, 1]]), 2, 100) == 1
+    assert all_reduce_s(two.ring([[0], [1]]), 1, 100) == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tp": 2, "sequence_parallel": True}, {"dp": 4}, {"distributed_optimizer": True, "dp": 2}]
+)
+def test_on_a_network_of_a_data_sheet_costs_are_those_of_the_simulator(changes):
+    its = Parallel(**{"pp": 4, "microbatch": 1, "global_batch": 16} | changes)
+    network = replace(NETWORKS["dgx-a100"], gpus_per_node=its.gpus)
+    there = Links.uniform(network, 1)
+    found = timeline(iteration(SMALL, A100, 0.45, its, lay_out(there, its, range(its.gpus))))
+    expected = MainJob("main", SMALL, A100, network, its).timeline()
+    assert found.period_ns == pytest.approx(expected.period_ns, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_where_the_network_repeats_itself_looking_once_is_enough(seed):
+    source = random.Random(seed)
+    node = source.choice((2, 4, 8))
+    there = Links.uniform(NodeNetwork("n", 100.0, 40.0, node, 0.1), 24 // node)
+    shapes = [
+        its
+        for its in itertools.product((1, 2, 4), (1, 2, 3), (1, 2, 3, 6, 12), (1, 2))
+        if 24 % (its[0] * its[1] * its[2]) == 0 and 24 // (its[0] * its[2]) % its[3] == 0
+    ]
+    for tp, cp, pp, ep in shapes:
+        its = Parallel(tp=tp, cp=cp, pp=pp, ep=ep, dp=24 // (tp * cp * pp), global_batch=24)
+        assert lay_out(there, its) == lay_out(there, its, range(24))
+
+
+# Latency
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_the_timeline_is_that_of_discrete_events_and_no_bound_exceeds_it(seed):
+    its = random_iteration(random.Random(seed))
+    found = timeline(its)
+    assert found.period_ns == event_times(its)
+    assert bound_ns(its) <= found.period_ns
+
+
+def test_the_bound_is_exact_where_stages_are_alike_and_transfers_are_free():
+    its = Parallel(pp=4, microbatch=1, global_batch=32)
+    there = Links.uniform(NodeNetwork("n", 1e30, 1e30, 4, 0.0), 1)
+    model = replace(SMALL, vocabulary=0)
+    times = iteration(model, A100, 0.45, its, lay_out(there, its, range(4)))
+    assert bound_ns(times) == timeline(times).period_ns
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"chunks": 3}, {"recompute": "full"}, {"pp": 1}, {"pp": 2, "chunks": 2, "cp": 2}, {"microbatch": 4}],
+)
+def test_the_bound_on_memory_holds_and_is_exact_without_chunks(changes):
+    its = Parallel(**{"pp": 4, "microbatch": 1, "global_batch": 16} | changes)
+    peak = max(one.total_bytes for one in memory(SMALL, its))
+    least = least_bytes(SMALL, its)
+    assert least <= peak
+    assert its.chunks > 1 or least == peak
+
+
+def test_context_and_expert_ranks_divide_what_they_should():
+    plain = Parallel(pp=2, dp=2, global_batch=16)
+    many = replace(SMALL, experts=4, experts_per_token=2)
+    whole, part = memory(many, plain)[0], memory(many, replace(plain, ep=2))[0]
+    assert whole.weights_bytes - part.weights_bytes == 6 * many.expert_parameters // 2 * 2
+    longer = replace(plain, dp=1, cp=2)
+    half = memory(SMALL, plain)[0].activations_bytes / 2  # but for the gradient of the embedding's weights
+    assert half < memory(SMALL, longer)[0].activations_bytes < 1.05 * half
+    assert memory(SMALL, longer)[0].weights_bytes == memory(SMALL, plain)[0].weights_bytes
+
+
+# The search
+
+
+def brute_force(training, its: Cluster, top: int) -> list[int]:
+    """The shortest iterations of everything that fits, each timed."""
+    evaluator = Evaluator(training, its, links(its))
+    times = []
+    for one in layouts(training, its.gpus, its.gpus_per_node, Counter()):
+        for kind in Recompute:
+            proposal = evaluator.proposal(evaluator.iteration(replace(one, recompute=kind)))
+            if proposal is not None:
+                times.append(proposal.timeline.period_ns)
+                break
+    return sorted(times)[:top]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "memory"), [(1, 4, "80GiB"), (2, 4, "2700MB"), (2, 2, "2850MB"), (1, 8, "3GB")]
+)
+def test_the_search_finds_what_timing_everything_finds(nodes, gpus, memory):
+    training, its = read_flags(FLAGS.split()), cluster(nodes, gpus, memory=memory)
+    found = search(training, its, links(its), 5)
+    assert [one.timeline.period_ns for one in found.proposals] == brute_force(training, its, 5)
+    assert all(one.peak_bytes <= its.room_bytes for one in found.proposals)
+    assert found.timed < found.configurations
+
+
+def test_what_the_flags_fix_stays():
+    training = read_flags([*FLAGS.split(), "--pipeline-model-parallel-size", "2", "--micro-batch-size=2"])
+    its = cluster()
+    for one in search(training, its, links(its)).proposals:
+        assert (one.parallel.pp, one.parallel.microbatch) == (2, 2)
+
+
+def test_sequence_parallelism_and_the_distributed_optimizer_cost_nothing():
+    """What the space says of the choices that it does not search."""
+    training, its = read_flags(FLAGS.split()), cluster(2, 4)
+    evaluator = Evaluator(training, its, links(its))
+    for one in layouts(training, 8, 4, Counter()):
+        own = timeline(evaluator.iteration(one)).period_ns
+        for name in ("sequence_parallel", "distributed_optimizer"):
+            if getattr(one, name):
+                off: dict[str, Any] = {name: False}
+                other = replace(one, **off)
+                assert own <= timeline(evaluator.iteration(other)).period_ns + 8  # ns, of rounding
+                assert evaluator.least_bytes(one) <= evaluator.least_bytes(other)
+
+
+def test_layouts_can_be_read_back_from_their_flags():
+    training = read_flags([*FLAGS.split(), "--num-experts", "4"])
+    for one in itertools.islice(layouts(training, 8, 8, Counter()), 200):
+        fixed = read_flags([*training.others, *(its for its in layout_flags(one) if "decoder" not in its)]).fixed
+        assert all(getattr(one, name) == value for name, value in fixed.items())
+
+
+def test_when_nothing_fits_it_says_what_excludes_all():
+    with pytest.raises(ConfigError, match=r"the smallest needs [\d.]+ GiB of a GPU; expected at most 0.0\d GiB"):
+        search(read_flags(FLAGS.split()), cluster(memory="2100MiB"), links(cluster()))
+    odd = read_flags([*FLAGS.split(), "--tensor-model-parallel-size", "3"])
+    with pytest.raises(ConfigError, match="--tensor-model-parallel-size stays inside a node and divides the GPUs"):
+        search(odd, cluster(), links(cluster()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (FLAGS.replace("--hidden-size 512 ", ""), "--hidden-size is missing"),
+        (FLAGS + " --micro-batch-size x", "--micro-batch-size is 'x': expected a whole number above 0"),
+        (FLAGS + " --kv-channels 7", "--kv-channels: heads times channels"),
+        (FLAGS + " --num-query-groups 3", "query_groups is 3; expected a divisor of heads, 8"),
+        ("12 " + FLAGS, "'12' belongs to no flag"),
+        (FLAGS + " --recompute-granularity some", "expected selective or full"),
+    ],
+)
+def test_wrong_flags_are_named(flags, expected):
+    with pytest.raises(ConfigError, match=expected):
+        read_flags(flags.split())
+
+
+@pytest.mark.parametrize("memory", ["80GiB", "2700MB"])
+def test_no_other_rule_chooses_a_faster_layout(memory):
+    training, its = read_flags(FLAGS.split()), cluster(2, 4, memory=memory)
+    evaluator = Evaluator(training, its, links(its))
+    best = search(training, its, evaluator.links, 1).proposals[0]
+    for choose in (amp, varuna, rule_of_thumb):
+        found = choose(evaluator)
+        assert found is not None
+        assert found.timeline.period_ns >= best.timeline.period_ns
+        assert found.peak_bytes <= its.room_bytes
+    thumb = rule_of_thumb(evaluator)
+    assert thumb is not None
+    assert thumb.parallel.tp == 4
+
+
+def test_amp_counts_what_1f1b_waits_for_once():
+    its = Parallel(pp=4, microbatch=1, global_batch=32)
+    times = iteration(SMALL, A100, 0.45, its, lay_out(Links.uniform(NodeNetwork("n", 1e9, 1e9, 4), 1), its, range(4)))
+    slow = iteration(SMALL, A100, 0.45, its, lay_out(Links.uniform(NodeNetwork("n", 1e7, 1e7, 4), 1), its, range(4)))
+    grown = amp_ns(slow) - slow.reduce_ns[0] - amp_ns(times) + times.reduce_ns[0]
+    assert timeline(slow).period_ns > amp_ns(slow)
+    assert grown == sum(map(sum, slow.transfers_ns[0][:-1])) - sum(map(sum, times.transfers_ns[0][:-1]))
+
+
+def test_varuna_hides_transfers_behind_passes_until_they_are_longer():
+    its = Parallel(pp=4, microbatch=1, global_batch=32)
+
+    def times(speed: float):
+        links = Links.uniform(NodeNetwork("n", speed, speed, 4, 0.0), 1)
+        return iteration(replace(SMALL, tied_embeddings=False), A100, 0.45, its, lay_out(links, its, range(4)))
+
+    free, hidden, slow = times(1e30), times(1e11), times(1e8)
+    way = sum(map(sum, hidden.transfers_ns[0][:-1]))
+    assert max(map(sum, hidden.transfers_ns[0])) < max(
+        sum((one.forward_ns, one.backward_ns)) for one in free.costs.stages
+    )
+    assert varuna_ns(hidden) == varuna_ns(free) + way
+    assert varuna_ns(slow) - varuna_ns(free) > 31 * way
+    assert varuna_ns(slow) <= timeline(slow).period_ns
+
+
+def test_varuna_divides_no_layer_and_computes_everything_again():
+    training, its = read_flags(FLAGS.split()), cluster(2, 4)
+    found = varuna(Evaluator(training, its, links(its)))
+    assert found is not None
+    para = found.parallel
+    assert (para.tp, para.cp, para.chunks, para.recompute) == (1, 1, 1, Recompute.FULL)
+
+
+# Rank orders
+
+
+@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
+def test_a_move_keeps_all_units(move):
+    for one, other in itertools.permutations(range(7), 2):
+        units = np.arange(7)
+        move(units, one, other)
+        assert sorted(units) == list(range(7))
+        assert list(units) != list(range(7))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_annealing_is_never_worse_than_the_identity_and_finds_the_best_of_small_clusters(seed):
+    there = random_links(random.Random(seed), 6, 1)
+    shape: dict[str, Any] = {"pp": 3, "dp": 2} if seed % 2 else {"pp": 6}
+    its = Parallel(**shape, microbatch=1, global_batch=12)
+    energy = Energy(SMALL, A100, 0.45, its, there)
+    found = anneal(energy, its, 1, seed, 1500)
+    assert found.least_ns <= found.energy_ns <= found.identity_ns == energy(range(6))
+    assert found.energy_ns == energy(found.order)
+    assert found.energy_ns == min(energy(order) for order in itertools.permutations(range(6)))
+    assert [energy(order) for order in found.orders] == sorted(energy(order) for order in found.orders)
+    assert 1 < len(found.orders) == len(set(found.orders))
+    assert found == anneal(energy, its, 1, seed, 1500)
+    assert anneal(energy, its, 1, seed, 10**9, within_s=0).order == tuple(range(6))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_many_orders_at_once_are_weighed_as_one_by_one(seed):
+    source = random.Random(seed)
+    node, nodes = source.choice((1, 2, 4)), source.choice((2, 4, 8))
+    there = random_links(source, nodes, node)
+    rows = [[speed * source.uniform(0.8, 1.2) for speed in row] for row in there.bytes_per_s]
+    latency = [[source.uniform(1e-6, 1e-4) for _ in row] for row in rows]
+    there = replace(there, bytes_per_s=rows, latency_s=latency, nics=source.choice((1, 2)))
+    count = node * nodes
+    tp = source.choice([tp for tp in (1, 2, 4) if node % tp == 0])
+    pp = source.choice([pp for pp in (2, 4, 8) if count % (tp * pp) == 0])
+    dp, chunks = count // (tp * pp), source.choice((1, 1, 3))
+    its = Parallel(
+        tp=tp, pp=pp, dp=dp, chunks=chunks, microbatch=1, global_batch=2 * dp * pp,
+        schedule="interleaved" if chunks > 1 else "1f1b", sequence_parallel=tp > 1,
+        distributed_optimizer=dp > 1 and source.random() < 0.5, recompute=source.choice(list(Recompute)),
+    )  # fmt: skip
+    model = replace(SMALL, layers=48, tied_embeddings=source.random() < 0.5)
+    profile = Profile(tp, 1, Both(3e6, 5e6), Both(1e6, 0), Both(0, 2e6), 1e-10, step_s=0.1, waits=1.1)
+    energy = Energy(model, A100, 0.45, its, there, Passes([profile]) if source.random() < 0.5 else None)
+    units = [source.sample(range(count // tp), count // tp) for _ in range(5)]
+    orders = np.array([[unit * tp + rank for unit in row for rank in range(tp)] for row in units])
+    assert ManyOrders.fits(its, there)
+    energies, means = energy.many(orders)
+    assert energies.tolist() == [energy(order) for order in orders.tolist()]
+    assert (means <= energies).all()
+
+
+@pytest.mark.parametrize("as_pipette", [False, True])
+def test_annealing_goes_on_where_orders_are_weighed_one_by_one(as_pipette):
+    its = Parallel(pp=2, cp=2, dp=2, microbatch=1, global_batch=8)
+    there = random_links(random.Random(3), 8, 1)
+    assert not ManyOrders.fits(its, there)
+    energy = Energy(SMALL, A100, 0.45, its, there)
+    found = anneal(energy, its, 1, 0, 300, as_pipette=as_pipette)
+    assert found.energy_ns == energy(found.order) < found.identity_ns
+    assert found.moves == 300
+
+
+def test_with_one_kind_of_link_annealing_has_nothing_to_do():
+    its = Parallel(pp=4, microbatch=1, global_batch=12)
+    there = Links.uniform(NodeNetwork("n", 1e9, 1e9, 4), 1)
+    assert anneal(Energy(SMALL, A100, 0.45, its, there), its, 4).moves == 0
+
+
+# The value of bubbles
+
+
+def test_bubbles_are_worth_no_more_than_their_share_and_nothing_without_any():
+    flags = (
+        "--num-layers 24 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 50257 "
+        "--global-batch-size 64 --bf16 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 1"
+    )
+    training = read_flags(flags.split())
+    its = cluster(1, 8)
+    kinds = fill_kinds(its.gpu, None)
+    one = search(training, its, links(its), 1).proposals[0]
+    full = valued(one, kinds)
+    assert 0.5 * one.bubble_share * 8 < full.gpus_worth < one.bubble_share * 8
+    assert full.net_gpu_s == pytest.approx(one.iteration_s * (8 - full.gpus_worth))
+    assert valued(replace(one, room_bytes=one.peak_bytes), kinds).gpus_worth < full.gpus_worth
+    none = replace(training, fixed={"pp": 1, "tp": 4})
+    assert valued(search(none, its, links(its), 1).proposals[0], kinds).gpus_worth == 0
+
+
+def test_a_slow_gpu_takes_longer():
+    its = Parallel(pp=2, microbatch=1, global_batch=8)
+    slow = GpuKind("slow", A100.peak_flops / 2, A100.memory_bytes, A100.memory_bandwidth / 2, 1e9)
+    there = lay_out(Links.uniform(NodeNetwork("n", 1e30, 1e30, 2, 0.0), 1), its, range(2))
+    fast_ns, slow_ns = (timeline(iteration(SMALL, gpu, 0.45, its, there)).period_ns for gpu in (A100, slow))
+    assert slow_ns == pytest.approx(2 * fast_ns, rel=1e-3)

@@ -1,0 +1,221 @@
+"""Where simulated jobs come from: traces, jobs files, job stores."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.fill.errors import ConfigError, StoreError
+from megatron.fill.store import NewJob, Progress, open_store
+from megatron.fill.wings.sim.filljobs.jobs import jobs_from_file, jobs_from_store
+from megatron.fill.wings.sim.filljobs.trace import load_trace, parse_duration, write_trace
+from megatron.fill.wings.sim.values import SimJob
+from megatron.fill.work import Work
+from tests.unit.clusters import kind, profile
+
+FAST = kind("fast", profile(1, 10, 4))  # 100 a second
+SLOW = kind("slow", profile(1, 100, 4))  # 10 a second
+KINDS = (FAST, SLOW)
+
+
+def load(folder: Path, text: str) -> tuple[SimJob, ...]:
+    path = folder / "trace.csv"
+    path.write_text(text, encoding="utf-8")
+    return load_trace(path, KINDS)
+
+
+def test_a_trace(tmp_path):
+    text = "kind,arrival,user,size,deadline,priority,name\nfast,0,ada,30,2h,1,first\n\nslow, 1.5m ,,1h,,,\n"
+    assert load(tmp_path, text) == (
+        SimJob(0, "first", "fast", 0.0, 3000.0, 7200.0, "ada", 1),
+        SimJob(1, "slow-1", "slow", 90.0, 36000.0, None, "", 0),
+    )
+    assert load(tmp_path, "arrival,kind,size\n5,slow,1\n") == (SimJob(0, "slow-0", "slow", 5.0, 10.0),)
+
+
+def test_points_in_time_count_from_the_earliest(tmp_path):
+    text = (
+        "arrival,kind,size,deadline\n2030-01-31T18:00:10,fast,1,2030-01-31T19:00:00+01:00\n"
+        "2030-01-31T18:00:00Z,fast,1,90s\n"
+    )
+    later, first = load(tmp_path, text)
+    assert (later.arrival_s, later.deadline_s) == (10.0, 0.0)
+    assert (first.arrival_s, first.deadline_s) == (0.0, 90.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"trace\.csv: line 1: column 'arrival' is missing; expected arrival,kind,size"),
+        ("arrival,kind,size\n", r"trace\.csv: has no jobs"),
+        ("arrival,kind\n0,fast\n", "line 1: column 'size' is missing"),
+        ("arrival,kind,size,dealine\n", "line 1: column 'dealine'; expected each of arrival"),
+        ("arrival,kind,size,kind\n", "line 1: column 'kind'; expected each of"),
+        ("arrival,kind,size\n0,fast,1\n0,quick,1\n", "line 3: kind is 'quick': expected one of fast, slow"),
+        ("arrival,kind,size\n0,fast\n", "line 2: 2 fields; expected 3"),
+        ("arrival,kind,size\n0,fast,\n", "line 2: size is '': expected seconds, or such as 90s"),
+        ("arrival,kind,size\n0,fast,0\n", "line 2: size is '0': expected more than 0"),
+        ("arrival,kind,size\n0,fast,-3\n", "line 2: size is '-3': expected seconds"),
+        ("arrival,kind,size\nnan,fast,1\n", "line 2: arrival is 'nan': expected seconds, or such as 90s, 2h or 2030"),
+        ("arrival,kind,size\n-1,fast,1\n", "line 2: arrival is '-1'"),
+        ("arrival,kind,size\n20300131,fast,1\n2030-01-31,fast,1\n", "line 3: arrival is '2030-01-31'.*as in the lines"),
+        (
+            "arrival,kind,size\n2030-01-31,fast,1\n5,fast,1\n",
+            "line 3: arrival is '5': expected such as 2030-01-31T18:00",
+        ),
+        ("arrival,kind,size,deadline\n0,fast,1,soon\n", "line 2: deadline is 'soon': expected seconds"),
+        ("arrival,kind,size,deadline\n0,fast,1,2030-01-31\n", "line 2: deadline is '2030-01-31'"),
+        ("arrival,kind,size,priority\n0,fast,1,high\n", "line 2: priority is 'high': expected a whole number"),
+        ('arrival,kind,size\n0,"fast"x,1\n', "line 2 is not CSV"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, text)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.csv: cannot be read: No such file"):
+        load_trace(tmp_path / "none.csv", KINDS)
+    (tmp_path / "binary").write_bytes(b"arrival,kind,size\n\xff\xfe,fast,1\n")
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        load_trace(tmp_path / "binary", KINDS)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_trace(tmp_path / "none" / "trace.csv", [], KINDS)
+
+
+seconds = st.floats(0, 1e9, allow_subnormal=False)
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=8)
+jobs = st.lists(
+    st.builds(
+        SimJob,
+        id=st.just(0),
+        name=texts.filter(bool),
+        kind=st.sampled_from(["fast", "slow"]),
+        arrival_s=seconds,
+        work=st.floats(1e-3, 1e9),
+        deadline_s=st.none() | seconds,
+        user=texts,
+        priority=st.integers(-9, 9),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(jobs)
+@settings(deadline=None, max_examples=50)
+def test_a_trace_is_read_back(tmp_path_factory, written):
+    path = tmp_path_factory.mktemp("trace") / "trace.csv"
+    write_trace(path, written, KINDS)
+    for number, (before, after) in enumerate(zip(written, load_trace(path, KINDS), strict=True)):
+        assert after.id == number
+        assert (after.name, after.kind, after.user) == (before.name, before.kind, before.user)
+        assert (after.arrival_s, after.priority) == (before.arrival_s, before.priority)
+        assert after.work == pytest.approx(before.work)
+        if before.deadline_s is None:
+            assert after.deadline_s is None
+        else:
+            assert after.deadline_s == pytest.approx(max(before.deadline_s, before.arrival_s))
+
+
+@pytest.mark.parametrize(("text", "expected"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1.5d", 129600), ("7", 7)])
+def test_durations(text, expected):
+    assert parse_duration(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "-1s", "nan", "inf", "1w", "h", "1 h 2"])
+def test_what_is_no_duration(text):
+    with pytest.raises(ValueError, match="expected seconds, or such as 90s"):
+        parse_duration(text)
+
+
+def test_the_jobs_of_a_jobs_file(tmp_path):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(
+        "jobs:\n- {name: fast, task: m:C, priority: 2, user: ada, deadline: 2h}\n- {name: slow, task: m:D, count: 2}\n"
+    )
+    assert jobs_from_file(path, KINDS, 60.0) == (
+        SimJob(0, "fast", "fast", 0.0, 6000.0, 7200.0, "ada", 2),
+        SimJob(1, "slow-0", "slow", 0.0, 600.0),
+        SimJob(2, "slow-1", "slow", 0.0, 600.0),
+    )
+    with pytest.raises(ConfigError, match=r"jobs\.yaml: job 'slow-0': it has no profile among fast"):
+        jobs_from_file(path, (FAST,), 60.0)
+    path.write_text("jobs:\n- {name: zip, command: gzip file}\n")
+    with pytest.raises(ConfigError, match="job 'zip': a command has no profile"):
+        jobs_from_file(path, KINDS, 60.0)
+
+
+def new(name: str, task: str | None = "m:C", **values: object) -> NewJob:
+    command = None if task else ("gzip",)
+    return NewJob(name, Work(task, command=command), **values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Two jobs of one profile, one of another that does not say how much there is, and some that nobody knows."""
+    path = tmp_path / "jobs.db"
+    opened = open_store(path)
+    submitted = opened.submit(
+        [
+            new("one", user="ada", priority=3, deadline_s=time.time() + 500),
+            new("two"),
+            new("endless", "m:E"),
+            new("unknown", "m:U"),
+            new("zip", None),
+        ]
+    )
+    configurations = [its.to_dict() for its in FAST.profiles]
+    opened.keep_profile(submitted[0].work.profile_key("cpu"), {"configurations": configurations, "total_work": 500.0})
+    opened.keep_profile(submitted[2].work.profile_key("cpu"), {"configurations": configurations, "total_work": None})
+    claim = opened.claim("agent", [submitted[1].id], 60)
+    assert claim is not None
+    opened.heartbeat(claim, Progress(200.0, unit="images"), 60)
+    opened.close()
+    return path
+
+
+def test_the_jobs_of_a_store(store):
+    found = jobs_from_store(store, "cpu")
+    assert [its.name for its in found.kinds] == ["one"]
+    assert found.kinds[0].alone_rate == pytest.approx(100.0)
+    assert found.kinds[0].profiles == FAST.profiles
+    assert [(its.name, its.kind, its.arrival_s, its.work) for its in found.jobs] == [
+        ("one", "one", 0.0, 500.0),
+        ("two", "one", 0.0, 300.0),
+    ]
+    assert (found.jobs[0].user, found.jobs[0].priority) == ("ada", 3)
+    assert found.jobs[0].deadline_s == pytest.approx(500, abs=60)
+    assert [reason.split("; ")[0] for reason in found.skipped] == [
+        "job 'endless' does not say how much work there is in all (total_work)",
+        "job 'unknown' has no profile for cpu",
+        "job 'zip' is a command, which has no profile",
+    ]
+
+
+def test_the_past_of_a_store(store):
+    opened = open_store(store)
+    claim = opened.claim("agent", [opened.find("one").id], 60)
+    assert claim is not None
+    opened.finish(claim, claim.job.state.SUCCEEDED, "", Progress(500.0), {})
+    opened.cancel(opened.find("unknown").id)
+    opened.close()
+    assert [its.name for its in jobs_from_store(store, "cpu").jobs] == ["two"]
+    found = jobs_from_store(store, "cpu", replay=True)
+    assert [(its.name, its.work) for its in found.jobs] == [("one", 500.0), ("two", 500.0)]
+    assert [its.arrival_s for its in found.jobs] == pytest.approx([0.0, 0.0], abs=60)
+
+
+def test_a_store_without_jobs_to_simulate(store, tmp_path):
+    with pytest.raises(ConfigError, match=r"no job can be simulated: job 'one' has no profile for cuda"):
+        jobs_from_store(store, "cuda")
+    open_store(tmp_path / "empty.db").close()
+    with pytest.raises(ConfigError, match="it has no unfinished jobs"):
+        jobs_from_store(tmp_path / "empty.db", "cpu")
+    with pytest.raises(StoreError):
+        jobs_from_store(tmp_path / "none.db", "cpu")
