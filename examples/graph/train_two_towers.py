@@ -6,7 +6,8 @@
 
 The flags are Megatron's own, and ``--graph-plan``.  The plan decides how many ranks there are, what each has, and the
 batch.  To train a model of your own as a graph, write another ``Towers``:
-``megatron/fill/wings/graph/running/graphs.py`` says what is asked of it.  The data is made up: the patches say where a sequence of tokens begins, the sound by how much it goes up.
+``megatron/fill/wings/graph/running/graphs.py`` says what is asked of it.  The data is made up: the patches say where a
+sequence of tokens begins, the sound by how much it goes up.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 GPT-like models of 1.2, 3.6 and 6 billion parameters in four 1F1B stages on four RTX 6000 Ada, with 4, 6 and 8
 micro-batches.  What FreeRide's artifact says, and in which file, is in
-``megatron/fill/wings/sim/freeride/artifact.py``.  The bubbles are the simulator's.  They are filled in virtual time by PipeFill's own predictor and step loop, and by
-FreeRide's reservations and polling (``reserving.py``).  Tasks are placed by FreeRide's Algorithm 1 in both cases.
+``megatron/fill/wings/sim/freeride/artifact.py``.  The bubbles are the simulator's.  They are filled in virtual time by
+PipeFill's own predictor and step loop, and by FreeRide's reservations and polling (``reserving.py``).  Tasks are placed
+by FreeRide's Algorithm 1 in both cases.
 
 Its formulas (ae/collect_experiment_data/analyze_cost.ipynb), with T the training's time, W the side work, Th its
 throughput on the cheaper GPU, and P the prices:

@@ -1,9 +1,9 @@
 """What to expect of a GPU whose rank waits in a spinning receive: a simulation, to be compared with measurements.
 
 For each way of waiting and sharing (megatron/fill/wings/sim/sliced.py), length of a step, and guard: the harvest in GPU
-work (the work that steps did in bubbles over the bubbles' time) and the harvest ratio as a host's clock has it, by how much
-later filled bubbles end, and how much longer iterations take.  Each row is compared with the same iterations without a
-worker.  The lengths of slices, transfers, steps and waits are assumptions.
+work (the work that steps did in bubbles over the bubbles' time) and the harvest ratio as a host's clock has it, by how
+much later filled bubbles end, and how much longer iterations take.  Each row is compared with the same iterations
+without a worker.  The lengths of slices, transfers, steps and waits are assumptions.
 
     python scripts/benchmarks/sim_slices.py --json docs/benchmarks/slices.json
 """

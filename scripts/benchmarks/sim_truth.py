@@ -3,8 +3,8 @@
 Six trainings of a small GPT on two ranks: GPipe, 1F1B and interleaved, each with two pairs of side tasks.  Filling is
 on and off in turn, in short blocks, so that what drifts in the machine is in both.  What is predicted, and how, is in
 ``megatron/fill/wings/sim/truth/compare.py``.  The noise is shown beside the errors: how far a prediction could be
-expected to be off (95%) that is perfect but made from other iterations, as neighbouring blocks differ; the 95% bootstrap interval
-of what was measured; and by how much the blocks of one half differ from those of the other.
+expected to be off (95%) that is perfect but made from other iterations, as neighbouring blocks differ; the 95%
+bootstrap interval of what was measured; and by how much the blocks of one half differ from those of the other.
 
     python scripts/benchmarks/sim_truth.py --keep runs --json truth.json
     python scripts/benchmarks/sim_truth.py --from runs --json truth.json
