@@ -181,10 +181,10 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path):
     safefile.remove(tmp_path / "nothing")
 
 
-def test_a_folder_that_a_job_made_very_deep_is_removed(tmp_path):
+def test_a_folder_that_a_job_made_very_deep_is_removed(tmp_path, monkeypatch):
     kept = tmp_path / "kept"
     kept.touch()
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)  # which is left at the end
     try:
         for _ in range(3000):
             os.mkdir("deep")
