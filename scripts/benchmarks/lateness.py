@@ -36,10 +36,10 @@ _DRAWS = 10_000
 
 
 def late_ns(records: Sequence[RankRecord]) -> dict[int, int]:
-    """By iteration, how late its waits ended in all, in ns.
+    """By iteration, the sum of its waits' lateness in ns, for those that were watched.
 
     Args:
-        records: of both ranks, with the passes of all iterations.
+        records: of both ranks, with the passes of all iterations that were watched.
     """
     late: defaultdict[int, int] = defaultdict(int)
     ends = [sorted(span.end_ns for span in record.spans) for record in records]
@@ -51,7 +51,8 @@ def late_ns(records: Sequence[RankRecord]) -> dict[int, int]:
                 late[bubble.iteration] += bubble.end_ns - others[last]
     for iteration in records[0].iterations:
         passes = [end for its in ends if (end := its[bisect_right(its, iteration.end_ns) - 1]) >= iteration.start_ns]
-        late[iteration.iteration] += iteration.end_ns - max(passes)
+        if passes:
+            late[iteration.iteration] += iteration.end_ns - max(passes)
     return late
 
 
@@ -65,7 +66,7 @@ def compare(records: Sequence[RankRecord], blocks: Blocks) -> dict[str, Any]:
     iterations = records[0].iterations
     if not any(one.block >= 0 for one in iterations):
         iterations = blocks.mark(iterations)
-    counted = [one for one in iterations if one.block >= 0]
+    counted = [one for one in iterations if one.block >= 0 and one.iteration in late]
     on, off = (
         np.array([late[one.iteration] / 1e6 for one in counted if one.filling is filling]) for filling in (True, False)
     )

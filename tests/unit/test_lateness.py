@@ -43,3 +43,14 @@ def test_what_filling_adds_is_told_from_the_blocks_without_it():
     assert found["late_ms"] == {"with": 9.0, "without": 6.0}
     assert (found["added_ms"], found["ci95_ms"], found["iterations"]) == (3.0, [3.0, 3.0], 8)
     assert found["share"] == 0.03
+
+
+def test_iterations_that_nobody_watched_do_not_count():
+    blocks = Blocks(length=2, pairs=2, warmup=1)
+    ranks = records({number: 4 if blocks.fills(number) else 1 for number in range(1, 10)})
+    for record in ranks:
+        record.bubbles[:] = [bubble for bubble in record.bubbles if bubble.iteration != 3]
+        record.spans[:] = [span for span in record.spans if span.iteration != 3]
+    assert 3 not in late_ns(ranks)
+    found = compare(ranks, blocks)
+    assert (found["added_ms"], found["iterations"]) == (3.0, 7)
