@@ -16,6 +16,7 @@ from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import exit_saying
 from megatron.fill.given.jobs import JobSpec
+from megatron.fill.given.settings import FLAG
 from pipefill_patches.ghost_flags import add_ghost_arguments, check_unused
 from pipefill_patches.registry import Patch, Target, replace
 
@@ -26,8 +27,15 @@ _PARSE = Target("megatron.training.arguments:parse_args", ("extra_args_provider"
 def add_fill_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of the settings, and ``--fill-cpu-backend``, which is evaluated before the flags are parsed."""
     group = parser.add_argument_group("fill", "run other work in the pipeline bubbles (PipeFill)")
-    for name, field in FillSettings.model_fields.items():
+    for name, field in FillSettings.flags().items():
         group.add_argument(f"--fill-{name.replace('_', '-')}", help=field.description, **_reading(field))
+    group.add_argument(
+        FLAG,
+        action="append",
+        metavar="FILE",
+        help="YAML with further settings, such as a site's (user, network, allow, limits of jobs; docs/flags.md lists "
+        "them), or the YAML itself: '{network: true}'; may be repeated, later ones win",
+    )
     group.add_argument(
         "--fill-cpu-backend",
         action="store_true",

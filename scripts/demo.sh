@@ -32,7 +32,7 @@ model=(
 )
 first=(
     --train-iters 110 --tensorboard-dir "$run/tensorboard" --fill-jobs examples/demo.yaml --fill-report "$run"
-    --fill-warmup-iterations 10 --fill-paired-blocks 5 --fill-baseline-seconds 2
+    --fill-settings '{warmup_iterations: 10, baseline_seconds: 2}' --fill-paired-blocks 5
 )
 RANKS=2 scripts/train_local.sh "${model[@]}" "${first[@]}" 2>&1 | tee "$run/training.log" |
     sed -un -e 's/.*\(iteration  *[0-9]*\/ *[0-9]*\) .*\(lm loss: [0-9.E+-]*\).*/\1 | \2/p' \

@@ -10,9 +10,12 @@ import re
 import sys
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron.fill.given.settings import FileSettings  # noqa: E402
 from pipefill_patches.arguments import add_fill_arguments  # noqa: E402
 from pipefill_patches.ghost_flags import add_ghost_arguments  # noqa: E402
 
@@ -21,6 +24,23 @@ HEAD = """# Flags
 
 All flags that PipeFill adds to Megatron's, as `pretrain_gpt.py --help` shows them; only `--fill-jobs FILE` is needed.
 This page is made by `python scripts/flags_page.py`.
+"""
+SETTINGS = """## Settings
+
+The rest is in the YAML of `--fill-settings`: what a site decides once for all its runs, limits, and what PipeFill
+chooses well by itself. A site keeps them in a file, which its launch scripts name; one run changes them by a second
+`--fill-settings` after that, such as `--fill-settings '{network: true}'`. An unknown name or a wrong value ends the
+run before it starts.
+
+```yaml
+user: fill            # its files are all that jobs can read
+allow: [ourlab.tasks.*, megatron.fill.sidetask.*]
+max_processes: 64
+price: {main: 30, side: 0.5}
+```
+
+| setting | default | |
+| --- | --- | --- |
 """
 
 
@@ -33,7 +53,17 @@ def page() -> str:
         if group._group_actions:
             rows = [f"| `{_usage(action)}` | {_help(parser, action)} |" for action in group._group_actions]
             parts.append("\n".join([f"## {_title(group)}\n", "| flag | |", "| --- | --- |", *rows, ""]))
-    return "\n".join(parts)
+    rows = [f"| `{name}` | {_default(field)} | {_marked(field.description)} |" for name, field in _settings()]
+    return "\n".join([*parts, SETTINGS + "\n".join(rows), ""])
+
+
+def _settings() -> list[tuple[str, FieldInfo]]:
+    return list(FileSettings.model_fields.items())
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    return "" if value in (None, ()) else f"`{str(value).lower() if isinstance(value, bool) else format(value, 'g')}`"
 
 
 def _title(group: argparse._ArgumentGroup) -> str:
@@ -49,8 +79,11 @@ def _usage(action: argparse.Action) -> str:
 
 
 def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    text = argparse.HelpFormatter(parser.prog)._expand_help(action)
-    return re.sub(r"(?<![\w`-])(--[\w-]+)", r"`\1`", text).replace("|", "\\|")
+    return _marked(argparse.HelpFormatter(parser.prog)._expand_help(action))
+
+
+def _marked(text: str | None) -> str:
+    return re.sub(r"(?<![\w`-])(--[\w-]+)", r"`\1`", text or "").replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,12 @@ step() {
     fi
     limit=$((limit < left ? limit : left)) begun=$SECONDS
     echo "== $name (at most $limit s): $*"
-    timeout -k 5 "$limit" "${@//@/$found}" >"$work/$name.log" 2>&1 </dev/null
+    local word words=()
+    for word in "$@"; do
+        [ "$word" = @ ] && word=$found
+        words+=("$word")
+    done
+    timeout -k 5 "$limit" "${words[@]}" >"$work/$name.log" 2>&1 </dev/null
     code=$?
     [ "$code" = 0 ] || failed=1
     { echo "== $name: $*"; cat "$work/$name.log"; } >>"$log"

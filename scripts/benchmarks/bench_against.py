@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.benchmarks.trainings import launcher
+from scripts.benchmarks.trainings import launcher, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = (
@@ -55,7 +55,7 @@ def train(tree: Path, folder: Path, iterations: int, block: int, warmup: int) ->
     jobs.write_text(json.dumps({"jobs": JOBS}), encoding="utf-8")  # JSON is YAML
     flags = [
         *("--train-iters", str(iterations), "--fill-jobs", str(jobs), "--fill-report", str(folder / "run")),
-        *("--fill-paired-blocks", str(block), "--fill-warmup-iterations", str(warmup)),
+        *("--fill-paired-blocks", str(block), *settings(warmup_iterations=warmup)),
     ]
     done = subprocess.run(
         [*launcher(2), str(tree / "pretrain_gpt.py"), *MODEL.split(), *flags],

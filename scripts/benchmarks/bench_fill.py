@@ -40,7 +40,7 @@ from megatron.fill.device.emulated import why_not
 from megatron.fill.records import last_segment
 from megatron.fill.types import Bubble, BubbleUse
 from scripts.benchmarks.results import Results, opened
-from scripts.benchmarks.trainings import Blocks, filled, identical, iterations_of, jobs_file, p99_slowdown
+from scripts.benchmarks.trainings import Blocks, filled, identical, iterations_of, jobs_file, p99_slowdown, settings
 
 PARTS = ("profile", "cpu", "emulated", "identity")
 IDENTITY_PAIRS = 2
@@ -139,7 +139,7 @@ def by_bubble(run_dir: Path) -> list[dict[str, Any]]:
 def measure(folder: Path, part: str, jobs: Path, options: argparse.Namespace, *flags: str) -> dict[str, Any]:
     """One training in pairs of blocks: its figures, and their details."""
     blocks = Blocks(options.block, options.pairs, options.warmup, _SETTLING)
-    report = filled(folder, part, jobs, blocks, "--fill-baseline-seconds", str(options.baseline_seconds), *flags)
+    report = filled(folder, part, jobs, blocks, *settings(baseline_seconds=options.baseline_seconds), *flags)
     run = folder / f"{part}-run"
     summary = {name: report["summary"][name] for name in ("slowdown", "harvest_ratio", "fill_efficiency")}
     summary |= {
@@ -177,7 +177,7 @@ def bench(folder: Path, options: argparse.Namespace, results: Results) -> None:
             results.add(part, identical(folder, jobs, blocks, *store), part)
             continue
         # No brake there: it would stop the filling before it is measured.
-        flags = ("--fill-emulate", "completion", "--fill-max-slowdown", "0") if part == "emulated" else ()
+        flags = (*settings(emulate="completion"), "--fill-max-slowdown", "0") if part == "emulated" else ()
         found = measure(folder, part, jobs, options, *store, *flags)
         results.add(part, found["summary"], part, **found["details"])
 

@@ -108,7 +108,7 @@ def parsed() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--sharing", choices=("timeslice", "mps"), default="timeslice", help="(default: timeslice)")
     parser.add_argument("--waits", choices=("stream", "host"), help="of ghosts (default: stream; host on the CPU)")
     parser.add_argument("--schedule", choices=("1f1b", "interleaved"), default="1f1b", help="(default: 1f1b)")
-    parser.add_argument("--guard-us", type=float, metavar="US", help="--fill-guard-us (default: PipeFill's own)")
+    parser.add_argument("--guard-us", type=float, metavar="US", help="guard_us (default: PipeFill's own)")
     parser.add_argument("--model", choices=MODELS, help="(default: 1.3b; tiny on the CPU)")
     parser.add_argument("--stages", type=int, default=4, help="of the pipeline (default: 4)")
     parser.add_argument("--stage", type=int, default=0, help="which is real, from 0 (default: 0)")

@@ -12,8 +12,8 @@ pairs of blocks within one run each, on the CPU as it is:
 * ``idle-in-session``: the same at that priority in the rank's own session: what the kernel does by itself.
 
 A CPU takes a core back from an idle-class process at any instant, so that these figures say little of a GPU, which does
-not.  Therefore also on an emulated device that does not preempt (``--fill-emulate``, which takes the right to real-time
-priorities), where steps run to completion (``emulated``) or take turns with the main job (``slices``):
+not.  Therefore also on an emulated device that does not preempt (the setting ``emulate``, which takes the right to
+real-time priorities), where steps run to completion (``emulated``) or take turns with the main job (``slices``):
 
 * ``emulated``, ``slices``: with everything;
 * ``slices-free``: the same as ``slices``, with a main job that needs no turn while it waits (--fill-free-waits);
@@ -57,6 +57,7 @@ from scripts.benchmarks.trainings import (
     jobs_file,
     losses,
     p99_slowdown,
+    settings,
     train,
 )
 
@@ -66,7 +67,7 @@ JOBS = [{"name": name, "task": task, "args": args} for name, (task, args) in TAS
 
 
 def on_cpu(folder: Path, blocks: Blocks, step_ms: float | None) -> dict[str, Any]:
-    report = filled(folder, "filled", jobs_file(folder / "jobs.yaml", JOBS), blocks, "--fill-baseline-seconds", "3")
+    report = filled(folder, "filled", jobs_file(folder / "jobs.yaml", JOBS), blocks, *settings(baseline_seconds=3))
     details = {name: report[name] for name in ("ranks", "total")}
     p99 = p99_slowdown(iterations_of(folder / "filled-run"))
     return report["summary"] | {"p99_slowdown": p99, "details": details}
@@ -89,7 +90,7 @@ def emulated(folder: Path, blocks: Blocks, step_ms: float | None, *, how: str, n
     ]
     path = jobs_file(folder / f"{name}.yaml", jobs)
     # No brake: it would stop the worse ones before they are measured.
-    report = filled(folder, name, path, blocks, "--fill-emulate", how, "--fill-max-slowdown", "0")
+    report = filled(folder, name, path, blocks, *settings(emulate=how), "--fill-max-slowdown", "0")
     use = report["total"]["time_use_ns"]
     filled_s = report["total"]["fillable_s"] + report["total"]["settling_s"]  # jobs count from their start
     return {

@@ -36,6 +36,7 @@ from tests.e2e.training import (  # noqa: E402
     SCRIPT,
     UPSTREAM,
     Trained,
+    settings,
     start,
     stepped,
     train_until,
@@ -169,8 +170,8 @@ def spins(folder: Path, ranks: int) -> tuple[list[str], str]:
     names = [f"spin-{number}" for number in range(ranks)]
     jobs = [{"name": name, "task": "tasks:Spin", "args": {"milliseconds": 0.2}} for name in names]
     # No brake: what it leaves unfilled to compare with is a good part of so short a run.
-    settings = "--fill-warmup-iterations 3 --fill-max-slowdown 0 --fill-min-bubble-us 300"
-    return names, f"{write_jobs(folder, *jobs)} {settings}"
+    rest = f"--fill-max-slowdown 0 {settings(warmup_iterations=3, min_bubble_us=300)}"
+    return names, f"{write_jobs(folder, *jobs)} {rest}"
 
 
 def train_upstream(row: Row, folder: Path, iterations: int) -> str:

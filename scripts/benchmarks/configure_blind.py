@@ -40,7 +40,7 @@ LAYERS = 4
 REST = (
     "--max-position-embeddings 256 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --lr-decay-style constant "
     "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --eval-interval 100000 --log-interval 1 "
-    "--train-iters 100000 --exit-signal-handler --fill-profile-only --fill-trace-iterations 5000"
+    "--train-iters 100000 --exit-signal-handler --fill-profile-only --fill-settings " + '{"trace_iterations":5000}'
 )
 
 

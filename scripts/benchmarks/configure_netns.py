@@ -48,7 +48,7 @@ MODEL = (
 REST = (
     "--max-position-embeddings 16 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --lr-decay-style constant "
     "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --eval-interval 100000 --log-interval 1 "
-    "--fill-profile-only --fill-trace-iterations 1000"
+    '--fill-profile-only --fill-settings {"trace_iterations":1000}'
 )
 SIZES = "8,64KiB,1MiB"
 WARMUP = 2  # iterations that do not count

@@ -26,6 +26,7 @@ from scripts.benchmarks.gpu_identity import Awaited
 from scripts.benchmarks.gpu_models import model_flags
 from scripts.benchmarks.gpu_parts import END_S, START_S
 from scripts.benchmarks.one_gpu import on_gpus
+from scripts.benchmarks.trainings import settings
 
 STAGES = 2
 WARMUP, MEASURED = 5, 20  # iterations
@@ -57,7 +58,7 @@ def train(folder: Path, options: argparse.Namespace, on: bool, end_s: float) -> 
     run = folder / "run"
     flags = model_flags(options.model, "cuda", STAGES, 8, "1f1b", _TIMEOUT_MINUTES)
     flags += ["--train-iters", "100000", "--fill-jobs", str(jobs), "--fill-report", str(run)]
-    flags += ["--fill-warmup-iterations", str(WARMUP), "--fill-max-slowdown", "0", "--fill-sharing", "timeslice"]
+    flags += [*settings(warmup_iterations=WARMUP), "--fill-max-slowdown", "0", "--fill-sharing", "timeslice"]
     log = folder / "training.log"
     left_s = max(1.0, end_s - time.monotonic())
     enough = Awaited(run, WARMUP + MEASURED, left_s, more=MEASURED)

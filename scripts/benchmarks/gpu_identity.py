@@ -29,7 +29,7 @@ from scripts.benchmarks.gpu_day import device as device_here
 from scripts.benchmarks.gpu_models import model_flags
 from scripts.benchmarks.gpu_parts import END_S, START_S
 from scripts.benchmarks.one_gpu import mps, training
-from scripts.benchmarks.trainings import losses
+from scripts.benchmarks.trainings import losses, settings
 
 _MOST_ITERATIONS = 100_000
 MODELS = {"cpu": ("tiny", 192), "cuda": ("350m", 4096)}  # the model, and the size of the job's matrices
@@ -56,9 +56,7 @@ def compare(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     entries = [{"name": f"products{at}"} | job for at in range(stages)]
     jobs.write_text(json.dumps({"jobs": entries}), encoding="utf-8")  # JSON is YAML
     filling = ["--fill-jobs", str(jobs), "--fill-report", str(folder / "run"), "--fill-max-slowdown", "0"]
-    filling += ["--fill-warmup-iterations", "3", "--fill-sharing", options.sharing]
-    if options.sharing == "mps":
-        filling += ["--fill-mps-pipe", os.environ["CUDA_MPS_PIPE_DIRECTORY"]]
+    filling += [*settings(warmup_iterations=3), "--fill-sharing", options.sharing]
     awaited = Awaited(folder / "run", options.iterations, options.most_seconds)
     found: dict[str, dict[int, float]] = {}
     for name, extra in (("with", filling), ("without", [])):

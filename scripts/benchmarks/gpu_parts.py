@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -24,7 +23,7 @@ from scripts.benchmarks.gpu_figures import ITERATION, check_steps, of_run, per_i
 from scripts.benchmarks.gpu_models import model_flags
 from scripts.benchmarks.gpu_ungated import beside_the_training
 from scripts.benchmarks.one_gpu import beside_ghosts, training
-from scripts.benchmarks.trainings import Blocks, iterations_of, jobs_file, p99_slowdown, slowdown_of
+from scripts.benchmarks.trainings import Blocks, iterations_of, jobs_file, p99_slowdown, settings, slowdown_of
 
 TASK = "megatron.fill.sidetask.training:TrainingJob"
 JOBS: dict[str, dict[str, Any]] = {  # by device: on a GPU, nodes of some milliseconds
@@ -45,7 +44,7 @@ _EXPECTED = re.compile(r"ghosts: stage .* in ms of ([\d.]+): (.*)")
 WITHOUT_WAITS = 5  # iterations at the beginning, in which ghosts measure
 _IDENTITY_PAIRS = 1
 _PACE_ITERATIONS = 5
-_NOT_EMULATED = "the rehearsal is without --fill-emulate, so jobs set themselves up in the warm-up, unlike on a GPU"
+_NOT_EMULATED = "the rehearsal is without emulate, so jobs set themselves up in the warm-up, unlike on a GPU"
 _BUBBLES_ITERATIONS = {"cuda": 20, "cpu": 10}  # a rehearsal is small
 _MARKS_ITERATIONS = {"cuda": 40, "cpu": 10}
 PROFILE_S, START_S, END_S = 25.0, 15.0, 5.0  # of a profile; from a training's start to its first iteration; of its end
@@ -162,17 +161,15 @@ class Bench:
         names = ["bert", *(f"bert{at}" for at in range(1, jobs))]
         file = jobs_file(self.folder / f"{name}.yaml", [self.job(one) for one in names])
         flags = ["--fill-jobs", str(file), "--fill-store", str(store), "--fill-report", str(self.run(name))]
-        flags += ["--fill-max-slowdown", "0", "--fill-warmup-iterations", str(self.blocks.warmup)]
+        flags += ["--fill-max-slowdown", "0", *settings(warmup_iterations=self.blocks.warmup)]
         if self.options.guard_us is not None:
-            flags += ["--fill-guard-us", str(self.options.guard_us)]
+            flags += settings(guard_us=self.options.guard_us)
         if self.device == "cuda":
             flags += ["--fill-sharing", self.options.sharing]
         elif lacking := why_not():
             print(f"bench_gpu: {_NOT_EMULATED}: {lacking}", flush=True)
         else:  # as on a GPU, nothing but the gate keeps jobs from the training, their start included
-            flags += ["--fill-emulate", "completion"]
-        if self.options.sharing == "mps":
-            flags += ["--fill-mps-pipe", os.environ["CUDA_MPS_PIPE_DIRECTORY"]]
+            flags += settings(emulate="completion")
         return flags
 
     @property
@@ -240,8 +237,8 @@ def _slow(bench: Bench) -> list[str]:
 
 
 def _paired(bench: Bench) -> list[str]:
-    seconds = str(bench.options.baseline_seconds)
-    return ["--fill-paired-blocks", str(bench.options.block), "--fill-baseline-seconds", seconds]
+    seconds = bench.options.baseline_seconds
+    return ["--fill-paired-blocks", str(bench.options.block), *settings(baseline_seconds=seconds)]
 
 
 def identity(bench: Bench) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from megatron.fill.wings.graph.plan import Plan, Stage
 from megatron.fill.wings.graph.timeline import simulate
 from megatron.fill.wings.mainjob.hardware import GPUS
 from scripts.benchmarks.forked import ForkedRanks, preload
-from scripts.benchmarks.trainings import losses
+from scripts.benchmarks.trainings import losses, settings
 from scripts.benchmarks.turns import Training
 
 LANGUAGE = 8  # layers
@@ -99,8 +99,7 @@ def _endless(folder: Path, name: str, its: Plan) -> Training:
         "100000",
         "--exit-signal-handler",
         "--fill-profile-only",
-        "--fill-trace-iterations",
-        "5000",
+        *settings(trace_iterations=5000),
     ]
     program = _program(folder / f"{name}-plan", its, *flags)
     program[program.index("--fill-report") + 1] = str(folder / name / "run")

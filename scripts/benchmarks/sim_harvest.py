@@ -8,7 +8,7 @@ trains BERT-base and the other embeds texts with all-MiniLM-L6-v2 (bench_fill.py
 * harvest: measured / planned. It has everything in it that a plan does not know: bubbles that end early, prediction
   with a margin, steps that vary, waking up, checkpoints, and the memory bandwidth that the other rank takes.
 
-The steps cannot be interrupted, as on a GPU (--fill-emulate completion, which takes the right to real-time priorities);
+The steps cannot be interrupted, as on a GPU (emulate: completion, which takes the right to real-time priorities);
 --preempting takes the CPU as it is, which takes its core back at any instant.
 
     python scripts/benchmarks/sim_harvest.py --json FILE
@@ -34,7 +34,7 @@ from megatron.fill.records import last_segment
 from megatron.fill.types import Bubble, JobRecord, RankRecord, WorkerRecord
 from megatron.fill.wings.sim.values import RuntimeModel
 from scripts.benchmarks.bench_fill import profiled, write_jobs
-from scripts.benchmarks.trainings import command, training
+from scripts.benchmarks.trainings import command, settings, training
 
 SHAPE = (
     "--hidden-size 1024 --num-attention-heads 16 --seq-length 256 --max-position-embeddings 256 "
@@ -48,8 +48,8 @@ def run(folder: Path, iterations: int, warmup: int, preempting: bool) -> dict[st
     jobs = write_jobs(folder)
     found = profiled(folder, jobs)
     flags = ["--fill-jobs", str(jobs), "--fill-report", str(folder / "run"), "--fill-store", str(folder / "jobs.db")]
-    flags += ["--fill-warmup-iterations", str(warmup), "--fill-baseline-seconds", "20", "--fill-max-slowdown", "0"]
-    flags += [] if preempting else ["--fill-emulate", "completion"]
+    flags += [*settings(warmup_iterations=warmup, baseline_seconds=20), "--fill-max-slowdown", "0"]
+    flags += [] if preempting else settings(emulate="completion")
     arguments = command(warmup + iterations, folder / "log", ["pretrain_gpt.py"], *SHAPE.split(), *flags)
     with training(arguments, folder / "train.log"):
         pass

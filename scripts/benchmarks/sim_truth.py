@@ -27,7 +27,7 @@ from megatron.fill.app.listening import fill_rule
 from megatron.fill.config import FillSettings
 from megatron.fill.wings.sim.truth.compare import RUN, Figure, compare, load
 from megatron.fill.wings.sim.truth.table import summary, table
-from scripts.benchmarks.trainings import launcher
+from scripts.benchmarks.trainings import launcher, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES, MICROBATCHES, CHUNKS, LAYERS = 2, 4, 2, 4
@@ -68,8 +68,9 @@ def train(folder: Path, schedule: str, mix: str, iterations: int, blocks: int) -
     entries = [{"name": name, "task": task, "args": args} for name, (task, args) in MIXES[mix].items()]
     jobs.write_text(json.dumps({"jobs": entries}), encoding="utf-8")  # JSON is YAML
     flags = f"{' '.join(MODEL)} {SCHEDULES[schedule]} --train-iters {iterations}"
-    fill = f"--fill-paired-blocks {blocks} --fill-warmup-iterations {WARMUP} --fill-trace-iterations {iterations}"
-    command = [*launcher(STAGES), "pretrain_gpt.py", *flags.split(), *fill.split(), "--fill-max-slowdown", "0"]
+    fill = ["--fill-paired-blocks", str(blocks), "--fill-max-slowdown", "0"]
+    fill += settings(warmup_iterations=WARMUP, trace_iterations=iterations)
+    command = [*launcher(STAGES), "pretrain_gpt.py", *flags.split(), *fill]
     command += ["--fill-jobs", str(jobs), "--fill-report", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=False)

@@ -131,6 +131,11 @@ def train(folder: Path, name: str, blocks: Blocks, script: Sequence[str], *extra
         pass
 
 
+def settings(**values: Any) -> list[str]:
+    """Return the flags for settings that are no flags."""
+    return ["--fill-settings", json.dumps(values)]  # JSON is YAML
+
+
 def jobs_file(path: Path, jobs: list[dict[str, Any]]) -> Path:
     path.write_text(json.dumps({"jobs": jobs}), encoding="utf-8")  # JSON is YAML
     return path
@@ -140,7 +145,7 @@ def filled(folder: Path, name: str, jobs: Path, blocks: Blocks, *extra: str, mai
     """Train with jobs in the bubbles, in paired blocks; the report.  The records are in ``NAME-run``."""
     run = folder / f"{name}-run"
     flags = ["--fill-jobs", str(jobs), "--fill-report", str(run), "--fill-paired-blocks", str(blocks.length)]
-    flags += ["--fill-warmup-iterations", str(blocks.warmup), *extra]
+    flags += [*settings(warmup_iterations=blocks.warmup), *extra]
     train(folder, name, blocks, main.script, *flags, main=main)
     return json.loads((run / "report.json").read_text(encoding="utf-8"))
 

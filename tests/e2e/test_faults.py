@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.training import Trained, finished, processes, train_until, write_jobs
+from tests.e2e.training import Trained, finished, processes, settings, train_until, write_jobs
 from tests.waiting import until
 
 
@@ -48,7 +48,7 @@ FAULTS = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder: Path = tmp_path_factory.mktemp("faults")
     jobs = write_jobs(folder, *(job for job, _ in FAULTS.values()))
-    limits = "--fill-warmup-iterations 2 --fill-grace-ms 100 --fill-max-overruns 2 --fill-max-output-mib 4"
+    limits = settings(warmup_iterations=2, grace_ms=100, max_overruns=2, max_output_mib=4)
     return train_until(folder, f"{jobs} {limits}", dict.fromkeys(FAULTS, finished))
 
 

@@ -17,7 +17,7 @@ import pytest
 from megatron.fill.folders import output_file
 from megatron.fill.sandbox.landlock import landlock_abi
 from megatron.fill.types import JobState
-from tests.e2e.training import WORKER, Running, processes, write_jobs
+from tests.e2e.training import WORKER, Running, processes, settings, write_jobs
 
 CLI = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
 LAYERS = {"name": "layers", "task": "tasks:Layers", "args": {"milliseconds": [1, 2, 0.5, 1]}, "count": 2}
@@ -35,7 +35,7 @@ class Story(Running):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HF_TOKEN", "secret")
             super().__init__(
-                folder, f"{jobs} --fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5 --fill-lease-seconds 2"
+                folder, f"{jobs} --fill-checkpoint-seconds 0.5 {settings(warmup_iterations=3, lease_seconds=2)}"
             )
         self.job("big")
 

@@ -48,3 +48,17 @@ def test_real_stages_are_rehearsed_and_kept(tmp_path):
     with tarfile.open(tmp_path / "figures2.tgz") as packed:
         names = {name.removeprefix("keep/stages/") for name in packed.getnames()}
     assert {"with.log", "without.log", "run/report.json"} <= names
+
+
+def test_the_task_that_the_first_part_tries_runs(tmp_path):
+    done = subprocess.run(
+        ["bash", "scripts/gpu_day.sh", "look", str(tmp_path), "--device", "cpu", "--only", "try"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    (step,) = json.loads((tmp_path / "look.json").read_text(encoding="utf-8"))["steps"]
+    assert (done.returncode, step["result"]) == (0, "ran"), done.stdout
+    assert "products" in (tmp_path / "look.log").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.device.emulated import why_not
-from tests.e2e.training import ENDLESS, RESTED, UPSTREAM, Trained, stepped, train, train_until, write_jobs
+from tests.e2e.training import ENDLESS, RESTED, UPSTREAM, Trained, settings, stepped, train, train_until, write_jobs
 
 JOBS = ({"name": "a", "task": "tasks:Spin"}, {"name": "b", "task": "tasks:Spin", "args": {"milliseconds": 0.5}})
 GOT_ON = {"a": stepped, "b": stepped}
@@ -24,7 +24,7 @@ SCHEDULES = {
 LEAST = 6  # iterations: jobs may have got on before
 SPARE = 20  # iterations: those of the schedules with the same flags are not as many
 if not why_not():
-    SCHEDULES["not-preempting"] = ("--fill-emulate completion", "")
+    SCHEDULES["not-preempting"] = (settings(emulate="completion"), "")
 
 Upstream = dict[str, Trained]  # by flags
 
@@ -44,10 +44,10 @@ def trained(
     flags, plain = SCHEDULES[schedule]
     folder: Path = tmp_path_factory.mktemp(schedule)
     # No brake: what it leaves unfilled to compare with is a good part of so short a run.
-    settings = f"{flags} {write_jobs(folder, *JOBS)} --fill-warmup-iterations 3 --fill-max-slowdown 0"
+    filling = f"{flags} {write_jobs(folder, *JOBS)} --fill-max-slowdown 0 {settings(warmup_iterations=3)}"
     # NVIDIA's script is run in this way, and ours is a plain Megatron script then.
     way: dict[str, Any] = {"script": RESTED, "torchrun": True, "fresh": True} if schedule == "1f1b" else {}
-    filled = train_until(folder, settings, GOT_ON, LEAST, ranks=ranks(flags), **way)
+    filled = train_until(folder, filling, GOT_ON, LEAST, ranks=ranks(flags), **way)
     count = len(filled.losses)
     if plain not in upstream or len(upstream[plain].losses) < count:
         upstream[plain] = train(

@@ -22,6 +22,7 @@ from tests.e2e.training import (
     Trained,
     finished,
     processes,
+    settings,
     stepped,
     train,
     train_until,
@@ -30,6 +31,7 @@ from tests.e2e.training import (
 from tests.waiting import until
 
 SPIN = {"name": "spin", "task": "tasks:Spin"}
+WARM = settings(warmup_iterations=2)
 
 
 def test_profile_only_with_evaluation(tmp_path):
@@ -50,7 +52,7 @@ def test_evaluation_and_checkpoints_are_filled_around_and_resume_gives_the_same_
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
-    common = "--eval-interval 7 --eval-iters 1 --fill-warmup-iterations 2 --lr-warmup-iters 0"
+    common = f"--eval-interval 7 --eval-iters 1 --lr-warmup-iters 0 {WARM}"
     jobs = write_jobs(parts, SPIN)
     first = train_until(parts, f"{common} {jobs} --save {parts}/model --save-interval 6", {"spin": stepped})
     before, spin = len(first.losses), first.jobs["spin"]  # the second run's report takes its place, and covers both
@@ -83,7 +85,7 @@ def test_jobs_that_finish_make_room_for_others_by_priority(tmp_path):
     )
     ending = dict.fromkeys(["short-0", "short-1", "short-2", "urgent", "shell"], finished)
     expected = ending | dict.fromkeys(["endless-a", "endless-b"], stepped)
-    trained = train_until(tmp_path, f"{jobs} --fill-warmup-iterations 2", expected)
+    trained = train_until(tmp_path, f"{jobs} {WARM}", expected)
     states = {name: job["state"] for name, job in trained.jobs.items()}
     assert states == {
         **dict.fromkeys(ending, "SUCCEEDED"),
@@ -103,10 +105,10 @@ def blocks_of(trained: Trained) -> list[dict[int, int]]:
 
 
 def test_paired_blocks_and_baseline(tmp_path):
-    flags = f"{write_jobs(tmp_path, SPIN | {'count': 2})} --fill-warmup-iterations 5"
+    flags = f"{write_jobs(tmp_path, SPIN | {'count': 2})} {settings(warmup_iterations=5)}"
     # Without the brake: it would end blocks early on a machine that is busy with something else.
-    measured = f"{flags} --fill-paired-blocks 4 --fill-baseline-seconds 0.5 --fill-max-slowdown 0"
-    measured += " --fill-price main=3.96,side=0.18"
+    measured = f"{flags} --fill-paired-blocks 4 --fill-max-slowdown 0 "
+    measured += settings(baseline_seconds=0.5, price={"main": 3.96, "side": 0.18})
     running = Running(tmp_path, measured)
     try:
         running.wait_for_jobs(dict.fromkeys(["spin-0", "spin-1"], stepped))
@@ -189,7 +191,7 @@ def test_a_crash_leaves_nothing_behind(tmp_path, victim):
     mounts = {"/dev/shm": shared_memory} if os.geteuid() == 0 else {}  # else it stays empty whatever is left
     hang = {"name": "hang", "task": "tasks:Faulty", "args": {"where": "run_next_step", "what": "hang"}}
     jobs = write_jobs(tmp_path, SPIN, hang)
-    running = Running(tmp_path, f"{jobs} --fill-warmup-iterations 2", torchrun=victim == "launcher", mounts=mounts)
+    running = Running(tmp_path, f"{jobs} {WARM}", torchrun=victim == "launcher", mounts=mounts)
     try:
         running.wait_for_jobs({"spin": stepped})
         running.wait(lambda: len(processes(WORKER, str(tmp_path))) >= 2)
@@ -213,7 +215,7 @@ def test_two_runs_share_a_store(tmp_path):
         folder.mkdir()
         jobs = write_jobs(folder, SPIN | {"name": name, "args": {"steps": 5}, "count": 4})
         store = tmp_path / "shared.db"
-        flags = f"{jobs} --fill-store {store} --fill-warmup-iterations 2 --fill-lease-seconds 60"
+        flags = f"{jobs} --fill-store {store} {settings(warmup_iterations=2, lease_seconds=60)}"
         runs.append(Running(folder, flags, store))
     try:
         for run in runs:

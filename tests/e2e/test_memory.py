@@ -16,7 +16,7 @@ from megatron.fill.folders import output_file
 from megatron.fill.linux.held import private_bytes
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
-from tests.e2e.training import WORKER, Running, processes, stepped, write_jobs
+from tests.e2e.training import WORKER, Running, processes, settings, stepped, write_jobs
 
 MIB = 1 << 20
 _MARGIN, _SPARE = 1024 * MIB, 4096 * MIB  # what jobs have to leave free, and what is free beyond before they start
@@ -25,7 +25,7 @@ _TRIES = 4
 _LOOK_S = 0.1
 # A job that gets little of a busy machine has the grace to give memory back.  All of a language model's is written in
 # one step, which takes a second where the machine has to find that much first.
-_FLAGS = f"--fill-warmup-iterations 2 --fill-grace-ms 10000 --fill-memory-margin-mib {_MARGIN // MIB}"
+_FLAGS = f"--fill-memory-margin-mib {_MARGIN // MIB} {settings(warmup_iterations=2, grace_ms=10000)}"
 _JOBS = (
     {"name": "giving", "task": "tasks:Hoard", "args": {"mib": 400}, "memory": "1GiB"},
     {"name": "keeping", "task": "tasks:Miser", "args": {"mib": 400}, "memory": "1GiB"},

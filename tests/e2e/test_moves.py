@@ -10,7 +10,7 @@ from typing import Any
 from megatron.fill.folders import output_file
 from megatron.fill.records import last_segment
 from megatron.fill.types import JobState
-from tests.e2e.training import Running, processes, write_jobs
+from tests.e2e.training import Running, processes, settings, write_jobs
 
 # The first two take a rank each.  One leaves little of its bubbles, the other one nobody may share before it serves.
 LONG = {"name": "long", "task": "tasks:Spin", "args": {"milliseconds": 0.5}, "memory": "1GiB", "priority": 2}
@@ -27,7 +27,7 @@ def attempts(folder: Path, name: str, device: str) -> list[dict[str, Any]]:
 
 def test_a_tail_job_moves_to_the_rank_that_falls_idle_and_goes_on_from_its_checkpoint(tmp_path):
     jobs = write_jobs(tmp_path, LONG, SHORT, TAIL)
-    running = Running(tmp_path, f"{jobs} --fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5")
+    running = Running(tmp_path, f"{jobs} --fill-checkpoint-seconds 0.5 {settings(warmup_iterations=3)}")
     try:
         running.wait(lambda: len(running.store.list()) == 3)
         running.wait(lambda: running.job("tail").progress.checkpoint_s)

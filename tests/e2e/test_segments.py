@@ -13,11 +13,11 @@ from typing import Any
 
 from megatron.fill.rank.recorder import WRITE_EVERY
 from megatron.fill.records import last_segment
-from tests.e2e.training import Running, processes, start, train_until, write_jobs
+from tests.e2e.training import Running, processes, settings, start, train_until, write_jobs
 from tests.waiting import until
 
 JOB = {"name": "spin", "task": "tasks:Spin", "args": {"milliseconds": 0.5}}
-FLAGS = "--fill-warmup-iterations 3 --fill-checkpoint-seconds 0.5 --fill-lease-seconds 2"
+FLAGS = f"--fill-checkpoint-seconds 0.5 {settings(warmup_iterations=3, lease_seconds=2)}"
 
 
 def pipefill(*arguments: str) -> str:

@@ -66,7 +66,5 @@ def test_a_pause_that_takes_too_long_is_named(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     status, [trial] = tried(tmp_path, "slow.py:SlowPause", "seconds=0.4", "--grace-ms", "100")
     assert (status, trial["ended"]) == (1, "failed")
-    assert trial["reason"] == (
-        "pause() ran on after its bubble by more than 0.1 s (--fill-grace-ms) 3 times (--fill-max-overruns)"
-    )
+    assert trial["reason"] == ("pause() ran on after its bubble by more than 0.1 s (grace_ms) 3 times (max_overruns)")
     assert trial["use"]["offences"] == 3

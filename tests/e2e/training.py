@@ -171,7 +171,7 @@ def start(
     if mounts:
         environment[MOUNTS] = json.dumps({place: str(shown) for place, shown in mounts.items()})
     return subprocess.Popen(
-        [sys.executable, *launcher, *script, *model, *logs, *flags.format(folder=folder).split()],
+        [sys.executable, *launcher, *script, *model, *logs, *flags.replace("{folder}", str(folder)).split()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -276,6 +276,11 @@ def finished(job: Job) -> bool:
 
 def stepped(job: Job) -> bool:
     return job.progress.steps > 0
+
+
+def settings(**values: Any) -> str:
+    """Return the flags for settings that are no flags, without a space in a value."""
+    return f"--fill-settings {json.dumps(values, separators=(',', ':'))}"
 
 
 def write_jobs(folder: Path, *jobs: dict[str, Any]) -> str:

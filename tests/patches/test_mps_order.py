@@ -70,7 +70,8 @@ def test_the_driver_is_left_alone_until_the_command_line_is_parsed(entry: str) -
 class Daemon:
     pipe = Path("/pipe")
 
-    def __init__(self, *clients: int) -> None:
+    def __init__(self, *clients: int, outside: bool) -> None:
+        self.outside = outside
         self.found = dict.fromkeys(clients, 7)
 
     def clients(self) -> dict[int, int]:
@@ -78,7 +79,7 @@ class Daemon:
 
 
 @pytest.mark.parametrize(
-    ("clients", "theirs", "host_pids", "is_client"),
+    ("clients", "outside", "host_pids", "is_client"),
     [
         ((os.getpid(), 1), False, True, True),
         ((1,), False, True, False),
@@ -87,13 +88,13 @@ class Daemon:
         ((1,), True, False, True),  # it may be one, by another number
     ],
 )
-def test_a_rank_that_became_no_client_is_found_out(monkeypatch, clients, theirs, host_pids, is_client) -> None:
+def test_a_rank_that_became_no_client_is_found_out(monkeypatch, clients, outside, host_pids, is_client) -> None:
     import torch
 
     began: list[int] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: began.append(1))
     monkeypatch.setattr(share, "has_host_pids", lambda: host_pids)
-    why = share.why_no_client(Daemon(*clients), theirs)  # type: ignore[arg-type]
+    why = share.why_no_client(Daemon(*clients, outside=outside))  # type: ignore[arg-type]
     assert began == [1]
     assert (why == "") is is_client
     assert is_client or ASK_NVML in why

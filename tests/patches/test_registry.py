@@ -114,7 +114,7 @@ def test_applied_after_megatron_is_imported():
 
     # and a wrong one is told in a line, without Megatron's usage
     import contextlib, io
-    for flag, said in ((["--fill-guard-us", "much"], "argument --fill-guard-us: invalid float value: 'much'"),
+    for flag, said in ((["--fill-overrun", "much"], "argument --fill-overrun: invalid float value: 'much'"),
                        (["--fill-job", "a.yaml"], "did you mean --fill-jobs?")):
         sys.argv, told = ["x", *flag], io.StringIO()
         with contextlib.redirect_stderr(told), contextlib.suppress(SystemExit):

@@ -91,7 +91,7 @@ def test_a_task_finds_its_number_in_its_context(tmp_path):
 
 
 def test_users_that_cannot_be():
-    with pytest.raises(ConfigError, match="--fill-user is 'no-such-user': there is no such user"):
+    with pytest.raises(ConfigError, match="the setting user is 'no-such-user': there is no such user"):
         find_user("no-such-user")
     with pytest.raises(ConfigError, match="which is root; expected a user with fewer rights"):
         find_user("0")
@@ -119,14 +119,14 @@ def test_who_says_nothing_gets_a_user_without_rights_where_that_can_be(monkeypat
 )
 def test_a_variable_may_bring_code_and_so_has_to_be_allowed_too(name, allowed, refused):
     reason = refusal(Work("mine:Task", env={name: "/folder"}), allowed)
-    assert (f"setting {name} is not allowed here" in reason) is refused
+    assert (f"variable {name} is not allowed here" in reason) is refused
 
 
 def test_a_run_folder_that_the_user_cannot_reach_is_said_before_anything_starts(tmp_path):
     closed = tmp_path / "closed"
     (closed / "run").mkdir(parents=True)
     closed.chmod(0o700)
-    with pytest.raises(ConfigError, match=f"--fill-user nobody cannot enter .*, and so cannot use {closed}/run"):
+    with pytest.raises(ConfigError, match=rf"user nobody cannot enter .*, and so cannot use {closed}/run"):
         check_reach(GUEST, closed / "run")
 
 
@@ -139,12 +139,12 @@ def test_a_run_folder_that_the_user_cannot_reach_is_said_before_anything_starts(
         (
             "mine:Task",
             ["megatron.*", "mine:Other"],
-            "mine:Task is not allowed here; --fill-allow has megatron.*, mine:Other",
+            "mine:Task is not allowed here; the setting allow has megatron.*, mine:Other",
         ),
         ("mine:Task", ["mine:Task"], ""),
-        ("command:Task", ["command"], "command:Task is not allowed here; --fill-allow has command"),
+        ("command:Task", ["command"], "command:Task is not allowed here; the setting allow has command"),
         (None, ["command"], ""),
-        (None, ["*"], "commands are not allowed here; --fill-allow has *"),
+        (None, ["*"], "commands are not allowed here; the setting allow has *"),
     ],
 )
 def test_only_what_is_allowed_runs(task, allowed, reason):

@@ -24,12 +24,7 @@ from megatron.fill.device import DeviceError, MpsDaemon, meter
 from megatron.fill.errors import ConfigError, StoreError
 from megatron.fill.sandbox import Layer, Walls
 from megatron.fill.types import RankInfo
-
-
-def flags(**changed: object) -> Namespace:
-    values = {f"fill_{name}": field.default for name, field in FillSettings.model_fields.items()}
-    changed = {f"fill_{name}": value for name, value in changed.items()}
-    return Namespace(**values | {"fill_jobs": None, "bf16": False, "fp16": False} | changed)
+from tests.unit.flags import flags
 
 
 @pytest.mark.parametrize("variable", ["GROUP_WORLD_SIZE", "SLURM_NNODES"])
@@ -51,13 +46,15 @@ def test_several_nodes_cannot_share_a_file(monkeypatch, variable):
         ({"policy": "0*fifo"}, "expected a number above 0"),
         ({"offload_optimizer": True}, "expected --bf16 or --fp16"),
         ({"store": "jobs.db", "profile_only": True}, "expected no --fill-store with it"),
-        ({"lease_seconds": 0.0}, "--fill-lease-seconds is 0.0"),
+        ({"lease_seconds": 0.0}, "lease_seconds is 0.0"),
         ({"max_slowdown": -1.0}, "--fill-max-slowdown is -1.0"),
         ({"sm_percentage": 101}, "--fill-sm-percentage is 101"),
-        ({"max_processes": 1}, "--fill-max-processes is 1"),
-        ({"store": "jobs.db", "user": "no-such-user"}, "--fill-user is 'no-such-user': there is no such user"),
+        ({"max_processes": 1}, "max_processes is 1"),
+        (
+            {"store": "jobs.db", "user": "no-such-user"},
+            "the setting user is 'no-such-user': there is no such user",
+        ),
         ({"store": "jobs.db", "bind": ("data",)}, "--fill-bind data: expected an absolute path"),
-        ({"store": "jobs.db", "mps_pipe": "/tmp/mps"}, "expected --fill-sharing mps with it"),
         ({"checkpoint_seconds": 0.0}, "--fill-checkpoint-seconds is 0.0"),
     ],
 )
@@ -98,7 +95,7 @@ def test_a_wall_that_is_missing_is_said_or_with_strict_refused(monkeypatch, caps
     found = keptin.keep_in(FillSettings(store="x"), mps=DAEMON)
     assert "jobs are kept in less well here (pipefill doctor says more): ipc: not here" in capsys.readouterr().out
     assert (found.namespaces, found.user) == (("pid",), None)
-    with pytest.raises(ConfigError, match=r"--fill-strict: this machine cannot keep jobs in .*: ipc: not here"):
+    with pytest.raises(ConfigError, match=r"strict is set: this machine cannot keep jobs in .*: ipc: not here"):
         keptin.keep_in(FillSettings(store="x", strict=True), mps=DAEMON)
     monkeypatch.setattr(walls, "look", lambda *asked: lacking())
     keptin.keep_in(FillSettings(store="x", strict=True), mps=DAEMON)
@@ -115,7 +112,7 @@ def test_the_first_rank_of_a_node_with_gpus_tries_whether_jobs_can_use_them(monk
     keptin.keep_in(FillSettings(store="x"), DAEMON, on_gpu=True)
     assert ("no job can use a GPU: 304 /nowhere" in capsys.readouterr().out) == (rank == "0")
     if rank == "0":
-        with pytest.raises(ConfigError, match=r"--fill-strict: on .* no job can use a GPU: 304 None"):
+        with pytest.raises(ConfigError, match=r"strict is set: on .* no job can use a GPU: 304 None"):
             keptin.keep_in(FillSettings(store="x", strict=True), None, on_gpu=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,6 +12,8 @@ from megatron.fill.config import FillSettings
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.jobs import load_jobs
 from megatron.fill.given.quantities import parse_bytes
+from megatron.fill.types import Prices
+from tests.unit.flags import flags
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -120,11 +121,6 @@ def test_wrong_sizes(text):
         parse_bytes(text)
 
 
-def flags(**changed: object) -> Namespace:
-    values = {f"fill_{name}": field.default for name, field in FillSettings.model_fields.items()}
-    return Namespace(**values | {"fill_jobs": None} | {f"fill_{name}": value for name, value in changed.items()})
-
-
 def test_instances_know_which_they_are(tmp_path):
     path = write(tmp_path, "jobs: [{name: a, task: m:C, count: 2}, {name: b, command: ls}]")
     settings = FillSettings.from_args(flags(jobs=str(path)))
@@ -170,12 +166,30 @@ def test_settings_from_flags():
     assert FillSettings.from_args(flags(profile_only=True)).active
 
 
+def test_settings_from_files_and_from_the_command_line_of_which_later_ones_win(tmp_path):
+    site = tmp_path / "site.yaml"
+    site.write_text("# our cluster\nuser: nobody\nallow: [ours.*, command]\nprice: {main: 30, side: 0.5}\n")
+    nothing = tmp_path / "nothing.yaml"
+    nothing.write_text("# nothing yet\n")
+    args = flags()
+    args.fill_settings = [str(site), str(nothing), "{user: ada, grace_ms: 5}"]
+    found = FillSettings.from_args(args)
+    assert (found.user, found.allow, found.price) == ("ada", ("ours.*", "command"), Prices(30, 0.5))
+    assert (found.grace_ms, found.network) == (5.0, False)
+    site.write_text("user: nobody\nmax_files: 3\n")
+    with pytest.raises(ConfigError, match=r"site.yaml, line 2: max_files is 3: expected greater than or equal to 64"):
+        FillSettings.from_args(args)
+    site.write_text("user: nobody\npaired_blocks: 3\n")
+    with pytest.raises(ConfigError, match=r"site.yaml, line 2: paired_blocks is a flag; expected --fill-paired-blocks"):
+        FillSettings.from_args(args)
+
+
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
         ({"paired_blocks": -1}, "--fill-paired-blocks is -1"),
-        ({"warmup_iterations": 0}, "--fill-warmup-iterations is 0"),
-        ({"grace_ms": 0.0}, "--fill-grace-ms is 0.0"),
+        ({"warmup_iterations": 0}, "--fill-settings: warmup_iterations is 0"),
+        ({"grace_ms": 0.0}, "--fill-settings: grace_ms is 0.0"),
         ({"profile_only": True, "jobs": "x.yaml"}, "expected no --fill-jobs with it"),
     ],
 )

@@ -140,8 +140,8 @@ def test_every_step_is_launched_and_lands_however_it_ends(error):
 
 
 def test_it_is_refused_where_it_cannot_be(monkeypatch):
-    with pytest.raises(ConfigError, match="--fill-emulate slices: the training is on a GPU"):
+    with pytest.raises(ConfigError, match="the setting emulate is slices: the training is on a GPU"):
         check_emulation("slices", on_cpu=False)
     monkeypatch.setattr("megatron.fill.app.keptin.why_not", lambda: "real-time priorities are refused here")
-    with pytest.raises(ConfigError, match="--fill-emulate completion: real-time priorities are refused"):
+    with pytest.raises(ConfigError, match="the setting emulate is completion: real-time priorities are refused"):
         check_emulation("completion", on_cpu=True)

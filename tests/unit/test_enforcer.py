@@ -126,7 +126,7 @@ def test_what_ends_in_a_later_bubble_has_offended_and_is_named_when_it_is_over(b
         assert later > step
     assert bench.enforcer.offences == 2
     assert bench.enforcer.ending.why == (
-        f"{callbacks} ran on after its bubble by more than 0.03 s (--fill-grace-ms) 2 times (--fill-max-overruns)"
+        f"{callbacks} ran on after its bubble by more than 0.03 s (grace_ms) 2 times (max_overruns)"
     )
 
 

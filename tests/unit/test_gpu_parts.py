@@ -90,8 +90,8 @@ def test_a_rehearsal_without_emulation_says_so(tmp_path, monkeypatch, capsys, la
     trained: list[str] = []
     monkeypatch.setattr(gpu_parts.Bench, "trained", lambda bench, name, iterations, *flags: trained.extend(flags))
     told = figures("filled", {"summary": {"filled": {"x": gpu_parts.filled(bench)}}})
-    assert ("--fill-emulate" in trained) == (not lacking)
-    said = "the rehearsal is without --fill-emulate, so jobs set themselves up in the warm-up, unlike on a GPU"
+    assert ('{"emulate": "completion"}' in trained) == (not lacking)
+    said = "the rehearsal is without emulate, so jobs set themselves up in the warm-up, unlike on a GPU"
     assert capsys.readouterr().out == (f"bench_gpu: {said}: {lacking}\n" if lacking else "")
     assert told == ["filled: steps 3"] + ([f"filled: {said}: {lacking}"] if lacking else [])
     assert json.loads((tmp_path / "variant/filled.yaml").read_text(encoding="utf-8"))["jobs"][0]["name"] == "bert"

@@ -34,7 +34,7 @@ RULES: dict[str, set[str]] = {
     "device": {"errors", "linux"},
     # What users give, what jobs are, and where they wait.
     "given": {"errors", "types", "untrusted"},
-    "config": {"errors", "given", "types"},
+    "config": {"errors", "given"},
     "store": {"errors", "given", "types", "work"},
     "client": {"errors", "given", "store", "types"},
     "sidetask": {"errors", "linux", "models", "profiles", "untrusted"},

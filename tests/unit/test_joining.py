@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.device import joining
-from megatron.fill.device.joining import flag_of, join, join_early
+from megatron.fill.device.joining import PIPE, flag_of, join, join_early
 from megatron.fill.device.nvml import Gpu
 from megatron.fill.device.port import DeviceError
 
@@ -28,7 +28,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(joining, "_joined", [])
     gpus = [Gpu(0, "GPU-a", "NVIDIA H200", 1), Gpu(1, "GPU-b", "NVIDIA H200", 1)]
     monkeypatch.setattr(joining, "Nvml", lambda: SimpleNamespace(gpus=lambda: gpus))
-    monkeypatch.setattr(joining, "MpsDaemon", SimpleNamespace(start=start))
+    monkeypatch.setattr(
+        joining, "MpsDaemon", SimpleNamespace(start=start, existing=lambda pipe: f"the daemon of {pipe}")
+    )
     return made
 
 
@@ -47,7 +49,7 @@ def test_a_run_that_asks_for_mps_has_it_before_megatron_is_imported(started: lis
         (["--fill-sharing", "timeslice"], {}, {}),
         (["--fill-sharing", "mps", "--fill-cpu-backend"], {}, {}),
         (["--fill-sharing", "mps"], {"PIPEFILL_CPU_BACKEND": "1"}, {"PIPEFILL_CPU_BACKEND": "1"}),
-        (["--fill-sharing=mps", "--fill-mps-pipe", "/theirs"], {}, {"CUDA_MPS_PIPE_DIRECTORY": "/theirs"}),
+        (["--fill-sharing=mps"], {PIPE: "/theirs"}, {PIPE: "/theirs"}),
     ],
 )
 def test_others_start_no_daemon(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.fill.types import Bubble, BubbleKind, Iteration, RankInfo, RankRecord, Span
 from scripts.benchmarks.lateness import compare, late_ns
 from scripts.benchmarks.trainings import Blocks
@@ -47,10 +49,14 @@ def test_what_filling_adds_is_told_from_the_blocks_without_it():
 
 def test_iterations_that_nobody_watched_do_not_count():
     blocks = Blocks(length=2, pairs=2, warmup=1)
-    ranks = records({number: 4 if blocks.fills(number) else 1 for number in range(1, 10)})
-    for record in ranks:
-        record.bubbles[:] = [bubble for bubble in record.bubbles if bubble.iteration != 3]
-        record.spans[:] = [span for span in record.spans if span.iteration != 3]
+    ranks = [
+        replace(
+            record,
+            bubbles=[bubble for bubble in record.bubbles if bubble.iteration != 3],
+            spans=[span for span in record.spans if span.iteration != 3],
+        )
+        for record in records({number: 4 if blocks.fills(number) else 1 for number in range(1, 10)})
+    ]
     assert 3 not in late_ns(ranks)
     found = compare(ranks, blocks)
     assert (found["added_ms"], found["iterations"]) == (3.0, 7)

@@ -58,10 +58,13 @@ def test_side_work_of_more_worth_than_the_training_turns_the_interval_round():
 @pytest.mark.parametrize(
     ("changed", "lacking"),
     [
-        ({"prices": None}, ["prices (--fill-price"]),
+        ({"prices": None}, ["prices (pipefill report --price"]),
         ({"slowdown": None}, ["the slowdown (--fill-paired-blocks)"]),
         ({"with_s": 0.0}, ["iterations with filling"]),
-        ({"jobs": []}, ["the throughput of a (side_throughput in the jobs file, or --fill-baseline-seconds)"]),
+        (
+            {"jobs": []},
+            ["the throughput of a (side_throughput in the jobs file, or the setting baseline_seconds)"],
+        ),
         ({"jobs": [], "prices": None, "slowdown": None}, ["prices", "the slowdown", "the throughput of a"]),
         (
             {"done": {name: JobWork(work=1.0) for name in "vwxyz"}, "jobs": [job("w", 1.0)]},

@@ -235,7 +235,10 @@ def test_a_job_that_may_not_run_here_has_failed(monkeypatch, tmp_path):
         job = bench.submit()
         assert bench.seat().serve()
         told = bench.store.get(job.id)
-        assert (told.state, told.reason) == (JobState.FAILED, "m:C is not allowed here; --fill-allow has other:*")
+        assert (told.state, told.reason) == (
+            JobState.FAILED,
+            "m:C is not allowed here; the setting allow has other:*",
+        )
 
 
 def test_a_job_for_which_there_is_too_little_memory_waits(bench):

@@ -169,7 +169,7 @@ def test_a_command_has_no_callbacks():
         (run(steps=[(0, 20 * MS)] * 5), "Half a step is lost in every bubble, 20% of it here"),
         (run(steps=[(0, 2 * MS)] * 50 + [(0, 9 * MS)]), "The slowest steps take 4 times the median"),
         (run(callbacks=ALL | {"pause()": 9 * MS}), "pause() took up to 9 ms of a bubble of 50 ms"),
-        (run(offences=2), "by more than 500 ms (--fill-grace-ms) 2 times; 3 times (--fill-max-overruns) end a job"),
+        (run(offences=2), "by more than 500 ms (grace_ms) 2 times; 3 times (max_overruns) end a job"),
     ],
 )
 def test_what_would_make_it_better(last, hint):

@@ -74,7 +74,7 @@ def test_an_interpreter_that_nobody_can_enter_is_said(machine, monkeypatch, tmp_
     user, _ = find_walls(places=[])
     assert user is None
     assert asked[-1][0] is None
-    assert asked[-1][2].startswith("--fill-user nobody cannot enter /")
+    assert asked[-1][2].startswith("user nobody cannot enter /")
     with pytest.raises(ConfigError, match="nobody cannot enter"):
         find_walls("nobody", places=[])
     machine()

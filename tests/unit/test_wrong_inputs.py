@@ -183,8 +183,8 @@ def test_other_ranks_let_the_first_say_what_is_wrong(told, monkeypatch, capsys, 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     tell_briefly(add_fill_arguments(parser))
     with pytest.raises(SystemExit) as ended:
-        parser.parse_args(["--fill-guard-us", "much"])
+        parser.parse_args(["--fill-overrun", "much"])
     out, err = capsys.readouterr()
     assert (ended.value.code, out) == (2, "")
-    assert "--fill-guard-us" in err
+    assert "--fill-overrun" in err
     assert waited == [RANK_0_S] * int(rank)

@@ -76,11 +76,11 @@ def find_user(name: str) -> JobUser:
     try:
         entry = pwd.getpwuid(int(name)) if name.isdecimal() else pwd.getpwnam(name)
     except KeyError:
-        raise ConfigError(f"--fill-user is {name!r}: there is no such user") from None
+        raise ConfigError(f"the setting user is {name!r}: there is no such user") from None
     if entry.pw_uid == 0:
-        raise ConfigError(f"--fill-user is {name!r}, which is root; expected a user with fewer rights")
+        raise ConfigError(f"the setting user is {name!r}, which is root; expected a user with fewer rights")
     if os.geteuid() not in (0, entry.pw_uid):
-        raise ConfigError(f"--fill-user is {name!r}: only root can run jobs as another user")
+        raise ConfigError(f"the setting user is {name!r}: only root can run jobs as another user")
     return JobUser(entry.pw_name, entry.pw_uid, entry.pw_gid, entry.pw_dir)
 
 
@@ -110,7 +110,7 @@ def check_reach(user: JobUser, place: Path) -> None:
             found = part.stat()
             bit = 0o100 if found.st_uid == user.uid else 0o010 if found.st_gid == user.gid else 0o001
             if not found.st_mode & bit:
-                raise ConfigError(f"--fill-user {user.name} cannot enter {part}, and so cannot use {place}")
+                raise ConfigError(f"user {user.name} cannot enter {part}, and so cannot use {place}")
 
 
 def environment(
@@ -161,10 +161,10 @@ def refusal(work: Work, allowed: Sequence[str]) -> str:
         return ""
     patterns = ", ".join(allowed)
     if work.task is None:
-        return "" if COMMAND in allowed else f"commands are not allowed here; --fill-allow has {patterns}"
+        return "" if COMMAND in allowed else f"commands are not allowed here; the setting allow has {patterns}"
     if not any(fnmatchcase(work.task, pattern) for pattern in allowed):
-        return f"{work.task} is not allowed here; --fill-allow has {patterns}"
+        return f"{work.task} is not allowed here; the setting allow has {patterns}"
     for name in work.env:
         if not any(fnmatchcase(f"{_VARIABLE}{name}", pattern) for pattern in allowed if pattern.startswith(_VARIABLE)):
-            return f"setting {name} is not allowed here; --fill-allow has {patterns}, and not {_VARIABLE}{name}"
+            return f"variable {name} is not allowed here; the setting allow has {patterns}, and not {_VARIABLE}{name}"
     return ""

@@ -225,7 +225,7 @@ class Enforcer:
             times = f"{self.offences} times" if self.offences > 1 else "once"
             self._fail(
                 f"{', '.join(self._blamed)} ran on after its bubble by more than {self.grace_ns / 1e9:g} s "
-                f"(--fill-grace-ms) {times} (--fill-max-overruns)"
+                f"(grace_ms) {times} (max_overruns)"
             )
 
     def _fail(self, why: str) -> None:

@@ -17,7 +17,7 @@ from megatron.fill.sandbox.driver import DriverTrial, why_no_cuda
 _MPS = "MPS serves one user only: jobs run as the training's, and read what it can read"
 _NOT_ROOT = (
     "the training is not root's, so jobs run as its own user and read what it can read; expected the training as root, "
-    "or --fill-user with its own user to accept that"
+    "or user in --fill-settings with its own user to accept that"
 )
 _NOBODY_ELSE = (
     "root has no other user in this user namespace, so jobs run as the training's and read what it can read; "
@@ -31,7 +31,7 @@ def find_walls(
     """Return the user that jobs run as (None for the training's) and the layers of their sandbox.
 
     Args:
-        named: the requested user (``--fill-user``); the training's own user means no separation by user.
+        named: the requested user (``user`` of the settings); the training's own user means no separation by user.
         mps: the ranks use an MPS daemon.
         network: the jobs share the machine's network.
         places: paths that the jobs' user must be able to reach, besides the interpreter.

@@ -60,7 +60,7 @@ def check_emulation(how: str, on_cpu: bool) -> None:
     """
     why = why_not() if on_cpu else "the training is on a GPU, which does not preempt anyway"
     if why:
-        raise ConfigError(f"--fill-emulate {how}: {why}")
+        raise ConfigError(f"the setting emulate is {how}: {why}")
 
 
 def keep_in(settings: FillSettings, mps: MpsDaemon | None, modules: Sequence[str] = (), on_gpu: bool = False) -> KeptIn:
@@ -72,21 +72,21 @@ def keep_in(settings: FillSettings, mps: MpsDaemon | None, modules: Sequence[str
         on_gpu: the jobs will use a GPU; the first rank of each node tries to use one in the sandbox.
 
     Raises:
-        ConfigError: a flag is wrong (``check_flags``); or, with ``--fill-strict``, a layer is missing or no job can
+        ConfigError: a flag is wrong (``check_flags``); or, with ``strict``, a layer is missing or no job can
             use a GPU.
     """
     binds = tuple(parse_bind(text) for text in settings.bind)
     user, walls = find_walls(settings.user, mps is not None, settings.network, [Path(settings.report or "runs")])
     lacking = "; ".join(f"{layer.name}: {layer.lacks}" for layer in walls.lacking)
     if lacking and settings.strict:
-        raise ConfigError(f"--fill-strict: this machine cannot keep jobs in as well as it should: {lacking}")
+        raise ConfigError(f"strict is set: this machine cannot keep jobs in as well as it should: {lacking}")
     if lacking:
         _say(f"jobs are kept in less well here (pipefill doctor says more): {lacking}")
     if on_gpu and os.environ.get("LOCAL_RANK", "0") == "0":
         pipe = None if mps is None else str(mps.pipe)
         why = why_no_cuda_for_jobs(user, walls.namespaces, settings.network, pipe)
         if why and settings.strict:
-            raise ConfigError(f"--fill-strict: on {socket.gethostname()} no job can use a GPU: {why}")
+            raise ConfigError(f"strict is set: on {socket.gethostname()} no job can use a GPU: {why}")
         if why:
             print(f"PipeFill: on {socket.gethostname()} no job can use a GPU: {why}", flush=True)
     for folder in modules:

@@ -164,7 +164,7 @@ class Launch:
             except FillError as error:
                 if info.rank == 0:
                     print(f"PipeFill: {error}", flush=True)
-        lacking = "" if self.mps is None else why_no_client(self.mps, settings.mps_pipe is not None)
+        lacking = "" if self.mps is None else why_no_client(self.mps)
         if lacking:
             logger.warning("rank %d fills nothing: %s", info.rank, lacking)
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 
 from megatron.fill.config import FillSettings
 from megatron.fill.device import DeviceError, MpsDaemon, Sharing
@@ -26,8 +25,6 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
     Raises:
         ConfigError: the requested mode is not available.
     """
-    if settings.mps_pipe is not None and settings.sharing != Sharing.MPS:
-        raise ConfigError("--fill-mps-pipe names an MPS daemon; expected --fill-sharing mps with it")
     try:
         nvml = None if on_cpu else Nvml()
         gpus = [] if nvml is None else nvml.gpus()
@@ -42,29 +39,22 @@ def share(settings: FillSettings, on_cpu: bool) -> MpsDaemon | None:
             print(f"PipeFill: jobs share the GPU by {sharing}: {why}", flush=True)
         if sharing is not Sharing.MPS:
             return None
-        if settings.mps_pipe is not None:
-            daemon = MpsDaemon.existing(Path(settings.mps_pipe))
-            os.environ["CUDA_MPS_PIPE_DIRECTORY"] = settings.mps_pipe
-            return daemon
         return join(settings.report, os.environ)
     except DeviceError as error:
         raise ConfigError(f"--fill-sharing {settings.sharing}: {error}") from error
 
 
-def why_no_client(daemon: MpsDaemon, theirs: bool) -> str:
+def why_no_client(daemon: MpsDaemon) -> str:
     """Return the reason why this rank is not a client of the daemon that its workers use; empty if it is one.
 
     A rank that is not a client shares the GPU with the MPS server by time slices, and workers get far more than their
     share.
-
-    Args:
-        theirs: the daemon was started outside this run, perhaps in another pid namespace.
     """
     import torch
 
     torch.cuda.synchronize()  # makes a context, if there is none
     try:
-        if os.getpid() in daemon.clients() or (theirs and not has_host_pids()):
+        if os.getpid() in daemon.clients() or (daemon.outside and not has_host_pids()):
             return ""
     except DeviceError as error:
         return str(error)

@@ -17,8 +17,8 @@ _WARM, _NEAR_END = 15, 60  # iterations at either end of a training in which the
 _LOOK_S = 0.2
 _MOST_FAILURES = 3
 _FLAGS = shlex.split(
-    "--fill-warmup-iterations 3 --fill-grace-ms 300 --fill-max-overruns 2 --fill-max-output-mib 4 "
-    "--fill-checkpoint-seconds 0.5 --fill-lease-seconds 6 --fill-trace-iterations 1 "
+    "--fill-settings '{warmup_iterations: 3, grace_ms: 300, max_overruns: 2, max_output_mib: 4, lease_seconds: 6, "
+    "trace_iterations: 1}' --fill-checkpoint-seconds 0.5 "
     "--fill-max-slowdown 0"  # filling must go on, or there would be nothing to inject into
 )
 

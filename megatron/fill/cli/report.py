@@ -32,7 +32,7 @@ def report(
             "--price",
             metavar="main=M,side=S",
             help="What an hour costs, in any currency: of all that the training runs on, and of one cheaper device "
-            "for the jobs.  [default: as --fill-price said]",
+            "for the jobs.  [default: the run's own]",
         ),
     ] = None,
     as_json: Json = False,

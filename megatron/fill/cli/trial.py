@@ -49,12 +49,12 @@ def try_(
     ] = 120.0,
     memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Of one task: its cap.")] = None,
     grace_ms: Annotated[
-        float, typer.Option("--grace-ms", metavar="MS", min=1, max=600_000, help="As --fill-grace-ms.")
+        float, typer.Option("--grace-ms", metavar="MS", min=1, max=600_000, help="As grace_ms of --fill-settings.")
     ] = 500.0,
     bind: Annotated[
         list[str] | None, typer.Option("--bind", metavar="PATH[:rw]", help="As --fill-bind; may be repeated.")
     ] = None,
-    network: Annotated[bool, typer.Option("--network", help="As --fill-network.")] = False,
+    network: Annotated[bool, typer.Option("--network", help="As network of --fill-settings.")] = False,
     device: Device = None,
     keep: Annotated[
         Path | None, typer.Option("--keep", metavar="FOLDER", help="Keep the jobs' folders in this new folder.")

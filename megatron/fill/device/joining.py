@@ -1,4 +1,4 @@
-"""The run's own MPS daemon, which a rank joins before it uses CUDA.
+"""The run's MPS daemon, which a rank joins before it uses CUDA: the environment's, or else one of the run's own.
 
 Transformer Engine with flash-attn uses the driver during its import, which is before Megatron's command line is parsed.
 So the few flags that matter are read from the command line here.
@@ -17,11 +17,14 @@ from megatron.fill.device.mps import MpsDaemon
 from megatron.fill.device.nvml import Nvml, uuid_of
 from megatron.fill.device.port import DeviceError
 
+PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 _joined: list[MpsDaemon] = []  # at most one
 
 
 def join(report: str | None, environment: MutableMapping[str, str]) -> MpsDaemon:
-    """Join the daemon of this run on this node, which the first rank starts; CUDA uses it from now on.
+    """Join the daemon of this run on this node; CUDA uses it from now on.
+
+    ``CUDA_MPS_PIPE_DIRECTORY`` in the environment names a daemon that runs already; else the first rank starts one.
 
     Args:
         report: run folder; None for a folder named after the ranks' launcher.
@@ -30,6 +33,8 @@ def join(report: str | None, environment: MutableMapping[str, str]) -> MpsDaemon
     Raises:
         DeviceError: the daemon cannot be used.
     """
+    if not _joined and environment.get(PIPE):
+        _joined.append(MpsDaemon.existing(Path(environment[PIPE])))
     if not _joined:
         gpus = Nvml().gpus()
         chosen = environment.get("CUDA_VISIBLE_DEVICES") or None
@@ -49,10 +54,7 @@ def join_early(argv: Sequence[str], environment: MutableMapping[str, str]) -> No
     """Join the daemon that this command line asks for; errors in it are reported later, when it is parsed."""
     if flag_of(argv, "--fill-sharing") != "mps":
         return
-    pipe = flag_of(argv, "--fill-mps-pipe")
-    if pipe is not None:
-        environment["CUDA_MPS_PIPE_DIRECTORY"] = pipe
-    elif environment.get("PIPEFILL_CPU_BACKEND") != "1" and "--fill-cpu-backend" not in argv:
+    if environment.get("PIPEFILL_CPU_BACKEND") != "1" and "--fill-cpu-backend" not in argv:
         with suppress(DeviceError, OSError):
             join(flag_of(argv, "--fill-report"), environment)
 

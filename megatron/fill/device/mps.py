@@ -39,12 +39,14 @@ class MpsDaemon:
         pipe: ``CUDA_MPS_PIPE_DIRECTORY``.
         log: ``CUDA_MPS_LOG_DIRECTORY``.
         ours: True if this process started it, and so may stop it.
+        outside: True if it was started outside of this run, perhaps in another pid namespace.
     """
 
-    def __init__(self, pipe: Path, log: Path, ours: bool, program: str) -> None:
+    def __init__(self, pipe: Path, log: Path, ours: bool, program: str, outside: bool = False) -> None:
         self.pipe = pipe
         self.log = log
         self.ours = ours
+        self.outside = outside
         self._program = program
 
     @classmethod
@@ -92,7 +94,7 @@ class MpsDaemon:
         Raises:
             DeviceError: no daemon answers there.
         """
-        daemon = cls(pipe, pipe, False, program)
+        daemon = cls(pipe, pipe, False, program, outside=True)
         if not daemon.answers():
             raise DeviceError(f"{pipe}: no MPS daemon answers there")
         return daemon

@@ -18,7 +18,7 @@ A jobs file:
         retries: 2         # how often it is tried again once it has failed
         after: [fetch]     # jobs that must have succeeded before
         count: 1           # how many instances
-        side_throughput: 40  # its work per second on a cheaper device, for what filling saves (--fill-price)
+        side_throughput: 40  # its work per second on a cheaper device, for what filling saves (pipefill report --price)
 """
 
 from __future__ import annotations

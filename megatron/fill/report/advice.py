@@ -128,7 +128,7 @@ _SENTENCES = {
         "the automatic brake was on whenever bubbles could have been filled; --fill-max-slowdown says what it allows"
     ),
     Cause.WARMING_UP: (
-        "bubbles are open to jobs after {warmup} iterations (--fill-warmup-iterations), and of no start of the "
+        "bubbles are open to jobs after {warmup} iterations (warmup_iterations), and of no start of the "
         "training more than {most} were recorded; {then}"
     ),
     Cause.PAUSED: ("pipefill pause or kill was on whenever bubbles could have been filled; pipefill resume ends it"),
@@ -148,8 +148,8 @@ _SENTENCES = {
         "the jobs were there, and bubbles had ended before they got to a step; cores that others keep busy do that"
     ),
     Cause.SHORT_BUBBLES: (
-        "bubbles were too short to be opened. The longest are of {longest}; --fill-min-bubble-us sets from when on "
-        "they are"
+        "bubbles were too short to be opened. The longest are of {longest}; the setting min_bubble_us says from when "
+        "on they are"
     ),
     Cause.NOT_PREDICTED: "most bubbles could not be predicted yet; {then}",
     Cause.NO_STEP: "jobs had begun, and had no step to run; the reasons are above",

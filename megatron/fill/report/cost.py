@@ -78,7 +78,7 @@ def _lacking(
     with_s: float, slowdown: Slowdown | None, work: Sequence[SideWork], prices: Prices | None, paired: bool
 ) -> Iterator[str]:
     if prices is None:
-        yield "prices (--fill-price, or pipefill report --price)"
+        yield "prices (pipefill report --price, or the setting price)"
     if slowdown is None:
         yield "two whole blocks with and without filling" if paired else "the slowdown (--fill-paired-blocks)"
     if not with_s:
@@ -86,4 +86,4 @@ def _lacking(
     unknown = [one.job for one in work if one.throughput is None]
     if unknown:
         names = ", ".join(unknown[:_NAMED]) + (", ..." if len(unknown) > _NAMED else "")
-        yield f"the throughput of {names} (side_throughput in the jobs file, or --fill-baseline-seconds)"
+        yield f"the throughput of {names} (side_throughput in the jobs file, or the setting baseline_seconds)"

@@ -58,8 +58,8 @@ def _of_steps(steps: Steps, bubble_ms: float, kinds: bool) -> Iterator[str]:
 def _of_offences(use: Use, grace_ms: float, max_overruns: int) -> str:
     times = f"{use.offences} times" if use.offences > 1 else "once"
     return (
-        f"It ran on after its bubble by more than {grace_ms:g} ms (--fill-grace-ms) {times}; {max_overruns} times "
-        "(--fill-max-overruns) end a job."
+        f"It ran on after its bubble by more than {grace_ms:g} ms (grace_ms) {times}; {max_overruns} times "
+        "(max_overruns) end a job."
     )
 
 

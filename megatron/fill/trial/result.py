@@ -107,7 +107,7 @@ class Trial:
         finished: the job finished; otherwise it was stopped, as at the end of a training.
         command: the job is a command, which has no callbacks and no steps.
         bubble_ms, period_ms: duration and period of its bubbles; 0 if it was not run.
-        grace_ms: grace period after a bubble (``--fill-grace-ms``).
+        grace_ms: grace period after a bubble (``grace_ms``).
         callbacks_ms: longest duration of each callback that returned, except ``run_next_step()``.
         steps, use: steps and use of bubbles; None if it did not get that far.
         peak_bytes: largest memory measured; 0 if the job ended before the first measurement.

@@ -9,7 +9,7 @@ from typing import Any
 
 from scripts.benchmarks.bench_fill import step_efficiency
 from scripts.benchmarks.llm.trained import prompts, write_requests
-from scripts.benchmarks.trainings import Blocks, filled, identical, jobs_file
+from scripts.benchmarks.trainings import Blocks, filled, identical, jobs_file, settings
 
 BLOCKS = Blocks(length=5, pairs=5, warmup=60)
 ALONE_S = 20
@@ -37,7 +37,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     path = jobs_file(work / "jobs.yaml", jobs)
     runs = []
     for number in range(RUNS):
-        report = filled(work, f"jobs-{number}", path, BLOCKS, "--fill-baseline-seconds", str(ALONE_S))
+        report = filled(work, f"jobs-{number}", path, BLOCKS, *settings(baseline_seconds=ALONE_S))
         figures = {name: report["summary"][name] for name in ("slowdown", "harvest_ratio", "fill_efficiency")}
         runs.append({"bubble_efficiency": step_efficiency(work / f"jobs-{number}-run"), **figures})
     known = [run["bubble_efficiency"] for run in runs if run["bubble_efficiency"] is not None]

@@ -184,7 +184,8 @@ def _load(folder: Path, training: Training) -> Profile:
     except ValueError as error:
         head = str(error).splitlines()[0]
         raise ConfigError(
-            f"{folder}: {head}; expected a run with --fill-profile-only and --fill-trace-iterations 10 or more"
+            f"{folder}: {head}; expected a run with --fill-profile-only and --fill-settings "
+            "'{trace_iterations: 10}' or more"
         ) from error
 
 

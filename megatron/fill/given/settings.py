@@ -1,0 +1,138 @@
+"""The settings of ``--fill-settings``, which a site writes once in a file, or a user as YAML on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.given.files import read_yaml
+from megatron.fill.given.jobs import matching
+from megatron.fill.given.plainyaml import PlainYaml, PlainYamlError, parse_yaml
+from megatron.fill.given.problems import Place, explain, shown
+from megatron.fill.types import Prices
+
+FLAG = "--fill-settings"
+MOST_AMOUNT = 10**9  # largest value in its unit: more is a slip
+
+Amount = Annotated[float, Field(ge=0, le=MOST_AMOUNT, allow_inf_nan=False)]
+Above0 = Annotated[float, Field(gt=0, le=MOST_AMOUNT, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=MOST_AMOUNT)]
+
+
+def _setting(default: Any, text: str, **limits: Any) -> Any:
+    """Return a setting's field; ``text`` is for docs/flags.md."""
+    return Field(default, description=text, **limits)
+
+
+def _above_0(prices: Prices) -> Prices:
+    if not all(0 < price <= MOST_AMOUNT for price in (prices.main, prices.side)):
+        raise ValueError("expected what an hour costs, each above 0, such as {main: 3.96, side: 0.18}")
+    return prices
+
+
+class FileSettings(BaseModel):
+    """Settings that most users leave alone: a site's policy, limits of jobs, and what PipeFill derives itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    user: Annotated[str, matching(r".*\S.*", "the name of a user")] | None = _setting(
+        None, "user that the jobs run as; needs root (default: nobody where the training is root's)"
+    )
+    network: bool = _setting(False, "let jobs use the machine's network; else they have a localhost of their own")
+    strict: bool = _setting(
+        False, "do not train at all where a layer of the sandbox cannot be built; else a message names it"
+    )
+    allow: tuple[Annotated[str, matching(r".*\S.*", "a pattern such as 'package.*'")], ...] = _setting(
+        (),
+        "list of patterns: run only tasks whose module:Class matches one of them, such as 'megatron.fill.sidetask.*'; "
+        "the word command stands for commands, env:NAME for a variable that tasks may set (default: everything)",
+    )
+    max_processes: int = _setting(
+        256, "processes and threads of a job; one with more is stopped as FAILED", ge=8, le=MOST_AMOUNT
+    )
+    max_files: int = _setting(1024, "open files of each process of a job", ge=64, le=MOST_AMOUNT)
+    max_output_mib: Above0 = _setting(
+        64.0, "output of a job in MiB; one that prints more is stopped as FAILED, its first and last 512 KiB are kept"
+    )
+    grace_ms: Above0 = _setting(500.0, "time that a step may run on after its bubble before its process is paused")
+    max_overruns: Count = _setting(
+        3, "steps that may run on for longer than grace_ms before the job is stopped as FAILED"
+    )
+    lease_seconds: float = _setting(
+        30.0, "time that the store keeps a job for a silent agent", ge=1, le=MOST_AMOUNT, allow_inf_nan=False
+    )
+    warmup_iterations: Count = _setting(5, "iterations in which a bubble is observed before it is filled")
+    guard_us: Amount | None = _setting(
+        None, "time kept free at the end of every predicted bubble (default: 2000 on a time-sliced GPU, else 0)"
+    )
+    min_bubble_us: Amount | None = _setting(
+        None, "shortest predicted bubble that is filled (default: 5000 on a time-sliced GPU, else 1000)"
+    )
+    baseline_seconds: Amount = _setting(
+        0.0,
+        "time after the last iteration for which each rank's jobs run alone, to measure the fill efficiency; on the "
+        "CPU the ranks of a node take turns",
+    )
+    price: Annotated[Prices, AfterValidator(_above_0)] | None = _setting(
+        None,
+        "{main: M, side: S}: what an hour costs, in any currency, for the saving in the report: of all that the "
+        "training runs on, and of one of the cheaper devices that the jobs would otherwise run on",
+    )
+    trace_iterations: Count = _setting(3, "last iterations that trace.json holds")
+    emulate: Literal["completion", "slices", "free-slices"] | None = _setting(
+        None,
+        "on the CPU, for benchmarks: a side task's step cannot be interrupted, as what runs on a GPU cannot; it runs "
+        "to completion, or takes turns of 2 ms with the training, in bubbles too or (free-slices) after them only (it "
+        "takes the right to real-time priorities)",
+    )
+
+
+def load_settings(given: Sequence[str], others: Sequence[str]) -> FileSettings:
+    """Read the values of ``--fill-settings``, each a YAML file or, beginning with ``{``, YAML itself; later ones win.
+
+    Args:
+        others: settings that are flags of their own, to say so in an error.
+
+    Raises:
+        ConfigError: a file cannot be read, or a setting does not exist or has a wrong value; the message names the
+            place, the value and what was expected.
+    """
+    values: dict[str, Any] = {}
+    for text in given:
+        found = _load(text, others)
+        values |= {name: getattr(found, name) for name in found.model_fields_set}
+    return FileSettings(**values)
+
+
+def _load(text: str, others: Sequence[str]) -> FileSettings:
+    expected = "a YAML file with settings, or {name: value, ...}"
+    if not text.strip():
+        raise ConfigError(f"{FLAG} is {text!r}: expected {expected}")
+    inline = text.lstrip().startswith("{")
+    read = _parse(text) if inline else read_yaml(text, expected)
+    data = {} if read.value is None else read.value  # a file with comments alone
+    place_of_all = FLAG if inline else text
+
+    def where(place: Place) -> tuple[str, Place]:
+        line = None if inline else read.line_of(place)
+        return place_of_all if line is None else f"{place_of_all}, line {line}", place
+
+    if not isinstance(data, dict):
+        raise ConfigError(f"{place_of_all}: found {shown(data)}; expected a mapping of settings")
+    for name in data:
+        if name in others:
+            raise ConfigError(f"{where([name])[0]}: {name} is a flag; expected --fill-{name.replace('_', '-')} instead")
+    try:
+        return FileSettings.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(explain(error, FileSettings, where)) from error
+
+
+def _parse(text: str) -> PlainYaml:
+    try:
+        return parse_yaml(text)
+    except PlainYamlError as error:
+        raise ConfigError(f"{FLAG} {shown(text)}: {error}") from error
