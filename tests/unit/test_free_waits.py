@@ -40,14 +40,20 @@ class Group:
         return self._size
 
 
-class Caller:
-    """A rank's program, which posts its transfers by Megatron's own functions."""
+class Vanished(Exception):
+    """A rank's process has been killed."""
 
-    def __init__(self, gpus: Gpus, rank: int, ranks: int, *, batched: bool) -> None:
+
+class Caller:
+    """A rank's program, which posts its transfers by Megatron's own functions; killed after so many ``calls``."""
+
+    def __init__(self, gpus: Gpus, rank: int, ranks: int, *, batched: bool, calls: int = 1 << 30) -> None:
+        self._calls = calls
         self._gpus, self._rank, self._ranks, self._batched = gpus, rank, ranks, batched
         self._requests: dict[tuple[str, Any], Any] = {}
 
     def compute(self, op: Any, transfers: Any = ()) -> None:
+        self._live()
         self.wait(transfers)
         self._gpus.enqueue("compute")
 
@@ -63,7 +69,13 @@ class Caller:
         for key in transfers:
             self._requests.pop(key).wait()
 
+    def _live(self) -> None:
+        self._calls -= 1
+        if self._calls < 0:
+            raise Vanished
+
     def _post(self, sends: list[Any], receives: list[Any], *, waits: bool) -> None:
+        self._live()
         if not sends and not receives:
             return
         transfers: dict[str, Any] = {
@@ -130,11 +142,15 @@ def played(
     seed: int,
     patch: pytest.MonkeyPatch,
     refused: tuple[int, int] | None = None,
+    killed: tuple[int, int] | None = None,
+    gives_up: int | None = None,
 ) -> tuple[list[Any], int]:
     """What is left of a schedule's program when nothing moves any more; and how many receives were held up.
 
     Args:
         refused: the rank whose driver refuses to announce, and after how many times.
+        killed: the rank that is killed, and after how many calls of its program; nobody is told.
+        gives_up: the rank that ends by an error when nothing moves any more, as NCCL's timeout makes it.
     """
     ranks = schedule.stages
     gpus = Gpus(ranks, one_queue=one_queue)
@@ -152,13 +168,16 @@ def played(
                 writes = {} if refused is None or refused[0] != rank else {"writes": refused[1]}
                 attached.waits = waits = FreeWaits(HeldStreams(gpus, rank, **writes), own, others, rank)
                 everybody.append(waits)
-            caller: Any = Caller(gpus, rank, ranks, batched=batched)
+            calls = 1 << 30 if killed is None or killed[0] != rank else killed[1]
+            caller: Any = Caller(gpus, rank, ranks, batched=batched, calls=calls)
             caller.rank = rank
             try:
                 if write is not None:
                     write(programs._group_size(schedule), schedule, transfers, caller)
                 else:
                     programs._plain(schedule, transfers, caller)
+            except Vanished:
+                pass
             finally:
                 attached.waits = None
     held = sum(op.kind == "wait" for queue in gpus.queues for op in queue)
@@ -167,6 +186,15 @@ def played(
         for waits in everybody:
             waits.look(0.0)
         left = gpus.run(Random(seed))
+    if killed is not None and everybody:
+        living = [waits for rank, waits in enumerate(everybody) if rank != killed[0]]
+        if gives_up is not None:
+            everybody[gives_up].release()
+        # A guard lets a receive go half a minute after it has seen that nothing comes; then its neighbours' may move.
+        for round_ in range(2 * ranks + 2):
+            for waits in living:
+                waits.look(round_ * HELD_S)
+            left = gpus.run(Random(seed))
     return left, held
 
 
@@ -215,6 +243,36 @@ def test_nobody_waits_for_a_rank_that_announces_no_longer(
             schedule, batched=batched, one_queue=one_queue, free=True, seed=seed, patch=patch, refused=refused
         )
     assert left == []
+
+
+@pytest.mark.usefixtures("patched")
+@settings(max_examples=100, deadline=None)
+@given(schedules(), st.booleans(), st.integers(0, 1000), st.integers(0, 4), st.integers(0, 60), st.integers(1, 5))
+def test_a_rank_that_vanishes_holds_up_no_more_than_it_does_with_nccl_alone(
+    made: tuple[Schedule, bool], one_queue: bool, seed: int, rank: int, calls: int, other: int
+) -> None:
+    schedule, batched = made
+    killed = (rank % schedule.stages, calls)
+    gives_up = None if other >= schedule.stages else (killed[0] + other) % schedule.stages
+    hung = []
+    with pytest.MonkeyPatch.context() as patch:
+        for free in (False, True):
+            left, _ = played(
+                schedule,
+                batched=batched,
+                one_queue=one_queue,
+                free=free,
+                seed=seed,
+                patch=patch,
+                killed=killed,
+                gives_up=gives_up,
+            )
+            hung.append({element for op in left for element in op.elements})
+    # Receives from the killed rank, and what comes after them, end by NCCL's timeout; nothing else is held up.
+    assert hung[0] == hung[1]
+    for op in left:  # with one queue, a wait that could end may be behind such a receive
+        if op.kind == "wait" and op.word[0] != killed[0] and not one_queue:
+            assert not all(before.over for before in op.after)
 
 
 def test_the_neighbours_of_a_rank_that_gives_up_are_told_at_once(caplog: pytest.LogCaptureFixture) -> None:

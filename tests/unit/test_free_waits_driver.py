@@ -17,7 +17,7 @@ import torch
 
 from megatron.fill.errors import FillError
 from megatron.fill.pages.ready import ReadyPage
-from megatron.fill.rank import signals
+from megatron.fill.rank import freewaits, signals
 from megatron.fill.rank.freewaits import CudaStreams, FreeWaits
 from tests.unit.test_stream_driver import library
 from tests.waiting import until
@@ -123,6 +123,25 @@ def test_receives_of_two_neighbours_do_not_wait_for_each_other(rank: Rank, pages
     assert not reached[0].is_set()
     waits.release()
     assert reached[0].wait(20)
+
+
+def test_a_receive_from_a_rank_that_has_vanished_ends_by_the_guard_and_so_does_the_guard(
+    rank: Rank, pages: list[ReadyPage], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(freewaits, "HELD_S", 0.05)
+    monkeypatch.setattr(freewaits, "_LOOK_S", 0.01)
+    waits, ended = waits_of(pages), threading.Event()
+    thread = threading.Thread(target=freewaits.guard, args=(waits, ended), daemon=True)
+    thread.start()
+    for _ in range(freewaits.MOST_RELEASES + 2):
+        with waits.receive(1):
+            received = rank.when_reached()
+        assert received.wait(20)
+    assert caplog.text.count("nothing has come from rank 1") == freewaits.MOST_RELEASES
+    rank.synchronize()
+    ended.set()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_a_driver_without_these_operations_is_refused(rank: Rank, pages: list[ReadyPage]) -> None:
