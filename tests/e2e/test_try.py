@@ -68,3 +68,13 @@ def test_a_pause_that_takes_too_long_is_named(tmp_path):
     assert (status, trial["ended"]) == (1, "failed")
     assert trial["reason"] == ("pause() ran on after its bubble by more than 0.1 s (grace_ms) 3 times (max_overruns)")
     assert trial["use"]["offences"] == 3
+
+
+def test_sharing_by_mps_is_refused_where_there_is_no_gpu(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    command = [*CLI, "try", "slow.py:SlowPause", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--sharing", "mps"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "sharing by MPS was asked for, but there is no GPU" in done.stderr

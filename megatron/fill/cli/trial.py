@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -54,6 +54,9 @@ def try_(
     bind: Annotated[
         list[str] | None, typer.Option("--bind", metavar="PATH[:rw]", help="As --fill-bind; may be repeated.")
     ] = None,
+    sharing: Annotated[
+        Literal["auto", "mps", "timeslice"], typer.Option("--sharing", help="Of a GPU: as --fill-sharing.")
+    ] = "auto",
     network: Annotated[bool, typer.Option("--network", help="As network of --fill-settings.")] = False,
     device: Device = None,
     keep: Annotated[
@@ -82,7 +85,7 @@ def try_(
     if not bubble_ms < period_ms:
         raise ConfigError(f"--every-ms is {period_ms:g}: expected more than --bubble-ms, which is {bubble_ms:g}")
     _check_places(bind or ())
-    settings = {"grace_ms": grace_ms, "bind": list(bind or ()), "network": network}
+    settings = {"grace_ms": grace_ms, "bind": list(bind or ()), "network": network, "sharing": sharing}
     options = Options(bubble_ms, period_ms, seconds, startup_seconds, where, settings=settings)
     with trial_folder(keep) as folder:
         trials = list(trials_of(jobs, search, options, folder, keep is not None, _say))
