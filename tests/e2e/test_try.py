@@ -71,8 +71,9 @@ def test_a_pause_that_takes_too_long_is_named(tmp_path):
 
 
 def test_sharing_by_mps_is_refused_where_there_is_no_gpu(tmp_path):
+    tmp_path.chmod(0o755)
     (tmp_path / "slow.py").write_text(SLOW)
-    command = [*CLI, "try", "slow.py:SlowPause", "--device", "cpu"]
+    command = [*CLI, "try", "slow.py:SlowPause", "seconds=0", "--device", "cpu"]
     done = subprocess.run(
         [*command, "--sharing", "mps"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
