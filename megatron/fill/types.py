@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any
 
+from megatron.fill.status import JobState, Status
+
 
 def fills_block(block: int) -> bool:
     """True if a block of a paired comparison is with filling: on, off, off, on, so that a drift favours neither.
@@ -26,20 +28,6 @@ class BubbleKind(StrEnum):
     FWD_BWD = "fwd-bwd"  # between the last warm-up forward and the first backward
     INTERIOR = "interior"  # non-contiguous, inside the steady state
     DRAIN = "drain"  # after the last backward, until the iteration's last cross-stage collective
-
-
-class JobState(StrEnum):
-    """The state of a job."""
-
-    QUEUED = "QUEUED"  # waits for a device, to begin or to resume from its checkpoint (the training ended first)
-    RUNNING = "RUNNING"  # an agent holds it
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-
-    @property
-    def finished(self) -> bool:
-        return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +254,7 @@ class JobRecord:
 
     name: str
     what: str
-    state: JobState
-    reason: str
+    status: Status
     work_done: float
     unit: str
     rank: int | None = None
@@ -284,3 +271,11 @@ class JobRecord:
     peak_bytes: int = 0
     offences: int = 0
     side_throughput: float | None = None
+
+    @property
+    def state(self) -> JobState:
+        return self.status.state
+
+    @property
+    def reason(self) -> str:
+        return self.status.text

@@ -28,6 +28,7 @@ from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline
 from megatron.fill.records import AgentFile, SegmentEnding, begin_segment, rank_file, write_rank
 from megatron.fill.report import REPORT, TIMELINE, TRACE
+from megatron.fill.status import Cause, Status
 from megatron.fill.types import (
     Bubble,
     BubbleUse,
@@ -92,7 +93,8 @@ def of_stage(stage: int, played: list[Timeline]) -> tuple[RankRecord, JobRecord,
     info = RankInfo(ANY, 0, 0, 0, 0, 0, stage, schedule.stages)
     key = CycleKey(schedule.name, schedule.microbatches)
     name, work = f"job-{ANY}", float(len(steps))
-    job = JobRecord(name, "m:C", JobState.QUEUED, "the main job ended first", work, "steps", ANY, len(steps))
+    status = Status(JobState.QUEUED, Cause.TRAINING_ENDED)
+    job = JobRecord(name, "m:C", status, work, "steps", ANY, len(steps))
     worker = WorkerRecord(
         name, ANY, len(steps), work, harvested_ns, 10 * STEP_NS, 10.0, uses[-KEPT_USES:], steps[-KEPT_STEPS:]
     )

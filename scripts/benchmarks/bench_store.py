@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import StoreError
+from megatron.fill.status import Status
 from megatron.fill.store import Claim, JobStore, NewJob, Progress, Standing, open_store
 from megatron.fill.types import JobState
 from megatron.fill.work import Work
@@ -104,10 +105,10 @@ def work(store: JobStore, claim: Claim, lines: int, lease_s: float, rng: random.
         if store.heartbeat(claim, Progress(float(step), 4.0), lease_s) is Standing.LOST:
             return
     if rng.random() < 0.05:  # as when the main job ends
-        store.release(claim, "given back", Progress(), {})
+        store.release(claim, Status(JobState.QUEUED, detail="given back"), Progress(), {})
         return
     os.write(lines, f"intent {claim.job.id} {claim.attempt}\n".encode())
-    if store.finish(claim, JobState.SUCCEEDED, "", Progress(4.0, 4.0), {}):
+    if store.finish(claim, Status(JobState.SUCCEEDED), Progress(4.0, 4.0), {}):
         os.write(lines, f"done {claim.job.id} {claim.attempt}\n".encode())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.errors import JobError
+from megatron.fill.status import Cause, Status, Then
 from megatron.fill.store import Claim, DeviceEntry, Job, JobStore, NewJob, Progress, Standing
 from megatron.fill.store.lookup import ASK_S
 from megatron.fill.store.memory import MemoryStore
@@ -214,7 +215,7 @@ class TestList:
         stamps.append(store.stamp())
         store.heartbeat(claim, Progress(1.0), 60)
         assert store.stamp() == stamps[-1]
-        assert store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        assert store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {})
         stamps.append(store.stamp())
         assert stamps == [(0, 0, 0), (2, 3, 0), (1, 2, 0), (1, 2, 1)]
 
@@ -270,7 +271,7 @@ class TestClaim:
             mine = store if number % 2 else backend.open()
             while claim := mine.claim(f"agent-{number}", ids, 1000):
                 taken.append(claim.job.id)
-                assert mine.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+                assert mine.finish(claim, Status(JobState.SUCCEEDED), Progress(), {})
 
         threads = [threading.Thread(target=agent, args=(number,)) for number in range(6)]
         for thread in threads:
@@ -316,19 +317,20 @@ class TestClaimOrder:
 class TestNote:
     def test_it_says_why_a_job_waits(self, store):
         [job] = store.submit([new("pi")])
-        store.note(job.id, "too long\x00 for every bubble")
+        unfit = Status(JobState.QUEUED, Cause.DOES_NOT_FIT, "too long\x00 for every bubble", device="rank \udcff")
+        store.note(job.id, unfit)
         noted = store.get(job.id)
         assert (noted.state, noted.attempt) == (JobState.QUEUED, 0)
-        assert noted.reason.startswith("too long")
+        assert noted.status == replace(unfit, detail="too long? for every bubble", device="rank ?")
         claim = store.claim("agent", [job.id], 10)
         assert claim is not None
         assert claim.job.reason == ""
-        store.note(job.id, "too late")
+        store.note(job.id, Status(JobState.QUEUED, detail="too late"))
         assert store.get(job.id) == claim.job
 
     def test_there_must_be_such_a_job(self, store):
         with pytest.raises(JobError):
-            store.note(77, "why")
+            store.note(77, Status(JobState.QUEUED, detail="why"))
 
 
 class TestHeartbeat:
@@ -381,29 +383,29 @@ class TestLeases:
         before = store.get(old.job.id)
         assert store.heartbeat(old, Progress(99.0), 10) is Standing.LOST
         assert not store.place(old, "/elsewhere")
-        assert not store.finish(old, JobState.SUCCEEDED, "", Progress(99.0), {"late": True})
-        assert not store.release(old, "late", Progress(99.0), {"late": True})
+        assert not store.finish(old, Status(JobState.SUCCEEDED), Progress(99.0), {"late": True})
+        assert not store.release(old, Status(JobState.QUEUED, detail="late"), Progress(99.0), {"late": True})
         assert store.get(old.job.id) == before
 
     def test_another_one_cannot_use_a_claim(self, store):
         claim = claimed(store, submitted(store, "pi")[0])
         forged = Claim(claim.job, "someone else")
         assert store.heartbeat(forged, Progress(), 10) is Standing.LOST
-        assert not store.finish(forged, JobState.FAILED, "", Progress(), {})
+        assert not store.finish(forged, Status(JobState.FAILED), Progress(), {})
 
     def test_after_recovery_nobody_has_it(self, store, backend):
         claim = claimed(store, submitted(store, "pi")[0], lease_s=10)
         backend.clock.now += 10
         store.recover()
         assert store.heartbeat(claim, Progress(), 10) is Standing.LOST
-        assert not store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        assert not store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {})
         assert store.get(claim.job.id).state is JobState.QUEUED
 
     def test_a_dead_owners_jobs_go_back_at_once_and_nobody_elses(self, store):
         dead = [claimed(store, job, owner="dead") for job in submitted(store, "a", "b")]
         other = claimed(store, submitted(store, "c")[0], owner="alive")
         store.cancel(dead[1].job.id)
-        assert store.disown("dead", "its agent died") == 2
+        assert store.disown("dead") == 2
         states = [(job.state, job.reason, job.owner) for job in store.list()]
         assert states == [
             (JobState.QUEUED, "its agent died", None),
@@ -411,7 +413,7 @@ class TestLeases:
             (JobState.RUNNING, "", other.owner),
         ]
         assert store.heartbeat(dead[0], Progress(), 10) is Standing.LOST
-        assert store.disown("dead", "again") == 0
+        assert store.disown("dead") == 0
 
 
 class TestFinish:
@@ -419,25 +421,41 @@ class TestFinish:
     def test_the_job_is_done(self, store, backend, state):
         claim = claimed(store, submitted(store, "pi")[0])
         backend.clock.now += 3
-        assert store.finish(claim, state, "why\0 \udcff", Progress(10.0, 10.0), {"accuracy": 0.5, "text": "数"})
+        assert store.finish(
+            claim, Status(state, detail="why\0 \udcff"), Progress(10.0, 10.0), {"accuracy": 0.5, "text": "数"}
+        )
         job = store.get(claim.job.id)
         assert (job.state, job.reason, job.finished_s) == (state, "why? ?", backend.clock.now)
         assert (job.owner, job.lease_until_s) == (None, None)
         assert (job.progress, job.result) == (Progress(10.0, 10.0), {"accuracy": 0.5, "text": "数"})
         assert store.claim("agent", [job.id], 10) is None
 
+    def test_all_of_a_status_is_kept(self, store):
+        full = Status(JobState.FAILED, Cause.SIGNAL, "SIGKILL {}", Then.DIED_IN_A_ROW, 3, 1, 2, "rank 0", unheard=True)
+        claim = claimed(store, submitted(store, "pi")[0])
+        assert store.finish(claim, full, Progress(), {})
+        assert store.get(claim.job.id).status == full
+        assert [job.status for job in store.list({JobState.FAILED})] == [full]
+        assert store.retry(claim.job.id).status == Status(JobState.QUEUED)
+
+    def test_every_cause_is_kept(self, store):
+        [job] = submitted(store, "pi")
+        for cause in Cause:
+            assert store.release(claimed(store, job), Status(JobState.QUEUED, cause), Progress(), {})
+            assert store.get(job.id).status == Status(JobState.QUEUED, cause)
+
     def test_the_same_call_again_agrees_and_changes_nothing(self, store):
         claim = claimed(store, submitted(store, "pi")[0])
-        assert store.finish(claim, JobState.SUCCEEDED, "", Progress(1.0), {"a": 1})
+        assert store.finish(claim, Status(JobState.SUCCEEDED), Progress(1.0), {"a": 1})
         before = store.get(claim.job.id)
-        assert store.finish(claim, JobState.SUCCEEDED, "", Progress(2.0), {"a": 2})
-        assert not store.finish(claim, JobState.FAILED, "", Progress(2.0), {"a": 2})
+        assert store.finish(claim, Status(JobState.SUCCEEDED), Progress(2.0), {"a": 2})
+        assert not store.finish(claim, Status(JobState.FAILED), Progress(2.0), {"a": 2})
         assert store.get(claim.job.id) == before
 
     def test_a_cancelled_job_may_finish_first(self, store):
         claim = claimed(store, submitted(store, "pi")[0])
         store.cancel(claim.job.id)
-        assert store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        assert store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {})
         job = store.get(claim.job.id)
         assert (job.state, job.cancelling) == (JobState.SUCCEEDED, False)
 
@@ -445,19 +463,19 @@ class TestFinish:
     def test_with_an_end_only(self, store, state):
         claim = claimed(store, submitted(store, "pi")[0])
         with pytest.raises(JobError, match=f"cannot finish as {state}"):
-            store.finish(claim, state, "", Progress(), {})
+            store.finish(claim, Status(state), Progress(), {})
 
     def test_with_plain_results_only(self, store):
         claim = claimed(store, submitted(store, "pi")[0])
         with pytest.raises(JobError, match="result"):
-            store.finish(claim, JobState.SUCCEEDED, "", Progress(), {"a": object()})
+            store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {"a": object()})
 
 
 class TestRelease:
     def test_the_job_is_queued_again(self, store):
         claim = claimed(store, submitted(store, "pi")[0])
         progress = Progress(5.0, 10.0, checkpoint_s=1.0)
-        assert store.release(claim, "the main job ended", progress, {"epoch": 3})
+        assert store.release(claim, Status(JobState.QUEUED, detail="the main job ended"), progress, {"epoch": 3})
         job = store.get(claim.job.id)
         assert (job.state, job.reason, job.owner, job.attempt) == (JobState.QUEUED, "the main job ended", None, 1)
         assert (job.progress, job.result, job.finished_s) == (progress, {"epoch": 3}, None)
@@ -476,7 +494,7 @@ class TestCancel:
         claim = claimed(store, submitted(store, "pi")[0])
         store.cancel(claim.job.id)
         assert store.cancel(claim.job.id).cancelling  # twice is no harm
-        assert store.release(claim, "the main job ended", Progress(2.0), {})
+        assert store.release(claim, Status(JobState.QUEUED, detail="the main job ended"), Progress(2.0), {})
         job = store.get(claim.job.id)
         assert (job.state, job.reason, job.cancelling) == (JobState.CANCELLED, "cancelled", False)
         assert job.progress == Progress(2.0)
@@ -502,7 +520,7 @@ class TestCancel:
     @pytest.mark.parametrize("state", FINISHED)
     def test_not_a_finished_one(self, store, state):
         claim = claimed(store, submitted(store, "pi")[0])
-        store.finish(claim, state, "", Progress(), {})
+        store.finish(claim, Status(state), Progress(), {})
         with pytest.raises(JobError, match=rf"job pi \(1\) is {state}"):
             store.cancel(claim.job.id)
 
@@ -512,17 +530,17 @@ class TestRetry:
     def test_the_job_is_queued_again_with_its_checkpoint(self, store, state):
         claim = claimed(store, submitted(store, "pi")[0])
         store.place(claim, "/runs/first/jobs/pi")
-        store.finish(claim, state, "why", Progress(5.0, checkpoint_s=1.0), {})
+        store.finish(claim, Status(state, detail="why"), Progress(5.0, checkpoint_s=1.0), {})
         job = store.retry(claim.job.id)
         assert (job.state, job.reason, job.finished_s, job.attempt) == (JobState.QUEUED, "", None, 1)
         assert (job.progress, job.directory) == (Progress(5.0, checkpoint_s=1.0), "/runs/first/jobs/pi")
         assert store.get(job.id) == job
-        assert not store.finish(claim, state, "why", Progress(), {})
+        assert not store.finish(claim, Status(state, detail="why"), Progress(), {})
         assert claimed(store, job).attempt == 2
 
     def test_its_failures_are_forgotten(self, store):
         claim = claimed(store, submitted(store, "pi")[0])
-        assert store.finish(claim, JobState.FAILED, "", Progress(work_done=2.0, failures=3), {})
+        assert store.finish(claim, Status(JobState.FAILED), Progress(work_done=2.0, failures=3), {})
         assert store.get(claim.job.id).progress == Progress(work_done=2.0, failures=3)
         assert store.retry(claim.job.id).progress == Progress(work_done=2.0)
 
@@ -533,7 +551,7 @@ class TestRetry:
         claim = claimed(store, job)
         with pytest.raises(JobError, match="is RUNNING"):
             store.retry(job.id)
-        store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {})
         with pytest.raises(JobError, match="is SUCCEEDED"):
             store.retry(job.id)
 
@@ -607,7 +625,7 @@ class TestMoves:
         assert store.heartbeat(claim, Progress(1.0), 1000) is Standing.HELD
         assert self.ask(store, claim)
         assert store.heartbeat(claim, Progress(2.0), 1000) is Standing.MOVE
-        assert store.release(claim, "moves", Progress(3.0), {})
+        assert store.release(claim, Status(JobState.QUEUED, detail="moves"), Progress(3.0), {})
         assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is None
         again = store.claim("agent-0", [claim.job.id], 10, "rank 0")
         assert again is not None
@@ -618,7 +636,7 @@ class TestMoves:
     def test_another_one_takes_the_next_job_meanwhile(self, store, claim):
         [other] = submitted(store, "other")
         assert self.ask(store, claim)
-        assert store.release(claim, "moves", Progress(), {})
+        assert store.release(claim, Status(JobState.QUEUED, detail="moves"), Progress(), {})
         taken = store.claim("agent-1", [claim.job.id, other.id], 10, "rank 1")
         assert taken is not None
         assert taken.job.id == other.id
@@ -627,7 +645,7 @@ class TestMoves:
         store.report_device(DeviceEntry("rank 2", "run"), 1000)
         assert self.ask(store, claim)
         assert not self.ask(store, claim, "rank 2")
-        assert store.release(claim, "moves", Progress(), {})
+        assert store.release(claim, Status(JobState.QUEUED, detail="moves"), Progress(), {})
         again = store.claim("agent-0", [claim.job.id], 1000, "rank 0")
         assert again is not None
         backend.clock.now += ASK_AGAIN_S - 0.1
@@ -655,7 +673,7 @@ class TestMoves:
         assert self.ask(store, claim)
         store.cancel(claim.job.id)
         assert store.heartbeat(claim, Progress(), 1000) is Standing.CANCELLED
-        assert store.release(claim, "moves", Progress(), {})
+        assert store.release(claim, Status(JobState.QUEUED, detail="moves"), Progress(), {})
         assert store.get(claim.job.id).state is JobState.CANCELLED
         assert store.claim("agent-0", [claim.job.id], 10, "rank 0") is None
 
@@ -663,19 +681,19 @@ class TestMoves:
         assert self.ask(store, claim)
         store.forget_device("rank 0")
         assert store.heartbeat(claim, Progress(), 1000) is Standing.HELD
-        assert store.release(claim, "moves", Progress(), {})
+        assert store.release(claim, Status(JobState.QUEUED, detail="moves"), Progress(), {})
         assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is not None
 
     def test_when_the_asker_has_another_job_the_job_stays_or_anybody_has_it(self, store, claim):
         assert self.ask(store, claim)
         store.report_device(DeviceEntry("rank 0", "run", math.inf, "another"), 1000)
         assert store.heartbeat(claim, Progress(), 1000) is Standing.HELD
-        assert store.release(claim, "moves", Progress(), {})
+        assert store.release(claim, Status(JobState.QUEUED, detail="moves"), Progress(), {})
         assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is not None
 
     def test_an_asker_that_does_not_come_is_not_waited_for(self, store, backend, claim):
         assert self.ask(store, claim)
-        assert store.release(claim, "moves", Progress(), {})
+        assert store.release(claim, Status(JobState.QUEUED, detail="moves"), Progress(), {})
         backend.clock.now += ASK_S - 0.1
         assert store.claim("agent-1", [claim.job.id], 10, "rank 1") is None
         backend.clock.now += 0.1
@@ -694,11 +712,11 @@ class TestMoves:
         again = store.claim("agent-0", [claim.job.id], 10, "rank 0")
         assert again is not None
         assert (again.attempt, again.job.progress) == (2, Progress(5.0))
-        assert not store.release(claim, "moves", Progress(9.0), {})
+        assert not store.release(claim, Status(JobState.QUEUED, detail="moves"), Progress(9.0), {})
 
     def test_a_job_that_ends_before_it_could_move_has_ended(self, store, claim):
         assert self.ask(store, claim)
-        assert store.finish(claim, JobState.SUCCEEDED, "", Progress(10.0), {})
+        assert store.finish(claim, Status(JobState.SUCCEEDED), Progress(10.0), {})
         assert store.claim("agent-0", [claim.job.id], 10, "rank 0") is None
         assert store.get(claim.job.id).state is JobState.SUCCEEDED
 

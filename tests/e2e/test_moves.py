@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megatron.fill.folders import output_file
 from megatron.fill.records import last_segment
-from megatron.fill.types import JobState
+from megatron.fill.types import JobRecord, JobState
 from tests.e2e.training import Running, processes, settings, write_jobs
 
 # The first two take a rank each.  One leaves little of its bubbles, the other one nobody may share before it serves.
@@ -18,11 +16,11 @@ SHORT = {"name": "short", "task": "tasks:Waits", "priority": 1}
 TAIL = {"name": "tail", "task": "tasks:Spin", "args": {"milliseconds": 0.3}, "memory": "1GiB"}
 
 
-def attempts(folder: Path, name: str, device: str) -> list[dict[str, Any]]:
+def attempts(folder: Path, name: str, device: str) -> list[JobRecord]:
     """What a rank's agent recorded of the job."""
     rank = device.split()[1]  # rank 1 of ...
     files = last_segment(folder / "run").files()[int(rank)]
-    return [asdict(job) for job, _ in files.attempts() if job.name == name]
+    return [job for job, _ in files.attempts() if job.name == name]
 
 
 def test_a_tail_job_moves_to_the_rank_that_falls_idle_and_goes_on_from_its_checkpoint(tmp_path):
@@ -47,11 +45,11 @@ def test_a_tail_job_moves_to_the_rank_that_falls_idle_and_goes_on_from_its_check
     assert (job.state, job.attempt) == (JobState.QUEUED, 2)
     # The one attempt's work is what the other one began from.
     [first] = attempts(tmp_path, "tail", beside.device)
-    assert first["reason"] == "it moves to a rank that is idle; goes on from its checkpoint"
+    assert first.reason == "it moves to a rank that is idle; goes on from its checkpoint"
     said = output_file(Path(job.directory)).read_text()
-    assert f"goes on from its checkpoint at {first['work_done']:g} spins" in said
+    assert f"goes on from its checkpoint at {first.work_done:g} spins" in said
     [second] = attempts(tmp_path, "tail", short.device)
-    assert job.progress.work_done == first["work_done"] + second["work_done"]
+    assert job.progress.work_done == first.work_done + second.work_done
     # What the task counted itself, over both ranks: nothing was lost on the way, and nothing done twice.
     assert job.progress.work_done == json.loads(trained.path("tail", "result.json").read_text())["done"]
     assert not processes(str(tmp_path))

@@ -20,6 +20,7 @@ from megatron.fill.records import Segment, SegmentEnding
 from megatron.fill.report import Report, ReportBuilder
 from megatron.fill.report.build import Part
 from megatron.fill.report.jobs import job_reports
+from megatron.fill.status import Cause, Status
 from megatron.fill.types import (
     Bubble,
     BubbleKind,
@@ -147,12 +148,12 @@ def _stage(stage: int) -> tuple[RankRecord, list[_Worker]]:
 
 def _jobs(workers: list[WorkerRecord]) -> list[JobRecord]:
     train, resize, graph = workers
+    ended = Status(JobState.QUEUED, Cause.TRAINING_ENDED)
     return [
         JobRecord(
             name="train",
             what="examples.tasks:Train",
-            state=JobState.QUEUED,
-            reason="the main job ended",
+            status=ended,
             work_done=train.work_done,
             unit="images",
             rank=0,
@@ -165,14 +166,13 @@ def _jobs(workers: list[WorkerRecord]) -> list[JobRecord]:
         JobRecord(
             name="resize",
             what="python resize.py [fast]",
-            state=JobState.SUCCEEDED,
-            reason="",
+            status=Status(JobState.SUCCEEDED, Cause.FINISHED),
             work_done=resize.work_done,
             unit="images",
             rank=1,
             steps=resize.steps_done,
             harvested_s=resize.harvested_ns / 1e9,
         ),
-        JobRecord("graph", "examples.tasks:Graph", JobState.QUEUED, "the main job ended", graph.work_done, "edges", 1),
-        JobRecord("late", "examples.tasks:Late", JobState.QUEUED, "no rank had a free slot in this run", 0.0, "items"),
+        JobRecord("graph", "examples.tasks:Graph", ended, graph.work_done, "edges", 1),
+        JobRecord("late", "examples.tasks:Late", Status(JobState.QUEUED, Cause.NO_RANK_FREE), 0.0, "items"),
     ]

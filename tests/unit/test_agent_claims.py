@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from megatron.fill.agent.claims import Claims, HeldClaim, Patience
-from megatron.fill.agent.progress import progress_of
+from megatron.fill.agent.forecast import progress_of
 from megatron.fill.errors import StoreError
 from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.status import Status
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import DeviceEntry, NewJob, Progress, Standing
 from megatron.fill.types import JobState
@@ -92,7 +93,7 @@ def test_heartbeats_keep_a_job_and_carry_progress(flaky):
     assert job.progress.work_done > 10
     assert held.standing is Standing.HELD
     claims.let_go(held)
-    assert claims.finish(held.claim, JobState.SUCCEEDED, "", held.progress(), {"x": 1}, 1.0)
+    assert claims.finish(held.claim, Status(JobState.SUCCEEDED), held.progress(), {"x": 1}, 1.0)
     assert flaky.store.get(held.claim.job.id).result == {"x": 1}
     claims.stop()
 
@@ -116,7 +117,7 @@ def test_the_steps_of_earlier_attempts_are_no_first_step(flaky):
     claims.every_s = 1e6
     before = take(claims)
     claims.let_go(before)
-    assert claims.finish(before.claim, JobState.QUEUED, "", Progress(steps=7), {}, 1.0)
+    assert claims.finish(before.claim, Status(JobState.QUEUED), Progress(steps=7), {}, 1.0)
     held = take(claims)
     for steps, told in ((7, 7), (8, 8), (9, 8)):
         held.progress = lambda: Progress(steps=steps, harvested_s=1.0)  # noqa: B023
@@ -147,7 +148,9 @@ def test_a_store_that_is_away_is_asked_again_and_the_job_goes_on(flaky):
     assert held.standing is Standing.HELD
     flaky.down = False
     claims.let_go(held)
-    assert claims.finish(held.claim, JobState.QUEUED, "the main job ended first", held.progress(), {}, 3.0)
+    assert claims.finish(
+        held.claim, Status(JobState.QUEUED, detail="the main job ended first"), held.progress(), {}, 3.0
+    )
     assert flaky.store.get(held.claim.job.id).state is JobState.QUEUED
     claims.stop()
 
@@ -167,7 +170,7 @@ def test_a_job_whose_lease_ran_out_is_not_finished_twice(flaky):
     time.sleep(0.3)
     other = flaky.store.claim("other", [held.claim.job.id], 60.0)
     assert other is not None
-    assert not claims.finish(held.claim, JobState.SUCCEEDED, "", held.progress(), {}, 0.0)
+    assert not claims.finish(held.claim, Status(JobState.SUCCEEDED), held.progress(), {}, 0.0)
     assert flaky.store.get(held.claim.job.id).owner == "other"
 
 
@@ -260,7 +263,7 @@ def test_the_end_of_a_job_is_said_later_if_nobody_hears_it_now(flaky):
     held = take(claims)
     flaky.down = True
     claims.let_go(held)
-    assert not claims.finish(held.claim, JobState.SUCCEEDED, "", held.progress(), {"x": 1}, 0.05)
+    assert not claims.finish(held.claim, Status(JobState.SUCCEEDED), held.progress(), {"x": 1}, 0.05)
     assert flaky.store.get(held.claim.job.id).state is JobState.RUNNING
     flaky.down = False
     until(lambda: flaky.store.get(held.claim.job.id).state is JobState.SUCCEEDED)

@@ -99,7 +99,7 @@ def test_one_that_does_not_shrink_is_stopped():
     ending = bench.look(340)
     assert ending is not None
     assert ending.how is How.STOP
-    assert ending.why.startswith("the main job needs the memory: 60 MiB free of a margin of 100 MiB")
+    assert ending.detail.startswith("the main job needs the memory: 60 MiB free of a margin of 100 MiB")
     assert bench.look(300) is ending  # decided once
 
 
@@ -108,7 +108,7 @@ def test_a_sudden_growth_ends_the_worker():
     ending = bench.look(390)
     assert ending is not None
     assert ending.how is How.CUT
-    assert ending.why.startswith("the main job needs the memory: 10 MiB free of a margin of 100 MiB")
+    assert ending.detail.startswith("the main job needs the memory: 10 MiB free of a margin of 100 MiB")
 
 
 def test_what_a_worker_was_promised_is_not_promised_again_while_it_runs():

@@ -17,6 +17,7 @@ from megatron.fill.planner.held import RESERVE_NS
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import best_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, MeasuredJob, NodeProfile
+from megatron.fill.status import Cause, Status
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import DeviceEntry, Job, NewJob, Progress
 from megatron.fill.types import BubbleKind, JobState
@@ -25,6 +26,7 @@ from megatron.fill.worker.nodes import PLAN
 
 MS = 1_000_000
 MIB = 1 << 20
+ELSEWHERE = Status(JobState.QUEUED, Cause.DOES_NOT_FIT, "no bubble", device="rank 1")
 
 
 def work(task: str = "m:C", memory_bytes: int | None = None) -> Work:
@@ -91,20 +93,20 @@ def test_those_that_wait_are_told_why_also_while_no_seat_is_free():
         bench.submit(name, found)
     bench.show(1)
     for name in ("unknown", "others"):
-        bench.store.note(bench.store.find(name).id, bench.ranking.misfits.reason("no bubble"))
-    bench.store.note(bench.store.find("others").id, "does not fit rank 1: no bubble")
+        bench.ranking.misfits.note(bench.store, bench.store.find(name), "no bubble")
+    bench.store.note(bench.store.find("others").id, ELSEWHERE)
     bench.ranking.explain(bench.store)
     assert "29.300 ms too long for bubble 0" in reasons["long"]()
     assert reasons["unknown"]() == ""  # that was said of another cycle
     assert reasons["others"]().startswith("does not fit rank 0: node 'forward 0'")
     bench.show(20)
     bench.ranking.misfits.tried(bench.store.find("unknown").id, tail=True)
-    bench.store.note(bench.store.find("unknown").id, bench.ranking.misfits.reason("no bubble"))
+    bench.ranking.misfits.note(bench.store, bench.store.find("unknown"), "no bubble")
     bench.ranking.explain(bench.store)
     assert "10.300 ms too long for bubble 0" in reasons["long"]()
     assert reasons["unknown"]() == "does not fit rank 0: no bubble"
     assert reasons["others"]() == ""
-    bench.store.note(bench.store.find("others").id, "does not fit rank 1: no bubble")
+    bench.store.note(bench.store.find("others").id, ELSEWHERE)
     bench.show(40)
     bench.ranking.explain(bench.store)
     assert [reason() for reason in reasons.values()] == ["", "", "does not fit rank 1: no bubble"]
@@ -117,7 +119,7 @@ def test_shortest_job_first_uses_the_work_that_is_left():
     assert bench.wanted() == ["short", "long"]
     claim = bench.store.claim("x", [bench.store.find("long").id], 60)
     assert claim is not None
-    assert bench.store.release(claim, "", Progress(work_done=95.0), {})
+    assert bench.store.release(claim, Status(JobState.QUEUED), Progress(work_done=95.0), {})
     assert bench.wanted() == ["long", "short"]
 
 
@@ -130,14 +132,14 @@ def test_a_job_that_is_after_others_waits_until_they_have_succeeded():
     for name, state in (("a", JobState.SUCCEEDED), ("b", JobState.FAILED)):
         claim = bench.store.claim("x", [bench.store.find(name).id], 60)
         assert claim is not None
-        assert bench.store.finish(claim, state, "", Progress(), {})
+        assert bench.store.finish(claim, Status(state), Progress(), {})
     assert bench.wanted() == []
     b = bench.store.retry(bench.store.find("b").id)
     assert bench.wanted() == ["b"]
     claim = bench.store.claim("x", [b.id], 60)
     assert claim is not None
     assert bench.wanted() == []
-    assert bench.store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+    assert bench.store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {})
     assert bench.wanted() == ["last"]
 
 
@@ -147,7 +149,7 @@ def test_users_share(tmp_path):
         bench.submit(name, user=user)
     claim = bench.store.claim("x", [bench.store.find("a").id], 60)
     assert claim is not None
-    bench.store.release(claim, "", Progress(harvested_s=5.0), {})
+    bench.store.release(claim, Status(JobState.QUEUED), Progress(harvested_s=5.0), {})
     assert bench.wanted()[0] == "b"
 
 

@@ -16,7 +16,7 @@ from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.agent.watch import Watch
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog, create_log
-from megatron.fill.types import JobState
+from megatron.fill.status import Cause
 from megatron.fill.worker.spec import Outcome
 
 OBEYS = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True)"
@@ -87,14 +87,14 @@ class Bench:
 
     def outcome(self) -> tuple[Any, ...]:
         self.run.watch()
-        outcome, crashed = self.run.outcome("images")
-        return outcome.state, outcome.reason, outcome.unit, crashed
+        outcome = self.run.outcome("images")
+        return outcome.cause, outcome.status.text, outcome.unit
 
 
 def test_a_worker_that_leaves_its_word(tmp_path):
     bench = Bench(tmp_path, "print('hello')")
-    Outcome(JobState.SUCCEEDED, "", unit="steps").leave(bench.log)
-    assert bench.outcome() == (JobState.SUCCEEDED, "", "steps", False)
+    Outcome(Cause.FINISHED).leave(bench.log)
+    assert bench.outcome() == (Cause.FINISHED, "", "steps")
     assert (tmp_path / "output.log").read_text() == "hello\n"
 
 
@@ -102,62 +102,62 @@ def test_a_worker_that_dies(tmp_path):
     bench = Bench(tmp_path, "import os; os.kill(os.getpid(), 11)")
     bench.log.phase = WorkerPhase.STEP
     reason = "the worker was killed by SIGSEGV in run_next_step()"
-    assert bench.outcome() == (JobState.FAILED, reason, "images", True)
+    assert bench.outcome() == (Cause.SIGNAL, reason, "images")
 
 
 def test_a_worker_is_asked_to_stop(tmp_path):
     bench = Bench(tmp_path, f"{OBEYS}; time.sleep(60)")
-    bench.wants = [Ending(How.STOP, "it was cancelled")]
-    assert bench.outcome()[3]  # it left no word of its own, but it left
-    assert bench.run.ending == Ending(How.STOP, "it was cancelled")
+    bench.wants = [Ending(How.STOP, Cause.CANCELLED)]
+    assert bench.outcome()[0] is Cause.EXITED  # it left no word of its own, but it left
+    assert bench.run.ending == Ending(How.STOP, Cause.CANCELLED)
     assert bench.enforcer.released
     assert bench.ticks > 0
 
 
 def test_a_worker_that_does_not_stop_is_killed(tmp_path):
     bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)", stop_s=0.5)
-    bench.wants = [Ending(How.STOP, "the main job is over")]
-    state, reason, _, crashed = bench.outcome()
-    assert (state, crashed) == (JobState.FAILED, False)
-    assert reason.endswith("did not return within 0.5 s of the stop: the main job is over")
-    assert bench.run.ending == Ending(How.LATE, reason, "the main job is over")
+    bench.wants = [Ending(How.STOP, Cause.TRAINING_ENDED)]
+    cause, reason, _ = bench.outcome()
+    assert cause is Cause.LATE
+    assert reason.endswith("did not return within 0.5 s of the stop: the main job ended first")
+    assert bench.run.ending == Ending(How.LATE, Cause.LATE, reason, Cause.TRAINING_ENDED)
 
 
 def test_a_job_that_belongs_to_another_agent_ends_at_once(tmp_path):
     bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
-    bench.wants = [Ending(How.CUT, "another agent may have it")]
-    assert bench.outcome()[1] == "another agent may have it"
-    assert bench.run.ending == Ending(How.CUT, "another agent may have it")
+    bench.wants = [Ending(How.CUT, Cause.CLAIM_LOST)]
+    assert bench.outcome()[0] is Cause.CLAIM_LOST
+    assert bench.run.ending == Ending(How.CUT, Cause.CLAIM_LOST)
 
 
 def test_a_harsher_decision_takes_the_place_of_a_milder_one_and_names_it(tmp_path):
     bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
-    bench.wants = [Ending(How.STOP, "it moves"), Ending(How.CUT, "ended by pipefill kill")]
+    bench.wants = [Ending(How.STOP, Cause.MOVES), Ending(How.CUT, Cause.KILLED)]
     assert bench.outcome()[1] == "ended by pipefill kill"
-    assert bench.run.ending == Ending(How.CUT, "ended by pipefill kill", "it moves")
+    assert bench.run.ending == Ending(How.CUT, Cause.KILLED, stop=Cause.MOVES)
 
 
 def test_one_that_is_asked_to_stop_is_held_to_no_more_rules(tmp_path):
     """To save may take more than to run."""
     bench = Bench(tmp_path, f"{OBEYS}; time.sleep(60)")
-    bench.wants = [Ending(How.STOP, "it was cancelled")]
+    bench.wants = [Ending(How.STOP, Cause.CANCELLED)]
     bench.limiter.beyond = "over its cap of 1 MiB"
     bench.run._decide(0.0)  # nobody asks yet
     assert bench.run.ending is not None
     assert bench.run.ending.how is How.FAIL
     bench.run.worker.communicate()
     other = Bench(tmp_path, f"{OBEYS}; time.sleep(60)")
-    other.wants = [Ending(How.STOP, "it was cancelled")]
+    other.wants = [Ending(How.STOP, Cause.CANCELLED)]
     (tmp_path / "output.log").write_text("up")
     other.limiter.beyond = "over its cap of 1 MiB"
     other.outcome()
-    assert other.run.ending == Ending(How.STOP, "it was cancelled")
+    assert other.run.ending == Ending(How.STOP, Cause.CANCELLED)
 
 
 def test_what_is_beyond_its_limits_ends(tmp_path):
     bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
     bench.limiter.beyond = "over its cap of 1 MiB"
-    assert bench.outcome()[1:] == ("over its cap of 1 MiB", "images", False)
+    assert bench.outcome() == (Cause.LIMIT, "over its cap of 1 MiB", "images")
     assert bench.limiter.calls == ["kill", "kill"]  # the worker, and what it left
 
 
@@ -176,14 +176,14 @@ def test_the_enforcer_is_asked_after_the_rules_which_may_have_stopped_the_worker
 def test_the_kernels_reason_is_told(tmp_path):
     bench = Bench(tmp_path, "import os; os.kill(os.getpid(), 9)")
     bench.limiter.kernels = "the kernel was out of memory"
-    assert bench.outcome()[1] == "the kernel was out of memory"
+    assert bench.outcome()[:2] == (Cause.OUT_OF_MEMORY, "the kernel was out of memory")
 
 
 def test_too_much_output_and_the_enforcers_word_end_a_job(tmp_path):
     flood = Bench(tmp_path, "while True: print('x' * 10000)", most_output=1 << 16)
     assert flood.outcome()[1].startswith("printed more than 0.0625 MiB")
     slow = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
-    slow.enforcer.ending = Ending(How.FAIL, "ran on after its bubble")
+    slow.enforcer.ending = Ending(How.FAIL, Cause.OVERRUN, "ran on after its bubble")
     assert slow.outcome()[1] == "ran on after its bubble"
 
 

@@ -19,25 +19,27 @@ from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.orders import Orders
 from megatron.fill.agent.output import BoundedOutput
-from megatron.fill.agent.verdict import End, Judge, Verdict
+from megatron.fill.agent.verdict import End, Judge
 from megatron.fill.device.port import Limits
 from megatron.fill.pages.control import RunState
 from megatron.fill.pages.phases import Saving
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.records import AgentFile, read_agent
+from megatron.fill.status import Cause, JobState, Status, Then
 from megatron.fill.store.port import Claim, Progress, Standing
-from megatron.fill.types import BubbleUse, JobRecord, JobState, WorkerRecord
+from megatron.fill.types import BubbleUse, JobRecord, WorkerRecord
 from megatron.fill.work import Work
 from megatron.fill.worker.confined import Confined
 from megatron.fill.worker.spec import Outcome
 from tests.unit.stations import Post, post
 
-DIED = Outcome(JobState.FAILED, "the worker was killed by SIGSEGV in run_next_step()")
-GAVE_BACK = Outcome(JobState.QUEUED, "goes on from its checkpoint")
+DIED = Outcome(Cause.SIGNAL, "SIGSEGV in run_next_step()")
+GAVE_BACK = Outcome(Cause.STOPPED, then=Then.SAVED)
+DONE = Outcome(Cause.FINISHED)
 
 
-def stop(why: str) -> Ending:
-    return Ending(How.STOP, why)
+def stop(cause: Cause, detail: str = "") -> Ending:
+    return Ending(How.STOP, cause, detail)
 
 
 class Bench:
@@ -48,8 +50,8 @@ class Bench:
         self.job = post.submit()
 
     def judge(self, outcome: Outcome, **more: Any) -> tuple[JobState, str]:
-        verdict = self.judge_.verdict(self.job, End(outcome, **more))
-        return verdict.state, verdict.reason
+        status = self.judge_.verdict(self.job, End(outcome, **more))
+        return status.state, status.text
 
     def attempt(self, pid: int = 0, **spec: Any) -> Attempt:
         """One whose worker is the process ``pid``; the test speaks for it."""
@@ -60,7 +62,8 @@ class Bench:
         limiter = self.post.station.device.limiter(Limits(), f"test-{claim.job.id}")
         output = BoundedOutput(self.post.folder / "output.log")
         holder: Any = None
-        attempt._begun = _Begun(holder, Confined(pid, pid), limiter, log, output, orders)
+        command = claim.job.work.command is not None
+        attempt._begun = _Begun(command, holder, Confined(pid, pid), limiter, log, output, orders)
         return attempt
 
 
@@ -71,26 +74,27 @@ def bench(monkeypatch, tmp_path) -> Iterator[Bench]:
 
 
 def test_what_a_worker_says_of_itself_is_taken(bench):
-    assert bench.judge(Outcome(JobState.SUCCEEDED, "")) == (JobState.SUCCEEDED, "")
-    assert bench.judge(Outcome(JobState.FAILED, "ValueError")) == (JobState.FAILED, "ValueError")
-    assert bench.judge(Outcome(JobState.QUEUED, "too long", unfit=True)) == (JobState.QUEUED, "too long")
+    assert bench.judge(DONE) == (JobState.SUCCEEDED, "")
+    assert bench.judge(Outcome(Cause.FAILED, "ValueError")) == (JobState.FAILED, "ValueError")
+    unfit = bench.judge_.verdict(bench.job, End(Outcome(Cause.DOES_NOT_FIT, "too long")))
+    assert unfit == Status(JobState.QUEUED, Cause.DOES_NOT_FIT, "too long")
 
 
 def test_a_job_that_dies_is_tried_again_twice(bench):
-    again = f"{DIED.reason}; it is tried again"
-    assert [bench.judge(DIED, crashed=True) for _ in range(2)] == [(JobState.QUEUED, again)] * 2
-    state, reason = bench.judge(DIED, crashed=True)
+    again = f"{DIED.status.text}; it is tried again"
+    assert [bench.judge(DIED) for _ in range(2)] == [(JobState.QUEUED, again)] * 2
+    state, reason = bench.judge(DIED)
     assert state is JobState.FAILED
-    assert reason == f"{DIED.reason}, 3 times in a row without having saved anything"
+    assert reason == f"{DIED.status.text}, 3 times in a row without having saved anything"
 
 
 def test_one_that_saves_between_its_deaths_goes_on(bench):
     for _ in range(5):
-        assert bench.judge(DIED, crashed=True, saved=True)[0] is JobState.QUEUED
+        assert bench.judge(DIED, saved=True)[0] is JobState.QUEUED
 
 
 def test_what_it_claims_to_have_saved_does_not_keep_it_going_for_ever(bench):
-    states = [bench.judge(DIED, crashed=True, saved=True)[0] for _ in range(12)]
+    states = [bench.judge(DIED, saved=True)[0] for _ in range(12)]
     assert states == [JobState.QUEUED] * 11 + [JobState.FAILED]
 
 
@@ -100,14 +104,14 @@ def test_a_worker_that_gives_up_unasked_has_died(bench):
     assert bench.judge(GAVE_BACK)[0] is JobState.FAILED
     # What it scribbles into the log about memory is not a request.
     other = Bench(bench.post)
-    assert other.judge(Outcome(JobState.QUEUED, "x", crowded=True))[1].startswith("the worker gave up")
+    assert other.judge(Outcome(Cause.CROWDED))[1].startswith("the worker gave up")
 
 
 def test_one_that_was_asked_to_stop_says_why(bench):
-    assert bench.judge(GAVE_BACK, ending=stop("the main job needs the memory"))[1] == (
+    assert bench.judge(GAVE_BACK, ending=stop(Cause.MEMORY_NEEDED, "the main job needs the memory"))[1] == (
         "the main job needs the memory; goes on from its checkpoint"
     )
-    crowded = Outcome(JobState.QUEUED, "it begins again from its start", crowded=True)
+    crowded = Outcome(Cause.CROWDED, then=Then.RESTARTS)
     assert bench.judge(crowded, request="the main job grew") == (
         JobState.QUEUED,
         "the main job grew; it begins again from its start",
@@ -120,45 +124,46 @@ def test_one_that_was_asked_to_stop_says_why(bench):
 
 
 def test_one_that_was_cut_off_is_not_to_blame(bench):
-    killed = Outcome(JobState.FAILED, "ended by pipefill kill")
-    assert bench.judge(killed, ending=Ending(How.CUT, killed.reason), kept=True) == (
+    killed = Outcome(Cause.KILLED)
+    assert bench.judge(killed, ending=Ending(How.CUT, Cause.KILLED), kept=True) == (
         JobState.QUEUED,
         "ended by pipefill kill; it goes on from its last checkpoint",
     )
-    assert bench.judge(DIED, crashed=True, ending=stop("the main job ended first")) == (
+    assert bench.judge(DIED, ending=stop(Cause.TRAINING_ENDED)) == (
         JobState.QUEUED,
         "the main job ended first; it begins again",
     )
 
 
 def test_one_that_was_ended_for_what_it_did_has_failed(bench):
-    beyond = Outcome(JobState.FAILED, "over its cap of 1 MiB")
-    assert bench.judge(beyond, ending=Ending(How.FAIL, beyond.reason)) == (JobState.FAILED, beyond.reason)
-    after = Ending(How.FAIL, beyond.reason, "the main job ended first")
-    assert bench.judge(beyond, ending=after) == (JobState.FAILED, beyond.reason)
+    beyond = Outcome(Cause.LIMIT, "over its cap of 1 MiB")
+    ending = Ending(How.FAIL, beyond.cause, beyond.detail)
+    assert bench.judge(beyond, ending=ending) == (JobState.FAILED, beyond.detail)
+    assert bench.judge(beyond, ending=replace(ending, stop=Cause.TRAINING_ENDED)) == (JobState.FAILED, beyond.detail)
 
 
 def test_a_cancelled_job_is_cancelled_unless_it_was_done(bench):
-    cancelled = {"standing": Standing.CANCELLED, "ending": stop("it was cancelled")}
+    cancelled = {"standing": Standing.CANCELLED, "ending": stop(Cause.CANCELLED)}
     assert bench.judge(GAVE_BACK, **cancelled) == (JobState.CANCELLED, "cancelled while it ran")
-    assert bench.judge(Outcome(JobState.SUCCEEDED, ""), **cancelled)[0] is JobState.SUCCEEDED
+    assert bench.judge(DONE, **cancelled)[0] is JobState.SUCCEEDED
 
 
 def test_one_that_failed_is_tried_again_as_often_as_it_asks_for(bench):
     bench.job = replace(bench.job, work=Work(retries=2))
-    wrong = Outcome(JobState.FAILED, "ValueError")
-    verdict = bench.judge_.verdict(bench.job, End(wrong))
-    assert verdict == Verdict(JobState.QUEUED, "ValueError; retry 1 of 2", failed=True)
+    wrong = Outcome(Cause.FAILED, "ValueError")
+    status = bench.judge_.verdict(bench.job, End(wrong))
+    assert status == Status(JobState.QUEUED, Cause.FAILED, "ValueError", retry=1, retries=2)
+    assert status.failed
     bench.job = replace(bench.job, progress=Progress(failures=1))
     assert bench.judge(wrong) == (JobState.QUEUED, "ValueError; retry 2 of 2")
     bench.job = replace(bench.job, progress=Progress(failures=2))
     assert bench.judge(wrong) == (JobState.FAILED, "ValueError")
-    assert bench.judge(Outcome(JobState.SUCCEEDED, "")) == (JobState.SUCCEEDED, "")
+    assert bench.judge(DONE) == (JobState.SUCCEEDED, "")
 
 
 def test_each_try_may_die_as_often_as_the_first(bench):
     bench.job = replace(bench.job, work=Work(retries=1))
-    reasons = [bench.judge(DIED, crashed=True)[1].rpartition("; ")[2] for _ in range(6)]
+    reasons = [bench.judge(DIED)[1].rpartition("; ")[2] for _ in range(6)]
     again = "it is tried again"
     assert reasons == [again, again, "retry 1 of 1", again, again, "retry 1 of 1"]  # the store counts them
 
@@ -169,13 +174,13 @@ def test_a_job_that_runs_for_too_long_has_failed(bench):
     assert orders.look() is None
     bench.job = attempt.job
     ending = Orders(bench.post.station, attempt.held, attempt._begun.log, time.monotonic_ns() - 61 * 10**9).look()
-    assert ending == stop("it ran for longer than its timeout")
+    assert ending == stop(Cause.TIMEOUT, "60")
     failed = (JobState.FAILED, "it ran for longer than its timeout of 60 s")
     assert bench.judge(GAVE_BACK, ending=ending) == failed
-    assert bench.judge(DIED, crashed=True, ending=ending) == failed
+    assert bench.judge(DIED, ending=ending) == failed
     for how in (How.LATE, How.FAIL, How.CUT):  # whatever came after that
-        assert bench.judge(DIED, ending=Ending(how, "another reason", ending.why)) == failed
-    assert bench.judge(Outcome(JobState.SUCCEEDED, ""), ending=ending)[0] is JobState.SUCCEEDED
+        assert bench.judge(DIED, ending=Ending(how, Cause.LATE, "another reason", ending.cause)) == failed
+    assert bench.judge(DONE, ending=ending)[0] is JobState.SUCCEEDED
     bench.job = replace(bench.job, work=replace(bench.job.work, retries=1))
     assert bench.judge(GAVE_BACK, ending=ending)[0] is JobState.QUEUED
 
@@ -194,45 +199,45 @@ def test_a_task_is_asked_to_shrink_and_nobody_else(bench):
     assert task.stdout is not None
     assert task.stdout.readline() == "up\n"
     attempt = bench.attempt(task.pid)
-    attempt._ask_to_shrink(0)  # all of it: that is a wish, too
+    attempt._begun.ask_to_shrink(0)  # all of it: that is a wish, too
     assert attempt._begun.log.wanted_bytes == 0
-    assert attempt._shrinking()
+    assert attempt._begun.shrinking()
     assert task.stdout.readline() == "asked\n"
     assert task.wait() == 0
-    attempt._ask_to_shrink(None)  # it has ended just now
+    attempt._begun.ask_to_shrink(None)  # it has ended just now
     assert attempt._begun.log.wanted_bytes == 0
     attempt._begun.log.wanted_bytes = None
-    assert not attempt._shrinking()
+    assert not attempt._begun.shrinking()
 
 
 def test_a_command_cannot_shrink_and_is_not_signalled(bench, monkeypatch):
     sent: list[signal.Signals] = []
     attempt = bench.attempt(task=None, command=("sleep", "1"))
-    monkeypatch.setattr(attempt, "_signal", sent.append)
-    attempt._ask_to_shrink(1)
+    monkeypatch.setattr(_Begun, "_signal", lambda self, number: sent.append(number))
+    attempt._begun.ask_to_shrink(1)
     assert (sent, attempt._begun.log.wanted_bytes) == ([], None)
 
 
 def test_a_job_that_moves_goes_on_from_its_checkpoint(bench):
-    moves = stop("it moves to a rank that is idle")
-    assert bench.judge(GAVE_BACK, ending=moves) == (JobState.QUEUED, f"{moves.why}; goes on from its checkpoint")
-    assert bench.judge(Outcome(JobState.SUCCEEDED, ""), ending=moves)[0] is JobState.SUCCEEDED
-    assert [bench.judge(DIED, crashed=True)[0] for _ in range(2)] == [JobState.QUEUED] * 2  # no move counted
+    moves = stop(Cause.MOVES)
+    again = (JobState.QUEUED, "it moves to a rank that is idle; goes on from its checkpoint")
+    assert bench.judge(GAVE_BACK, ending=moves) == again
+    assert bench.judge(DONE, ending=moves)[0] is JobState.SUCCEEDED
+    assert [bench.judge(DIED)[0] for _ in range(2)] == [JobState.QUEUED] * 2  # no move counted
 
 
 def test_one_that_is_too_slow_to_stop_moves_all_the_same(bench):
     """It was saved before, and it is not to blame for a machine that is busy."""
-    slow = Outcome(JobState.FAILED, "stop() did not return within 10 s of the stop: ...")
+    slow = Outcome(Cause.LATE, "stop() did not return within 10 s of the stop: ...")
 
-    def late(why: str) -> Ending:
-        return Ending(How.LATE, slow.reason, why)
+    def late(stop: Cause, how: How = How.LATE) -> Ending:
+        return Ending(how, slow.cause, slow.detail, stop)
 
-    moves = "it moves to a rank that is idle"
-    queued = (JobState.QUEUED, f"{moves}; it goes on from its last checkpoint")
-    assert bench.judge(slow, ending=late(moves), kept=True) == queued
-    assert bench.judge(slow, ending=Ending(How.FAIL, "x", moves))[0] is JobState.FAILED  # ended for another reason
-    assert bench.judge(slow, ending=late("the main job ended first"))[0] is JobState.QUEUED
-    assert bench.judge(slow, ending=late("the main job needs the memory"))[0] is JobState.FAILED
+    queued = (JobState.QUEUED, "it moves to a rank that is idle; it goes on from its last checkpoint")
+    assert bench.judge(slow, ending=late(Cause.MOVES), kept=True) == queued
+    assert bench.judge(slow, ending=late(Cause.MOVES, How.FAIL))[0] is JobState.FAILED  # ended for another reason
+    assert bench.judge(slow, ending=late(Cause.TRAINING_ENDED))[0] is JobState.QUEUED
+    assert bench.judge(slow, ending=late(Cause.MEMORY_NEEDED))[0] is JobState.FAILED
 
 
 def test_a_job_moves_only_after_it_was_saved_anew(bench):
@@ -244,7 +249,7 @@ def test_a_job_moves_only_after_it_was_saved_anew(bench):
     assert (look(), log.saving) == (None, Saving.WANTED)
     assert look() is None
     log.saving = Saving.SAVED
-    assert look() == stop("it moves to a rank that is idle")
+    assert look() == stop(Cause.MOVES)
     log.saving = Saving.FAILED
     assert (look(), log.saving) == (None, Saving.FAILED)
     attempt.held.standing = Standing.HELD  # nobody waits for it any more
@@ -256,13 +261,13 @@ def test_why_a_worker_must_go(bench):
     look = attempt._begun.orders.look
     assert look() is None
     attempt.held.standing = Standing.CANCELLED
-    assert look() == stop("it was cancelled")
+    assert look() == stop(Cause.CANCELLED)
     bench.post.gate.end()
-    assert look() == stop("the main job ended first")
+    assert look() == stop(Cause.TRAINING_ENDED)
     bench.post.control.change(RunState.KILLED)
-    assert look() == Ending(How.CUT, "ended by pipefill kill")
+    assert look() == Ending(How.CUT, Cause.KILLED)
     attempt.held.standing = Standing.LOST
-    assert "another agent may have it" in look().why
+    assert look() == Ending(How.CUT, Cause.CLAIM_LOST)
 
 
 def test_what_runs_is_written_down_with_what_it_did_so_far(bench):
@@ -312,9 +317,11 @@ def test_one_that_has_not_begun_has_no_record_and_is_as_far_as_before(bench):
 
 def test_an_agent_keeps_what_it_cannot_write_now(tmp_path):
     ledger = AttemptLedger(AgentFile(tmp_path / "1", 0))
-    runs = JobRecord("runs", "m:C", JobState.RUNNING, "", 1.0, "steps", 0, directory="jobs/runs-2")
+    runs = JobRecord("runs", "m:C", Status(JobState.RUNNING), 1.0, "steps", 0, directory="jobs/runs-2")
     worker = WorkerRecord("pi", 0, 1, 1.0, 1, 0, 0.0)
-    ended = [replace(runs, name=name, state=JobState.QUEUED, directory=f"jobs/{name}-1") for name in ("a", "b")]
+    ended = [
+        replace(runs, name=name, status=Status(JobState.QUEUED), directory=f"jobs/{name}-1") for name in ("a", "b")
+    ]
     (tmp_path / "1").touch()
     with ledger.running(lambda: (runs, worker)), ledger.running(lambda: None):
         for job in ended:

@@ -17,6 +17,7 @@ from megatron.fill.chaos.marks import Note, mark, prepare
 from megatron.fill.chaos.printed import print_result
 from megatron.fill.chaos.results import compile_result
 from megatron.fill.chaos.verdict import Lost, Submitted
+from megatron.fill.status import Status
 from megatron.fill.types import Iteration, JobRecord, JobState, RankInfo, RankRecord, WorkerRecord
 from tests.unit.segments import write_segment
 
@@ -45,8 +46,7 @@ def record(name: str, start_s: float, end_s: float, rank: int = 0) -> JobRecord:
     return JobRecord(
         name=name,
         what="",
-        state=JobState.FAILED,
-        reason="",
+        status=Status(JobState.FAILED),
         work_done=0.0,
         unit="steps",
         rank=rank,

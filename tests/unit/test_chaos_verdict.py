@@ -14,6 +14,7 @@ from megatron.fill.chaos.kinds import HONEST, KINDS
 from megatron.fill.chaos.marks import Note, mark, prepare
 from megatron.fill.chaos.results import compile_result
 from megatron.fill.chaos.verdict import Lost, Submitted, judge
+from megatron.fill.status import Status
 from megatron.fill.store import open_store
 from megatron.fill.store.port import Job, NewJob, Progress
 from megatron.fill.types import JobState
@@ -26,7 +27,7 @@ def ended(folder: Path, state: JobState, reason: str = "", work: float = 0.0) ->
     if state is not JobState.QUEUED:
         claim = store.claim("agent", [job.id], 10.0)
         assert claim is not None
-        assert store.finish(claim, state, reason, Progress(work_done=work), {})
+        assert store.finish(claim, Status(state, detail=reason), Progress(work_done=work), {})
     found = store.get(job.id)
     store.close()
     return found

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.cli import main, views
+from megatron.fill.status import Cause, Status
 from megatron.fill.store import JobStore, NewJob, Progress, open_store
 from megatron.fill.trial import check
 from megatron.fill.types import JobState
@@ -88,7 +89,7 @@ def finished(store: JobStore, name: str, state: JobState = JobState.FAILED, reas
     [job] = store.submit([NewJob(name, Work("tasks:Pi"))])
     claim = store.claim("agent", [job.id], 3600)
     assert claim is not None
-    store.finish(claim, state, reason, Progress(5.0, 5.0), {"loss": float("nan")})
+    store.finish(claim, Status(state, detail=reason), Progress(5.0, 5.0), {"loss": float("nan")})
 
 
 @pytest.mark.parametrize("given", ["flag", "environment"])
@@ -237,6 +238,15 @@ class TestList:
         assert len(last) == 80
         assert last.endswith("…")
 
+    def test_the_cause_of_a_state_is_a_fixed_word(self, pipefill, store):
+        claim = store.claim("agent", [job.id for job in store.submit([NewJob("slow", Work("tasks:Pi"))])], 3600)
+        assert claim is not None
+        store.finish(claim, Status(JobState.FAILED, Cause.TIMEOUT, "60"), Progress(), {})
+        [job] = pipefill("list", "--json").json
+        assert (job["state"], job["cause"]) == ("FAILED", "timeout")
+        assert job["reason"] == "it ran for longer than its timeout of 60 s"
+        assert "status" not in job
+
     def test_no_jobs(self, pipefill, store):
         assert pipefill("list").out == "There are no jobs.\n"
         assert pipefill("list", "--json").json == []
@@ -269,7 +279,7 @@ class TestShow:
         names = [f"first-{number}" for number in range(8)]
         store.submit([NewJob(name, Work("tasks:Pi")) for name in names])
         claim = store.claim("agent", [store.find("first-0").id], 60)
-        store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {})
         store.submit([NewJob("last", Work("tasks:Pi", after=tuple(names), retries=2, timeout_s=5400.0))])
         out = " ".join(pipefill("show", "last").out.split())
         firsts = ", ".join(f"{name} QUEUED" for name in names[1:6])
@@ -441,7 +451,7 @@ def test_a_finished_job_is_shown_as_done(pipefill, store):
         [job] = store.submit([NewJob(name, Work("tasks:Pi"))])
         claim = store.claim("agent", [job.id], 3600)
         assert claim is not None
-        store.finish(claim, state, "", Progress(done, 375.0, "s"), {})
+        store.finish(claim, Status(state), Progress(done, 375.0, "s"), {})
     assert [line.split()[-1] for line in pipefill("list").out.splitlines()[1:]] == ["100", "99"]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from megatron.fill.cli import main
 from megatron.fill.folders import output_file
+from megatron.fill.status import Status
 from megatron.fill.store import Claim, JobStore, NewJob, Progress, open_store
 from megatron.fill.types import JobState
 from megatron.fill.work import Work
@@ -129,7 +130,7 @@ def test_following_waits_reads_on_and_ends_with_the_job(store, tmp_path):
             output.write(b"two\n")
             assert process.stdout.readline() == b"two\n"
             output.write(b"three")
-        store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {})
         assert process.stdout.read() == b"three"
         assert process.wait() == 0
 
@@ -140,14 +141,14 @@ def test_following_a_job_that_begins_anew(store, tmp_path):
     with follow(tmp_path) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"the first attempt\n"
-        store.release(claim, "the main job ended", Progress(), {})
+        store.release(claim, Status(JobState.QUEUED, detail="the main job ended"), Progress(), {})
         elsewhere = job(tmp_path / "elsewhere")
         claim = start(store, elsewhere)
         output_file(elsewhere).write_bytes(b"the second one\n")
         assert process.stdout.readline() == b"the second one\n"
         output_file(elsewhere).write_bytes(b"short\n")
         assert process.stdout.readline() == b"short\n"
-        store.finish(claim, JobState.FAILED, "why", Progress(), {})
+        store.finish(claim, Status(JobState.FAILED, detail="why"), Progress(), {})
         assert process.wait() == 0
 
 
@@ -158,6 +159,6 @@ def test_following_as_json_gives_whole_lines(store, tmp_path):
         output.write(b"one\ntw")
         assert json.loads(process.stdout.readline()) == {"job": "digits", "line": "one"}
         output.write(b"o")
-        store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {})
         assert json.loads(process.stdout.readline()) == {"job": "digits", "line": "two"}
         assert process.stdout.read() == b""

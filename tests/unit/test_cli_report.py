@@ -12,6 +12,7 @@ import pytest
 
 from megatron.fill.cli import main
 from megatron.fill.records import SegmentEnding
+from megatron.fill.status import Status
 from megatron.fill.store import NewJob, Progress, open_store
 from megatron.fill.types import JobState, Prices
 from megatron.fill.work import Work
@@ -45,7 +46,7 @@ def test_the_report_of_a_run_that_was_cut_off(pipefill, tmp_path):
     store.heartbeat(claim, Progress(224, 1000, "images"), 0.001)
     store.close()
     time.sleep(0.01)
-    started = replace(jobs[0], state=JobState.RUNNING, reason="", directory="jobs/train-1", result={})
+    started = replace(jobs[0], status=Status(JobState.RUNNING), directory="jobs/train-1", result={})
     about: dict[str, Any] = {"store": f"sqlite:///{tmp_path}/run/jobs.db", "jobs": ["train"]}
     write_segment(tmp_path / "run", ranks, running={0: [(started, workers[0])]}, ending=SegmentEnding.CUT, **about)
     status, out, err = pipefill("report", "run")

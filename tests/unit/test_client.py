@@ -9,6 +9,7 @@ import pytest
 
 from megatron.fill.client import Jobs, JobState
 from megatron.fill.errors import ConfigError, JobError
+from megatron.fill.status import Status
 from megatron.fill.store import Progress, open_store
 
 
@@ -22,7 +23,7 @@ def finish(path, name):
     store = open_store(path)
     claim = store.claim("agent", [store.find(name).id], 30.0)
     assert claim is not None
-    store.finish(claim, JobState.SUCCEEDED, "", Progress(), {"loss": 0.5})
+    store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {"loss": 0.5})
     store.close()
 
 

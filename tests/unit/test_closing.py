@@ -11,6 +11,7 @@ from megatron.fill.app import closing
 from megatron.fill.app.closing import kept, tell_of_jobs
 from megatron.fill.errors import StoreError
 from megatron.fill.records import SegmentEnding, note_failure, read_segments
+from megatron.fill.status import Status
 from megatron.fill.types import JobRecord, JobState
 from tests.unit.segments import write_segment
 
@@ -40,7 +41,7 @@ def test_the_first_rank_that_fails_says_once_where_the_jobs_are(tmp_path, capfd,
 
     def standing(*asked: object) -> dict[str, JobRecord]:
         return {
-            name: JobRecord(name, "sleep 1" if state else "", state or JobState.QUEUED, "", 0, "")
+            name: JobRecord(name, "sleep 1" if state else "", Status(state or JobState.QUEUED), 0, "")
             for name, state in zip(names, states, strict=True)
         }
 

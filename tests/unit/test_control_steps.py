@@ -22,10 +22,11 @@ from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.sandbox import Cage
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
-from megatron.fill.types import JobState
+from megatron.fill.status import Cause, Then
 from megatron.fill.work import Work
 from megatron.fill.worker.command import CommandRun
 from megatron.fill.worker.loop import StepLoop
+from megatron.fill.worker.spec import Outcome
 from tests.waiting import until
 
 FAR_NS = 10**18
@@ -100,14 +101,14 @@ def may_begin() -> tuple[socket.socket, socket.socket]:
 
 
 @pytest.mark.parametrize(
-    ("told", "state", "reason"),
+    ("told", "outcome"),
     [
-        (True, JobState.QUEUED, "a command begins again from its start"),
-        (False, JobState.FAILED, "the command was ended by SIGTERM; see its output"),
+        (True, Outcome(Cause.STOPPED, then=Then.COMMAND_RESTARTS, unit="seconds")),
+        (False, Outcome(Cause.FAILED, "the command was ended by SIGTERM; see its output", unit="seconds")),
     ],
 )
 def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(
-    tmp_path, child, monkeypatch, told, state, reason
+    tmp_path, child, monkeypatch, told, outcome
 ):
     # At idle priority a busy machine may leave the command waiting for longer than a test does.
     monkeypatch.setattr("megatron.fill.linux.host.yield_to_main_job", lambda cpus: None)
@@ -121,7 +122,7 @@ def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(
         reader, control = SharedGateReader(gate.reader_fd()), ControlReader(page.reader_fd())
         heard = lambda: os.fstat(told_fd).st_size > 0  # noqa: E731
         found = CommandRun(spec, channel, reader, reader, StepLog(log_fd), heard, lambda seq: None, control).run()
-        (tmp_path / "scratch").write_text(f"{found.state}: {found.reason}")
+        (tmp_path / "scratch").write_text(repr(found))
         os.replace(tmp_path / "scratch", out)
 
     child(work)
@@ -132,7 +133,7 @@ def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(
         time.sleep(0.1)
         os.write(told_fd, b"x")
     until(out.exists)
-    assert out.read_text() == f"{state}: {reason}"
+    assert out.read_text() == repr(outcome)
 
 
 def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, monkeypatch):

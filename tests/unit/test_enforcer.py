@@ -18,6 +18,7 @@ from megatron.fill.agent.enforcer import Enforcer, _Core
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.status import Cause
 from megatron.fill.types import BubbleUse
 from tests.waiting import until
 
@@ -101,7 +102,7 @@ def test_a_step_that_hangs_is_stopped_and_then_ended_without_another_bubble(benc
     bench.begin_step()
     bench.check_until(lambda: bench.stopped)
     bench.check_until(lambda: bench.enforcer.ending)
-    assert bench.enforcer.ending.why.startswith("run_next_step() hung: it went on for ")
+    assert bench.enforcer.ending.detail.startswith("run_next_step() hung: it went on for ")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_what_ends_in_a_later_bubble_has_offended_and_is_named_when_it_is_over(b
         bench.check_until(lambda: not bench.enforcer._rationing.is_alive())
         assert later > step
     assert bench.enforcer.offences == 2
-    assert bench.enforcer.ending.why == (
+    assert bench.enforcer.ending.detail == (
         f"{callbacks} ran on after its bubble by more than 0.03 s (grace_ms) 2 times (max_overruns)"
     )
 
@@ -293,7 +294,7 @@ def test_nothing_runs_while_filling_is_off(bench):
 
 
 def test_one_that_has_used_up_its_overtime_runs_in_bubbles_only(bench):
-    account = SimpleNamespace(overdrawn=True, verdict="", look=lambda: None)
+    account = SimpleNamespace(overdrawn=True, exceeded_s=0.0, look=lambda: None)
     bench.enforcer.overtime = account
     bench.check_until(lambda: bench.stopped)
     for _ in range(3):
@@ -309,8 +310,8 @@ def test_one_that_has_used_up_its_overtime_runs_in_bubbles_only(bench):
     bench.gate.close(time.monotonic_ns())
     bench.check_until(lambda: not bench.enforcer._rationing.is_alive())
     assert not bench.stopped
-    account.verdict = "it went on"
-    assert bench.enforcer.look() == Ending(How.FAIL, "it went on")
+    account.exceeded_s = 33.0
+    assert bench.enforcer.look() == Ending(How.FAIL, Cause.OVERTIME, "33")
 
 
 _LEADERLESS = """
@@ -333,7 +334,7 @@ def test_a_worker_whose_first_thread_has_ended_is_seen_all_the_same(bench):
         bench.enforcer.pid = leaderless.pid
         bench.begin_step()
         bench.check_until(lambda: bench.enforcer.ending)
-        assert "hung" in bench.enforcer.ending.why
+        assert "hung" in bench.enforcer.ending.detail
     finally:
         bench.enforcer.release()
         leaderless.kill()

@@ -23,7 +23,7 @@ from megatron.fill.pages.control import ControlPage, RunState
 from megatron.fill.pages.gate import SharedGate
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.sandbox.cage import Cage
-from megatron.fill.types import JobState
+from megatron.fill.status import Cause
 from megatron.fill.work import Work
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 from tests.unit.stations import Post, post
@@ -91,7 +91,7 @@ def test_a_first_process_waits_for_its_job_and_runs_it(tmp_path, ahead):
     outcome = Outcome.left(pages.log)
     assert outcome is not None, said
     expected = {"numpy": bool(ahead), "home": "/of/its/own", "word": "of the device", "cwd": str(tmp_path)}
-    assert (outcome.state, outcome.result) == (JobState.SUCCEEDED, expected), outcome.reason
+    assert (outcome.cause, outcome.result) == (Cause.FINISHED, expected), outcome.detail
     assert not holder.alive
 
 

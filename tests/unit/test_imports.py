@@ -15,7 +15,8 @@ FILL = ROOT / "megatron" / "fill"
 # room -> the rooms of megatron.fill that it may import, from the bottom up.  The app may import everything.
 RULES: dict[str, set[str]] = {
     # Values, and what knows no other part.
-    "types": set(),
+    "status": set(),
+    "types": {"status"},
     "errors": set(),
     "folders": set(),
     "untrusted": set(),
@@ -35,7 +36,7 @@ RULES: dict[str, set[str]] = {
     # What users give, what jobs are, and where they wait.
     "given": {"errors", "types", "untrusted"},
     "config": {"errors", "given"},
-    "store": {"errors", "given", "types", "work"},
+    "store": {"errors", "given", "status", "types", "work"},
     "client": {"errors", "given", "store", "types"},
     "sidetask": {"errors", "linux", "models", "profiles", "untrusted"},
     # What is decided.
@@ -43,26 +44,26 @@ RULES: dict[str, set[str]] = {
     "planner": {"errors", "given", "profiles", "types"},
     "scheduler": {"errors", "planner", "profiles"},
     # What runs: a rank with its relay, an agent, its workers.
-    "records": {"errors", "folders", "linux", "types"},
+    "records": {"errors", "folders", "linux", "status", "types"},
     "rank": {"device", "errors", "linux", "pages", "profiles", "records", "spec", "types"},
     "worker": {
         *("device", "errors", "linux", "pages", "planner", "profiles", "sandbox", "sidetask", "spec"),
-        *("types", "untrusted", "work"),
+        *("status", "types", "untrusted", "work"),
     },
     "agent": {
         *("device", "errors", "folders", "linux", "pages", "planner", "profiles", "records", "sandbox", "scheduler"),
-        *("sidetask", "spec", "store", "types", "untrusted", "work", "worker"),
+        *("sidetask", "spec", "status", "store", "types", "untrusted", "work", "worker"),
     },
     # What is seen of it, and tried out.
-    "report": {"display", "errors", "linux", "records", "types"},
+    "report": {"display", "errors", "linux", "records", "status", "types"},
     "chaos": {
         *("agent", "errors", "folders", "given", "linux", "pages", "records", "report", "sandbox", "sidetask", "store"),
         *("types", "worker"),
     },
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {
-        *("agent", "config", "display", "errors", "folders", "given", "linux", "records", "sidetask", "spec", "store"),
-        *("types", "untrusted", "worker"),
+        *("agent", "config", "display", "errors", "folders", "given", "linux", "records", "sidetask", "spec", "status"),
+        *("store", "types", "untrusted", "worker"),
     },
     "cli": {
         *("agent", "chaos", "device", "display", "errors", "folders", "given", "linux", "pages", "planner", "profiles"),
@@ -79,6 +80,7 @@ WINGS: dict[str, set[str]] = {
     "configure": {"mainjob", "sim"},
 }
 TORCH_FREE = [
+    "status",
     "types",
     "errors",
     "config",

@@ -13,6 +13,7 @@ from megatron.fill.agent.mover import Mover
 from megatron.fill.agent.ranking import Ranking
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
+from megatron.fill.status import JobState, Status
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Claim, DeviceEntry, Job, NewJob, Progress, Standing
 from megatron.fill.types import BubbleKind
@@ -158,7 +159,7 @@ def test_of_two_the_one_that_gains_more_is_asked_for_and_the_other_stays(bench):
 
 def test_a_job_is_not_asked_for_twice_in_a_while(bench):
     bench.go_on(60, 0.001)
-    assert bench.store.release(bench.claims["tail"], "moves", Progress(), {})
+    assert bench.store.release(bench.claims["tail"], Status(JobState.QUEUED, detail="moves"), Progress(), {})
     bench.now_s += 40  # rank 0 did not come for it
     claim = bench.store.claim("rank 1", [bench.claims["tail"].job.id], 1e6, "rank 1")
     assert claim is not None

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fill.errors import JobError
+from megatron.fill.status import Status
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Claim, DeviceEntry, NewJob, Progress, Standing
 from megatron.fill.types import JobState
@@ -51,7 +52,9 @@ class Cluster:
         standing = self.store.heartbeat(self.held[rank], Progress(self.now_s), LEASE_S)
         if standing is not Standing.HELD:
             claim = self.held.pop(rank)
-            assert self.store.release(claim, "stopped", Progress(self.now_s), {}) is (standing is not Standing.LOST)
+            assert self.store.release(claim, Status(JobState.QUEUED, detail="stopped"), Progress(self.now_s), {}) is (
+                standing is not Standing.LOST
+            )
 
     def ask(self, rank: int, job: int) -> None:
         self.report(rank)
@@ -60,7 +63,7 @@ class Cluster:
     def finish(self, rank: int, job: int) -> None:
         if rank in self.held:
             claim = self.held.pop(rank)
-            if self.store.finish(claim, JobState.SUCCEEDED, "", Progress(), {}):
+            if self.store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {}):
                 self.finished.append(claim.job.id)
 
     def die(self, rank: int, job: int) -> None:
@@ -88,7 +91,7 @@ def test_whatever_happens_every_job_can_still_be_run_to_its_one_end(events):
         cluster.check()
     cluster.now_s += 1000  # all who were silent are given up, and nobody is waited for
     while (claim := cluster.store.claim("last", [1, 2], LEASE_S, "rank 9")) is not None:
-        assert cluster.store.finish(claim, JobState.SUCCEEDED, "", Progress(), {})
+        assert cluster.store.finish(claim, Status(JobState.SUCCEEDED), Progress(), {})
         cluster.finished.append(claim.job.id)
     assert len(set(cluster.finished)) == len(cluster.finished)
     for job in cluster.store.list():

@@ -51,13 +51,13 @@ def test_work_between_bubbles_is_stopped_there(bench):
     for _ in range(40):
         bench.passes(1, busy=1.3, is_open=0.3)
     assert bench.overtime.overdrawn
-    assert bench.overtime.verdict  # it went on, though it was to be stopped
+    assert bench.overtime.exceeded_s  # it went on, though it was to be stopped
 
 
 def test_one_that_is_stopped_pays_its_debt(bench):
     bench.passes(30, busy=32)
     assert bench.overtime.overdrawn
-    assert bench.overtime.verdict == ""
+    assert bench.overtime.exceeded_s == 0
     bench.passes(60, busy=30, is_open=30)
     assert not bench.overtime.overdrawn
 

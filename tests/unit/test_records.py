@@ -31,6 +31,7 @@ from megatron.fill.records import (
     write_rank,
 )
 from megatron.fill.records.files import append
+from megatron.fill.status import Status
 from megatron.fill.types import BrakeEvent, Bubble, BubbleKind, CycleKey, JobRecord, JobState, RankRecord, WorkerRecord
 from tests.unit.segments import write_segment
 from tests.unit.synthetic import MS, synthetic_run
@@ -72,7 +73,7 @@ def test_agent_round_trip(tmp_path: Path) -> None:
 
 
 def test_a_result_that_json_lacks_is_kept_as_text(tmp_path: Path) -> None:
-    job = JobRecord("a", "m:C", JobState.SUCCEEDED, "", 1.0, "images", result={"at": Path("x/y")})
+    job = JobRecord("a", "m:C", Status(JobState.SUCCEEDED), 1.0, "images", result={"at": Path("x/y")})
     write_agent(tmp_path / "agent0.jsonl", [(job, WorkerRecord("a", 0, 0, 0.0, 0, 0, 0.0))])
     assert read_agent(tmp_path / "agent0.jsonl")[0][0].result == {"at": "x/y"}
 
@@ -359,7 +360,7 @@ def test_attempts_of_all_agents_of_a_rank_and_those_that_were_not_seen_to_end(tm
     job, worker = attempts_of(workers, jobs)[0]
 
     def attempt(number: int, state: JobState = JobState.QUEUED) -> tuple[JobRecord, WorkerRecord]:
-        return replace(job, attempt=number, ended_s=float(number), state=state), worker
+        return replace(job, attempt=number, ended_s=float(number), status=Status(state)), worker
 
     opened = begin_segment(tmp_path, "train", 2)
     first, second = (AgentFile(opened.segment.folder, 0, before) for before in (0, 1))

@@ -7,6 +7,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from megatron.fill.report import Report, schema
+from megatron.fill.status import Status
 from megatron.fill.types import BrakeEvent, BubbleKind, JobRecord, JobState, WorkerRecord
 from tests.unit.synthetic import MS, report_of, synthetic_run
 
@@ -39,7 +40,7 @@ def test_summary(report: Report) -> None:
     assert summary.jobs[0].model_dump() == {
         "name": "train",
         "state": JobState.QUEUED,
-        "reason": "the main job ended",
+        "reason": "the main job ended first",
         "work_done": 224.0,
         "unit": "images",
     }
@@ -160,7 +161,7 @@ def test_a_broken_off_iteration_has_no_share() -> None:
 def test_odd_numbers_of_a_task_do_no_harm() -> None:
     ranks, workers, _ = synthetic_run()
     nan = replace(workers[0], work_done=float("nan"))
-    job = JobRecord("train", "m:C", JobState.FAILED, "NaN", float("inf"), "x", total_work=float("inf"))
+    job = JobRecord("train", "m:C", Status(JobState.FAILED, detail="NaN"), float("inf"), "x", total_work=float("inf"))
     job = replace(job, result={"loss": float("nan")})
     report = report_of(ranks, [nan], [job])
     assert report.ranks[0].work[0].work_done == 0

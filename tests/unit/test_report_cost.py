@@ -10,6 +10,7 @@ from megatron.fill.report.cost import cost_of
 from megatron.fill.report.part import JobWork
 from megatron.fill.report.schema import Cost, JobReport, Slowdown
 from megatron.fill.report.spent import cost_lines
+from megatron.fill.status import Status
 from megatron.fill.types import Iteration, JobRecord, JobState, Prices
 from tests.unit.synthetic import MS, report_of, synthetic_run
 
@@ -22,7 +23,7 @@ DONE = {
 
 
 def job(name: str, side_throughput: float | None = None) -> JobReport:
-    record = JobRecord(name, "m:C", JobState.QUEUED, "", 0.0, "steps", side_throughput=side_throughput)
+    record = JobRecord(name, "m:C", Status(JobState.QUEUED), 0.0, "steps", side_throughput=side_throughput)
     return report_of([], [], [record]).jobs[0]
 
 

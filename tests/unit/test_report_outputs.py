@@ -23,6 +23,7 @@ from megatron.fill.report import (
 )
 from megatron.fill.report.bars import join, subtract
 from megatron.fill.report.window import choose_window, near
+from megatron.fill.status import Status
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
 from tests.unit.segments import write_segment
 from tests.unit.synthetic import LAST, MS, START_NS, is_filling, report_of, synthetic_run
@@ -225,12 +226,12 @@ def test_a_report_covers_all_segments(tmp_path: Path) -> None:
     ranks, workers, jobs = synthetic_run()
     attempts = attempts_of(workers, jobs)
     cut = [replace(one, iterations=one.iterations[:8]) for one in ranks]
-    began = [(replace(job, state=JobState.RUNNING, reason="", attempt=1, ended_s=1.0), its) for job, its in attempts]
+    began = [(replace(job, status=Status(JobState.RUNNING), attempt=1, ended_s=1.0), its) for job, its in attempts]
     running = {0: began[:1], 1: began[1:]}
     write_segment(tmp_path, cut, running=running, command="first", ending=SegmentEnding.CUT)
     ended = [
         (
-            replace(job, attempt=2, ended_s=2.0, state=JobState.SUCCEEDED),
+            replace(job, attempt=2, ended_s=2.0, status=Status(JobState.SUCCEEDED)),
             replace(its, steps=[(start + 10**12, end + 10**12) for start, end in its.steps]),
         )
         for job, its in attempts[:2]
@@ -240,7 +241,7 @@ def test_a_report_covers_all_segments(tmp_path: Path) -> None:
 
     def ask(names: Collection[str]) -> dict[str, JobRecord]:
         asked.append(set(names))
-        return {"late": replace(jobs[3], reason="the store says so")}
+        return {"late": replace(jobs[3], status=Status(JobState.QUEUED, detail="the store says so"))}
 
     report = compose(tmp_path, ask)
     assert report.command == "second"
@@ -259,7 +260,7 @@ def test_a_report_covers_all_segments(tmp_path: Path) -> None:
     states = {job.name: (job.state, job.reason) for job in report.jobs}
     cut_off = "its agent went without a word while it ran; pipefill list tells where it is now"
     assert states == {
-        "train": (JobState.SUCCEEDED, "the main job ended"),
+        "train": (JobState.SUCCEEDED, ""),
         "resize": (JobState.SUCCEEDED, ""),
         "graph": (JobState.RUNNING, cut_off),
         "late": (JobState.QUEUED, "the store says so"),
@@ -281,10 +282,10 @@ def test_a_report_covers_all_segments(tmp_path: Path) -> None:
 
 def test_the_store_tells_where_a_job_is_that_was_cut_off(tmp_path: Path) -> None:
     ranks, workers, jobs = synthetic_run()
-    job = replace(jobs[0], state=JobState.RUNNING, reason="")
+    job = replace(jobs[0], status=Status(JobState.RUNNING))
     write_segment(tmp_path, ranks, running={0: [(job, workers[0])]}, ending=SegmentEnding.CUT)
     for directory, expected in ((job.directory, JobState.QUEUED), ("jobs/another-9", JobState.RUNNING)):
-        told = replace(job, state=JobState.QUEUED, reason="waits", directory=directory)
+        told = replace(job, status=Status(JobState.QUEUED, detail="waits"), directory=directory)
         [one] = compose(
             tmp_path,
             lambda names: {told.name: told},  # noqa: B023
@@ -295,7 +296,7 @@ def test_the_store_tells_where_a_job_is_that_was_cut_off(tmp_path: Path) -> None
 
 def test_a_report_of_a_run_that_goes_on(tmp_path: Path) -> None:
     ranks, workers, jobs = synthetic_run()
-    job = replace(jobs[0], state=JobState.RUNNING, reason="")
+    job = replace(jobs[0], status=Status(JobState.RUNNING))
     opened = write_segment(tmp_path, ranks[:1], running={0: [(job, workers[0])]}, ending=None, ranks=3)
     report = compose(tmp_path)
     [segment], [its] = report.segments, report.jobs

@@ -8,6 +8,7 @@ from rich.console import Console
 from megatron.fill.display import state_colour
 from megatron.fill.report import Report, bubble_cycle, print_cycle, print_report, seen, write_cycles
 from megatron.fill.report.schema import Cycles
+from megatron.fill.status import Status
 from megatron.fill.types import BrakeEvent, BubbleKind, JobRecord, JobState, RankRecord
 from tests.unit.synthetic import LAST, MS, report_of, synthetic_run
 
@@ -112,7 +113,11 @@ def test_terminal_with_large_figures_and_markup() -> None:
         for rank in range(98, 130)
     ]
     reason = "step 3 raised ValueError: [bold]no[/bold] such file " * 4
-    jobs = [JobRecord("name-" * 8, "m:C", JobState.FAILED, reason, 1234567.25, "token-batches [x]", 3, 1, 0.1)]
+    jobs = [
+        JobRecord(
+            "name-" * 8, "m:C", Status(JobState.FAILED, detail=reason), 1234567.25, "token-batches [x]", 3, 1, 0.1
+        )
+    ]
     text = printed(report_of(ranks, [], jobs))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
@@ -122,7 +127,7 @@ def test_terminal_with_large_figures_and_markup() -> None:
 def test_a_job_in_any_state_is_printed() -> None:
     ranks, workers, jobs = synthetic_run()
     for state in JobState:
-        text = printed(report_of(ranks, workers, [replace(job, state=state) for job in jobs]))
+        text = printed(report_of(ranks, workers, [replace(job, status=Status(state)) for job in jobs]))
         assert text.count(state) == len({job.name for job in jobs})
     colours = [state_colour(state) for state in JobState]
     assert len(set(colours)) == len(JobState)
@@ -130,7 +135,7 @@ def test_a_job_in_any_state_is_printed() -> None:
 
 def test_what_a_job_says_does_not_command_the_terminal() -> None:
     ranks, workers, jobs = synthetic_run()
-    jobs[0] = replace(jobs[0], reason="\x1b[2Jgone\x9b", unit="\x1bx")
+    jobs[0] = replace(jobs[0], status=Status(jobs[0].state, detail="\x1b[2Jgone\x9b"), unit="\x1bx")
     console = Console(width=80, file=(out := StringIO()))
     print_report(report_of(ranks, workers, jobs), console)
     assert not set(out.getvalue()) & {"\x1b", "\x9b"}
@@ -150,7 +155,7 @@ def test_results_of_jobs_are_told_in_short() -> None:
 def test_of_many_jobs_those_that_failed_come_first_and_the_rest_is_counted() -> None:
     ranks, workers, jobs = synthetic_run()
     many = [replace(jobs[1], name=f"job-{number}", directory=str(number)) for number in range(100)]
-    many[90] = replace(many[90], state=JobState.FAILED, reason="it broke")
+    many[90] = replace(many[90], status=Status(JobState.FAILED, detail="it broke"))
     text = printed(report_of(ranks, workers, many))
     assert "40 of 100 jobs are shown (1 FAILED, 99 SUCCEEDED); report.json has them all" in text
     assert text.index("job-90 ") < text.index("job-0 ")

@@ -17,16 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.agent import output
+from megatron.fill.agent.forecast import progress_of
 from megatron.fill.agent.output import BoundedOutput
-from megatron.fill.agent.progress import progress_of
 from megatron.fill.errors import TaskError
 from megatron.fill.pages import steplog
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog, create_log, map_log
 from megatron.fill.sidetask.loader import load_task
+from megatron.fill.status import Cause, Then
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import NewJob
-from megatron.fill.types import BubbleUse, JobState, Lack
+from megatron.fill.types import BubbleUse, Lack
 from megatron.fill.work import Work
 from megatron.fill.worker.spec import Outcome
 
@@ -61,7 +62,7 @@ def test_output_keeps_the_beginning_and_the_end(tmp_path_factory, sizes):
 def test_an_outcome_comes_through_and_one_too_large_loses_its_result():
     log = StepLog(create_log())
     assert Outcome.left(log) is None
-    outcome = Outcome(JobState.FAILED, "because", False, "images", 7.0, {"accuracy": 0.5})
+    outcome = Outcome(Cause.FAILED, "because", Then.NONE, "images", 7.0, {"accuracy": 0.5})
     outcome.leave(log)
     assert Outcome.left(log) == outcome
     replace(outcome, result={"text": "x" * MOST_WORD_BYTES}).leave(log)
@@ -73,21 +74,26 @@ def test_an_outcome_comes_through_and_one_too_large_loses_its_result():
     [
         "[]",
         "null",
-        '{"state": "SUCCEEDED"}',
-        '{"state": "RUNNING", "reason": ""}',
-        '{"state": "ODD", "reason": ""}',
-        '{"state": "SUCCEEDED", "reason": 1}',
-        '{"state": "SUCCEEDED", "reason": "", "result": []}',
-        '{"state": "SUCCEEDED", "reason": "", "total_work": "much"}',
-        '{"state": "SUCCEEDED", "reason": "", "total_work": NaN}',
-        '{"state": "SUCCEEDED", "reason": "", "total_work": 1e400}',
-        '{"state": "SUCCEEDED", "reason": "", "total_work": true}',
-        '{"state": "SUCCEEDED", "reason": "", "total_work": 5e-324}',
-        '{"state": "SUCCEEDED", "reason": "", "total_work": -1}',
-        '{"state": "SUCCEEDED", "reason": "\\ud800"}',
-        '{"state": "SUCCEEDED", "reason": "", "result": {"loss": NaN}}',
-        '{"state": "SUCCEEDED", "reason": "", "result": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}",
-        '{"state": "SUCCEEDED", "reason": "", "more": 1}',
+        '{"cause": "finished"}',
+        '{"cause": "training-ended", "then": ""}',
+        '{"cause": "signal", "then": ""}',
+        '{"cause": "odd", "then": ""}',
+        '{"cause": ["finished"], "then": ""}',
+        '{"cause": "stopped", "then": "tried-again"}',
+        '{"cause": "stopped", "then": {}}',
+        '{"cause": "finished", "then": "", "detail": 1}',
+        '{"cause": "finished", "then": "", "unit": 1}',
+        '{"cause": "finished", "then": "", "result": []}',
+        '{"cause": "finished", "then": "", "total_work": "much"}',
+        '{"cause": "finished", "then": "", "total_work": NaN}',
+        '{"cause": "finished", "then": "", "total_work": 1e400}',
+        '{"cause": "finished", "then": "", "total_work": true}',
+        '{"cause": "finished", "then": "", "total_work": 5e-324}',
+        '{"cause": "finished", "then": "", "total_work": -1}',
+        '{"cause": "finished", "then": "", "detail": "\\ud800"}',
+        '{"cause": "finished", "then": "", "result": {"loss": NaN}}',
+        '{"cause": "finished", "then": "", "result": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}",
+        '{"cause": "finished", "then": "", "more": 1}',
         "\xff",
     ],
 )
@@ -97,16 +103,23 @@ def test_a_word_that_makes_no_sense_is_none(word):
     assert Outcome.left(log) is None
 
 
+def test_what_makes_sense_is_taken():
+    """As a control: each word above has one fault only."""
+    log = StepLog(create_log())
+    log.leave_word(b'{"cause": "finished", "then": ""}')
+    assert Outcome.left(log) == Outcome(Cause.FINISHED)
+
+
 def test_a_result_with_what_json_lacks_still_arrives():
     log = StepLog(create_log())
-    Outcome(JobState.SUCCEEDED, "a\ud800", result={"loss": math.nan, "big": 10**30}, total_work=math.inf).leave(log)
-    assert Outcome.left(log) == Outcome(JobState.SUCCEEDED, "a?", result={"loss": None, "big": 1e30})
+    Outcome(Cause.FINISHED, "a\ud800", result={"loss": math.nan, "big": 10**30}, total_work=math.inf).leave(log)
+    assert Outcome.left(log) == Outcome(Cause.FINISHED, "a?", result={"loss": None, "big": 1e30})
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
     for result in ({"deep": deep}, {"no": object()}, {"large": "x" * MOST_WORD_BYTES}):
-        Outcome(JobState.SUCCEEDED, "", result=result).leave(log)
-        assert Outcome.left(log) == Outcome(JobState.SUCCEEDED, "")
+        Outcome(Cause.FINISHED, result=result).leave(log)
+        assert Outcome.left(log) == Outcome(Cause.FINISHED)
 
 
 def test_a_log_keeps_the_longest_of_each_callback_that_has_returned(monkeypatch):

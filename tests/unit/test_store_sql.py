@@ -18,6 +18,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from megatron.fill.errors import StoreError
+from megatron.fill.status import JobState, Status
 from megatron.fill.store import DeviceEntry, NewJob, Progress, migrate, open_store
 from megatron.fill.store.location import has_password, locate, password_files, shown
 from megatron.fill.store.schema import REVISION, VERSION_TABLE, metadata
@@ -256,6 +257,26 @@ class TestMigrations:
         assert (kept.name, kept.user, kept.submitted_s, kept.progress) == ("pi", "ada", 5.0, Progress())
         assert (kept.asked_by, kept.asked_s) == ("", None)
         assert store.devices() == [DeviceEntry("rank 0", "run")]
+        store.close()
+
+    def test_the_reasons_of_the_second_schema_are_kept_as_text(self, url):
+        config = migrate._config()
+        engine = create_engine(locate(url))
+        reasons = {"waits": "", "failed": "ValueError: '{}' \"no\" é", "ended": "the main job ended first; goes on"}
+        with engine.begin() as connection:
+            config.attributes["connection"] = connection
+            upgrade(config, "v0002")
+            names = 'name, spec, "user", priority, state, reason, submitted_s, attempt, cancelling, device, directory'
+            values = "'{}', 'ada', 0, 'QUEUED', :reason, 5.0, 0, false, '', '', '{}', '{}', ''"
+            insert = f"INSERT INTO pipefill_jobs ({names}, progress, result, asked_by) VALUES (:name, {values})"
+            rows = [{"name": name, "reason": reason} for name, reason in reasons.items()]
+            connection.execute(text(insert), rows)
+        engine.dispose()
+        store = open_store(url)
+        assert {job.name: job.reason for job in store.list()} == reasons
+        assert {job.status for job in store.list()} == {
+            Status(JobState.QUEUED, detail=reason) for reason in reasons.values()
+        }
         store.close()
 
     def test_a_newer_schema_is_refused(self, url):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.fill.status import Status
 from megatron.fill.store import JobStore, NewJob, Progress, open_store
 from megatron.fill.store.standing import standing
 from megatron.fill.types import JobState
@@ -35,7 +36,7 @@ def test_of_each_job_its_state_and_why(store, tmp_path):
     held(store, "killed", mine)
     held(store, "elsewhere", other)
     store.submit([NewJob("waits", WORK), NewJob("long", Work(command=("sleep", "9")))])
-    store.note(store.find("long").id, "does not fit rank 0")
+    store.note(store.find("long").id, Status(JobState.QUEUED, detail="does not fit rank 0"))
     held(store, "lost", mine, 0.001)
     time.sleep(0.01)
     names = ["killed", "elsewhere", "waits", "long", "lost", "never"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megatron.fill.agent.verdict import OVER
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
+from megatron.fill.status import Cause, JobState, Status, Then
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Job, NewJob, Progress
 from megatron.fill.trial.judge import judge
@@ -18,7 +18,7 @@ from megatron.fill.trial.printed import print_trial
 from megatron.fill.trial.result import Checkpoint, Ended, Options, RoundTrip, Trial
 from megatron.fill.trial.run import _Waiting, refused
 from megatron.fill.trial.train import TrialTraining
-from megatron.fill.types import Bubble, BubbleKind, BubbleUse, JobRecord, JobState, RankInfo, RankRecord, WorkerRecord
+from megatron.fill.types import Bubble, BubbleKind, BubbleUse, JobRecord, RankInfo, RankRecord, WorkerRecord
 from megatron.fill.work import Work
 
 MS = 1_000_000
@@ -37,9 +37,10 @@ def stored(**changes: Any) -> Job:
     return replace(job, **usual | changes)
 
 
-def run(
-    state: JobState = JobState.QUEUED, reason: str = f"{OVER}; goes on from its checkpoint", **changes: Any
-) -> TrialTraining:
+CUT = Status(JobState.QUEUED, Cause.TRAINING_ENDED, then=Then.SAVED)
+
+
+def run(status: Status = CUT, **changes: Any) -> TrialTraining:
     """A run of ten bubbles, of which the job used the last eight.
 
     Args:
@@ -55,13 +56,13 @@ def run(
         steps += [(begin, begin + STEP_MS * MS) for begin in begins]
         uses.append(BubbleUse(bubble.seq, MS, STEPS * STEP_MS * MS, 0, STEPS))
     worker = WorkerRecord("count", 0, len(steps), 160.0, 8 * 40 * MS, 0, 0.0, uses, steps, ALL)
-    record = JobRecord("count", "counts:Count", state, reason, 160.0, "turns", ended_ns=10**12, peak_bytes=30 << 20)
+    record = JobRecord("count", "counts:Count", status, 160.0, "turns", ended_ns=10**12, peak_bytes=30 << 20)
     fields = {name: changes.pop(name) for name in ("ended_ns", "offences") if name in changes}
     progress = changes.pop("progress", Progress(200.0, unit="turns", resumable=True))
     worker = replace(worker, **changes)
     info = RankInfo(0, 1, 0, 1, 0, 1, 0, 1)
     rank = RankRecord(info, [], bubbles, [])
-    return TrialTraining(stored(state=state, progress=progress), replace(record, **fields), worker, rank, [])
+    return TrialTraining(stored(status=status, progress=progress), replace(record, **fields), worker, rank, [])
 
 
 def judged(
@@ -89,12 +90,15 @@ def test_a_good_task():
 @pytest.mark.parametrize(
     ("last", "reason"),
     [
-        (run(JobState.FAILED, "ValueError: x in pause()"), "ValueError: x in pause()"),
+        (run(Status(JobState.FAILED, Cause.FAILED, "ValueError: x in pause()")), "ValueError: x in pause()"),
         (
-            run(JobState.QUEUED, "the worker was killed by SIGSEGV in init(); it is tried again"),
+            run(Status(JobState.QUEUED, Cause.SIGNAL, "SIGSEGV in init()", Then.TRIED_AGAIN)),
             "the worker was killed by SIGSEGV in init()",
         ),
-        (run(JobState.QUEUED, "node 'a' is too long"), "node 'a' is too long"),
+        (
+            run(Status(JobState.QUEUED, Cause.DOES_NOT_FIT, "node 'a' is too long", device="rank 0")),
+            "does not fit rank 0: node 'a' is too long",
+        ),
         (run(callbacks={}), "create() had not returned after 120 s (--startup-seconds)"),
         (run(callbacks={"create()": 1}), "init() had not returned after 120 s (--startup-seconds)"),
         (run(steps_done=0), "run_next_step() did not return once in 5 s of bubbles"),
@@ -111,9 +115,9 @@ def test_why_a_task_would_fail(last, reason):
 
 
 def test_a_job_that_no_worker_was_started_for():
-    nothing = TrialTraining(stored(reason="too little memory: 1 MiB"), None, None, None, [])
+    nothing = TrialTraining(stored(status=Status(JobState.QUEUED, Cause.NO_MEMORY, "1 MiB")), None, None, None, [])
     assert judged(nothing).reason == "too little memory: 1 MiB"
-    silent = TrialTraining(stored(reason=""), None, None, None, [])
+    silent = TrialTraining(stored(), None, None, None, [])
     assert judged(silent).reason == "no worker was ready within 120 s (--startup-seconds)"
 
 
@@ -132,8 +136,8 @@ def test_nodes_that_are_still_being_measured():
             None,
         ),
         ((FIRST, run(callbacks={name: 1 for name in ALL if name[:4] != "load"})), RESUMABLE, "failed", None),
-        ((run(JobState.SUCCEEDED, ""),), RESUMABLE, "never saved", ""),
-        ((run(JobState.FAILED, "no"),), RESUMABLE, "never saved", "no"),
+        ((run(Status(JobState.SUCCEEDED, Cause.FINISHED)),), RESUMABLE, "never saved", ""),
+        ((run(Status(JobState.FAILED, Cause.FAILED, "no")),), RESUMABLE, "never saved", "no"),
         ((run(),), RESUMABLE, "failed", "no checkpoint could be written; its output says why"),
         ((run(progress=Progress(1.0)),), RESUMABLE, "not resumable", ""),  # its state_dict() gave None
         ((run(),), Examined(), "not resumable", ""),

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.fill.app.standin import wait_in_bubbles
 from megatron.fill.errors import FillError
+from megatron.fill.status import Status
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Job, NewJob
 from megatron.fill.trial import train as module
@@ -86,5 +87,5 @@ def test_it_ends_with_its_standard_input_and_without_records_there_are_none(tmp_
 )
 def test_a_run_is_over_with_the_first_attempt(state, attempt, over):
     [job] = MemoryStore().submit([NewJob("a", Work())])
-    now: Job = replace(job, state=state, attempt=attempt)
+    now: Job = replace(job, status=Status(state), attempt=attempt)
     assert module._over(now, before=1) is over

@@ -33,6 +33,7 @@ from megatron.fill.records import (
 )
 from megatron.fill.report import NotWritten, Report, compose, print_report, profile
 from megatron.fill.report.timeuse import TimeUse
+from megatron.fill.status import Status
 from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
 from tests.unit.segments import write_segment
 from tests.unit.synthetic import synthetic_run
@@ -183,7 +184,7 @@ def test_an_agent_leaves_to_its_rank_what_no_disk_took(tmp_path):
     page = LastWord.create()
     ledger = AttemptLedger(AgentFile(tmp_path / "full", 0), page)
     [ended] = attempts_of(0)
-    running = replace(ended[0], name="runs", directory="jobs/runs", state=JobState.RUNNING), ended[1]
+    running = replace(ended[0], name="runs", directory="jobs/runs", status=Status(JobState.RUNNING)), ended[1]
     ledger.keep(*ended)
     with ledger.running(lambda: running), pytest.raises(OSError, match="full"):
         ledger.write()

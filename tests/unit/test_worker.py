@@ -9,7 +9,7 @@ import pytest
 
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
-from megatron.fill.types import JobState
+from megatron.fill.status import Cause, Then
 from megatron.fill.work import Work
 from megatron.fill.worker import checkpoint
 from megatron.fill.worker.pacing import Stopped
@@ -36,16 +36,16 @@ def spec_of(directory: Path) -> WorkerSpec:
 
 
 @pytest.mark.parametrize(
-    ("measures", "work", "said"),
+    ("measures", "work", "then"),
     [
-        (False, 0.0, ""),
-        (True, 3.0, ""),
-        (True, 0.0, "it was only measured so far, which pipefill profile JOBS.yaml --store STORE does beforehand; "),
+        (False, 0.0, Then.RESTARTS),
+        (True, 3.0, Then.RESTARTS),
+        (True, 0.0, Then.MEASURED_RESTARTS),
     ],
 )
-def test_a_job_that_was_only_measured_says_so_and_what_avoids_it(tmp_path, measures, work, said):
+def test_a_job_that_was_only_measured_says_so_and_what_avoids_it(tmp_path, measures, work, then):
     outcome = Bench(tmp_path, measures, work).run()
-    assert outcome == Outcome(JobState.QUEUED, f"{said}it begins again from its start", False, "steps")
+    assert outcome == Outcome(Cause.STOPPED, then=then)
 
 
 class Counting(SideTask):

@@ -14,25 +14,24 @@ from megatron.fill.agent.claims import HeldClaim
 from megatron.fill.agent.crew import Crew
 from megatron.fill.agent.ending import How
 from megatron.fill.agent.enforcer import Enforcer
-from megatron.fill.agent.forecast import JobForecast
+from megatron.fill.agent.forecast import JobForecast, progress_of
 from megatron.fill.agent.holder import Holder
 from megatron.fill.agent.ledger import Record
 from megatron.fill.agent.memory import MemoryShare
 from megatron.fill.agent.orders import Orders
 from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.agent.overtime import Overtime
-from megatron.fill.agent.progress import progress_of
 from megatron.fill.agent.ranking import Resident
-from megatron.fill.agent.starting import starting
 from megatron.fill.agent.station import Station
-from megatron.fill.agent.verdict import End
+from megatron.fill.agent.verdict import End, starting
 from megatron.fill.agent.watch import Watch
 from megatron.fill.agent.workerspec import write_spec
 from megatron.fill.device.port import Limiter, Limits
 from megatron.fill.folders import output_file
 from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.status import Cause, JobState, Status, why
 from megatron.fill.store.port import Claim, Progress
-from megatron.fill.types import JobRecord, JobState, WorkerRecord
+from megatron.fill.types import JobRecord, WorkerRecord
 from megatron.fill.worker.confined import Confined
 
 logger = logging.getLogger("pipefill.agent")
@@ -44,14 +43,40 @@ _SHOWN = 2000  # number of recent bubbles and steps in the record of a running j
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """The parts of an attempt whose job has begun or may begin."""
+    """The parts of an attempt whose job has begun or may begin.
 
+    Attributes:
+        command: the job is a command.
+    """
+
+    command: bool
     holder: Holder
     confined: Confined
     limiter: Limiter
     log: StepLog
     output: BoundedOutput
     orders: Orders
+
+    def ask_to_stop(self) -> None:
+        """Ask the job to stop: a task saves its state; the first process of a command's worker reports its progress."""
+        if self.command:
+            self.holder.process.terminate()
+        else:
+            self._signal(signal.SIGTERM)
+
+    def ask_to_shrink(self, to_bytes: int | None) -> None:
+        """Ask the task to give memory back; a signal makes it look at the request.  A command cannot give any back."""
+        if not self.command:
+            if to_bytes is not None:
+                self.log.wanted_bytes = to_bytes
+            self._signal(signal.SIGUSR1)
+
+    def shrinking(self) -> bool:
+        return self.log.wanted_bytes is not None
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.confined.pid, number)
 
 
 class Attempt:
@@ -116,15 +141,15 @@ class Attempt:
             return None
         unit = begun.log.unit or self.job.progress.unit
         worker = begun.log.record(self.job.name, self.station.spec.rank, _SHOWN)
-        record = self._record(begun, worker, JobState.RUNNING, "")
+        record = self._record(begun, worker, Status(JobState.RUNNING))
         return replace(record, unit=unit, total_work=begun.log.total_work), worker
 
-    def record(self, state: JobState, reason: str, end: End) -> Record:
+    def record(self, status: Status, end: End) -> Record:
         """Return the record of a job that has ended."""
         assert self._begun is not None
         outcome, worker = end.outcome, self._begun.log.record(self.job.name, self.station.spec.rank)
         record = replace(
-            self._record(self._begun, worker, state, reason),
+            self._record(self._begun, worker, status),
             unit=outcome.unit,
             total_work=outcome.total_work,
             result=outcome.result,
@@ -166,14 +191,14 @@ class Attempt:
         self.crew.stand_by()
         for lacking in confined.lacking:
             logger.info("job %s: %s", job.name, lacking)
-        return _Begun(holder, confined, limiter, log, output, orders)
+        return _Begun(job.work.command is not None, holder, confined, limiter, log, output, orders)
 
     def _confined(self, holder: Holder, orders: Orders) -> Confined:
         end_s = time.monotonic() + _CONFINED_S
         while time.monotonic() < end_s:
             ending = orders.look()
             if ending is not None and ending.how is How.CUT:
-                raise OSError(ending.why)
+                raise OSError(why(ending.cause, ending.detail))
             with contextlib.suppress(TimeoutError):
                 found = holder.confined(_LOOK_S)
                 if found is None:
@@ -201,7 +226,7 @@ class Attempt:
             off=lambda: station.gate.braked or not station.control.running,
         )
         promised_bytes = self.job.work.memory_bytes or 0
-        with station.memory.shared(begun.limiter, promised_bytes, self._ask_to_shrink, self._shrinking) as memory:
+        with station.memory.shared(begun.limiter, promised_bytes, begun.ask_to_shrink, begun.shrinking) as memory:
             watch = Watch(
                 begun.holder.process,
                 log,
@@ -209,7 +234,7 @@ class Attempt:
                 begun.output,
                 enforcer,
                 begun.limiter,
-                self._ask_to_stop,
+                begun.ask_to_stop,
                 (begun.orders, memory),
                 self.forecast.look,
             )
@@ -221,55 +246,28 @@ class Attempt:
         return self._end(watch, memory)
 
     def _end(self, watch: Watch, memory: MemoryShare) -> End:
-        outcome, crashed = watch.outcome(watch.log.unit)
+        outcome = watch.outcome(watch.log.unit)
         saved_s = watch.log.checkpoint_s or 0.0
         return End(
             outcome,
-            crashed=crashed,
             ending=watch.ending,
             standing=self.held.standing,
             saved=saved_s > self.started_s,
             kept=bool(saved_s or self.job.progress.checkpoint_s),
             request=memory.request,
             over=self.station.over,
-            unfit=outcome.unfit or outcome.crowded or memory.ending is not None,
+            unfit=outcome.cause in (Cause.DOES_NOT_FIT, Cause.CROWDED) or memory.ending is not None,
             offences=watch.enforcer.offences,
             ended_ns=watch.ended_ns,
         )
 
-    def _ask_to_stop(self) -> None:
-        """Ask the job to stop: a task saves its state; the first process of a command's worker reports its progress."""
-        assert self._begun is not None
-        if self.job.work.command is None:
-            self._signal(signal.SIGTERM)
-        else:
-            self._begun.holder.process.terminate()
-
-    def _ask_to_shrink(self, to_bytes: int | None) -> None:
-        """Ask the task to give memory back; a signal makes it look at the request.  A command cannot give any back."""
-        assert self._begun is not None
-        if self.job.work.command is None:
-            if to_bytes is not None:
-                self._begun.log.wanted_bytes = to_bytes
-            self._signal(signal.SIGUSR1)
-
-    def _shrinking(self) -> bool:
-        assert self._begun is not None
-        return self._begun.log.wanted_bytes is not None
-
-    def _signal(self, number: signal.Signals) -> None:
-        assert self._begun is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._begun.confined.pid, number)
-
-    def _record(self, begun: _Begun, worker: WorkerRecord, state: JobState, reason: str) -> JobRecord:
+    def _record(self, begun: _Begun, worker: WorkerRecord, status: Status) -> JobRecord:
         """Return the job's record; its counts are those of ``worker``, since the log itself has changed since then."""
         job, log, now_ns = self.job, begun.log, time.monotonic_ns()
         return JobRecord(
             name=job.name,
             what=job.work.what,
-            state=state,
-            reason=reason,
+            status=status,
             work_done=worker.work_done + worker.alone_work,
             unit="",
             rank=worker.rank,

@@ -16,9 +16,9 @@ from graphlib import TopologicalSorter
 from typing import Any
 
 from megatron.fill.errors import JobError, StoreError
+from megatron.fill.status import JobState, Status
 from megatron.fill.store import open_store
 from megatron.fill.store.port import Claim, DeviceEntry, JobStore, NewJob, Progress, Standing
-from megatron.fill.types import JobState
 
 logger = logging.getLogger("pipefill.agent")
 
@@ -153,8 +153,7 @@ class Claims:
     def finish(
         self,
         claim: Claim,
-        state: JobState,
-        reason: str,
+        status: Status,
         progress: Progress,
         result: dict[str, Any],
         patience_s: float,
@@ -166,9 +165,8 @@ class Claims:
         """
 
         def say(store: JobStore) -> bool:
-            if state is JobState.QUEUED:
-                return store.release(claim, reason, progress, result)
-            return store.finish(claim, state, reason, progress, result)
+            end = store.release if status.state is JobState.QUEUED else store.finish
+            return end(claim, status, progress, result)
 
         heard = self.ask(say, patience_s)
         if heard is None:  # reported again with the heartbeats; it counts if the lease still holds then
@@ -216,7 +214,7 @@ class Claims:
             dead, self._dead = self._dead, []
         try:
             for owner in dead:
-                store.disown(owner, "its agent died")
+                store.disown(owner)
         except StoreError:
             self._dead = dead
             raise

@@ -1,4 +1,4 @@
-"""Decisions to end a worker: how, and why."""
+"""Decisions to end a worker: the way, and the cause."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
+
+from megatron.fill.status import Cause
 
 
 class How(IntEnum):
@@ -22,13 +24,14 @@ class Ending:
     """A decision to end a worker.
 
     Attributes:
-        why: reason, as text for users.
-        stop: reason of an earlier request to stop; empty if there was none.
+        detail: figures or text for people.
+        stop: cause of an earlier request to stop; NONE if there was none.
     """
 
     how: How
-    why: str
-    stop: str = ""
+    cause: Cause
+    detail: str = ""
+    stop: Cause = Cause.NONE
 
 
 class Watcher(Protocol):

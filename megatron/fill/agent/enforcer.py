@@ -16,6 +16,7 @@ from megatron.fill.agent.overtime import Overtime
 from megatron.fill.linux.state import state_in, waited_ns_in
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.steplog import StepLog
+from megatron.fill.status import Cause
 
 _LOOK_S = 0.2  # between two looks while no step is overdue
 _SOON_S = 0.02  # between two looks while one is
@@ -105,7 +106,7 @@ class Enforcer:
         if self._rationing is not None and self._rationing.is_alive():
             if self._hangs_at_ns and now_ns >= self._hangs_at_ns and self._opportunity_ns >= self.grace_ns:
                 late_s = self._opportunity_ns / 1e9
-                self._fail(f"{self._overdue_in} hung: it went on for {late_s:.2g} s after its bubble")
+                self._fail(Cause.HUNG, f"{self._overdue_in} hung: it went on for {late_s:.2g} s after its bubble")
             return _SOON_S
         callback = self.log.phase.callback  # read first: a step that is in flight below was already in flight here
         # The step's number does not matter: only one step can run after its bubble, whatever the log's counts are.
@@ -136,8 +137,8 @@ class Enforcer:
         """Update the account of work outside bubbles, and return the decision to end the worker, if there is one."""
         if self.overtime is not None and not self._over:
             self.overtime.look()
-            if self.overtime.verdict:
-                self._fail(self.overtime.verdict)
+            if self.overtime.exceeded_s:
+                self._fail(Cause.OVERTIME, f"{self.overtime.exceeded_s:g}")
         return self.ending
 
     def release(self) -> None:
@@ -224,12 +225,13 @@ class Enforcer:
         if self.offences >= self.max_overruns:
             times = f"{self.offences} times" if self.offences > 1 else "once"
             self._fail(
+                Cause.OVERRUN,
                 f"{', '.join(self._blamed)} ran on after its bubble by more than {self.grace_ns / 1e9:g} s "
-                f"(grace_ms) {times} (max_overruns)"
+                f"(grace_ms) {times} (max_overruns)",
             )
 
-    def _fail(self, why: str) -> None:
-        self.ending = self.ending or Ending(How.FAIL, why)
+    def _fail(self, cause: Cause, detail: str) -> None:
+        self.ending = self.ending or Ending(How.FAIL, cause, detail)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -10,6 +10,7 @@ from megatron.fill.agent.ending import Ending, How
 from megatron.fill.device.port import Limiter, WorkerDevice, mib
 from megatron.fill.device.pressure import MemoryGuard, NoRoom, Order, cap
 from megatron.fill.profiles import BubbleCycle
+from megatron.fill.status import Cause
 
 logger = logging.getLogger("pipefill.agent")
 
@@ -127,7 +128,7 @@ class MemoryShare:
                 assert verdict.held_bytes is not None
                 self._shrink(None if shrinking else verdict.held_bytes)
             case Order.STOP:
-                self.ending = Ending(How.STOP, verdict.reason)
+                self.ending = Ending(How.STOP, Cause.MEMORY_NEEDED, verdict.reason)
             case Order.KILL:
-                self.ending = Ending(How.CUT, verdict.reason)
+                self.ending = Ending(How.CUT, Cause.MEMORY_NEEDED, verdict.reason)
         return self.ending

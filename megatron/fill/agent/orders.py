@@ -8,14 +8,11 @@ import time
 from megatron.fill.agent.claims import HeldClaim
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.station import Station
-from megatron.fill.agent.verdict import MOVES, OVER, TIMEOUT
 from megatron.fill.pages.control import RunState
 from megatron.fill.pages.phases import Saving
 from megatron.fill.pages.steplog import StepLog
+from megatron.fill.status import Cause
 from megatron.fill.store.port import Standing
-
-_KILLED = "ended by pipefill kill"
-_LOST = "the store was out of reach for longer than its lease: another agent may have it"
 
 
 class Orders:
@@ -30,20 +27,21 @@ class Orders:
         self._station = station
         self._held = held
         self._log = log
-        self._until_ns = started_ns + (held.claim.job.work.timeout_s or math.inf) * 1e9
+        self._timeout_s = held.claim.job.work.timeout_s or math.inf
+        self._until_ns = started_ns + self._timeout_s * 1e9
 
     def look(self) -> Ending | None:
         if self._held.standing is Standing.LOST:
-            return Ending(How.CUT, _LOST)
+            return Ending(How.CUT, Cause.CLAIM_LOST)
         if self._station.control.state is RunState.KILLED:
-            return Ending(How.CUT, _KILLED)
+            return Ending(How.CUT, Cause.KILLED)
         if self._station.over:
-            return Ending(How.STOP, OVER)
+            return Ending(How.STOP, Cause.TRAINING_ENDED)
         if self._held.standing is Standing.CANCELLED:
-            return Ending(How.STOP, "it was cancelled")
+            return Ending(How.STOP, Cause.CANCELLED)
         if time.monotonic_ns() > self._until_ns:
-            return Ending(How.STOP, TIMEOUT)
-        return Ending(How.STOP, MOVES) if self._may_move() else None
+            return Ending(How.STOP, Cause.TIMEOUT, f"{self._timeout_s:g}")
+        return Ending(How.STOP, Cause.MOVES) if self._may_move() else None
 
     def _may_move(self) -> bool:
         """True if another rank has asked for the job and it has been saved since, so that a move costs no work."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.linux import safefile
+from megatron.fill.status import Cause
 
 KEPT_BYTES = 512 * 1024
 
@@ -33,8 +34,7 @@ class BoundedOutput:
     def look(self) -> Ending | None:
         if not self.full:
             return None
-        limit_mib = self.most_bytes / 2**20
-        return Ending(How.FAIL, f"printed more than {limit_mib:g} MiB; its output has the beginning and the end")
+        return Ending(How.FAIL, Cause.OUTPUT, f"{self.most_bytes / 2**20:g}")
 
     def write(self, data: bytes) -> None:
         room = max(0, KEPT_BYTES - self.total_bytes)

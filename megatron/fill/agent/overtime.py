@@ -54,9 +54,6 @@ class Overtime:
         return self._left_s < 0
 
     @property
-    def verdict(self) -> str:
-        """Reason to end the worker: it ran outside bubbles although it was stopped there; empty if there is none."""
-        if self._left_s > -_LAST_S:
-            return ""
-        used = f"{_ALLOWANCE_S + _LAST_S:g} s of CPU time outside bubbles"
-        return f"it used more than {used}, though it was stopped there"
+    def exceeded_s(self) -> float:
+        """CPU time that the worker used outside bubbles, although it was stopped there, in s; 0 while it may go on."""
+        return _ALLOWANCE_S + _LAST_S if self._left_s <= -_LAST_S else 0.0

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill import untrusted
-from megatron.fill.agent.misfits import Misfits
-from megatron.fill.agent.waiting import for_tails, may_begin
+from megatron.fill.agent.waiting import Misfits, for_tails, may_begin
 from megatron.fill.errors import FillError, PlanError
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
@@ -221,7 +220,7 @@ class Ranking:
         try:
             best_plan(_for_job(cycle, job), self._parsed(job), RESERVE_NS)
         except PlanError as error:
-            store.note(job.id, self.misfits.reason(str(error)))
+            self.misfits.note(store, job, str(error))
 
     def _view(
         self, job: Job, cycles: Mapping[str, BubbleCycle | None], unit_s: dict[tuple[str, str], float | None]

@@ -15,14 +15,13 @@ from megatron.fill.agent.crew import Crew
 from megatron.fill.agent.folder import job_folder, occupied
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.ranking import Resident
-from megatron.fill.agent.starting import NotStarted, starting
 from megatron.fill.agent.station import Station
-from megatron.fill.agent.verdict import Judge
+from megatron.fill.agent.verdict import Judge, NotStarted, starting
 from megatron.fill.device.port import Limits
 from megatron.fill.device.pressure import NoRoom
 from megatron.fill.pages.control import RunState
+from megatron.fill.status import Cause, JobState, Status, Then
 from megatron.fill.store.port import Claim, Job, JobStore, Progress, Standing
-from megatron.fill.types import JobState
 
 logger = logging.getLogger("pipefill.agent")
 
@@ -144,22 +143,23 @@ class Seat:
 
     def _see_to(self, claim: Claim, beside: Resident | None) -> None:
         """Run the job if it may run here; an exception does not count as the job's failure."""
-        station, job, state = self.station, claim.job, JobState.QUEUED
+        station, job = self.station, claim.job
         try:
-            reason = refusal(job.work, station.spec.allow)
-            if not reason:
+            refused = refusal(job.work, station.spec.allow)
+            if not refused:
                 self._run(claim, beside)
                 return
-            state = JobState.FAILED
+            status = Status(JobState.FAILED, Cause.NOT_ALLOWED, refused)
         except NotStarted as error:
-            reason = str(error)
+            status = error.status
         except Exception as error:
             logger.exception("job %s: its agent failed", job.name)
-            reason = f"its agent failed: {type(error).__name__}: {error}; it is tried again"
-        if state is JobState.QUEUED:
+            raised = f"{type(error).__name__}: {error}"
+            status = Status(JobState.QUEUED, Cause.AGENT_FAILED, raised, Then.TRIED_AGAIN)
+        if status.state is JobState.QUEUED:
             station.ranking.misfits.tried(job.id, self.tail)
-        logger.warning("job %s: %s %s", job.name, state, reason)
-        station.claims.finish(claim, state, reason, self._progress(job), {}, _SAY_S)
+        logger.warning("job %s: %s %s", job.name, status.state, status.text)
+        station.claims.finish(claim, status, self._progress(job), {}, _SAY_S)
 
     def _run(self, claim: Claim, beside: Resident | None) -> None:
         """Run one attempt of the job, and report its end to the store, the report and the log.
@@ -172,7 +172,7 @@ class Seat:
             with starting():
                 limits = self._limits(job)
                 if isinstance(limits, NoRoom):
-                    raise NotStarted(f"too little memory: {limits.reason}")
+                    raise NotStarted(Cause.NO_MEMORY, limits.reason)
                 directory = job_folder(station.run_dir, job, station.spec.user)
                 if directory is None:
                     raise OSError("it has no folder; the agent's log says why")
@@ -183,19 +183,18 @@ class Seat:
             self._attempt = attempt = Attempt(station, self.crew, claim, limits, directory, beside)
             always.enter_context(self.ledger.running(attempt.so_far))
             end = attempt.run()
-            verdict = self.judge.verdict(job, end)
-            state, reason, progress = verdict.state, verdict.reason, attempt.progress()
-            if end.outcome.unfit and state is JobState.QUEUED and reason == end.outcome.reason:
-                reason = station.ranking.misfits.reason(reason)
-            if verdict.failed:
+            status, progress = self.judge.verdict(job, end), attempt.progress()
+            if status.cause is Cause.DOES_NOT_FIT:
+                status = replace(status, device=station.name)
+            if status.failed:
                 progress = replace(progress, failures=progress.failures + 1)
-            result, lost = end.outcome.result, end.standing is Standing.LOST
-            if not lost and not station.claims.finish(claim, state, reason, progress, result, _SAY_S):
-                reason += " (the store did not hear of it)"
+            if end.standing is not Standing.LOST:
+                heard = station.claims.finish(claim, status, progress, end.outcome.result, _SAY_S)
+                status = replace(status, unheard=not heard)
             if end.unfit:
                 station.ranking.misfits.tried(job.id, self.tail)
-            logger.info("job %s: %s %s", job.name, state, reason)
-            self.ledger.keep(*attempt.record(state, reason, end))
+            logger.info("job %s: %s %s", job.name, status.state, status.text)
+            self.ledger.keep(*attempt.record(status, end))
 
     def _progress(self, job: Job) -> Progress:
         """Return the progress of a job whose attempt raised an unexpected exception."""

@@ -1,17 +1,19 @@
-"""Policy for a job whose worker has ended: an interrupted job is queued again, one that crashes repeatedly fails."""
+"""Policy for a job that did not begin or whose worker has ended: an interrupted job is queued again, for example."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from megatron.fill.agent.ending import Ending, How
+from megatron.fill.status import Cause, JobState, Status, Then
 from megatron.fill.store.port import Job, Standing
-from megatron.fill.types import JobState
 from megatron.fill.worker.spec import Outcome
 
-OVER = "the main job ended first"
-MOVES = "it moves to a rank that is idle"
-TIMEOUT = "it ran for longer than its timeout"
+logger = logging.getLogger("pipefill.agent")
+
 _CRASHES = 3  # crashes in a row without a checkpoint in between, after which the job has failed
 _ALL_CRASHES = 12  # crashes in all, after which it has failed in spite of checkpoints
 
@@ -21,8 +23,7 @@ class End:
     """The end of a worker.
 
     Attributes:
-        outcome: the worker's own report, or a substitute if it left none.
-        crashed: the worker ended without a report.
+        outcome: the worker's own report, or a substitute if it left none or was killed.
         ending: the agent's decision to end it; None if it ended by itself.
         standing: state of the claim at the end.
         saved: this attempt left a checkpoint.
@@ -35,7 +36,6 @@ class End:
     """
 
     outcome: Outcome
-    crashed: bool = False
     ending: Ending | None = None
     standing: Standing = Standing.HELD
     saved: bool = False
@@ -47,68 +47,82 @@ class End:
     ended_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The job's new state, for the store.
-
-    Attributes:
-        failed: the attempt has failed; with the state QUEUED, the job is tried again.
-    """
-
-    state: JobState
-    reason: str
-    failed: bool = False
-
-
 class Judge:
     """Decides on the jobs of one agent, and counts their crashes there; each job is for one thread at a time."""
 
     def __init__(self) -> None:
         self._deaths: dict[int, tuple[int, int]] = {}  # by job: in a row, and in all
 
-    def verdict(self, job: Job, end: End) -> Verdict:
-        """Return the job's new state; a job that has failed is queued again for as many retries as it asks for."""
-        state, reason = self._judge(job, end)
-        if state is not JobState.FAILED:
-            return Verdict(state, reason)
+    def verdict(self, job: Job, end: End) -> Status:
+        """Return the job's new status; a job that has failed is queued again for as many retries as it asks for."""
+        status = self._judge(job, end)
+        if status.state is not JobState.FAILED:
+            return status
         self._deaths.pop(job.id, None)
         before, most = job.progress.failures, job.work.retries
         if before >= most:
-            return Verdict(JobState.FAILED, reason, failed=True)
-        return Verdict(JobState.QUEUED, f"{reason}; retry {before + 1} of {most}", failed=True)
+            return status
+        return replace(status, state=JobState.QUEUED, retry=before + 1, retries=most)
 
-    def _judge(self, job: Job, end: End) -> tuple[JobState, str]:
+    def _judge(self, job: Job, end: End) -> Status:
         outcome = end.outcome
-        if outcome.state is JobState.SUCCEEDED:
-            return outcome.state, outcome.reason
+        if outcome.cause is Cause.FINISHED:
+            return outcome.status
         if end.standing is Standing.CANCELLED:
-            return JobState.CANCELLED, "cancelled while it ran"
-        gave_up = outcome.state is JobState.QUEUED and not outcome.unfit
-        again = "it goes on from its last checkpoint" if end.kept else "it begins again"
+            return Status(JobState.CANCELLED, Cause.CANCELLED_RUNNING)
+        gave_up = outcome.cause in (Cause.STOPPED, Cause.CROWDED)
+        again = Then.RESUMES if end.kept else Then.BEGINS_AGAIN
         match end.ending:
-            case Ending(How.STOP, why) | Ending(stop=why) if why == TIMEOUT:
-                return JobState.FAILED, f"{TIMEOUT} of {job.work.timeout_s:g} s"
-            case Ending(How.CUT, why):
-                return JobState.QUEUED, f"{why}; {again}"
+            case Ending(How.STOP, Cause.TIMEOUT) | Ending(stop=Cause.TIMEOUT):
+                return Status(JobState.FAILED, Cause.TIMEOUT, f"{job.work.timeout_s:g}")
+            case Ending(How.CUT, cause, detail):
+                return Status(JobState.QUEUED, cause, detail, again)
             # On a busy machine a job may be slow to stop through no fault of its own.
-            case Ending(How.LATE, stop=why) if why in (MOVES, OVER):
-                return JobState.QUEUED, f"{why}; {again}"
-            case Ending(How.STOP, why) if end.crashed:
-                return JobState.QUEUED, f"{why}; {again}"
-            case Ending(How.STOP, why) if gave_up:
-                return outcome.state, f"{why}; {outcome.reason}"
-        cause = OVER if end.over else end.request if outcome.crowded else ""
-        if gave_up and cause:
-            return outcome.state, f"{cause}; {outcome.reason}"
+            case Ending(How.LATE, stop=(Cause.MOVES | Cause.TRAINING_ENDED) as cause):
+                return Status(JobState.QUEUED, cause, then=again)
+            case Ending(How.STOP, cause, detail) if outcome.cause.died:
+                return Status(JobState.QUEUED, cause, detail, again)
+            case Ending(How.STOP, cause, detail) if gave_up:
+                return Status(JobState.QUEUED, cause, detail, outcome.then)
+        if gave_up and end.over:
+            return Status(JobState.QUEUED, Cause.TRAINING_ENDED, then=outcome.then)
+        if outcome.cause is Cause.CROWDED and end.request:
+            return Status(JobState.QUEUED, Cause.MEMORY_NEEDED, end.request, outcome.then)
         if gave_up:
-            return self._died(job, "the worker gave up without being asked to", end.saved)
-        return self._died(job, outcome.reason, end.saved) if end.crashed else (outcome.state, outcome.reason)
+            return self._died(job, Status(JobState.FAILED, Cause.GAVE_UP), end.saved)
+        return self._died(job, outcome.status, end.saved) if outcome.cause.died else outcome.status
 
-    def _died(self, job: Job, reason: str, saved: bool) -> tuple[JobState, str]:
+    def _died(self, job: Job, status: Status, saved: bool) -> Status:
         in_a_row, in_all = self._deaths.get(job.id, (0, 0))
         self._deaths[job.id] = in_a_row, in_all = (1 if saved else in_a_row + 1), in_all + 1
         if in_a_row >= _CRASHES:
-            return JobState.FAILED, f"{reason}, {_CRASHES} times in a row without having saved anything"
+            return replace(status, then=Then.DIED_IN_A_ROW, deaths=_CRASHES)
         if in_all >= _ALL_CRASHES:
-            return JobState.FAILED, f"{reason}; it died {_ALL_CRASHES} times here"
-        return JobState.QUEUED, f"{reason}; it is tried again"
+            return replace(status, then=Then.DIED_TOO_OFTEN, deaths=_ALL_CRASHES)
+        return replace(status, state=JobState.QUEUED, then=Then.TRIED_AGAIN)
+
+
+class NotStarted(Exception):
+    """A job did not begin, through no fault of its own.  No process of it is left."""
+
+    def __init__(self, cause: Cause, detail: str) -> None:
+        super().__init__(cause, detail)
+        self.status = Status(JobState.QUEUED, cause, detail)
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Turn exceptions of this block into NotStarted.
+
+    Raises:
+        NotStarted: the block raised an exception.
+    """
+    try:
+        yield
+    except NotStarted:
+        raise
+    except OSError as error:  # for example a full disk: it may succeed on another rank, or here later
+        raise NotStarted(Cause.NOT_STARTED, str(error)) from error
+    except Exception as error:
+        logger.exception("a job could not be started")
+        raise NotStarted(Cause.NOT_STARTED, f"{type(error).__name__}: {error}") from error

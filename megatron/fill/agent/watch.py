@@ -20,7 +20,7 @@ from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.device.port import Limiter
 from megatron.fill.pages.steplog import StepLog
 from megatron.fill.sidetask.base import RESULT
-from megatron.fill.types import JobState
+from megatron.fill.status import Cause, why
 from megatron.fill.worker.spec import Outcome
 
 TICK_S = 0.2
@@ -35,8 +35,8 @@ class _Limits:
     limiter: Limiter
 
     def look(self) -> Ending | None:
-        why = self.limiter.look()
-        return Ending(How.FAIL, why) if why else None
+        beyond = self.limiter.look()
+        return Ending(How.FAIL, Cause.LIMIT, beyond) if beyond else None
 
 
 class Watch:
@@ -134,11 +134,12 @@ class Watch:
             elif found is not None:
                 self._kill()
         elif found is not None and found.how > How.STOP:
-            self.ending = replace(found, stop=before.why)
+            self.ending = replace(found, stop=before.cause)
             self._kill()
         elif now_s > self._deadline_s:
-            late = f"{self.log.phase.callback} did not return within {self.stop_s:g} s of the stop: {before.why}"
-            self.ending = Ending(How.LATE, late, before.why)
+            stop = why(before.cause, before.detail)
+            late = f"{self.log.phase.callback} did not return within {self.stop_s:g} s of the stop: {stop}"
+            self.ending = Ending(How.LATE, Cause.LATE, late, before.cause)
             self._kill()
 
     def _pump(self, pipe: int) -> bool:
@@ -160,32 +161,31 @@ class Watch:
                     os.killpg(self.worker.pid, signal.SIGKILL)
                 self.worker.wait()
 
-    def outcome(self, unit: str) -> tuple[Outcome, bool]:
-        """Return the worker's report, and True if it crashed or was killed from outside.
-
-        Without a report, or if the agent killed the worker, the outcome is FAILED with a reason.  ``Judge`` decides on
-        the job's new state.
+    def outcome(self, unit: str) -> Outcome:
+        """Return the worker's report; if it left none, or the agent killed it, the cause of its end instead.
 
         Args:
             unit: the unit of the job's work if the worker did not report any.
         """
         left = Outcome.left(self.log)
         result = (left.result if left else {}) or _read_result(self.directory)
-        killed = self.ending is not None and self.ending.how > How.STOP
-        if left is not None and not killed:
-            return replace(left, result=result), False
-        reason = self.ending.why if self.ending is not None and killed else self._death()
-        return Outcome(JobState.FAILED, reason, unit=left.unit if left else unit, result=result), not killed
+        if self.ending is not None and self.ending.how > How.STOP:
+            cause, detail = self.ending.cause, self.ending.detail
+        elif left is not None:
+            return replace(left, result=result)
+        else:
+            cause, detail = self._death()
+        return Outcome(cause, detail, unit=left.unit if left else unit, result=result)
 
-    def _death(self) -> str:
+    def _death(self) -> tuple[Cause, str]:
         if self._unexplained:
-            return self._unexplained
-        code = self.worker.returncode
-        where = self.log.phase.callback
+            return Cause.OUT_OF_MEMORY, self._unexplained
+        code, callback = self.worker.returncode, self.log.phase.callback
+        where = f"{'in ' * callback.endswith(')')}{callback}"
         if code < 0:
             with contextlib.suppress(ValueError):
-                return f"the worker was killed by {signal.Signals(-code).name} {'in ' * where.endswith(')')}{where}"
-        return f"the worker exited with status {code} {'in ' * where.endswith(')')}{where}"
+                return Cause.SIGNAL, f"{signal.Signals(-code).name} {where}"
+        return Cause.EXITED, f"{code} {where}"
 
 
 def _read_result(directory: Path) -> dict[str, Any]:

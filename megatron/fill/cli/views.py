@@ -47,11 +47,14 @@ def as_dict(job: Job, now_s: float) -> dict[str, Any]:
     values = asdict(job)
     left_s = remaining_s(job, now_s)
     lost = job.lost(now_s)
+    del values["status"]
     return (
         values
         | values.pop("progress")
         | {
             "state": _LOST if lost else job.state,
+            "cause": job.status.cause,
+            "reason": job.reason,
             "rate": job.progress.rate if _runs(job, now_s) else None,
             "lost_s": job.lease_until_s if lost else None,
             "percent": percent(job),

@@ -12,7 +12,8 @@ from megatron.fill.errors import FillError
 from megatron.fill.linux.files import replacing
 from megatron.fill.records.files import append, head, line, read_lines
 from megatron.fill.records.tables import Table, as_columns, extend, names_of
-from megatron.fill.types import BubbleUse, JobRecord, JobState, WorkerRecord
+from megatron.fill.status import Status
+from megatron.fill.types import BubbleUse, JobRecord, WorkerRecord
 
 type Attempts = list[tuple[JobRecord, WorkerRecord]]
 RUNNING, BEHIND = ".running.jsonl", ".behind"  # suffixes of file names
@@ -117,7 +118,9 @@ def _lines(job: JobRecord, worker: WorkerRecord) -> bytes:
 
 
 def _job(content: dict[str, Any]) -> JobRecord:
-    return JobRecord(**{**content, "state": JobState(content["state"])})
+    if "status" not in content:  # written before there was one
+        content["status"] = {"state": content.pop("state"), "detail": content.pop("reason")}
+    return JobRecord(**content | {"status": Status.from_dict(content["status"])})
 
 
 def _worker(content: dict[str, Any]) -> WorkerRecord:

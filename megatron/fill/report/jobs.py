@@ -10,12 +10,13 @@ from megatron.fill.records import Segment, SegmentEnding
 from megatron.fill.report.part import finite
 from megatron.fill.report.schema import AttemptReport, JobReport
 from megatron.fill.report.tally import ratio
-from megatron.fill.types import JobRecord, JobState
+from megatron.fill.status import Cause, JobState, Status
+from megatron.fill.types import JobRecord
 
 type Ask = Callable[[Collection[str]], Mapping[str, JobRecord]]  # looks up jobs in the job store, by name
 
-_CUT = "its agent went without a word while it ran; pipefill list tells where it is now"
-_UNKNOWN = "no agent had it; pipefill list tells where it is now"
+_CUT = Status(JobState.RUNNING, Cause.AGENT_GONE)
+_UNKNOWN = Status(JobState.QUEUED, Cause.UNKNOWN)
 
 
 def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRecord]], ask: Ask) -> list[JobReport]:
@@ -31,11 +32,11 @@ def job_reports(segments: Sequence[Segment], attempts: Sequence[tuple[int, JobRe
         before, its = merged.get((job.name, job.directory), (None, []))
         its.append(_attempt(number, job))
         if job.state is JobState.RUNNING and number not in going:
-            job = replace(job, reason=_CUT)
+            job = replace(job, status=_CUT)
         merged[job.name, job.directory] = job if before is None else _sum(before, job), its
     known = {job.name for job, _ in merged.values()}
     missing = list(dict.fromkeys(name for segment in segments for name in segment.jobs if name not in known))
-    open_ended = {job.name for job, _ in merged.values() if job.state is JobState.RUNNING and job.reason}
+    open_ended = {job.name for job, _ in merged.values() if job.status == _CUT}
     told = ask([*missing, *open_ended]) if missing or open_ended else {}
     reports = [_job(_corrected(job, told), its) for job, its in merged.values()]
     return reports + [_job(told.get(name) or _unknown(name), []) for name in missing]
@@ -54,13 +55,13 @@ def _sum(before: JobRecord, job: JobRecord) -> JobRecord:
 def _corrected(job: JobRecord, told: Mapping[str, JobRecord]) -> JobRecord:
     """Return the record with the store's state and reason if its agent died first and the store has the same job."""
     now = told.get(job.name)
-    if job.state is not JobState.RUNNING or not job.reason or now is None or now.directory != job.directory:
+    if job.status != _CUT or now is None or now.directory != job.directory:
         return job
-    return replace(job, state=now.state, reason=now.reason)
+    return replace(job, status=now.status)
 
 
 def _unknown(name: str) -> JobRecord:
-    return JobRecord(name, "", JobState.QUEUED, _UNKNOWN, 0.0, "")
+    return JobRecord(name, "", _UNKNOWN, 0.0, "")
 
 
 def _attempt(number: int, job: JobRecord) -> AttemptReport:

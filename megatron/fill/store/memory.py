@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from megatron.fill.status import JobState, Status
 from megatron.fill.store.port import DeviceEntry, Job, NewJob, Progress
 from megatron.fill.store.queue import JobQueue
 from megatron.fill.store.transaction import Transaction
-from megatron.fill.types import JobState
 
 
 class MemoryStore(JobQueue):
@@ -75,8 +75,7 @@ class _Tables:
             user=job.user,
             priority=job.priority,
             deadline_s=job.deadline_s,
-            state=JobState.QUEUED,
-            reason="",
+            status=Status(JobState.QUEUED),
             submitted_s=self.now_s,
             started_s=None,
             finished_s=None,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from megatron.fill.types import JobState
+from megatron.fill.status import JobState, Status
 from megatron.fill.work import Work
 
 
@@ -72,7 +72,7 @@ class Job:
 
     Attributes:
         id: number of the job.
-        reason: reason for its state.
+        status: its state, and what brought it there.
         submitted_s: time of submission.
         started_s: time of the last claim; None for never.
         finished_s: time at which it finished; None before.
@@ -94,8 +94,7 @@ class Job:
     user: str
     priority: int
     deadline_s: float | None
-    state: JobState
-    reason: str
+    status: Status
     submitted_s: float
     started_s: float | None
     finished_s: float | None
@@ -109,6 +108,15 @@ class Job:
     result: dict[str, Any] = field(default_factory=dict)
     asked_by: str = ""
     asked_s: float | None = None
+
+    @property
+    def state(self) -> JobState:
+        return self.status.state
+
+    @property
+    def reason(self) -> str:
+        """The cause of its state, as text."""
+        return self.status.text
 
     def lost(self, now_s: float) -> bool:
         """True if the job is RUNNING and its lease has expired at ``now_s`` (``JobStore.now_s``)."""
@@ -225,16 +233,19 @@ class JobStore(Protocol):
     def place(self, claim: Claim, directory: str) -> bool:
         """Record the job's folder; False if the claim is lost."""
 
-    def finish(self, claim: Claim, state: JobState, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
+    def finish(self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any]) -> bool:
         """Finish the job as SUCCEEDED, FAILED or CANCELLED; False (and nothing changes) if the claim is lost.
 
         After a StoreError it may have succeeded anyway: the same call then returns True.
         """
 
-    def release(self, claim: Claim, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
-        """Put the job back to QUEUED (or CANCELLED if that was requested); False if the claim is lost."""
+    def release(self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any]) -> bool:
+        """Put the job back to QUEUED (or CANCELLED if that was requested); False if the claim is lost.
 
-    def disown(self, owner: str, reason: str) -> int:
+        After that, the job's status is ``status`` with the state QUEUED.
+        """
+
+    def disown(self, owner: str) -> int:
         """Release all jobs of ``owner``, which is known to be dead; return their number."""
 
     def recover(self) -> int:
@@ -249,8 +260,8 @@ class JobStore(Protocol):
             JobError: there is no such job, or it has finished.
         """
 
-    def note(self, job_id: int, reason: str) -> None:
-        """Record the reason why a QUEUED job still waits; a job in another state is not changed."""
+    def note(self, job_id: int, status: Status) -> None:
+        """Record why a QUEUED job still waits, as its status; a job in another state is not changed."""
 
     def retry(self, job_id: int) -> Job:
         """Put a FAILED or CANCELLED job back to QUEUED, with its checkpoint if there is one.

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.fill.errors import JobError
+from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store import adding, checks, lookup
 from megatron.fill.store.port import Claim, DeviceEntry, Job, NewJob, Progress, Standing
 from megatron.fill.store.transaction import Transaction
-from megatron.fill.types import JobState
 
+_CANCELLED = Status(JobState.CANCELLED, Cause.CANCELLED)
 ASK_AGAIN_S = 300.0  # shortest time between two requests to move a job, each of which interrupts it
 
 
@@ -67,8 +68,7 @@ class JobQueue(ABC):
             now_s = transaction.now_s
             job = replace(
                 job,
-                state=JobState.RUNNING,
-                reason="",
+                status=Status(JobState.RUNNING),
                 started_s=now_s,
                 attempt=job.attempt + 1,
                 owner=owner,
@@ -116,9 +116,10 @@ class JobQueue(ABC):
             raise JobError(f"the folder of job {claim.job.name} is {directory!r}; expected a printable path")
         return self._change(claim, lambda job, now_s: replace(job, directory=directory))
 
-    def finish(self, claim: Claim, state: JobState, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
-        if not state.finished:
-            raise JobError(f"job {claim.job.name} cannot finish as {state}; expected SUCCEEDED, FAILED or CANCELLED")
+    def finish(self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any]) -> bool:
+        if not status.state.finished:
+            expected = "expected SUCCEEDED, FAILED or CANCELLED"
+            raise JobError(f"job {claim.job.name} cannot finish as {status.state}; {expected}")
         plain = checks.plain("result", result)
 
         def work(transaction: Transaction) -> bool:
@@ -126,25 +127,25 @@ class JobQueue(ABC):
             if job is None:
                 # An earlier call whose answer was lost may have done it: no other process ends this attempt this way.
                 last = transaction.job(claim.job.id)
-                return last is not None and (last.state, last.attempt) == (state, claim.attempt)
-            ended = _ended(job, state, reason, transaction.now_s)
+                return last is not None and (last.state, last.attempt) == (status.state, claim.attempt)
+            ended = _ended(job, status, transaction.now_s)
             transaction.put(replace(ended, progress=progress, result=plain))
             return True
 
         return self._run(work)
 
-    def release(self, claim: Claim, reason: str, progress: Progress, result: dict[str, Any]) -> bool:
+    def release(self, claim: Claim, status: Status, progress: Progress, result: dict[str, Any]) -> bool:
         plain = checks.plain("result", result)
         return self._change(
-            claim, lambda job, now_s: replace(_returned(job, reason, now_s), progress=progress, result=plain)
+            claim, lambda job, now_s: replace(_returned(job, status, now_s), progress=progress, result=plain)
         )
 
-    def disown(self, owner: str, reason: str) -> int:
+    def disown(self, owner: str) -> int:
         def work(transaction: Transaction) -> int:
             running = transaction.jobs({JobState.RUNNING}, None)
             theirs = [lookup.existing(transaction, job.id) for job in running if job.owner == owner]
             for job in theirs:
-                transaction.put(_returned(job, reason, transaction.now_s))
+                transaction.put(_returned(job, Status(JobState.QUEUED, Cause.AGENT_DIED), transaction.now_s))
             return len(theirs)
 
         return self._run(work)
@@ -160,17 +161,17 @@ class JobQueue(ABC):
             if job.state is JobState.RUNNING and not job.lost(transaction.now_s):
                 job = replace(job, cancelling=True)
             else:
-                job = _ended(job, JobState.CANCELLED, "cancelled", transaction.now_s)
+                job = _ended(job, _CANCELLED, transaction.now_s)
             transaction.put(job)
             return job
 
         return self._run(work)
 
-    def note(self, job_id: int, reason: str) -> None:
+    def note(self, job_id: int, status: Status) -> None:
         def work(transaction: Transaction) -> None:
             job = lookup.existing(transaction, job_id)
             if job.state is JobState.QUEUED:
-                transaction.put(replace(job, reason=checks.storable(reason)))
+                transaction.put(replace(job, status=_waiting(status)))
 
         self._run(work)
 
@@ -189,7 +190,7 @@ class JobQueue(ABC):
                 job = _expired(replace(job, cancelling=False), transaction.now_s)
             else:
                 progress = replace(job.progress, failures=0)
-                job = replace(job, state=JobState.QUEUED, reason="", finished_s=None, progress=progress)
+                job = replace(job, status=Status(JobState.QUEUED), finished_s=None, progress=progress)
             transaction.put(job)
             return job
 
@@ -239,20 +240,27 @@ def _recover(transaction: Transaction) -> int:
 
 
 def _expired(job: Job, now_s: float) -> Job:
-    return _returned(job, f"{job.owner} was not heard of in time", now_s)
+    return _returned(job, Status(JobState.QUEUED, Cause.LEASE_EXPIRED, str(job.owner)), now_s)
 
 
-def _returned(job: Job, reason: str, now_s: float) -> Job:
+def _returned(job: Job, status: Status, now_s: float) -> Job:
     if job.cancelling:
-        return _ended(job, JobState.CANCELLED, "cancelled", now_s)
-    return replace(job, state=JobState.QUEUED, reason=checks.storable(reason), owner=None, lease_until_s=None)
+        return _ended(job, _CANCELLED, now_s)
+    return replace(job, status=_waiting(status), owner=None, lease_until_s=None)
 
 
-def _ended(job: Job, state: JobState, reason: str, now_s: float) -> Job:
+def _waiting(status: Status) -> Status:
+    return replace(_storable(status), state=JobState.QUEUED)
+
+
+def _storable(status: Status) -> Status:
+    return replace(status, detail=checks.storable(status.detail), device=checks.storable(status.device))
+
+
+def _ended(job: Job, status: Status, now_s: float) -> Job:
     return replace(
         job,
-        state=state,
-        reason=checks.storable(reason),
+        status=_storable(status),
         finished_s=now_s,
         owner=None,
         lease_until_s=None,

@@ -10,9 +10,9 @@ from typing import Any
 
 from sqlalchemy import Connection, Double, Row, Select, case, cast, delete, func, insert, select, update
 
+from megatron.fill.status import JobState, Status
 from megatron.fill.store.port import DeviceEntry, Job, NewJob, Progress
 from megatron.fill.store.schema import NAMES_LOCK, devices, jobs, profiles
-from megatron.fill.types import JobState
 from megatron.fill.work import Work
 
 _UNFINISHED = (JobState.QUEUED, JobState.RUNNING)
@@ -67,7 +67,7 @@ class SqlTransaction:
             "submitted_s": self.now_s,
             "attempt": 0,
             "state": JobState.QUEUED,
-            "reason": "",
+            "status": "{}",
             "cancelling": False,
             "device": "",
             "directory": "",
@@ -82,7 +82,7 @@ class SqlTransaction:
             .where(jobs.c.id == job.id)
             .values(
                 state=job.state,
-                reason=job.reason,
+                status=json.dumps(_cause(job.status)),
                 started_s=job.started_s,
                 finished_s=job.finished_s,
                 attempt=job.attempt,
@@ -186,11 +186,16 @@ class SqlTransaction:
 
 def _job(row: Row[Any]) -> Job:
     values = dict(row._mapping)
-    values["state"] = JobState(values["state"])
+    values["status"] = Status.from_dict(json.loads(values["status"]) | {"state": values.pop("state")})
     values["work"] = Work.from_dict(json.loads(values.pop("spec")))
     values["progress"] = Progress(**json.loads(values["progress"]))
     values["result"] = json.loads(values["result"])
     return Job(**values)
+
+
+def _cause(status: Status) -> dict[str, Any]:
+    """Return the status as JSON data without the state, which has a column of its own."""
+    return {name: value for name, value in status.to_dict().items() if name != "state"}
 
 
 def _device(row: Row[Any]) -> DeviceEntry:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, MetaData, Table, Text, text
 
-REVISION = "v0002"  # revision of the newest migration
+REVISION = "v0003"  # revision of the newest migration
 VERSION_TABLE = "pipefill_schema"
 # PostgreSQL's advisory locks are numbers, shared by all programs that use the database: "PIPEFILL" and the next number.
 MIGRATION_LOCK = 0x50495045_46494C4C
@@ -26,7 +26,7 @@ jobs = Table(
     Column("priority", BigInteger, nullable=False),
     Column("deadline_s", Double),
     Column("state", Text, nullable=False),
-    Column("reason", Text, nullable=False),
+    Column("status", Text, nullable=False),
     Column("submitted_s", Double, nullable=False),
     Column("started_s", Double),
     Column("finished_s", Double),

@@ -8,9 +8,10 @@ from collections.abc import Collection
 from pathlib import Path
 
 from megatron.fill.errors import JobError, StoreError
+from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store import open_store
 from megatron.fill.store.port import Job
-from megatron.fill.types import JobRecord, JobState
+from megatron.fill.types import JobRecord
 
 logger = logging.getLogger("pipefill")
 
@@ -38,8 +39,7 @@ def standing(where: str, run_dir: Path, going: bool, names: Collection[str]) -> 
             try:
                 found[name] = _record(store.find(name), run_dir, going, now_s)
             except JobError:
-                reason = "it was not submitted; the agents' logs say why"
-                found[name] = JobRecord(name, "", JobState.QUEUED, reason, 0.0, "")
+                found[name] = JobRecord(name, "", Status(JobState.QUEUED, Cause.NOT_SUBMITTED), 0.0, "")
         return found
     except StoreError as error:
         logger.warning("of some jobs the report knows only what their agents wrote: %s", error)
@@ -49,27 +49,19 @@ def standing(where: str, run_dir: Path, going: bool, names: Collection[str]) -> 
 
 
 def _record(job: Job, run_dir: Path, going: bool, now_s: float) -> JobRecord:
-    reason = job.reason
+    status = job.status
     if job.state is JobState.RUNNING:
-        reason = _held_by(job, run_dir, going, now_s)
-    elif job.state is JobState.QUEUED:
-        reason = reason or "no rank has been free for it"
-    return JobRecord(
-        job.name,
-        job.work.what,
-        job.state,
-        reason,
-        0.0,
-        job.progress.unit,
-        directory=job.directory,
-    )
+        status = _held_by(job, run_dir, going, now_s)
+    elif status == Status(JobState.QUEUED):
+        status = Status(JobState.QUEUED, Cause.NO_RANK_FREE)
+    return JobRecord(job.name, job.work.what, status, 0.0, job.progress.unit, directory=job.directory)
 
 
-def _held_by(job: Job, run_dir: Path, going: bool, now_s: float) -> str:
-    """The reason why a job is RUNNING although this run has no record of its end."""
+def _held_by(job: Job, run_dir: Path, going: bool, now_s: float) -> Status:
+    """The status of a job that is RUNNING although this run has no record of its end."""
     match = _DEVICE.fullmatch(job.device)
     if match is not None and match["run"] != str(run_dir.resolve()):
-        return f"another run has it: {job.device}"
+        return Status(JobState.RUNNING, Cause.ELSEWHERE, job.device)
     if job.lost(now_s):
-        return "its agent is gone; it goes on when a training serves its store again"
-    return "" if going else "its agent was killed; it goes back to the queue when the lease ends"
+        return Status(JobState.RUNNING, Cause.AGENT_LOST)
+    return Status(JobState.RUNNING, Cause.NONE if going else Cause.AGENT_KILLED)

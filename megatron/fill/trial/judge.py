@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.fill import untrusted
-from megatron.fill.agent.verdict import OVER
 from megatron.fill.agent.watch import STOP_S
 from megatron.fill.config import FillSettings
 from megatron.fill.folders import output_file
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
+from megatron.fill.status import Cause, JobState, Then
 from megatron.fill.trial.hints import hints
 from megatron.fill.trial.result import Checkpoint, Ended, Options, RoundTrip, Steps, Trial, Use
 from megatron.fill.trial.train import TrialTraining
-from megatron.fill.types import JobRecord, JobState, RankRecord, WorkerRecord
+from megatron.fill.types import JobRecord, RankRecord, WorkerRecord
 from megatron.fill.worker.steptimes import nearest_rank
 
-_TRIED_AGAIN = "; it is tried again"
 _OUTPUT_LINES = 20
 _TRACEBACK = "Traceback (most recent call last):"
 
@@ -72,9 +71,9 @@ def _reason(last: TrialTraining, job: JobSpec, found: Examined, options: Options
         return last.job.reason or f"no worker was ready within {options.startup_seconds:g} s (--startup-seconds)"
     if record.state is JobState.SUCCEEDED:
         return ""
-    if record.state is JobState.QUEUED and record.reason.startswith(OVER):
+    if record.state is JobState.QUEUED and record.status.cause is Cause.TRAINING_ENDED:
         return "" if job.command is not None else _not_returned(worker, found, options)
-    return record.reason.removesuffix(_TRIED_AGAIN)
+    return record.status.text if record.status.then is not Then.TRIED_AGAIN else record.status.why
 
 
 def _not_returned(worker: WorkerRecord, found: Examined, options: Options) -> str:

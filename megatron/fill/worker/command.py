@@ -16,11 +16,11 @@ from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog
 from megatron.fill.pages.watcher import ControlWatcher
 from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command
-from megatron.fill.types import BubbleUse, JobState, Lack
+from megatron.fill.status import Cause, Then
+from megatron.fill.types import BubbleUse, Lack
 from megatron.fill.worker.confined import apply_environment, jail
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 
-BEGINS_AGAIN = "a command begins again from its start"
 _GUARD_NS = 500_000  # time before the bubble's expected end at which a command is stopped
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # the command itself, or a program that its shell had started
 _LOOK_NS = 50_000_000  # limit of a wait for the bubble's end, since the other job may requeue this futex wait
@@ -78,14 +78,14 @@ class CommandRun:
         finally:
             command.kill()
         if code is None or self._was_told_to_end(code):
-            return Outcome(JobState.QUEUED, BEGINS_AGAIN, unit="seconds")
+            return Outcome(Cause.STOPPED, then=Then.COMMAND_RESTARTS, unit="seconds")
         if code == 0:
-            return Outcome(JobState.SUCCEEDED, "", unit="seconds")
+            return Outcome(Cause.FINISHED, unit="seconds")
         program = (self.spec.work.command or ("",))[0]
         if code == NOT_FOUND and shutil.which(program, path=self.spec.env.get("PATH")) is None:
-            return Outcome(JobState.FAILED, f"command not found: {program}", unit="seconds")
+            return Outcome(Cause.FAILED, f"command not found: {program}", unit="seconds")
         ended = f"was ended by {host.signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        return Outcome(JobState.FAILED, f"the command {ended}; see its output", unit="seconds")
+        return Outcome(Cause.FAILED, f"the command {ended}; see its output", unit="seconds")
 
     def _was_told_to_end(self, code: int) -> bool:
         """True if the command was ended together with this process (``scancel``), and not by itself."""

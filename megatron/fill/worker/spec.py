@@ -14,7 +14,7 @@ from megatron.fill.profiles import is_amount
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.spec import Spec
-from megatron.fill.types import JobState
+from megatron.fill.status import Cause, JobState, Status, Then
 from megatron.fill.untrusted import parse_json, plain, to_json
 from megatron.fill.work import Work
 
@@ -65,22 +65,36 @@ class WorkerSpec(Spec):
         return TaskContext(self.name, directory, self.device, memory_bytes, index=index, count=count)
 
 
+_STATES = {
+    Cause.FINISHED: JobState.SUCCEEDED,
+    Cause.FAILED: JobState.FAILED,
+    Cause.STOPPED: JobState.QUEUED,
+    Cause.CROWDED: JobState.QUEUED,
+    Cause.DOES_NOT_FIT: JobState.QUEUED,
+}  # of a job whose worker reports this; it may report nothing else
+_FOLLOWS = (Then.NONE, Then.SAVED, Then.RESTARTS, Then.COMMAND_RESTARTS, Then.MEASURED_SAVED, Then.MEASURED_RESTARTS)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A worker's report of its job's end.
+    """A worker's report of its job's end, or the agent's substitute for it.
 
     Attributes:
-        state: the job's state; QUEUED if the training ended first, if the job does not fit here (``unfit``), or if it
-            could not give memory back when asked to (``crowded``).
+        detail: message of a failure, for people.
+        then: state in which the job was left, for people.
     """
 
-    state: JobState
-    reason: str
-    unfit: bool = False
+    cause: Cause
+    detail: str = ""
+    then: Then = Then.NONE
     unit: str = "steps"
     total_work: float | None = None
     result: dict[str, Any] = field(default_factory=dict)
-    crowded: bool = False
+
+    @property
+    def status(self) -> Status:
+        """The job's state if nobody knows better than its worker."""
+        return Status(_STATES.get(self.cause, JobState.FAILED), self.cause, self.detail)
 
     def leave(self, log: StepLog) -> None:
         """Leave the report in the step log, which needs no disk; a result that is too large is dropped."""
@@ -96,18 +110,16 @@ class Outcome:
         """Return the report in the step log; None if there is none, or an invalid one, since jobs can write there."""
         try:
             data = parse_json(log.word)
-            outcome = cls(**data | {"state": JobState(data["state"])})
+            outcome = cls(**data | {"cause": Cause(data["cause"]), "then": Then(data["then"])})
         except (ValueError, TypeError, KeyError):
             return None
         total = outcome.total_work
         sane = (
-            isinstance(outcome.reason, str)
+            outcome.cause in _STATES
+            and outcome.then in _FOLLOWS
+            and isinstance(outcome.detail, str)
             and isinstance(outcome.unit, str)
-            and isinstance(outcome.unfit, bool)
-            and isinstance(outcome.crowded, bool)
             and isinstance(outcome.result, dict)
             and (total is None or is_amount(total))
         )
-        if not sane or outcome.state in (JobState.RUNNING, JobState.CANCELLED):
-            return None
-        return replace(outcome, reason=plain(outcome.reason), unit=plain(outcome.unit))
+        return replace(outcome, detail=plain(outcome.detail), unit=plain(outcome.unit)) if sane else None

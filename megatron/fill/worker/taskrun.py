@@ -29,7 +29,7 @@ from megatron.fill.sidetask.imperative import ImperativeTask
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.sidetask.nodes import NodeTask
-from megatron.fill.types import JobState
+from megatron.fill.status import Cause, Then
 from megatron.fill.worker import checkpoint
 from megatron.fill.worker.loop import StepLoop
 from megatron.fill.worker.pacing import Pacer, Stopped, at_once
@@ -42,6 +42,14 @@ if TYPE_CHECKING:
 # Modules that only some jobs need are imported for those only, since a worker's start takes time of the rank's core.
 
 logger = logging.getLogger("pipefill.worker")
+
+# By whether there is a checkpoint, and whether the job's profile was measured and nothing else done.
+_THEN = {
+    (True, False): Then.SAVED,
+    (False, False): Then.RESTARTS,
+    (True, True): Then.MEASURED_SAVED,
+    (False, True): Then.MEASURED_RESTARTS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +92,8 @@ class TaskRun:
         context = self.spec.context()
         unit = SideTask.unit
 
-        def outcome(state: JobState, reason: str, unfit: bool = False, crowded: bool = False) -> Outcome:
-            return Outcome(state, reason, unfit, unit, context.total_work, context.result, crowded)
+        def outcome(cause: Cause, detail: str = "", then: Then = Then.NONE) -> Outcome:
+            return Outcome(cause, detail, then, unit, context.total_work, context.result)
 
         try:
             machine = self.new_machine(context)
@@ -107,7 +115,7 @@ class TaskRun:
         except PlanError as error:
             if machine is not None:
                 machine.stop()
-            return outcome(JobState.QUEUED, str(error), unfit=True)
+            return outcome(Cause.DOES_NOT_FIT, str(error))
         except BaseException as error:  # SystemExit included: the job failed, and the outcome has the reason
             self.log.enter_bubble(0)  # the step is over, so the rest is not an overrun of it
             print(task_traceback(error), end="", file=sys.stderr)
@@ -115,13 +123,13 @@ class TaskRun:
             if machine is not None:
                 with contextlib.suppress(BaseException):
                     machine.stop()
-            return outcome(JobState.FAILED, reason)
+            return outcome(Cause.FAILED, reason)
         if finished:
             checkpoint.discard(self.directory)
-            return outcome(JobState.SUCCEEDED, "")
+            return outcome(Cause.FINISHED)
         only_measured = self._measures and not self.log.work_done
-        reason = unfinished(checkpoint.exists(self.directory), only_measured)
-        return outcome(JobState.QUEUED, reason, crowded=self._crowded)
+        then = _THEN[checkpoint.exists(self.directory), only_measured]
+        return outcome(Cause.CROWDED if self._crowded else Cause.STOPPED, then=then)
 
     def new_machine(self, context: TaskContext) -> TaskMachine:
         """Load the task, without calling ``create``, and return its machine.
@@ -240,19 +248,6 @@ class TaskRun:
 
     def _stopping(self) -> bool:
         return self._crowded or self._asked_to_stop()
-
-
-def unfinished(kept: bool, only_measured: bool) -> str:
-    """Return the message for a job that has not finished, on how it continues.
-
-    Args:
-        kept: there is a checkpoint.
-        only_measured: the job's profile was measured, and it has done no other work.
-    """
-    then = "goes on from its checkpoint" if kept else "it begins again from its start"
-    if not only_measured:
-        return then
-    return f"it was only measured so far, which pipefill profile JOBS.yaml --store STORE does beforehand; {then}"
 
 
 def _reason(error: BaseException, callback: str, limits: Limits) -> str:

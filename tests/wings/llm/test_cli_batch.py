@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 
 from megatron.fill.cli import main
+from megatron.fill.status import Status
 from megatron.fill.store import Progress, open_store
 from megatron.fill.types import JobState
 
@@ -55,7 +56,7 @@ def finish(folder, state=JobState.SUCCEEDED, reason=""):
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "answers.jsonl").write_text(ANSWERS)
         store.place(claim, str(directory))
-        store.finish(claim, state, reason, Progress(2.0, 2.0, harvested_s=2.0), {})
+        store.finish(claim, Status(state, detail=reason), Progress(2.0, 2.0, harvested_s=2.0), {})
 
 
 def test_it_submits_a_job_and_writes_the_output_once_it_is_there(pipefill, tmp_path):
@@ -151,7 +152,7 @@ def test_the_answers_of_a_job_that_ends_in_the_middle_are_kept(pipefill, tmp_pat
 
     def sleep(seconds):
         with closing(open_store("run")) as store:
-            store.finish(claim, state, "it broke", Progress(1.0, 2.0, harvested_s=2.0), {})
+            store.finish(claim, Status(state, detail="it broke"), Progress(1.0, 2.0, harvested_s=2.0), {})
 
     monkeypatch.setattr("megatron.fill.wings.llm.commands.batch.time.sleep", sleep)
     status, out, err = pipefill("--name", "mine", "--watch")

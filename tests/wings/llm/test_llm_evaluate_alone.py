@@ -16,8 +16,8 @@ from megatron.fill.agent.folder import job_folder, occupied  # noqa: E402
 from megatron.fill.cli import main  # noqa: E402
 from megatron.fill.errors import TaskError  # noqa: E402
 from megatron.fill.folders import output_file  # noqa: E402
+from megatron.fill.status import Cause, JobState, Status  # noqa: E402
 from megatron.fill.store import NewJob, Progress, open_store  # noqa: E402
-from megatron.fill.types import JobState  # noqa: E402
 from megatron.fill.wings.llm.evaluations import publish, read_evaluations, write_evaluations  # noqa: E402
 from megatron.fill.work import Work  # noqa: E402
 from tests.wings.llm.test_llm_evaluate import checkpoint, data, run, task  # noqa: E402, F401
@@ -61,7 +61,8 @@ def trained(tmp_path, store, monkeypatch, work):
         made = task(folder, job.work.args["checkpoints"])
         made.init()
         run(made, work, monkeypatch)
-    store.release(claim, "the main job ended", Progress(float(work)), made.context.result)
+    ended = Status(JobState.QUEUED, Cause.TRAINING_ENDED)
+    store.release(claim, ended, Progress(float(work)), made.context.result)
     return folder, made.state_dict()
 
 
@@ -150,7 +151,7 @@ def test_it_gives_way(data, tmp_path, pipefill, store, monkeypatch, asked, said)
         if asked == "cancel":
             store.cancel(job.id)
         else:
-            store.disown(store.get(job.id).owner, "its host went down")
+            store.disown(store.get(job.id).owner)
         return 0.0
 
     monkeypatch.setattr("megatron.fill.wings.llm.evaluate.EvaluateCheckpoints.run_next_step", disturbed)
@@ -166,7 +167,7 @@ def test_what_makes_no_sense_is_refused(tmp_path, pipefill, store):
     claim = store.claim("agent", [job.id], 60, "rank 1 of run")
     status, _, err = pipefill("evaluate")
     assert (status, "is RUNNING (rank 1 of run)" in err) == (2, True)
-    store.finish(claim, JobState.FAILED, "why", Progress(), {})
+    store.finish(claim, Status(JobState.FAILED, detail="why"), Progress(), {})
     assert "is FAILED: expected pipefill retry evaluate before" in pipefill("evaluate")[2]
     store.submit([NewJob("other", Work("a:B"))])
     assert f"is a:B: expected a job of {TASK}" in pipefill("other")[2]

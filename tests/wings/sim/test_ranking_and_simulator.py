@@ -11,6 +11,7 @@ from megatron.fill.agent.ranking import Ranking
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile, cycle_to_dict
 from megatron.fill.scheduler.policies import POLICIES, parse_policy
+from megatron.fill.status import Status
 from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import DeviceEntry, NewJob, Progress
 from megatron.fill.types import BubbleKind, JobState
@@ -71,7 +72,7 @@ def in_a_run(policy: str, busy_s: dict[str, float | None], now_s: float) -> list
         [ended] = store.submit([NewJob(f"before-{user}", work_of("before"), user)])
         claim = store.claim("x", [ended.id], 3600)
         assert claim is not None
-        store.finish(claim, JobState.SUCCEEDED, "", Progress(harvested_s=used_s), {})
+        store.finish(claim, Status(JobState.SUCCEEDED), Progress(harvested_s=used_s), {})
     for name, (node_ms, work, user, priority, deadline_s) in JOBS.items():
         due_s = None if deadline_s is None else now_s + deadline_s
         [job] = store.submit([NewJob(name, work_of(name), user, priority, due_s)])

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.errors import ConfigError, StoreError
+from megatron.fill.status import Status
 from megatron.fill.store import NewJob, Progress, open_store
 from megatron.fill.wings.sim.filljobs.jobs import jobs_from_file, jobs_from_store
 from megatron.fill.wings.sim.filljobs.trace import load_trace, parse_duration, write_trace
@@ -202,7 +203,7 @@ def test_the_past_of_a_store(store):
     opened = open_store(store)
     claim = opened.claim("agent", [opened.find("one").id], 60)
     assert claim is not None
-    opened.finish(claim, claim.job.state.SUCCEEDED, "", Progress(500.0), {})
+    opened.finish(claim, Status(claim.job.state.SUCCEEDED), Progress(500.0), {})
     opened.cancel(opened.find("unknown").id)
     opened.close()
     assert [its.name for its in jobs_from_store(store, "cpu").jobs] == ["two"]

@@ -13,6 +13,7 @@ from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled, Timeline, Wait
 from megatron.fill.rank.rule import FillRule
+from megatron.fill.status import Status
 from megatron.fill.types import CycleKey, Iteration, JobRecord, JobState, RankRecord, WorkerRecord
 from megatron.fill.wings.sim.truth.compare import Run, compare, load, select
 from megatron.fill.wings.sim.truth.replay import PlayedIteration, open_bubbles, replay
@@ -118,7 +119,7 @@ def test_a_slower_half_shows() -> None:
 
 def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
     ranks, workers = filled(records(SCHEDULE, steady(30), [MS, MS]))
-    attempts = [(JobRecord(one.job, "m:C", JobState.QUEUED, "", 0.0, "", one.rank), one) for one in workers]
+    attempts = [(JobRecord(one.job, "m:C", Status(JobState.QUEUED), 0.0, "", one.rank), one) for one in workers]
     write_segment(tmp_path, ranks, attempts)
     with pytest.raises(FillError, match=r"run\.json"):
         load(tmp_path)

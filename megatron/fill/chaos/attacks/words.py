@@ -13,14 +13,13 @@ from megatron.fill.chaos.attacks.base import Attack, Ground
 from megatron.fill.chaos.kind import attack, fatal
 from megatron.fill.pages.steplog import MOST_WORD_BYTES
 
-_WORD = {
-    "state": "SUCCEEDED",
-    "reason": "",
-    "unfit": False,
+_WORD: dict[str, object] = {
+    "cause": "finished",
+    "detail": "",
+    "then": "",
     "unit": "steps",
     "total_work": None,
     "result": {},
-    "crowded": False,
 }
 _ESCAPES = "\x1b[2J\x1b]0;owned\x07\x1b[31m\r\n\u202e\x00red"
 
@@ -62,30 +61,30 @@ def _report(ground: Ground) -> str:
 def _tables() -> Iterator[Attack]:
     ends = partial(attack, either=True)
     spoiling = partial(ends, exact=False)
-    nested = b'{"state": "SUCCEEDED", "reason": "", "result": {"x": ' + b"[" * 3000 + b"]" * 3000 + b"}}"
-    huge = b'{"state": "SUCCEEDED", "reason": "", "total_work": 1' + b"0" * 400 + b"}"
-    long = b'{"state": "SUCCEEDED", "reason": "", "total_work": 1' + b"0" * 900_000 + b"}"
+    nested = b'{"cause": "finished", "detail": "", "then": "", "result": {"x": ' + b"[" * 3000 + b"]" * 3000 + b"}}"
+    huge = b'{"cause": "finished", "detail": "", "then": "", "total_work": 1' + b"0" * 400 + b"}"
+    long = b'{"cause": "finished", "detail": "", "then": "", "total_work": 1' + b"0" * 900_000 + b"}"
     yield Attack(fatal("word-brackets", "a last word of 200,000 brackets"), partial(_leave, b"[" * 200_000))
     yield Attack(fatal("word-integer", "a last word with an integer of 10^400"), partial(_leave, huge))
     yield Attack(fatal("word-digits", "a last word with an integer of 900,000 digits"), partial(_leave, long))
     yield Attack(fatal("word-nested", "a last word with a result of 3,000 nested lists"), partial(_leave, nested))
     yield Attack(
         fatal("word-types", "a last word whose parts are of wrong types"),
-        partial(_leave, _saying(reason=[1], unit={"a": 1}, unfit="yes")),
+        partial(_leave, _saying(detail=[1], unit={"a": 1}, then=["saved"])),
     )
     yield Attack(
         fatal("word-nan", "a last word with NaN as all its work"), partial(_leave, _saying(total_work=float("nan")))
     )
     yield Attack(
         fatal("word-escapes", "terminal escapes as the reason of its failure"),
-        partial(_leave, _saying(state="FAILED", reason=_ESCAPES * 50)),
+        partial(_leave, _saying(cause="failed", detail=_ESCAPES * 50)),
     )
     yield Attack(
         fatal("word-long", "a megabyte as the reason of its failure"),
-        partial(_leave, _saying(state="FAILED", reason="x" * (MOST_WORD_BYTES - 200))),
+        partial(_leave, _saying(cause="failed", detail="x" * (MOST_WORD_BYTES - 200))),
     )
     yield Attack(fatal("word-linger", "says that it is done, and stays"), _linger)
-    yield Attack(fatal("word-cancelled", "says that it was cancelled"), partial(_leave, _saying(state="CANCELLED")))
+    yield Attack(fatal("word-cancelled", "says that it was cancelled"), partial(_leave, _saying(cause="cancelled")))
     for name, value in (("inf", float("inf")), ("nan", float("nan")), ("most", 1.7e308), ("negative", -1e18)):
         yield Attack(
             spoiling(f"work-{name}", f"its step log says that it did {value} steps"), partial(_amounts, value), 2.0

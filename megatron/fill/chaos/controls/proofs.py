@@ -269,16 +269,16 @@ def last_word(world: World) -> object:
     if not said:
         return None
     word = json.loads(said)
-    for name, kind in (("state", str), ("reason", str), ("unfit", bool), ("unit", str)):
+    for name, kind in (("cause", str), ("detail", str), ("then", str), ("unit", str)):
         if not isinstance(word[name], kind):
             raise TypeError(f"{name} is {word[name]!r}")
-    reason = word["reason"]
-    if not reason.isprintable() or len(reason) > 10_000:
-        return reason
+    detail = word["detail"]
+    if not detail.isprintable() or len(detail) > 10_000:
+        return detail
     total = word["total_work"]
     if total is not None and (not math.isfinite(float(total)) or total > _ODD):
         return total
-    return word["state"] if word["state"] in ("SUCCEEDED", "CANCELLED") else None
+    return word["cause"] if word["cause"] in ("finished", "cancelled") else None
 
 
 def odd_work(world: World) -> str:

@@ -19,6 +19,7 @@ from megatron.fill.cli.options import Device, JobName, Json, Store, checked_devi
 from megatron.fill.cli.progress import progress
 from megatron.fill.errors import ConfigError, JobError, TaskError
 from megatron.fill.folders import JOBS, output_file, run_of
+from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store import Job, JobStore
 from megatron.fill.store.port import Standing
 
@@ -71,11 +72,11 @@ def evaluate(name: JobName, store: Store = None, device: Device = None, as_json:
             found = read_evaluations(directory)
             new = [line for iteration, line in found.items() if line != before.get(iteration)]
             if new:
-                reason = f"pipefill evaluate did {len(new)} checkpoints; it goes on in the next training"
+                waits = Status(JobState.QUEUED, Cause.EVALUATED, str(len(new)))
                 result = job.result | {name: value for name, value in new[-1].items() if name != "samples"}
                 behind = set(checkpoints(Path(job.work.args["checkpoints"]))) - set(found)
                 result |= {"evaluated": len(found), "behind": len(behind)}
-                jobs.release(claim, reason, job.progress, result)
+                jobs.release(claim, waits, job.progress, result)
     file = directory / EVALUATIONS
     if as_json:
         views.print_json({"job": job.name, "evaluations": str(file), "evaluated": new, "seconds": round(seconds, 3)})
@@ -152,7 +153,7 @@ def _held(jobs: JobStore, job: Job) -> Iterator[Claim]:
     try:
         yield claim
     finally:
-        jobs.release(claim, job.reason, job.progress, job.result)  # has no effect if it was released before
+        jobs.release(claim, job.status, job.progress, job.result)  # has no effect if it was released before
 
 
 def _folder(jobs: JobStore, claim: Claim, store: str | None) -> Path:
