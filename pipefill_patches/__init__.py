@@ -54,8 +54,8 @@ def defaults(argv: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the patches that a run with this command line needs.
 
     The CPU backend is included if requested (``--fill-cpu-backend`` or ``PIPEFILL_CPU_BACKEND=1``) or without a CUDA
-    device, ``host_p2p`` on ``PIPEFILL_HOST_P2P=1``, ``ghost_stages`` on ``--fill-real-stage``, and ``free_waits`` on
-    ``--fill-free-waits``.
+    device, ``host_p2p`` on ``PIPEFILL_HOST_P2P=1``, ``ghost_stages`` in ``python -m
+    pipefill_patches.ghosts``, and ``free_waits`` on ``--fill-free-waits``.
     """
     on_cpu = "--fill-cpu-backend" in argv or os.environ.get("PIPEFILL_CPU_BACKEND") == "1" or cpu_backend.needed()
     names: tuple[str, ...] = ("arguments", "training_loop", "schedules", "p2p_communicator")
@@ -63,7 +63,7 @@ def defaults(argv: Sequence[str]) -> tuple[str, ...]:
         names = ("host_p2p", *names)
     if "--fill-free-waits" in argv:
         names = ("free_waits", *names)
-    if ghost_flags.asked_for(argv):
+    if ghost_flags.requested is not None:
         names = ("ghost_stages", *names)
     return ("cpu_backend" if on_cpu else "wheel", *names)
 

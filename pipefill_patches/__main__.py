@@ -52,6 +52,16 @@ def main() -> None:
     if not arguments or arguments[0].startswith("-"):
         print(_USAGE, end="", file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr)
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
+    run(arguments, only)
+
+
+def run(arguments: list[str], only: tuple[str, ...] | None = None) -> None:
+    """Run a script with the patches applied.
+
+    Args:
+        arguments: its path, and its own arguments.
+        only: names of the patches to apply; None for all that apply here.
+    """
     script = arguments[0]
     if not os.path.isfile(script):
         print(f"pipefill_patches: error: no such script: {script}", file=sys.stderr)

@@ -17,7 +17,6 @@ from megatron.fill.config import FillSettings
 from megatron.fill.errors import exit_saying
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.given.settings import FLAG
-from pipefill_patches.ghost_flags import add_ghost_arguments, check_unused
 from pipefill_patches.registry import Patch, Target, replace
 
 _ADD = Target("megatron.training.arguments:add_megatron_arguments", ("parser",))
@@ -93,7 +92,6 @@ def _install(stack: contextlib.ExitStack) -> None:
     @functools.wraps(add)
     def add_with_fill(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         add_fill_arguments(add(parser))
-        add_ghost_arguments(parser)
         _mend_help(parser)
         tell_briefly(parser)
         return parser
@@ -106,7 +104,6 @@ def _install(stack: contextlib.ExitStack) -> None:
     @functools.wraps(parse)
     def parse_and_check(*args: Any, **kwargs: Any) -> argparse.Namespace:
         parsed = parse(*args, **kwargs)
-        check_unused(parsed)
         attached.parsed(parsed)
         return parsed
 

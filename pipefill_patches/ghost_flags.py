@@ -1,59 +1,63 @@
-"""The flags of ghost stages, and the changes of Megatron's arguments for them."""
+"""The options of ghost stages, and the changes of Megatron's arguments for them."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.fill.errors import ConfigError
 
-FLAG = "--fill-real-stage"
-_OTHERS = ("world_size", "waits", "forward_ms", "backward_ms", "transfer_ms")
+requested: argparse.Namespace | None = None  # the options of ``python -m pipefill_patches.ghosts``, if it runs
 
 
-def add_ghost_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("fill-ghosts", "one stage of a pipeline alone on one device (PipeFill)")
-    group.add_argument(
-        FLAG,
+def ghost_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``python -m pipefill_patches.ghosts``."""
+    parser = argparse.ArgumentParser(
+        "python -m pipefill_patches.ghosts",
+        allow_abbrev=False,
+        usage="python -m pipefill_patches.ghosts --stage N [options] SCRIPT ARGS...",
+        description="Train one stage of a pipeline alone, in one process: the other stages are ghosts, which send "
+        "random numbers when the schedule's timeline says. The bubbles are real, and what is trained is worth nothing.",
+    )
+    parser.add_argument("--stage", type=int, required=True, metavar="N", help="the real stage, from 0")
+    parser.add_argument(
+        "--world-size",
         type=int,
         metavar="N",
-        help="train stage N (from 0) alone, in this one process: the other stages are ghosts, which send random "
-        "numbers when the schedule's timeline says; the bubbles are real, and what is trained is worth nothing",
+        help="number of GPUs of the whole job (default: tensor x context x pipeline parallel size)",
     )
-    group.add_argument(
-        "--fill-ghost-world-size",
-        type=int,
-        metavar="N",
-        help="how many GPUs the whole job has (default: tensor x context x pipeline parallel size)",
-    )
-    group.add_argument(
-        "--fill-ghost-waits",
+    parser.add_argument(
+        "--waits",
         choices=("stream", "host"),
         help="stream: as NCCL, a kernel spins on the GPU; host: the host sleeps (default: stream; host on the CPU)",
     )
     for name in ("forward", "backward"):
-        group.add_argument(
-            f"--fill-ghost-{name}-ms",
-            type=float,
-            nargs="+",
-            metavar="MS",
-            help=f"of one microbatch's {name} pass: one value for all virtual stages, or one for each (default: as "
+        parser.add_argument(
+            f"--{name}-ms",
+            type=_times,
+            metavar="MS,...",
+            help=f"time of one microbatch's {name} pass: one value for all virtual stages, or one for each (default: "
             "this stage's, measured in the first iterations)",
         )
-    group.add_argument(
-        "--fill-ghost-transfer-ms",
-        type=float,
-        metavar="MS",
-        help="how long a transfer takes when both its ends are ready (default: 0)",
+    parser.add_argument(
+        "--transfer-ms", type=_times, metavar="MS", help="time of a transfer when both its ends are ready (default: 0)"
     )
+    parser.add_argument("script", metavar="SCRIPT", help="a Megatron-LM training script, such as pretrain_gpt.py")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its flags, with --fill-jobs")
+    return parser
 
 
-def asked_for(argv: Sequence[str]) -> bool:
-    """True if a command line requests ghost stages."""
-    return any(argument.partition("=")[0] == FLAG for argument in argv)
+def _times(text: str) -> tuple[int, ...]:
+    """Return times in ns of a text such as ``20`` or ``20,40.5``, in ms."""
+    try:
+        times = [float(part) for part in text.split(",")]
+    except ValueError:
+        times = [-1.0]
+    if not all(math.isfinite(ms) and ms >= 0 for ms in times):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected milliseconds, 0 or more, with commas between")
+    return tuple(round(ms * 1e6) for ms in times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,65 +78,52 @@ class GhostSettings:
     transfer_ns: int
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace, on_cpu: bool) -> GhostSettings:
-        """Check the flags, and change Megatron's arguments to those of the real stage's process.
+    def from_args(cls, options: argparse.Namespace, args: argparse.Namespace, on_cpu: bool) -> GhostSettings:
+        """Check the options, and change Megatron's arguments to those of the real stage's process.
 
         Raises:
-            ConfigError: a flag has a wrong value, or ghosts are impossible in this run.
+            ConfigError: an option has a wrong value, or ghosts are impossible in this run.
         """
         _check_run(args)
-        stage, stages = args.fill_real_stage, args.pipeline_model_parallel_size
+        stage, stages = options.stage, args.pipeline_model_parallel_size
         if stages < 2:
-            raise ConfigError(f"{FLAG} with --pipeline-model-parallel-size {stages}: expected at least 2 stages")
+            raise ConfigError(f"--stage with --pipeline-model-parallel-size {stages}: expected at least 2 stages")
         if not 0 <= stage < stages:
-            raise ConfigError(f"{FLAG} is {stage}: expected 0 to {stages - 1}, one of the pipeline's stages")
+            raise ConfigError(f"--stage is {stage}: expected 0 to {stages - 1}, one of the pipeline's stages")
         inner = args.tensor_model_parallel_size * args.context_parallel_size
-        world = args.fill_ghost_world_size
+        world = options.world_size
         if world is None:
             world = inner * stages
         if world < 1 or world % (inner * stages):
             raise ConfigError(
-                f"--fill-ghost-world-size is {world}: expected a multiple of {inner * stages}, the product of the "
+                f"--world-size is {world}: expected a multiple of {inner * stages}, the product of the "
                 "tensor, context and pipeline parallel sizes"
             )
-        if on_cpu and args.fill_ghost_waits == "stream":
-            raise ConfigError("--fill-ghost-waits is 'stream': this run has no CUDA device; expected host")
-        if (args.fill_ghost_forward_ms is None) != (args.fill_ghost_backward_ms is None):
-            raise ConfigError("--fill-ghost-forward-ms and --fill-ghost-backward-ms: expected both, or none of them")
+        if on_cpu and options.waits == "stream":
+            raise ConfigError("--waits is 'stream': this run has no CUDA device; expected host")
+        if (options.forward_ms is None) != (options.backward_ms is None):
+            raise ConfigError("--forward-ms and --backward-ms: expected both, or none of them")
         args.world_size = world
         args.rank = stage * (inner if args.use_tp_pp_dp_mapping else world // stages)
         args.fake_process_group = True
         args.do_train = True  # a middle stage would receive it from the ranks with data
         return cls(
             stage,
-            args.fill_ghost_waits or ("host" if on_cpu else "stream"),
-            _ns("forward", args.fill_ghost_forward_ms),
-            _ns("backward", args.fill_ghost_backward_ms),
-            sum(_ns("transfer", None if (ms := args.fill_ghost_transfer_ms) is None else [ms])),
+            options.waits or ("host" if on_cpu else "stream"),
+            options.forward_ms or (),
+            options.backward_ms or (),
+            sum(options.transfer_ms or ()),
         )
-
-
-def check_unused(args: argparse.Namespace) -> None:
-    """Raise ConfigError if flags of ghosts are given without ghosts."""
-    if args.fill_real_stage is not None:
-        return
-    for name in _OTHERS:
-        if getattr(args, f"fill_ghost_{name}") is not None:
-            flag = f"--fill-ghost-{name.replace('_', '-')}"
-            raise ConfigError(f"{flag} without {FLAG}: expected {FLAG} with the number of the real stage")
 
 
 def _check_run(args: argparse.Namespace) -> None:
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "1":
-        raise ConfigError(f"{FLAG} runs in one process, WORLD_SIZE is {ranks}: expected to be started without torchrun")
+        raise ConfigError(
+            f"a stage beside ghosts runs in one process, WORLD_SIZE is {ranks}: expected to be started without torchrun"
+        )
     for name in ("save", "load"):
         if getattr(args, name, None) is not None:
-            raise ConfigError(f"{FLAG} trains with random numbers, which is nothing to keep: expected no --{name}")
-
-
-def _ns(name: str, values: Sequence[float] | None) -> tuple[int, ...]:
-    for value in values or ():
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"--fill-ghost-{name}-ms is {value}: expected milliseconds, 0 or more")
-    return tuple(round(value * 1e6) for value in values or ())
+            raise ConfigError(
+                f"a stage beside ghosts trains with random numbers, which is nothing to keep: expected no --{name}"
+            )

@@ -25,8 +25,8 @@ from megatron.fill.hooks import Listener, bus
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.ghosts import GhostWaits, ghost_waits
 from megatron.fill.pipeline.schedules import make_schedule
-from pipefill_patches import collectives, cpu_backend, p2p_communicator, training_loop
-from pipefill_patches.ghost_flags import FLAG, GhostSettings
+from pipefill_patches import collectives, cpu_backend, ghost_flags, p2p_communicator, training_loop
+from pipefill_patches.ghost_flags import GhostSettings
 from pipefill_patches.ghost_waits import GhostRequest, HostWaits, StreamWaits, Waits
 from pipefill_patches.registry import Patch, Target, replace
 
@@ -78,7 +78,7 @@ class _Ghosts:
         """
         for unknown in _UNKNOWN:
             if getattr(config, unknown, False):
-                raise ConfigError(f"{FLAG}: there is no timeline for {unknown}; expected a run without it")
+                raise ConfigError(f"ghosts: there is no timeline for {unknown}; expected a run without it")
         bus.on_iteration = self.begin_iteration
         self._listener, bus.listener = bus.listener, None
         self._chunks = len(model)
@@ -225,7 +225,9 @@ def _install(stack: contextlib.ExitStack) -> None:
     @functools.wraps(parse)
     def parse_for_stage(*args: Any, **kwargs: Any) -> Namespace:
         parsed = parse(*args, **kwargs)
-        ghosts[:] = [_Ghosts(GhostSettings.from_args(parsed, cpu_backend.PATCH.applied), parsed)]
+        assert ghost_flags.requested is not None  # else the patch is not applied
+        settings = GhostSettings.from_args(ghost_flags.requested, parsed, cpu_backend.PATCH.applied)
+        ghosts[:] = [_Ghosts(settings, parsed)]
         return parsed
 
     replace(stack, holder, name, parse_for_stage)

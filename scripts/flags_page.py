@@ -17,7 +17,6 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.fill.given.settings import FileSettings  # noqa: E402
 from pipefill_patches.arguments import add_fill_arguments  # noqa: E402
-from pipefill_patches.ghost_flags import add_ghost_arguments  # noqa: E402
 
 PAGE = ROOT / "docs" / "flags.md"
 HEAD = """# Flags
@@ -47,7 +46,7 @@ price: {main: 30, side: 0.5}
 def page() -> str:
     """The page's text."""
     parser = argparse.ArgumentParser(add_help=False)
-    add_ghost_arguments(add_fill_arguments(parser))
+    add_fill_arguments(parser)
     parts = [HEAD]
     for group in parser._action_groups:
         if group._group_actions:

@@ -107,7 +107,7 @@ class Bench:
         name = f"pace-{self.device}-{options.waits}-{options.schedule}-{options.model}-{options.stage}"
         path = self.folder.parent / f"{name}.json"  # of all ways to share the GPU, and of all guards
         if not path.exists():
-            found = times_ms(self.trained("pace", _PACE_ITERATIONS, *_slow(self)))[WITHOUT_WAITS:]
+            found = times_ms(self.trained("pace", _PACE_ITERATIONS))[WITHOUT_WAITS:]
             path.write_text(json.dumps(median(found)), encoding="utf-8")
         return float(json.loads(path.read_text(encoding="utf-8"))) / 1000
 
@@ -134,15 +134,23 @@ class Bench:
         )
         return [*flags, "--train-iters", str(iterations), *options.extra.split()]
 
-    def trained(self, name: str, iterations: int, *flags: str) -> list[str]:
+    def trained(self, name: str, iterations: int, *flags: str, slow: bool = True) -> list[str]:
         """Train the real stage beside ghosts, for so many iterations with waits; the lines of its output."""
-        with self.begun(name, iterations, *flags) as lines:
+        with self.begun(name, iterations, *flags, slow=slow) as lines:
             return list(lines)
 
-    def begun(self, name: str, iterations: int, *flags: str) -> AbstractContextManager[Iterator[str]]:
-        """The same while it runs."""
-        arguments = [*self.flags(WITHOUT_WAITS + iterations), "--fill-ghost-waits", self.options.waits, *flags]
-        return beside_ghosts(self.options.stage, arguments, self.folder / f"{name}.log", self.left_s())
+    def begun(
+        self, name: str, iterations: int, *flags: str, slow: bool = True
+    ) -> AbstractContextManager[Iterator[str]]:
+        """The same while it runs.
+
+        Args:
+            slow: on a CPU, whose core the job shares also while it starts, bubbles in which it gets somewhere.
+        """
+        ghosts = ["--stage", str(self.options.stage), "--waits", self.options.waits]
+        ghosts += ["--forward-ms", "20", "--backward-ms", "40"] if slow and self.device == "cpu" else []
+        arguments = [*self.flags(WITHOUT_WAITS + iterations), *flags]
+        return beside_ghosts(ghosts, arguments, self.folder / f"{name}.log", self.left_s())
 
     def run(self, name: str) -> Path:
         """A run folder, empty."""
@@ -202,9 +210,8 @@ def profile(bench: Bench) -> dict[str, Any]:
 def bubbles(bench: Bench) -> dict[str, Any]:
     """Without jobs: whether bubbles are as long as the ghosts wait, in ms of an iteration."""
     run = bench.run("bubbles")
-    lines = bench.trained(
-        "bubbles", bench.options.warmup + _BUBBLES_ITERATIONS[bench.device], "--fill-report", str(run)
-    )
+    iterations = bench.options.warmup + _BUBBLES_ITERATIONS[bench.device]
+    lines = bench.trained("bubbles", iterations, "--fill-report", str(run), slow=False)
     period, kinds = next(match.groups() for line in lines if (match := _EXPECTED.search(line)))
     expected = {kind: float(ms) for kind, ms in re.findall(r"([\w-]+) ([\d.]+)", kinds)}
     record = next(last_segment(run).records())
@@ -224,16 +231,10 @@ def filled(bench: Bench) -> dict[str, Any]:
     """With a job in the bubbles, in pairs of blocks."""
     bench.profiles()
     bench.check_time("filled")
-    bench.trained("filled", bench.blocks.iterations, *_slow(bench), *bench.filling("filled"), *_paired(bench))
+    bench.trained("filled", bench.blocks.iterations, *bench.filling("filled"), *_paired(bench))
     found = of_run(bench.folder / "filled-run", bench.blocks)
     lacking = why_not() if bench.device == "cpu" else ""
     return found | ({"remark": f"{_NOT_EMULATED}: {lacking}"} if lacking else {})
-
-
-def _slow(bench: Bench) -> list[str]:
-    """On a CPU, whose core the job shares also while it starts: bubbles in which it gets somewhere."""
-    slow = ["--fill-ghost-forward-ms", "20", "--fill-ghost-backward-ms", "40"]
-    return slow if bench.device == "cpu" else []
 
 
 def _paired(bench: Bench) -> list[str]:
@@ -247,8 +248,8 @@ def identity(bench: Bench) -> dict[str, Any]:
     bench.check_time("identity")
     blocks = replace(bench.blocks, pairs=min(bench.options.pairs, _IDENTITY_PAIRS))
     lines = [
-        bench.trained("identity", blocks.iterations, *_slow(bench), *bench.filling("identity")),
-        bench.trained("identity-without", blocks.iterations, *_slow(bench)),
+        bench.trained("identity", blocks.iterations, *bench.filling("identity")),
+        bench.trained("identity-without", blocks.iterations),
     ]
     weights = [next(match[1] for line in one if (match := _WEIGHTS.search(line))) for one in lines]
     losses = [[match[1] for line in one if (match := _LOSS.search(line))] for one in lines]
@@ -269,7 +270,7 @@ def no_gate(bench: Bench) -> dict[str, Any]:
     run, blocks = bench.run("no-gate"), replace(plain, warmup=WITHOUT_WAITS + plain.warmup)
     with (
         beside_the_training(bench.job(), bench.device, bench.folder, blocks) as switched,
-        bench.begun("no-gate", plain.iterations, *_slow(bench), "--fill-report", str(run)) as lines,
+        bench.begun("no-gate", plain.iterations, "--fill-report", str(run)) as lines,
     ):
         for line in lines:
             if match := ITERATION.search(line):
@@ -283,7 +284,7 @@ def marks(bench: Bench) -> dict[str, Any]:
     iterations = bench.options.warmup + _MARKS_ITERATIONS[bench.device]
     times: dict[str, float] = {}
     for name, flags in (("watched", ("--fill-report", str(bench.run("marks")))), ("patches_alone", ())):
-        lines = bench.trained(f"marks-{name}", iterations, *flags)
+        lines = bench.trained(f"marks-{name}", iterations, *flags, slow=False)
         times[name] = median(times_ms(lines)[WITHOUT_WAITS + bench.options.warmup :])
     return {f"{name}_ms": time_ms for name, time_ms in times.items()} | {
         "cost": times["watched"] / times["patches_alone"] - 1

@@ -87,18 +87,22 @@ def on_gpus(
 
 
 @contextmanager
-def beside_ghosts(stage: int, arguments: list[str], log: Path, limit_s: float | None = None) -> Iterator[Iterator[str]]:
+def beside_ghosts(
+    ghosts: list[str], arguments: list[str], log: Path, limit_s: float | None = None
+) -> Iterator[Iterator[str]]:
     """A training of one real stage beside ghosts; yields the lines that it prints.
 
     Args:
-        stage, arguments: the real one, from 0; of pretrain_gpt.py.
+        ghosts: options of ``pipefill_patches.ghosts``.
+        arguments: flags of pretrain_gpt.py.
         log: for its output.
         limit_s: how long it may take; None for ever.
 
     Raises:
         RuntimeError: it failed, or it took too long; the message has the end of its output.
     """
-    with _processes([{}], [*arguments, "--fill-real-stage", str(stage)], log, limit_s) as lines:
+    program = [*SCRIPT[:-1], "-m", "pipefill_patches.ghosts", *ghosts, SCRIPT[-1]]
+    with _processes([{}], arguments, log, limit_s, program=program) as lines:
         yield lines
 
 
@@ -109,6 +113,7 @@ def _processes(
     log: Path,
     limit_s: float | None,
     enough: Callable[[str], bool] | None = None,
+    program: Sequence[str] | None = None,
 ) -> Iterator[Iterator[str]]:
     """Processes with environments of their own; yields what the last one prints."""
     inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
@@ -120,7 +125,7 @@ def _processes(
             where: Any = subprocess.PIPE if logs[rank] is log else stack.enter_context(logs[rank].open("w"))
             ranks.append(
                 subprocess.Popen(
-                    [*SCRIPT, *arguments],
+                    [*(program or SCRIPT), *arguments],
                     cwd=ROOT,
                     env=inherited | _COMMON | environment,
                     stdout=where,

@@ -10,11 +10,16 @@ from megatron.fill.pipeline.bubbles import bubble_seconds
 from megatron.fill.pipeline.costs import PipelineCosts
 from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import simulate
-from tests.e2e.training import stepped, train, train_until, write_jobs
+from tests.e2e.training import OURS, stepped, train, train_until, write_jobs
 
 FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 16 --fill-report {folder}/run"
-TIMES = "--fill-ghost-forward-ms 20 --fill-ghost-backward-ms 40"
+TIMES = ("--forward-ms", "20", "--backward-ms", "40")
 SPIN = {"name": "spin", "task": "tasks:Spin"}
+
+
+def beside_ghosts(stage: int, *options: str) -> tuple[str, ...]:
+    """The script of a training of one stage."""
+    return ("-m", "pipefill_patches.ghosts", "--stage", str(stage), *options, *OURS)
 
 
 def expected_s(schedule, stage: int, chunks: int) -> dict[str, float]:
@@ -24,7 +29,7 @@ def expected_s(schedule, stage: int, chunks: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_bubbles_are_no_shorter_than_the_timeline_has_them(tmp_path, stage):
-    trained = train(tmp_path, f"{FOUR} {TIMES} --fill-real-stage {stage}", 9, ranks=1)
+    trained = train(tmp_path, FOUR, 9, ranks=1, script=beside_ghosts(stage, *TIMES))
     told = re.search(r"ghosts: stage (\d) of 4 is real \(host waits\), 1f1b .* ms \(given\)", trained.output)
     assert told is not None
     assert int(told[1]) == stage
@@ -36,9 +41,10 @@ def test_bubbles_are_no_shorter_than_the_timeline_has_them(tmp_path, stage):
 
 def test_interleaved_ghosts_are_measured_and_jobs_run_beside_them(tmp_path):
     jobs = write_jobs(tmp_path, SPIN)
-    flags = "--pipeline-model-parallel-size 4 --global-batch-size 16 --num-layers 8 --fill-real-stage 1"
-    flags += f" --num-layers-per-virtual-pipeline-stage 1 --fill-ghost-transfer-ms 5 {jobs}"
-    trained = train_until(tmp_path, flags, {"spin": stepped}, ranks=1)
+    flags = "--pipeline-model-parallel-size 4 --global-batch-size 16 --num-layers 8"
+    flags += f" --num-layers-per-virtual-pipeline-stage 1 {jobs}"
+    script = beside_ghosts(1, "--transfer-ms", "5")
+    trained = train_until(tmp_path, flags, {"spin": stepped}, ranks=1, script=script)
     assert re.search(r"ghosts: stage 1 of 4 .* interleaved with 8 microbatches; .* ms \(measured\)", trained.output)
     assert trained.jobs["spin"]["steps"] > 0
     assert trained.jobs["spin"]["rank"] == 0
@@ -48,9 +54,9 @@ def test_the_same_is_computed_with_jobs_and_without(tmp_path):
     with_jobs, without = tmp_path / "with", tmp_path / "without"
     with_jobs.mkdir()
     without.mkdir()
-    flags = f"--pipeline-model-parallel-size 2 {TIMES} --fill-real-stage 1"
+    flags = "--pipeline-model-parallel-size 2"
     found = [
-        train(folder, f"{flags} {extra}", 12, ranks=1)
+        train(folder, f"{flags} {extra}", 12, ranks=1, script=beside_ghosts(1, *TIMES))
         for folder, extra in ((with_jobs, write_jobs(with_jobs, SPIN)), (without, ""))
     ]
     weights = [re.findall(r"weights after 12 iterations: sha256 (\w{64})", one.output) for one in found]

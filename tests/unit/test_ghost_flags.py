@@ -1,86 +1,90 @@
-"""The flags of ghost stages: what they make of Megatron's arguments, and what is refused."""
+"""The options of ghost stages: what they make of Megatron's arguments, and what is refused."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import shlex
 
 import pytest
 
 from megatron.fill.errors import ConfigError
-from pipefill_patches.ghost_flags import GhostSettings, add_ghost_arguments, asked_for, check_unused
+from pipefill_patches.ghost_flags import GhostSettings, ghost_parser
 
 PARALLEL = {"tensor_model_parallel_size": 2, "context_parallel_size": 1, "pipeline_model_parallel_size": 4}
 WRONG = """
---fill-real-stage 4 => --fill-real-stage is 4: expected 0 to 3, one of the pipeline's stages
---fill-real-stage -1 => --fill-real-stage is -1: expected 0 to 3
---fill-real-stage 1 --fill-ghost-world-size 12 => --fill-ghost-world-size is 12: expected a multiple of 8
---fill-real-stage 1 --fill-ghost-world-size 0 => --fill-ghost-world-size is 0: expected a multiple of 8
---fill-real-stage 1 --fill-ghost-waits stream => --fill-ghost-waits is 'stream': this run has no CUDA device
---fill-real-stage 1 --fill-ghost-forward-ms 1 => expected both, or none of them
---fill-real-stage 1 --fill-ghost-forward-ms -1 --fill-ghost-backward-ms 1 => --fill-ghost-forward-ms is -1.0: expected
---fill-real-stage 1 --fill-ghost-transfer-ms nan => --fill-ghost-transfer-ms is nan: expected milliseconds, 0 or more
---fill-real-stage 1 --save model => expected no --save
---fill-real-stage 1 --load model => expected no --load
---fill-ghost-transfer-ms 1 => --fill-ghost-transfer-ms without --fill-real-stage
+--stage 4 => --stage is 4: expected 0 to 3, one of the pipeline's stages
+--stage -1 => --stage is -1: expected 0 to 3
+--stage 1 --world-size 12 => --world-size is 12: expected a multiple of 8
+--stage 1 --world-size 0 => --world-size is 0: expected a multiple of 8
+--stage 1 --waits stream => --waits is 'stream': this run has no CUDA device
+--stage 1 --forward-ms 1 => expected both, or none of them
 """
 
 
-def parsed(flags: str, **other: object) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_ghost_arguments(parser)
-    for flag in ("--save", "--load"):
-        parser.add_argument(flag)
-    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
-    return argparse.Namespace(**vars(parser.parse_args(shlex.split(flags))), **PARALLEL | other)
+def made(options: str, on_cpu: bool = True, **changed: object) -> tuple[argparse.Namespace, GhostSettings]:
+    """Megatron's arguments, as changed, and the ghosts' settings."""
+    args = argparse.Namespace(**PARALLEL | {"use_tp_pp_dp_mapping": False, "save": None, "load": None} | changed)
+    given = ghost_parser().parse_args([*options.split(), "pretrain_gpt.py"])
+    return args, GhostSettings.from_args(given, args, on_cpu)
 
 
 @pytest.mark.parametrize("line", WRONG.strip().splitlines())
-def test_wrong_flags_are_refused_with_what_was_expected(monkeypatch, line):
+def test_wrong_options_are_refused_with_what_was_expected(monkeypatch, line):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    flags, expected = line.split(" => ")
-    args = parsed(flags)
-    check = check_unused if args.fill_real_stage is None else functools.partial(GhostSettings.from_args, on_cpu=True)
+    options, expected = line.split(" => ")
     with pytest.raises(ConfigError) as refused:
-        check(args)
+        made(options)
     assert expected in str(refused.value)
+
+
+@pytest.mark.parametrize("flag", ["save", "load"])
+def test_nothing_of_it_is_kept(monkeypatch, flag):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match=f"expected no --{flag}"):
+        made("--stage 1", True, **{flag: "model"})
+
+
+@pytest.mark.parametrize("times", ["-1", "nan", "much", "", "1,"])
+def test_times_are_milliseconds(capsys, times):
+    with pytest.raises(SystemExit) as ended:
+        ghost_parser().parse_args(["--stage", "1", "--forward-ms", times, "x.py"])
+    assert ended.value.code == 2
+    assert f"argument --forward-ms: {times!r}: expected milliseconds, 0 or more" in capsys.readouterr().err
 
 
 def test_a_pipeline_of_one_stage_and_several_processes_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match="expected at least 2 stages"):
-        GhostSettings.from_args(parsed("--fill-real-stage 0", pipeline_model_parallel_size=1), on_cpu=True)
+        made("--stage 0", pipeline_model_parallel_size=1)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 4: expected to be started without torchrun"):
-        GhostSettings.from_args(parsed("--fill-real-stage 0"), on_cpu=True)
+        made("--stage 0")
 
 
 @pytest.mark.parametrize(
     ("flags", "rank", "world"),
     [
-        ("--fill-real-stage 3", 6, 8),
-        ("--fill-real-stage 3 --fill-ghost-world-size 64", 48, 64),
-        ("--fill-real-stage 3 --fill-ghost-world-size 64 --use-tp-pp-dp-mapping", 6, 64),
+        ("--stage 3", 6, 8),
+        ("--stage 3 --world-size 64", 48, 64),
     ],
 )
 def test_the_process_is_a_rank_of_its_stage(monkeypatch, flags, rank, world):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    args = parsed(flags)
-    settings = GhostSettings.from_args(args, on_cpu=False)
+    args, settings = made(flags, on_cpu=False)
     assert (args.rank, args.world_size, args.fake_process_group) == (rank, world, True)
     assert (settings.stage, settings.waits, settings.forward_ns) == (3, "stream", ())
+    args, _ = made(flags, on_cpu=False, use_tp_pp_dp_mapping=True)
+    assert args.rank == 6
 
 
 def test_times_are_per_virtual_stage_or_for_all(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    flags = "--fill-real-stage 0 --fill-ghost-forward-ms 1.5 2 --fill-ghost-backward-ms 3 --fill-ghost-transfer-ms 0.25"
-    settings = GhostSettings.from_args(parsed(flags), on_cpu=True)
+    flags = "--stage 0 --forward-ms 1.5,2 --backward-ms 3 --transfer-ms 0.25"
+    _, settings = made(flags)
     assert (settings.forward_ns, settings.backward_ns) == ((1_500_000, 2_000_000), (3_000_000,))
     assert (settings.transfer_ns, settings.waits) == (250_000, "host")
 
 
-def test_who_asks_for_ghosts_is_known_before_the_flags_are_parsed():
-    assert asked_for(["--fill-real-stage", "1"])
-    assert asked_for(["--fill-real-stage=1"])
-    assert not asked_for(["--fill-jobs", "a.yaml"])
+def test_what_follows_the_script_is_the_script_s():
+    options = ghost_parser().parse_args(["--stage", "1", "pretrain_gpt.py", "--stage", "2", "--fill-jobs", "a.yaml"])
+    assert (options.stage, options.script) == (1, "pretrain_gpt.py")
+    assert options.arguments == ["--stage", "2", "--fill-jobs", "a.yaml"]
