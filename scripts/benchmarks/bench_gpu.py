@@ -1,9 +1,9 @@
 """What filling costs and gains on a GPU: one real stage of a pipeline that owns the GPU, beside ghost stages.
 
 The other stages are played from their schedule's timeline (``pipefill_patches.ghosts``), so a bubble is time in which
-this stage waits and the GPU is idle, as in the whole job; several real stages on one GPU would fill each other's.  A
-BERT training runs in the bubbles.  A call measures one variant: how jobs share the GPU, how ghosts wait, the schedule, the
-model and the guard.  Its parts:
+this stage waits and the GPU is idle, as in the whole job; several real stages on one GPU would fill each other's. A
+BERT training runs in the bubbles. A call measures one variant: how jobs share the GPU, how ghosts wait, the schedule,
+the model and the guard. Its parts:
 
 * ``profile``: the job alone, into a store, so that it is not measured in bubbles;
 * ``bubbles``: without jobs, whether bubbles are as long as the ghosts wait;
