@@ -15,7 +15,7 @@ from tests.e2e.training import ROOT, SCRIPT, processes
 TRAINED = 220  # iterations
 # One of each way that the tasks of the other end-to-end tests have not: a worker that is stopped, or that hangs where
 # Python cannot be interrupted; a checkpoint that is damaged; a write to the rank's own pages, and a call on the rank;
-# the world around; the operator.  `pipefill chaos` knows many more.
+# the world around; the operator.  `python -m tests.chaos` knows many more.
 CHOSEN = ["sigstop-self", "hang-gil", "checkpoint-newest", "gate-write", "prlimit-rank", "disk-full", "operator"]
 
 
@@ -26,11 +26,15 @@ if SCRIPT != "pretrain_gpt.py":
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("chaos")
-    pipefill = "from megatron.fill.cli import main; main()"
-    arguments = ["chaos", "--faults", "1", "--kinds", ",".join(CHOSEN), "--iterations", str(TRAINED)]
+    arguments = ["--faults", "1", "--kinds", ",".join(CHOSEN), "--iterations", str(TRAINED)]
     arguments += ["--json", str(folder / "chaos.json"), "--keep", str(folder / "kept")]
     done = subprocess.run(
-        [sys.executable, "-c", pipefill, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=280
+        [sys.executable, "-m", "tests.chaos", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
     )
     assert (folder / "chaos.json").exists(), done.stderr[-4000:]
     outcome = json.loads((folder / "chaos.json").read_text(encoding="utf-8"))

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.chaos.meminfo import FreeMemory
 from megatron.fill.folders import output_file
 from megatron.fill.linux.held import private_bytes
 from megatron.fill.store import Job
 from megatron.fill.types import JobState
+from tests.chaos.meminfo import FreeMemory
 from tests.e2e.training import WORKER, Running, processes, settings, stepped, write_jobs
 
 MIB = 1 << 20

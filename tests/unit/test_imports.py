@@ -56,17 +56,13 @@ RULES: dict[str, set[str]] = {
     },
     # What is seen of it, and tried out.
     "report": {"display", "errors", "linux", "records", "status", "types"},
-    "chaos": {
-        *("agent", "errors", "folders", "given", "linux", "pages", "records", "report", "sandbox", "sidetask", "store"),
-        *("types", "worker"),
-    },
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {
         *("agent", "config", "display", "errors", "folders", "given", "linux", "records", "sidetask", "spec", "status"),
         *("store", "types", "untrusted", "worker"),
     },
     "cli": {
-        *("agent", "chaos", "device", "display", "errors", "folders", "given", "linux", "pages", "planner", "profiles"),
+        *("agent", "device", "display", "errors", "folders", "given", "linux", "pages", "planner", "profiles"),
         *("records", "report", "sandbox", "store", "trial", "types", "untrusted", "worker"),
     },
     "__init__": {"errors", "hooks", "sidetask", "types"},
@@ -240,6 +236,11 @@ def test_patches_import_only_the_hooks_schedules_settings_and_values():
             continue
         ours = {name.split(".")[2] for name in imports(path) if name.startswith("megatron.fill.")}
         assert {name for name in ours if name in RULES or name == "app"} <= allowed, path
+
+
+def test_the_product_imports_nothing_of_its_tests():
+    for path in [*FILL.rglob("*.py"), *(ROOT / "pipefill_patches").glob("*.py"), ROOT / "pretrain_gpt.py"]:
+        assert not any(name.split(".")[0] == "tests" for name in imports(path)), path
 
 
 def test_megatron_stays_a_namespace():

@@ -157,17 +157,6 @@ network --output n.json --backend mpi => 'mpi' is not one of 'gloo', 'nccl'
 network --output n.json --compare b.json => b.json: bandwidth_bytes_per_s is missing
 doctor extra => Got unexpected extra argument(s) (extra)
 doctor --jsno => No such option: --jsno
-chaos --faults 0 => '--faults' / '-n': expected greater than or equal to 1
-chaos --faults many => '--faults' / '-n': expected a valid integer
-chaos --iterations 10 => '--iterations': expected greater than or equal to 150
-chaos --seed x => '--seed': expected a valid integer
-chaos --kinds gremlins => --kinds names gremlins; expected some of
-chaos --script none.py => no training script none.py; expected --script PATH
-chaos --json folder => --json folder: cannot be written: Is a directory
-chaos --json /proc/c.json => --json /proc/c.json: cannot be written
-chaos --keep /proc/chaos => expected a new folder that can be written
-chaos --keep /proc => --keep /proc is not empty; expected a new folder
-chaos --keep jobs.yaml => --keep jobs.yaml: File exists; expected a new folder
 """
 
 # The flags of a training, of which the parser or the settings take exception.

@@ -18,7 +18,6 @@ import typer
 
 from megatron.fill import wings
 from megatron.fill.cli import (
-    chaos,
     control,
     doctor,
     jobs,
@@ -66,7 +65,6 @@ app.command("report")(report.report)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
-app.command("chaos")(chaos.chaos)
 
 
 def _add_wings() -> None:

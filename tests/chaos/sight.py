@@ -1,0 +1,28 @@
+"""A look at a run from outside, for what its attackers are told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron.fill.folders import PARTS
+from tests.chaos.attacks import cgroups, network
+from tests.chaos.targets import Targets
+
+_MOST_FILES = 200
+
+
+def look(ranks: Iterable[int], agents: Iterable[int], run: Path) -> Targets:
+    """What there is to be told of a run in this folder, of processes by their numbers here."""
+    files = [path for part in PARTS for depth in ("*", "*/*") for path in sorted(run.glob(f"{part}/{depth}"))]
+    listening = [port for _, _, port in network.listeners()]
+    return Targets(
+        os.stat("/proc/self/ns/pid").st_ino,
+        tuple(ranks),
+        tuple(agents),
+        tuple(map(str, files[:_MOST_FILES])),
+        tuple((str(path), version) for path, version in cgroups.roots()),
+        tuple(dict.fromkeys(listening)),
+        tuple(network.unix_names(run)),
+    )

@@ -1,0 +1,174 @@
+"""The main job of a chaos run: a small GPT in two stages on the CPU, the same from its seed each time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import termios
+import time
+import tty
+from contextlib import ExitStack
+from pathlib import Path
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.linux.ports import free_port
+from tests.chaos.checkout import SCRIPT
+
+RANKS = 2
+MODEL = shlex.split(
+    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 100000 "
+    "--log-interval 1 --tensorboard-log-interval 1"
+)
+_ITERATION = re.compile(rb"iteration +(\d+)/")
+_TAIL_BYTES = 4096
+_READ_S = 3.0
+_STALLED_S = 90.0  # no iteration for so long: it hangs (it takes a while to start)
+
+
+def find_script(given: Path) -> Path:
+    """The absolute path of the training script.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if given.is_file():
+        return given.resolve()
+    raise ConfigError(f"no training script {given}; expected --script PATH of {SCRIPT.name}")
+
+
+class ChaosTraining:
+    """One training, from its start on.
+
+    Args:
+        folder: for its log and losses; made here.
+        flags: besides the model's.
+        python_path: the ``PYTHONPATH`` of all its processes.
+    """
+
+    def __init__(self, script: Path, folder: Path, iterations: int, flags: list[str], python_path: str) -> None:
+        self.folder = folder
+        self.iterations = iterations
+        folder.mkdir(parents=True)
+        self._log = folder / "output.log"
+        self._seen, self._seen_s = 0, time.monotonic()
+        self._port = ExitStack()
+        port = self._port.enter_context(free_port())
+        shared = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("PIPEFILL_")},
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",  # there may be no other
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(RANKS),
+            "LOCAL_WORLD_SIZE": str(RANKS),
+            "OMP_NUM_THREADS": "1",
+            "PIPEFILL_CPU_BACKEND": "1",
+            "PYTHONPATH": python_path,
+        }
+        logs = ["--train-iters", str(iterations), "--tensorboard-dir", str(folder / "tensorboard")]
+        command = [sys.executable, "-u", str(script), *MODEL, *logs, *flags]
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._readers: list[subprocess.Popen[bytes]] = []
+        for rank in range(RANKS):
+            self._start(command, script.parent, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+
+    def _start(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
+        """Start a rank on a terminal of its own, as in a user's shell; what it prints there is copied to the log."""
+        ours, theirs = os.openpty()
+        tty.setraw(theirs)
+
+        def take_terminal() -> None:
+            fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its agents outlive the terminal by some seconds
+
+        try:
+            with self._log.open("ab") as log:
+                copy = ["sh", "-c", "exec cat 2> /dev/null"]  # at the end there is an error to read
+                self._readers.append(subprocess.Popen(copy, stdin=ours, stdout=log, env=environment))
+            self._ranks.append(
+                subprocess.Popen(
+                    command,
+                    cwd=directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=theirs,
+                    stderr=theirs,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=take_terminal,
+                )
+            )
+        finally:
+            os.close(ours)
+            os.close(theirs)
+
+    @property
+    def ranks(self) -> list[int]:
+        """Its processes."""
+        return [rank.pid for rank in self._ranks]
+
+    def running(self) -> bool:
+        """Whether it goes on; one that has lost a rank, or has stood still for too long, is ended."""
+        codes = [rank.poll() for rank in self._ranks]
+        if None not in codes:
+            self.end()
+            return False
+        if any(codes) or time.monotonic() - self._progress_s() > _STALLED_S:
+            self.end()
+            return False
+        return True
+
+    @property
+    def iteration(self) -> int:
+        """How far it is; 0 before its first iteration is done."""
+        with self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            found = _ITERATION.findall(log.read())
+        if found and int(found[-1]) != self._seen:
+            self._seen, self._seen_s = int(found[-1]), time.monotonic()
+        return self._seen
+
+    def _progress_s(self) -> float:
+        _ = self.iteration
+        return self._seen_s
+
+    def failure(self) -> str:
+        """Why it failed, ``""`` if it did not; to be asked once it has ended."""
+        codes = [rank.returncode for rank in self._ranks]
+        if not any(codes):
+            return ""
+        return f"its ranks ended with {' and '.join(map(str, codes))} after iteration {self.iteration}; see {self._log}"
+
+    def refused(self) -> bool:
+        """Whether it said that it was given something wrong, before it trained; the others may be ended meanwhile."""
+        codes = {rank.returncode for rank in self._ranks}
+        return 2 in codes and codes <= {2, -signal.SIGKILL} and b"error: " in self._log.read_bytes()
+
+    def end(self) -> None:
+        """Kill what is left of it."""
+        self._port.close()
+        for rank in self._ranks:
+            if rank.poll() is None:
+                os.killpg(rank.pid, signal.SIGKILL)
+                rank.wait()
+        for reader in self._readers:
+            try:
+                reader.wait(_READ_S)  # it ends with the last that has the terminal open
+            except subprocess.TimeoutExpired:
+                reader.kill()
+                reader.wait()
+
+    def losses(self) -> dict[int, float]:
+        """The loss of every iteration: float32 from TensorBoard, to the bit."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(self.folder / "tensorboard"), size_guidance={"scalars": 0})
+        events.Reload()
+        if "lm loss" not in events.Tags()["scalars"]:
+            return {}
+        return {event.step: event.value for event in events.Scalars("lm loss")}
