@@ -1,1 +1,1 @@
-"""Chaos: a real training under many injected faults of its side tasks, to show that none of them reaches it."""
+"""Chaos: faults and attacks in the jobs of a real training, to show that none of them reaches the training."""

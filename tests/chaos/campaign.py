@@ -1,4 +1,4 @@
-"""A chaos run: submits the tasks with faults, commits the other faults, and sees what becomes of jobs and training."""
+"""A chaos run: submits the tasks with faults, commits the other faults, and observes jobs and training."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.chaos.submitting import Submitter
 from tests.chaos.verdict import Lost, Submitted, judge
 
 _LOOK_S, _TELL_S = 0.3, 1.0
-_NO_NEWS_S = 90.0  # for so long no job ends: those that are left are given up
-_QUIET_SHARE, _LEAST_QUIET_S, _LONGEST_QUIET_S = 0.4, 3.0, 10.0  # of the window with faults before it
+_NO_NEWS_S = 90.0  # time without the end of any job after which the rest are given up
+_QUIET_SHARE, _LEAST_QUIET_S, _LONGEST_QUIET_S = 0.4, 3.0, 10.0  # relative to the window with faults before it; bounds
 _END_S = 10.0  # how long wardens and agents may outlive the last training
-_ROUNDS = 4  # of making up for faults that did not come about
+_ROUNDS = 4  # to repeat faults that did not happen
 _UNFINISHED = [state for state in JobState if not state.finished]
 
 
@@ -40,7 +40,7 @@ class Stretch:
     """A stretch of time in CLOCK_MONOTONIC: with faults, or without any job.
 
     Attributes:
-        alone: with faults that slow the training down by their nature; it is not compared.
+        alone: it has faults that slow the training down by their nature, and is not compared.
     """
 
     start_ns: int
@@ -51,13 +51,13 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All that a chaos run saw.
+    """The observations of a chaos run.
 
     Attributes:
-        wanted: how many faults of each kind there should be.
+        wanted: number of faults asked for, by kind.
         leaked: processes that were left when the last training had ended.
-        unjudged: the names of jobs that nobody saw the end of, as the run was ended before.
-        cut_off: whether Ctrl-C or SIGTERM ended the run.
+        unjudged: names of jobs whose end was not seen, as the run was cut off.
+        cut_off: Ctrl-C or SIGTERM ended the run.
     """
 
     wanted: Mapping[str, int]
@@ -75,10 +75,10 @@ class Findings:
         return [job for job in self.jobs if job.name not in self.unjudged]
 
     def injected(self) -> Counter[str]:
-        """Faults by kind: causes that are independent of one another, each of them seen.
+        """The number of verified faults by kind: independent causes.
 
-        A job is one, however often it does the same thing: it is verified by its mark and its end.  So is a deed of
-        the driver's, by what that saw.
+        A job counts once, however often it repeats its fault: it is verified by its mark and its end.  So does an
+        action of the driver, by what the driver observed.
         """
         astray = {one.job for one in self.lost}
         counts = Counter(deed.kind for deed in self.deeds)
@@ -86,13 +86,13 @@ class Findings:
         return counts
 
     def never_tried(self) -> dict[str, str]:
-        """The kinds of attacks all of whose jobs found nothing to try it on, and what one of them said."""
+        """The kinds of attacks none of whose jobs found a target, each with the message of one job."""
         missed = {job.kind.name: job.missed()[0].detail for job in self.jobs if job.missed() and not job.tried}
         tried = {job.kind.name for job in self.jobs if job.tried}
         return {kind: why for kind, why in missed.items() if kind not in tried}
 
     def marks(self) -> Counter[str]:
-        """How often the faults of a kind were seen to happen in all: a job that is tried again repeats its own."""
+        """The number of times that faults were seen to happen, by kind: a job that is tried again repeats its own."""
         counts = Counter(deed.kind for deed in self.deeds)
         for job in self.jobs:
             counts[job.kind.name] += len(job.faults())
@@ -100,14 +100,14 @@ class Findings:
 
 
 class Campaign:
-    """One chaos run.
+    """A chaos run.
 
     Args:
-        kinds: those to inject; without such as cannot be run here.
-        folder: for everything that it writes; empty.
-        iterations: of each training.
-        say: takes lines for the user.
-        machine_network: the inode of the network namespace that is not to be touched.
+        kinds: kinds to inject, without those that cannot be run here.
+        folder: for all files that it writes; empty.
+        iterations: iterations of each training.
+        say: prints a line for the user.
+        machine_network: inode of the network namespace that must not be touched.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class Campaign:
         self.lost: list[Lost] = []
         self.deeds: list[Deed] = []
         self.windows: list[Stretch] = []
-        self._judged = 0  # of the submitter's jobs
+        self._judged = 0  # number of the submitter's jobs that were judged
 
     def run(self, faults: int, seed: int) -> Findings:
-        """Inject until there are so many ``faults``, and end everything that was started; called once.
+        """Inject ``faults`` faults, and end everything that was started; called once.
 
         Raises:
             FillError: the training does not run at all.
-            KeyboardInterrupt: there was no job yet; later, what was seen until then is returned.
+            KeyboardInterrupt: there was no job yet; later, the findings until then are returned.
         """
         wanted, cut_off = plan.quotas(self.kinds, faults), False
         try:
@@ -179,7 +179,7 @@ class Campaign:
         return Findings(wanted, jobs, self.deeds, self.lost, self.windows, segments, leaked, unjudged, cut_off)
 
     def _inject(self, batch: Sequence[FaultKind]) -> None:
-        """One window with faults, and a quiet one after it."""
+        """Inject a batch in a window of its own, with a quiet window after it."""
         self._settle()
         self._tell()
         start_ns = time.monotonic_ns()
@@ -205,13 +205,13 @@ class Campaign:
         self.windows.append(Stretch(quiet_ns, time.monotonic_ns(), faults=False))
 
     def _commit(self, kind: FaultKind) -> Deed | None:
-        """What the driver does from outside."""
+        """Commit a fault of the driver's."""
         if kind in outside.KINDS:
             return self.outside.commit(kind.name)
         return self.injector.commit(kind.name, self.main.run_dir)
 
     def _tell(self) -> None:
-        """Tell the attackers, every second, whom they may not see."""
+        """Tell the attackers, every second, the targets that they may not see."""
         if self.main.training is None or time.monotonic() < self._told_s + _TELL_S:
             return
         self._told_s = time.monotonic()
@@ -241,7 +241,7 @@ class Campaign:
             time.sleep(_LOOK_S)
 
     def _await(self, jobs: Sequence[Submitted]) -> None:
-        """Wait until all have ended, and judge them; those that do not end are cancelled."""
+        """Wait until all have ended, and judge them; jobs that do not end are cancelled."""
         ids = {job.id for job in jobs}
         left, news_s = len(ids), time.monotonic()
         while left and time.monotonic() - news_s < _NO_NEWS_S:

@@ -1,4 +1,4 @@
-"""Wall clocks that jump, in agents and workers only, without touching the machine's.
+"""Wall clocks that jump in agents and workers only: the machine's clock is not touched.
 
 A folder on ``PYTHONPATH`` holds a ``sitecustomize`` that adds an offset to ``time.time()``; it reads the offset from a
 file of eight bytes that it maps, and that the driver writes.
@@ -33,10 +33,10 @@ if any(name in ("megatron.fill.agent.agent", "megatron.fill.worker.worker") for 
 
 
 class JumpingClock:
-    """The folder and its offset.
+    """The folder on ``PYTHONPATH``, and the offset.
 
     Args:
-        folder: made here.
+        folder: created here.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,15 +47,15 @@ class JumpingClock:
 
     @property
     def python_path(self) -> str:
-        """The ``PYTHONPATH`` of processes whose clocks are to jump, with the checkout that jobs import tasks from."""
+        """``PYTHONPATH`` of processes whose clocks jump; includes the checkout, from which jobs import their tasks."""
         return os.pathsep.join([str(self.folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
     def jump(self, seconds: float) -> None:
-        """Set all these clocks this far off the machine's."""
+        """Set all these clocks ``seconds`` off the machine's."""
         path = self.folder / _OFFSET
         with path.open("r+b" if path.exists() else "wb") as file:  # in place: it is mapped
             file.write(struct.pack("d", seconds))
 
     def moves(self, pid: int) -> bool:
-        """Whether that process goes by this clock."""
+        """True if the process uses this clock."""
         return str(self.folder / _OFFSET) in maps(pid)

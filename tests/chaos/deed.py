@@ -1,4 +1,4 @@
-"""What the driver of a chaos run did, and saw."""
+"""The driver's actions in a chaos run, with what it observed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Deed:
     """A fault that was injected from outside, and verified.
 
     Attributes:
-        start_ns, end_ns: from when to when, in CLOCK_MONOTONIC.
-        rank: whose; None for everyone's.
-        wrong: what should not have come of it; ``""`` if all is well.
+        start_ns, end_ns: beginning and end of the fault, in CLOCK_MONOTONIC.
+        rank: rank that the fault hit; None for all ranks.
+        wrong: harm that was observed; ``""`` if none was.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""A small disk of a chaos run's own, to be filled up: a tmpfs that no other process of the machine sees."""
+"""A small disk of a chaos run's own, which can be filled: a tmpfs that no other process of the machine sees."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _FILLER = "filler"
 
 
 class SmallDisk:
-    """A folder on a file system of its own, where that can be had.
+    """A folder on a file system of its own, where that is possible.
 
-    It is mounted in a mount namespace that this process and those it starts live in, so that nothing stays mounted
-    when they are gone, however they end.  Make it before any thread.
+    It is mounted in a mount namespace that only this process and its descendants live in, so nothing stays mounted once
+    they have ended, however they end.  Create it before any thread.
 
     Attributes:
-        folder: where it is.
-        why_not: why it is an ordinary folder, which cannot be filled up; ``""`` if it is not.
+        folder: mount point.
+        why_not: reason why it is an ordinary folder, which cannot be filled; ``""`` if it is not.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -29,7 +29,7 @@ class SmallDisk:
         self.why_not = _mount(folder)
 
     def fill(self) -> bool:
-        """Leave no byte free; whether that worked."""
+        """Fill the disk to the last byte; return True if it is full."""
         with contextlib.suppress(OSError), (self.folder / _FILLER).open("ab", buffering=0) as file:
             block = bytes(_MIB)
             while True:
@@ -37,7 +37,7 @@ class SmallDisk:
         return os.statvfs(self.folder).f_bavail == 0
 
     def free(self) -> None:
-        """Give the space back."""
+        """Free the space again."""
         (self.folder / _FILLER).unlink(missing_ok=True)
 
 

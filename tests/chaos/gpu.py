@@ -1,4 +1,4 @@
-"""Faults that need a GPU; they are not run where the main job trains on the CPU."""
+"""Faults that need a GPU; they are not run where the training is on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Beyond:
 
 
 class CudaFault(SideTask):
-    """After a good step, commits ``kind`` on the task's device."""
+    """After one good step, commits ``kind`` on the task's device."""
 
     def create(self, marks: str, kind: str) -> None:
         self.marks, self.kind, self.steps = Path(marks), kind, 0
@@ -44,7 +44,7 @@ class CudaFault(SideTask):
             {"illegal-access": self._illegal, "out-of-memory": self._hog, "kill-in-kernel": self._kill}[self.kind]()
 
     def _illegal(self) -> None:
-        """Read far beyond the memory that there is; no framework checks what this interface says."""
+        """Read far beyond the allocated memory; no framework checks the sizes that this interface gives."""
         import torch
 
         far = torch.as_tensor(_Beyond(self.data.data_ptr()), device=self.context.device)

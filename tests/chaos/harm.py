@@ -1,4 +1,4 @@
-"""What no fault may do to the main job: stop it for seconds, or slow it down for long."""
+"""Harm that no fault may do to the training: a stop of seconds, or a lasting slowdown."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MOST = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """One iteration that took much too long.
+    """An iteration that took much too long.
 
     Attributes:
-        kinds: of the faults that began shortly before its end, or in it.
+        kinds: kinds of the faults that began during it or up to 5 s before it.
     """
 
     iteration: int
@@ -32,7 +32,7 @@ class Stall:
 
 
 def stalls(findings: Findings, seen: Sequence[Iteration]) -> list[Stall]:
-    """The iterations that took two seconds more than the longest in a quiet window usually does."""
+    """The iterations that took two seconds more than the longest one of a quiet window usually does."""
     if not seen:
         return []
     quiet = [max(values) for one in findings.windows if not one.faults and (values := _inside(one, seen))]
@@ -45,7 +45,7 @@ def stalls(findings: Findings, seen: Sequence[Iteration]) -> list[Stall]:
 
 
 def longest_s(findings: Findings, seen: Sequence[Iteration]) -> dict[str, float]:
-    """By kind, the longest iteration that overlaps one of its faults, in seconds."""
+    """The longest iteration that overlaps a fault of each kind, in seconds."""
     starts, ends = [one.start_ns for one in seen], [one.end_ns for one in seen]
     found: defaultdict[str, float] = defaultdict(float)
     for kind, start_ns, end_ns in measure.stretches(findings):
@@ -56,11 +56,13 @@ def longest_s(findings: Findings, seen: Sequence[Iteration]) -> dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Slowed:
-    """How much longer iterations took after faults of one kind.
+    """The slowdown of iterations after faults of one kind.
 
     Attributes:
-        mean: over up to 100 iterations from the fault on, against the slower of the quiet windows around; 0.01 is 1%.
-        noise: by how much the quiet windows of the run differ from one another; infinite if there is one at most.
+        mean: slowdown of up to 100 iterations from the fault on, against the slower of the neighbouring quiet windows;
+            0.01 is 1%.
+        noise: relative difference between the slowest and the fastest quiet window of the run; infinite with fewer than
+            two.
     """
 
     mean: float
@@ -68,14 +70,14 @@ class Slowed:
 
     @property
     def beyond(self) -> bool:
-        """Whether it is more than 5%, and more than the machine's other work may have done."""
+        """True if the slowdown is more than 5% plus the run's noise, which the machine's other work may cause."""
         return self.mean > _MOST + self.noise
 
 
 def slowed(findings: Findings, seen: Sequence[Iteration]) -> dict[str, Slowed]:
-    """By kind, over its faults: the middle one of what each did to the next 100 iterations.
+    """The slowdown of the next 100 iterations for each kind: the median over its faults.
 
-    Other faults of the same window are in it too; a run with one kind alone tells what that kind does.
+    Other faults of the same window are included; a run with one kind alone shows the effect of that kind.
     """
     found: defaultdict[str, list[Slowed]] = defaultdict(list)
     windows = findings.windows

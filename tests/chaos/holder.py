@@ -1,4 +1,4 @@
-"""Side tasks that hold memory while the main job grows."""
+"""Side tasks that hold memory while the training grows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.chaos.tasks import Honest
 
 
 class MemoryHolder(Honest):
-    """Holds memory, and cannot give it back: it is saved and stopped, and goes on when there is room."""
+    """Holds memory and cannot release it: it is saved and stopped, and resumes when there is room."""
 
     held_bytes = 256 << 20
 
@@ -18,7 +18,7 @@ class MemoryHolder(Honest):
 
 
 class Shrinking(MemoryHolder):
-    """Gives it back when it is asked to."""
+    """Releases its memory on request."""
 
     def shrink(self, memory_bytes: int) -> bool:
         mark(self.marks, Note.HELD, f"asked to hold no more than {memory_bytes} bytes")

@@ -1,4 +1,4 @@
-"""The faults that come from outside: to workers, agents, store, clocks and disk."""
+"""Faults from outside: in workers, agents, store, clocks and disk."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.chaos.disk import SmallDisk
 
 _FULL_S, _JUMP_S = 2.0, 2.0
 _HOUR_S = 3600.0
-_READY_S = 40.0  # how long a victim may take to run
+_READY_S = 40.0  # longest wait until a victim runs
 _LOOK_S = 0.02
 _PARTS = ("", "-wal", "-shm")  # of an SQLite database
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """How long it takes.
+    """Durations of faults.
 
     Attributes:
-        outage_s: the store is out of reach.
-        stop_s: a worker stays stopped, and may take to be.
-        back_s: an agent may take to come back.
+        outage_s: time for which the store is out of reach.
+        stop_s: time for which a worker stays stopped; also the longest wait until it is.
+        back_s: longest wait until a worker is dead or an agent is back.
     """
 
     outage_s: float = 3.0
@@ -39,11 +39,11 @@ class Spans:
 
 
 class Injector:
-    """Commits them.
+    """Injects the faults.
 
     Args:
         database: the job store's file.
-        tick: called while it waits; it keeps a training running.
+        tick: called while waiting; keeps a training running.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Injector:
         self._turn = 0
 
     def commit(self, kind: str, run_dir: Path) -> Deed | None:
-        """One fault of a kind that hits no job in particular; None if it could not be seen to happen."""
+        """Commit a fault of a kind that hits no job in particular; return None if it was not seen to happen."""
         actions: dict[str, Callable[[str, Path], Deed | None]] = {
             "agent-kill": self._kill_agent,
             "agent-stop": self._stop_agent,
@@ -70,10 +70,10 @@ class Injector:
         return actions[kind](kind, run_dir)
 
     def hit(self, kind: str, notes: Path, tops: Callable[[], Iterable[int]]) -> Deed | None:
-        """Kill the honest worker that notes its marks there, or stop it for a second.
+        """Kill the honest worker that writes its marks to ``notes``, or stop it for a second.
 
         Args:
-            tops: it is below one of these processes.
+            tops: returns pids of which one is an ancestor of the worker.
         """
         if not self.until(lambda: bool(marks.read(notes, marks.Note.READY)), _READY_S):
             return None
@@ -115,7 +115,7 @@ class Injector:
         return Deed(kind, start_ns, time.monotonic_ns(), rank) if stopped and continued else None
 
     def _next_agent(self, run_dir: Path) -> tuple[int, int | None]:
-        """The ranks' agents by turns."""
+        """The next rank in turn, and the pid of its agent."""
         agents = processes.agents(run_dir)
         self._turn += 1
         rank = sorted(agents)[self._turn % len(agents)] if agents else 0
@@ -152,7 +152,7 @@ class Injector:
 
     @contextlib.contextmanager
     def store_away(self) -> Iterator[bool]:
-        """The store's files are in the folder ``away`` beside it for a while."""
+        """Move the store's files into the folder ``away`` next to it, and back at the end."""
         away = self.database.parent / "away"
         away.mkdir(exist_ok=True)
         files = [self.database.with_name(self.database.name + part) for part in _PARTS]
@@ -162,7 +162,7 @@ class Injector:
         try:
             yield True
         finally:
-            for file in files:  # whatever was made in their place
+            for file in files:  # files created in the meantime
                 file.unlink(missing_ok=True)
             for file in moved:
                 os.replace(away / file.name, file)
@@ -175,7 +175,7 @@ class Injector:
             self.disk.free()
 
     def until(self, done: Callable[[], bool], within_s: float) -> bool:
-        """Wait until something is so; whether it came to be."""
+        """Wait until ``done()``, at most ``within_s``; return True if it became true."""
         end_s = time.monotonic() + within_s
         while not done():
             if time.monotonic() >= end_s:

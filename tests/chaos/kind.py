@@ -1,4 +1,4 @@
-"""What a kind of fault is: its name, who commits it, and what must come of it."""
+"""A kind of fault: its name, its source, and the outcome that it must have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NETWORK = "network"  # of the run's own
 
 
 class Source(StrEnum):
-    """Who makes a fault."""
+    """The origin of a fault."""
 
     TASK = "task"  # a side task, by itself
     ATTACK = "attack"  # a side task, against what is not its own
@@ -25,20 +25,20 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """One kind of fault.
+    """A kind of fault.
 
     Attributes:
-        name: stable: it stands in results and on the command line.
-        state: the state that a job with this fault ends in.
-        reason: a regular expression that is found in the job's reason.
-        weight: how often it comes compared with others.
+        name: stable, as it appears in results and on the command line.
+        state: state that a job with this fault ends in.
+        reason: regular expression that the job's reason must match.
+        weight: frequency relative to other kinds.
         exact: the job must have done its work exactly once.
-        memory_bytes: the job's cap.
-        refused: what it tries must not succeed; its own marks tell.
-        either: it may end in ``state``, or as FAILED with any reason: it depends on when it is caught.
-        needs: what the run must have of its own, where only root can make it: ``DISK``, ``NETWORK``, or nothing.
-        open: why nothing keeps it in yet; such a kind is run only if it is named. Empty for all others.
-        alone: it costs time beside the training by its nature, so its window is compared with none.
+        memory_bytes: the job's memory cap.
+        refused: the attempt must be refused; the job's marks show if it was.
+        either: the job may end in ``state``, or as FAILED with any reason, depending on when it is caught.
+        needs: resource of the run's own that only root can create: ``DISK``, ``NETWORK`` or nothing.
+        open: reason why nothing prevents it yet; such a kind runs only if it is named. Empty for all others.
+        alone: it costs the training time by its nature, so its window is compared with none.
     """
 
     name: str
@@ -57,7 +57,7 @@ class FaultKind:
 
     @property
     def expected(self) -> str:
-        """In a few words: what must come of it."""
+        """The expected outcome, in a few words."""
         if self.source is Source.DRIVER:
             return "jobs and training go on"
         parts = ["refused"] if self.refused else []
@@ -76,7 +76,7 @@ def attack(
     weight: float = 0.5,
     needs: str = "",
 ) -> FaultKind:
-    """What a job tries, and goes on with its work after; not ``exact`` where it spoils what counts that work."""
+    """An attack after which the job continues; not ``exact`` where the attack damages the count of its work."""
     return FaultKind(
         name,
         what,
@@ -91,5 +91,5 @@ def attack(
 
 
 def fatal(name: str, what: str, reason: str = "", *, memory_bytes: int = 512 * MIB, weight: float = 0.5) -> FaultKind:
-    """What a job tries, and is ended for."""
+    """An attack that the job is ended for."""
     return FaultKind(name, what, Source.ATTACK, JobState.FAILED, reason, weight=weight, memory_bytes=memory_bytes)

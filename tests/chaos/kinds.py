@@ -1,4 +1,4 @@
-"""The kinds of faults, and what each must come to: the state and the reason that its job ends with."""
+"""The kinds of faults, with the state and the reason that their jobs must end with."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ KINDS: dict[str, FaultKind] = {
             "300 processes that slip out of the group",
             reason="process|forked",
             weight=_SLOW,
-            memory_bytes=16384 * MIB,  # what they share is counted for each
+            memory_bytes=16384 * MIB,  # memory that they share is counted for each
         ),
         FaultKind("descriptor-leak", "open files without end", reason="Too many open files|leaked|status 1"),
         FaultKind("output-flood", "output without end", reason="printed more than", weight=0.5),
@@ -99,13 +99,13 @@ _FAMILIES |= {"brought": [kind.name for kind in brought.KINDS], "outside": [kind
 
 
 def chosen(names: Sequence[str]) -> list[FaultKind]:
-    """The kinds of these names; all for none.
+    """Return the kinds with these names; all kinds if there are none.
 
     Args:
-        names: of kinds, or of families of attacks (``processes``, ``words``, ...).
+        names: kinds, or families of attacks (``processes``, ``words``, ...).
 
     Raises:
-        ConfigError: a name is unknown; the message lists those there are.
+        ConfigError: a name is unknown; the message lists the known ones.
     """
     names = [name for given in names for name in _FAMILIES.get(given, [given])]
     unknown = [name for name in names if name not in KINDS]

@@ -1,4 +1,4 @@
-"""The main job of a chaos run as a series of equal trainings, each compared with one that had no jobs."""
+"""The training of a chaos run: a series of equal trainings, each compared with one without jobs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _MOST_FAILURES = 3
 _FLAGS = shlex.split(
     "--fill-settings '{warmup_iterations: 3, grace_ms: 300, max_overruns: 2, max_output_mib: 4, lease_seconds: 6, "
     "trace_iterations: 1}' --fill-checkpoint-seconds 0.5 "
-    "--fill-max-slowdown 0"  # filling must go on, or there would be nothing to inject into
+    "--fill-max-slowdown 0"  # filling must continue, or there would be no jobs to inject faults into
 )
 
 
 class GivenUpError(FillError):
-    """So many trainings failed that there is no point in going on; what was seen of them stands."""
+    """Too many trainings failed to continue; the findings until then are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """One training under faults, when it has ended.
+    """A training under faults that has ended.
 
     Attributes:
-        start_ns, end_ns: CLOCK_MONOTONIC.
-        failure: why it failed; ``""`` if it did not.
-        differing: the iterations whose losses are not the reference's.
+        start_ns, end_ns: beginning and end, in CLOCK_MONOTONIC.
+        failure: reason why it failed; ``""`` if it did not.
+        differing: iterations whose losses differ from the reference.
     """
 
     run_dir: Path
@@ -50,8 +50,8 @@ class RepeatedTraining:
     Args:
         folder: for logs and losses.
         disk: for run folders and the job store.
-        iterations: of each training.
-        say: takes lines for the user.
+        iterations: iterations of each training.
+        say: prints a line for the user.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class RepeatedTraining:
 
     @property
     def mark(self) -> str:
-        """What the processes of these trainings have in their environment, and nobody else has."""
+        """The environment variable, as ``NAME=VALUE``, that only processes of these trainings have."""
         return f"PYTHONPATH={self.clock.python_path}"
 
     @property
     def run_dir(self) -> Path:
-        """The run folder of the training that goes on, or of the next one."""
+        """The run folder of the current training, or of the next one."""
         return self.disk / f"run-{len(self.segments)}"
 
     def refer(self) -> None:
-        """Train without jobs, to compare with.
+        """Train without jobs, as the reference.
 
         Raises:
             FillError: that training failed.
@@ -116,8 +116,8 @@ class RepeatedTraining:
         self.training = self._start(self.folder / f"training-{number}", self.flags(self.run_dir))
 
     def flags(self, run_dir: Path) -> list[str]:
-        """Of a training under faults."""
-        marks = f"{self.folder / 'marks'}:rw"  # jobs note what they did there
+        """The flags of a training under faults."""
+        marks = f"{self.folder / 'marks'}:rw"  # jobs note their actions there
         return [
             *_FLAGS,
             "--fill-report",
@@ -130,28 +130,28 @@ class RepeatedTraining:
 
     @property
     def iteration(self) -> int:
-        """How far the training is that goes on; 0 if there is none."""
+        """The last completed iteration of the current training; 0 without one."""
         return self.training.iteration if self.training is not None else 0
 
     def settled(self) -> bool:
-        """Whether a training is well under way, and goes on for some seconds yet."""
+        """True if a training is well under way, and not about to end."""
         return self.training is not None and _WARM <= self.training.iteration < self.iterations - _NEAR_END
 
     def finish(self) -> None:
-        """Wait for the end of the training that goes on."""
+        """Wait until the current training has ended."""
         if self.training is not None:
             while self.training.running():
                 time.sleep(_LOOK_S)
             self._close()
 
     def cut_off(self) -> None:
-        """Kill the training that goes on; what it has done is compared, and its end is no failure of its own."""
+        """Kill the current training; its iterations are compared, and its end does not count as a failure."""
         if self.training is not None:
             with contextlib.suppress(GivenUpError):
                 self._close(cut_off=self.training.running())
 
     def abandon(self) -> None:
-        """Kill it."""
+        """Kill the current training."""
         if self.training is not None:
             self.training.end()
 

@@ -1,7 +1,7 @@
-"""Marks: what a task of a chaos run notes just before it misbehaves, so that a fault counts only if it happened.
+"""Marks: notes that a task of a chaos run writes just before it misbehaves, so that a fault counts only if it happened.
 
-One file of JSON lines per job, outside of the run folder, whose disk may be full.  Every user may write it: a job may
-run as another one.  What stands in it is a job's own word: lines that make no sense are left out.
+There is one file of JSON lines per job, outside of the run folder, whose disk may be full.  Every user may write it,
+since a job may run as another user.  Its content is the job's own claim: invalid lines are skipped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_BYTES = 4 << 20
 
 
 class Note(StrEnum):
-    """What a task notes."""
+    """The events that a task notes."""
 
     READY = "ready"  # it runs well, and may be hit from outside
     FAULT = "fault"  # the next thing that it does is its fault
@@ -29,13 +29,13 @@ class Note(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One line.
+    """A line of the file.
 
     Attributes:
-        at_ns: CLOCK_MONOTONIC.
-        pid: the worker's, as it sees itself: in a process namespace of its own it is another one.
-        folder: the inode of its working folder, by which it is found from outside; 0 if it is not known.
-        detail: what was refused, went through, or had no target.
+        at_ns: time in CLOCK_MONOTONIC.
+        pid: the worker's pid as it sees it, which is another one outside of its process namespace.
+        folder: inode of the worker's working folder, by which it is found from outside; 0 if unknown.
+        detail: the attempt that was refused, went through, or had no target.
     """
 
     event: Note
@@ -46,7 +46,7 @@ class Mark:
 
 
 def mark(path: Path, event: Note, detail: str = "") -> None:
-    """Note that this happens now."""
+    """Note an event that happens now."""
     noted = Mark(event, time.monotonic_ns(), os.getpid(), os.stat(".").st_ino, detail[:500])
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     try:
@@ -56,13 +56,13 @@ def mark(path: Path, event: Note, detail: str = "") -> None:
 
 
 def prepare(path: Path) -> None:
-    """Make the file, empty, for everybody to write to."""
+    """Create the file, empty and writable for everybody."""
     path.touch()
     path.chmod(0o666)
 
 
 def read(path: Path, event: Note) -> list[Mark]:
-    """All marks of one sort, oldest first; none where there is no file."""
+    """All marks of one event, oldest first; empty if there is no file."""
     return [one for one in _all(path) if one.event is event]
 
 

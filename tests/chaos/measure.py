@@ -1,4 +1,4 @@
-"""What the faults cost: the main job's slowdown, and how soon the next job ran after a fault."""
+"""The cost of the faults: the training's slowdown, and the time from a fault to the next job's start."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron.fill.types import Iteration, JobRecord
 from tests.chaos.campaign import Findings, Stretch
 
 _WARM = 15  # iterations at the start of a training that are not compared
-_FAULT_NS = 1_000_000_000  # how long after it began a task's own fault is held to last
+_FAULT_NS = 1_000_000_000  # assumed duration of a task's own fault
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """From the end of a worker, or a blow to an agent, to the start of the next worker at that rank.
+    """The time from the end of a worker, or a fault in an agent, to the start of the next worker at that rank.
 
     Attributes:
-        seconds: until that worker's process was started.
-        startup_s: from there until it called its task; None if it never did.
+        seconds: time until the start of that worker's process.
+        startup_s: time from there until it called its task; None if it never did.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Recovery:
 
 
 def iterations(run_dirs: Iterable[Path]) -> list[Iteration]:
-    """The iterations of all trainings as the first stage saw them, but for those at each start."""
+    """The iterations of all trainings as recorded by the first stage, without the first 15 of each."""
     found: list[Iteration] = []
     for run_dir in run_dirs:
         try:
@@ -48,7 +48,7 @@ def iterations(run_dirs: Iterable[Path]) -> list[Iteration]:
 
 
 def slowdown(windows: Sequence[Stretch], seen: Sequence[Iteration]) -> Slowdown | None:
-    """Each window with faults against the quiet one after it, but for those that stand alone; None if there is none."""
+    """Compare each window with faults with the quiet one after it, unless its faults stand alone; None without any."""
     blocks = [
         Iteration(one.iteration, one.start_ns, one.end_ns, window.faults, number)
         for number, window in enumerate(windows)
@@ -61,7 +61,7 @@ def slowdown(windows: Sequence[Stretch], seen: Sequence[Iteration]) -> Slowdown 
 
 
 def _evened(blocks: Sequence[Iteration]) -> list[Iteration]:
-    """As many iterations in both halves of a pair: those nearest to where they meet."""
+    """The same number of iterations from both windows of a pair: those nearest to their boundary."""
     by_block: defaultdict[int, list[Iteration]] = defaultdict(list)
     for one in blocks:
         by_block[one.block].append(one)
@@ -74,7 +74,10 @@ def _evened(blocks: Sequence[Iteration]) -> list[Iteration]:
 
 
 def slowdown_by_kind(findings: Findings, seen: Sequence[Iteration]) -> dict[str, float]:
-    """The median of the iterations that overlap a fault of the kind over that of the next quiet window, minus 1."""
+    """The slowdown of iterations that overlap a fault, by kind: a ratio minus 1.
+
+    It is the median, over these iterations, of their duration divided by the median of the next quiet window.
+    """
     ratios: defaultdict[str, list[float]] = defaultdict(list)
     quiet = [(window.start_ns, _median_ns(window, seen)) for window in findings.windows if not window.faults]
     starts = [one.start_ns for one in seen]
@@ -89,8 +92,10 @@ def slowdown_by_kind(findings: Findings, seen: Sequence[Iteration]) -> dict[str,
 
 
 def recoveries(findings: Findings) -> list[Recovery]:
-    """Of every worker that ended in a window with faults, and of every blow to an agent, where another worker followed
-    at that rank in the same window (else nothing waited)."""
+    """Recoveries from the ends of workers in windows with faults, and from faults in agents.
+
+    Only those after which another worker started at that rank in the same window: otherwise no job waited.
+    """
     kinds = {job.name: job.kind.name for job in findings.jobs}
     found = []
     for segment in findings.segments:
@@ -123,7 +128,7 @@ def _followed(
 
 
 def _jobs(run_dir: Path) -> list[JobRecord]:
-    """Of all segments, those that ended."""
+    """The records of jobs that ended, from all segments of a run."""
     try:
         files = [its for segment in read_segments(run_dir) for its in segment.files().values()]
     except FillError:
@@ -141,7 +146,7 @@ def _median_ns(window: Stretch, seen: Sequence[Iteration]) -> float:
 
 
 def stretches(findings: Findings) -> Iterable[tuple[str, int, int]]:
-    """From when to when a fault of which kind lasted: its kind, its beginning and its end."""
+    """Yield the kind, the start and the end of every fault, in ns."""
     for deed in findings.deeds:
         yield deed.kind, deed.start_ns, deed.end_ns
     for job in findings.jobs:
@@ -150,5 +155,5 @@ def stretches(findings: Findings) -> Iterable[tuple[str, int, int]]:
 
 
 def blamed(findings: Findings, at_ns: int, within_s: float = 5.0) -> set[str]:
-    """The kinds of the faults that began shortly before something went wrong."""
+    """The kinds of the faults that began within ``within_s`` before ``at_ns``."""
     return {kind for kind, start_ns, _ in stretches(findings) if 0 <= at_ns - start_ns <= within_s * 1e9}

@@ -1,7 +1,7 @@
-"""What a worker may try against the memory files that it shares with the main job and its agent.
+"""Attempts of a worker on the memory files that it shares with the training and its agent.
 
-It has them mapped; the descriptors are closed by the time that a task runs, so what could be done through one is tried
-through ``/proc/self/map_files`` and ``/proc/self/fd``, where there is any.
+It has them mapped.  The descriptors are closed before a task runs, so attempts that need one go through
+``/proc/self/map_files`` and ``/proc/self/fd``, if those have any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A memory file as it is mapped here.
+    """A memory file as this process has it mapped.
 
     Attributes:
         name: such as ``gate``, ``cycle``, ``control``, ``baton``, ``steps``.
@@ -35,12 +35,12 @@ class Mapping:
     writable: bool
 
     def write(self, data: bytes) -> None:
-        """Over its beginning; it has to be writable."""
+        """Overwrite its beginning; the mapping must be writable."""
         ctypes.memmove(self.begin, data, min(len(data), self.end - self.begin))
 
 
 def mappings(*names: str) -> list[Mapping]:
-    """Where the memory files of these names are mapped."""
+    """The mappings of the memory files with these names."""
     found = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         fields = line.split()
@@ -52,7 +52,7 @@ def mappings(*names: str) -> list[Mapping]:
 
 
 def writable(name: str) -> Mapping:
-    """The mapping of that name through which this process may write.
+    """The writable mapping with this name.
 
     Raises:
         PermissionError: there is none.
@@ -64,7 +64,7 @@ def writable(name: str) -> Mapping:
 
 
 def descriptors(*names: str) -> dict[str, list[int]]:
-    """The descriptors of this process's memory files, by name; those that are not open are left out."""
+    """The open descriptors of this process's memory files, by name."""
     found: dict[str, list[int]] = {}
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -78,25 +78,25 @@ def descriptors(*names: str) -> dict[str, list[int]]:
 
 
 def step_log() -> StepLog:
-    """This worker's step log, over the mapping that it has: no descriptor of it is left.
+    """This worker's step log, over its mapping, since no descriptor is left.
 
     Raises:
-        PermissionError: it cannot be written to.
+        PermissionError: it is not writable.
     """
     page = writable("steps")
     return StepLog(memoryview((ctypes.c_char * (page.end - page.begin)).from_address(page.begin)).cast("B"))
 
 
 def scribble(name: str) -> None:
-    """Random bytes all over a memory file that this process may write."""
+    """Overwrite a memory file that this process may write with random bytes."""
     page = writable(name)
     page.write(os.urandom(page.end - page.begin))
 
 
 def attacks(*names: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every way to write to memory files that are not for a worker to write; each should raise OSError.
+    """Yield every way to write to memory files that a worker must not write; each should raise OSError.
 
-    One that gets through writes what is there already: it shows the hole, and does no harm.
+    A way that succeeds writes the bytes that are there already: it shows the hole, and does no harm.
     """
     for page in mappings(*names):
         for attack in (_protect, _through_map, _through_memory):
@@ -114,7 +114,7 @@ def _protect(page: Mapping) -> None:
 
 
 def _through_map(page: Mapping) -> None:
-    """Open the file anew by its place in memory."""
+    """Open the file again through its entry in ``map_files``, and write to it."""
     fd = os.open(f"/proc/self/map_files/{page.begin:x}-{page.end:x}", os.O_RDWR | os.O_CLOEXEC)
     try:
         _write(fd)
@@ -123,9 +123,9 @@ def _through_map(page: Mapping) -> None:
 
 
 def _through_memory(page: Mapping) -> None:
-    """Write by the file that is this process's memory, which asks for no right to the page.
+    """Write through ``/proc/self/mem``, which ignores the protection of pages.
 
-    Of a shared mapping that is only to be read the kernel makes no private copy: it refuses.
+    For a read-only shared mapping the kernel makes no private copy: it refuses.
     """
     fd = os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -167,5 +167,5 @@ def _grow(fd: int) -> None:
 
 
 def _seal(fd: int) -> None:
-    """Forbid all writing: it would take the file away from its writer."""
+    """Forbid all writing, which would take the file away from its writer."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)

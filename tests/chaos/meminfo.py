@@ -1,7 +1,7 @@
-"""How much memory the machine has free, as the processes of a chaos run see it: a file in place of /proc/meminfo.
+"""Free memory of the machine as the processes of a chaos run see it: a file in place of /proc/meminfo.
 
-So the main job can seem to grow into the margin without taking a byte from anybody.  It is mounted in the mount
-namespace that the run's small disk has made (``disk.SmallDisk``).
+So the training can seem to grow into the margin without taking a byte from any other program.  The file is mounted in
+the mount namespace that the run's small disk has created (``disk.SmallDisk``).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _AVAILABLE = re.compile(r"(MemAvailable:\s*)(\d+)( kB)")
 
 
 class FreeMemory:
-    """What stands in for /proc/meminfo.
+    """A stand-in for /proc/meminfo.
 
     Args:
         folder: for the file.
 
     Attributes:
-        path: the file's.
+        path: path of the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,19 +31,19 @@ class FreeMemory:
         self._mounted = False
 
     def mount(self) -> bool:
-        """Put it in the kernel's place, for whatever opens that from now on; whether it is there."""
+        """Mount it over the kernel's, for all programs that open that from now on; return True on success."""
         if not self._mounted:
             done = subprocess.run(["mount", "--bind", str(self.path), str(_MEMINFO)], capture_output=True, check=False)
             self._mounted = done.returncode == 0
         return self._mounted
 
     def show(self, available_bytes: int) -> None:
-        """So much is available from now on."""
+        """Show ``available_bytes`` of memory as available."""
         kib = available_bytes // 1024
         self._write(_AVAILABLE.sub(lambda match: f"{match[1]}{kib:>{len(match[2])}}{match[3]}", self._true))
 
     def restore(self) -> None:
-        """What was available at the beginning."""
+        """Show the memory that was available at the beginning."""
         self._write(self._true)
 
     def _write(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""A network of a chaos run's own: a loopback interface to be taken down, and an abstract socket to be found."""
+"""A network of a chaos run's own: a loopback interface that can be taken down, and an abstract socket to find."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _FLAGS = struct.Struct("16sH14x")
 
 
 class OwnNetwork:
-    """The network namespace that this process and those it starts live in from now on.  Make it before any thread.
+    """The network namespace of this process and its descendants from now on.  Create it before any thread.
 
     Attributes:
-        machine: the inode of the namespace that was left: the machine's.
-        why_not: why it is that one still; ``""`` if it is not.
+        machine: inode of the machine's namespace, which was left.
+        why_not: reason why this is still the machine's namespace; ``""`` if it is not.
     """
 
     def __init__(self) -> None:
         self.machine = os.stat("/proc/self/ns/net").st_ino
         self.why_not = _leave()
-        self._stranger = socket.socket(socket.AF_UNIX)  # as of another program on the node; else there would be none
+        self._stranger = socket.socket(socket.AF_UNIX)  # stands for another program on the node
         if not self.why_not:
             self._stranger.bind(_NAME)
             self._stranger.listen()

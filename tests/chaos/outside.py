@@ -1,4 +1,4 @@
-"""The driver's longer deeds: operators' commands, other trainings, stores that are not what they were."""
+"""The driver's longer actions: operators' commands, other trainings, damaged stores."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Outside:
     """Commits the kinds of ``attacks.outside``.
 
     Args:
-        memory: what the main job sees of the machine's free memory.
-        folder: of the chaos run.
+        memory: the machine's free memory as the training sees it.
+        folder: folder of the chaos run.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Outside:
         self.memory, self.folder = memory, folder
 
     def commit(self, kind: str) -> Deed | None:
-        """Do it; None if it could not be seen to happen."""
+        """Commit a fault of this kind; return None if it was not seen to happen."""
         deeds: dict[str, Callable[[], str | None]] = {
             "stop-both": self._stop_both,
             "stop-both-end": self._stop_both_end,
@@ -68,12 +68,12 @@ class Outside:
             wrong = deeds[kind]()
         except GivenUpError:
             raise
-        except FillError as error:  # of a store or a page that is not there: it is what this kind found
+        except FillError as error:  # a store or a page is missing: the finding of this kind
             wrong = str(error)
         return None if wrong is None else Deed(kind, start_ns, time.monotonic_ns(), wrong=wrong)
 
     def _pair(self) -> list[int]:
-        """A rank's agent and warden."""
+        """The pids of a rank's warden and agent; empty if no agent runs."""
         agents = processes.agents(self.main.run_dir)
         if not agents:
             return []
@@ -104,7 +104,7 @@ class Outside:
         return "" if gone else f"{len(left)} of warden and agent were left, stopped, after the training's end"
 
     def _replaced(self, how: str | None, seconds: float) -> str:
-        """Another file in the store's place, or none."""
+        """Put a damaged file in the store's place, or none, for ``seconds``."""
         with self.injector.store_away():
             if how is not None:
                 away = self.injector.database.parent / "away" / self.injector.database.name
@@ -122,7 +122,7 @@ class Outside:
             command.clear(folder)
 
     def _hostile_name(self) -> str:
-        """A job whose name the store would have refused, written into its file past that."""
+        """Write a job name that the store would refuse directly into its file."""
         submitted = self.submitter.honest()
         with contextlib.closing(sqlite3.connect(self.injector.database, timeout=10.0)) as database, database:
             database.execute(
@@ -141,7 +141,7 @@ class Outside:
         wrong = []
         for word in ("status", "pause", "resume", "kill", "resume"):
             said = command.pipefill(word, str(self.main.run_dir))
-            # Agents have the lowest priority: on a machine that others use, one may take longer than is waited for.
+            # Agents have the lowest priority: on a busy machine one may take longer than the command waits.
             late = said.code == 1 and not said.errors and self.injector.until(self._heard, _LONG_S)
             if said.code != 0 and not late:
                 wrong.append(f"{word}: {said.code} {' '.join((said.output + said.errors).split())[:200]}")
@@ -177,7 +177,7 @@ class Outside:
                 os.close(page.fd)
 
     def _second(self, run_dir: Path) -> str | None:
-        """Another training beside the first, and each job is done once; in a run folder of its own it ends well."""
+        """Start a second training.  In the first one's run folder it must be refused; in its own it must end well."""
         for _ in range(3):
             self.submitter.honest()
         folder = self.folder / f"second-{time.monotonic_ns()}"
@@ -197,7 +197,7 @@ class Outside:
         return second.failure() or (f"{differ} losses of the second training differ" if differ else "")
 
     def _grow(self, task: str) -> str | None:
-        """Little memory is free for some seconds."""
+        """Show little free memory for some seconds, and check that the job releases its memory or is stopped."""
         submitted = self.submitter.task(f"tests.chaos.holder:{task}", _HOLD_STEPS)
         if not self.injector.until(lambda: bool(marks.read(submitted.notes, marks.Note.READY)), _READY_S):
             return None
@@ -228,5 +228,5 @@ class Outside:
 
 
 def _stopped(pids: list[int]) -> bool:
-    """Stop all of these; False if one was gone."""
+    """Stop all of these; return False if one had ended."""
     return [processes.send(pid, signal.SIGSTOP) for pid in pids] == [True] * len(pids)

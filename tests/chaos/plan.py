@@ -1,4 +1,4 @@
-"""What faults a chaos run injects, in which order: a plan of batches, from a seed."""
+"""The plan of a chaos run: the faults in batches, shuffled with a seed."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _HONEST_STEPS, _VICTIM_STEPS, _ENDLESS_STEPS = 60, 1_500, 1_000_000
 
 
 def quotas(kinds: Sequence[FaultKind], faults: int) -> dict[str, int]:
-    """How many faults of each kind make ``faults`` in all, at least one of each."""
+    """The number of faults of each kind, at least one, for ``faults`` in all."""
     whole = sum(kind.weight for kind in kinds)
     return {kind.name: max(1, math.ceil(faults * kind.weight / whole)) for kind in kinds}
 
 
 def missing(kinds: Sequence[FaultKind], wanted: Mapping[str, int], injected: Mapping[str, int]) -> list[FaultKind]:
-    """One element for each job or action that is needed until every kind has its quota."""
+    """The faults that are still missing from the quotas: the kind once for each."""
     return [kind for kind in kinds for _ in range(max(0, wanted[kind.name] - injected.get(kind.name, 0)))]
 
 
 def batches(elements: Sequence[FaultKind], seed: int) -> list[list[FaultKind]]:
-    """Shuffle them, and cut them into windows of thirty faults."""
+    """Shuffle them, and split them into windows of thirty faults."""
     shuffled = list(elements)
     random.Random(seed).shuffle(shuffled)
     return [shuffled[first : first + _BATCH] for first in range(0, len(shuffled), _BATCH)]
 
 
 def task_of(kind: FaultKind) -> tuple[str, dict[str, object]]:
-    """The side task of a job with this fault, and its arguments but for the marks' file."""
+    """The side task of a job with this fault, and its arguments without the path of the marks."""
     if kind.source is Source.GPU:
         return "tests.chaos.gpu:CudaFault", {"kind": kind.name.partition("-")[2]}
     if kind.name.startswith("raise-"):

@@ -1,4 +1,4 @@
-"""A chaos run's outcome on a terminal of 80 columns."""
+"""The outcome of a chaos run on a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.chaos.results import ChaosResult
 
 
 def print_result(result: ChaosResult, console: Console) -> None:
-    """A row per kind, what was not run, and the totals; readable at 80 columns."""
+    """Print a row per kind, the kinds that were not run, and the totals."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("FAULT", overflow="fold", min_width=12)
     for heading in (
@@ -51,7 +51,7 @@ def print_result(result: ChaosResult, console: Console) -> None:
 
 
 def print_controls(controls: Sequence[Controlled], console: Console) -> None:
-    """A row per kind of attack: without which walls it succeeded, and what it was behind them; at 80 columns."""
+    """Print a row per kind of attack: the layers left out, and the outcome without these and behind all of them."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("ATTACK", no_wrap=True)
     table.add_column("WITHOUT", ratio=3, overflow="fold")
@@ -82,7 +82,7 @@ def _outcomes(result: ChaosResult) -> Table:
 
 
 def shown(text: str, most: int = 160) -> str:
-    """A text of a job's in a line, with nothing that a terminal would act on."""
+    """A job's text as one line, without characters that a terminal acts on."""
     plain = "".join(one if one.isprintable() else "?" for one in text)
     return plain if len(plain) <= most else plain[: most - 3] + "..."
 

@@ -1,4 +1,4 @@
-"""The processes of a chaos run, found by what their environment or command line says."""
+"""The processes of a chaos run, found by their environment, command line or working folder."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.chaos.programs import agent_program, worker_program
 
 
 def running(variable: str, folder: Path) -> list[int]:
-    """The processes of a chaos run: with this ``NAME=VALUE`` in their environment, or at work in or for this folder.
+    """The processes of a chaos run: with this ``NAME=VALUE`` in their environment, or working in or for this folder.
 
-    The latter because a worker's environment is made from nothing.
+    The latter finds processes whose environment a job has replaced.
     """
     return sorted({*_found("environ", variable), *_within(folder), *_standing_by(folder)} - {os.getpid()})
 
 
 def _all() -> Iterator[int]:
-    """Every process of the machine."""
+    """All pids of the machine."""
     return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
 
 
 def _within(folder: Path) -> Iterator[int]:
-    """The processes whose working folder is in this one."""
+    """The processes whose working folder is below this one."""
     inside = str(folder) + os.sep
     for pid in _all():
         with contextlib.suppress(OSError):
@@ -38,7 +38,7 @@ def _within(folder: Path) -> Iterator[int]:
 
 
 def _standing_by(folder: Path) -> Iterator[int]:
-    """The workers that wait for a job of a run in this folder."""
+    """The idle workers of runs in this folder."""
     inside = str(folder) + os.sep
     for pid in _all():
         with contextlib.suppress(OSError):
@@ -48,7 +48,7 @@ def _standing_by(folder: Path) -> Iterator[int]:
 
 
 def _found(file: str, *entries: str) -> list[int]:
-    """The processes in whose ``/proc/PID/FILE`` all of these entries stand."""
+    """The processes whose ``/proc/PID/FILE`` has all of these entries."""
     wanted = {entry.encode() for entry in entries}
     found = []
     for pid in _all():
@@ -59,7 +59,7 @@ def _found(file: str, *entries: str) -> list[int]:
 
 
 def agents(run_dir: Path) -> dict[int, int]:
-    """The agents of a run: rank to process."""
+    """The pids of a run's agents, by rank."""
     found = {}
     for path in (run_dir / "agents").glob("spec*.json"):
         pids = _found("cmdline", agent_program(), str(path))
@@ -69,24 +69,24 @@ def agents(run_dir: Path) -> dict[int, int]:
 
 
 def state(pid: int) -> str:
-    """The kernel's letter for it: ``T`` stopped, ``Z`` dead; empty if there is none."""
+    """The kernel's letter for a process: ``T`` stopped, ``Z`` dead; empty if it does not exist."""
     process = read_process(pid)
     return "" if process is None else process.state
 
 
 def alive(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
+    """True if the process exists and has not ended."""
     return state(pid) not in ("", "Z")
 
 
 def parent(pid: int) -> int:
-    """Its parent; 0 if it is gone."""
+    """The pid of a process's parent; 0 if the process has ended."""
     process = read_process(pid)
     return 0 if process is None else process.parent
 
 
 def below(tops: Iterable[int]) -> list[int]:
-    """All processes that descend from these."""
+    """All descendants of these processes."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for pid in _all():
         children[parent(pid)].append(pid)
@@ -98,17 +98,17 @@ def below(tops: Iterable[int]) -> list[int]:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """How long these have been on a core, in all; of those that are gone, nothing."""
+    """The CPU time of these processes in seconds; 0 for those that have ended."""
     fields = [stat_fields(f"/proc/{pid}/stat")[13:15] for pid in pids]  # in user mode and in the kernel
     return sum(map(int, itertools.chain.from_iterable(fields))) / TICKS_PER_S
 
 
 def worker_of(inner: int, folder: int, tops: Iterable[int]) -> int | None:
-    """The number here of a process that knows itself as ``inner``, in whatever namespace; None if there is none.
+    """The pid, in this namespace, of the process with the pid ``inner`` in its own; None if there is none.
 
     Args:
-        folder: the inode of its working folder; 0 if it is not known.
-        tops: it descends from one of these.
+        folder: inode of its working folder; 0 if unknown.
+        tops: processes of which one is an ancestor.
     """
     for pid in below(tops):
         with contextlib.suppress(OSError, StopIteration, ValueError):
@@ -120,7 +120,7 @@ def worker_of(inner: int, folder: int, tops: Iterable[int]) -> int | None:
 
 
 def at_work_in(folder: Path, pids: Iterable[int]) -> list[int]:
-    """Those of these processes whose working folder this is, however they name it."""
+    """Those of these processes whose working folder is this one, by inode."""
     found, wanted = [], folder.stat().st_ino
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -130,7 +130,7 @@ def at_work_in(folder: Path, pids: Iterable[int]) -> list[int]:
 
 
 def maps(pid: int) -> str:
-    """What files it has mapped; empty if it is gone."""
+    """The content of ``/proc/PID/maps``; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
     except OSError:
@@ -138,7 +138,7 @@ def maps(pid: int) -> str:
 
 
 def send(pid: int, number: signal.Signals) -> bool:
-    """Signal a process; False if it is gone."""
+    """Signal a process; return False if it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
         return True
@@ -146,17 +146,18 @@ def send(pid: int, number: signal.Signals) -> bool:
 
 
 def await_end(variable: str, folder: Path, within_s: float) -> None:
-    """Wait until no process with this in its environment is left, but no longer."""
+    """Wait until no process of the run is left, at most ``within_s``."""
     end_s = time.monotonic() + within_s
     while running(variable, folder) and time.monotonic() < end_s:
         time.sleep(0.1)
 
 
 def end_all(variable: str, folder: Path, within_s: float = 5.0) -> list[int]:
-    """End every process with this in its environment, those that multiply too; what was found first.
+    """End every process of the run, also those that multiply; return the pids that were found first.
 
     Args:
-        folder: the chaos run's.
+        variable: ``NAME=VALUE`` in their environment.
+        folder: folder of the chaos run.
     """
     found = running(variable, folder)
     end_s = time.monotonic() + within_s

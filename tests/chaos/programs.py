@@ -1,4 +1,4 @@
-"""The programs of a run by the names that their command lines have, taken from the modules themselves."""
+"""The names of the programs of a run in command lines, taken from the modules themselves."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megatron.fill import agent, worker
 
 @cache
 def agent_program() -> str:
-    """As which a rank's agent is started."""
+    """The module that a rank's agent is started as."""
     return _module(agent, "agent")
 
 
 @cache
 def warden_program() -> str:
-    """As which what guards the agent is started."""
+    """The module that the warden of an agent is started as."""
     return _module(agent, "warden")
 
 
 @cache
 def worker_program() -> str:
-    """As which a job's first process is started."""
+    """The module that a job's first process is started as."""
     return _module(worker, "worker")
 
 
@@ -31,7 +31,7 @@ def _module(room: ModuleType, name: str) -> str:
     """The module's full name.
 
     Raises:
-        ModuleNotFoundError: it was renamed, and whoever looks for it would find nobody.
+        ModuleNotFoundError: it was renamed, and a search for it would find no process.
     """
     spec = find_spec(f"{room.__name__}.{name}")
     if spec is None:

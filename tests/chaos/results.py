@@ -1,4 +1,4 @@
-"""The outcome of a chaos run, in figures and as plain data."""
+"""The result of a chaos run, in figures and as plain data."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.chaos.kind import FaultKind, Source
 
 @dataclass(frozen=True, slots=True)
 class FaultResult:
-    """One row.
+    """The result of one kind of fault: a row of the table.
 
     Attributes:
-        expected, observed: in a few words, what should come of it and what did.
-        injected: independent causes: jobs with such a fault, or deeds of the driver's.
-        marks: how often the fault was seen to happen: a job that is tried again repeats its own.
+        expected, observed: the required and the observed outcome, in a few words.
+        injected: number of independent causes: jobs with such a fault, or actions of the driver.
+        marks: number of times the fault was seen to happen; a job that is tried again repeats its own.
         main_failures, loss_differences: trainings that failed, and losses that differ, shortly after such a fault.
-        outcomes: attacks by what came of them: went through, refused, found no target.
+        outcomes: number of attacks that went through, were refused, and found no target.
         stalls: iterations that took two seconds more than usual, in or shortly after such a fault.
-        longest_s: the longest iteration that overlaps such a fault; None if there is none.
-        slowed: by how much the 100 iterations from such a fault on took longer than quiet ones; None if unknown.
-        slowdown: of the iterations that overlap such a fault; 0.01 is 1%; None if there are none.
-        recovery_s: the median; None if no worker followed at that rank.
+        longest_s: longest iteration that overlaps such a fault; None if there is none.
+        slowed: slowdown of the 100 iterations from such a fault on, against quiet ones; None if unknown.
+        slowdown: slowdown of the iterations that overlap such a fault; 0.01 is 1%; None if there are none.
+        recovery_s: median of the recoveries; None if no worker followed at that rank.
     """
 
     kind: str
@@ -53,15 +53,15 @@ class FaultResult:
 
 @dataclass(frozen=True, slots=True)
 class ChaosResult:
-    """The outcome of a chaos run.
+    """The result of a chaos run.
 
     Attributes:
-        wanted: how many faults there should have been.
-        slowed: the kinds after whose faults 100 iterations took more than 5% longer, beyond the noise.
-        not_run: the kinds that could not be injected here, and why.
-        untested: the kinds of attacks that were not counted, as their control did not succeed, and why.
-        controls: of all kinds of attacks.
-        never_tried: the kinds of attacks that found nothing to try it on, and what one of them said.
+        wanted: number of faults that were asked for.
+        slowed: kinds after whose faults 100 iterations took more than 5% longer, beyond the noise.
+        not_run: reason for each kind that could not be injected here.
+        untested: reason for each kind of attack that was not run because its control did not succeed.
+        controls: controls of all kinds of attacks.
+        never_tried: for each kind of attack that never found a target, the message of one of its jobs.
     """
 
     wanted: int
@@ -79,7 +79,7 @@ class ChaosResult:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The totals, in plain data."""
+        """The totals as plain data."""
         findings = self.findings
         slowed = self.slowdown
         return {
@@ -106,7 +106,7 @@ class ChaosResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every fault was injected, and none did any harm."""
+        """True if every fault was injected, and none did harm."""
         summary = self.summary
         harmful = (
             *("main_failures", "loss_differences", "jobs_lost", "leaked_processes", "stalls", "slowed"),
@@ -115,7 +115,7 @@ class ChaosResult:
         return summary["injected"] >= self.wanted and not any(summary[name] for name in harmful)
 
     def as_dict(self, command: str) -> dict[str, Any]:
-        """All of it, in plain data."""
+        """The whole result as plain data."""
         return {
             "command": command,
             "summary": self.summary,
@@ -136,11 +136,11 @@ def compile_result(
     not_run: Mapping[str, str],
     controls: Sequence[Controlled] = (),
 ) -> ChaosResult:
-    """Count and measure what a chaos run saw, from its run folders.
+    """Count and measure the findings of a chaos run, from its run folders.
 
     Args:
-        kinds: those that were injected.
-        controls: those of the attacks that were to be, also of such as were not as theirs did not succeed.
+        kinds: the kinds that were injected.
+        controls: controls of the attacks, also of those that were not run because theirs did not succeed.
     """
     seen = measure.iterations(segment.run_dir for segment in findings.segments)
     recovered = measure.recoveries(findings)
@@ -191,7 +191,7 @@ def compile_result(
 
 
 def outcomes(kind: FaultKind, findings: Findings) -> dict[str, int]:
-    """How often attacks of a kind went through, were refused, and found no target."""
+    """The number of attacks of a kind that went through, were refused, and found no target."""
     if kind.source not in (Source.ATTACK, Source.BROUGHT):
         return {}
     jobs = [job for job in findings.judged() if job.kind is kind]
@@ -203,7 +203,7 @@ def outcomes(kind: FaultKind, findings: Findings) -> dict[str, int]:
 
 
 def observed(kind: FaultKind, findings: Findings) -> str:
-    """What came of the faults of a kind, in a few words: the worst of it first."""
+    """The observed outcome of the faults of a kind in a few words, the worst one first."""
     lost = [one.why for one in findings.lost if one.kind == kind.name]
     jobs = [job for job in findings.judged() if job.kind is kind]
     through = [mark.detail for job in jobs for mark in job.through()]
@@ -221,7 +221,7 @@ def observed(kind: FaultKind, findings: Findings) -> str:
 
 
 def _harm(findings: Findings, seen: Sequence[Iteration]) -> tuple[Counter[str], Counter[str]]:
-    """Trainings that failed, and losses that differ, by the kinds of the faults just before."""
+    """The numbers of failed trainings and of differing losses, by the kinds of the faults just before."""
     failures: Counter[str] = Counter()
     differences: Counter[str] = Counter()
     for segment in findings.segments:

@@ -1,4 +1,4 @@
-"""One chaos run from its options to its result."""
+"""A chaos run, from its options to its result."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from tests.chaos.training import find_script
 _ON_GPU = "it needs a main job that trains and fills on a GPU; this one trains on the CPU"
 _FEW = 100  # faults: from there on, trainings are long
 _SHORT, _LONG = 500, 1200  # iterations
-_MOST_SAID = 300  # letters
+_MOST_SAID = 300  # characters
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosOptions:
-    """What the user asked for.
+    """The options of a chaos run.
 
     Attributes:
-        faults: how many in all.
-        kinds: the names of those to inject; none for all.
-        keep: where logs, run folders and the job store are to stay; None for nowhere.
-        iterations: of each training; None to suit the number of faults.
-        script: the training script.
+        faults: number of faults in all.
+        kinds: names of the kinds to inject; empty for all.
+        keep: folder in which logs, run folders and the job store stay; None to remove them.
+        iterations: iterations of each training; None for a default that depends on the number of faults.
+        script: training script.
     """
 
     faults: int
@@ -50,7 +50,7 @@ class ChaosOptions:
 
 
 def control(names: Sequence[str], say: Callable[[str], None]) -> list[Controlled]:
-    """Run the controls of these kinds of attacks, or of those of these families; of all for none.
+    """Run the controls of these kinds or families of attacks; of all if there are no names.
 
     Raises:
         ConfigError: a name is unknown, or none of them is an attack's.
@@ -67,15 +67,15 @@ def control(names: Sequence[str], say: Callable[[str], None]) -> list[Controlled
 
 
 def run(options: ChaosOptions, say: Callable[[str], None]) -> ChaosResult:
-    """Inject the faults into a training of its own, which nothing of is left running afterwards.
+    """Inject the faults into a training of its own, and end everything that was started.
 
     Args:
-        say: takes lines about how far it is.
+        say: prints a line of progress.
 
     Raises:
         ConfigError: an option is wrong, or there is no training script.
         FillError: the training does not run at all.
-        KeyboardInterrupt: Ctrl-C or SIGTERM before there was any fault; later, the result is what was seen until then.
+        KeyboardInterrupt: Ctrl-C or SIGTERM before there was any job; later, the findings until then are returned.
     """
     kinds = chosen(options.kinds)
     script = find_script(options.script)
@@ -106,7 +106,7 @@ def run(options: ChaosOptions, say: Callable[[str], None]) -> ChaosResult:
 
 
 def _keep(source: Path, target: Path, say: Callable[[str], None]) -> None:
-    """Copy what attacks have left behind; what cannot be copied is not to cost the result."""
+    """Copy the files that attacks have left; a file that cannot be copied does not cost the result."""
     # Python's own copy fails on pipes, and gives files of 4 GiB of nothing all their blocks.
     done = subprocess.run(
         ["cp", "--archive", "--sparse=always", f"{source}/.", str(target)], capture_output=True, text=True, check=False
@@ -123,7 +123,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            with suppress(OSError):  # what attacks have left behind is not to cost the result
+            with suppress(OSError):  # files that attacks have left must not cost the result
                 safefile.remove_tree(folder)
         return
     try:

@@ -1,4 +1,4 @@
-"""A look at a run from outside, for what its attackers are told."""
+"""Facts about a run that are visible from outside only, for its attackers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ _MOST_FILES = 200
 
 
 def look(ranks: Iterable[int], agents: Iterable[int], run: Path) -> Targets:
-    """What there is to be told of a run in this folder, of processes by their numbers here."""
+    """Return the targets in a run folder.
+
+    Args:
+        ranks, agents: pids in this process namespace.
+    """
     files = [path for part in PARTS for depth in ("*", "*/*") for path in sorted(run.glob(f"{part}/{depth}"))]
     listening = [port for _, _, port in network.listeners()]
     return Targets(

@@ -1,4 +1,4 @@
-"""The jobs of a chaos run: each with its file of marks, put into the store."""
+"""The jobs of a chaos run: each with a file for its marks, submitted to the store."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.chaos.verdict import Submitted
 
 
 class Submitter:
-    """Submits jobs, and keeps what is to become of them.
+    """Submits jobs, and keeps what each must come to.
 
     Args:
-        notes: a new folder for their marks; any user may write there.
-        disk: the folder that attacks write to.
-        machine_network: the inode of the network namespace that is not to be touched.
+        notes: new folder for their marks, writable for every user.
+        disk: folder that attacks write to.
+        machine_network: inode of the network namespace that must not be touched.
 
     Attributes:
-        jobs: all that were submitted.
+        jobs: all submitted jobs.
     """
 
     def __init__(self, store: JobStore, notes: Path, disk: Path, machine_network: int) -> None:
@@ -37,15 +37,15 @@ class Submitter:
         notes.chmod(0o777)  # a job may run as another user
 
     def honest(self) -> Submitted:
-        """A job without a fault, beside those that are planned."""
+        """Submit a job without a fault, in addition to the planned ones."""
         return self.submit(HONEST)
 
     def task(self, task: str, steps: int) -> Submitted:
-        """A job of another task that must do its work once."""
+        """Submit a job with another task, which must do its work exactly once."""
         return self.submit(HONEST, task=task, steps=steps)
 
     def command(self, name: str) -> Submitted:
-        """A command that ends well, one of ``attacks.daemons``."""
+        """Submit a command of ``attacks.daemons`` that ends well."""
         return self.submit(COMMAND, command=brought.command_of(name))
 
     def submit(
@@ -55,11 +55,11 @@ class Submitter:
         steps: int | None = None,
         command: Callable[[Path], list[str]] | None = None,
     ) -> Submitted:
-        """A job with this fault.
+        """Submit a job with this fault.
 
         Args:
-            task, steps: instead of those of the kind.
-            command: instead of a task: from its file of marks to its arguments.
+            task, steps: replace those of the kind.
+            command: replaces the task: a function from the file of marks to the arguments.
         """
         name = f"{kind.name}-{len(self.jobs)}"
         usual, args = plan.task_of(kind)

@@ -1,6 +1,6 @@
-"""What a chaos run tells its attackers of what walls may hide from them: numbers of processes, and files.
+"""Targets that the sandbox may hide from attackers, and that the driver tells them: pids, files, sockets.
 
-An attack that sees nobody would prove nothing.  With the numbers it asks the kernel, whose answer counts.
+An attack that sees no rank would prove nothing.  With the pids it asks the kernel, whose answer counts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _NAME = "targets.json"
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What is known of a run.
+    """The known targets in a run.
 
     Attributes:
-        namespace: the inode of the process namespace that the numbers are of.
-        ranks, agents: processes; wardens are among the agents.
-        files: of the run folder.
-        cgroups: where cgroups are mounted outside: folder and version.
-        ports, sockets: where somebody listens outside: on the loopback interface, and unix sockets by name.
+        namespace: inode of the process namespace of the pids.
+        ranks, agents: pids; the wardens are among the agents.
+        files: paths in the run folder.
+        cgroups: mount points of cgroup file systems outside, with their version.
+        ports, sockets: listening ports of the loopback interface, and unix sockets by name, outside.
     """
 
     namespace: int = 0
@@ -35,7 +35,7 @@ class Targets:
     sockets: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
-        """Where ``read`` finds it, at once and whole."""
+        """Write them atomically, for ``read``."""
         fresh = folder / f".{_NAME}"
         fresh.write_text(json.dumps(asdict(self)), encoding="utf-8")
         fresh.chmod(0o644)
@@ -43,7 +43,7 @@ class Targets:
 
     @classmethod
     def read(cls, folder: Path) -> Targets:
-        """What was written last; nothing is known where nothing was."""
+        """The targets that were written last; empty if none were."""
         with suppress(OSError):
             found = json.loads((folder / _NAME).read_text(encoding="utf-8"))
             cgroups = tuple((str(path), int(version)) for path, version in found.pop("cgroups"))
@@ -52,4 +52,4 @@ class Targets:
         return cls()
 
 
-NOTHING = Targets()  # is known
+NOTHING = Targets()

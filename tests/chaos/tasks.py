@@ -20,7 +20,7 @@ from tests.chaos.marks import Note, mark
 
 _STEP_S = 0.0005
 GOOD_STEPS = 3  # before a fault in a step
-_STOPS, _SCRIBBLES = 1, 5  # of one job; each stop is an offence, and so many are forgiven
+_STOPS, _SCRIBBLES = 1, 5  # per job; each stop is a violation, and some are forgiven
 _CHECKPOINTS = ("checkpoint.pt", "checkpoint-previous.pt")
 _FORKS, _FORKED_S = 300, 60
 _LEAKS, _LEAKED = 20_000, 100  # in all, and in one step
@@ -34,7 +34,7 @@ def work() -> None:
 
 
 class Honest(SideTask):
-    """Counts to ``steps`` and no further, over however many attempts."""
+    """Counts to ``steps`` and no further, over any number of attempts."""
 
     def create(self, marks: str, steps: int) -> None:
         self.marks, self.steps, self.done = Path(marks), steps, 0
@@ -101,7 +101,7 @@ class Raising(Honest):
 
 
 class Fault(Honest):
-    """After a few good steps, each further one commits the fault ``kind``, until that has ended the task or is done."""
+    """After three good steps, each further one commits the fault ``kind``, until the fault or the work ends it."""
 
     def create(self, marks: str, steps: int, kind: str = "nonsense") -> None:
         super().create(marks, steps)
@@ -202,7 +202,7 @@ class Fault(Honest):
         os.write(1, b"x" * (1 << 20))
 
     def _file_limit(self) -> float | None:
-        """Wait, doing nothing that counts, until a checkpoint was tried."""
+        """Do steps without work until a checkpoint was tried."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (_FILE_BYTES, _FILE_BYTES))
         return None if self.faults else self._wait()
 
@@ -213,7 +213,7 @@ class Fault(Honest):
         return self._damage(_CHECKPOINTS)
 
     def _damage(self, names: tuple[str, ...]) -> float | None:
-        """Once there are two checkpoints, damage those named and die; the next attempt has to make do with them."""
+        """Once there are two checkpoints, damage those named and die; the next attempt must cope with them."""
         directory = self.context.directory
         if list(directory.glob("*.corrupt")):
             return None
@@ -226,7 +226,7 @@ class Fault(Honest):
         return self._wait()
 
     def _wait(self) -> float:
-        """A step that does nothing."""
+        """A step without work."""
         work()
         return 0.0
 

@@ -1,4 +1,4 @@
-"""Attacks, each against something real and small: what is refused, what goes through, and what is left alone."""
+"""Attacks, each on something real and small: refused attempts, successful ones, and targets that are left alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_only_processes_of_the_same_run_are_found(tmp_path, rank):
 
 
 def test_agents_and_wardens_are_found_by_the_command_lines_that_they_are_started_with(tmp_path, monkeypatch):
-    """Names that a rename has left behind would find nobody, and every attack on agents would look refused."""
+    """After a rename, outdated names would find no process, and every attack on agents would seem refused."""
     spec = tmp_path / "run" / "agents" / "spec0.json"
     spec.parent.mkdir(parents=True)
     spec.write_text(json.dumps({"rank": 0, "parent": os.getpid(), "gate_fd": 0}))

@@ -1,4 +1,4 @@
-"""Each attack succeeds in a world of its own without the walls that are to stop it, and is refused behind them."""
+"""Controls: without the layers that stop it an attack succeeds in a world of its own; behind them it is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chaos run that Ctrl-C or SIGTERM ends: it keeps what it has seen, and counts no job whose end it did not see."""
+"""A chaos run that Ctrl-C or SIGTERM ends: it keeps its findings, and counts no job whose end it did not see."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.chaos.verdict import Submitted
 
 
 class Training:
-    """Stands in for a training with these ``losses`` so far, and goes on until it is ended."""
+    """Stands in for a training with these ``losses`` so far, and runs until it is ended."""
 
     def __init__(self, losses: dict[int, float], failed: str = "") -> None:
         self.seen, self.failed, self.ended = losses, failed, False
@@ -64,7 +64,7 @@ def test_a_training_that_had_failed_before_the_run_was_cut_off_counts_as_failed(
 
 
 def test_a_run_keeps_what_it_saw_before_it_was_cut_off(tmp_path, monkeypatch):
-    """The second batch of jobs is under way: they have done something, and nobody has seen their end."""
+    """End a campaign in its second batch, whose jobs have made marks and have not been seen to end."""
     monkeypatch.setattr(plan, "batches", lambda elements, seed: [elements[:1], elements[1:]])
     monkeypatch.setattr(plan, "HONEST_PER_BATCH", 0)
     monkeypatch.setattr("tests.chaos.disk._mount", lambda folder: "not in a test")

@@ -1,4 +1,4 @@
-"""The faults from outside, each against something real and small."""
+"""Faults from outside, each on something real and small."""
 
 from __future__ import annotations
 

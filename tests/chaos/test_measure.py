@@ -31,7 +31,7 @@ WINDOWS = [
 
 
 def iterations(quiet_ns: int = SECOND // 10, fault_ns: int = SECOND // 10) -> list[Iteration]:
-    """One after the other for 35 s, as long as the window they are in says."""
+    """Iterations for 35 s, one after the other, each with the duration that its window gives."""
     found: list[Iteration] = []
     now_ns = 0
     while now_ns < 35 * SECOND:

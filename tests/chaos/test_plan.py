@@ -1,4 +1,4 @@
-"""Which faults a chaos run injects: quotas, batches, names, and the tasks that commit them."""
+"""The plan of a chaos run: quotas, batches, names, and the tasks that commit the faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a job of a chaos run counts as lost, and when its faults count as injected."""
+"""The verdict on a job of a chaos run: lost or not, and the faults that count as injected."""
 
 from __future__ import annotations
 

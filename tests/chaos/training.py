@@ -1,4 +1,4 @@
-"""The main job of a chaos run: a small GPT in two stages on the CPU, the same from its seed each time."""
+"""The training of a chaos run: a small GPT in two stages on the CPU, the same from its seed each time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL = shlex.split(
 _ITERATION = re.compile(rb"iteration +(\d+)/")
 _TAIL_BYTES = 4096
 _READ_S = 3.0
-_STALLED_S = 90.0  # no iteration for so long: it hangs (it takes a while to start)
+_STALLED_S = 90.0  # time without an iteration after which it counts as hanging
 
 
 def find_script(given: Path) -> Path:
@@ -44,12 +44,12 @@ def find_script(given: Path) -> Path:
 
 
 class ChaosTraining:
-    """One training, from its start on.
+    """A training, from its start on.
 
     Args:
-        folder: for its log and losses; made here.
-        flags: besides the model's.
-        python_path: the ``PYTHONPATH`` of all its processes.
+        folder: for its log and losses; created here.
+        flags: flags in addition to those of the model.
+        python_path: ``PYTHONPATH`` of all its processes.
     """
 
     def __init__(self, script: Path, folder: Path, iterations: int, flags: list[str], python_path: str) -> None:
@@ -79,7 +79,7 @@ class ChaosTraining:
             self._start(command, script.parent, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
 
     def _start(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
-        """Start a rank on a terminal of its own, as in a user's shell; what it prints there is copied to the log."""
+        """Start a rank on a terminal of its own, as in a user's shell; its output is copied to the log."""
         ours, theirs = os.openpty()
         tty.setraw(theirs)
 
@@ -89,7 +89,7 @@ class ChaosTraining:
 
         try:
             with self._log.open("ab") as log:
-                copy = ["sh", "-c", "exec cat 2> /dev/null"]  # at the end there is an error to read
+                copy = ["sh", "-c", "exec cat 2> /dev/null"]  # the read at the end fails
                 self._readers.append(subprocess.Popen(copy, stdin=ours, stdout=log, env=environment))
             self._ranks.append(
                 subprocess.Popen(
@@ -109,11 +109,11 @@ class ChaosTraining:
 
     @property
     def ranks(self) -> list[int]:
-        """Its processes."""
+        """The pids of its ranks."""
         return [rank.pid for rank in self._ranks]
 
     def running(self) -> bool:
-        """Whether it goes on; one that has lost a rank, or has stood still for too long, is ended."""
+        """True while it runs; a training that has lost a rank, or makes no progress for 90 s, is ended."""
         codes = [rank.poll() for rank in self._ranks]
         if None not in codes:
             self.end()
@@ -125,7 +125,7 @@ class ChaosTraining:
 
     @property
     def iteration(self) -> int:
-        """How far it is; 0 before its first iteration is done."""
+        """The last completed iteration; 0 before the first."""
         with self._log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             found = _ITERATION.findall(log.read())
@@ -138,19 +138,19 @@ class ChaosTraining:
         return self._seen_s
 
     def failure(self) -> str:
-        """Why it failed, ``""`` if it did not; to be asked once it has ended."""
+        """The reason why it failed, ``""`` if it did not; valid once it has ended."""
         codes = [rank.returncode for rank in self._ranks]
         if not any(codes):
             return ""
         return f"its ranks ended with {' and '.join(map(str, codes))} after iteration {self.iteration}; see {self._log}"
 
     def refused(self) -> bool:
-        """Whether it said that it was given something wrong, before it trained; the others may be ended meanwhile."""
+        """True if a rank reported a wrong option and ended with 2; the other one may have been killed then."""
         codes = {rank.returncode for rank in self._ranks}
         return 2 in codes and codes <= {2, -signal.SIGKILL} and b"error: " in self._log.read_bytes()
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill the processes that are left."""
         self._port.close()
         for rank in self._ranks:
             if rank.poll() is None:
@@ -158,7 +158,7 @@ class ChaosTraining:
                 rank.wait()
         for reader in self._readers:
             try:
-                reader.wait(_READ_S)  # it ends with the last that has the terminal open
+                reader.wait(_READ_S)  # it ends with the last process on the terminal
             except subprocess.TimeoutExpired:
                 reader.kill()
                 reader.wait()

@@ -1,4 +1,4 @@
-"""Whether a job of a chaos run ended as its fault demands, and how many faults it really had."""
+"""The comparison of a job of a chaos run with the outcome that its fault must have."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.chaos.marks import Mark, Note, read
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A job that was put into the queue.
+    """A job that was submitted.
 
     Attributes:
-        steps: all its work.
-        notes: the file of its marks.
+        steps: amount of its work.
+        notes: file of its marks.
     """
 
     id: int
@@ -30,35 +30,35 @@ class Submitted:
     notes: Path
 
     def faults(self) -> list[Mark]:
-        """The faults that it committed itself."""
+        """The marks of the faults that it committed itself."""
         driven = self.kind.source in (Source.VICTIM, Source.DRIVER)
         if driven or self.kind in (HONEST, COMMAND):
             return []
-        # What a job brings along has been there once the job runs, also where nothing of it took effect.
+        # A job's environment has been in place once the job runs, also if nothing in it took effect.
         seen = read(self.notes, Note.FAULT)
         return seen or (read(self.notes, Note.READY) if self.kind.source is Source.BROUGHT else [])
 
     def through(self) -> list[Mark]:
-        """What it tried and got through with, by its own word."""
+        """Its marks of attempts that went through."""
         return read(self.notes, Note.THROUGH)
 
     def missed(self) -> list[Mark]:
-        """What it had nothing to try on, by its own word."""
+        """Its marks of attempts without a target."""
         return read(self.notes, Note.MISSED)
 
     @property
     def tried(self) -> bool:
-        """Whether it did something, or was kept from it: one that found no target has done nothing."""
+        """True if it attempted something, with or without success; False if it found no target."""
         return bool(self.faults()) and not (self.missed() and not self.through() and not self.held())
 
     def held(self) -> list[Mark]:
-        """What was refused to it, by its own word."""
+        """Its marks of attempts that were refused."""
         return read(self.notes, Note.HELD)
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A job that is not what its kind demands: it has not ended, ended in another way, or with other work done."""
+    """A job that is not as its kind demands: it has not ended, ended in another way, or did another amount of work."""
 
     job: str
     kind: str
@@ -66,7 +66,7 @@ class Lost:
 
 
 def judge(submitted: Submitted, job: Job) -> Lost | None:
-    """None if all is well with it."""
+    """Return why the job counts as lost; None if it is as its kind demands."""
     kind, through = submitted.kind, submitted.through()
     failed = kind.either and job.state is JobState.FAILED
     if kind.refused and through:

@@ -1,4 +1,4 @@
-"""Docstrings of the core: they name the thing first, and so do the lines of their attributes and arguments."""
+"""Docstrings of core and fault campaign: they and the lines of their attributes and arguments name the thing first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ ENTRY = re.compile(r" {4}\*{0,2}\w[\w, ]*: (\w+)")  # ``name: text`` in a sectio
 def core() -> list[Path]:
     fill = ROOT / "megatron/fill"
     files = [path for path in fill.rglob("*.py") if not path.relative_to(fill).as_posix().startswith(OUTSIDE)]
-    return sorted([*files, *(ROOT / "pipefill_patches").glob("*.py"), ROOT / "pretrain_gpt.py"])
+    files += [*(ROOT / "pipefill_patches").glob("*.py"), *(ROOT / "tests" / "chaos").rglob("*.py")]
+    return sorted([*files, ROOT / "pretrain_gpt.py"])
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:

@@ -1,6 +1,6 @@
-"""What jobs of a chaos run try against the training, its agents, the machine's kernel and one another.
+"""Attacks of the jobs of a chaos run on the training, its agents, the kernel and one another.
 
-A module per family.  Each attack is a small function in its module's table; it is committed by a side task of the
-chaos run (``task.Attacker``) in a step, against processes and files of that run alone.  What a job brings along is in
-``brought``, what the driver does from outside in ``outside``.
+There is a module per family.  Each attack is a small function in its module's table; a side task of the chaos run
+(``task.Attacker``) commits it in a step, against processes and files of that run only.  ``brought`` has what a job
+brings along, ``outside`` the kinds that the driver commits.
 """

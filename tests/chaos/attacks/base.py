@@ -1,4 +1,4 @@
-"""What every attack stands on: whom it may reach, and how it tells what came of it."""
+"""The base of all attacks: their targets, and their outcomes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _PACKAGE = "megatron.fill."
 
 
 class Refused(Exception):
-    """It could not be done, for another reason than the kernel's."""
+    """The attempt failed for another reason than the kernel's refusal."""
 
 
 class NoTargetError(Exception):
-    """There is nothing to do it to, so that nothing was tried: it says nothing of any wall."""
+    """There is no target, so nothing was tried: the outcome tells nothing about the sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One attack.
+    """An attack.
 
     Attributes:
-        commit: tries it.  It raises OSError or Refused where it was refused, NoTargetError where it was not even
-            tried, and returns what went through in a few words; ``""`` where there is nothing to be seen at once.
-        lasts_s: for how long the job goes on afterwards, so that there is something to be seen.
+        commit: commits it.  It raises OSError or Refused if it was refused, and NoTargetError if it was not tried; it
+            returns what went through in a few words, ``""`` where there is nothing to see at once.
+        lasts_s: time for which the job continues afterwards, so that effects can be seen.
     """
 
     kind: FaultKind
@@ -40,15 +40,15 @@ class Attack:
 
 
 class Ground:
-    """Where an attack stands.
+    """The surroundings of an attack.
 
     Args:
         directory: the job's own folder.
-        folder: of the chaos run, in which its store and its run folders are: whatever has an argument in there is
-            a process of that run, and nothing else is to be touched.
-        machine_network: the inode of the network namespace that is not to be touched.
-        targets: what the run has told its attackers of what they cannot see.
-        private: this is a control's world, in which nothing is the machine's.
+        folder: folder of the chaos run with its store and its run folders.  A process with an argument in there belongs
+            to the run; no other process may be touched.
+        machine_network: inode of the network namespace that must not be touched.
+        targets: targets that the run has told its attackers, since they may not see them.
+        private: True in the world of a control, in which nothing belongs to the machine.
     """
 
     def __init__(
@@ -67,26 +67,25 @@ class Ground:
 
     @property
     def run(self) -> Path:
-        """The run's folder."""
+        """The run folder."""
         return self.directory.parents[1]
 
     def others_files(self) -> list[Path]:
-        """The run's files that it was told of, without those in the job's own folder."""
+        """The known files of the run outside of the job's own folder."""
         return [path for path in map(Path, self.targets.files) if not path.is_relative_to(self.directory)]
 
     def ranks(self) -> list[int]:
-        """The training's processes: those that can be seen, or else by the numbers that they have outside.
+        """The pids of the ranks: as seen here, or else as they are outside.
 
-        Where those are hidden, so is the first of the job's own process namespace among them: it holds the job for
-        its agent.
+        Where they are hidden, the init of the job's process namespace is added: it holds the job for its agent.
 
         Raises:
-            NoTargetError: none can be seen, and no number is known.
+            NoTargetError: none is visible, and no pid is known.
         """
         return self._found(lambda words: "--fill-store" in words, self.targets.ranks, "rank")
 
     def agents(self) -> list[int]:
-        """Agents and wardens of the run; as ``ranks``.
+        """The pids of agents and wardens of the run; as ``ranks``.
 
         Raises:
             NoTargetError: as there.
@@ -95,7 +94,7 @@ class Ground:
         return self._found(lambda words: not programs.isdisjoint(words), self.targets.agents, "agent")
 
     def everyone(self) -> list[int]:
-        """Ranks, agents and wardens; as ``ranks``.
+        """The pids of ranks, agents and wardens; as ``ranks``.
 
         Raises:
             NoTargetError: as there.
@@ -103,7 +102,7 @@ class Ground:
         return list(dict.fromkeys([*self.ranks(), *self.agents()]))
 
     def outsiders(self) -> list[int]:
-        """The same without the job's own init: what only tells something of that one gives nothing away.
+        """The same without the job's own init, about which a job may be told.
 
         Raises:
             NoTargetError: as there.
@@ -115,7 +114,7 @@ class Ground:
         pids = [pid for pid, words in _commands() if wanted(words) and self._ours(words)]
         if pids:
             return pids
-        # The kernel is asked all the same.  A number that this namespace has is not who is meant.
+        # Ask the kernel anyway.  A pid that exists in this namespace is another process.
         pids = [pid for pid in told if self._is_elsewhere(pid)]
         if not pids:
             raise NoTargetError(f"no {what} of the run is in sight, and no number of one is known")
@@ -133,11 +132,11 @@ class Ground:
         return any(word.startswith(_PACKAGE) for word in words) or self._ours(words)
 
     def own_init(self) -> bool:
-        """Whether process 1 is one of this run's: this is a process namespace of its own."""
+        """True if process 1 belongs to this run: the process namespace is the job's own."""
         return self.private or self._has_init()
 
     def own_network(self) -> bool:
-        """Whether this is another network than the machine's."""
+        """True if this is another network than the machine's."""
         return self.private or os.stat("/proc/self/ns/net").st_ino != self.machine_network
 
 
@@ -152,11 +151,11 @@ def _commands() -> Iterable[tuple[int, list[str]]]:
 
 
 def try_all(ways: Iterable[tuple[str, Callable[[], object]]]) -> str:
-    """Try one way after the other; those that went through.
+    """Try one way after the other, and return those that went through.
 
     Raises:
-        Refused: of those that were tried, all were refused.
-        NoTargetError: there was none to be tried.
+        Refused: all that were tried were refused.
+        NoTargetError: none could be tried.
     """
     through, refused, missed = [], "", "there was no way"
     for name, way in ways:
@@ -175,7 +174,7 @@ def try_all(ways: Iterable[tuple[str, Callable[[], object]]]) -> str:
 
 
 def threads(pid: int) -> list[int]:
-    """The threads of a process; its first alone where they cannot be seen."""
+    """The threads of a process; only the first where the others are hidden."""
     try:
         return [int(entry) for entry in os.listdir(f"/proc/{pid}/task")]
     except OSError:
@@ -183,10 +182,10 @@ def threads(pid: int) -> list[int]:
 
 
 def in_child(deed: Callable[[], object], within_s: float = 2.0) -> None:
-    """Try something in a process of its own, which would spoil this one.
+    """Try something in a child, since it would damage this process.
 
     Raises:
-        OSError: as the deed did.
+        OSError: the attempt raised it.
     """
     pid = os.fork()
     if pid == 0:
@@ -217,7 +216,7 @@ def own_session() -> None:
 
 
 def beside(deed: Callable[[], object]) -> threading.Thread:
-    """Do something in a thread that the task does not wait for."""
+    """Run something in a thread that the task does not wait for."""
     thread = threading.Thread(target=deed, daemon=True)
     thread.start()
     return thread

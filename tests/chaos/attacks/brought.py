@@ -1,7 +1,7 @@
-"""What a job brings along: an environment whose code would run before the worker is confined, and commands.
+"""Things that a job brings along: an environment whose code would run before the sandbox, and commands.
 
-Each kind is a function that makes what the job needs in a folder of its own and returns its part of the job: ``env``,
-or ``command``.
+Each kind is a function that creates what the job needs in a folder of its own, and returns its part of the job:
+``env``, or ``command``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.fill.types import JobState
 from tests.chaos.checkout import ROOT
 from tests.chaos.kind import FaultKind, Source
 
-# What this program is by the kernel's word, noted before anything else: held if it has no power over others.
+# Notes the privileges of this program, as the kernel reports them: held if it has none over others.
 _NOTE = """\
 def _note():
     import os, time  # and not json, which may be one of its own here
@@ -88,14 +88,14 @@ def _path(folder: Path, marks: Path) -> dict[str, Any]:
 
 
 def _shadow(folder: Path, marks: Path) -> dict[str, Any]:
-    """Modules of the library's names, in place of those that the worker imports."""
+    """Modules with names of the standard library, in place of those that the worker imports."""
     for name in ("json", "logging", "torch", "numpy", "contextlib", "signal"):
         _write(folder, f"{name}.py", _NOTE.format(marks=str(marks)) + "raise ImportError('shadowed')\n")
     return {"env": {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": ""}}
 
 
 def _interpreter(folder: Path, marks: Path) -> dict[str, Any]:
-    """Settings under which the interpreter does not even start."""
+    """Settings with which the interpreter does not even start."""
     return {
         "env": {
             "PYTHONHOME": "/nowhere",
@@ -130,7 +130,7 @@ def _limits(folder: Path, marks: Path) -> dict[str, Any]:
 
 
 def command_of(name: str) -> Callable[[Path], list[str]]:
-    """The command that runs a function of ``daemons``, given where its marks are."""
+    """Return a function from the file of marks to the command that runs a function of ``daemons``."""
     return lambda marks: [sys.executable, "-c", _FAULT.format(root=str(ROOT), name=name, marks=str(marks))]
 
 
@@ -170,7 +170,7 @@ _BRING = {kind.name: bring for kind, bring in _TABLE}
 
 
 def bring(kind: FaultKind, folder: Path, marks: Path) -> dict[str, Any]:
-    """What a job of this kind has besides a task: ``env``, or a ``command`` in the task's place."""
+    """Return what a job of this kind has in addition to a task: ``env``, or a ``command`` in its place."""
     found = _BRING[kind.name](folder, marks)
     if folder.exists():
         for path in [folder, *folder.iterdir()]:

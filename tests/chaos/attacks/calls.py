@@ -1,4 +1,4 @@
-"""System calls that Python has no name for."""
+"""System calls that Python has no function for."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ _COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
 
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """Make a call of this name.
+    """Make the system call of this name, and return its result.
 
     Raises:
-        OSError: the kernel refuses; ENOSYS on a machine whose numbers are not known here.
+        OSError: the kernel refused it; ENOSYS on a machine whose call numbers are unknown.
     """
     if _COLUMN is None:
         raise OSError(38, f"the number of {name} is not known on {platform.machine()}")

@@ -1,4 +1,4 @@
-"""Against the training through the cgroup file system."""
+"""Attacks on the training through the cgroup file system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FROZEN_S = 5.0
 
 
 def roots() -> list[tuple[Path, int]]:
-    """Where cgroups are mounted that can freeze or kill: folder, and version."""
+    """The mount points of cgroups that can freeze or kill, each with its version."""
     found = []
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
         _, folder, kind, options = line.split()[:4]
@@ -28,12 +28,12 @@ def roots() -> list[tuple[Path, int]]:
 
 
 def _tag(folder: Path) -> str:
-    """What only cgroups of this chaos run have in their names."""
+    """A prefix that only names of cgroups of this chaos run have."""
     return f"{_PREFIX}{crc32(os.fsencode(folder)):08x}-"
 
 
 def _each(ground: Ground) -> Iterator[tuple[Path, int]]:
-    """New cgroups of our own, one in each tree that lets us: those in sight, or those that there are outside."""
+    """Yield new cgroups, one in each tree that allows it: those visible here, or else those known outside."""
     why: Exception = NoTargetError("no cgroup file system is in sight, nor known outside")
     made = False
     for root, version in roots() or [(Path(path), version) for path, version in ground.targets.cgroups]:
@@ -83,7 +83,7 @@ def freeze(ground: Ground) -> str:
 
 
 def freeze_self(ground: Ground) -> str:
-    """Freeze a cgroup that this process is in: it is then deaf even to SIGKILL."""
+    """Freeze a cgroup of this process, which then ignores even SIGKILL."""
     for folder, version in _each(ground):
         _move(folder, [os.getpid()])
         _set(folder, version, frozen=True)
@@ -99,10 +99,10 @@ def _set(folder: Path, version: int, *, frozen: bool) -> None:
 
 
 def sweep(run: Path) -> None:
-    """Thaw and remove what such attacks left; for the driver.
+    """Thaw and remove the cgroups that such attacks left; called by the driver.
 
     Args:
-        run: the chaos run's folder.
+        run: folder of the chaos run.
     """
     for root, version in roots():
         for folder in root.glob(_tag(run) + "*"):

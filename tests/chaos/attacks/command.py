@@ -23,7 +23,7 @@ _NOBODY = 65534
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """How a command ended; ``code`` is None if it did not within its time."""
+    """The result of a command; ``code`` is None if it did not end in time."""
 
     code: int | None
     output: str
@@ -31,7 +31,7 @@ class Said:
 
     @property
     def fault(self) -> str:
-        """What is wrong with that for a command that was given something bad; ``""`` if it said so in a line."""
+        """The fault in that result for a command with bad input; ``""`` if it answered with an error of one line."""
         if self.code is None:
             return "it did not end"
         if "Traceback" in self.errors or self.code not in (0, 1, 2):
@@ -40,7 +40,7 @@ class Said:
 
 
 def pipefill(*arguments: str, nobody: bool = False) -> Said:
-    """Call the command, with little memory and time."""
+    """Call the command with limited memory and time."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
@@ -64,7 +64,7 @@ def pipefill(*arguments: str, nobody: bool = False) -> Said:
 
 
 def controls(text: str) -> list[str]:
-    """The characters in an output that do something to a terminal."""
+    """The characters in an output that a terminal acts on."""
     return sorted({repr(one) for one in text if unicodedata.category(one) in ("Cc", "Cf") and one not in "\n\t"})
 
 
@@ -82,7 +82,7 @@ BOMBS = {
 
 
 def bomb_faults(folder: Path) -> list[str]:
-    """Submit each bomb to a store of its own; what was wrong with the answers."""
+    """Submit each bomb to a store of its own; return the faults in the answers."""
     found = []
     for name, text in BOMBS.items():
         path = folder / f"{name}.yaml"
@@ -94,7 +94,7 @@ def bomb_faults(folder: Path) -> list[str]:
 
 
 def store_faults(database: Path, folder: Path) -> list[str]:
-    """List the jobs of damaged copies of a store; what was wrong with the answers."""
+    """List the jobs of damaged copies of a store; return the faults in the answers."""
     copies = {name: folder / f"{name}.db" for name in ("truncated", "empty", "noise", "future", "read-only", "folder")}
     for name, path in copies.items():
         damage(database, path, name)
@@ -108,7 +108,7 @@ def store_faults(database: Path, folder: Path) -> list[str]:
 
 
 def damage(database: Path, path: Path, how: str) -> None:
-    """A copy of a store, damaged in one way."""
+    """Copy a store, and damage the copy in one way."""
     if how == "folder":
         path.mkdir()
         return
@@ -130,5 +130,5 @@ def damage(database: Path, path: Path, how: str) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove what was made."""
+    """Remove the created files."""
     shutil.rmtree(folder, ignore_errors=True)

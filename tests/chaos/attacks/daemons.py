@@ -1,4 +1,4 @@
-"""What the commands of a chaos run do: processes that go on where a command is stopped.  Everything ends by itself."""
+"""The commands of a chaos run: processes that continue where a command is stopped.  All end by themselves."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tests.chaos.attacks.base import own_session
 from tests.chaos.marks import Note, mark
 
 _LONG_S, _LONGER_S = 6.0, 15.0
-_MOST_SHARE = 0.8  # of the time: a process that is stopped between bubbles cannot have had more
+_MOST_SHARE = 0.8  # share of a core that a process stopped between bubbles cannot reach
 
 
 def burn_long(marks: str) -> None:
-    """The same, for longer."""
+    """Do the same for longer."""
     burn(marks, _LONGER_S)
 
 
 def burn(marks: str, seconds: float = _LONG_S) -> None:
-    """Daemons in sessions of their own, each busy for some seconds, who say how much they had."""
+    """Start daemons in sessions of their own, busy for some seconds; they note it if they had too much of a core."""
     mark(Path(marks), Note.FAULT)
     for _ in range(3):
         if os.fork() == 0:
@@ -54,7 +54,7 @@ def escape(marks: str, seconds: float = _LONG_S) -> None:
 
 
 def defy(marks: str, seconds: float = _LONG_S) -> None:
-    """A child that continues its parent whenever that is stopped."""
+    """Start a child that continues its parent whenever that is stopped."""
     mark(Path(marks), Note.FAULT)
     parent = os.getpid()
     if os.fork() == 0:

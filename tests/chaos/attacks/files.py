@@ -1,4 +1,4 @@
-"""Against files: what agents read in a job's folder, and what is not the job's at all."""
+"""Attacks on files: on those that agents read in a job's folder, and on those of others."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _write(name: str, text: str, ground: Ground) -> str:
 
 
 def _folder_link(ground: Ground) -> str:
-    """Put a link to somebody else's folder where the job's folder is."""
+    """Replace the job's folder by a link to another folder of the run."""
     own, aside = ground.directory, ground.directory.with_name(f".{ground.directory.name}")
 
     def swap() -> None:
@@ -81,7 +81,7 @@ def _folder_link(ground: Ground) -> str:
 
 
 def _write_outside(ground: Ground) -> str:
-    """Files where the job has no business: run folder, records, store, other jobs' folders."""
+    """Create files where the job may not: run folder, records, store, other jobs' folders."""
     run = ground.directory.parents[1]
     places = [run, run / "agents", run / "records", run / "control", run / "jobs", ground.folder]
     places += [path for path in (run / "jobs").glob("*") if path != ground.directory][:3]
@@ -102,7 +102,7 @@ def _delete_run(ground: Ground) -> str:
 
 
 def _announcement(how: str, ground: Ground) -> str:
-    """Spoil where an operator finds the control pages."""
+    """Damage the files through which an operator finds the control pages."""
     run = ground.directory.parents[1]
     told = [path for path in ground.others_files() if path.parents[1].name == "control"]
     files = list((run / "control").glob("*/*.json")) or told
@@ -115,7 +115,7 @@ def _announcement(how: str, ground: Ground) -> str:
 
 
 def _store_lock(ground: Ground) -> str:
-    """A lock on the job store's files: SQLite's writers wait for it, and to read is enough to take it."""
+    """Lock the job store's files: SQLite's writers wait for it, and read access is enough to lock."""
     held = []
 
     def take(path: Path) -> None:
@@ -151,7 +151,7 @@ def _store_write(ground: Ground) -> str:
 
 
 def _store_read(ground: Ground) -> str:
-    """Read what others have in the job store."""
+    """Read the job store, which has the data of others."""
 
     def read(path: Path) -> None:
         with path.open("rb") as file:
@@ -161,7 +161,7 @@ def _store_read(ground: Ground) -> str:
 
 
 class _Bomb:
-    """What unpickles as a call that makes a file."""
+    """An object that calls ``os.mkdir`` when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -171,7 +171,7 @@ class _Bomb:
 
 
 def _pickle_bomb(ground: Ground) -> str:
-    """A checkpoint with a right checksum whose loading would run code; then it dies, so that it is loaded."""
+    """Write a checkpoint with a correct checksum that would run code when loaded, and die, so that it is loaded."""
     bomb = ground.directory / _BOMB
     if bomb.exists():
         return "the checkpoint ran code"
@@ -190,7 +190,7 @@ def _die_with(how: str, ground: Ground) -> str:
 
 
 def _lock_folder(ground: Ground) -> str:
-    """Keep its own folder locked by a process that stays, and die: the next attempt finds somebody in there."""
+    """Leave a process that keeps the job's folder locked, and die: the next attempt finds the folder in use."""
     if os.fork() == 0:
         try:
             own_session()
@@ -220,7 +220,7 @@ _SHAPES = (
 
 
 def _profile_shape(ground: Ground) -> str:
-    """A profile that is JSON of a wrong shape; the agent keeps it in the store."""
+    """Write a profile that is JSON of a wrong shape; the agent keeps profiles in the store."""
     text = _SHAPES[os.getpid() % len(_SHAPES)]
     return _write("profile.json", text, ground)
 

@@ -1,4 +1,4 @@
-"""Against those who sleep on the shared pages: each operation of futex(2) on each page, also those only to be read."""
+"""Attacks on processes that sleep on the shared pages: each operation of futex(2), also on read-only pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _own = ctypes.create_string_buffer(4096)  # where waiters would be moved to
 
 
 class _Waiter(ctypes.Structure):
-    """Of the calls since Linux 5.16."""
+    """The argument of the calls since Linux 5.16."""
 
     _fields_ = (
         *(("value", ctypes.c_uint64), ("address", ctypes.c_uint64)),
@@ -33,10 +33,10 @@ class _Waiter(ctypes.Structure):
 
 
 def _word(page: str) -> int:
-    """The address of a page's word.
+    """The address of the first word of a page.
 
     Raises:
-        NoTargetError: it is not mapped here.
+        NoTargetError: the page is not mapped here.
     """
     found = memfiles.mappings(page)
     if not found:
@@ -53,17 +53,17 @@ def _futex(address: int, operation: int, value: int, more: int = 0, other: int =
 
 
 def _moved() -> None:
-    """Who was moved is woken, so that the training's agent goes on where nothing stops this.
+    """Wake the processes that were moved, so that the training's agent continues if the attack succeeds.
 
     Raises:
-        Refused: nobody was moved.
+        Refused: none was moved.
     """
     if not _futex(ctypes.addressof(_own), _WAKE, _MANY):
         raise Refused("nobody slept there: none was moved")
 
 
 def _requeue(page: str, operation: int, ground: Ground) -> str:
-    """Move who sleeps on the page to a word of its own, where nobody wakes them."""
+    """Move the processes that sleep on the page to a word of the job's own, where they are never woken."""
 
     def move() -> None:
         address = _word(page)
@@ -74,7 +74,7 @@ def _requeue(page: str, operation: int, ground: Ground) -> str:
 
 
 def _requeue_2(page: str, ground: Ground) -> str:
-    """The same by futex_requeue(2)."""
+    """Do the same by futex_requeue(2)."""
 
     def move() -> None:
         address = _word(page)
@@ -88,7 +88,7 @@ def _requeue_2(page: str, ground: Ground) -> str:
 
 
 def _written(page: str, operation: int, ground: Ground) -> str:
-    """Operations by which the kernel writes to the word."""
+    """Use an operation by which the kernel writes to the word."""
 
     def change() -> None:
         address = _word(page)
@@ -104,7 +104,7 @@ def _written(page: str, operation: int, ground: Ground) -> str:
 
 
 def _robust(ground: Ground) -> str:
-    """A process dies, and its list of locks says that the baton was one of them: the kernel marks the word."""
+    """Kill a process whose list of robust locks has the baton: the kernel marks the word."""
     page = memfiles.writable("baton")
     pid = os.fork()
     if pid == 0:
@@ -121,7 +121,7 @@ def _robust(ground: Ground) -> str:
 
 
 def _crowd(page: str, ground: Ground) -> str:
-    """Hundreds sleep on the word with the rank's own: whoever wakes has them all to go through."""
+    """Sleep on the word with hundreds of threads, next to the rank's own: a wake-up has to pass all of them."""
     address = _word(page)
     limit = (ctypes.c_long * 2)(int(_STORM_S), 0)
 
@@ -143,7 +143,7 @@ def _crowd(page: str, ground: Ground) -> str:
 
 
 def _storm(page: str, ground: Ground) -> str:
-    """Wake all who sleep on the page, as often as it goes."""
+    """Wake all processes that sleep on the page, as often as possible."""
     address = _word(page)
 
     def wake() -> None:
@@ -157,7 +157,7 @@ def _storm(page: str, ground: Ground) -> str:
 
 
 def _wait_many(page: str, ground: Ground) -> str:
-    """Sleep on several pages at once (futex_waitv)."""
+    """Sleep on a page by futex_waitv."""
 
     def wait() -> None:
         address = _word(page)

@@ -1,4 +1,4 @@
-"""Against the kernel's own surface: calls that a job has no need of, namespaces, cgroups, devices, clocks."""
+"""Attacks on the kernel: calls that a job does not need, namespaces, cgroups, devices, clocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEW = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "user": 0x10000000
 
 
 def _powers(ground: Ground) -> str:
-    """What the kernel says that this process may."""
+    """The privileges of this process, as the kernel reports them."""
     found = powers(Path("/proc/self/status").read_text(encoding="ascii"))
     if not found:
         raise Refused("it is nobody in particular, without capabilities")
@@ -29,7 +29,7 @@ def _powers(ground: Ground) -> str:
 
 
 def powers(status: str) -> str:
-    """What a ``/proc/PID/status`` shows that a job must not have; ``""`` if there is nothing."""
+    """The privileges in a ``/proc/PID/status`` that a job must not have; ``""`` if there are none."""
     found = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
     wrong = []
     if found["Uid"].split()[0] == "0":
@@ -63,7 +63,7 @@ def _setns(ground: Ground) -> str:
 
 
 def _mount(ground: Ground) -> str:
-    """A file system that does not exist: EPERM where it is forbidden, ENODEV where it would have been made."""
+    """Mount an unknown type of file system: EPERM if mounting is forbidden, ENODEV if it would be allowed."""
 
     def probe() -> None:
         try:
@@ -98,7 +98,7 @@ def _closing(name: str, *arguments: int | bytes | None) -> None:
 
 
 def _perf(ground: Ground) -> str:
-    """The cycles that a process takes, and its time on a core: the latter is counted on every machine."""
+    """Count a process's cycles, and its time on a core, which can be counted on every machine."""
     counters = {
         name: struct.pack("=IIQ", kind, 112, 0).ljust(112, b"\0") for name, kind in (("cycles", 0), ("time", 1))
     }
@@ -135,7 +135,7 @@ def _userfaultfd(ground: Ground) -> str:
 
 
 def _odd_calls(ground: Ground) -> str:
-    """Calls that are harmless, and rarely made: only asked, nothing is changed."""
+    """Make harmless, rare calls that only query, and change nothing."""
     ways = [("personality", partial(syscall, "personality", 0xFFFFFFFF))]
     if os.uname().machine == "x86_64":
         ways.append(("modify_ldt", partial(syscall, "modify_ldt", 0, bytes(16), 16)))
@@ -143,11 +143,11 @@ def _odd_calls(ground: Ground) -> str:
 
 
 def _machine(ground: Ground) -> str:
-    """What only the machine's owner may: with arguments that are refused in any case, with another error."""
+    """Make calls for the machine's owner, with arguments that always fail, but with another error than EPERM."""
     now_s = time.time()
 
     def unless(allowed: int, name: str, *arguments: int | bytes | None) -> None:
-        """The call must fail; this error says that it was not for want of rights."""
+        """Make a call that must fail; the error ``allowed`` means that the rights were there."""
         try:
             syscall(name, *arguments)
         except OSError as error:
@@ -204,7 +204,7 @@ def _mknod(ground: Ground) -> str:
 
 
 def _file_handle(ground: Ground) -> str:
-    """A file by its number, past all folders that hide it."""
+    """Open a file by its handle, past all folders that hide it."""
     handle = struct.pack("=IiQ", 8, 1, 2).ljust(24, b"\0")  # the root of the disk
 
     def take() -> None:
@@ -212,7 +212,7 @@ def _file_handle(ground: Ground) -> str:
         try:
             os.close(syscall("open_by_handle_at", fd, handle, 0))
         except OSError as error:
-            if error.errno != 116:  # ESTALE: no such file, but the right to it
+            if error.errno != 116:  # ESTALE: the file does not exist, but the right does
                 raise
         finally:
             os.close(fd)
@@ -221,7 +221,7 @@ def _file_handle(ground: Ground) -> str:
 
 
 def _limits(ground: Ground) -> str:
-    """Its own limits, raised again."""
+    """Raise the job's own limits again."""
 
     def lift(which: int) -> None:
         _, hard = resource.getrlimit(which)

@@ -1,4 +1,4 @@
-"""Against others' files without a write: locks, leases, notices, and reading what is not the job's."""
+"""Attacks on others' files without writing: locks, leases, notifications, reading."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IN_ALL = 0xFFF
 
 
 def _run(ground: Ground) -> list[Path]:
-    """The run folder's lock and files; the folder itself may be another one here, with nothing in it."""
+    """The run folder's lock and files; the folder itself may be an empty stand-in here."""
     return [ground.run / RUN_LOCK, *ground.others_files()]
 
 
@@ -55,7 +55,7 @@ def _ofd(fd: int) -> None:
 
 
 def _lease(fd: int) -> None:
-    """Whoever opens the file to write waits for the lease to be given back."""
+    """Take a lease: to open the file for writing, others must wait until it is returned."""
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
 
 
@@ -64,7 +64,7 @@ def _dnotify(fd: int) -> None:
 
 
 def _hold(where: Callable[[Ground], list[Path]], take: Callable[[int], None], ground: Ground) -> str:
-    """Take it on each of these, and keep it for some seconds."""
+    """Take a lock on each of these, and keep it for some seconds."""
     held: list[int] = []
 
     def grip(path: Path) -> None:
@@ -83,7 +83,7 @@ def _hold(where: Callable[[Ground], list[Path]], take: Callable[[int], None], gr
 
 
 def _watch(where: Callable[[Ground], list[Path]], ground: Ground) -> str:
-    """Hear of all that happens to a file."""
+    """Ask for notifications of all changes of a file."""
     fd = syscall("inotify_init1", os.O_CLOEXEC)
 
     def add(path: Path) -> None:
@@ -98,7 +98,7 @@ def _watch(where: Callable[[Ground], list[Path]], ground: Ground) -> str:
 
 
 def _read(part: str, ground: Ground) -> str:
-    """Read what is in this part of the run folder, and not the job's."""
+    """Read others' files in this part of the run folder."""
 
     def look(path: Path) -> None:
         with path.open("rb") as file:
@@ -109,7 +109,7 @@ def _read(part: str, ground: Ground) -> str:
 
 
 def _list(ground: Ground) -> str:
-    """The names of other jobs, and of what they keep."""
+    """List the names of other jobs and of their files."""
 
     def names(path: Path) -> None:
         others = set(os.listdir(path)) - {JOBS, ground.directory.name}
@@ -121,7 +121,7 @@ def _list(ground: Ground) -> str:
 
 
 def _borrow(how: Callable[[str, str], None], ground: Ground) -> str:
-    """Make what is another's a file of its own folder."""
+    """Link or move others' files into the job's own folder."""
 
     def take(path: Path) -> None:
         own = ground.directory / "borrowed"
@@ -140,7 +140,7 @@ def _append(ground: Ground) -> str:
 
 
 def _change(ground: Ground) -> str:
-    """The mode, owner and times of others' files."""
+    """Change mode, owner and times of others' files."""
     ways: list[tuple[str, Callable[[], object]]] = []
     for path in [*_others(ground), *_run(ground)]:
         ways += [

@@ -1,4 +1,4 @@
-"""Against the cap on memory: what a process can hold without its address space showing it.  All within small bounds."""
+"""Attacks on the memory cap: memory that the address space of a process does not show.  All are small."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _held: list[object] = []  # until the process ends
 
 
 def hold(part: Callable[[int], object], ground: Ground) -> str:
-    """Take one part after the other, until there are 400 MiB; the parts are kept until the process ends.
+    """Take one part after the other, up to 400 MiB; the parts are kept until the process ends.
 
     Raises:
         OSError: a part was refused.
@@ -37,12 +37,12 @@ def hold(part: Callable[[int], object], ground: Ground) -> str:
     for number in range(_MOST // _CHUNK):
         _held.append(part(number))
         time.sleep(_PAUSE_S)
-    time.sleep(_SEEN_S)  # a watch that comes now and then has seen it by now
+    time.sleep(_SEEN_S)  # a periodic watch has seen it by now
     return f"{_MOST // MIB} MiB"
 
 
 def _system_v(number: int) -> object:
-    """A segment that is written, and no longer mapped."""
+    """A System V segment that is written, and no longer mapped."""
     segment = syscall("shmget", _PRIVATE, _CHUNK, _CREATE | 0o600)
     libc.shmat.restype, libc.shmat.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
     address = libc.shmat(segment, None, 0)
@@ -58,14 +58,14 @@ def _file(number: int, fd: int) -> int:
 
 
 def _deleted(number: int) -> object:
-    """A file in memory that has no name any more."""
+    """A deleted file in memory."""
     fd, path = tempfile.mkstemp(dir="/dev/shm")
     os.unlink(path)
     return _file(number, fd)
 
 
 def _in_flight(number: int) -> object:
-    """A memory file that only a message holds which nobody has taken."""
+    """A memory file that is only in an unread message."""
     ours, theirs = socket.socketpair()
     fd = _file(number, os.memfd_create("flying"))
     socket.send_fds(ours, [b"x"], [fd])
@@ -74,7 +74,7 @@ def _in_flight(number: int) -> object:
 
 
 def _cycle(number: int) -> object:
-    """A socket that only a message in itself holds, with a memory file: nothing has a descriptor of it."""
+    """A socket and a memory file that are only in a message in the socket itself: no process has a descriptor."""
     ours, theirs = socket.socketpair()
     fd = _file(number, os.memfd_create("flying"))
     socket.send_fds(ours, [b"x"], [fd, ours.fileno(), theirs.fileno()])
@@ -85,7 +85,7 @@ def _cycle(number: int) -> object:
 
 
 def _shared(number: int) -> object:
-    """Shared memory without a file."""
+    """Shared anonymous memory."""
     held = mmap.mmap(-1, _CHUNK)
     held.write(b"x" * _CHUNK)
     return held
@@ -100,7 +100,7 @@ def _zero_device(number: int) -> object:
 
 
 def _tables_of_pages(number: int) -> object:
-    """A page read of every two mebibytes: hardly any memory, and a page of tables for each."""
+    """A page read in every two MiB: hardly any memory, but a page of tables for each."""
     span = _CHUNK // _PAGE * _TABLE
     libc.mmap.restype = ctypes.c_void_p
     address = libc.mmap(None, span, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, -1, 0)
@@ -113,7 +113,7 @@ def _tables_of_pages(number: int) -> object:
 
 
 def _children(number: int) -> object:
-    """What a fork shares is written to in the child."""
+    """Memory that a child writes after a fork."""
     pid = os.fork()
     if pid == 0:
         held = bytearray(b"x" * _CHUNK)
@@ -123,7 +123,7 @@ def _children(number: int) -> object:
 
 
 def _stack(number: int) -> object:
-    """The stack of a thread that sleeps, written from end to end."""
+    """The stack of a sleeping thread, written from end to end."""
     threading.stack_size(_CHUNK + 2 * MIB)
 
     def sleep() -> None:
@@ -140,7 +140,7 @@ def _stack(number: int) -> object:
 
 
 def _between_looks(ground: Ground) -> str:
-    """Memory over the cap, given back before a watch that comes now and then can have seen it; again and again."""
+    """Memory over the cap, released before a periodic watch is likely to see it, again and again."""
     end_s = time.monotonic() + _KEPT_S / 2
     held = mmap.mmap(-1, _MOST, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(held))
@@ -152,7 +152,7 @@ def _between_looks(ground: Ground) -> str:
 
 
 def _freed(ground: Ground) -> str:
-    """Memory that it says it no longer needs, and is still there (MADV_FREE)."""
+    """Memory that is marked as unneeded (MADV_FREE) and still there."""
 
     def part(number: int) -> object:
         held = mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -200,7 +200,7 @@ def _big_pipes(number: int) -> object:
 
 
 def _pipes(ground: Ground) -> str:
-    """More full pipes of a mebibyte than one user may have."""
+    """Full pipes of a mebibyte, more than one user may have."""
 
     def fill() -> None:
         _held.extend(_big_pipes(number) for number in range(300))
@@ -209,7 +209,7 @@ def _pipes(ground: Ground) -> str:
 
 
 def _socket_buffers(ground: Ground) -> str:
-    """Messages that nobody reads, in as many sockets as there are descriptors for."""
+    """Unread messages in as many sockets as there are descriptors for."""
     sent = 0
     try:
         for _ in range(200):
@@ -228,7 +228,7 @@ def _socket_buffers(ground: Ground) -> str:
 
 
 def _areas(ground: Ground) -> str:
-    """As many areas of memory as a process may have, each of a page."""
+    """Tens of thousands of memory areas of one page, near the limit for a process."""
     span = 60_000 * _PAGE
     libc.mmap.restype = ctypes.c_void_p
     address = libc.mmap(None, span, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
@@ -239,7 +239,7 @@ def _areas(ground: Ground) -> str:
 
 
 def _attributes(ground: Ground) -> str:
-    """Attributes of files, which no one counts as the files' size."""
+    """Extended attributes, which do not count towards the files' size."""
 
     def part() -> None:
         for number in range(400):
@@ -251,7 +251,7 @@ def _attributes(ground: Ground) -> str:
 
 
 def _capped(kind: FaultKind) -> FaultKind:
-    """It must not get so much: the kernel refuses a part of it, or its job is ended before it has it all."""
+    """The kind with a cap of 256 MiB: the kernel refuses a part, or the job is ended before it has all."""
     return replace(kind, memory_bytes=_CAP)
 
 

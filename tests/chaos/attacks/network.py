@@ -1,4 +1,4 @@
-"""Against what is reached without a process's number: sockets, interfaces, the terminal."""
+"""Attacks that need no pid: on sockets, interfaces, the terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _loopback(ground: Ground) -> str:
 
 
 def listeners() -> list[tuple[int, str, int]]:
-    """Where somebody of this network listens: family, address, port."""
+    """The listening TCP sockets of this network: family, address, port."""
     found = []
     for family, name, address in ((socket.AF_INET, "tcp", "127.0.0.1"), (socket.AF_INET6, "tcp6", "::1")):
         with suppress(OSError):
@@ -58,14 +58,14 @@ def listeners() -> list[tuple[int, str, int]]:
 
 
 def unix_names(folder: Path) -> list[str]:
-    """The unix sockets of this network with an abstract name, as ``@NAME``, and those in a folder."""
+    """The abstract unix sockets of this network, as ``@NAME``, and those in a folder."""
     lines = Path("/proc/self/net/unix").read_text(encoding="utf-8").splitlines()[1:]
     names = [fields[-1] for line in lines if len(fields := line.split()) > 7]
     return [name for name in names if name.startswith("@") or name.startswith(str(folder))]
 
 
 def _ports(ground: Ground) -> str:
-    """Connect to whatever listens, say nonsense, and stay connected for a while."""
+    """Connect to all listening ports, send random bytes, and stay connected for a while."""
     if not ground.own_network():
         raise NoTargetError("this is the machine's network")
     held: list[socket.socket] = []
@@ -91,7 +91,7 @@ def _ports(ground: Ground) -> str:
 
 
 def _unix_sockets(ground: Ground) -> str:
-    """Connect to every socket with an abstract name, and to those in the run's folders."""
+    """Connect to every abstract socket, and to those in the run's folders."""
     if not ground.own_network():
         raise NoTargetError("this is the machine's network")
     names = list(dict.fromkeys([*unix_names(ground.folder), *ground.targets.sockets]))
@@ -118,7 +118,7 @@ def _raw(ground: Ground) -> str:
 
 
 def _netlink(ground: Ground) -> str:
-    """Ask for the interfaces, and listen to what the kernel tells of processes."""
+    """Ask for the interfaces, and listen to the events of processes."""
 
     def interfaces() -> None:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as one:
@@ -132,7 +132,7 @@ def _netlink(ground: Ground) -> str:
 
 
 def _terminal(ground: Ground) -> str:
-    """Stop the output on the training's terminal, and let it go on after some seconds."""
+    """Stop the output on the training's terminal, and continue it after some seconds."""
 
     def hold(path: str) -> None:
         fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)

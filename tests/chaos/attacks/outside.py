@@ -1,4 +1,4 @@
-"""The kinds that the driver commits from outside beyond single blows; ``chaos.outside`` does them."""
+"""The kinds of faults that the driver commits in several steps; ``chaos.outside`` has the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Against the pages that a job shares with rank and agent, and those that it does not."""
+"""Attacks on the pages that a job shares with rank and agent, and on other pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHARED = ("gate", "cycle", "control", "baton", "steps")
 
 
 def _foreign_pages(ground: Ground) -> str:
-    """Zeros over the shared pages of ranks and agents, opened through /proc."""
+    """Write zeros to the shared pages of ranks and agents, opened through /proc."""
 
     def wipe(path: str) -> None:
         if not os.readlink(path).startswith("/memfd:pipefill"):
@@ -46,14 +46,14 @@ def _control_write(ground: Ground) -> str:
 
 
 def _resize(ground: Ground) -> str:
-    """Cut, grow and seal every page that it has, and write to those that it may read."""
+    """Cut, grow and seal every page of the job, and write to the read-only ones."""
     foreign = [name for name in _SHARED if name not in _OWN]
     own = [way for way in memfiles.attacks(*_OWN) if way[0].split()[0] in _SIZE]
     return try_all([*memfiles.attacks(*foreign), *own])
 
 
 def _punch(ground: Ground) -> str:
-    """Take the memory away from under the pages that it may write."""
+    """Take the memory away from the pages that the job may write."""
     for name in _OWN:
         page = memfiles.writable(name)
         libc.madvise(ctypes.c_void_p(page.begin), ctypes.c_size_t(page.end - page.begin), _REMOVE)
@@ -61,7 +61,7 @@ def _punch(ground: Ground) -> str:
 
 
 def _storm(name: str, data: Callable[[int], bytes]) -> str:
-    """Write over a page for two seconds."""
+    """Overwrite a page for two seconds."""
     page = memfiles.writable(name)
     size = min(page.end - page.begin, _MOST_BYTES)
 
@@ -76,12 +76,12 @@ def _storm(name: str, data: Callable[[int], bytes]) -> str:
 
 
 def _fill(name: str, pattern: bytes, ground: Ground) -> str:
-    """One pattern all over a page, again and again."""
+    """Overwrite a page with a pattern, again and again."""
     return _storm(name, lambda size: (pattern * size)[:size])
 
 
 def _flicker(name: str, ground: Ground) -> str:
-    """Random bytes all over a page, again and again."""
+    """Overwrite a page with random bytes, again and again."""
     return _storm(name, os.urandom)
 
 

@@ -1,4 +1,4 @@
-"""Against the training's processes: signals, debuggers, memory, descriptors, limits."""
+"""Attacks on the training's processes: signals, debuggers, memory, descriptors, limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OWN = ctypes.create_string_buffer(8)
 
 
 def _prlimit(ground: Ground) -> str:
-    """One second of CPU time for the rank: the kernel then ends it."""
+    """Set a limit of one second of CPU time for the rank, at which the kernel ends it."""
     return try_all(
         (f"RLIMIT_CPU of {pid}", partial(resource.prlimit, pid, resource.RLIMIT_CPU, (_CPU_S, _CPU_S)))
         for pid in ground.ranks()
@@ -59,7 +59,7 @@ class _Span(ctypes.Structure):
 
 
 def _writable(pid: int) -> int:
-    """The address of memory that a process may write to; where that is not told, of such memory here."""
+    """The address of writable memory of a process; where that is hidden, an address of this process."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8") as file:
             return next(int(line.split("-")[0], 16) for line in file if " rw-p " in line)
@@ -68,7 +68,7 @@ def _writable(pid: int) -> int:
 
 
 def _vm_write(ground: Ground) -> str:
-    """Write into the rank's memory what is there already."""
+    """Write to the rank's memory the bytes that are there already."""
 
     def change(pid: int) -> None:
         kept = ctypes.create_string_buffer(8)
@@ -80,7 +80,7 @@ def _vm_write(ground: Ground) -> str:
 
 
 def _proc_files(ground: Ground) -> str:
-    """Open what /proc shows of a rank: its memory, its environment, its files."""
+    """Open the files in /proc of a rank: memory, environment, descriptors and others."""
 
     def open_it(pid: int, name: str, flags: int) -> None:
         os.close(os.open(f"/proc/{pid}/{name}", flags | os.O_CLOEXEC))
@@ -112,7 +112,7 @@ def _take_descriptor(ground: Ground) -> str:
 
 
 def _move_memory(ground: Ground) -> str:
-    """Calls that take another process's number: pages moved, pages thrown out, files compared."""
+    """Make calls that take the pid of another process: move pages, page out, compare files."""
     ways: list[tuple[str, Callable[[], object]]] = []
     for pid in ground.ranks():
         ways += [
@@ -167,7 +167,7 @@ def _threads(ground: Ground) -> str:
 
 
 def _everybody(ground: Ground) -> str:
-    """SIGKILL to every process there is, where that is only this job's own; from a child, as it spares the caller."""
+    """Send SIGKILL to all processes of the job's namespace; from a child, as kill(-1) spares the caller."""
     if not ground.own_init():
         raise NoTargetError("this is the machine's process namespace")
     in_child(lambda: os.kill(-1, signal.SIGKILL))
@@ -188,7 +188,7 @@ def _stop_group(ground: Ground) -> str:
 
 
 def _exit_main_thread(ground: Ground) -> str:
-    """The main thread ends, another one keeps the process."""
+    """End the main thread; another one keeps the process."""
     threading.Thread(target=time.sleep, args=(_FOREVER_S,)).start()
     syscall("exit", 0)
     return ""
@@ -199,7 +199,7 @@ def _exec_away(ground: Ground) -> str:
 
 
 def _forget_parent(ground: Ground) -> str:
-    """Undo what ends this job with its parent, and leave a process behind."""
+    """Undo the settings that end this job with its parent, and leave a process behind."""
     libc.prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     _stay()
@@ -213,7 +213,7 @@ def _double_fork(ground: Ground) -> str:
 
 
 def _stay() -> None:
-    """A daemon that is nobody's child, and sleeps on."""
+    """Start a daemon that sleeps."""
     if os.fork() == 0:
         try:
             own_session()
@@ -224,7 +224,7 @@ def _stay() -> None:
 
 
 def _pass_descriptors(ground: Ground) -> str:
-    """Pass what it shares with the rank through a socket to a child that outlives the step."""
+    """Pass the descriptors of the shared pages through a socket to a child that outlives the step."""
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         try:

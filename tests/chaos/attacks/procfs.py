@@ -1,4 +1,4 @@
-"""Against what can be written in ``/proc``: the job's own files there, its threads', its children's, and others'."""
+"""Attacks on writable files in ``/proc``: those of the job, its threads, its children, and others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.chaos.attacks.calls import syscall
 from tests.chaos.kind import attack
 
 _NEW_USER = 0x10000000
-_STANDING = {  # what a process is to the kernel: when it runs, when it dies, what is seen of it
+_STANDING = {  # settings of a process in the kernel: scheduling, OOM killing, core dumps
     "oom_score_adj": "0",
     "oom_adj": "15",
     "autogroup": "19",
@@ -28,7 +28,7 @@ _ODD = ("loginuid", "timens_offsets", "attr/current", "attr/exec", "make-it-fail
 
 
 def write(path: str, text: str) -> None:
-    """Write to a file that is there.
+    """Write to an existing file.
 
     Raises:
         OSError: the kernel refused it.
@@ -41,7 +41,7 @@ def write(path: str, text: str) -> None:
 
 
 def _own(name: str, text: str, ground: Ground) -> str:
-    """By each of the names that a process has for itself."""
+    """Write to a file of this process, by each of its paths."""
     folders = ("/proc/self", "/proc/thread-self", f"/proc/{os.getpid()}")
     return try_all((folder, partial(write, f"{folder}/{name}", text)) for folder in folders)
 
@@ -55,7 +55,7 @@ def _each(names: dict[str, str], folders: list[str]) -> str:
 
 
 def _threads(ground: Ground) -> str:
-    """Of a thread that is not the first."""
+    """Write to the files of a second thread."""
     over = threading.Event()
     thread = threading.Thread(target=over.wait, args=(5.0,), daemon=True)
     thread.start()
@@ -66,7 +66,7 @@ def _threads(ground: Ground) -> str:
 
 
 def _child(ground: Ground) -> str:
-    """Of a child, which has the same user."""
+    """Write to the files of a child, which has the same user."""
     pid = os.fork()
     if pid == 0:
         time.sleep(5.0)
@@ -83,7 +83,7 @@ def _others(pids: Callable[[Ground], list[int]], ground: Ground) -> str:
 
 
 def _memory(ground: Ground) -> str:
-    """Its own memory as a file, which asks for no right to the page."""
+    """Write to its own memory as a file, which ignores the protection of pages."""
 
     def change(path: str) -> None:
         kept = bytearray(b"kept")
@@ -98,7 +98,7 @@ def _memory(ground: Ground) -> str:
 
 
 def _id_maps(ground: Ground) -> str:
-    """A user namespace in which it is root."""
+    """Become root in a user namespace."""
     user = os.getuid()
 
     def become_root() -> None:
@@ -114,7 +114,7 @@ def _odd(ground: Ground) -> str:
 
 
 def _unmounted(ground: Ground) -> str:
-    """The same files past the mount that is read-only: by descriptors of folders, and through links."""
+    """Write to the same files past the read-only mount: by descriptors of folders, and through links."""
     text = b"19"
 
     def by(path: str, name: str) -> None:
@@ -147,11 +147,11 @@ def _unmounted(ground: Ground) -> str:
 
 
 def _kept_open(ground: Ground) -> str:
-    """Through descriptors that whoever started it has left open."""
+    """Write through descriptors that the parent has left open."""
 
     def use(entry: str) -> None:
         name = os.readlink(f"/proc/self/fd/{entry}")
-        if not name.startswith("/proc/") or name.endswith("/clear_refs"):  # its own peak is a job's to forget
+        if not name.startswith("/proc/") or name.endswith("/clear_refs"):  # a job may reset its own peak
             raise FileNotFoundError(name)
         os.write(int(entry), b"0")
 

@@ -1,4 +1,4 @@
-"""Against who reads, lists, copies or removes a job's folder: what changes meanwhile, is deep, or is huge."""
+"""Attacks on readers of a job's folder, and on its removal: files that change, deep and huge folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPARSE = 1 << 40
 
 
 def _flicker(names: tuple[str, ...], ground: Ground) -> str:
-    """In turn a file, a link to somebody else's file, and nothing: between a look and an open it is another."""
+    """Replace a file by a link to another's file and by nothing, in turn: it changes between a look and an open."""
     target = str(next(iter(ground.others_files()), "/etc/shadow"))
 
     def flick() -> None:
@@ -39,7 +39,7 @@ def _flicker(names: tuple[str, ...], ground: Ground) -> str:
 
 
 def _hard_links(ground: Ground) -> str:
-    """Its checkpoint with hundreds of names."""
+    """A file with hundreds of names."""
     path = ground.directory / "named"
     path.write_bytes(b"x")
     for number in range(_LINKS):
@@ -48,7 +48,7 @@ def _hard_links(ground: Ground) -> str:
 
 
 def _deep(ground: Ground) -> str:
-    """Folders in one another, deeper than a path may be long."""
+    """Nested folders, deeper than a path may be long."""
     here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.chdir(ground.directory)
@@ -70,7 +70,7 @@ def _huge(ground: Ground) -> str:
 
 
 def _sparse(ground: Ground) -> str:
-    """A file of a tebibyte that takes no room, under the names that are read."""
+    """Files of a tebibyte that take no space, with the names that are read."""
     for name in ("result.json", "profile.json", "plan.json", "sparse"):
         with suppress(OSError), (ground.directory / name).open("wb") as file:
             file.truncate(_SPARSE)
@@ -78,14 +78,14 @@ def _sparse(ground: Ground) -> str:
 
 
 def _loops(ground: Ground) -> str:
-    """Links to the folder itself and to all of the machine: who follows them never ends."""
+    """Links to the folder itself and to the root: following them never ends."""
     for name, target in (("self", "."), ("up", "../.."), ("all", "/")):
         (ground.directory / name).symlink_to(target)
     return "links that go round"
 
 
 def _devices(ground: Ground) -> str:
-    """A socket, a pipe and a file that nobody may read, where files are listed and copied."""
+    """A socket, a pipe and a closed folder among the files that are listed and copied."""
     with socket.socket(socket.AF_UNIX) as one:
         here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         os.chdir(ground.directory)
@@ -102,7 +102,7 @@ def _devices(ground: Ground) -> str:
 
 
 def _beside(ground: Ground) -> str:
-    """Names beside its folder, where its output and its lock are."""
+    """Replace the job's output and lock, which are next to its folder."""
     run = ground.run
     own = ground.directory.name
 
@@ -119,7 +119,7 @@ def _beside(ground: Ground) -> str:
 
 
 def _set_id(ground: Ground) -> str:
-    """A program that would run as its owner, for whoever finds it."""
+    """A program that would run as the job's user, for any user who starts it."""
     path = ground.directory / "program"
     path.write_bytes(b"#!/bin/sh\n")
     path.chmod(0o6755)

@@ -1,4 +1,4 @@
-"""Against what the machine has only so much of: memory, processes, files, output.  All within small bounds."""
+"""Attacks on limited resources of the machine: memory, processes, files, output.  All are small."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HELD: list[object] = []  # until the process ends
 
 
 def _later(seconds: float, path: Path) -> None:
-    """Remove what was made, also when this job has ended: its children are told to."""
+    """Remove a folder after a while, in a thread."""
 
     def remove() -> None:
         time.sleep(seconds)
@@ -38,7 +38,7 @@ def _later(seconds: float, path: Path) -> None:
 
 
 def _memory_files(ground: Ground) -> str:
-    """Memory that no address space shows: anonymous files, written and not mapped."""
+    """Memory in anonymous files that are written and not mapped, so no address space shows it."""
     fd = os.memfd_create("hoard")
 
     def write() -> None:
@@ -51,7 +51,7 @@ def _memory_files(ground: Ground) -> str:
 
 
 def _shared_memory(ground: Ground) -> str:
-    """Fill /dev/shm, as far as the bound of this attack goes."""
+    """Fill /dev/shm, up to 400 MiB."""
     place = Path(tempfile.mkdtemp(prefix="pipefill-chaos-", dir=_SHARED_MEMORY))
     try:
         with suppress(OSError), (place / "full").open("wb", buffering=0) as file:
@@ -78,7 +78,7 @@ def _inodes(ground: Ground) -> str:
 
 
 def _fill_disk(ground: Ground) -> str:
-    """The disk of the run folder, which is a small one of the chaos run's own."""
+    """Fill the disk of the run folder, which is a small one of the chaos run."""
     if shutil.disk_usage(ground.directory).total > 1 << 30:
         raise NoTargetError("it is the machine's disk")
     path = ground.directory / "full"
@@ -95,7 +95,7 @@ def _fill_disk(ground: Ground) -> str:
 
 
 def _processes(ground: Ground) -> str:
-    """One process after the other, each gone at once: the numbers go round."""
+    """Start processes that end at once, one after the other, so that pids run out and are used again."""
     end_s = time.monotonic() + 3.0
     for _ in range(_FORKS):
         pid = os.fork()
@@ -126,7 +126,7 @@ def _threads(ground: Ground) -> str:
 
 
 def _lock_memory(ground: Ground) -> str:
-    """Memory that cannot be swapped out, more than the kernel grants everybody."""
+    """Memory that cannot be swapped out, more than the kernel grants every user."""
     held = mmap.mmap(-1, 96 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(held))
     if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(held))):
@@ -136,7 +136,7 @@ def _lock_memory(ground: Ground) -> str:
 
 
 def _huge_line(ground: Ground) -> str:
-    """A line without an end, within what it may print."""
+    """A line of 3 MiB, within the cap on output."""
 
     def write() -> None:
         for _ in range(48):
@@ -147,7 +147,7 @@ def _huge_line(ground: Ground) -> str:
 
 
 def _no_output(ground: Ground) -> str:
-    """Other ends in place of its output: a socket, a pipe that nobody reads, none."""
+    """Close standard output, and put the reading end of a pipe in place of standard error."""
     read, write = os.pipe()
     os.dup2(write, 1)
     os.dup2(read, 2)
@@ -163,7 +163,7 @@ def _escapes(ground: Ground) -> str:
 
 
 def _pipes(ground: Ground) -> str:
-    """The kernel's memory in pipes: full ones, as large as may be."""
+    """Full pipes, which take the kernel's memory."""
     held = []
     with suppress(OSError):
         for _ in range(200):
@@ -178,7 +178,7 @@ def _pipes(ground: Ground) -> str:
 
 
 def _names(ground: Ground) -> str:
-    """Files with names that no terminal should see, in its own folder."""
+    """Files in its own folder with names that a terminal acts on."""
     for number in range(200):
         (ground.directory / f"\x1b[31m\n{number}\u202e").touch()
     return ""

@@ -1,4 +1,4 @@
-"""Against the training's share of the cores: priorities, affinity, work where there is no bubble."""
+"""Attacks on the training's share of the cores: priorities, affinity, work outside of bubbles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _burn(seconds: float) -> None:
 
 
 def _copy(seconds: float, size: int) -> None:
-    """Move memory to and fro as fast as it goes, without the interpreter's lock."""
+    """Copy memory as fast as possible without the interpreter's lock."""
     one, other = ctypes.create_string_buffer(size), ctypes.create_string_buffer(size)
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
@@ -44,7 +44,7 @@ def _real_time(policy: int) -> None:
 
 
 def _deadline() -> None:
-    """SCHED_DEADLINE, nine tenths of a core."""
+    """Ask for SCHED_DEADLINE with nine tenths of a core."""
     given = struct.pack("=IIQiIQQQ", 48, 6, 0, 0, 0, 90_000_000, 100_000_000, 100_000_000)
     syscall("sched_setattr", 0, given, 0)
 
@@ -72,7 +72,7 @@ def _fifo_step(ground: Ground) -> str:
 
 
 def _fifo_thread(ground: Ground) -> str:
-    """A thread at real-time priority that goes on between bubbles."""
+    """Run a thread at real-time priority that continues between bubbles."""
     found: list[str] = []
     why: list[Exception] = []
 
@@ -93,14 +93,14 @@ def _fifo_thread(ground: Ground) -> str:
 
 
 def _leave_idle(ground: Ground) -> str:
-    """From the idle class to the ordinary one, and go on between bubbles."""
+    """Change from the idle class to the ordinary one, and continue between bubbles."""
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     beside(lambda: _burn(_BUSY_S))
     return "SCHED_OTHER"
 
 
 def _of_each(ground: Ground, what: Callable[[int], object]) -> str:
-    """To every thread of the ranks."""
+    """Apply ``what`` to every thread of the ranks."""
     found = [thread for pid in ground.ranks() for thread in threads(pid)]
     return try_all((f"thread {thread}", partial(what, thread)) for thread in found)
 
@@ -114,7 +114,7 @@ def _affinity(thread: int) -> None:
 
 
 def _setsid_busy(ground: Ground) -> str:
-    """Busy processes in sessions of their own: autogroups give each as much as the training."""
+    """Start busy processes in sessions of their own: autogroups give each as much as the training."""
     for _ in range(_BUSY_PROCESSES):
         if os.fork() == 0:
             try:
@@ -141,7 +141,7 @@ def _copy_step(ground: Ground) -> str:
 
 
 def _thrash_step(ground: Ground) -> str:
-    """Touch every cache line of much more than the caches hold."""
+    """Touch every cache line of much more memory than the caches hold."""
     memory = memoryview(bytearray(64 * _MIB))
     end_s = time.monotonic() + 0.2
     while time.monotonic() < end_s:
@@ -150,13 +150,13 @@ def _thrash_step(ground: Ground) -> str:
 
 
 def _sleeper(ground: Ground) -> str:
-    """Steps that sleep through the bubble's end, holding what they hold."""
+    """Sleep for ever, past the bubble's end."""
     time.sleep(1.0)
     return _sleeper(ground) if ground.directory.exists() else ""
 
 
 def _beating_hang(ground: Ground) -> str:
-    """A step that never ends, while the step log says that steps do."""
+    """Hang in a step, while the step log reports that steps end."""
     log = memfiles.step_log()
 
     def beat() -> None:
@@ -170,7 +170,7 @@ def _beating_hang(ground: Ground) -> str:
 
 
 def _futex_storm(ground: Ground) -> str:
-    """Wake whoever sleeps on the shared pages, all the time."""
+    """Wake all processes that sleep on the shared pages, all the time."""
 
     def wake() -> None:
         end_s = time.monotonic() + _BUSY_S
@@ -197,7 +197,7 @@ def _futex_storm(ground: Ground) -> str:
 
 
 def _timer_storm(ground: Ground) -> str:
-    """Thousands of signals a second to itself."""
+    """Send this process thousands of timer signals a second."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
 
@@ -210,7 +210,7 @@ def _timer_storm(ground: Ground) -> str:
 
 
 def _signal_storm(ground: Ground) -> str:
-    """The signal that the agent asks with, thousands of times."""
+    """Send this process the signal that the agent uses, thousands of times."""
 
     def storm() -> None:
         for _ in range(_WAKES):

@@ -1,4 +1,4 @@
-"""All attacks that a side task commits, by name, and the families that they come in."""
+"""All attacks that a side task commits, by name, and their families."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.chaos.tasks import GOOD_STEPS, Honest, work
 
 
 class Attacker(Honest):
-    """After a few good steps commits its attack, notes what came of it, and goes on with its work."""
+    """Commits its attack after three good steps, notes the outcome, and continues its work."""
 
     def create(self, marks: str, steps: int, attack: str = "", folder: str = "", machine_network: int = 0) -> None:
         super().create(marks, steps)

@@ -1,4 +1,4 @@
-"""Against walls themselves: namespaces by other calls, descriptors, signals that the kernel sends for a process."""
+"""Attacks on the sandbox itself: namespaces by other calls, descriptors, signals that the kernel sends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IOPRIO_REAL_TIME = 1 << 13
 
 
 def _owned(ground: Ground) -> str:
-    """A pipe whose news are signals to somebody else."""
+    """Make another process the owner of a socket, so that events there send it signals."""
 
     def own(pid: int) -> None:
         ours, theirs = socket.socketpair()
@@ -43,7 +43,7 @@ def _owned(ground: Ground) -> str:
 
 
 def _by_descriptor(ground: Ground) -> str:
-    """Descriptors of processes: to wait for them, and to have their memory reaped."""
+    """Open descriptors of processes."""
 
     def use(pid: int) -> None:
         os.close(os.pidfd_open(pid))
@@ -52,7 +52,7 @@ def _by_descriptor(ground: Ground) -> str:
 
 
 def _ask_about(ground: Ground) -> str:
-    """Calls that only tell something: sessions, groups, priorities, cores, clocks of others."""
+    """Query others' sessions, priorities, cores, limits, clocks."""
     ways: list[tuple[str, Callable[[], object]]] = []
     for pid in ground.outsiders():
         ways += [
@@ -67,7 +67,7 @@ def _ask_about(ground: Ground) -> str:
 
 
 def _clone(ground: Ground) -> str:
-    """Namespaces by clone and clone3, which are asked otherwise than unshare."""
+    """Create namespaces by clone and clone3, which filters may treat differently from unshare."""
 
     def by_clone(flag: int) -> None:
         number = 56 if os.uname().machine == "x86_64" else 220
@@ -93,7 +93,7 @@ def _clone(ground: Ground) -> str:
 
 
 def _new_mounts(ground: Ground) -> str:
-    """Mounts by the calls since Linux 5.2."""
+    """Mount by the calls since Linux 5.2."""
 
     def tree() -> None:
         os.close(syscall("open_tree", -100, b"/proc", 1))
@@ -109,7 +109,7 @@ def _new_mounts(ground: Ground) -> str:
 
 
 def _handle(ground: Ground) -> str:
-    """The number of a file, by which it could be opened from anywhere."""
+    """Ask for the handle of a file, by which it could be opened from anywhere."""
 
     def name() -> None:
         handle, mount = ctypes.create_string_buffer(struct.pack("=Ii", 128, 0), 136), ctypes.create_string_buffer(8)
@@ -119,7 +119,7 @@ def _handle(ground: Ground) -> str:
 
 
 def _calls(ground: Ground) -> str:
-    """More of the kernel's large doors, in vain."""
+    """Make more privileged calls, with arguments that fail anyway."""
 
     def unless(allowed: int, name: str, *arguments: int | bytes | None) -> None:
         try:
@@ -142,23 +142,23 @@ def _calls(ground: Ground) -> str:
 
 
 def _io_class(ground: Ground) -> str:
-    """Its own disk accesses before all others'."""
+    """Put its own disk accesses before all others'."""
     return try_all([("real time", partial(syscall, "ioprio_set", 1, 0, _IOPRIO_REAL_TIME))])
 
 
 def _child_class(ground: Ground) -> str:
-    """A child in the ordinary scheduling class, by sched_setattr."""
+    """Put a child into the ordinary scheduling class, by sched_setattr."""
     ordinary = struct.pack("=IIQiIQQQ", 48, 0, 0, 0, 0, 0, 0, 0)
     return try_all([("a child", lambda: in_child(lambda: syscall("sched_setattr", 0, ordinary, 0)))])
 
 
 def _session(ground: Ground) -> str:
-    """A session or a group of its own, out of reach of a stop and of the training's autogroup."""
+    """Start a session or a process group of its own, out of reach of a stop and of the training's autogroup."""
     return try_all([("setsid", lambda: in_child(os.setsid)), ("setpgid", lambda: in_child(partial(os.setpgid, 0, 0)))])
 
 
 def _join(ground: Ground) -> str:
-    """Into the cgroup at the root, past the caps of its own."""
+    """Open the process list of the root cgroup, to leave its own with its caps."""
     folders = [Path(path) for path, _ in ground.targets.cgroups]
     if not folders:
         raise NoTargetError("no cgroup is mounted")
@@ -174,7 +174,7 @@ def _join(ground: Ground) -> str:
 
 
 def _abstract(ground: Ground) -> str:
-    """Take an abstract name that others may look for, and send to those there are."""
+    """Connect to the abstract sockets of others."""
 
     def send(name: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
@@ -186,7 +186,7 @@ def _abstract(ground: Ground) -> str:
 
 
 def _continue_group(ground: Ground) -> str:
-    """Continue its own group whenever it is stopped, from a child that is busy too."""
+    """Continue its own group whenever it is stopped, from busy children."""
 
     def go_on() -> None:
         end_s = time.monotonic() + _BUSY_S
@@ -206,7 +206,7 @@ def _continue_group(ground: Ground) -> str:
 
 
 def _sleeping_steps(ground: Ground) -> str:
-    """Many threads whose sleeps end all at once, between bubbles."""
+    """Start threads whose sleeps all end at the same time, between bubbles."""
 
     def sleep() -> None:
         end_s = time.monotonic() + _BUSY_S

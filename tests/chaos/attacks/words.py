@@ -1,4 +1,4 @@
-"""Against whoever reads what a job says: its last word, its work, its results."""
+"""Attacks on readers of what a job reports: its last word, its work, its results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ESCAPES = "\x1b[2J\x1b]0;owned\x07\x1b[31m\r\n\u202e\x00red"
 
 
 def _leave(word: bytes, ground: Ground) -> str:
-    """Say this as the last word, and be gone."""
+    """Report this as the last word, and exit."""
     memfiles.step_log().leave_word(word[:MOST_WORD_BYTES])
     os._exit(0)
 
@@ -35,7 +35,7 @@ def _saying(**changes: object) -> bytes:
 
 
 def _linger(ground: Ground) -> str:
-    """Say that it is done, and stay."""
+    """Report that the job is done, and stay."""
     memfiles.step_log().leave_word(_saying())
     while True:
         time.sleep(60.0)
@@ -50,7 +50,7 @@ def _amounts(value: float, ground: Ground) -> str:
 
 
 def _report(ground: Ground) -> str:
-    """Results that a task may not report."""
+    """Report results that a task may not report."""
     nested: list[object] = []
     for _ in range(900):
         nested = [nested]

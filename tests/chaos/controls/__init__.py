@@ -1,4 +1,4 @@
-"""Positive controls: each attack in a world of its own, without the wall that is to stop it.  There it must succeed.
+"""Positive controls: each attack in a world of its own, without the sandbox layer that stops it, where it must succeed.
 
-An attack that fails behind a wall proves the wall only if it succeeds where the wall is not.
+An attack that fails behind a layer proves the layer only if it succeeds without it.
 """

@@ -1,4 +1,4 @@
-"""What a job brings along, as attacks for controls: an environment in an interpreter that no wall stands before."""
+"""Controls of what a job brings along: its environment in an interpreter that starts before the sandbox."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _COMMANDS = {"command-daemons": daemons.burn, "command-escape": daemons.escape, 
 
 
 def _started(kind: FaultKind, ground: Ground) -> str:
-    """Start an interpreter and a program with what the job brings, as if that came before the walls.
+    """Start an interpreter and a program with the environment of the job, as if that came before the sandbox.
 
     Raises:
-        Refused: nothing of it took effect.
+        Refused: nothing in it took effect.
     """
     notes = ground.directory / "notes"
     marks.prepare(notes)

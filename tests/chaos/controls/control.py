@@ -1,4 +1,4 @@
-"""The control of an attack, as data: the walls that are left out, and how it is seen that the attack succeeds."""
+"""The control of an attack, as data: the layers that are left out, and the evidence that the attack succeeds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.chaos.controls.world import World
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """One attack's.
+    """The control of one attack.
 
     Attributes:
-        walls: what is left out: one, or all of those that would stop it where there are several.
-        ends: how it may end then; see ``engine.Tried``.
-        proof: what is seen of it from outside the job; empty while there is nothing.  None where the kernel's answer
-            to the attack says all.
-        prepared: the world as it has to be for this attack.
-        within_s: how long the attack may take.
-        impossible: why there can be no control; the attack is not counted then.
+        walls: layers that are left out: all of those that would each stop it.
+        ends: outcomes that count as success; see ``engine.Tried``.
+        proof: returns evidence that is seen from outside the job; empty while there is none.  None where the kernel's
+            answer to the attack is enough.
+        prepared: prepares the world for this attack.
+        within_s: longest time that the attack may take.
+        impossible: reason why there can be no control; the attack is not counted then.
     """
 
     walls: tuple[Wall, ...]
@@ -34,5 +34,5 @@ class Control:
 
 
 def like(walls: tuple[Wall, ...] | Wall, *names: str, **how: Any) -> dict[str, Control]:
-    """The same control for all of these attacks."""
+    """Return the same control for all of these attacks."""
     return dict.fromkeys(names, Control((walls,) if isinstance(walls, Wall) else walls, **how))

@@ -1,4 +1,7 @@
-"""Runs controls: each attack without its walls, where it must succeed, and behind all of them, where it must not."""
+"""The runs of controls: each attack without the layers that stop it, and again behind all layers.
+
+The attack must succeed in the first and be refused in the second.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What came of an attack in a world of its own.
+    """The outcome of an attack in a world of its own.
 
     Attributes:
         word: ``done``, ``refused``, ``no target``, ``died`` (its process ended within it), ``stays`` (it did not
             return), or ``error`` (the attack itself, or its world, is faulty).
-        detail: in its own words.
-        proof: what else was seen of it, from outside; empty if nothing was.
+        detail: the attack's own message.
+        proof: evidence from outside; empty if there is none.
     """
 
     word: str
@@ -45,13 +48,13 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Controlled:
-    """One control.
+    """The result of a control.
 
     Attributes:
-        walls: those that were left out.
-        without: what came of the attack then.
-        behind: what came of it behind all walls of the kernel's; None where they are not what stops it.
-        wrong: why it does not count; empty if it does.
+        walls: layers that were left out.
+        without: outcome of the attack without them.
+        behind: outcome of the attack behind all layers of the kernel; None where those are not what stops it.
+        wrong: reason why the control does not count; empty if it does.
     """
 
     kind: str
@@ -62,23 +65,23 @@ class Controlled:
 
     @property
     def impossible(self) -> bool:
-        """Whether there can be no control: the attack is not run, and counts for nothing."""
+        """True if there can be no control: the attack is not run, and does not count."""
         return self.without is None
 
     @property
     def broken(self) -> bool:
-        """Whether the attack got through all of its walls."""
+        """True if the attack got through all of its layers."""
         return self.behind is not None and self.behind.word == "done"
 
 
 def run_controls(attacks: Mapping[str, Attack], controls: Mapping[str, Control]) -> list[Controlled]:
-    """The controls of these attacks, some at a time.
+    """Run the controls of these attacks, four at a time.
 
     Args:
-        controls: by name; each attack has one.
+        controls: the control of each attack, by name.
     """
     found = _run_once(attacks, controls)
-    # On a busy machine something may have come too late to be seen.  What got through its walls once has done so.
+    # On a busy machine an effect may come too late to be seen.  An attack that got through is not tried again.
     late = {one.kind for one in found if one.wrong and one.without is not None and not one.broken}
     again = _run_once({name: attack for name, attack in attacks.items() if name in late}, controls)
     second = {one.kind: one for one in again}
@@ -114,7 +117,7 @@ def _judged(attack: Attack, control: Control, without: Tried | None, behind: Tri
 def _in_worlds(
     attacks: Mapping[str, Attack], controls: Mapping[str, Control], runs: Sequence[tuple[str, Collection[Wall]]]
 ) -> list[Tried]:
-    """Each in a world of its own, in the order given."""
+    """Run each in a world of its own; return the outcomes in the same order."""
     found: dict[int, Tried] = {}
     waiting = list(enumerate(runs))
     at_work: dict[int, _Attempt] = {}
@@ -137,7 +140,7 @@ def _in_worlds(
 
 
 class _Attempt:
-    """One world, as the process sees it that made it."""
+    """A world, as seen by the process that created it."""
 
     def __init__(self, attack: Attack, control: Control, walls: Collection[Wall]) -> None:
         self.number = 0
@@ -155,13 +158,13 @@ class _Attempt:
         os.close(write_fd)
 
     def more(self) -> bool:
-        """Read what it tells; whether there may be more."""
+        """Read from the world; return True if there may be more."""
         data = os.read(self.read_fd, _READ_BYTES)
         self._told += data
         return bool(data) and b"\n" not in data
 
     def finish(self) -> Tried:
-        """End it, remove what it made, and return what came of it."""
+        """End the world, remove its files, and return the outcome."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         os.close(self.read_fd)
@@ -175,7 +178,7 @@ class _Attempt:
 
 
 def _make_world(folder: Path, attack: Attack, control: Control, walls: Collection[Wall], tell: int) -> None:
-    """The process above the world: it ends with its first process."""
+    """Run the process above the world, which ends with the first process of the world."""
     try:
         enter()
     except OSError as error:
@@ -197,7 +200,7 @@ def _say(tell: int, tried: Tried) -> None:
 
 
 def _try(world: World, attack: Attack, control: Control, walls: Collection[Wall]) -> Tried:
-    """In the world's first process: let the attack go, and look what comes of it."""
+    """Run the attack, as the world's first process, and observe its effect."""
     read_fd, write_fd = os.pipe()
     with control.prepared(world):
         jail = confine(world, attack, walls, write_fd)

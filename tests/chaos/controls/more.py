@@ -1,4 +1,4 @@
-"""The controls of attacks on ``/proc``, locks, futexes, memory, folders and the walls themselves; see ``table``."""
+"""Controls of attacks on ``/proc``, locks, futexes, memory, folders and the sandbox itself; see ``table``."""
 
 from __future__ import annotations
 

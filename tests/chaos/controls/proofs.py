@@ -1,7 +1,7 @@
-"""What is seen from outside of an attack that has succeeded, in the first process of its world.
+"""Evidence of attacks that have succeeded, as seen from outside the job by the first process of its world.
 
-Each looks once and returns what it sees in a few words; nothing while it sees nothing.  Those of readers read without
-care what the job left, in a process of their own.
+Each function looks once and returns its evidence in a few words; empty without any.  Readers read without care what the
+job left, in a process of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.chaos.controls.world import World
 
 _MIB = 1 << 20
 _BUSY_S, _READ_S = 0.25, 0.5
-_MEMORY = 3 << 30  # more than this process has by itself: what is read must not take the machine's
+_MEMORY = 3 << 30  # more than this process needs; a read must not take the machine's memory
 _NEVER_NS, _HEADER_WORDS = 3600 * 10**9, 32
 _ODD = 1e15  # more steps than any job does
 
@@ -45,7 +45,7 @@ def _pids() -> list[int]:
 
 
 def _jobs(world: World) -> list[int]:
-    """All that is the job's: what is nobody's stand-in, and not this process."""
+    """The job's processes: all but this one and the stand-ins."""
     others = {os.getpid(), world.init, *world.ranks, *world.agents, *world.listeners}
     return [pid for pid in _pids() if pid not in others]
 
@@ -81,7 +81,7 @@ def job_is_another(world: World) -> str:
 
 
 def outlives(world: World) -> str:
-    """Something of the job's goes on when the job has been ended."""
+    """Processes of the job that are left when the job has been ended."""
     before = set(_jobs(world)) - {world.job}
     if not before:
         return ""
@@ -102,7 +102,7 @@ def _cpu_s(world: World) -> float:
 
 
 def busy(world: World) -> str:
-    """It has a core where there is no bubble; how much depends on who else wants one."""
+    """CPU time that the job uses without a bubble; the amount depends on the other load."""
     before = _cpu_s(world)
     time.sleep(_BUSY_S)
     used_s = _cpu_s(world) - before
@@ -131,7 +131,7 @@ def memory_files(world: World) -> str:
 
 
 def shared_memory(world: World) -> str:
-    """What the machine's ``/dev/shm`` would hold."""
+    """Memory that the attack would take from the machine's ``/dev/shm``."""
     at = os.statvfs("/dev/shm")
     used = (at.f_blocks - at.f_bfree) * at.f_frsize
     return f"{used // _MIB} MiB" if used > 256 * _MIB else ""
@@ -157,7 +157,7 @@ def core_file(world: World) -> str:
 
 
 def output(least: int, part: bytes = b"") -> Callable[[World], str]:
-    """So many bytes, with this among them, where its output goes."""
+    """At least so many bytes, ``part`` among them, in the output of the job."""
 
     def look(world: World) -> str:
         path = world.directory / "output.log"
@@ -183,7 +183,7 @@ def closed(world: World) -> str:
 
 
 def folder_is_locked(world: World) -> str:
-    """Though the job has died."""
+    """The job's folder is still locked after the job has died."""
     fd = os.open(world.directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,10 +195,10 @@ def folder_is_locked(world: World) -> str:
 
 
 def careless(read: Callable[[World], object]) -> Callable[[World], str]:
-    """A reader without care comes to harm: it fails, takes too long, or believes what cannot be.
+    """A reader without care that comes to harm: it fails, takes too long, or believes what cannot be true.
 
     Args:
-        read: what it does; what it returns in the end is what it believes, if that is harm.
+        read: reads in a process of its own; returns the harmful content that it believes, or nothing.
     """
 
     def look(world: World) -> str:
@@ -234,7 +234,7 @@ def careless(read: Callable[[World], object]) -> Callable[[World], str]:
 
 
 def plain_json(name: str) -> Callable[[World], object]:
-    """Read a file of the job's folder as JSON, and take its parts for what they should be."""
+    """Read a file of the job's folder as JSON, and trust the types of its parts."""
 
     def read(world: World) -> object:
         found = json.loads((world.directory / name).read_bytes())
@@ -247,7 +247,7 @@ def plain_json(name: str) -> Callable[[World], object]:
 
 
 def plain_bytes(name: str) -> Callable[[World], object]:
-    """Read a file of the job's folder whole."""
+    """Read the whole of a file of the job's folder."""
 
     def read(world: World) -> object:
         data = (world.directory / name).read_bytes()
@@ -257,7 +257,7 @@ def plain_bytes(name: str) -> Callable[[World], object]:
 
 
 def unpickled(world: World) -> object:
-    """Load the checkpoint as pickle does, and see whether that ran something."""
+    """Load the checkpoint with pickle, and check if that ran code."""
     with contextlib.suppress(Exception):
         pickle.loads((world.directory / "checkpoint.pt").read_bytes())
     return "the checkpoint ran code" if (world.directory / "bomb-went-off").exists() else None
@@ -282,9 +282,9 @@ def last_word(world: World) -> object:
 
 
 def odd_work(world: World) -> str:
-    """What stands in the step log, read without the care that ``StepLog`` itself takes.
+    """An impossible amount of work in the step log, read without the care that ``StepLog`` itself takes.
 
-    Its other words are numbers that make tiny floats.
+    The other words of the header are integers that are tiny as floats.
     """
     words = struct.unpack(f"{_HEADER_WORDS}d", os.pread(world.pages["steps"], 8 * _HEADER_WORDS, 0))
     odd = [word for word in words if not abs(word) < _ODD]
@@ -292,12 +292,12 @@ def odd_work(world: World) -> str:
 
 
 def says(word: str) -> Callable[[World], str]:
-    """It has said itself that it was done to the end."""
+    """The attack's own message, if it has this word."""
     return lambda world: world.text if word in world.text else ""
 
 
 def deep_folders(world: World) -> str:
-    """Who goes down by names comes to an end before the folders do."""
+    """The failure of a walk through the folders by name, before their end is reached."""
     try:
         found = sum(1 for _ in os.walk(world.directory))
         return "" if found < 3 else f"{found} folders"
@@ -306,7 +306,7 @@ def deep_folders(world: World) -> str:
 
 
 def many_files(least: int) -> Callable[[World], str]:
-    """So many names in its folder, those below counted."""
+    """At least so many files in the job's folder and below."""
 
     def look(world: World) -> str:
         count = sum(len(files) for _, _, files in os.walk(world.directory))
@@ -316,7 +316,7 @@ def many_files(least: int) -> Callable[[World], str]:
 
 
 def there(*names: str) -> Callable[[World], str]:
-    """These are in its folder."""
+    """These names exist in the job's folder."""
     return lambda world: ", ".join(names) if all(os.path.lexists(world.directory / name) for name in names) else ""
 
 
@@ -326,10 +326,10 @@ def big_file(world: World) -> str:
 
 
 def page_changes(name: str) -> Callable[[World], str]:
-    """The page is not what it was."""
+    """The page is no longer zero."""
 
     def look(world: World) -> str:
-        # The beginning of it: the rest of a step log is its last word.
+        # Only the beginning: the rest of a step log is its last word.
         data = os.pread(world.pages[name], 4096, 0)
         return f"{name} begins with {data[:8].hex()}" if any(data) else ""
 
@@ -337,12 +337,12 @@ def page_changes(name: str) -> Callable[[World], str]:
 
 
 def page_is_empty(name: str) -> Callable[[World], str]:
-    """What stood in the page is gone; see ``filled``."""
+    """The content of the page is gone; see ``filled``."""
     return lambda world: f"{name} is empty" if not any(os.pread(world.pages[name], 64, 0)) else ""
 
 
 def filled(name: str) -> Callable[[World], contextlib.AbstractContextManager[None]]:
-    """A page with something in it."""
+    """Write something into a page beforehand."""
 
     @contextmanager
     def prepare(world: World) -> Iterator[None]:
@@ -353,7 +353,7 @@ def filled(name: str) -> Callable[[World], contextlib.AbstractContextManager[Non
 
 
 def listening(name: str) -> Callable[[World], contextlib.AbstractContextManager[None]]:
-    """Somebody who sleeps on a page until it changes, as agents do, and takes a wake-up for a change."""
+    """Start a process that sleeps on a page until it changes, as agents do, and takes a wake-up for a change."""
 
     @contextmanager
     def prepare(world: World) -> Iterator[None]:
@@ -371,5 +371,5 @@ def listening(name: str) -> Callable[[World], contextlib.AbstractContextManager[
 
 
 def woken(world: World) -> str:
-    """Who slept on the page is awake, and nobody has changed it."""
+    """The process that slept on the page is awake, though the page has not changed."""
     return "who slept on the page is awake" if _field(world.listeners[0], "State")[:1] in ("", "Z") else ""

@@ -1,6 +1,6 @@
-"""The control of every attack: by its name, the walls that would stop it, and what is seen once they are left out.
+"""The controls of all attacks by name: the layers that would stop each, and the evidence once they are left out.
 
-Where several walls are listed, each of them would stop it alone.
+Where several layers are listed, each of them would stop it alone.
 """
 
 from __future__ import annotations
@@ -150,5 +150,5 @@ CONTROLS: dict[str, Control] = {
     **_RESOURCES,
     **_NETWORK,
 }
-# Those of jobs, also by what they bring along.
+# Attacks of jobs, and of what jobs bring along.
 ATTACKS = {**table.ATTACKS, **brought.ATTACKS}

@@ -1,4 +1,4 @@
-"""The walls of a job by name, and how one is left out where a control is built."""
+"""The layers of a job's sandbox by name, and how a control leaves one out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.fill.sandbox import enter, jail
 
 
 class Wall(StrEnum):
-    """What keeps a job in."""
+    """A layer of isolation around a job."""
 
     # The kernel's: a control builds them as a worker does, but for those that are left out.
     PROCESSES = "process namespace"
@@ -54,9 +54,9 @@ NAMESPACES = {
     "cgroup": Wall.CGROUP,
     "net": Wall.NETWORK,
 }
-# Those that a cage itself can do without, by its names for them.
+# Layers that ``Cage.without`` can name, by those names.
 CAGE = {"system calls": Wall.CALLS, "landlock": Wall.RULES, "proc": Wall.PROC, "run folder": Wall.RUN}
-# The steps into the cage that one of the others is made in: the module, the name, and what does nothing in its place.
+# Functions that set up each other layer: module, name, and a replacement that does nothing.
 _STEPS: dict[Wall, tuple[tuple[ModuleType, str, Callable[..., Any]], ...]] = {
     Wall.USER: ((enter, "become", lambda *given, **named: None),),
     Wall.POWERS: ((enter, "bar_powers", lambda: None), (enter, "give_up_powers", lambda *given: "")),
@@ -66,10 +66,10 @@ _STEPS: dict[Wall, tuple[tuple[ModuleType, str, Callable[..., Any]], ...]] = {
 
 
 def leave_out(walls: Collection[Wall]) -> None:
-    """Build none of these from now on; for a process that ends after its control.
+    """Build none of these layers from now on; for a process that ends after its control.
 
     Raises:
-        AttributeError: a step has another name by now, and would be built all the same.
+        AttributeError: a step was renamed, so its layer would be built anyway.
     """
     for wall in walls:
         for module, name, nothing in _STEPS.get(wall, ()):

@@ -1,4 +1,4 @@
-"""A world of a control's own: namespaces in which nothing is the machine's, and stand-ins of a training."""
+"""The world of a control: namespaces in which nothing belongs to the machine, with stand-ins of a training."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from tests.chaos.targets import Targets
 _MIB, _PAGE_BYTES = 1 << 20, 4096
 _SHARED_BYTES, _DISK_BYTES = 1024 * _MIB, 64 * _MIB
 _MEMORY_BYTES, _TASKS, _FILES = 512 * _MIB, 100_000, 1024  # others may have processes of the same user
-_DATA_BYTES = 8 << 30  # of each process, which is a copy of whoever runs the controls
+_DATA_BYTES = 8 << 30  # per process, each a copy of the one that runs the controls
 _NOBODY = 65534
-_FIRST_PID = 20_000  # of the stand-ins: numbers that the job's own namespace does not have
+_FIRST_PID = 20_000  # lowest pid of the stand-ins, which the job's own namespace does not have
 _STAYS_S = 60.0
 _LOOPBACK = struct.Struct("16sH14x")
 _SHELL = "/bin/sh"
-PLACE = Path("/srv")  # a folder of every Linux system, in whose place the world has a disk of its own
+PLACE = Path("/srv")  # exists on every Linux system; the world mounts its disk there
 
 
 @dataclass
 class World:
-    """What an attack finds, and what a proof looks at.
+    """The surroundings of an attack, which proofs look at.
 
     Attributes:
-        folder: as a chaos run's disk.
-        directory: the job's own.
+        folder: stand-in of a chaos run's disk.
+        directory: the job's own folder.
         other: another job's folder.
-        marks: where a job may note what it did.
-        ranks, agents, listeners: stand-ins, by their numbers in this world.
-        init, job: the job's first and second process, by their numbers in this world; 0 before they are there.
+        marks: folder in which a job may note its actions.
+        ranks, agents, listeners: pids of stand-ins in this world.
+        init, job: pids of the job's first and second process in this world; 0 before they exist.
         pages: descriptors of the shared pages, by name.
-        text: what the attack said.
+        text: message of the attack.
     """
 
     folder: Path
@@ -70,15 +70,15 @@ class World:
     text: str = ""
 
     def targets(self) -> Targets:
-        """What the attack is told."""
+        """The targets that the attack is told."""
         return look(self.ranks, self.agents, self.directory.parents[1])
 
 
 def enter() -> None:
-    """Leave all that is the machine's but its disk; the caller's next child is the first process of the world.
+    """Leave all of the machine's namespaces; the caller's next child is the first process of the world.
 
     Raises:
-        OSError: only root can.
+        OSError: this process is not root.
     """
     os.setsid()
     os.unshare(
@@ -87,10 +87,10 @@ def enter() -> None:
 
 
 def settle(folder: Path) -> World:
-    """Make the world's ``/proc``, network, terminal and folders; by its first process.
+    """Create the world's ``/proc``, network, terminal and folders; called by its first process.
 
     Raises:
-        OSError: something of it cannot be made.
+        OSError: one of them cannot be created.
     """
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
@@ -99,7 +99,7 @@ def settle(folder: Path) -> World:
     mount("proc", "/proc", "proc", 0)
     mount("tmpfs", "/dev/shm", "tmpfs", 0, f"size={_SHARED_BYTES},mode=1777")
     mount("tmpfs", str(PLACE), "tmpfs", 0, f"size={_DISK_BYTES},mode=755")
-    with contextlib.suppress(OSError):  # without it, numbers may be those of the job's namespace, and are left out
+    with contextlib.suppress(OSError):  # otherwise pids may exist in the job's namespace too, and are not used
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(_FIRST_PID), encoding="ascii")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         _, flags = _LOOPBACK.unpack(fcntl.ioctl(any_socket, 0x8913, _LOOPBACK.pack(b"lo", 0)))
@@ -114,7 +114,7 @@ def settle(folder: Path) -> World:
 
 
 def _laid_out(folder: Path) -> World:
-    """Folders and files as in a run."""
+    """Create folders and files as in a run."""
     disk = PLACE / folder.name
     run = disk / "run-0"
     jobs = run / JOBS
@@ -145,14 +145,14 @@ def _laid_out(folder: Path) -> World:
 
 
 def _make_pages(world: World) -> None:
-    """Made and not mapped: a mapping would be the job's too."""
+    """Create the pages without mapping them: a mapping would be the job's too."""
     for name in ("gate", "cycle", "control", "baton"):
         world.pages[name] = memfd.create(name, _PAGE_BYTES, sealable=name in ("gate", "cycle"))
     world.pages["steps"] = steplog.create_log()
 
 
 def _listen() -> None:
-    """Somebody to connect to, for as long as this process lives."""
+    """Listen on sockets for as long as this process lives."""
     for family, address in ((socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_UNIX, "\0pipefill-control")):
         one = socket.socket(family)
         one.bind(address)
@@ -161,7 +161,7 @@ def _listen() -> None:
 
 
 def _stand_in(world: World, terminal: int) -> None:
-    """Processes that look like a rank, an agent and a warden, and sleep."""
+    """Start processes that look like a rank, an agent and a warden, and sleep."""
     store, spec = world.folder / "jobs.db", world.folder / "run-0" / "agents" / "spec0.json"
     world.ranks.append(_sleeper(world, terminal, "pretrain_gpt.py", "--fill-store", str(store)))
     world.agents.append(_sleeper(world, terminal, warden_program(), str(spec)))
@@ -186,12 +186,12 @@ def _sleeper(world: World, terminal: int, *words: str) -> int:
 
 
 def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) -> Jail:
-    """The job, behind all walls but these; it commits its attack once let go, and stays.
+    """Start the job behind all layers but ``walls``; once released it commits its attack, and stays.
 
     Args:
-        tell: where it writes what came of it, a line of JSON.
+        tell: descriptor to which it writes the outcome, a line of JSON.
     """
-    if Wall.START in walls:  # what runs before the walls has none of them
+    if Wall.START in walls:  # code that runs before the sandbox has no layers
         walls = (*walls, *KERNEL)
     leave_out(walls)
     root = os.geteuid() == 0
@@ -236,7 +236,7 @@ def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) ->
 
 
 def _map_pages(world: World, *, writable: bool) -> None:
-    """As in a worker: what it may only read is opened and mapped so; without that wall all may be written."""
+    """Map the pages as in a worker, read-only where it may only read; with ``writable`` all are writable."""
     for name, fd in world.pages.items():
         size = os.fstat(fd).st_size
         if writable or name in ("baton", "steps"):
@@ -262,7 +262,7 @@ def _report(tell: int, commit: Callable[[], str]) -> None:
 
 
 def alive(pid: int) -> str:
-    """The kernel's letter for a process; empty if it is gone."""
+    """The kernel's letter for a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
