@@ -80,7 +80,7 @@ class Cause(StrEnum):
 
 
 class Then(StrEnum):
-    """What follows for a job, for people."""
+    """The next step of a job, for people."""
 
     NONE = ""
     # Reported by the worker.
