@@ -86,7 +86,7 @@ def test_a_class_is_tried_with_its_arguments(pipefill, tmp_path, target):
     assert job.args == {"turns": 3, "rate": 1.5, "names": ["a", "b"], "text": "a=b", "day": "2026-01-01"}
     assert search == [str(tmp_path)]
     assert (options.bubble_ms, options.period_ms, options.seconds, options.device) == (20, 80, 5, "cpu")
-    assert options.settings == {"grace_ms": 500.0, "bind": [], "network": True}
+    assert options.settings == {"grace_ms": 500.0, "bind": [], "network": True, "sharing": "auto"}
 
 
 def test_the_exit_status_tells_a_failure_from_what_does_not_exist(pipefill):

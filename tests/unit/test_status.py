@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,6 +29,7 @@ from megatron.fill.trial import check, run
 from megatron.fill.work import Work
 from megatron.fill.worker.spec import Outcome
 from tests.unit.stations import post
+from tests.unit.test_imports import FILL
 from tests.unit.test_trial_judge import run as training
 
 MEMORY = "the main job needs the memory: 1 MiB free of a margin of 2 MiB"
@@ -201,6 +205,36 @@ def test_each_cause_has_its_state_and_its_text(outcome, more, state, text):
     assert status.state is state
     assert status.why.startswith(text)
     assert bool(status.why) == bool(text)
+
+
+def _texts_compared(path: Path) -> Iterator[int]:
+    """Yield the lines at which a text of a job's end is compared or searched."""
+    searches = (
+        "startswith",
+        "endswith",
+        "removesuffix",
+        "removeprefix",
+        "find",
+        "match",
+        "fullmatch",
+        "search",
+        "split",
+    )
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        parts: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in searches:
+            parts = [node.func.value, *node.args]
+        if any(isinstance(part, ast.Attribute) and part.attr in ("reason", "detail", "why") for part in parts):
+            yield node.lineno
+
+
+def test_nothing_in_the_core_compares_a_text_of_an_end():
+    rooms = ("agent", "worker", "store", "trial", "records", "report", "cli", "scheduler", "client.py")
+    paths = [path for room in rooms for path in [FILL / room, *(FILL / room).rglob("*.py")] if path.suffix == ".py"]
+    assert len(paths) > 100
+    assert {str(path.relative_to(FILL)): lines for path in paths if (lines := list(_texts_compared(path)))} == {}
 
 
 def test_what_follows_is_said_after_the_cause():
