@@ -31,10 +31,10 @@ MODEL = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 100000 --log-interval 1"
 )
 JOBS = [
-    *({"name": f"short-{number}", "task": "megatron.fill.sidetask.factorization:MatrixFactorization",
+    *({"name": f"short-{number}", "task": "examples.tasks.factorization:MatrixFactorization",
        "args": {"epochs": 1}, "priority": 1} for number in range(4)),
-    {"name": "pagerank", "task": "megatron.fill.sidetask.graph:PageRank", "args": {"repeat": 0}},
-    {"name": "factors", "task": "megatron.fill.sidetask.factorization:MatrixFactorization", "args": {"epochs": 0}},
+    {"name": "pagerank", "task": "examples.tasks.pagerank:PageRank", "args": {"repeat": 0}},
+    {"name": "factors", "task": "examples.tasks.factorization:MatrixFactorization", "args": {"epochs": 0}},
 ]  # fmt: skip
 FIGURES = (
     *("slowdown", "harvest_ratio", "median_iteration_s", "p99_iteration_s", "first_iteration_s", "later_p99_s"),

@@ -14,8 +14,8 @@ from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.loader import load_task
 
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "digits": ("megatron.fill.sidetask.digits:DigitsTraining", {"epochs": 0}),
-    "pagerank": ("megatron.fill.sidetask.graph:PageRank", {"repeat": 0}),
+    "digits": ("examples.tasks.digits:DigitsTraining", {"epochs": 0}),
+    "pagerank": ("examples.tasks.pagerank:PageRank", {"repeat": 0}),
 }
 
 

@@ -45,12 +45,12 @@ SCHEDULES = {
 }
 MIXES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "digits+pagerank": {
-        "digits": ("megatron.fill.sidetask.digits:DigitsTraining", {"epochs": 0}),
-        "pagerank": ("megatron.fill.sidetask.graph:PageRank", {"repeat": 0}),
+        "digits": ("examples.tasks.digits:DigitsTraining", {"epochs": 0}),
+        "pagerank": ("examples.tasks.pagerank:PageRank", {"repeat": 0}),
     },
     "factors+images": {
-        "factors": ("megatron.fill.sidetask.factorization:MatrixFactorization", {"epochs": 0}),
-        "images": ("megatron.fill.sidetask.images:ImageResize", {"repeat": 0}),
+        "factors": ("examples.tasks.factorization:MatrixFactorization", {"epochs": 0}),
+        "images": ("examples.tasks.images:ImageResize", {"repeat": 0}),
     },
 }
 

@@ -135,7 +135,7 @@ def test_a_run_folder_that_the_user_cannot_reach_is_said_before_anything_starts(
     [
         ("mine:Task", [], ""),
         (None, [], ""),
-        ("megatron.fill.sidetask.digits:Digits", ["megatron.fill.sidetask.*"], ""),
+        ("megatron.fill.sidetask.training:Digits", ["megatron.fill.sidetask.*"], ""),
         (
             "mine:Task",
             ["megatron.*", "mine:Other"],

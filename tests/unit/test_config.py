@@ -30,7 +30,7 @@ def test_a_whole_file(tmp_path):
 version: 1
 jobs:
   - name: digits
-    task: megatron.fill.sidetask.digits:DigitsTraining
+    task: examples.tasks.digits:DigitsTraining
     args: {batch_size: 32, day: 2026-01-02, rate: 1e-4}
     memory: 1.5 GiB
     priority: 2

@@ -6,7 +6,7 @@ A jobs file:
     version: 1             # of this format; may be left out
     jobs:
       - name: digits
-        task: megatron.fill.sidetask.digits:DigitsTraining   # module:Class, or instead of it:
+        task: tasks.digits:DigitsTraining       # module:Class, or instead of it:
         # command: gzip -k --best corpus.txt                 # any command line (a string or a list)
         args: {batch_size: 64}
         memory: 2GiB

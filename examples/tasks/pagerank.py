@@ -10,7 +10,8 @@ import numpy as np
 
 from megatron.fill.sidetask.base import SideTask
 from megatron.fill.sidetask.checks import check_number, check_whole
-from megatron.fill.sidetask.edges import Graph, check_same_graph, load_graph
+
+from .edges import Graph, check_same_graph, load_graph
 
 _TOP = 10  # number of nodes that PageRank reports
 _ROWS = 1000  # lines of pagerank.csv written per step: about 1 ms

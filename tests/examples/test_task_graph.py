@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.sidetask.edges import power_law_graph, read_graph
-from megatron.fill.sidetask.factorization import MatrixFactorization
-from megatron.fill.sidetask.graph import PageRank
+from examples.tasks.edges import power_law_graph, read_graph
+from examples.tasks.factorization import MatrixFactorization
+from examples.tasks.pagerank import PageRank
 from megatron.fill.worker import checkpoint
 from tests.unit.drive import begin, drive, finish, task_of
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.tasks.digits import DigitsTraining
 from megatron.fill.given.jobs import load_jobs
-from megatron.fill.sidetask.digits import DigitsTraining
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.worker import checkpoint
 from tests.extras import needs

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from megatron.fill.sidetask import images
-from megatron.fill.sidetask.images import ImageResize
+from examples.tasks import images
+from examples.tasks.images import ImageResize
 from megatron.fill.worker import checkpoint
 from tests.extras import needs
 from tests.unit.drive import begin, drive, finish

@@ -17,7 +17,8 @@ import numpy as np
 
 from megatron.fill.sidetask.base import SideTask
 from megatron.fill.sidetask.checks import check_whole
-from megatron.fill.sidetask.resample import Axis, premultiplied, stamp, straight, to_levels, upright
+
+from .resample import Axis, premultiplied, stamp, straight, to_levels, upright
 
 _SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _BAND_PIXELS = {"cpu": 40_000, "cuda": 20_000_000}  # source pixels of a step: about 1 ms on a core; GPU: not measured

@@ -9,7 +9,8 @@ import numpy as np
 
 from megatron.fill.sidetask.base import SideTask
 from megatron.fill.sidetask.checks import check_number, check_whole
-from megatron.fill.sidetask.edges import Graph, check_same_graph, load_graph
+
+from .edges import Graph, check_same_graph, load_graph
 
 
 class MatrixFactorization(SideTask):
