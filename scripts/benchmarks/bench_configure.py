@@ -39,7 +39,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.errors import ConfigError
-from megatron.fill.wings.configure.baselines import amp, rule_of_thumb, varuna
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.dedicate import anneal
 from megatron.fill.wings.configure.energy import Energy
@@ -50,6 +49,7 @@ from megatron.fill.wings.configure.space import layouts
 from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.model import MODELS
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
+from scripts.benchmarks.configure_baselines import amp, rule_of_thumb, varuna
 from scripts.benchmarks.configure_studies import measure_studies
 from scripts.benchmarks.configure_vtrain import measure_vtrain
 from scripts.benchmarks.configuring import event_times, random_iteration, random_links

@@ -36,12 +36,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.errors import PlanError
-from megatron.fill.planner.bound import fits, fractional_bound, runs
 from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import best_plan
 from megatron.fill.planner.tail import leftover
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.types import BubbleKind
+from scripts.benchmarks.plan_bound import fits, fractional_bound, runs
 from scripts.benchmarks.random_plans import (
     GIB,
     MS,

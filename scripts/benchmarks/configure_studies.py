@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.wings.configure.baselines import amp
 from megatron.fill.wings.configure.choose import dedicated
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.flags import Training, read_flags
 from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.search import Evaluator, Proposal, search
+from scripts.benchmarks.configure_baselines import amp
 
 CLUSTERS = {"v100-edr": "v100-32gb", "a100-hdr": "a100-80gb"}  # network: GPU
 NODES, SPREAD = 16, 3.0

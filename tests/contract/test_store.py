@@ -14,12 +14,12 @@ from megatron.fill.errors import JobError
 from megatron.fill.status import Cause, Status, Then
 from megatron.fill.store import Claim, DeviceEntry, Job, JobStore, NewJob, Progress, Standing
 from megatron.fill.store.lookup import ASK_S
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.queue import ASK_AGAIN_S
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.types import JobState
 from megatron.fill.work import Work
 from tests.clock import Clock
+from tests.memory_store import MemoryStore
 
 WORK = Work("tasks:Pi", args={"points": 10}, search=("/jobs",))
 FINISHED = [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED]

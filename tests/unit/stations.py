@@ -28,9 +28,9 @@ from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.pages.lastword import LastWord
 from megatron.fill.records import AgentFile
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Claim, DeviceEntry, Job, NewJob
 from megatron.fill.work import Work
+from tests.memory_store import MemoryStore
 
 WORK = Work("m:C")
 

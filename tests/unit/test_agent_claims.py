@@ -14,10 +14,10 @@ from megatron.fill.agent.forecast import progress_of
 from megatron.fill.errors import StoreError
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.status import Status
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import DeviceEntry, NewJob, Progress, Standing
 from megatron.fill.types import JobState
 from megatron.fill.work import Work
+from tests.memory_store import MemoryStore
 from tests.waiting import until
 
 WORK = Work("m:C")

@@ -18,11 +18,11 @@ from megatron.fill.planner.plan import ExecutionPlan
 from megatron.fill.planner.search import best_plan
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, MeasuredJob, NodeProfile
 from megatron.fill.status import Cause, Status
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import DeviceEntry, Job, NewJob, Progress
 from megatron.fill.types import BubbleKind, JobState
 from megatron.fill.work import Work
 from megatron.fill.worker.nodes import PLAN
+from tests.memory_store import MemoryStore
 
 MS = 1_000_000
 MIB = 1 << 20

@@ -14,10 +14,10 @@ from megatron.fill.agent.ranking import Ranking
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.status import JobState, Status
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Claim, DeviceEntry, Job, NewJob, Progress, Standing
 from megatron.fill.types import BubbleKind
 from megatron.fill.work import Work
+from tests.memory_store import MemoryStore
 
 MS = 1_000_000
 WORK = Work("m:C")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from megatron.fill.errors import JobError
 from megatron.fill.status import Status
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Claim, DeviceEntry, NewJob, Progress, Standing
 from megatron.fill.types import JobState
 from megatron.fill.work import Work
+from tests.memory_store import MemoryStore
 
 RANKS = range(3)
 LEASE_S = 10.0

@@ -9,13 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.errors import PlanError
-from megatron.fill.planner.bound import fractional_bound, runs
 from megatron.fill.planner.plan import Chunk, ExecutionPlan
 from megatron.fill.planner.search import best_plan, lay
 from megatron.fill.planner.tail import leftover, packed_ns, processing_time_s
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile
 from megatron.fill.types import BubbleKind
 from scripts.benchmarks.bench_plans import optimum, violations
+from scripts.benchmarks.plan_bound import fractional_bound, runs
 
 GIB = 2**30
 

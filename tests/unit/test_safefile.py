@@ -17,9 +17,9 @@ from megatron.fill.agent.folder import folder_name, job_folder, occupied
 from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.folders import lock_file, output_file
 from megatron.fill.linux import safefile
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Job, NewJob
 from megatron.fill.work import Work
+from tests.memory_store import MemoryStore
 
 WORK = Work("m:C")
 

@@ -29,8 +29,8 @@ from megatron.fill.linux.cgroup import find_home
 from megatron.fill.linux.tree import OWN, children
 from megatron.fill.pages.control import RunState
 from megatron.fill.records import read_agent
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.types import JobState
+from tests.memory_store import MemoryStore
 from tests.unit.stations import Post, post
 
 LONG = {"task": None, "command": ["sleep", "600"]}

@@ -23,11 +23,11 @@ from megatron.fill.cli import main
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.status import CAUSES, FOLLOWS, Cause, JobState, Status, Then, why
 from megatron.fill.store import NewJob, open_store
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Standing
 from megatron.fill.trial import check, run
 from megatron.fill.work import Work
 from megatron.fill.worker.spec import Outcome
+from tests.memory_store import MemoryStore
 from tests.unit.stations import post
 from tests.unit.test_imports import FILL
 from tests.unit.test_trial_judge import run as training
@@ -226,6 +226,8 @@ def _texts_compared(path: Path) -> Iterator[int]:
             parts = [node.left, *node.comparators]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in searches:
             parts = [node.func.value, *node.args]
+        else:
+            continue
         if any(isinstance(part, ast.Attribute) and part.attr in ("reason", "detail", "why") for part in parts):
             yield node.lineno
 

@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fill.errors import JobError
+from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.store import Claim, DeviceEntry, JobStore, NewJob, Progress
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.sql import SqlStore
-from megatron.fill.types import JobState
 from megatron.fill.work import Work
+from tests.memory_store import MemoryStore
 
 NAMES = st.sampled_from(["a", "b", "2"])
 IDS = st.integers(0, 6)
 CLAIMS = st.integers(0, 3)  # which of the claims so far
 STATES = st.sampled_from(JobState)
+CAUSES = st.sampled_from(Cause)
 PROGRESS = st.builds(Progress, work_done=st.floats(0, 10), steps=st.integers(0, 9))
 JOBS = st.builds(NewJob, NAMES, work=st.sampled_from([Work("t:A"), Work("t:B")]), priority=st.integers(-1, 1))
 OPERATIONS = st.one_of(
@@ -31,8 +32,8 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("claim"), st.just("x"), st.just(list(range(7))), st.sampled_from([1, 5])),
     st.tuples(st.just("heartbeat"), CLAIMS, PROGRESS, st.sampled_from([1, 5])),
     st.tuples(st.just("place"), CLAIMS, st.just("/folder")),
-    st.tuples(st.just("finish"), CLAIMS, STATES, st.just("why"), PROGRESS, st.just({"r": 1})),
-    st.tuples(st.just("release"), CLAIMS, st.just("ended"), PROGRESS, st.just({"r": 2})),
+    st.tuples(st.just("finish"), CLAIMS, st.builds(Status, STATES, CAUSES), PROGRESS, st.just({"r": 1})),
+    st.tuples(st.just("release"), CLAIMS, st.builds(Status, st.just(JobState.QUEUED), CAUSES), PROGRESS, st.just({})),
     st.tuples(st.sampled_from(["get", "cancel", "retry"]), IDS),
     st.tuples(st.just("find"), NAMES),
     st.tuples(st.just("list"), st.lists(STATES, max_size=2), st.none() | st.integers(0, 3)),

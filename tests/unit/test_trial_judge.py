@@ -11,7 +11,6 @@ from rich.console import Console
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.status import Cause, JobState, Status, Then
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import Job, NewJob, Progress
 from megatron.fill.trial.judge import judge
 from megatron.fill.trial.printed import print_trial
@@ -20,6 +19,7 @@ from megatron.fill.trial.run import _Waiting, refused
 from megatron.fill.trial.train import TrialTraining
 from megatron.fill.types import Bubble, BubbleKind, BubbleUse, JobRecord, RankInfo, RankRecord, WorkerRecord
 from megatron.fill.work import Work
+from tests.memory_store import MemoryStore
 
 MS = 1_000_000
 WORK = JobSpec(name="count", task="counts:Count", memory="256MiB")  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from megatron.fill.errors import ConfigError
-from megatron.fill.wings.configure.baselines import amp, amp_ns, rule_of_thumb, varuna, varuna_ns
 from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.dedicate import MOVES, anneal
 from megatron.fill.wings.configure.energy import Energy
@@ -32,6 +31,7 @@ from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from megatron.fill.wings.sim.mainjob import MainJob
+from scripts.benchmarks.configure_baselines import amp, amp_ns, rule_of_thumb, varuna, varuna_ns
 from scripts.benchmarks.configuring import event_times, random_iteration, random_links
 
 A100 = GPUS["a100-80gb"]

@@ -12,7 +12,6 @@ from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.profiles import BubbleCycle, BubbleSlot, Configuration, JobProfile, NodeProfile, cycle_to_dict
 from megatron.fill.scheduler.policies import POLICIES, parse_policy
 from megatron.fill.status import Status
-from megatron.fill.store.memory import MemoryStore
 from megatron.fill.store.port import DeviceEntry, NewJob, Progress
 from megatron.fill.types import BubbleKind, JobState
 from megatron.fill.wings.sim.cluster.fleet import FleetDevice
@@ -21,6 +20,7 @@ from megatron.fill.wings.sim.cluster.rates import Rates
 from megatron.fill.wings.sim.cluster.sight import FullSight, Waiting
 from megatron.fill.wings.sim.values import FillKind, RuntimeModel, SimJob
 from megatron.fill.work import Work
+from tests.memory_store import MemoryStore
 
 MS, MIB = 1_000_000, 1 << 20
 USED_S = {"ada": 50.0, "bob": 0.0}  # before: by jobs that have ended
