@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report import Report, print_cycle, print_report
-from megatron.fill.report.advice import _SENTENCES, Cause, advice, cause
+from megatron.fill.report.advice import _SENTENCES, Unfilled, advice, cause
 from megatron.fill.report.schema import AttemptReport, BrakeReport, JobReport
 from megatron.fill.report.timeuse import TimeUse
 from megatron.fill.types import JobState
@@ -68,48 +68,48 @@ ONE_STAGE = report_of([replace(RANKS[0], bubbles=[], info=replace(RANKS[0].info,
 @pytest.mark.parametrize(
     ("report", "found", "said"),
     [
-        (idle(iterations=0), Cause.NOTHING_RECORDED, "no rank has written an iteration down"),
-        (idle(bubble_s=NO_BUBBLES, fillable_s=0), Cause.NO_BUBBLES, "no bubble was seen in 10 iterations"),
+        (idle(iterations=0), Unfilled.NOTHING_RECORDED, "no rank has written an iteration down"),
+        (idle(bubble_s=NO_BUBBLES, fillable_s=0), Unfilled.NO_BUBBLES, "no bubble was seen in 10 iterations"),
         (
             idle(bubble_s=NO_BUBBLES, fillable_s=0).model_copy(update={"stages": ONE_STAGE.stages}),
-            Cause.ONE_STAGE,
+            Unfilled.ONE_STAGE,
             "in one pipeline stage has no bubbles; --pipeline-model-parallel-size 2",
         ),
-        (idle(jobs=[]), Cause.NO_JOBS, "pipefill submit JOBS.yaml --store runs/first adds some"),
+        (idle(jobs=[]), Unfilled.NO_JOBS, "pipefill submit JOBS.yaml --store runs/first adds some"),
         (
             idle(fillable_s=0, segments=[{"iterations": 4}, {"iterations": 5}]),
-            Cause.WARMING_UP,
+            Unfilled.WARMING_UP,
             "after 5 iterations (warmup_iterations), and of no start of the training more than 5 were recorded",
         ),
-        (idle(fillable_s=0, braked=True), Cause.BRAKED, "the automatic brake was on"),
-        (idle(fillable_s=0), Cause.PAUSED, "pipefill pause or kill was on"),
+        (idle(fillable_s=0, braked=True), Unfilled.BRAKED, "the automatic brake was on"),
+        (idle(fillable_s=0), Unfilled.PAUSED, "pipefill pause or kill was on"),
         (
             idle(jobs=[job(JobState.FAILED, [1.0]), job(JobState.CANCELLED)]),
-            Cause.FAILED,
+            Unfilled.FAILED,
             "of 2 jobs none ended well or goes on",
         ),
-        (idle(jobs=[job(), job(JobState.FAILED)]), Cause.NOT_STARTED, "of 2 jobs none was started"),
+        (idle(jobs=[job(), job(JobState.FAILED)]), Unfilled.NOT_STARTED, "of 2 jobs none was started"),
         (
             idle({TimeUse.NO_JOB: 9}, [job(ready=[None]), job(ready=[None])]),
-            Cause.NOT_READY,
+            Unfilled.NOT_READY,
             "of 2 attempts none came further than the start of its worker",
         ),
         (
             idle({TimeUse.NO_JOB: 9, TimeUse.LITTLE_TIME: 3, TimeUse.PAST_PREDICTION: 2, TimeUse.LITTLE_MEMORY: 4}),
-            Cause.LONG_STEPS,
+            Unfilled.LONG_STEPS,
             "The longest bubbles are of 20.0 ms, and steps have to be shorter",
         ),
-        (idle({TimeUse.NO_JOB: 9, TimeUse.LITTLE_MEMORY: 4}), Cause.LARGE_STEPS, "need more memory"),
-        (idle({TimeUse.NO_JOB: 9, TimeUse.RUNTIME: 1}), Cause.LATE, "before they got to a step"),
+        (idle({TimeUse.NO_JOB: 9, TimeUse.LITTLE_MEMORY: 4}), Unfilled.LARGE_STEPS, "need more memory"),
+        (idle({TimeUse.NO_JOB: 9, TimeUse.RUNTIME: 1}), Unfilled.LATE, "before they got to a step"),
         (
             idle({TimeUse.NO_JOB: 3, TimeUse.TOO_SHORT: 4, TimeUse.PAST_PREDICTION: 3}),
-            Cause.SHORT_BUBBLES,
+            Unfilled.SHORT_BUBBLES,
             "The longest are of 20.0 ms; the setting min_bubble_us",
         ),
-        (idle({TimeUse.NO_JOB: 3, TimeUse.NOT_PREDICTED: 4}), Cause.NOT_PREDICTED, "could not be predicted yet"),
-        (idle({TimeUse.NO_JOB: 9}), Cause.NO_STEP, "jobs had begun, and had no step to run"),
+        (idle({TimeUse.NO_JOB: 3, TimeUse.NOT_PREDICTED: 4}), Unfilled.NOT_PREDICTED, "could not be predicted yet"),
+        (idle({TimeUse.NO_JOB: 9}), Unfilled.NO_STEP, "jobs had begun, and had no step to run"),
     ],
-    ids=lambda value: value.name if isinstance(value, Cause) else "",
+    ids=lambda value: value.name if isinstance(value, Unfilled) else "",
 )
 def test_each_cause_is_found_in_what_was_measured_and_said(report, found, said):
     assert cause(report) is found
@@ -123,7 +123,7 @@ def test_each_cause_is_found_in_what_was_measured_and_said(report, found, said):
 
 def test_every_cause_is_tested_and_has_a_sentence():
     marks = test_each_cause_is_found_in_what_was_measured_and_said.pytestmark
-    assert {case[1] for case in marks[0].args[1]} == set(Cause) == set(_SENTENCES)
+    assert {case[1] for case in marks[0].args[1]} == set(Unfilled) == set(_SENTENCES)
 
 
 def test_a_run_that_filled_something_or_served_no_jobs_is_not_advised():

@@ -40,6 +40,7 @@ def test_summary(report: Report) -> None:
     assert summary.jobs[0].model_dump() == {
         "name": "train",
         "state": JobState.QUEUED,
+        "cause": "training-ended",
         "reason": "the main job ended first",
         "work_done": 224.0,
         "unit": "images",

@@ -16,7 +16,7 @@ _WITHOUT_SUCCESS = {JobState.FAILED, JobState.CANCELLED}
 _SHUT = (TimeUse.NOT_PREDICTED, TimeUse.TOO_SHORT)  # bubbles in which the gate stayed shut
 
 
-class Cause(Enum):
+class Unfilled(Enum):
     """Reasons why nothing was filled, in the order in which they are checked."""
 
     NOTHING_RECORDED = auto()  # no iteration was recorded
@@ -37,47 +37,47 @@ class Cause(Enum):
     NO_STEP = auto()  # jobs had begun, and had no step to run
 
 
-def cause(report: Report) -> Cause | None:
+def cause(report: Report) -> Unfilled | None:
     """Return the reason why a run that served jobs filled nothing; None if it filled something, or served no jobs."""
     total = report.total
     if not any(segment.store for segment in report.segments) or total.steps:
         return None
     if not total.iterations:
-        return Cause.NOTHING_RECORDED
+        return Unfilled.NOTHING_RECORDED
     filled_s = total.fillable_s + total.settling_s
     if not sum(total.bubble_s.values()) and not filled_s:
-        return Cause.ONE_STAGE if len(report.stages) == 1 else Cause.NO_BUBBLES
+        return Unfilled.ONE_STAGE if len(report.stages) == 1 else Unfilled.NO_BUBBLES
     if not report.jobs:
-        return Cause.NO_JOBS
+        return Unfilled.NO_JOBS
     return _of_jobs(report) if filled_s else _never_open(report)
 
 
-def _never_open(report: Report) -> Cause:
+def _never_open(report: Report) -> Unfilled:
     if all(segment.warmup is None or segment.iterations <= segment.warmup for segment in report.segments):
-        return Cause.WARMING_UP
-    return Cause.BRAKED if any(rank.brakes for rank in report.ranks) else Cause.PAUSED
+        return Unfilled.WARMING_UP
+    return Unfilled.BRAKED if any(rank.brakes for rank in report.ranks) else Unfilled.PAUSED
 
 
-def _of_jobs(report: Report) -> Cause:
+def _of_jobs(report: Report) -> Unfilled:
     """Return the reason why no step ran although bubbles were fillable."""
     attempts = [attempt for job in report.jobs for attempt in job.attempts]
     if all(job.state in _WITHOUT_SUCCESS for job in report.jobs):
-        return Cause.FAILED
+        return Unfilled.FAILED
     if not attempts:
-        return Cause.NOT_STARTED
+        return Unfilled.NOT_STARTED
     if all(attempt.ready_s is None for attempt in attempts):
-        return Cause.NOT_READY
+        return Unfilled.NOT_READY
     use = report.total.time_use_ns
     there = {
-        Cause.LONG_STEPS: use[TimeUse.LITTLE_TIME] + _past_prediction_ns(use),
-        Cause.LARGE_STEPS: use[TimeUse.LITTLE_MEMORY],
-        Cause.LATE: use[TimeUse.RUNTIME],
+        Unfilled.LONG_STEPS: use[TimeUse.LITTLE_TIME] + _past_prediction_ns(use),
+        Unfilled.LARGE_STEPS: use[TimeUse.LITTLE_MEMORY],
+        Unfilled.LATE: use[TimeUse.RUNTIME],
     }
     if any(there.values()):
         return max(there, key=lambda cause: there[cause])
     largest = max(use, key=lambda one: use[one])
-    return {TimeUse.NOT_PREDICTED: Cause.NOT_PREDICTED, TimeUse.TOO_SHORT: Cause.SHORT_BUBBLES}.get(
-        largest, Cause.NO_STEP
+    return {TimeUse.NOT_PREDICTED: Unfilled.NOT_PREDICTED, TimeUse.TOO_SHORT: Unfilled.SHORT_BUBBLES}.get(
+        largest, Unfilled.NO_STEP
     )
 
 
@@ -115,42 +115,44 @@ def _counted(count: int, what: str) -> str:
 
 
 _SENTENCES = {
-    Cause.NOTHING_RECORDED: "no rank has written an iteration down, which each does after every few; {later}",
-    Cause.ONE_STAGE: (
+    Unfilled.NOTHING_RECORDED: "no rank has written an iteration down, which each does after every few; {later}",
+    Unfilled.ONE_STAGE: (
         "a training in one pipeline stage has no bubbles; --pipeline-model-parallel-size 2 or more makes some"
     ),
-    Cause.NO_BUBBLES: (
+    Unfilled.NO_BUBBLES: (
         "no bubble was seen in {iterations}; the schedule is not one that PipeFill knows, and megatron.fill.bubble "
         "marks bubbles by hand"
     ),
-    Cause.NO_JOBS: "there were no jobs; pipefill submit JOBS.yaml --store {store} adds some",
-    Cause.BRAKED: (
+    Unfilled.NO_JOBS: "there were no jobs; pipefill submit JOBS.yaml --store {store} adds some",
+    Unfilled.BRAKED: (
         "the automatic brake was on whenever bubbles could have been filled; --fill-max-slowdown says what it allows"
     ),
-    Cause.WARMING_UP: (
+    Unfilled.WARMING_UP: (
         "bubbles are open to jobs after {warmup} iterations (warmup_iterations), and of no start of the "
         "training more than {most} were recorded; {then}"
     ),
-    Cause.PAUSED: ("pipefill pause or kill was on whenever bubbles could have been filled; pipefill resume ends it"),
-    Cause.FAILED: "of {jobs} none ended well or goes on; the reasons are above",
-    Cause.NOT_STARTED: ("of {jobs} none was started. The reasons are above; where it is that no rank was free, {then}"),
-    Cause.NOT_READY: (
+    Unfilled.PAUSED: ("pipefill pause or kill was on whenever bubbles could have been filled; pipefill resume ends it"),
+    Unfilled.FAILED: "of {jobs} none ended well or goes on; the reasons are above",
+    Unfilled.NOT_STARTED: (
+        "of {jobs} none was started. The reasons are above; where it is that no rank was free, {then}"
+    ),
+    Unfilled.NOT_READY: (
         "of {attempts} none came further than the start of its worker, which takes seconds where cores are busy; {then}"
     ),
-    Cause.LONG_STEPS: (
+    Unfilled.LONG_STEPS: (
         "the jobs' next steps did not fit. The longest bubbles are of {longest}, and steps have to be shorter; "
         "pipefill profile and plan tell what fits"
     ),
-    Cause.LARGE_STEPS: (
+    Unfilled.LARGE_STEPS: (
         "the jobs' next steps need more memory than the training leaves in bubbles; pipefill plan tells how much it is"
     ),
-    Cause.LATE: (
+    Unfilled.LATE: (
         "the jobs were there, and bubbles had ended before they got to a step; cores that others keep busy do that"
     ),
-    Cause.SHORT_BUBBLES: (
+    Unfilled.SHORT_BUBBLES: (
         "bubbles were too short to be opened. The longest are of {longest}; the setting min_bubble_us says from when "
         "on they are"
     ),
-    Cause.NOT_PREDICTED: "most bubbles could not be predicted yet; {then}",
-    Cause.NO_STEP: "jobs had begun, and had no step to run; the reasons are above",
+    Unfilled.NOT_PREDICTED: "most bubbles could not be predicted yet; {then}",
+    Unfilled.NO_STEP: "jobs had begun, and had no step to run; the reasons are above",
 }

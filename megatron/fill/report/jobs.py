@@ -69,6 +69,7 @@ def _attempt(number: int, job: JobRecord) -> AttemptReport:
         segment=number,
         rank=job.rank,
         state=job.state,
+        cause=job.status.cause,
         reason=job.reason,
         ready_s=(job.ready_ns - job.started_ns) / 1e9 if job.ready_ns else None,
         work_done=finite(job.work_done),
@@ -81,6 +82,7 @@ def _job(job: JobRecord, attempts: list[AttemptReport]) -> JobReport:
     return JobReport(
         name=job.name,
         state=job.state,
+        cause=job.status.cause,
         reason=job.reason,
         work_done=finite(job.work_done),
         unit=job.unit,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron.fill.records import SegmentEnding
 from megatron.fill.report.timeuse import TimeUse
+from megatron.fill.status import Cause
 from megatron.fill.types import BubbleKind, JobState
 
 SCHEMA_VERSION = 2
@@ -165,6 +166,7 @@ class JobSummary(_Model):
 
     name: str = Field(description="the job's name")
     state: JobState = Field(description="QUEUED, RUNNING, SUCCEEDED, FAILED or CANCELLED")
+    cause: Cause = Field(default=Cause.NONE, description="the cause of its state, a fixed word; empty if unknown")
     reason: str = Field(description="the reason for its state")
     work_done: float = Field(description="work done, in its unit")
     unit: str = Field(description="the unit of work, as the task names it")
@@ -176,6 +178,7 @@ class AttemptReport(_Model):
     segment: int = Field(description="the segment of the run that it was in")
     rank: int | None = Field(description="the rank whose bubbles it ran in")
     state: JobState = Field(description="its outcome; QUEUED: to be resumed later")
+    cause: Cause = Field(default=Cause.NONE, description="the cause of its state, a fixed word; empty if unknown")
     reason: str = Field(description="the reason for its state")
     ready_s: float | None = Field(
         default=None, description="seconds from the start of its worker to that of the job; null if it never began"
