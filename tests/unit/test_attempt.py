@@ -17,9 +17,9 @@ import pytest
 from megatron.fill.agent.attempt import Attempt, _Begun
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.ledger import AttemptLedger
-from megatron.fill.agent.orders import Orders
 from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.agent.verdict import End, Judge
+from megatron.fill.agent.watch import Orders
 from megatron.fill.device.port import Limits
 from megatron.fill.pages.control import RunState
 from megatron.fill.pages.phases import Saving

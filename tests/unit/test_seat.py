@@ -19,11 +19,10 @@ from megatron.fill.agent.enforcer import Enforcer
 from megatron.fill.agent.forecast import JobForecast
 from megatron.fill.agent.holder import Holder
 from megatron.fill.agent.ledger import AttemptLedger
-from megatron.fill.agent.orders import Orders
 from megatron.fill.agent.ranking import Resident
 from megatron.fill.agent.seat import Seat
 from megatron.fill.agent.verdict import Judge
-from megatron.fill.agent.watch import Watch
+from megatron.fill.agent.watch import Orders, Watch
 from megatron.fill.device.cpu import CpuDevice, HostLimiter
 from megatron.fill.linux.cgroup import find_home
 from megatron.fill.linux.tree import OWN, children

@@ -18,13 +18,12 @@ from megatron.fill.agent.forecast import JobForecast, progress_of
 from megatron.fill.agent.holder import Holder
 from megatron.fill.agent.ledger import Record
 from megatron.fill.agent.memory import MemoryShare
-from megatron.fill.agent.orders import Orders
 from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.agent.overtime import Overtime
 from megatron.fill.agent.ranking import Resident
 from megatron.fill.agent.station import Station
 from megatron.fill.agent.verdict import End, starting
-from megatron.fill.agent.watch import Watch
+from megatron.fill.agent.watch import Orders, Watch
 from megatron.fill.agent.workerspec import write_spec
 from megatron.fill.device.port import Limiter, Limits
 from megatron.fill.folders import output_file
