@@ -269,7 +269,8 @@ def first_error(output: str) -> str:
     for number, line in enumerate(lines):
         if "error: unrecognized arguments" in line:
             return line[line.index("unrecognized") :]
-        if re.match(r"(\w+\.)*\w*(Error|Exception|StopIteration|Interrupt)\b", line):
+        # Another rank's output may be in the middle of a line.
+        if re.match(r"(\w+\.)*\w*(Error|Exception|StopIteration|Interrupt)(:|\s*$)", line):
             if re.fullmatch(r"[\w.]+:?\s*", line):  # no words: the line of code has them
                 code = [
                     before.strip() for before in lines[max(0, number - 4) : number] if not set(before) <= set(" ^~")

@@ -267,6 +267,8 @@ def test_the_first_error_is_told_without_its_echoes():
     assert told(output) == "AssertionError at assert args.bert, args"
     assert told("usage: ...\nx.py: error: unrecognized arguments: --new 1\n") == "unrecognized arguments: --new 1"
     assert told("ended") == "ended"
+    mixed = "ValueError  grpo_filter ...... False:\n  File x\nValueError: Only TE supports it\n"
+    assert told(mixed) == "ValueError: Only TE supports it"
 
 
 def test_who_waits_is_the_innermost_line_of_megatron_in_each_rank():
