@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import re
-import shlex
 import signal
 import subprocess
-import sys
-import termios
 import time
 import tty
 from contextlib import ExitStack
@@ -18,14 +15,10 @@ from pathlib import Path
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux.ports import free_port
 from tests.chaos.checkout import SCRIPT
+from tests.e2e.launch import Cold, Warm, placed, start_rank
+from tests.e2e.training import MODEL, losses
 
 RANKS = 2
-MODEL = shlex.split(
-    "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-iters 0 --eval-interval 100000 "
-    "--log-interval 1 --tensorboard-log-interval 1"
-)
 _ITERATION = re.compile(rb"iteration +(\d+)/")
 _TAIL_BYTES = 4096
 _READ_S = 3.0
@@ -62,47 +55,28 @@ class ChaosTraining:
         port = self._port.enter_context(free_port())
         shared = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PIPEFILL_")},
-            "MASTER_ADDR": "127.0.0.1",
             "GLOO_SOCKET_IFNAME": "lo",  # there may be no other
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(RANKS),
-            "LOCAL_WORLD_SIZE": str(RANKS),
             "OMP_NUM_THREADS": "1",
             "PIPEFILL_CPU_BACKEND": "1",
             "PYTHONPATH": python_path,
         }
         logs = ["--train-iters", str(iterations), "--tensorboard-dir", str(folder / "tensorboard")]
-        command = [sys.executable, "-u", str(script), *MODEL, *logs, *flags]
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        command = [str(script), *MODEL.split(), *logs, *flags]
+        self._ranks: list[Cold | Warm] = []
         self._readers: list[subprocess.Popen[bytes]] = []
         for rank in range(RANKS):
-            self._start(command, script.parent, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            self._start(command, script.parent, shared | placed(rank, RANKS, port))
 
     def _start(self, command: list[str], directory: Path, environment: dict[str, str]) -> None:
         """Start a rank on a terminal of its own, as in a user's shell; its output is copied to the log."""
         ours, theirs = os.openpty()
         tty.setraw(theirs)
-
-        def take_terminal() -> None:
-            fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # its agents outlive the terminal by some seconds
-
         try:
             with self._log.open("ab") as log:
                 copy = ["sh", "-c", "exec cat 2> /dev/null"]  # the read at the end fails
                 self._readers.append(subprocess.Popen(copy, stdin=ours, stdout=log, env=environment))
-            self._ranks.append(
-                subprocess.Popen(
-                    command,
-                    cwd=directory,
-                    stdin=subprocess.DEVNULL,
-                    stdout=theirs,
-                    stderr=theirs,
-                    env=environment,
-                    start_new_session=True,
-                    preexec_fn=take_terminal,
-                )
-            )
+            output = theirs, theirs
+            self._ranks.append(start_rank(command, environment, output=output, directory=directory, terminal=True))
         finally:
             os.close(ours)
             os.close(theirs)
@@ -139,14 +113,14 @@ class ChaosTraining:
 
     def failure(self) -> str:
         """The reason why it failed, ``""`` if it did not; valid once it has ended."""
-        codes = [rank.returncode for rank in self._ranks]
+        codes = [rank.wait() for rank in self._ranks]
         if not any(codes):
             return ""
         return f"its ranks ended with {' and '.join(map(str, codes))} after iteration {self.iteration}; see {self._log}"
 
     def refused(self) -> bool:
         """True if a rank reported a wrong option and ended with 2; the other one may have been killed then."""
-        codes = {rank.returncode for rank in self._ranks}
+        codes = {rank.wait() for rank in self._ranks}
         return 2 in codes and codes <= {2, -signal.SIGKILL} and b"error: " in self._log.read_bytes()
 
     def end(self) -> None:
@@ -154,7 +128,8 @@ class ChaosTraining:
         self._port.close()
         for rank in self._ranks:
             if rank.poll() is None:
-                os.killpg(rank.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)
                 rank.wait()
         for reader in self._readers:
             try:
@@ -165,10 +140,4 @@ class ChaosTraining:
 
     def losses(self) -> dict[int, float]:
         """The loss of every iteration: float32 from TensorBoard, to the bit."""
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(str(self.folder / "tensorboard"), size_guidance={"scalars": 0})
-        events.Reload()
-        if "lm loss" not in events.Tags()["scalars"]:
-            return {}
-        return {event.step: event.value for event in events.Scalars("lm loss")}
+        return losses(self.folder)

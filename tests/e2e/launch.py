@@ -20,18 +20,37 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.fill.linux.ports import free_port
+from tests.e2e.warm import take_terminal
 
 WARM, FRESH = "PIPEFILL_TEST_WARM", "PIPEFILL_TEST_FRESH"
 
 
 class Cold:
-    """A rank in a Python of its own."""
+    """A Python that is started; as ``Warm``."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen([sys.executable, "-u", *arguments], env=environment, start_new_session=True)
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: tuple[int, int] = (1, 2),
+        directory: Path | None = None,
+        terminal: bool = False,
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", *arguments],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=output[0],
+            stderr=output[1],
+            env=environment,
+            start_new_session=True,
+            preexec_fn=take_terminal if terminal else None,
+        )
         self.pid = self._process.pid
         self._ended = os.pidfd_open(self.pid)
 
@@ -39,21 +58,43 @@ class Cold:
         """Readable once it has ended."""
         return self._ended
 
+    def poll(self) -> int | None:
+        return self._process.poll()
+
     def wait(self) -> int:
         return self._process.wait()
 
 
 class Warm:
-    """A Python that another process forks; its output goes to two descriptors."""
+    """A Python that another process forks, in the namespaces of this one.
+
+    Args:
+        where: socket of that process.
+        output: descriptors of its standard output and error.
+        directory: its working folder; by default that of this process.
+        terminal: its output is a terminal of its own.
+    """
 
     def __init__(
-        self, arguments: list[str], environment: dict[str, str], where: str, output: tuple[int, int] = (1, 2)
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        where: str,
+        output: tuple[int, int] = (1, 2),
+        directory: Path | None = None,
+        terminal: bool = False,
     ) -> None:
         while not Path(where).exists():
             time.sleep(0.05)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(where)
-        request = json.dumps({"argv": arguments, "env": environment, "cwd": os.getcwd()}).encode() + b"\n"
+        asked = {
+            "argv": list(arguments),
+            "env": dict(environment),
+            "cwd": str(directory or os.getcwd()),
+            "terminal": terminal,
+        }
+        request = json.dumps(asked).encode() + b"\n"
         descriptors = array.array("i", output).tobytes()
         sent = self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
         self._socket.sendall(request[sent:])
@@ -65,10 +106,36 @@ class Warm:
         """Readable once it has ended."""
         return self._socket.fileno()
 
+    def poll(self) -> int | None:
+        ended = self._code is not None or select.select([self], [], [], 0)[0]
+        return self.wait() if ended else None
+
     def wait(self) -> int:
         if self._code is None:
             self._code = int(self._answers.readline() or 1)
         return self._code
+
+
+def start_rank(arguments: Sequence[str], environment: Mapping[str, str], **options: Any) -> Cold | Warm:
+    """Start a rank, warm if there is a process that forks it.
+
+    Args:
+        options: ``output``, ``directory`` and ``terminal`` of ``Warm``.
+    """
+    where = os.environ.get(WARM) or os.environ.get(FRESH)
+    return Warm(arguments, environment, where, **options) if where else Cold(arguments, environment, **options)
+
+
+def placed(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables from which a rank learns its place in a training on this machine."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
 
 
 def one(arguments: list[str]) -> int:
@@ -82,14 +149,8 @@ def main() -> int:
     ranks = int(sys.argv[1])
     if not ranks:
         return one(sys.argv[2:])
-    where = os.environ.get(WARM) or os.environ.get(FRESH)
-    running: list[Cold | Warm] = []
     with free_port() as port:
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-        for rank in range(ranks):
-            own = {"LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            environment = dict(os.environ) | shared | own
-            running.append(Warm(sys.argv[2:], environment, where) if where else Cold(sys.argv[2:], environment))
+        running = [start_rank(sys.argv[2:], os.environ | placed(rank, ranks, port)) for rank in range(ranks)]
         signal.signal(signal.SIGABRT, lambda number, _: send(number, running))
         while running:
             for ended in select.select(running, [], [])[0]:

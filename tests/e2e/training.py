@@ -55,11 +55,9 @@ class Trained:
     @property
     def losses(self) -> dict[int, float]:
         """The loss of every iteration: float32 from TensorBoard, to the bit."""
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(str(self.folder / "tensorboard"), size_guidance={"scalars": 0})
-        events.Reload()
-        return {event.step: event.value for event in events.Scalars("lm loss")}
+        found = losses(self.folder)
+        assert found
+        return found
 
     @property
     def report(self) -> dict[str, Any]:
@@ -76,6 +74,17 @@ class Trained:
     @property
     def jobs(self) -> dict[str, dict[str, Any]]:
         return {job["name"]: job for job in self.report["jobs"]}
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """The loss of every iteration of the training that logs to this folder; empty if it wrote none."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    if "lm loss" not in events.Tags()["scalars"]:
+        return {}
+    return {event.step: event.value for event in events.Scalars("lm loss")}
 
 
 @contextmanager

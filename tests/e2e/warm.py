@@ -2,9 +2,10 @@
 
     python warm.py SOCKET [MODULE...]
 
-It serves one request per connection: a JSON line with ``argv``, ``cwd`` and ``env``, and standard output and error as
-descriptors; it answers with the pid of the new process, and then with its exit code.  Of Megatron it has imported what
-is named: nothing where the patches are to find it as fresh as in a process of their own.
+It serves one request per connection: a JSON line with ``argv``, ``cwd`` and ``env``, and ``terminal`` if the output is
+one of its own; standard output and error as descriptors.  It answers with the pid of the new process, which lives in
+the mount and network namespaces of the process that asks, and then with its exit code.  Of Megatron it has imported
+what is named: nothing where the patches are to find it as fresh as in a process of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import argparse
 import array
 import atexit
 import contextlib
+import ctypes
 import faulthandler
+import fcntl
 import functools
 import gc
 import importlib
@@ -25,12 +28,15 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import types
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 HEAVY = (
@@ -42,6 +48,8 @@ HEAVY = (
 # Megatron, and what `pretrain_gpt.py` imports of PipeFill: nothing is patched by that.
 RANK = ("megatron.training", "megatron.fill.app.launch", "megatron.fill.report", "megatron.fill.store.sql")
 ORPHAN_S = 30.0
+PR_SET_MM, PR_SET_MM_MAP = 35, 14
+SHOWN: list[ctypes.Array[ctypes.c_char]] = []  # what the kernel shows of this process, kept in place
 # In the environment of a rank:
 REST = "PIPEFILL_TEST_REST_MS"  # what it sleeps after each optimizer step, if it has jobs
 MOUNTS = "PIPEFILL_TEST_MOUNTS"  # what it and its agent see in the place of some files and folders, as JSON
@@ -122,15 +130,23 @@ def report(connection: socket.socket, pid: int) -> None:
 
 def become(request: dict, descriptors: list[int], connection: socket.socket) -> None:
     """Turn this child into a Python that was started with these arguments."""
+    try:
+        join_namespaces(connection)
+    except FileNotFoundError:  # who asked has ended since
+        os._exit(1)
     connection.close()
     os.setsid()
     for number, descriptor in zip((1, 2), descriptors, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    if request.get("terminal"):
+        take_terminal()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
+    show([sys.executable, *request["argv"]], request["env"])
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     faulthandler.enable()  # one that hangs is aborted to see where
@@ -166,6 +182,48 @@ def become(request: dict, descriptors: list[int], connection: socket.socket) -> 
         sys.excepthook(*sys.exc_info())
         code = 1
     end(code)
+
+
+def take_terminal() -> None:
+    """Make standard output the terminal of this session, and outlive its end."""
+    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def join_namespaces(connection: socket.socket) -> None:
+    """Enter the mount and network namespaces of the process that asked, where they are others.
+
+    Raises:
+        FileNotFoundError: it has ended.
+    """
+    asking, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    for path, kind in ((f"/proc/{asking}/ns/net", os.CLONE_NEWNET), (f"/proc/{asking}/ns/mnt", os.CLONE_NEWNS)):
+        if os.stat(path).st_ino != os.stat(f"/proc/self/ns/{os.path.basename(path)}").st_ino:
+            namespace = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            os.setns(namespace, kind)
+            os.close(namespace)
+
+
+def show(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Have ``/proc`` show this command line and this environment, as of a program that was started with them.
+
+    A kernel without CONFIG_CHECKPOINT_RESTORE continues to show those of the process that was forked.
+    """
+    line = b"".join(os.fsencode(word) + b"\0" for word in words)
+    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    SHOWN.append(ctypes.create_string_buffer(line + variables))
+    begin = ctypes.addressof(SHOWN[-1])
+    middle, end = begin + len(line), begin + len(line) + len(variables)
+    with open("/proc/self/stat", "rb") as file:
+        fields = [
+            int(field) for field in file.read().rpartition(b")")[2].split()[1:]
+        ]  # from the parent's pid, the 4th, on
+    code, stack, data = fields[22:24], fields[24], fields[41:44]
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = ctypes.c_void_p
+    kept = (*code, *data, libc.sbrk(0), stack)
+    layout = struct.pack("11QQII", *kept, begin, middle, middle, end, 0, 0, 0xFFFFFFFF)
+    libc.prctl(PR_SET_MM, ctypes.c_ulong(PR_SET_MM_MAP), layout, ctypes.c_ulong(len(layout)), ctypes.c_ulong(0))
 
 
 def mount(places: dict[str, str]) -> None:
