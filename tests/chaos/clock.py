@@ -1,4 +1,4 @@
-"""Wall clocks that jump in agents and workers only: the machine's clock is not touched.
+"""Wall clocks that jump in agents only: the machine's clock is not touched, nor that of workers (``python -I``).
 
 A folder on ``PYTHONPATH`` holds a ``sitecustomize`` that adds an offset to ``time.time()``; it reads the offset from a
 file of eight bytes that it maps, and that the driver writes.
@@ -15,11 +15,11 @@ from tests.chaos.processes import maps
 
 _OFFSET = "offset"
 _CUSTOMIZE = '''\
-"""time.time() of PipeFill's agents and workers, shifted by the seconds in the file beside this one."""
+"""time.time() of PipeFill's agents, shifted by the seconds in the file beside this one."""
 
 import sys
 
-if any(name in ("megatron.fill.agent.agent", "megatron.fill.worker.worker") for name in sys.orig_argv):
+if "megatron.fill.agent.agent" in sys.orig_argv:
     import mmap
     import os
     import time

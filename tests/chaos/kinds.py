@@ -72,8 +72,8 @@ KINDS: dict[str, FaultKind] = {
         _driven("agent-stop", "SIGSTOP to a rank's agent"),
         _driven("store-locked", "the job store locked for 3 s"),
         _driven("store-away", "the job store's file moved away for 3 s"),
-        _driven("clock-forward", "wall clocks of agents and workers an hour ahead for 2 s"),
-        _driven("clock-back", "wall clocks of agents and workers an hour back for 2 s"),
+        _driven("clock-forward", "wall clocks of agents an hour ahead for 2 s"),
+        _driven("clock-back", "wall clocks of agents an hour back for 2 s"),
         FaultKind(
             "disk-full", "the disk of run folder and store full for 2 s", Source.DRIVER, weight=_SLOW, needs=DISK
         ),

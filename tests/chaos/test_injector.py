@@ -20,6 +20,7 @@ from tests.chaos import marks, memfiles, processes
 from tests.chaos.clock import JumpingClock
 from tests.chaos.disk import SmallDisk
 from tests.chaos.injector import Injector, Spans
+from tests.chaos.programs import agent_program, worker_program
 
 
 @pytest.fixture
@@ -94,11 +95,11 @@ def test_without_an_agent_there_is_no_fault(injector, tmp_path):
         assert injector.commit(kind, tmp_path) is None
 
 
-def test_clocks_jump_in_workers_and_nowhere_else(tmp_path):
+def test_clocks_jump_in_agents_and_nowhere_else(tmp_path):
     clock = JumpingClock(tmp_path / "clock")
     clock.jump(3600.0)
     code = "import time; print(time.time())"
-    for argument, ahead_s in (("megatron.fill.worker.worker", 3600), ("another.module", 0)):
+    for argument, ahead_s in ((agent_program(), 3600), (worker_program(), 0), ("another.module", 0)):
         printed = subprocess.run(
             [sys.executable, "-c", code, argument],
             env=os.environ | {"PYTHONPATH": clock.python_path},
