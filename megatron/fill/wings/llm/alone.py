@@ -24,12 +24,12 @@ _SHARE = 0.8  # of the memory that is free now, without --memory
 
 @dataclass(frozen=True, slots=True)
 class AloneRun:
-    """One process's part of the answers.
+    """Part of the answers that one process generated.
 
     Attributes:
         before: requests that an earlier process had answered.
-        tokens: that were generated here.
-        seconds: that this took, without loading the models.
+        tokens: number of tokens generated here.
+        seconds: time that this took, without loading the models.
     """
 
     before: int
@@ -54,10 +54,10 @@ def answer_alone(
     """Answer all requests, at full speed; what an earlier process has left in ``partial`` is not answered again.
 
     Args:
-        args: of ``BatchJob``, without ``output``.
+        args: arguments of ``BatchJob``, without ``output``.
         output: becomes the file of answers when all are there.
-        memory_bytes: what models, passes, keys and values may take; None for four fifths of what is free.
-        progress: is told of the requests that are answered, and of the tokens and seconds of this process.
+        memory_bytes: limit for models, passes, keys and values; None for four fifths of the free memory.
+        progress: called with the number of answered requests, and this process's tokens and seconds.
 
     Raises:
         ConfigError: another process does the same, or ``output`` is there.

@@ -23,11 +23,11 @@ _UNSIGNED = (1 << 64) - 1
 
 @dataclass(slots=True)
 class _Begun:
-    """A request of which not all choices are there.
+    """A request some of whose choices are missing.
 
     Attributes:
-        choices: by number.
-        error: why it cannot be answered.
+        choices: finished choices by number.
+        error: reason that it cannot be answered.
     """
 
     request: Request
@@ -40,15 +40,15 @@ class Answering:
     """The requests of a file, in order, those that are answered already left out.
 
     Args:
-        tokenizer: of the model.
-        context: how many tokens a sequence may have, and why not more.
-        model: what answers call the model.
-        seed: for requests that have none.
-        fits: whether a sequence can be generated at all; asked before any is.
-        vocabulary: the token ids that the model knows are below it.
-        grammars: of the tokenizer; None if no request has a schema.
-        pooling: of embeddings.
-        embeds: whether the model gives the hidden states that embeddings are made of.
+        tokenizer: the model's tokenizer.
+        context: limit on a sequence's tokens, and its reason.
+        model: name of the model in the answers.
+        seed: seed of requests without one.
+        fits: returns True if a sequence can be generated at all; called before any is.
+        vocabulary: the model's vocabulary size.
+        grammars: the tokenizer's grammars; None if no request has a schema.
+        pooling: pooling of embeddings.
+        embeds: True if the model returns the hidden states that embeddings are made of.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Answering:
         return new
 
     def state_dict(self, unfinished: Iterable[GeneratedSequence]) -> dict[str, Any]:
-        """What was generated and not answered yet."""
+        """Generated sequences and choices of requests that are not answered yet."""
         self._file.sync()
         sequences = [[*one.name, one.state_dict()] for one in (*unfinished, *self._ready) if one.generated]
         sequences += [[*name, kept] for name, kept in self._kept.items()]  # of requests that were not reached again

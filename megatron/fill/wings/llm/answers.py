@@ -21,7 +21,7 @@ _LEAST_LOGPROB = -9999.0  # as OpenAI gives that of a token that cannot be: JSON
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How probable one generated token was."""
+    """Log probability of a generated token, and of its alternatives."""
 
     token: str
     """Its text; bytes of it that are no whole character are surrogates (``surrogateescape``)."""
@@ -35,17 +35,17 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One generated text."""
+    """A generated text."""
 
     index: int
     text: str
     finish_reason: Literal["stop", "length", "error"]
     """``error``: there is none, and ``text`` says why."""
     tokens: int
-    """How many were generated."""
+    """Number of generated tokens."""
     logprobs: Sequence[TokenLogprob] | None = None
     vector: tuple[float, ...] | None = None
-    """Of a prompt, of length 1, if there is no text."""
+    """A prompt's embedding, normalised, if there is no text."""
 
 
 def answer(request: Request, choices: Sequence[Choice], prompt_tokens: int, model: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _id(request: Request | Refused) -> str:
 
 
 def _digest(request: Request | Refused) -> str:
-    """Of the line and the custom id, which together no other request of the file has."""
+    """Digest of the line and the custom id, which together are unique in the file."""
     return hashlib.sha256(json.dumps([request.line, request.custom_id]).encode()).hexdigest()[:24]
 
 
@@ -194,11 +194,11 @@ class AnswerFile:
             raise
 
     def __len__(self) -> int:
-        """How many requests are answered."""
+        """Number of answered requests."""
         return len(self._ids)
 
     def answered(self, request: Request | Refused) -> bool:
-        """Whether the file has the answer to this request."""
+        """True if the file has the answer to this request."""
         return _id(request) in self._ids
 
     def write(self, line: dict[str, Any]) -> None:

@@ -19,11 +19,11 @@ _CHANGING_ROPES = ("longrope", "su", "yarn_dynamic")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """How many tokens a sequence may have.
+    """Limit on the tokens of a sequence.
 
     Attributes:
-        tokens: with its prompt.
-        reason: why these are fewer than the model itself takes; None if they are not.
+        tokens: limit, the prompt included.
+        reason: cause of a limit below the model's own; None if it is the model's own.
     """
 
     tokens: int
@@ -70,11 +70,10 @@ def context_length(model: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKinds:
-    """What the layers of a model attend to.
+    """Kinds of attention that a model's layers have.
 
     Attributes:
-        kinds: of its layers, as ``layer_types`` of its config names them, each with the tokens of its window or chunk;
-            0 for all tokens.
+        kinds: size in tokens of the window or chunk of each kind in the config's ``layer_types``; 0 for all tokens.
     """
 
     kinds: dict[str, int]
@@ -106,12 +105,12 @@ class AttentionKinds:
         return cls({kind: int(size or 0) for kind, size in kinds.items()})
 
     def masks(self, visible: np.ndarray, queries: np.ndarray, columns: np.ndarray) -> dict[str, np.ndarray]:
-        """What each kind of layer sees of what is visible.
+        """The mask of each kind of layer: the visible columns within its window or chunk.
 
         Args:
             visible: ``[rows, 1, queries, columns]`` of bool.
             queries: the position of each new token in its sequence, ``[rows, queries]``.
-            columns: the position of what each column holds, ``[rows, columns]``.
+            columns: the position of the token in each column, ``[rows, columns]``.
         """
         found = {}
         for kind, size in self.kinds.items():

@@ -65,16 +65,16 @@ class BatchJob(NodeTask):
             output: the file of answers; relative to the job's folder.
             adapter: a folder with a LoRA adapter of the model, as ``peft`` saves it.
             draft: folders of small models with the same tokens.
-            tree: how many tokens each draft proposes below each node, by depth; ``auto`` chooses what is fastest.
-            rule: how sampled tokens are verified: ``matching``, ``multi_step`` or ``traversal``.
-            batch_sizes: how many sequences are generated at a time; None for 8 and 1.
-            chunks: how many tokens of prompts pass through the model at a time; None for 32 and 128.
-            dtype: of the weights: ``auto`` for that of the files, or ``float32``, ``bfloat16``, ``float16``.
-            seed: for requests that have none.
-            kv_bytes: of keys and values at most, such as ``1GiB``; None for what the job's memory leaves.
-            pieces: what a pass of the large model is cut into; None for pieces of a few milliseconds.
-            pooling: of embeddings: the hidden state of the ``last`` token, or the ``mean``; ``auto`` for what the
-                model's folder says (``1_Pooling``, of sentence-transformers), or else ``last``.
+            tree: number of tokens that each draft proposes below each node, by depth; ``auto`` chooses the fastest.
+            rule: verification of sampled tokens: ``matching``, ``multi_step`` or ``traversal``.
+            batch_sizes: numbers of sequences that are generated at a time; None for 8 and 1.
+            chunks: numbers of prompt tokens that pass through the model at a time; None for 32 and 128.
+            dtype: type of the weights: ``auto`` for that of the files, or ``float32``, ``bfloat16``, ``float16``.
+            seed: seed of requests without one.
+            kv_bytes: limit for keys and values, such as ``1GiB``; None for what the job's memory leaves.
+            pieces: number of pieces of a pass of the large model; None for pieces of a few milliseconds.
+            pooling: pooling of embeddings: the hidden state of the ``last`` token, or the ``mean``; ``auto`` for the
+                one in the model's folder (``1_Pooling``, of sentence-transformers), or else ``last``.
 
         Raises:
             ValueError: an argument is wrong.

@@ -1,4 +1,4 @@
-"""One sequence in a round of the engine: its token tree grows, is verified, and gives the next tokens."""
+"""A sequence in a round of the engine: its token tree grows, is verified, and gives the next tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 class NotFiniteError(Exception):
-    """The large model's logits at a node are not numbers that a token can be taken by.
+    """The large model's logits at a node are not finite, so no token can be chosen.
 
     Attributes:
-        depth: of the node.
+        depth: depth of the node.
     """
 
     def __init__(self, depth: int) -> None:
@@ -38,9 +38,9 @@ class Branching:
     """A sequence in a round.
 
     Attributes:
-        shape: of its tree.
-        levels: of each draft that takes part: its own nodes, by depth.
-        chance: of the round.
+        shape: shape of its tree.
+        levels: each participating draft's own nodes, by depth.
+        chance: randomness of the round.
     """
 
     sequence: GeneratedSequence
@@ -50,7 +50,7 @@ class Branching:
     tree: TokenTree = field(default_factory=TokenTree)
 
     def grows(self, draft: int, level: int) -> bool:
-        """Whether a draft is to propose what follows this level."""
+        """True if a draft is to propose the tokens after this level."""
         levels = self.levels.get(draft, [])
         return level < min(len(levels), len(self.shape)) and bool(levels[level])
 
@@ -70,15 +70,15 @@ class Branching:
         return self.row(list(range(len(self.tree.tokens))))
 
     def first_row(self, draft: int) -> RowInput:
-        """What a draft computes before it proposes the first level: the last token, and what it has not seen yet."""
+        """Tokens that a draft computes before it proposes the first level: the last one, and those not cached yet."""
         cached = min(self.sequence.cached[draft], self.sequence.length - 1)
         return RowInput.following(self.sequence.pages, self.sequence.tokens[cached:], cached)
 
     def grow(self, draft: int, level: int, logits: Any) -> None:
-        """Add a level of what a draft proposes.
+        """Add a level of a draft's proposals.
 
         Args:
-            logits: of the pass over ``first_row`` or over the nodes of the level, ``[tokens, vocabulary]``.
+            logits: logits of the pass over ``first_row`` or over the nodes of the level, ``[tokens, vocabulary]``.
         """
         nodes, sequence = self.levels[draft][level], self.sequence
         if level == 0:  # its answer is in the place of the last token
@@ -121,7 +121,7 @@ class Branching:
 
     @property
     def _as_it_is(self) -> bool:
-        """Whether logits stay what the model gives."""
+        """True if neither sampling nor a grammar changes the model's logits."""
         return self.sequence.wanted.sampling.as_it_is and self.sequence.grammar is None
 
     def _adjusted(self, node: int, logits: np.ndarray) -> np.ndarray:
@@ -141,12 +141,12 @@ class Branching:
         """The next tokens.
 
         Args:
-            logits: of the large model at each node, ``[nodes, vocabulary]``.
+            logits: the large model's logits at each node, ``[nodes, vocabulary]``.
             best: its most probable token at each node.
-            finite: whether its largest logit is a finite number, at each node.
+            finite: True for each node whose largest logit is finite.
 
         Raises:
-            NotFiniteError: it is not at a node that decides.
+            NotFiniteError: it is not finite at a node that decides.
         """
         sampling, depths = self.sequence.wanted.sampling, self.tree.depths()
 
@@ -180,7 +180,7 @@ class Branching:
         return [node for node, level in zip(path, levels, strict=False) if node in level]
 
     def notes(self, tokens: list[int], path: list[int], logits: Any) -> list[TokenNote]:
-        """What the request wants to know of each token."""
+        """The log probabilities that the request asks for, of each token."""
         alternatives = self.sequence.wanted.alternatives
         if alternatives is None:
             return []

@@ -22,11 +22,11 @@ def pages_for(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer keeps of a token.
+    """Shape of a token's keys and values in a layer.
 
     Attributes:
-        heads: of keys and values; fewer than the queries' with grouped-query attention.
-        key_size, value_size: of one head.
+        heads: number of key and value heads; fewer than query heads with grouped-query attention.
+        key_size, value_size: elements per head.
     """
 
     heads: int
@@ -42,10 +42,10 @@ class PagedCache:
     copied for a layer's attention.
 
     Args:
-        shapes: of each layer (``probe_shapes``).
+        shapes: each layer's shape (``probe_shapes``).
 
     Attributes:
-        pages: how many there are, numbered from 1.
+        pages: number of pages; they are numbered from 1.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, device: str) -> None:
@@ -57,12 +57,12 @@ class PagedCache:
 
     @property
     def token_bytes(self) -> int:
-        """What a token takes in all layers."""
+        """Bytes of a token's keys and values in all layers."""
         return sum(shape.heads * (shape.key_size + shape.value_size) for shape in self._shapes) * self._dtype.itemsize
 
     @property
     def held_bytes(self) -> int:
-        """What the tensors take now."""
+        """Bytes that the tensors take now."""
         return sum(tensor.nbytes for tensor in (*self._keys, *self._values, self._copy))
 
     def bytes_for(self, pages: int) -> int:
@@ -138,13 +138,13 @@ class PagedCache:
 
 
 class CacheView(Cache):
-    """What one forward pass sees of a ``PagedCache``.
+    """A ``PagedCache`` as one forward pass sees it.
 
     Keys and values that a layer is given may be overwritten when the next layer asks for its own.
 
     Args:
         tables: the pages of each row of the batch.
-        columns: where each new token is kept, ``[rows, queries]``; -1 for padding.
+        columns: column of each new token, ``[rows, queries]``; -1 for padding.
         length: columns that the pass looks at.  Those that a row has no page for show its first page, or others that
             hold no NaN.
     """
@@ -222,10 +222,10 @@ class _Probe(Cache):
 
 
 def probe_shapes(model: Any, kinds: Sequence[str]) -> list[LayerShape]:
-    """What each layer of a ``transformers`` model keeps of a token, by a pass over one token.
+    """Return the shape of each layer's keys and values in a ``transformers`` model, by a pass over one token.
 
     Args:
-        kinds: of attention that its layers have; with several, each has a mask of its own.
+        kinds: kinds of attention that its layers have; with several, each has a mask of its own.
 
     Raises:
         TaskError: the layers do not all keep keys and values.

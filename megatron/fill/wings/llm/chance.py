@@ -1,4 +1,4 @@
-"""Where a sampler's randomness comes from: a generator, or every way that it can fall, each with its probability."""
+"""Sources of a sampler's randomness: a generator, or the enumeration of all outcomes with their probabilities."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class Chance(Protocol):
-    """What a sampler may leave to chance.  It decides by nothing else, so that all its outcomes can be listed."""
+    """A sampler's only source of randomness, so that all its outcomes can be enumerated."""
 
     def happens(self, probability: float) -> bool:
-        """Whether something of this probability happens; over 1 is 1."""
+        """Return True with this probability; above 1 counts as 1."""
 
     def draw(self, weights: np.ndarray) -> int:
         """An index, drawn with these weights: none below 0, and not all 0."""

@@ -1,4 +1,4 @@
-"""What a chat's template is given: messages, tools, and arguments of its own."""
+"""Inputs of a chat's template: messages, tools, and arguments of its own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def read_tools(body: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def read_template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template is given besides: ``chat_template_kwargs``, and ``reasoning_effort``.
+    """Read the template's further arguments: ``chat_template_kwargs`` and ``reasoning_effort``.
 
     Raises:
         WrongFieldError: one of them is wrong.

@@ -38,10 +38,10 @@ class _Round:
 
 @dataclass(slots=True)
 class EngineCounts:
-    """What was done so far.
+    """Counts of the work so far.
 
     Attributes:
-        taken: how many steps of the large model gave so many tokens; a pass over five sequences is five steps.
+        taken: number of the large model's steps by the tokens that they gave; a pass over five sequences is five steps.
     """
 
     taken: Counter[int] = field(default_factory=Counter)
@@ -53,7 +53,7 @@ class EngineCounts:
 
     @property
     def steps(self) -> int:
-        """Of the large model."""
+        """Number of the large model's steps."""
         return self.taken.total()
 
 
@@ -65,11 +65,11 @@ class Engine:
         decode: token ids to text.
         ends: token ids that end a sequence.
         rule: verifies the trees of sampled sequences.
-        shapes: of token trees, to choose from by what they bring; one is not chosen but taken.
-        batch: sequences at a time.
-        chunk: tokens of prompts in a pass.
-        most_bytes: of keys and values; None for no limit.
-        clock: in seconds, to tell which shape is the fastest.
+        shapes: shapes of token trees; with several, the fastest by measurement is used.
+        batch: number of sequences at a time.
+        chunk: number of prompt tokens in a pass.
+        most_bytes: limit for keys and values; None for no limit.
+        clock: returns seconds; measures the shapes.
 
     Attributes:
         runners: as given.
@@ -114,7 +114,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to generate."""
+        """True if nothing is left to generate."""
         return not (self.room.active or self.room.waiting)
 
     def run(self, node: int) -> int:
@@ -147,7 +147,7 @@ class Engine:
         """Have a full batch, and a chunk of one prompt: so every node has as much to do as it ever has.
 
         Args:
-            tokens: of each sequence, before what a round does.
+            tokens: number of each sequence's tokens before the round.
         """
         room = self.room
         for sequence in list(room.active):

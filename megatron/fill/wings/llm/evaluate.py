@@ -68,14 +68,14 @@ class EvaluateCheckpoints(SideTask):
         new_tokens: int = 64,
         batch_size: int = 4,
     ) -> None:
-        """Look whether the arguments make sense.
+        """Check the arguments.
 
         Args:
             checkpoints: the training's ``--save`` folder; it need not be there yet.
             metrics: ``loss``, ``samples``; None for the loss, and samples if there are prompts.
             samples: sequences of the validation split; None for as many as the training's own evaluation has.
-            prompts: texts that the model goes on with, greedily.
-            new_tokens: of each prompt.
+            prompts: texts that the model continues, greedily.
+            new_tokens: number of tokens generated after each prompt.
             batch_size: sequences in a pass.
 
         Raises:
@@ -136,7 +136,7 @@ class EvaluateCheckpoints(SideTask):
         return 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """One that is being evaluated is begun again."""
+        """The evaluated checkpoints and the result; a checkpoint in progress is evaluated again from its beginning."""
         return {"done": self._done, "result": dict(self.context.result)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ class EvaluateCheckpoints(SideTask):
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being read or evaluated."""
+        """True while a checkpoint is read or evaluated."""
         return self._work is not None or self._loading is not None
 
     def left(self) -> dict[int, Path]:
@@ -172,7 +172,7 @@ class EvaluateCheckpoints(SideTask):
             self._loading.start()
 
     def _leave_out(self, error: Exception | None) -> None:
-        """What was deleted meanwhile is not an error; what is there and cannot be read is.
+        """Skip a checkpoint that was deleted in the meantime; one that is there and cannot be read is an error.
 
         Raises:
             TaskError: the checkpoint is there and no model can be made of it.

@@ -25,11 +25,11 @@ def evaluate_alone(
     It is the job's own code, with its samples and its results: the loss is that which the job would have found.
 
     Args:
-        args: of ``EvaluateCheckpoints``.
-        folder: the job's, in which no worker is; each result is there as soon as it is known.
-        logger: is told of each result.
-        told: called after every step, with how many checkpoints are evaluated here and how many there are to do, the
-            one in progress included; what it raises ends the work.
+        args: arguments of ``EvaluateCheckpoints``.
+        folder: the job's folder, which no worker uses; each result is written there as soon as it is known.
+        logger: logs each result.
+        told: called after every step with the number of checkpoints evaluated here and of those to do, the one in
+            progress included; an exception from it ends the work.
 
     Raises:
         FillError: an argument is wrong, or a checkpoint cannot be evaluated.

@@ -1,4 +1,4 @@
-"""What is known of a training's checkpoints: ``evaluations.jsonl`` and TensorBoard's scalars in a job's folder."""
+"""Results of a training's checkpoints: ``evaluations.jsonl`` and TensorBoard's scalars in a job's folder."""
 
 from __future__ import annotations
 

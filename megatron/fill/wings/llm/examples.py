@@ -1,4 +1,4 @@
-"""What a draft learns from: a large model's answers to requests, as windows of tokens."""
+"""Training data of a draft: a large model's answers to requests, as windows of tokens."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ def _choices(line: str, where: str) -> tuple[str, list[dict[str, Any]]]:
 class Windows:
     """Sequences cut into windows of one length, and their new tokens into spans.
 
-    A span is what SpecInfer calls a prompt sample (section 3): the tokens that the large model goes on with after
-    what is before them.  A draft that expects them all, one after the other, has nothing to learn from it.
+    A span is what SpecInfer calls a prompt sample (section 3): the tokens with which the large model continues
+    those before them.  A draft that expects them all, one after the other, has nothing to learn from it.
 
     Args:
-        examples: prompts with what the model went on with.
-        length: tokens that a window predicts.
-        span: tokens.
+        examples: prompts and the model's continuations.
+        length: number of tokens that a window predicts.
+        span: number of tokens in a span.
 
     Attributes:
         inputs: ``[windows, length]``, token ids.
-        labels: ``[windows, length]``, what follows each; ``NOT_LEARNT`` where that is not the model's own.
+        labels: ``[windows, length]``, the token after each; ``NOT_LEARNT`` where the model did not generate it.
         spans: ``[windows, length]``, the number of a label's span, from 0 in each window; -1 without a label.
-        count: of spans, ``[windows]``.
+        count: number of spans, ``[windows]``.
     """
 
     def __init__(self, examples: Iterator[tuple[list[int], list[int]]], length: int, span: int) -> None:

@@ -40,7 +40,7 @@ def number(given: object, name: str, most: float, enough: Callable[[float], bool
     """A number up to ``most``.
 
     Args:
-        enough: whether a number is large enough, which ``least`` says for a reader.
+        enough: returns True if a number is large enough; ``least`` is the same in words.
     """
     if isinstance(given, int | float) and not isinstance(given, bool) and enough(given) and given <= most:
         return float(given)

@@ -1,4 +1,4 @@
-"""What fits where: the memory that a language model's passes take, and the pieces that they are cut into."""
+"""Memory that a language model's passes take, and the pieces that they are cut into."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PIECE = {"cpu": 20e6, "cuda": 200e9}
 
 
 def pieces_of(model: Any, tokens: int, device: str) -> int:
-    """What a pass of so many tokens is cut into."""
+    """Number of pieces of a pass over this many tokens."""
     size = sum(parameter.numel() for parameter in model.base_model.parameters())
     return math.ceil(size * tokens / _PIECE[device.partition(":")[0]])
 
 
 def pass_bytes(config: Any, tokens: int) -> int:
-    """What a pass takes besides weights, keys and values: logits twice, and a layer's activations."""
+    """Bytes that a pass takes besides weights, keys and values: logits twice, and a layer's activations."""
     inner = max(4 * config.hidden_size, getattr(config, "intermediate_size", None) or 0)
     return tokens * (2 * config.vocab_size + 6 * inner) * 4
 
@@ -34,10 +34,10 @@ def key_value_bytes(asked: int | None, memory_bytes: int | None, taken: int, lea
     """The most that keys and values may take; None for no limit.
 
     Args:
-        asked: no more than this; None for what there is.
-        memory_bytes: the job's; None for no limit.
-        taken: of it, by models and passes.
-        least: that is of use.
+        asked: the user's limit; None for none.
+        memory_bytes: the job's memory; None for no limit.
+        taken: part of it that models and passes take.
+        least: smallest useful amount.
 
     Raises:
         TaskError: that much is not left.
@@ -71,7 +71,7 @@ def _conversation(request: Request) -> str:
 
 
 def held_bytes(device: str) -> int:
-    """What this process holds of the device's memory: on the CPU without files' pages, as the agent counts."""
+    """Bytes of the device's memory that this process holds: on the CPU without files' pages, as the agent counts."""
     if device == "cpu":
         return private_bytes(os.getpid())
     import torch
@@ -80,7 +80,7 @@ def held_bytes(device: str) -> int:
 
 
 def claimed_bytes(device: str) -> int:
-    """What this process has asked for and its cap counts: on the CPU that is more than what it holds (RLIMIT_DATA)."""
+    """Bytes that count against this process's limit: on the CPU all that it asked for (RLIMIT_DATA)."""
     if device != "cpu":
         return held_bytes(device)
     text = Path("/proc/self/status").read_text(encoding="ascii")
@@ -105,5 +105,5 @@ def settle(device: str) -> None:
 
 
 def clock(device: str) -> Callable[[], float]:
-    """Of the time that a step has the device, in seconds: on the CPU the main job takes turns within it."""
+    """Clock of the seconds that a step has the device: on the CPU thread time, since the training interrupts steps."""
     return time.thread_time if device == "cpu" else time.perf_counter

@@ -1,4 +1,4 @@
-"""How the tokens of a request are drawn: the fields of its body, read."""
+"""Fields of a request's body that say how its tokens are drawn."""
 
 from __future__ import annotations
 

@@ -50,15 +50,15 @@ class Grammars:
 
 
 class Grammar:
-    """What one sequence may go on with.
+    """Tokens that may continue one sequence.
 
     Args:
-        matcher: of llguidance, at the beginning.
-        size: of the vocabulary.
+        matcher: llguidance's matcher, in its initial state.
+        size: vocabulary size.
         ends: token ids that end a text; all may where the grammar has one of them.
 
     Attributes:
-        error: why the grammar could not be followed to its end; None if it could.
+        error: reason that the grammar could not be followed to its end; None if it could.
     """
 
     def __init__(self, matcher: Any, size: int, ends: Collection[int]) -> None:
@@ -68,10 +68,10 @@ class Grammar:
         self.error: str | None = None
 
     def allowed(self, generated: Sequence[int], path: tuple[int, ...]) -> np.ndarray:
-        """Which tokens may come after all that was generated and then a path, ``[vocabulary]`` of bool, one at least.
+        """Tokens allowed after the generated ones and then a path, ``[vocabulary]`` of bool, at least one True.
 
         Args:
-            generated: what an earlier call was given, or more.
+            generated: tokens of the previous call, and any that follow.
         """
         if len(generated) > len(self._taken):
             self._masks = {}
@@ -122,7 +122,7 @@ def _tokens_of(tokenizer: Tokenizer) -> Any:
 
 
 class _Bytes:
-    """What llguidance wants to know of tokens that are bytes."""
+    """Interface of llguidance to tokens that are bytes."""
 
     def __init__(self, tokenizer: ByteTokenizer) -> None:
         (self.eos_token_id,) = tokenizer.eos_ids

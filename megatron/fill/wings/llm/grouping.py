@@ -20,10 +20,10 @@ class PassCost:
     """The cost of a batch, in multiplications of a weight and a token.
 
     Attributes:
-        batch: of its own: weights are read, and every kernel is started.
-        token: for each of its tokens, padding included.
-        column: for each column that a token attends to, padding included.
-        copied: for each column of a row, padding included: its keys and values are read.
+        batch: fixed cost: weights are read, and every kernel is started.
+        token: cost of each of its tokens, padding included.
+        column: cost of each column that a token attends to, padding included.
+        copied: cost of each column of a row, padding included: its keys and values are read.
     """
 
     batch: float
@@ -58,7 +58,7 @@ def grouped(queries: Sequence[int], columns: Sequence[int], cost: PassCost, room
     A batch has rows that are neighbours when they are sorted, by columns or by queries; the better order is taken.
 
     Args:
-        queries, columns: of each row.
+        queries, columns: number of each row's queries and columns.
         room: the most columns that a batch may have, padding included; each row alone fits.
     """
     sizes = np.array([queries, columns])

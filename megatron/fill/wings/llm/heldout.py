@@ -22,7 +22,7 @@ class IndexedTokens:
     """The documents of an indexed data set: ``PREFIX.idx`` and ``PREFIX.bin``.
 
     Attributes:
-        documents: how many there are.
+        documents: number of documents.
 
     Raises:
         TaskError: there is none, or it is something else.
@@ -53,8 +53,8 @@ def validation_samples(args: Namespace, count: int | None = None) -> np.ndarray:
     """The first samples of the validation split, ``[samples, sequence length + 1]`` of int64.
 
     Args:
-        args: of the training.
-        count: how many; None for those of the training's first evaluation.  Fewer where it has no more.
+        args: the training's arguments.
+        count: number of samples; None for those of the training's first evaluation.  Fewer where it has no more.
 
     Raises:
         TaskError: the training has no such data set, or its split has no sample.
@@ -91,7 +91,7 @@ def _tokens(data: IndexedTokens, order: np.ndarray, ends: np.ndarray, start: int
     """Tokens of documents that follow each other in this order.
 
     Args:
-        ends: of each document in that stream.
+        ends: each document's end in that stream.
     """
     parts: list[np.ndarray] = []
     at = int(np.searchsorted(ends, start, side="right"))
@@ -104,7 +104,7 @@ def _tokens(data: IndexedTokens, order: np.ndarray, ends: np.ndarray, start: int
 
 
 def _evaluations(args: Namespace) -> int:
-    """How often the training evaluates."""
+    """Number of the training's evaluations."""
     if args.skip_train:
         return 1
     skipped = (getattr(args, "start_eval_at_iter", None) or 0) // args.eval_interval

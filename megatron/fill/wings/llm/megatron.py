@@ -76,7 +76,7 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether it is a ``--save`` folder, or one checkpoint of it."""
+    """True for a ``--save`` folder, or one checkpoint of it."""
     return (folder / LATEST).is_file() or (folder / ".metadata").is_file()
 
 

@@ -44,11 +44,11 @@ def converted(args: Namespace, weights: Weights) -> Any:
     The rows that fill the vocabulary up stay: Megatron's loss counts them too.
 
     Args:
-        args: of the training.
-        weights: by their names in Megatron, all layers of a kind in one tensor.
+        args: the training's arguments.
+        weights: tensors by their names in Megatron, all layers of a kind in one tensor.
 
     Raises:
-        TaskError: none is like it; the message names the flag.
+        TaskError: no model is like it; the message names the flag.
     """
     for name, usual in _USUAL.items():
         value = getattr(args, name, usual)

@@ -20,10 +20,10 @@ def load_language_model(path: Path, dtype: str = "auto") -> tuple[Any, Tokenizer
 
     Args:
         path: a folder that ``transformers`` can load, or one of Megatron's checkpoints (the newest is taken).
-        dtype: of the weights: ``auto`` for that of the files, or ``float32``, ``bfloat16``, ``float16``.
+        dtype: type of the weights: ``auto`` for that of the files, or ``float32``, ``bfloat16``, ``float16``.
 
     Raises:
-        ValueError: ``dtype`` is none.
+        ValueError: ``dtype`` is unknown.
         TaskError: there is no such model, or a package is missing, or the model cannot be run in pieces.
     """
     if dtype not in _DTYPES:

@@ -39,7 +39,7 @@ def token_rows(model: Any) -> int:
 
 
 def gives_hidden_states(model: Any) -> bool:
-    """Whether a pass without logits gives the hidden states after the last layer; by a pass over one token."""
+    """True if a pass without logits gives the hidden states after the last layer; by a pass over one token."""
     with torch.inference_mode():
         found = _base(model)(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
     return getattr(found, "last_hidden_state", None) is not None
@@ -54,17 +54,17 @@ def _base(model: Any) -> Any:
 
 
 class LayeredPass:
-    """Runs functions that run a model, and stops before every so many layers of it, to go on later.
+    """Runs functions that run a model, and pauses them between pieces of its layers.
 
-    All functions come to the same layer before any goes on.  Greenlets, and not threads: the runtime holds a step with
+    All functions come to the same layer before any resumes.  Greenlets, and not threads: the runtime holds a step with
     a signal, which reaches the main thread only.
 
     Args:
-        layers: of the model.
-        pieces: what a pass is cut into, 1 to the number of layers.
+        layers: the model's layers.
+        pieces: number of pieces of a pass, 1 to the number of layers.
 
     Attributes:
-        result: what the latest functions that have ended returned, joined.
+        result: joined results of the latest functions that have ended.
     """
 
     def __init__(self, layers: Sequence[torch.nn.Module], pieces: int) -> None:
@@ -153,10 +153,10 @@ class RowInput:
     """The new tokens of one sequence in a pass.
 
     Attributes:
-        pages: of the sequence, with room for all columns.
-        tokens, columns, positions: of each new token: its id, where it is kept, and its place in its sequence.
+        pages: the sequence's pages, with room for all columns.
+        tokens, columns, positions: each new token's id, column in the cache, and place in its sequence.
         visible: the columns that each new token may attend to, ``[tokens, columns]`` of bool.
-        held: the place in the sequence of what each column holds, ``[columns]``; None if it is the column's number.
+        held: the place in the sequence of the token in each column, ``[columns]``; None if it is the column's number.
     """
 
     pages: Sequence[int]
@@ -189,11 +189,11 @@ class ModelRunner:
     """A model with its cache.
 
     Args:
-        model: in evaluation mode, on its device.
-        context: tokens that a sequence may have.
-        pieces: what a pass is cut into.
-        vocabulary: token ids are below it.  What a model has beyond it stands for nothing; a draft may have fewer.
-            None for all that the model has.
+        model: a model in evaluation mode, on its device.
+        context: limit on a sequence's tokens.
+        pieces: number of pieces of a pass.
+        vocabulary: vocabulary size.  Ids that a model has beyond it stand for nothing; a draft may have fewer.  None
+            for all ids that the model has.
     """
 
     def __init__(self, model: Any, context: int, pieces: int = 1, vocabulary: int | None = None) -> None:
@@ -259,6 +259,6 @@ class ModelRunner:
         }
 
     def _mask(self, seen: np.ndarray) -> torch.Tensor:
-        """What is added to the scores of attention."""
+        """Mask that is added to the scores of attention."""
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(torch.from_numpy(~seen).to(self._device), torch.finfo(self._dtype).min)

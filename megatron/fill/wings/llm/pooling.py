@@ -1,4 +1,4 @@
-"""How a model's hidden states become one vector, as the job or the model's folder says."""
+"""Pooling of a model's hidden states to one vector, as the job or the model's folder sets it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_pooling(asked: str, model: Path) -> Pooling:
 
 
 def can_embed(model: Any, lines: Iterable[Request | Refused]) -> bool:
-    """Whether the model gives the hidden states that embeddings are made of; True also if none are asked for."""
+    """True if the model gives the hidden states that embeddings are made of, or no embeddings are requested."""
     from megatron.fill.wings.llm.passes import gives_hidden_states
 
     asked = any(isinstance(line, Request) and line.encoding is not None for line in lines)

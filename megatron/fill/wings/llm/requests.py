@@ -57,7 +57,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {  # what is not supported, and values
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request that can be answered."""
+    """A request that can be answered."""
 
     line: int
     """In the file, from 1."""
@@ -89,7 +89,7 @@ class Request:
 
     @property
     def choices(self) -> int:
-        """How many there are in its answer."""
+        """Number of choices in its answer."""
         return self.n * max(1, len(self.prompts))
 
 
@@ -153,7 +153,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _object(data: bytes, first: bool) -> dict[str, Any] | None:
-    """What a line says; None if it is blank.
+    """The object in a line; None if it is blank.
 
     Raises:
         WrongFieldError: it is not a JSON object, or one with a value that is not taken.

@@ -1,4 +1,4 @@
-"""Which sequences have keys and values on the device, and how much these may take."""
+"""Sequences that have keys and values on the device, and the memory that these may take."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEARNING = 1 / 16  # weight of the latest sequence among those that have ended
 class KeyValueRoom:
     """Gives sequences pages for what they have and what the next round needs, and admits others while there are pages.
 
-    A sequence is admitted if the pages suffice until it ends, as far as can be told: all are expected to go on equally
+    A sequence is admitted if the pages suffice until it ends, as far as can be told: all are expected to grow equally
     fast, and to have the share of the tokens that they may have which those before them had.  Where more are needed,
     the youngest lose theirs.  The oldest never does, so every sequence ends.
 
@@ -32,15 +32,15 @@ class KeyValueRoom:
     is read without a copy.  What it does not need of that others may take.
 
     Args:
-        caches: of every model; all have the same pages.
+        caches: each model's cache; all have the same pages.
         spare: columns that a sequence needs besides its tokens, for the nodes of a tree.
-        most_bytes: of keys and values at any moment, also while the number of pages changes; None for no limit.
+        most_bytes: limit for keys and values at any moment, also while the number of pages changes; None for none.
 
     Attributes:
-        batch: sequences at most.
-        active: the one admitted first is the first.
-        waiting: the next one first.
-        peak_bytes: the most that was ever held.
+        batch: largest number of sequences.
+        active: admitted sequences, oldest first.
+        waiting: sequences to admit, the next one first.
+        peak_bytes: the most bytes ever held.
     """
 
     def __init__(self, caches: Sequence[PagedCache], batch: int, spare: int, most_bytes: int | None) -> None:
@@ -58,7 +58,7 @@ class KeyValueRoom:
         return sum(cache.bytes_for(pages) for cache in self._caches)
 
     def bytes_for_one(self, tokens: int) -> int:
-        """What a sequence that may have so many tokens needs if there is no other."""
+        """Bytes that a sequence of up to this many tokens needs on its own."""
         return self.bytes_for(pages_for(tokens + self._spare))
 
     def admit(self) -> None:

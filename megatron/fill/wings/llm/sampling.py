@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one sequence draws its tokens; the defaults change nothing but take the most probable token.
+    """Sampling parameters of one sequence; the defaults take the most probable token.
 
     Attributes:
         temperature: 0 takes the most probable token.
@@ -39,12 +39,12 @@ class Sampling:
 
     @property
     def as_it_is(self) -> bool:
-        """Whether logits stay what the model gives, whatever was generated before."""
+        """True if the model's logits are used unchanged, whatever was generated before."""
         return not (self.logit_bias or self.penalises)
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on what was generated before."""
+        """True if logits depend on the tokens generated before."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 

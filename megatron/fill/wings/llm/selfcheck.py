@@ -38,7 +38,7 @@ class _Found:
     """The logits that a way of computing gave.
 
     Attributes:
-        sequence, places: which sequence and the places in it, from 0.
+        sequence, places: the sequence and the places in it, from 0.
         logits: ``[places, vocabulary]``.
     """
 
@@ -96,7 +96,7 @@ def _check(model: Any) -> None:
 
 
 def _check_whole(model: Any) -> None:
-    """Whether whole sequences have the same logits in a batch."""
+    """Check that whole sequences have the same logits in a batch."""
     sequences = _sequences(model, min(_LENGTH, context_length(model)))
     truth = _truth(model, sequences)
     together = model(input_ids=torch.tensor(sequences, device=model.device), use_cache=False).logits
@@ -279,7 +279,7 @@ def _said(off: torch.Tensor) -> str:
 
 
 def _differences(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """How far each position's logits are off, ``[positions]``: root mean square, in units of their spread."""
+    """Error of each position's logits, ``[positions]``: root mean square, in units of their spread."""
     sure = torch.isfinite(wanted)
     same = sure == torch.isfinite(found)
     difference = torch.where(sure & same, found - wanted, 0.0)

@@ -1,4 +1,4 @@
-"""One sequence that is generated: what was asked for, and how far it is."""
+"""A generated sequence: its request, and its progress."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Decode = Callable[..., str]  # as Tokenizer.decode
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a sequence is to be.
+    """Request for a sequence.
 
     Attributes:
         prompt: token ids, at least one.
-        most: new tokens at most, at least one.
-        sampling: how its tokens are drawn.
-        seed: where its randomness comes from: the same numbers, the same draws.
+        most: largest number of new tokens, at least one.
+        sampling: its sampling parameters.
+        seed: seed of its randomness: the same numbers, the same draws.
         stop: texts that end it; they are not in its text.
         stop_ids: tokens that end it besides those that end every sequence.
         special_stops: texts that end it, looked for in the text with the names of tokens that have no text.
-        alternatives: how many of the most probable tokens to note at each place; None notes nothing.
-        pooling: nothing is generated: the hidden states of all tokens but the last one, which stands for nothing, are
-            made one vector, that of the last of them or their mean; None generates.
+        alternatives: number of the most probable tokens to record at each place; None records nothing.
+        pooling: pooling for an embedding: nothing is generated, and the hidden states of all tokens but the last one,
+            which stands for nothing, become one vector, that of the last of them or their mean; None generates.
     """
 
     prompt: tuple[int, ...]
@@ -65,13 +65,13 @@ class GeneratedSequence:
     """A sequence and its tokens so far.
 
     Attributes:
-        name: of its owner's choice.
+        name: its owner's name for it.
         cached: tokens whose keys and values each model has, the target first; empty while it has no pages.
-        pages: where they are, for all models.
-        finish: why it ended: ``stop``, ``length`` or ``error``; None while it goes on.
-        text: without what ended it, or what the error was; set at its end.
-        tainted: a model gave numbers for it that are not finite: its keys and values may have such too.
-        grammar: what it has to follow; None for nothing.
+        pages: pages of its keys and values, for all models.
+        finish: reason of its end: ``stop``, ``length`` or ``error``; None before it.
+        text: its text without the stop text, or the error's; set at its end.
+        tainted: True after a model gave numbers for it that are not finite: its keys and values may have such too.
+        grammar: grammar that it has to follow, or None.
         pooled: the vector so far, ``[hidden]``, not normalised.
     """
 
@@ -106,7 +106,7 @@ class GeneratedSequence:
 
     @property
     def most_tokens(self) -> int:
-        """That it can have in the end, with its prompt."""
+        """Largest number of tokens that it can have, its prompt included."""
         return len(self.wanted.prompt) + self.wanted.most
 
     @property

@@ -1,4 +1,4 @@
-"""Which token tree pays: measured, since it depends on the drafts, the batch and the device."""
+"""Choice of the fastest token tree: measured, since it depends on the drafts, the batch and the device."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ class ShapeChooser:
 
     @property
     def best(self) -> Shape:
-        """Of those that were measured; the first one before any was."""
+        """Fastest of the measured shapes; the first shape before any measurement."""
         return max(self.shapes, key=self._speed)
 
     def observe(self, shape: Shape, tokens: int | None, seconds: float) -> None:
-        """A round of this shape took so long.
+        """Record the time of a round of this shape.
 
         Args:
-            tokens: that it gave; None if the time was not all spent on them.
+            tokens: number of tokens that it gave; None if the time was not all spent on them.
         """
         if shape != self.best:
             self._explored += seconds

@@ -27,9 +27,9 @@ class CheckedCase:
     """A target, its drafts, and the shape of the trees.
 
     Attributes:
-        name: for a reader.
-        vocabulary: how many tokens there are.
-        shape: draws below each node, by depth, of each draft.
+        name: name for a reader.
+        vocabulary: vocabulary size.
+        shape: number of each draft's draws below each node, by depth.
     """
 
     name: str
@@ -41,12 +41,12 @@ class CheckedCase:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRule:
-    """What was found for a case.
+    """Result of a case.
 
     Attributes:
         distance: total variation distance of the sequences from the target's, 0 to 1.
-        tokens: in a step on average, the added one included.
-        outcomes: that were listed.
+        tokens: mean number of tokens in a step, the added one included.
+        outcomes: number of outcomes that were enumerated.
     """
 
     case: CheckedCase
@@ -119,7 +119,7 @@ def random_model(vocabulary: int, seed: int, sharpness: float = 1.0, missing: in
 
 
 def sampled(model: Model, sampling: Sampling, generated: Tokens = ()) -> Model:
-    """What is drawn from after a model: penalties look at the whole path to a node.
+    """The distribution that is drawn from after a model: penalties look at the whole path to a node.
 
     Args:
         generated: tokens before the tree.

@@ -13,12 +13,12 @@ _MOST_DEPTH, _MOST_VALUES = 32, 5_000_000  # of one line
 
 @dataclass(frozen=True, slots=True)
 class AnswerCounts:
-    """What a file of answers has.
+    """Counts of a file of answers.
 
     Attributes:
-        answered: requests with status 200.
-        failed: requests with an error.
-        prompt_tokens, completion_tokens: of those that were answered.
+        answered: number of requests with status 200.
+        failed: number of requests with an error.
+        prompt_tokens, completion_tokens: number of tokens of the answered requests.
     """
 
     answered: int = 0

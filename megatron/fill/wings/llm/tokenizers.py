@@ -14,10 +14,10 @@ class Tokenizer(Protocol):
     """Text to token ids and back.
 
     Attributes:
-        size: ids are below it.
+        size: vocabulary size.
         eos_ids: ids that end a text.
-        begins: the id that a text without tokens begins with; None for none.
-        closed: whether ids from ``size`` on stand for nothing, though a model may have them.
+        begins: the id that a text without tokens begins with, or None.
+        closed: True if ids from ``size`` on stand for nothing, though a model may have them.
     """
 
     size: int
@@ -32,17 +32,17 @@ class Tokenizer(Protocol):
         """The text of ids; an incomplete character becomes U+FFFD.
 
         Args:
-            special: with the names of tokens that have no text.
+            special: True to include the names of tokens that have no text.
         """
 
     def piece(self, token: int) -> str:
-        """One token's text; bytes of it that are no whole character are surrogates (``surrogateescape``)."""
+        """Text of a token; bytes of it that are no whole character are surrogates (``surrogateescape``)."""
 
     def special(self, text: str) -> int | None:
         """The id of a token of this name that has no text; None if there is none."""
 
     def has_special(self, text: str) -> bool:
-        """Whether the name of a token that has no text is in it."""
+        """True if the text contains the name of a token that has no text."""
 
     def chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, **arguments: Any
@@ -50,15 +50,15 @@ class Tokenizer(Protocol):
         """The ids of a conversation, with the beginning of the answer.
 
         Args:
-            tools: functions that the template tells of.
-            arguments: of the template's own.
+            tools: functions that the template describes.
+            arguments: the template's own arguments.
 
         Raises:
             ValueError: the model has no template for that, or these messages do not fit it.
         """
 
     def same_tokens(self, other: Tokenizer) -> bool:
-        """Whether both give a text the same ids."""
+        """True if both give a text the same ids."""
 
     def save(self, folder: Path) -> None:
         """Write it beside a model, for ``load_tokenizer``."""
@@ -71,7 +71,7 @@ class FolderTokenizer:
         ends: ids that end a text besides the tokenizer's own.
 
     Attributes:
-        inner: that of ``transformers``.
+        inner: the tokenizer of ``transformers``.
     """
 
     def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:
@@ -147,7 +147,7 @@ class ByteTokenizer:
     """UTF-8 as token ids, as ``scripts/preprocess_text.py`` writes it.
 
     Args:
-        size: ids are below it.
+        size: vocabulary size.
         end: the id that ends a text; no byte of UTF-8.
     """
 

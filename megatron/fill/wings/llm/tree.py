@@ -18,11 +18,11 @@ Draft = Callable[[np.ndarray, int, Chance], Sequence[tuple[int, np.ndarray]]]
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One draw of a token below a node.
+    """Draw of a token below a node.
 
     Attributes:
-        node: that it led to; two draws of the same token lead to the same node.
-        probabilities: that it was drawn with, ``[vocabulary]``.
+        node: node that it led to; two draws of the same token lead to the same node.
+        probabilities: distribution that it was drawn from, ``[vocabulary]``.
     """
 
     node: int
@@ -34,9 +34,9 @@ class TokenTree:
     """A tree of tokens; every node is the sequence from the root to it, and node 0, the root, is the empty one.
 
     Attributes:
-        tokens: of each node; -1 for the root.
-        parents: of each node; -1 for the root.
-        draws: below each node, in the order in which they were drawn, repeated ones too: verification needs all.
+        tokens: each node's token; -1 for the root.
+        parents: each node's parent; -1 for the root.
+        draws: draws below each node, in their order, repeated ones too: verification needs all.
     """
 
     tokens: list[int] = field(default_factory=lambda: [-1])
@@ -67,14 +67,14 @@ class TokenTree:
         return tuple(reversed(found))
 
     def depths(self) -> list[int]:
-        """Of each node: 0 for the root.  A parent comes before its children."""
+        """Depth of each node: 0 for the root.  A parent comes before its children."""
         found = [0]
         for parent in self.parents[1:]:
             found.append(found[parent] + 1)
         return found
 
     def mask(self) -> np.ndarray:
-        """Which nodes each node attends to: its ancestors and itself, ``[nodes, nodes]`` of bool (section 4.2)."""
+        """Nodes that each node attends to: its ancestors and itself, ``[nodes, nodes]`` of bool (section 4.2)."""
         seen = np.eye(len(self.tokens), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent >= 0:
@@ -94,7 +94,7 @@ def expand(
 
     Args:
         prefix: the tokens so far.
-        draft: how a draft's tokens are drawn.
+        draft: draws a draft's tokens.
     """
     tree = TokenTree()
     levels = [[0] for _ in drafts]

@@ -61,19 +61,19 @@ class DraftTuning(TrainingJob):
             model: the large model's folder, for its tokenizer.
             requests: a file in OpenAI's batch format.
             answers: the large model's answers to it, best greedy ones: the output of a ``BatchJob``.
-            drafts: how many to train.
-            draft: a folder with a small model to begin with; None for new ones.
-            shape: of new ones: ``layers``, ``hidden`` and ``heads`` of a Llama.
-            steps: of the optimizer, for each draft.
-            span: tokens in a row that a draft must expect for the next draft not to learn them.
-            length: tokens that pass through the draft at a time.
+            drafts: number of drafts to train.
+            draft: a folder with a small model to begin with; None for a new one.
+            shape: shape of a new one: ``layers``, ``hidden`` and ``heads`` of a Llama.
+            steps: number of the optimizer's steps, for each draft.
+            span: number of tokens in a row that a draft must expect for the next draft not to learn them.
+            length: number of tokens that pass through the draft at a time.
             output: the folder of drafts; relative to the job's folder.
 
         The rest is as for ``TrainingJob``.
 
         Raises:
             ValueError: an argument is wrong.
-            ConfigError: a file is none of a batch.
+            ConfigError: a file does not belong to a batch.
             TaskError: a model cannot be loaded, or the draft has other tokens.
         """
         from megatron.fill.wings.llm.models import load_tokenizer
@@ -111,7 +111,7 @@ class DraftTuning(TrainingJob):
         return self._make(self._draft)
 
     def build_data(self) -> Any:
-        """What the drafts so far got wrong."""
+        """The spans that no draft so far got right."""
         return Left(self._windows, self._done)
 
     def loss(self, output: Any, target: Any) -> Any:
@@ -227,12 +227,12 @@ class _Handover(threading.Thread):
     """Writes a draft, and makes the next one.
 
     Args:
-        write: the draft.
-        make: the next one; None if there is none.
+        write: writes the draft.
+        make: makes the next one; None if there is none.
 
     Attributes:
         following: the next draft's weights.
-        error: what went wrong.
+        error: exception that ended the thread early, or None.
     """
 
     def __init__(self, write: Callable[[], None], make: Callable[[], Any] | None) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens of a tree the large model takes, and the one that it adds.
+"""Verification of a token tree: the tokens that the large model takes, and the one that it adds.
 
 All rules but ``greedy`` give tokens that are distributed as the large model's own, whatever the drafts are, provided
 that each draw of the tree was drawn from the distribution that it names, independently of the others
@@ -60,7 +60,7 @@ def traversal(tree: TokenTree, target: Target, chance: Chance) -> list[int]:
 
 
 def _visit(tree: TokenTree, target: Target, chance: Chance, node: int, share: float) -> list[int] | None:
-    """What follows a node, in the share of the cases in which it is to be taken; None in the others.
+    """Tokens after a node, with the probability ``share`` that it is taken; None otherwise.
 
     A draw of token x with probability q(x) is taken with probability min(share * p(x) / q(x), 1), by one of the paths
     through it.  What is still wanted then is max(0, share * p - q), of what is still possible.
@@ -84,7 +84,7 @@ def _visit(tree: TokenTree, target: Target, chance: Chance, node: int, share: fl
 
 
 def _left(wanted: np.ndarray, drawn: np.ndarray) -> tuple[np.ndarray, float]:
-    """What a draw could not give of what is wanted, made to sum to 1, and its sum before."""
+    """The wanted distribution less what a draw could give, normalised, and its sum before."""
     rest = np.maximum(wanted - drawn, 0.0)
     total = float(rest.sum())
     return (rest / total, total) if total > 0 else (wanted, 0.0)
