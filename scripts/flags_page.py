@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.fill.given.settings import FileSettings  # noqa: E402
+from megatron.fill.given.settings import SiteSettings  # noqa: E402
 from pipefill_patches.arguments import add_fill_arguments  # noqa: E402
 
 PAGE = ROOT / "docs" / "flags.md"
@@ -57,7 +57,7 @@ def page() -> str:
 
 
 def _settings() -> list[tuple[str, FieldInfo]]:
-    return list(FileSettings.model_fields.items())
+    return list(SiteSettings.model_fields.items())
 
 
 def _default(field: FieldInfo) -> str:

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.jobs import JobSpec, load_jobs, matching
 from megatron.fill.given.problems import expectation, shown
-from megatron.fill.given.settings import MOST_AMOUNT, Above0, Amount, FileSettings, load_settings
+from megatron.fill.given.settings import MOST_AMOUNT, Above0, Amount, SiteSettings, load_settings
 
 _Folder = Annotated[str, matching(r".*\S.*", "a folder")]
 
@@ -26,7 +26,7 @@ def _flag(default: Any, text: str, metavar: str | None = None, **limits: Any) ->
     return Field(default, description=text, json_schema_extra={"metavar": metavar}, **limits)
 
 
-class FillSettings(FileSettings):
+class FillSettings(SiteSettings):
     """All settings of a run, in the units of the flags: the ``--fill-*`` flags, and those of ``--fill-settings``.
 
     ``--help`` is generated from the flags, in this order.  The value of the flag of ``jobs`` is the jobs file.
@@ -125,7 +125,7 @@ class FillSettings(FileSettings):
     @classmethod
     def flags(cls) -> dict[str, FieldInfo]:
         """The fields that are flags of their own, by name."""
-        return {name: field for name, field in cls.model_fields.items() if name not in FileSettings.model_fields}
+        return {name: field for name, field in cls.model_fields.items() if name not in SiteSettings.model_fields}
 
     @property
     def active(self) -> bool:

@@ -28,7 +28,7 @@ def simulate(slowdown: float, noise: np.ndarray, until_braked: bool) -> Brake:
     """Run the brake over one training; it ends with the noise, or with the first brake."""
     brake = Brake(LIMIT, 0, say=lambda text: None)
     for number, value in enumerate(noise):
-        filled = brake.fills(FIRST + number, number)
+        filled = brake.iteration_started(FIRST + number, number)
         brake.observe(int(SECOND_NS * math.exp(value) * (1 + filled * slowdown)), False)
         if until_braked and brake.events:
             break

@@ -70,7 +70,7 @@ def test_all_is_well_while_the_margin_is_free():
     bench = Bench()
     assert bench.look(300) is None
     assert bench.wanted == []
-    assert bench.room.claim_bytes == 100 * MIB
+    assert bench.room.unused_promise_bytes == 100 * MIB
 
 
 def test_a_growth_is_answered_with_shrinking():
@@ -116,7 +116,7 @@ def test_what_a_worker_was_promised_is_not_promised_again_while_it_runs():
     memory = DeviceMemory(device, MARGIN, 1.0)
     limiter = device.limiter(Limits(None), "job")
     with memory.shared(limiter, 300 * MIB, lambda size: None, lambda: False) as share:
-        assert share.claim_bytes == 300 * MIB
+        assert share.unused_promise_bytes == 300 * MIB
         assert memory.room_bytes(cycle(1000)) == 600 * MIB
         assert isinstance(memory.cap(700 * MIB, None), NoRoom)
     assert memory.room_bytes(cycle(1000)) == 900 * MIB

@@ -45,7 +45,7 @@ class Training:
         brake = self.brake
         for value in noise:
             number = len(self.filled)
-            on = brake.fills(self.first + number, number)
+            on = brake.iteration_started(self.first + number, number)
             factor = math.exp(value) * (1 + on * self.slower(brake.guard_ns, number))
             brake.observe(int(self.iteration_ns * factor), disturbed(number))
             self.filled.append(on)

@@ -49,7 +49,7 @@ class DeviceMemory:
 
     def cap(self, job_bytes: int | None, cycle: BubbleCycle | None) -> int | NoRoom | None:
         """Return the memory that a worker may hold in addition to those that run (``worker_cap``)."""
-        others_bytes = sum(share.claim_bytes for share in self._shares.copy())
+        others_bytes = sum(share.unused_promise_bytes for share in self._shares.copy())
         return worker_cap(job_bytes, self._device, cycle, self._margin_bytes, others_bytes)
 
     def room_bytes(self, cycle: BubbleCycle) -> int:
@@ -78,7 +78,7 @@ class DeviceMemory:
 class MemoryShare:
     """Watches how much of the device is free while one worker runs (Watcher).
 
-    Any thread may read ``claim_bytes``; the rest is for the one that watches the worker.
+    Any thread may read ``unused_promise_bytes``; the rest is for the one that watches the worker.
 
     Args:
         promised_bytes: memory that the job asked for; 0 if it asked for no particular amount.
@@ -110,7 +110,7 @@ class MemoryShare:
         self.request = ""
 
     @property
-    def claim_bytes(self) -> int:
+    def unused_promise_bytes(self) -> int:
         """Memory that the worker was promised and does not hold yet."""
         return max(0, self._promised_bytes - self._limiter.held_bytes())
 

@@ -33,8 +33,8 @@ def _above_0(prices: Prices) -> Prices:
     return prices
 
 
-class FileSettings(BaseModel):
-    """Settings that most users leave alone: a site's policy, limits of jobs, and what PipeFill derives itself."""
+class SiteSettings(BaseModel):
+    """Settings that a site decides once, and most users leave alone: policy, limits, and what PipeFill derives."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -90,7 +90,7 @@ class FileSettings(BaseModel):
     )
 
 
-def load_settings(given: Sequence[str], others: Sequence[str]) -> FileSettings:
+def load_settings(given: Sequence[str], others: Sequence[str]) -> SiteSettings:
     """Read the values of ``--fill-settings``, each a YAML file or, beginning with ``{``, YAML itself; later ones win.
 
     Args:
@@ -104,10 +104,10 @@ def load_settings(given: Sequence[str], others: Sequence[str]) -> FileSettings:
     for text in given:
         found = _load(text, others)
         values |= {name: getattr(found, name) for name in found.model_fields_set}
-    return FileSettings(**values)
+    return SiteSettings(**values)
 
 
-def _load(text: str, others: Sequence[str]) -> FileSettings:
+def _load(text: str, others: Sequence[str]) -> SiteSettings:
     expected = "a YAML file with settings, or {name: value, ...}"
     if not text.strip():
         raise ConfigError(f"{FLAG} is {text!r}: expected {expected}")
@@ -126,9 +126,9 @@ def _load(text: str, others: Sequence[str]) -> FileSettings:
         if name in others:
             raise ConfigError(f"{where([name])[0]}: {name} is a flag; expected --fill-{name.replace('_', '-')} instead")
     try:
-        return FileSettings.model_validate(data)
+        return SiteSettings.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(explain(error, FileSettings, where)) from error
+        raise ConfigError(explain(error, SiteSettings, where)) from error
 
 
 def _parse(text: str) -> PlainYaml:

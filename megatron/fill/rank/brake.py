@@ -69,8 +69,8 @@ class Brake:
         self._last_ns = 0
         self._times: dict[bool, list[float]] = {True: [], False: []}  # logarithms of that pair's times, by filling
 
-    def fills(self, iteration: int, number: int) -> bool:
-        """True if the iteration that begins is to be filled.
+    def iteration_started(self, iteration: int, number: int) -> bool:
+        """Close the pair before, stop filling if it was too slow, and return True if this iteration is to be filled.
 
         Args:
             iteration: Megatron's number of the iteration.

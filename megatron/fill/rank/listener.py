@@ -112,7 +112,7 @@ class RankListener:
         if blocks.settling:
             return True
         if self.brake is not None:
-            on = self.brake.fills(iteration, blocks.past_warmup)
+            on = self.brake.iteration_started(iteration, blocks.past_warmup)
             self.guard_ns = self.brake.guard_ns
             if self.gate is not None:
                 self.gate.brake(self.brake.on)

@@ -221,14 +221,14 @@ class _Window:
 class _History:
     """The recent bubbles at one position of the cycle."""
 
-    __slots__ = ("cap_ns", "from_meeting", "from_opening", "kind", "seen", "surprises", "usual_ns")
+    __slots__ = ("from_meeting", "from_opening", "kind", "seen", "shortened_to_ns", "surprises", "usual_ns")
 
     def __init__(self, kind: BubbleKind) -> None:
         self.kind = kind
         self.seen = 0
         self.surprises = 0
         self.usual_ns = 0
-        self.cap_ns: int | None = None
+        self.shortened_to_ns: int | None = None
         self.from_opening = _Window()  # times from its opening to its end
         self.from_meeting = _Window()  # times from the end of the bubble before (or the cycle's start) to its end
 
@@ -242,14 +242,14 @@ class _History:
             duration_ns, spread = other_ns - since_ns, other_spread
         duration_ns -= int(rule.margin * spread)
         self.usual_ns = duration_ns
-        if self.cap_ns is not None:
-            return min(duration_ns, self.cap_ns), ()
+        if self.shortened_to_ns is not None:
+            return min(duration_ns, self.shortened_to_ns), ()
         return duration_ns, recent.cases(since_ns)
 
     def add(self, duration_ns: int, since_meeting_ns: int, rule: FillRule) -> None:
         self.seen += 1
         # Suddenly shorter: used at once, since overruns harm the training.
-        self.cap_ns = duration_ns if duration_ns * rule.tolerance < self.usual_ns else None
+        self.shortened_to_ns = duration_ns if duration_ns * rule.tolerance < self.usual_ns else None
         # Suddenly longer: used after three in a row, since old durations only make the prediction too short.
         self.surprises = self.surprises + 1 if 0 < self.usual_ns * rule.tolerance < duration_ns else 0
         most = rule.window
