@@ -35,7 +35,7 @@ _READ_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
+class _LimitWatcher:
     """Makes a limiter a Watcher."""
 
     limiter: Limiter
@@ -125,8 +125,8 @@ class Watch:
         self.ending: Ending | None = None
         self.ended_ns = 0
         self._watchers = (*watchers, output)
-        self._rules: tuple[Watcher, ...] = (_Limits(limiter), enforcer)
-        self._unexplained = ""  # the limiter's explanation of an end by the kernel
+        self._rules: tuple[Watcher, ...] = (_LimitWatcher(limiter), enforcer)
+        self._killed_by_kernel = ""  # the limiter's explanation of an end by the kernel
         self._deadline_s = 0.0  # latest time to stop
 
     def watch(self) -> None:
@@ -139,7 +139,7 @@ class Watch:
             try:
                 self._stay(stdout.fileno())
                 self.ended_ns = time.monotonic_ns()
-                self._unexplained = self.limiter.explain()
+                self._killed_by_kernel = self.limiter.explain()
             finally:
                 self._kill()
             while self._pump(stdout.fileno()) and not self.output.full:
@@ -222,8 +222,8 @@ class Watch:
         return Outcome(cause, detail, unit=left.unit if left else unit, result=result)
 
     def _death(self) -> tuple[Cause, str]:
-        if self._unexplained:
-            return Cause.OUT_OF_MEMORY, self._unexplained
+        if self._killed_by_kernel:
+            return Cause.OUT_OF_MEMORY, self._killed_by_kernel
         code, callback = self.worker.returncode, self.log.phase.callback
         where = f"{'in ' * callback.endswith(')')}{callback}"
         if code < 0:
