@@ -21,15 +21,16 @@ from pipefill_patches.arguments import add_fill_arguments  # noqa: E402
 PAGE = ROOT / "docs" / "flags.md"
 HEAD = """# Flags
 
-All flags that PipeFill adds to Megatron's, as `pretrain_gpt.py --help` shows them; only `--fill-jobs FILE` is needed.
-This page is made by `python scripts/flags_page.py`.
+All flags that PipeFill adds to Megatron's, as `pretrain_gpt.py --help` shows them. `--fill-jobs FILE` is enough to
+fill, `--fill-profile-only` to measure bubbles without jobs. This page is made by `python scripts/flags_page.py`.
 """
 SETTINGS = """## Settings
 
 The rest is in the YAML of `--fill-settings`: what a site decides once for all its runs, limits, and what PipeFill
-chooses well by itself. A site keeps them in a file, which its launch scripts name; one run changes them by a second
-`--fill-settings` after that, such as `--fill-settings '{network: true}'`. An unknown name or a wrong value ends the
-run before it starts.
+chooses well by itself. A site keeps them in a file, which its launch scripts name (`--fill-settings site.yaml`). They
+are defaults, not enforcement: a second `--fill-settings` after that, such as `--fill-settings '{network: true}'`, changes
+them for one run. An unknown name or a wrong value ends the run before it starts; so does `user` where the training is
+not root's and `user` is another than its own.
 
 ```yaml
 user: fill            # its files are all that jobs can read

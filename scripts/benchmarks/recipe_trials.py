@@ -16,7 +16,7 @@ from megatron.fill.store import Job
 from scripts.benchmarks import recipe_words
 from scripts.benchmarks.check_parallelism import spins
 from scripts.benchmarks.recipe_sizes import ENDLESS, VOCABULARY, Shrunk
-from tests.e2e.training import OURS, PATCHED, UPSTREAM, Running, Trained, start
+from tests.e2e.training import OURS, PATCHED, UPSTREAM, Running, Trained, losses, start
 
 FIRST, SECOND = 6, 12  # iterations to a checkpoint that is resumed, and to the end, at least
 REST_MS = 50.0  # that ranks with jobs sleep after each iteration, so that these start sooner
@@ -132,7 +132,7 @@ class Trial:
         """By iteration; none where it never got so far."""
         folder = self._place(place)
         try:
-            return Trained("", folder).losses if (folder / "tensorboard").exists() else {}
+            return losses(folder) if (folder / "tensorboard").exists() else {}
         except KeyError:
             return {}
 
