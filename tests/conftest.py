@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -11,18 +14,29 @@ from tests.postgres import NoPostgres, PrivatePostgres
 
 
 def is_controller(config: pytest.Config) -> bool:
-    """Whether this process has others run the tests (xdist)."""
+    """True if other processes run the tests (xdist)."""
     return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The process that Pythons are forked from is one for all workers."""
-    if is_controller(config):
-        from tests.e2e.training import warm
+    """Keep bytecode, and start the process that all workers fork Pythons from."""
+    # pytest rewrites the assertions of 350 files: without their bytecode, every worker does so in every run.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    if not is_controller(config):
+        gc.disable()  # until all tests are collected: the imports of torch and Megatron free next to nothing
+        return
+    from tests.e2e.training import warm
 
-        stack = ExitStack()
-        config.add_cleanup(stack.close)
-        stack.enter_context(warm())
+    stack = ExitStack()
+    config.add_cleanup(stack.close)
+    stack.enter_context(warm())
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from here on, among the tests' own objects only."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
