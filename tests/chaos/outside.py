@@ -22,7 +22,7 @@ from tests.chaos.submitting import Submitter
 from tests.chaos.training import ChaosTraining
 
 _STOPPED_S, _GONE_S, _LONG_S, _SHORT_S = 5.0, 15.0, 20.0, 3.0
-_READY_S = 40.0
+_READY_S, _HEARD_S = 40.0, 90.0
 _PAUSED_S, _MOST_CPU_S = 3.0, 0.3
 _SECOND_ITERATIONS, _SECOND_S = 80, 180.0
 _GROWN_S = 12.0
@@ -142,7 +142,7 @@ class Outside:
         for word in ("status", "pause", "resume", "kill", "resume"):
             said = command.pipefill(word, str(self.main.run_dir))
             # Agents have the lowest priority: on a busy machine one may take longer than the command waits.
-            late = said.code == 1 and not said.errors and self.injector.until(self._heard, _LONG_S)
+            late = said.code == 1 and not said.errors and self.injector.until(self._heard, _HEARD_S)
             if said.code != 0 and not late:
                 wrong.append(f"{word}: {said.code} {' '.join((said.output + said.errors).split())[:200]}")
         return "; ".join(wrong)
