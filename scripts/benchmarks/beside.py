@@ -41,8 +41,8 @@ from megatron.fill.rank import spec
 from megatron.fill.rank.listener import RankListener
 from megatron.fill.records import last_segment
 from megatron.fill.types import BubbleKind
-from megatron.fill.wings.sim.freeride.reserving import MANAGER_NS, PYTHON, reserved_ns
 from scripts.benchmarks.sidetasks import started, tasks_of
+from scripts.benchmarks.studies.freeride.reserving import MANAGER_NS, PYTHON, reserved_ns
 from scripts.benchmarks.trainings import (
     ROOT,
     Blocks,

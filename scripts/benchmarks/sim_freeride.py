@@ -1,10 +1,10 @@
 """FreeRide's study in the simulator: time increase and cost savings of its side tasks, by our rule and by its own.
 
 GPT-like models of 1.2, 3.6 and 6 billion parameters in four 1F1B stages on four RTX 6000 Ada, with 4, 6 and 8
-micro-batches.  What FreeRide's artifact says, and in which file, is in
-``megatron/fill/wings/sim/freeride/artifact.py``.  The bubbles are the simulator's.  They are filled in virtual time by
-PipeFill's own predictor and step loop, and by FreeRide's reservations and polling (``reserving.py``).  Tasks are placed
-by FreeRide's Algorithm 1 in both cases.
+micro-batches. What FreeRide's artifact says, and in which file, is in
+``scripts/benchmarks/studies/freeride/artifact.py``. The bubbles are the simulator's. They are filled in virtual time
+by PipeFill's own predictor and step loop, and by FreeRide's reservations and polling (``reserving.py``). Tasks are
+placed by FreeRide's Algorithm 1 in both cases.
 
 Its formulas (ae/collect_experiment_data/analyze_cost.ipynb), with T the training's time, W the side work, Th its
 throughput on the cheaper GPU, and P the prices:
@@ -32,10 +32,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.fill.wings.sim.freeride import study as studies
-from megatron.fill.wings.sim.freeride.draw import draw_study
-from megatron.fill.wings.sim.freeride.study import saving
-from megatron.fill.wings.sim.freeride.training import Rule, Varying
+from scripts.benchmarks.studies.freeride import study as studies
+from scripts.benchmarks.studies.freeride.draw import draw_study
+from scripts.benchmarks.studies.freeride.study import saving
+from scripts.benchmarks.studies.freeride.training import Rule, Varying
 
 _BY = (*(rule.value for rule in Rule), "artifact")
 

@@ -25,8 +25,8 @@ from megatron.fill.pipeline.timeline import Wait
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.records import last_segment
 from megatron.fill.types import CycleKey, RankRecord
-from megatron.fill.wings.sim.truth.replay import PlayedIteration, open_bubbles, replay
-from megatron.fill.wings.sim.truth.steps import StepTimes
+from scripts.benchmarks.studies.truth.replay import PlayedIteration, open_bubbles, replay
+from scripts.benchmarks.studies.truth.steps import StepTimes
 
 STEPS_MS = (2.0, 5.0, 10.0, 20.0, 50.0)
 OVERRUNS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)  # percent

@@ -29,9 +29,9 @@ from megatron.fill.pipeline.timeline import Wait
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.records import last_segment
 from megatron.fill.types import CycleKey, RankRecord
-from megatron.fill.wings.sim.truth.replay import PlayedIteration, open_bubbles, replay
-from megatron.fill.wings.sim.truth.steps import StepTimes
 from scripts.benchmarks.sim_overrun import iterations_of
+from scripts.benchmarks.studies.truth.replay import PlayedIteration, open_bubbles, replay
+from scripts.benchmarks.studies.truth.steps import StepTimes
 
 REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 STEPS_MS = (2.0, 10.0, 50.0)

@@ -1,9 +1,9 @@
 """What to expect of a GPU whose rank waits in a spinning receive: a simulation, to be compared with measurements.
 
-For each way of waiting and sharing (megatron/fill/wings/sim/sliced.py), length of a step, and guard: the harvest in GPU
-work (the work that steps did in bubbles over the bubbles' time) and the harvest ratio as a host's clock has it, by how
-much later filled bubbles end, and how much longer iterations take.  Each row is compared with the same iterations
-without a worker.  The lengths of slices, transfers, steps and waits are assumptions.
+For each way of waiting and sharing (scripts/benchmarks/studies/sliced.py), length of a step, and guard: the harvest in
+GPU work (the work that steps did in bubbles over the bubbles' time) and the harvest ratio as a host's clock has it, by
+how much later filled bubbles end, and how much longer iterations take. Each row is compared with the same iterations
+without a worker. The lengths of slices, transfers, steps and waits are assumptions.
 
     python scripts/benchmarks/sim_slices.py --json docs/benchmarks/slices.json
 """
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron.fill.rank.rule import FillRule
-from megatron.fill.wings.sim.sliced import RankWaits, SlicedSharing, SlicedWorker, play
+from scripts.benchmarks.studies.sliced import RankWaits, SlicedSharing, SlicedWorker, play
 
 GUARDS_MS = (0.0, 1.0, 2.0, 3.0, 5.0)
 ITERATIONS, STAGES = 300, 4

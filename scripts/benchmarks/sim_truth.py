@@ -2,7 +2,7 @@
 
 Six trainings of a small GPT on two ranks: GPipe, 1F1B and interleaved, each with two pairs of side tasks.  Filling is
 on and off in turn, in short blocks, so that what drifts in the machine is in both.  What is predicted, and how, is in
-``megatron/fill/wings/sim/truth/compare.py``.  The noise is shown beside the errors: how far a prediction could be
+``scripts/benchmarks/studies/truth/compare.py``.  The noise is shown beside the errors: how far a prediction could be
 expected to be off (95%) that is perfect but made from other iterations, as neighbouring blocks differ; the 95%
 bootstrap interval of what was measured; and by how much the blocks of one half differ from those of the other.
 
@@ -25,8 +25,8 @@ from typing import Any
 
 from megatron.fill.app.listening import fill_rule
 from megatron.fill.config import FillSettings
-from megatron.fill.wings.sim.truth.compare import RUN, Figure, compare, load
-from megatron.fill.wings.sim.truth.table import summary, table
+from scripts.benchmarks.studies.truth.compare import RUN, Figure, compare, load
+from scripts.benchmarks.studies.truth.table import summary, table
 from scripts.benchmarks.trainings import launcher, settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,10 +25,10 @@ from megatron.fill.wings.sim.cluster.rates import Rates
 from megatron.fill.wings.sim.filljobs.catalog import CATALOG, catalog_kinds
 from megatron.fill.wings.sim.mainjob import MainJob
 from megatron.fill.wings.sim.sweep import run_all
-from megatron.fill.wings.sim.truth.replay import Opened, PlayedIteration, open_bubbles, replay
-from megatron.fill.wings.sim.truth.steps import StepTimes
 from megatron.fill.wings.sim.values import FillKind, RuntimeModel
 from scripts.benchmarks.studies.bubbles import physical_job
+from scripts.benchmarks.studies.truth.replay import Opened, PlayedIteration, open_bubbles, replay
+from scripts.benchmarks.studies.truth.steps import StepTimes
 
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 NOISES = (0.01, 0.03, 0.1)

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from megatron.fill.pipeline.timeline import Wait
 from megatron.fill.types import BubbleKind, BubbleUse
-from megatron.fill.wings.sim.freeride.artifact import MIX_WORK, SIZES, TASKS
-from megatron.fill.wings.sim.freeride.draw import draw_study
-from megatron.fill.wings.sim.freeride.placement import fits, needed_gib, place, served
-from megatron.fill.wings.sim.freeride.reserving import COMPILED, PYTHON, fill_reserved, reserved_ns
-from megatron.fill.wings.sim.freeride.study import main_job, saving
-from megatron.fill.wings.sim.freeride.training import BubbleTime, Rule, SimulatedTraining, Varying, split
-from megatron.fill.wings.sim.truth.replay import PlayedIteration
-from megatron.fill.wings.sim.truth.steps import StepTimes
 from scripts.benchmarks import sim_freeride
+from scripts.benchmarks.studies.freeride.artifact import MIX_WORK, SIZES, TASKS
+from scripts.benchmarks.studies.freeride.draw import draw_study
+from scripts.benchmarks.studies.freeride.placement import fits, needed_gib, place, served
+from scripts.benchmarks.studies.freeride.reserving import COMPILED, PYTHON, fill_reserved, reserved_ns
+from scripts.benchmarks.studies.freeride.study import main_job, saving
+from scripts.benchmarks.studies.freeride.training import BubbleTime, Rule, SimulatedTraining, Varying, split
+from scripts.benchmarks.studies.truth.replay import PlayedIteration
+from scripts.benchmarks.studies.truth.steps import StepTimes
 
 MS = 1_000_000
 RECORDED = Path(__file__).parents[3] / "docs" / "benchmarks" / "freeride-studies.json"

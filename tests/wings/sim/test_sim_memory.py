@@ -20,9 +20,9 @@ from megatron.fill.wings.mainjob.memory import (
 )
 from megatron.fill.wings.mainjob.model import MODELS, ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
-from megatron.fill.wings.sim.freeride.artifact import SIZES
-from megatron.fill.wings.sim.freeride.study import main_job
 from megatron.fill.wings.sim.mainjob import MainJob
+from scripts.benchmarks.studies.freeride.artifact import SIZES
+from scripts.benchmarks.studies.freeride.study import main_job
 
 GPT = ModelSpec(layers=24, hidden=1024, heads=16, sequence=1024, vocabulary=51200)
 ONE = Parallel(pp=1, global_batch=1)

@@ -13,11 +13,11 @@ from megatron.fill.planner.held import MARGIN_BYTES
 from megatron.fill.types import JobState
 from megatron.fill.wings.mainjob.hardware import GIB
 from megatron.fill.wings.sim.cluster.rates import Rates
-from megatron.fill.wings.sim.truth.replay import PlayedIteration, replay
-from megatron.fill.wings.sim.truth.steps import StepTimes
 from megatron.fill.wings.sim.values import DeviceGroup, JobOutcome, RuntimeModel, SimJob, SimOutcome
 from scripts.benchmarks import sim_pipefill
 from scripts.benchmarks.studies import bubbles, pictures, queues, share, tables
+from scripts.benchmarks.studies.truth.replay import PlayedIteration, replay
+from scripts.benchmarks.studies.truth.steps import StepTimes
 from tests.unit.clusters import MS, cycle, kind, profile
 from tests.wings.sim.test_sim_replay import bubble, opened
 

@@ -18,9 +18,9 @@ from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import Bubble, BubbleKind, BubbleUse, CycleKey, RankInfo, WorkerRecord
-from megatron.fill.wings.sim.truth.replay import Opened, PlayedIteration, open_bubbles, replay
-from megatron.fill.wings.sim.truth.steps import StepTimes, step_times
-from megatron.fill.wings.sim.truth.virtual import Core
+from scripts.benchmarks.studies.truth.replay import Opened, PlayedIteration, open_bubbles, replay
+from scripts.benchmarks.studies.truth.steps import StepTimes, step_times
+from scripts.benchmarks.studies.truth.virtual import Core
 
 MS = 1_000_000
 KEY = CycleKey("1f1b", 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.fill.rank.rule import FillRule
-from megatron.fill.wings.sim.sliced import RankWaits, SharedGpu, SlicedSharing, SlicedWorker, play
+from scripts.benchmarks.studies.sliced import RankWaits, SharedGpu, SlicedSharing, SlicedWorker, play
 
 
 def run_step(sharing: SlicedSharing, step: float, runnable: bool = True, computes: bool = False) -> SharedGpu:

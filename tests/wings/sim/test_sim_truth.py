@@ -15,10 +15,10 @@ from megatron.fill.pipeline.timeline import Compiled, Timeline, Wait
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.status import Status
 from megatron.fill.types import CycleKey, Iteration, JobRecord, JobState, RankRecord, WorkerRecord
-from megatron.fill.wings.sim.truth.compare import Run, compare, load, select
-from megatron.fill.wings.sim.truth.replay import PlayedIteration, open_bubbles, replay
-from megatron.fill.wings.sim.truth.steps import StepTimes
-from megatron.fill.wings.sim.truth.table import WAYS, summary, table
+from scripts.benchmarks.studies.truth.compare import Run, compare, load, select
+from scripts.benchmarks.studies.truth.replay import PlayedIteration, open_bubbles, replay
+from scripts.benchmarks.studies.truth.steps import StepTimes
+from scripts.benchmarks.studies.truth.table import WAYS, summary, table
 from tests.unit.recorded_runs import MS, noisy, records
 from tests.unit.segments import write_segment
 

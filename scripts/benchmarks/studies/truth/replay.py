@@ -19,9 +19,9 @@ from megatron.fill.rank.predictor import BubblePredictor
 from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import Bubble, CycleKey, RankInfo
-from megatron.fill.wings.sim.truth.steps import StepTimes
-from megatron.fill.wings.sim.truth.virtual import Core, Replayed, VirtualGate, VirtualLog, VirtualMachine
 from megatron.fill.worker.loop import StepLoop
+from scripts.benchmarks.studies.truth.steps import StepTimes
+from scripts.benchmarks.studies.truth.virtual import Core, Replayed, VirtualGate, VirtualLog, VirtualMachine
 
 
 @dataclass(frozen=True, slots=True)

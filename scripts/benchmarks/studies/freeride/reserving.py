@@ -17,9 +17,9 @@ from itertools import cycle
 import numpy as np
 
 from megatron.fill.types import BubbleUse
-from megatron.fill.wings.sim.truth.replay import PlayedIteration
-from megatron.fill.wings.sim.truth.steps import StepTimes
-from megatron.fill.wings.sim.truth.virtual import Replayed
+from scripts.benchmarks.studies.truth.replay import PlayedIteration
+from scripts.benchmarks.studies.truth.steps import StepTimes
+from scripts.benchmarks.studies.truth.virtual import Replayed
 
 _MS = 1_000_000
 MANAGER_NS = 10 * _MS

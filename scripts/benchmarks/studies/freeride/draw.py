@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.fill.linux.files import replacing
-from megatron.fill.wings.sim.freeride.study import saving
+from scripts.benchmarks.studies.freeride.study import saving
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

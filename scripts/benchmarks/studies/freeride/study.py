@@ -10,7 +10,8 @@ from typing import Any
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
 from megatron.fill.wings.mainjob.model import MODELS
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
-from megatron.fill.wings.sim.freeride.artifact import (
+from megatron.fill.wings.sim.mainjob import MainJob
+from scripts.benchmarks.studies.freeride.artifact import (
     BATCH,
     ITERATION_1_2B_S,
     ITERATION_S,
@@ -25,9 +26,8 @@ from megatron.fill.wings.sim.freeride.artifact import (
     TASKS,
     Size,
 )
-from megatron.fill.wings.sim.freeride.placement import fits, needed_gib, place, served
-from megatron.fill.wings.sim.freeride.training import BubbleTime, Rule, SimulatedTraining, StageWork, Varying
-from megatron.fill.wings.sim.mainjob import MainJob
+from scripts.benchmarks.studies.freeride.placement import fits, needed_gib, place, served
+from scripts.benchmarks.studies.freeride.training import BubbleTime, Rule, SimulatedTraining, StageWork, Varying
 
 MICROBATCHES = (4, 6, 8)
 COMPARED = ("3.6B", 4)  # the only case with results in the artifact

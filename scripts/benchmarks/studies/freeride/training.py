@@ -12,10 +12,10 @@ from megatron.fill.pipeline.timeline import Compiled
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import BubbleUse, CycleKey
 from megatron.fill.wings.sim.filljobs.freeride import MeasuredStep
-from megatron.fill.wings.sim.freeride.reserving import COMPILED, PYTHON, fill_reserved, reserved_ns
 from megatron.fill.wings.sim.mainjob import MainJob
-from megatron.fill.wings.sim.truth.replay import PlayedIteration, open_bubbles, replay
-from megatron.fill.wings.sim.truth.steps import StepTimes
+from scripts.benchmarks.studies.freeride.reserving import COMPILED, PYTHON, fill_reserved, reserved_ns
+from scripts.benchmarks.studies.truth.replay import PlayedIteration, open_bubbles, replay
+from scripts.benchmarks.studies.truth.steps import StepTimes
 
 _DRAWS = 997  # number of random values that are drawn and then repeated
 

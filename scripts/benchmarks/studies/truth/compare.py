@@ -29,8 +29,8 @@ from megatron.fill.records import last_segment
 from megatron.fill.types import BubbleKind, CycleKey, RankRecord, WorkerRecord
 from megatron.fill.wings.sim.recorded.busy import RecordedMainJob
 from megatron.fill.wings.sim.recorded.groups import read_pipeline
-from megatron.fill.wings.sim.truth.replay import Opened, PlayedIteration, open_bubbles, replay
-from megatron.fill.wings.sim.truth.steps import StepTimes, step_times
+from scripts.benchmarks.studies.truth.replay import Opened, PlayedIteration, open_bubbles, replay
+from scripts.benchmarks.studies.truth.steps import StepTimes, step_times
 
 RUN = "run.json"  # the run's description in its folder
 SMALL = 0.01  # share of the ranks' time below which a kind of bubbles is compared with the iteration, not with itself

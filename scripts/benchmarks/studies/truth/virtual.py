@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from megatron.fill.pages.gate import OpenBubble
 from megatron.fill.types import Bubble, BubbleUse, Lack
-from megatron.fill.wings.sim.truth.steps import StepTimes
+from scripts.benchmarks.studies.truth.steps import StepTimes
 
 _NEAR = 32  # steps, as in the runtime's estimate of a step
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from megatron.fill.wings.sim.truth.compare import Figure
+from scripts.benchmarks.studies.truth.compare import Figure
 
 WAYS = ("profile", "halves", "same")  # methods of prediction
 AIM = 0.03  # target for the largest error
