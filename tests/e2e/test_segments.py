@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.fill.rank.recorder import WRITE_EVERY
 from megatron.fill.records import last_segment
-from tests.e2e.training import Running, processes, settings, start, train_until, write_jobs
+from tests.e2e.training import Running, processes, settings, start, train_until, warm_python, write_jobs
 from tests.waiting import until
 
 JOB = {"name": "spin", "task": "tasks:Spin", "args": {"milliseconds": 0.5}}
@@ -22,7 +22,8 @@ FLAGS = f"--fill-checkpoint-seconds 0.5 {settings(warmup_iterations=3, lease_sec
 
 def pipefill(*arguments: str) -> str:
     code = "from megatron.fill.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    command = [sys.executable, *warm_python(), "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     return done.stdout
 
