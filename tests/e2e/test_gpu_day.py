@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tarfile
 
+import pytest
+
 from tests.e2e.training import REST_MS, ROOT, benchmark
 from tests.e2e.warm import REST
 
@@ -20,12 +22,13 @@ exec {python} "$@"
 """
 
 
+@pytest.mark.timeout(900)  # quiet: 20 s; on a busy machine the jobs wait until others leave a core
 def test_real_stages_are_rehearsed_and_kept(tmp_path):
     python = tmp_path / "python"
     warm = shlex.join(benchmark("gpu_identity"))
     python.write_text(PYTHON.format(warm=warm, python=shlex.quote(sys.executable)), encoding="utf-8")
     python.chmod(0o755)
-    flags = ["--device", "cpu", "--only", "stages", "--seconds", "250"]  # less than this test may take
+    flags = ["--device", "cpu", "--only", "stages", "--seconds", "800"]  # less than this test may take
     done = subprocess.run(
         ["bash", "scripts/gpu_day.sh", "figures2", str(tmp_path), *flags],
         cwd=ROOT,
