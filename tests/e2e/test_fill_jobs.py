@@ -17,9 +17,9 @@ import pytest
 from megatron.fill.folders import output_file
 from megatron.fill.sandbox.landlock import landlock_abi
 from megatron.fill.types import JobState
-from tests.e2e.training import WORKER, Running, processes, settings, write_jobs
+from tests.e2e.training import WORKER, Running, processes, settings, warm_python, write_jobs
 
-CLI = [sys.executable, "-c", "from megatron.fill.cli import main; main()"]
+CLI = ["-c", "from megatron.fill.cli import main; main()"]
 LAYERS = {"name": "layers", "task": "tasks:Layers", "args": {"milliseconds": [1, 2, 0.5, 1]}, "count": 2}
 BIG = {"name": "big", "task": "tasks:Layers", "args": {"milliseconds": [200], "batches": [1]}, "priority": 5}
 TAIL = {"name": "tail", "task": "tasks:Spin", "args": {"milliseconds": 0.3}, "memory": "1GiB", "priority": -1}
@@ -51,7 +51,8 @@ class Story(Running):
 
     def pipefill(self, *arguments: str) -> str:
         environment = os.environ | {"PIPEFILL_STORE": str(self.folder / "run")}
-        done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, check=True, env=environment)
+        command = [sys.executable, *warm_python(), *CLI, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         return done.stdout
 
 
