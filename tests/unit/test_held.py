@@ -57,7 +57,8 @@ def test_a_file_that_is_mapped_many_times_hides_no_other(memory):
         found = memory.count([os.getpid()])
         if before:
             exact = memory.exact_bytes([os.getpid()], found) or 0
-            assert 15 * MIB < exact - before < 18 * MIB
+            # 32 with each mapping of the first; this process may have grown by some itself.
+            assert 15 * MIB < exact - before < 28 * MIB
         assert found.likely_bytes <= found.most_bytes
         assert found.mapped >= 24 * MIB
         assert found.files >= 16 * MIB
