@@ -42,11 +42,22 @@ def ghost_parser() -> argparse.ArgumentParser:
             "this stage's, measured in the first iterations)",
         )
     parser.add_argument(
-        "--transfer-ms", type=_times, metavar="MS", help="time of a transfer when both its ends are ready (default: 0)"
+        "--transfer-ms",
+        type=_time,
+        default=0,
+        metavar="MS",
+        help="time of a transfer when both its ends are ready (default: 0)",
     )
     parser.add_argument("script", metavar="SCRIPT", help="a Megatron-LM training script, such as pretrain_gpt.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its flags, with --fill-jobs")
     return parser
+
+
+def _time(text: str) -> int:
+    """Return the time in ns of a text such as ``0.5``, in ms."""
+    if "," in text:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected one time in milliseconds, 0 or more")
+    return _times(text)[0]
 
 
 def _times(text: str) -> tuple[int, ...]:
@@ -112,7 +123,7 @@ class GhostSettings:
             options.waits or ("host" if on_cpu else "stream"),
             options.forward_ms or (),
             options.backward_ms or (),
-            sum(options.transfer_ms or ()),
+            options.transfer_ms,
         )
 
 

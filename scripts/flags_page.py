@@ -28,8 +28,8 @@ SETTINGS = """## Settings
 
 The rest is in the YAML of `--fill-settings`: what a site decides once for all its runs, limits, and what PipeFill
 chooses well by itself. A site keeps them in a file, which its launch scripts name (`--fill-settings site.yaml`).
-They are defaults, not enforcement: a second `--fill-settings` after that, such as `--fill-settings '{network:
-true}'`, changes them for one run. An unknown name or a wrong value ends the run before it starts; so does `user`
+They are defaults, not enforcement: a second `--fill-settings` after that, such as `--fill-settings more.yaml`,
+changes them for one run. An unknown name or a wrong value ends the run before it starts; so does `user`
 where the training is not root's and `user` is another than its own.
 
 ```yaml

@@ -152,8 +152,7 @@ class FillSettings(SiteSettings):
             raise ConfigError("--fill-profile-only measures the bubbles without jobs; expected no --fill-store with it")
         if path == "":
             raise ConfigError("--fill-jobs is '': expected a jobs file")
-        others = load_settings(args.fill_settings or (), tuple(cls.flags()))
-        values |= {name: getattr(others, name) for name in others.model_fields_set}
+        values |= load_settings(args.fill_settings or (), tuple(cls.flags()))
         try:
             return cls(jobs=tuple(load_jobs(path)) if path is not None else (), **values)
         except ValidationError as error:

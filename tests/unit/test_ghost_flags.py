@@ -88,3 +88,9 @@ def test_what_follows_the_script_is_the_script_s():
     options = ghost_parser().parse_args(["--stage", "1", "pretrain_gpt.py", "--stage", "2", "--fill-jobs", "a.yaml"])
     assert (options.stage, options.script) == (1, "pretrain_gpt.py")
     assert options.arguments == ["--stage", "2", "--fill-jobs", "a.yaml"]
+
+
+def test_a_transfer_has_one_time(capsys):
+    with pytest.raises(SystemExit):
+        ghost_parser().parse_args(["--stage", "1", "--transfer-ms", "1,2", "x.py"])
+    assert "argument --transfer-ms: '1,2': expected one time in milliseconds" in capsys.readouterr().err

@@ -92,9 +92,21 @@ def parse_prices(text: str) -> Prices:
         prices = {name.strip(): float(price) for name, _, price in given}
     except ValueError:
         prices = {}
-    if len(given) != 2 or set(prices) != {"main", "side"} or not all(0 < price <= _DEAR for price in prices.values()):
-        raise ValueError("expected what an hour costs, each above 0, such as main=3.96,side=0.18")
-    return Prices(**prices)
+    example = "main=3.96,side=0.18"
+    if len(given) != 2 or set(prices) != {"main", "side"}:
+        raise ValueError(f"expected what an hour costs, each above 0, such as {example}")
+    return checked_prices(Prices(**prices), example)
+
+
+def checked_prices(prices: Prices, example: str) -> Prices:
+    """Return the prices.
+
+    Raises:
+        ValueError: a price is not above 0, or is beyond all reason; the message has the example.
+    """
+    if not all(0 < price <= _DEAR for price in (prices.main, prices.side)):
+        raise ValueError(f"expected what an hour costs, each above 0, such as {example}")
+    return prices
 
 
 def _span_s(text: str) -> float | None:

@@ -12,6 +12,7 @@ from megatron.fill.given.files import read_yaml
 from megatron.fill.given.jobs import matching
 from megatron.fill.given.plainyaml import PlainYaml, PlainYamlError, parse_yaml
 from megatron.fill.given.problems import Place, explain, shown
+from megatron.fill.given.quantities import checked_prices
 from megatron.fill.types import Prices
 
 FLAG = "--fill-settings"
@@ -28,9 +29,7 @@ def _setting(default: Any, text: str, **limits: Any) -> Any:
 
 
 def _above_0(prices: Prices) -> Prices:
-    if not all(0 < price <= MOST_AMOUNT for price in (prices.main, prices.side)):
-        raise ValueError("expected what an hour costs, each above 0, such as {main: 3.96, side: 0.18}")
-    return prices
+    return checked_prices(prices, "{main: 3.96, side: 0.18}")
 
 
 class SiteSettings(BaseModel):
@@ -90,8 +89,8 @@ class SiteSettings(BaseModel):
     )
 
 
-def load_settings(given: Sequence[str], others: Sequence[str]) -> SiteSettings:
-    """Read the values of ``--fill-settings``, each a YAML file or, beginning with ``{``, YAML itself; later ones win.
+def load_settings(given: Sequence[str], others: Sequence[str]) -> dict[str, Any]:
+    """Return the values of ``--fill-settings``, each a YAML file or, beginning with ``{``, YAML itself; later ones win.
 
     Args:
         others: settings that are flags of their own, to say so in an error.
@@ -104,7 +103,7 @@ def load_settings(given: Sequence[str], others: Sequence[str]) -> SiteSettings:
     for text in given:
         found = _load(text, others)
         values |= {name: getattr(found, name) for name in found.model_fields_set}
-    return SiteSettings(**values)
+    return values
 
 
 def _load(text: str, others: Sequence[str]) -> SiteSettings:
