@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.postgres import NoPostgres, PrivatePostgres
+from tests.support.postgres import NoPostgres, PrivatePostgres
 
 
 def is_controller(config: pytest.Config) -> bool:

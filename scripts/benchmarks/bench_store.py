@@ -212,7 +212,7 @@ def judge(store: JobStore, folder: Path) -> dict[str, int]:
 def databases() -> Iterator[dict[str, list[str]]]:
     """Two new databases of each kind."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from tests.postgres import PrivatePostgres
+    from tests.support.postgres import PrivatePostgres
 
     with tempfile.TemporaryDirectory() as folder, PrivatePostgres(durable=True) as postgres:
         yield {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from tests.unit.small_models import VOCABULARY
+from tests.support.small_models import VOCABULARY
 
 CONTEXT = 192  # tokens
 WINDOW = 24

@@ -19,7 +19,7 @@ from tests.chaos.marks import Note, mark, prepare
 from tests.chaos.printed import print_result
 from tests.chaos.results import compile_result
 from tests.chaos.verdict import Lost, Submitted
-from tests.unit.segments import write_segment
+from tests.support.segments import write_segment
 
 SECOND = 1_000_000_000
 WINDOWS = [

@@ -19,7 +19,7 @@ from megatron.fill.device.cpu import CpuDevice
 from megatron.fill.device.port import Limiter, Limits, WorkerDevice
 from megatron.fill.linux.cgroup import CgroupHome, find_home
 from megatron.fill.linux.tree import MARK
-from tests.fake_device import FakeDevice, FakeMachine
+from tests.support.fake_device import FakeDevice, FakeMachine
 
 MIB = 2**20
 _PR_SET_CHILD_SUBREAPER = 36

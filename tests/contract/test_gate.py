@@ -10,7 +10,7 @@ import pytest
 
 from megatron.fill.errors import GateError
 from megatron.fill.pages.gate import GateReader, GateWriter, OpenBubble, SharedGate, SharedGateReader
-from tests.fakes import FakeGate
+from tests.support.fakes import FakeGate
 
 
 @pytest.fixture(params=["shared", "fake"])

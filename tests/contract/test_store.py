@@ -18,8 +18,8 @@ from megatron.fill.store.queue import ASK_AGAIN_S
 from megatron.fill.store.sql import SqlStore
 from megatron.fill.types import JobState
 from megatron.fill.work import Work
-from tests.clock import Clock
-from tests.memory_store import MemoryStore
+from tests.support.clock import Clock
+from tests.support.memory_store import MemoryStore
 
 WORK = Work("tasks:Pi", args={"points": 10}, search=("/jobs",))
 FINISHED = [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.training import ROOT, benchmark
-from tests.waiting import until
+from tests.support.waiting import until
 
 VARIANT = "cpu-rehearsal-host-1f1b-tiny"
 SMALL = "--device cpu --stages 2 --microbatches 2 --warmup 2 --block 1 --pairs 1 --baseline-seconds 0.5"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.training import Trained, finished, processes, settings, train_until, write_jobs
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 def fault(name: str, where: str, what: str) -> dict:

@@ -28,7 +28,7 @@ from tests.e2e.training import (
     train_until,
     write_jobs,
 )
-from tests.waiting import until
+from tests.support.waiting import until
 
 SPIN = {"name": "spin", "task": "tasks:Spin"}
 WARM = settings(warmup_iterations=2)

@@ -119,7 +119,7 @@ def test_a_language_model_gives_keys_and_values_back_and_goes_on(tmp_path, machi
     """Those of eight sequences take 500 MiB; less than half of that is asked for."""
     for name in ("greenlet", "transformers"):
         pytest.importorskip(name)
-    from tests.unit.small_models import folder, model
+    from tests.support.small_models import folder, model
 
     large = folder(tmp_path / "model", model(layers=2, head_dim=1024, context=2048))
     body = {"prompt": "abc", "max_tokens": 1900, "temperature": 0}

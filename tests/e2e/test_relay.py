@@ -29,7 +29,7 @@ from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.relay import RelayProcess, RelaySpec
 from megatron.fill.rank.stream import StreamListener
 from megatron.fill.pages.ring import Ring
-from tests.fake_stream import HostStream
+from tests.support.fake_stream import HostStream
 
 FOLDER = Path(__file__).parent
 

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.fill.rank.recorder import WRITE_EVERY
 from megatron.fill.records import last_segment
 from tests.e2e.training import Running, processes, settings, start, train_until, warm_python, write_jobs
-from tests.waiting import until
+from tests.support.waiting import until
 
 JOB = {"name": "spin", "task": "tasks:Spin", "args": {"milliseconds": 0.5}}
 FLAGS = f"--fill-checkpoint-seconds 0.5 {settings(warmup_iterations=3, lease_seconds=2)}"

@@ -24,7 +24,7 @@ from megatron.fill.store import Job, JobStore, open_store
 from tests.e2e.launch import FRESH, WARM, Warm
 from tests.e2e.warm import MOUNTS, REST
 from tests.e2e.warm import RANK as MODULES
-from tests.waiting import until
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent

@@ -11,8 +11,8 @@ from examples.tasks.digits import DigitsTraining
 from megatron.fill.given.jobs import load_jobs
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.worker import checkpoint
-from tests.extras import needs
-from tests.unit.drive import begin, drive, finish, task_of
+from tests.support.drive import begin, drive, finish, task_of
+from tests.support.extras import needs
 
 needs("sklearn", "tasks")
 TRAINED, TESTED = 1437, 360

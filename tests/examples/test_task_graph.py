@@ -19,7 +19,7 @@ from examples.tasks.edges import power_law_graph, read_graph
 from examples.tasks.factorization import MatrixFactorization
 from examples.tasks.pagerank import PageRank
 from megatron.fill.worker import checkpoint
-from tests.unit.drive import begin, drive, finish, task_of
+from tests.support.drive import begin, drive, finish, task_of
 
 EXACT = {"tolerance": 1e-13, "max_iterations": 2000}
 

@@ -12,8 +12,8 @@ from PIL import Image, ImageDraw
 from examples.tasks import images
 from examples.tasks.images import ImageResize
 from megatron.fill.worker import checkpoint
-from tests.extras import needs
-from tests.unit.drive import begin, drive, finish
+from tests.support.drive import begin, drive, finish
+from tests.support.extras import needs
 
 needs("sklearn", "tasks")
 _sklearn = find_spec("sklearn")

@@ -16,7 +16,7 @@ import pytest
 
 from tests.slurm.cluster import PrivateSlurm
 from tests.slurm.conftest import output, running_slurm
-from tests.waiting import until
+from tests.support.waiting import until
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

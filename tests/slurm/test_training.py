@@ -13,10 +13,10 @@ import pytest
 from megatron.fill.store import Job, open_store
 from megatron.fill.types import JobState
 from tests.e2e.training import MODEL, ROOT, UPSTREAM, Trained, train, write_jobs
-from tests.postgres import NoPostgres, PrivatePostgres
 from tests.slurm.cluster import PrivateSlurm
 from tests.slurm.conftest import output, running_slurm
-from tests.waiting import until
+from tests.support.postgres import NoPostgres, PrivatePostgres
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(900)
 SCRIPT = str(ROOT / "scripts" / "train_slurm.sh")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.sandbox import Walls, look
-from tests.unit.caged import GUEST, Inside
-from tests.unit.children import Child
+from tests.support.caged import GUEST, Inside
+from tests.support.children import Child
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from megatron.fill.wings.mainjob.memory import stage_parameters
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from scripts.benchmarks.configuring import random_iteration
-from tests.unit.recorded_runs import MS, records
+from tests.support.recorded_runs import MS, records
 
 MODEL = ModelSpec(layers=8, hidden=64, heads=4, sequence=64, vocabulary=128)
 FLAGS = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 100"

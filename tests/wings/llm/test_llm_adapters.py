@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from megatron.fill.errors import TaskError
-from tests.unit.small_models import LETTERS, alone, folder, model
+from tests.support.small_models import LETTERS, alone, folder, model
 from tests.wings.llm.test_llm_batch import answers, job, request, run, write
 
 torch = pytest.importorskip("torch")

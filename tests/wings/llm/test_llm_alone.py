@@ -15,7 +15,7 @@ pytest.importorskip("greenlet")
 from megatron.fill.cli import main
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.llm.alone import answer_alone, partial_path
-from tests.unit.small_models import folder, model
+from tests.support.small_models import folder, model
 from tests.wings.llm.test_llm_batch import request, some_requests, write
 
 

@@ -12,7 +12,7 @@ from megatron.fill.errors import ConfigError, TaskError
 from megatron.fill.profiles import Configuration
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.wings.llm import BatchJob
-from tests.unit.small_models import CONTEXT, LETTERS, alone, folder, model
+from tests.support.small_models import CONTEXT, LETTERS, alone, folder, model
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ pytest.importorskip("greenlet")
 
 from megatron.fill.errors import TaskError  # noqa: E402
 from megatron.fill.wings.llm.pooling import read_pooling  # noqa: E402
-from tests.unit.small_models import CONTEXT, LETTERS, alone, folder, model  # noqa: E402
+from tests.support.small_models import CONTEXT, LETTERS, alone, folder, model  # noqa: E402
 from tests.wings.llm.test_llm_batch import answers, job, request, run, write  # noqa: E402
 
 URL = "/v1/embeddings"

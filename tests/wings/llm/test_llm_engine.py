@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from tests.unit.small_models import CONTEXT, FAMILIES, VOCABULARY, alone, model
+from tests.support.small_models import CONTEXT, FAMILIES, VOCABULARY, alone, model
 from tests.wings.llm.llm_plainly import plainly_adjusted
 
 torch = pytest.importorskip("torch")

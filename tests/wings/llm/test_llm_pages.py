@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.small_models import CONTEXT, model
+from tests.support.small_models import CONTEXT, model
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.fill.wings.llm.answers import AnswerFile
 from megatron.fill.wings.llm.requests import Request, read_requests
-from tests.unit.small_models import LETTERS, folder, model
+from tests.support.small_models import LETTERS, folder, model
 from tests.wings.llm.poisonous_lines import POISON_ID, poisonous_lines
 from tests.wings.llm.test_llm_batch import answers, job, run
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from megatron.fill.errors import TaskError
-from tests.unit.small_models import VOCABULARY, alone, model
+from tests.support.small_models import VOCABULARY, alone, model
 from tests.wings.llm.test_llm_engine import engine, greedily, some_prompts
 
 torch = pytest.importorskip("torch")

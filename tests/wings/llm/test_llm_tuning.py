@@ -18,7 +18,7 @@ from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.wings.llm.examples import NOT_LEARNT, Left, Windows, answered
 from megatron.fill.wings.llm.models import load_language_model, load_tokenizer
 from megatron.fill.wings.llm.tokenizers import ByteTokenizer
-from tests.unit.small_models import LETTERS, alone, folder, model
+from tests.support.small_models import LETTERS, alone, folder, model
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

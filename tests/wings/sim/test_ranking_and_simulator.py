@@ -20,7 +20,7 @@ from megatron.fill.wings.sim.cluster.rates import Rates
 from megatron.fill.wings.sim.cluster.sight import FullSight, Waiting
 from megatron.fill.wings.sim.values import FillKind, RuntimeModel, SimJob
 from megatron.fill.work import Work
-from tests.memory_store import MemoryStore
+from tests.support.memory_store import MemoryStore
 
 MS, MIB = 1_000_000, 1 << 20
 USED_S = {"ada": 50.0, "bob": 0.0}  # before: by jobs that have ended

@@ -26,7 +26,7 @@ from megatron.fill.wings.sim.values import (
     SimJob,
     SimOutcome,
 )
-from tests.unit.clusters import any_policy, cycle, kind, profile, scenarios
+from tests.support.clusters import any_policy, cycle, kind, profile, scenarios
 
 EXACT = RuntimeModel(reserve_ns=0, margin_bytes=0, start_s=0.5)
 TEN = kind("ten", profile(1, 10, 4))  # 10 ms: ten a second in a bubble of 100 ms a second, 100 a second alone

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.fill.planner.held import MARGIN_BYTES
 from megatron.fill.wings.sim.filljobs.generate import Generator, fill_capacity, generate
 from megatron.fill.wings.sim.values import DeviceGroup, RuntimeModel
-from tests.unit.clusters import cycle, kind, profile
+from tests.support.clusters import cycle, kind, profile
 
 DAY_S = 86400.0
 FAST = kind("fast", profile(1, 10, 4))  # 100 a second alone

@@ -18,7 +18,7 @@ from scripts.benchmarks import sim_pipefill
 from scripts.benchmarks.studies import bubbles, pictures, queues, share, tables
 from scripts.benchmarks.studies.truth.replay import PlayedIteration, replay
 from scripts.benchmarks.studies.truth.steps import StepTimes
-from tests.unit.clusters import MS, cycle, kind, profile
+from tests.support.clusters import MS, cycle, kind, profile
 from tests.wings.sim.test_sim_replay import bubble, opened
 
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.pipeline.timeline import Compiled
 from megatron.fill.types import BubbleKind, RankRecord
 from megatron.fill.wings.sim.recorded.busy import RecordedMainJob
-from tests.unit.recorded_runs import MS, OUTSIDE_NS, SYNC_NS, noisy, records
+from tests.support.recorded_runs import MS, OUTSIDE_NS, SYNC_NS, noisy, records
 
 SCHEDULES = [
     make_schedule("1f1b", 2, 4),

@@ -17,8 +17,8 @@ from megatron.fill.pipeline.timeline import Compiled, simulate
 from megatron.fill.report.schema import Cycles, RankCycle
 from megatron.fill.types import BubbleKind, CycleKey, RankRecord
 from megatron.fill.wings.sim.recorded.groups import Reschedule, recorded_groups, rescheduled_groups
-from tests.unit.recorded_runs import MS, SYNC_NS, cycle_bubble, records
-from tests.unit.segments import write_segment
+from tests.support.recorded_runs import MS, SYNC_NS, cycle_bubble, records
+from tests.support.segments import write_segment
 
 SCHEDULE = make_schedule("1f1b", 2, 4)
 STAGES = (StageCost(9 * MS, 20 * MS), StageCost(10 * MS, 18 * MS))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron.fill.scheduler import policies
 from megatron.fill.wings.sim.cluster.simulate import simulate
 from megatron.fill.wings.sim.values import Scenario, SimOutcome
-from tests.unit.clusters import any_policy, scenarios
+from tests.support.clusters import any_policy, scenarios
 
 
 def both(scenario: Scenario) -> tuple[SimOutcome, SimOutcome]:

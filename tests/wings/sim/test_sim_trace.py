@@ -16,7 +16,7 @@ from megatron.fill.wings.sim.filljobs.jobs import jobs_from_file, jobs_from_stor
 from megatron.fill.wings.sim.filljobs.trace import load_trace, parse_duration, write_trace
 from megatron.fill.wings.sim.values import SimJob
 from megatron.fill.work import Work
-from tests.unit.clusters import kind, profile
+from tests.support.clusters import kind, profile
 
 FAST = kind("fast", profile(1, 10, 4))  # 100 a second
 SLOW = kind("slow", profile(1, 100, 4))  # 10 a second

@@ -19,8 +19,8 @@ from scripts.benchmarks.studies.truth.compare import Run, compare, load, select
 from scripts.benchmarks.studies.truth.replay import PlayedIteration, open_bubbles, replay
 from scripts.benchmarks.studies.truth.steps import StepTimes
 from scripts.benchmarks.studies.truth.table import WAYS, summary, table
-from tests.unit.recorded_runs import MS, noisy, records
-from tests.unit.segments import write_segment
+from tests.support.recorded_runs import MS, noisy, records
+from tests.support.segments import write_segment
 
 SCHEDULE = make_schedule("1f1b", 2, 4)
 RULE = FillRule()

@@ -1,0 +1,222 @@
+"""A worker's first process, and the one that an agent has standing by."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.fill.agent import crew as crew_module
+from megatron.fill.agent.admission import environment
+from megatron.fill.agent.holder import Holder
+from megatron.fill.linux.tree import OWN, marked
+from megatron.fill.pages.baton import Baton
+from megatron.fill.pages.board import CycleBoard
+from megatron.fill.pages.control import ControlPage, RunState
+from megatron.fill.pages.gate import SharedGate
+from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.sandbox.cage import Cage
+from megatron.fill.status import Cause
+from megatron.fill.work import Work
+from megatron.fill.worker.spec import Outcome, WorkerSpec
+from tests.support.stations import Post, post
+from tests.support.waiting import until
+
+WITHIN_S = 60.0  # on a machine that is busy
+TASK = """
+import os
+import sys
+
+at_import = "numpy" in sys.modules
+
+from megatron.fill import SideTask
+
+
+class Look(SideTask):
+    def create(self):
+        home, word = os.environ["HOME"], os.environ["WORD"]
+        self.context.result.update(numpy=at_import, home=home, word=word, cwd=os.getcwd())
+
+    def init(self):
+        pass
+
+    def run_next_step(self):
+        raise StopIteration
+"""
+
+
+class Pages:
+    """What a worker shares with its agent."""
+
+    def __init__(self) -> None:
+        self.gate, self.board, self.control = SharedGate(), CycleBoard(), ControlPage.create(0)
+        self.log_fd, self.baton_fd = create_log(), Baton.create()
+        self.log = StepLog(self.log_fd)
+        self.fds = [self.gate.reader_fd(), self.board.reader_fd(), self.control.reader_fd(), self.baton_fd]
+
+    def holder(self, folder: Path, ahead: tuple[str, ...] = ()) -> Holder:
+        return Holder(
+            "12-3", self.fds, environment(os.environ, {}, None, Path("/")), str(folder), idle=True, ahead=ahead
+        )
+
+    def spec(self, folder: Path, work: Work, **more: Any) -> Path:
+        gate, board, control, baton = self.fds
+        cage = Cage((), str(folder))
+        path = folder / "spec.json"
+        path.write_text(WorkerSpec("look", str(folder), gate, board, control, baton, cage, work, **more).to_json())
+        return path
+
+
+@pytest.mark.parametrize("ahead", [(), ("numpy", "no.such.module")])
+def test_a_first_process_waits_for_its_job_and_runs_it(tmp_path, ahead):
+    pages = Pages()
+    holder = pages.holder(tmp_path, ahead)
+    (tmp_path / "looks.py").write_text(TASK)
+    given = environment(os.environ, {"WORD": "of the device"}, None, tmp_path) | {"HOME": "/of/its/own"}
+    holder.give(pages.spec(tmp_path, Work("looks:Look", search=(str(tmp_path),)), environment=given), pages.log_fd)
+    confined = holder.confined(WITHIN_S)
+    assert confined is not None
+    assert not confined.error
+    assert holder.alive
+    holder.let_go()
+    pages.gate.open(1 << 62, 0)
+    said, _ = holder.process.communicate(timeout=WITHIN_S)
+    outcome = Outcome.left(pages.log)
+    assert outcome is not None, said
+    expected = {"numpy": bool(ahead), "home": "/of/its/own", "word": "of the device", "cwd": str(tmp_path)}
+    assert (outcome.cause, outcome.result) == (Cause.FINISHED, expected), outcome.detail
+    assert not holder.alive
+
+
+def test_without_a_job_it_ends_when_it_is_told_or_its_agent_has_gone(tmp_path):
+    holder = Pages().holder(tmp_path)
+    assert holder.alive
+    assert holder.end() == ""
+    assert holder.process.returncode == -signal.SIGKILL
+    with pytest.raises(OSError):  # noqa: PT011
+        holder.give(tmp_path, 0)
+    code = (
+        "import sys, time; from pathlib import Path; from tests.unit.agent.test_holder import Pages; "
+        "print(Pages().holder(Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        left = Path(f"/proc/{int(agent.stdout.readline())}")
+        agent.kill()
+        until(lambda: not left.exists())
+
+
+class FakeHolder:
+    """Counts, and starts nothing."""
+
+    made: list[FakeHolder]
+
+    def __init__(
+        self, name: str, fds: Any, started_with: Any, run_dir: str, *, idle: bool, ahead: tuple[str, ...] = ()
+    ) -> None:
+        self.made.append(self)
+        self.name = name
+        self.pid = len(self.made)
+        self.idle, self.ahead = idle, ahead
+        self.alive, self.ended = True, False
+
+    def end(self) -> str:
+        self.ended = True
+        return ""
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path) -> Iterator[Post]:
+    monkeypatch.setattr(FakeHolder, "made", [], raising=False)
+    monkeypatch.setattr(crew_module, "Holder", FakeHolder)
+    with post(tmp_path) as made:
+        yield made
+
+
+def start(bench: Post, job: Any) -> FakeHolder:
+    found: Any = bench.crew._start(job)
+    return found
+
+
+def job(**spec: Any) -> Any:
+    return SimpleNamespace(work=Work(**spec))
+
+
+def test_a_task_gets_the_process_that_stands_by(bench):
+    bench.crew.stand_by()
+    bench.crew.stand_by()  # one is enough
+    [ready] = FakeHolder.made
+    assert ready.idle
+    assert ready.ahead
+    assert start(bench, job()) is ready
+    anew = start(bench, job())
+    assert anew is FakeHolder.made[1]
+    assert anew.idle
+    assert anew.name != ready.name
+    assert not anew.ahead
+
+
+@pytest.mark.parametrize(("spec", "idle"), [({"env": {"OMP_NUM_THREADS": "4"}}, True), ({"command": ("true",)}, False)])
+def test_a_command_and_a_job_with_variables_of_its_own_get_one_that_has_imported_nothing(bench, spec, idle):
+    bench.crew.stand_by()
+    [ready] = FakeHolder.made
+    found = start(bench, job(**spec))
+    assert found is not ready
+    assert (found.idle, found.ahead) == (idle, ())
+    assert start(bench, job()) is ready
+
+
+def test_one_that_has_died_meanwhile_is_not_given_a_job(bench):
+    bench.crew.stand_by()
+    [dead] = FakeHolder.made
+    dead.alive = False
+    assert start(bench, job()) is not dead
+    assert dead.ended
+
+
+def test_who_stands_by_is_no_orphan_and_goes_with_a_kill_or_the_end(bench, monkeypatch):
+    spared: list[set[int]] = []
+    monkeypatch.setattr(crew_module.reap, "end_descendants", lambda: spared.append(OWN & {1, 2, 3}))
+    bench.crew.stand_by()
+    with bench.crew.worker(job()) as worker:
+        bench.crew.stand_by()
+        assert bench.crew.working == [worker.pid]
+    assert worker.ended
+    assert bench.crew.working == []
+    standby = FakeHolder.made[-1]
+    assert spared == [{standby.pid}]
+    bench.control.change(RunState.KILLED)
+    bench.crew.stand_down()
+    assert standby.ended
+    assert standby.pid not in OWN
+    bench.crew.stand_by()
+    bench.control.change(RunState.RUNNING)
+    bench.station.orphaned.set()
+    bench.crew.stand_by()
+    assert FakeHolder.made[-1] is standby
+
+
+def test_that_none_can_be_started_beforehand_is_no_trouble(bench, monkeypatch):
+    def fail(*args: Any, **more: Any) -> None:
+        raise OSError(11, "no more processes")
+
+    monkeypatch.setattr(crew_module, "Holder", fail)
+    bench.crew.stand_by()
+    assert bench.crew._standby is None
+
+
+def test_its_command_line_says_whose_it_is_and_its_environment_who(tmp_path):
+    holder = Pages().holder(tmp_path)
+    try:
+        line = Path(f"/proc/{holder.pid}/cmdline")
+        until(lambda: line.read_text().endswith(f"\0{tmp_path}\0"))
+        assert marked(holder.pid, holder.name)
+    finally:
+        holder.end()

@@ -1,0 +1,275 @@
+"""What the composition root refuses before a training starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from argparse import Namespace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+from megatron.fill.agent import walls
+from megatron.fill.app import keptin
+from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
+from megatron.fill.app.launch import Launch, _counted
+from megatron.fill.app.runfolder import check_store, new_run_folder, served, store_of
+from megatron.fill.app.session import Session
+from megatron.fill.config import FillSettings
+from megatron.fill.device import DeviceError, MpsDaemon, meter
+from megatron.fill.errors import ConfigError, StoreError
+from megatron.fill.sandbox import Layer, Walls
+from megatron.fill.types import RankInfo
+from tests.support.flags import flags
+
+
+@pytest.mark.parametrize("variable", ["GROUP_WORLD_SIZE", "SLURM_NNODES"])
+def test_several_nodes_cannot_share_a_file(monkeypatch, variable):
+    check_store("runs/first")
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(
+        ConfigError, match="2 nodes cannot share the job store runs/first; expected --fill-store postgres"
+    ):
+        check_store("runs/first")
+    check_store("postgresql+psycopg://ada@db/pipefill")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"store": "mysql://ada:secret@db/x"}, r"mysql://ada:\*\*\*@db/x"),
+        ({"policy": "fastest"}, "policy 'fastest'"),
+        ({"policy": "0*fifo"}, "expected a number above 0"),
+        ({"offload_optimizer": True}, "expected --bf16 or --fp16"),
+        ({"store": "jobs.db", "profile_only": True}, "expected no --fill-store with it"),
+        ({"lease_seconds": 0.0}, "lease_seconds is 0.0"),
+        ({"max_slowdown": -1.0}, "--fill-max-slowdown is -1.0"),
+        ({"sm_percentage": 101}, "--fill-sm-percentage is 101"),
+        ({"max_processes": 1}, "max_processes is 1"),
+        (
+            {"store": "jobs.db", "user": "no-such-user"},
+            "the setting user is 'no-such-user': there is no such user",
+        ),
+        ({"store": "jobs.db", "bind": ("data",)}, "--fill-bind data: expected an absolute path"),
+        ({"checkpoint_seconds": 0.0}, "--fill-checkpoint-seconds is 0.0"),
+    ],
+)
+def test_wrong_flags_are_refused(changed, message):
+    with pytest.raises((ConfigError, StoreError), match=message):
+        Launch().on_parse(flags(**changed))
+
+
+def test_a_checkout_that_is_not_installed_is_refused_where_jobs_would_run(monkeypatch):
+    def not_installed(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(meter, "version", not_installed)
+    with pytest.raises(DeviceError, match=r"PipeFill is not installed for .*; expected an install of this checkout"):
+        Launch().on_parse(flags(store="jobs.db"))
+    Launch().on_parse(flags(profile_only=True))  # no agent, so nothing needs it
+
+
+DAEMON = MpsDaemon(Path("/nowhere"), Path("/nowhere"), ours=False, program="")
+
+
+def test_bubbles_are_not_filled_where_shared_memory_needs_barriers(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    for asked in ({"store": "jobs.db"}, {"profile_only": True}):
+        with pytest.raises(ConfigError, match=r"this processor is aarch64, .* expected x86_64"):
+            Launch().on_parse(flags(**asked))
+    Launch().on_parse(flags())
+
+
+def lacking(*names: str) -> Walls:
+    return Walls(
+        ("pid",), tuple(Layer(name, "keeps", "not here" if name in names else "") for name in ("files", "ipc"))
+    )
+
+
+def test_a_wall_that_is_missing_is_said_or_with_strict_refused(monkeypatch, capsys):
+    monkeypatch.setattr(walls, "look", lambda *asked: lacking("ipc"))
+    found = keptin.keep_in(FillSettings(store="x"), mps=DAEMON)
+    assert "jobs are kept in less well here (pipefill doctor says more): ipc: not here" in capsys.readouterr().out
+    assert (found.namespaces, found.user) == (("pid",), None)
+    with pytest.raises(ConfigError, match=r"strict is set: this machine cannot keep jobs in .*: ipc: not here"):
+        keptin.keep_in(FillSettings(store="x", strict=True), mps=DAEMON)
+    monkeypatch.setattr(walls, "look", lambda *asked: lacking())
+    keptin.keep_in(FillSettings(store="x", strict=True), mps=DAEMON)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_rank_of_a_node_with_gpus_tries_whether_jobs_can_use_them(monkeypatch, capsys, rank):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(walls, "look", lambda *asked: lacking())
+    monkeypatch.setattr(keptin, "why_no_cuda_for_jobs", lambda user, namespaces, network, pipe: f"304 {pipe}")
+    keptin.keep_in(FillSettings(store="x"), None)
+    assert "no job can use a GPU" not in capsys.readouterr().out
+    keptin.keep_in(FillSettings(store="x"), DAEMON, on_gpu=True)
+    assert ("no job can use a GPU: 304 /nowhere" in capsys.readouterr().out) == (rank == "0")
+    if rank == "0":
+        with pytest.raises(ConfigError, match=r"strict is set: on .* no job can use a GPU: 304 None"):
+            keptin.keep_in(FillSettings(store="x", strict=True), None, on_gpu=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's jobs run as another user")
+def test_a_folder_of_modules_that_jobs_may_not_enter_is_said(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(walls, "look", lambda *asked: Walls(("pid", "mount"), ()))
+    tmp_path.chmod(0o700)
+    keptin.keep_in(FillSettings(store="x"), mps=None, modules=[str(tmp_path), "/"])
+    assert capsys.readouterr().out == (
+        f"PipeFill: jobs run as nobody, who may not enter {tmp_path}: a module there is not found (chmod o+rx helps)\n"
+    )
+
+
+def test_the_store_is_the_flag_the_environment_or_the_run_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("PIPEFILL_STORE", raising=False)
+    settings = FillSettings()
+    assert store_of(settings, tmp_path) == str(tmp_path)
+    monkeypatch.setenv("PIPEFILL_STORE", "shared.db")
+    assert store_of(settings, tmp_path) == "shared.db"
+    settings = FillSettings(store="flag.db")
+    assert store_of(settings, tmp_path) == "flag.db"
+
+
+def run_folder(path: Path) -> Path:
+    for part in ("records", "agents", "jobs"):
+        (path / part).mkdir(parents=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    "where", ["runs/first", "runs/first/jobs.db", "sqlite:///runs/first/jobs.db", "./runs/../runs/first"]
+)
+def test_a_forgotten_variable_does_not_make_a_training_serve_another_run(monkeypatch, tmp_path, where):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys.modules["megatron.fill.app.launch"], "share", lambda settings, on_cpu: None
+    )  # which looks for GPUs
+    run_folder(tmp_path / "runs" / "first")
+    (tmp_path / "jobs.yaml").write_text("jobs: [{name: pi, command: pi}]")
+    monkeypatch.setenv("PIPEFILL_STORE", where)
+    message = r"PIPEFILL_STORE is '.*', the store of another run than this one, .* expected --fill-store .* on purpose"
+    for report in (None, "runs/second"):
+        with pytest.raises(ConfigError, match=message):
+            Launch().on_parse(flags(jobs="jobs.yaml", report=report))
+    Launch().on_parse(flags(jobs="jobs.yaml", report="runs/first"))  # the same run goes on
+    Launch().on_parse(flags(jobs="jobs.yaml", report="runs/second", store=where))  # on purpose
+    monkeypatch.setenv("PIPEFILL_STORE", str(tmp_path / "runs" / "first"))  # nobody writes this by accident
+    Launch().on_parse(flags(jobs="jobs.yaml"))
+    (tmp_path / "shared").mkdir()  # of no run
+    for shared in ("shared", "shared.db", "postgresql+psycopg://ada@db/pipefill"):
+        monkeypatch.setenv("PIPEFILL_STORE", shared)
+        Launch().on_parse(flags(jobs="jobs.yaml"))
+
+
+def test_the_store_that_is_served_is_said_with_its_origin(monkeypatch, tmp_path):
+    monkeypatch.delenv("PIPEFILL_STORE", raising=False)
+    settings = FillSettings()
+    assert served(settings, tmp_path) == f"PipeFill: serves the job store {tmp_path} (the run folder's own)"
+    monkeypatch.setenv("PIPEFILL_STORE", "postgresql+psycopg://ada:secret@db/x")
+    assert served(settings, tmp_path) == (
+        "PipeFill: serves the job store postgresql+psycopg://ada:***@db/x ($PIPEFILL_STORE)"
+    )
+    settings = FillSettings(store="flag.db")
+    assert served(settings, tmp_path) == "PipeFill: serves the job store flag.db (--fill-store)"
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "virtual", "said"),
+    [
+        (1, 8, None, "one pipeline stage and so no bubble: .* expected --pipeline-model-parallel-size 2 or more"),
+        (2, 64, None, "with 2 stages and 64 passes through each, about 1.5% of the time are bubbles"),
+        (4, 64, 4, "about 1.2% .* fewer micro-batches or virtual stages, make more"),
+        (4, 8, None, ""),
+    ],
+)
+def test_a_training_with_few_bubbles_is_told_so_at_its_start(caplog, stages, microbatches, virtual, said):
+    args = Namespace(
+        global_batch_size=4 * microbatches,
+        micro_batch_size=2,
+        data_parallel_size=2,
+        virtual_pipeline_model_parallel_size=virtual,
+    )
+    warn_of_few_bubbles(RankInfo(0, 2 * stages, 0, 2 * stages, 0, 1, 0, stages), args)
+    assert bool(caplog.text) == bool(said)
+    assert re.search(said, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"SLURM_JOB_ID": "71"}, "runs/pipefill-71"),
+        ({"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0"}, "runs/pipefill-71"),
+        ({"SLURM_JOB_ID": "71", "SLURM_STEP_ID": "2"}, "runs/pipefill-71.2"),
+    ],
+)
+def test_a_slurm_job_comes_back_to_its_run_folder(monkeypatch, variables, name):
+    for variable in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    assert new_run_folder().endswith(f"-{os.getpid()}")
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    assert new_run_folder() == name
+
+
+def test_jobs_that_are_not_submitted_again_are_counted():
+    assert _counted(3, 3) == "3 jobs"
+    assert _counted(3, 1) == "3 jobs (2 submitted here before: --fill-resubmit runs them anew)"
+
+
+def test_a_session_whose_folder_cannot_be_written_any_more_waits_for_its_agent(monkeypatch, tmp_path):
+    ended = []
+
+    class Serving(Session):
+        def _start_warden(self, *args: object) -> Any:
+            return SimpleNamespace(send_signal=lambda number: None, wait=lambda seconds: ended.append("the warden"))
+
+        def _listen(self) -> Any:
+            return None
+
+    (tmp_path / "agents").mkdir()
+    info = RankInfo(0, 2, 0, 2, 0, 1, 0, 2)
+    session = Serving(FillSettings(store="x"), info, tmp_path, tmp_path, "x", [], None, keptin.KeptIn())
+
+    def read_only(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    session.close()
+    assert ended == ["the warden"]
+
+
+def test_a_session_whose_listening_fails_leaves_no_agent_behind(tmp_path, monkeypatch):
+    ended: list[bool] = []
+
+    class Failing(Session):
+        def _start_warden(self, *args: object) -> Any:
+            assert self.gate is not None
+            gate = self.gate
+            return SimpleNamespace(send_signal=lambda number: None, wait=lambda seconds: ended.append(gate.ended))
+
+        def _listen(self) -> NoReturn:
+            raise DeviceError("the driver refuses")
+
+    (tmp_path / "agents").mkdir()
+    info = RankInfo(0, 2, 0, 2, 0, 1, 0, 2, device="cuda:0")
+    with pytest.raises(DeviceError, match="the driver refuses"):
+        Failing(FillSettings(store="x"), info, tmp_path, tmp_path, "x", [], None, keptin.KeptIn())
+    assert ended == [True]
+
+
+@pytest.mark.parametrize(
+    ("ramp", "begins", "said"),
+    [
+        (["2", "2", "64"], 8, ["--rampup-batch-size 2 2 64 is ignored by this Megatron: the batch size begins with 8"]),
+        (["2", "2", "64"], 2, []),
+    ],
+)
+def test_a_ramp_that_megatron_ignores_is_said(caplog, ramp, begins, said):
+    warn_of_no_ramp(ramp, begins)
+    assert [message.partition(", not")[0] for message in caplog.messages] == said

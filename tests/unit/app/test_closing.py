@@ -1,0 +1,86 @@
+"""The last words about a training that failed, or whose records cannot be kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from megatron.fill.app import closing
+from megatron.fill.app.closing import kept, tell_of_jobs
+from megatron.fill.errors import StoreError
+from megatron.fill.records import SegmentEnding, note_failure, read_segments
+from megatron.fill.status import Status
+from megatron.fill.types import JobRecord, JobState
+from tests.support.segments import write_segment
+
+STORE = "postgresql+psycopg://ada:secret@db/x"
+WHERE = "the job store postgresql+psycopg://ada:***@db/x"
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [
+        (
+            [JobState.QUEUED, JobState.RUNNING],
+            f"2 of its 2 jobs have not ended: they are queued in {WHERE} and go on when a training serves it again",
+        ),
+        (
+            [JobState.SUCCEEDED, JobState.QUEUED, JobState.FAILED],
+            f"of its 3 jobs 1 SUCCEEDED, 1 FAILED, 1 not: they are queued in {WHERE} and go on when a training serves "
+            "it again",
+        ),
+        ([JobState.SUCCEEDED], "of its 1 jobs 1 SUCCEEDED"),
+        ([None, None], "2 were not submitted yet; the next start in {run} submits them"),
+        ([], f"jobs that have not ended are queued in {WHERE}"),
+    ],
+)
+def test_the_first_rank_that_fails_says_once_where_the_jobs_are(tmp_path, capfd, monkeypatch, states, said):
+    names = [f"job-{number}" for number in range(len(states))]
+
+    def standing(*asked: object) -> dict[str, JobRecord]:
+        return {
+            name: JobRecord(name, "sleep 1" if state else "", Status(state or JobState.QUEUED), 0, "")
+            for name, state in zip(names, states, strict=True)
+        }
+
+    monkeypatch.setattr(closing, "standing", standing)
+    for rank in (1, 0):
+        tell_of_jobs(STORE, tmp_path, tmp_path, rank, names)
+    assert capfd.readouterr().out == f"PipeFill: the training has failed; {said.format(run=tmp_path)}\n"
+
+
+def test_a_store_that_cannot_be_asked_is_named_all_the_same(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(closing, "standing", lambda *asked: {})
+    tell_of_jobs(STORE, tmp_path / "gone", tmp_path / "gone", 0, ["pi"])
+    assert capfd.readouterr().out == (
+        f"PipeFill: the training has failed; jobs that have not ended are queued in {WHERE}\n"
+    )
+
+
+def test_a_training_whose_rank_1_failed_has_failed_though_rank_0_could_not_say_so(tmp_path):
+    opened = write_segment(tmp_path, [], ending=None)
+    folder = opened.segment.folder
+    assert [segment.ending for segment in read_segments(tmp_path)] == [SegmentEnding.RUNNING]
+    assert note_failure(folder, 1)
+    assert not note_failure(folder, 0)
+    assert [segment.ending for segment in read_segments(tmp_path)] == [SegmentEnding.RUNNING]  # it is ending
+    os.close(opened._fd)
+    assert [segment.ending for segment in read_segments(tmp_path)] == [SegmentEnding.FAILED]
+    assert (folder / "failed").read_text() == "rank 1\n"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EDQUOT, "Disk quota exceeded"), StoreError("it is away")])
+def test_what_is_lost_is_said_in_one_line_and_nothing_is_raised(caplog, error):
+    with kept("the report could not be made"):
+        raise error
+    [record] = caplog.records
+    assert record.exc_info is None
+    assert record.getMessage() == f"the report could not be made, the training itself is done: {error}"
+
+
+def test_a_fault_of_our_own_is_told_with_where_it_is(caplog):
+    with kept("the report could not be made"):
+        raise KeyError("of ours")
+    assert "Traceback" in caplog.text

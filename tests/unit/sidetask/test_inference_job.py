@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from megatron.fill.sidetask.inference import BatchInferenceJob
+from tests.support.drive import begin, drive, finish
+from tests.unit.sidetask.test_training_job import points
+
+pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra models")
+ARGS: dict[str, Any] = {
+    "model": "tests.unit.sidetask.test_inference_job:net",
+    "data": "tests.unit.sidetask.test_training_job:points",
+    "batch_sizes": [4],
+    "pieces": 2,
+    "part_rows": 3,
+}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
+
+
+def read(directory):
+    rows = pq.read_table(directory / "output.parquet").to_pydict()
+    return rows["index"], np.array(rows["output"], dtype=np.float32)
+
+
+def test_its_rows_are_the_models_outputs(tmp_path):
+    task = drive(BatchInferenceJob, tmp_path, **ARGS)
+    index, output = read(tmp_path)
+    inputs = torch.stack([x for x, _ in points()])
+    assert index == list(range(10))
+    np.testing.assert_allclose(output, task.model(inputs).detach().numpy(), rtol=1e-6, atol=1e-6)
+    assert task.split == "module boundaries, 2 pieces"
+    assert [path.name for path in tmp_path.glob("output*")] == ["output.parquet"]
+
+
+def test_interrupted_anywhere_no_row_is_lost_or_doubled(tmp_path):
+    drive(BatchInferenceJob, tmp_path / "whole", **ARGS)
+    for steps in range(14):
+        directory = tmp_path / str(steps)
+        machine = begin(BatchInferenceJob, directory, **ARGS)
+        for _ in range(steps):
+            try:
+                machine.run_next_step()
+            except StopIteration:
+                break
+        state = machine.state_dict()
+        finish(machine)  # what ran after the checkpoint, up to the very end, does no harm
+        finish(begin(BatchInferenceJob, directory, state, **ARGS))
+        assert read(directory)[0] == list(range(10))
+        assert np.array_equal(read(directory)[1], read(tmp_path / "whole")[1])
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"batch_sizes": [0]}, "batch_sizes is 0: expected a whole number"),
+        ({"batch_sizes": []}, r"batch_sizes is \[\]: expected at least one"),
+        ({"part_rows": 0}, "part_rows is 0: expected"),
+        ({"data_args": {"count": 0}}, "data has 0 samples"),
+        ({"model": "nothing:here"}, "model is 'nothing:here': No module named 'nothing'"),
+    ],
+)
+def test_wrong_arguments(tmp_path, args, message):
+    with pytest.raises(ValueError, match=message):
+        begin(BatchInferenceJob, tmp_path, **(ARGS | args))

@@ -1,0 +1,173 @@
+"""A pause, as the processes of side tasks see it: over a real gate and a real control page."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron.fill.device.port import Limits
+from megatron.fill.linux import host
+from megatron.fill.pages.control import ControlPage, ControlReader, RunState
+from megatron.fill.pages.gate import SharedGate, SharedGateReader
+from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.sandbox import Cage
+from megatron.fill.sidetask.base import SideTask, TaskContext
+from megatron.fill.sidetask.machine import TaskMachine
+from megatron.fill.status import Cause, Then
+from megatron.fill.work import Work
+from megatron.fill.worker.command import CommandRun
+from megatron.fill.worker.loop import StepLoop
+from megatron.fill.worker.spec import Outcome
+from tests.support.waiting import until
+
+FAR_NS = 10**18
+
+
+class Spinning(SideTask):
+    """Steps of 0.2 ms that tell when they started."""
+
+    def __init__(self, out: int) -> None:
+        self.out = out
+
+    def run_next_step(self) -> float:
+        start_ns = time.monotonic_ns()
+        os.write(self.out, struct.pack("q", start_ns))
+        while time.monotonic_ns() < start_ns + 200_000:
+            pass
+        return 1.0
+
+
+def test_no_step_starts_after_a_pause_and_the_next_bubble_after_resume_goes_on(child):
+    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
+    log = StepLog(log_fd)
+
+    def work(out: int) -> None:
+        machine = TaskMachine(Spinning(out), TaskContext("t", Path("/")))
+        machine.create({})
+        machine.init()
+        control = ControlReader(page.reader_fd())
+        StepLoop(machine, SharedGateReader(gate.reader_fd()), StepLog(log_fd), lambda: False, control=control).run()
+
+    worker = child(work)
+    pauses = []
+    for _ in range(20):
+        gate.open(FAR_NS, 0)
+        steps = log.step_count
+        until(lambda: log.step_count > steps + 3)  # noqa: B023
+        page.change(RunState.PAUSED)
+        paused_ns = time.monotonic_ns()  # the word is stored: whoever reads it from now on sees it
+        until(lambda: log.step_seq == 0)
+        gate.close(time.monotonic_ns())
+        gate.open(FAR_NS, 0)  # it leaves this one alone
+        time.sleep(0.002)
+        gate.close(time.monotonic_ns())
+        pauses.append((paused_ns, time.monotonic_ns()))
+        page.change(RunState.RUNNING)
+    gate.end()
+    starts = [start for (start,) in struct.iter_unpack("q", worker.read())]
+    for begin, end in pauses:
+        # One may have looked at the page just before, and begun just after.
+        assert sum(begin < start < end for start in starts) <= 1
+    assert starts[-1] > pauses[-2][1]
+
+
+def command_spec(folder: Path, script: str) -> Any:
+    """Of a command in a cage without namespaces, so that its number is the same everywhere."""
+    return SimpleNamespace(
+        work=Work(command=("sh", "-c", script)),
+        directory=str(folder),
+        cpus=[],
+        env={},
+        device="cpu",
+        limits=Limits(),
+        cage=Cage(directory=str(folder)),
+    )
+
+
+def may_begin() -> tuple[socket.socket, socket.socket]:
+    """A channel on which the agent has said so: its end, and the worker's."""
+    agent, channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent.send(b"x")
+    return agent, channel
+
+
+@pytest.mark.parametrize(
+    ("told", "outcome"),
+    [
+        (True, Outcome(Cause.STOPPED, then=Then.COMMAND_RESTARTS, unit="seconds")),
+        (False, Outcome(Cause.FAILED, "the command was ended by SIGTERM; see its output", unit="seconds")),
+    ],
+)
+def test_a_command_that_a_batch_system_ends_with_everything_else_has_not_failed(
+    tmp_path, child, monkeypatch, told, outcome
+):
+    # At idle priority a busy machine may leave the command waiting for longer than a test does.
+    monkeypatch.setattr("megatron.fill.linux.host.yield_to_main_job", lambda cpus: None)
+    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
+    spec = command_spec(tmp_path, "echo $$ > begun; mv begun running; while :; do :; done")
+    _agent, channel = may_begin()
+    out, told_fd = tmp_path / "outcome", os.memfd_create("told")
+
+    def work(_: int) -> None:
+        host.adopt_orphans()
+        reader, control = SharedGateReader(gate.reader_fd()), ControlReader(page.reader_fd())
+        heard = lambda: os.fstat(told_fd).st_size > 0  # noqa: E731
+        found = CommandRun(spec, channel, reader, reader, StepLog(log_fd), heard, lambda seq: None, control).run()
+        (tmp_path / "scratch").write_text(repr(found))
+        os.replace(tmp_path / "scratch", out)
+
+    child(work)
+    gate.open(FAR_NS, 0)
+    until((tmp_path / "running").exists)
+    os.kill(int((tmp_path / "running").read_text()), signal.SIGTERM)
+    if told:  # a little later, as it happens
+        time.sleep(0.1)
+        os.write(told_fd, b"x")
+    until(out.exists)
+    assert out.read_text() == repr(outcome)
+
+
+def test_a_command_is_stopped_while_its_bubble_is_still_open(tmp_path, child, monkeypatch):
+    # At idle priority a busy machine may leave the command waiting for longer than a test does.
+    monkeypatch.setattr("megatron.fill.linux.host.yield_to_main_job", lambda cpus: None)
+    gate, page, log_fd = SharedGate(), ControlPage.create(0), create_log()
+    _agent, channel = may_begin()
+    spec = command_spec(tmp_path, "echo $$ > scratch; mv scratch pid; while :; do echo >> ticks; done")
+
+    def work(out: int) -> None:
+        host.adopt_orphans()
+        reader = SharedGateReader(gate.reader_fd())
+        control = ControlReader(page.reader_fd())
+        CommandRun(spec, channel, reader, reader, StepLog(log_fd), lambda: False, lambda seq: None, control).run()
+
+    child(work)
+    gate.open(FAR_NS, 0)
+    until((tmp_path / "pid").exists)
+    assert StepLog(log_fd).serving_ns  # since when it waits for bubbles is told of a command too
+    command = psutil.Process(int((tmp_path / "pid").read_text()))
+
+    def ticks() -> int:
+        return (tmp_path / "ticks").stat().st_size if (tmp_path / "ticks").exists() else 0
+
+    for _ in range(3):
+        before = ticks()
+        until(lambda: ticks() > before)  # noqa: B023
+        page.change(RunState.PAUSED)
+        until(lambda: command.status() == psutil.STATUS_STOPPED)
+        gate.close(time.monotonic_ns())
+        gate.open(FAR_NS, 0)
+        time.sleep(0.005)
+        assert command.status() == psutil.STATUS_STOPPED
+        page.change(RunState.RUNNING)
+        gate.close(time.monotonic_ns())
+        gate.open(FAR_NS, 0)
+    gate.end()
