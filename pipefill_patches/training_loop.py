@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from megatron.fill.types import RankInfo
 from pipefill_patches import collectives, cpu_backend
 from pipefill_patches.registry import Patch, Target, replace
 
+logger = logging.getLogger("pipefill")
+
 _TRAINING = "megatron.training.training"
 _TRAIN_STEP = Target(
     f"{_TRAINING}:train_step",
@@ -25,6 +28,7 @@ _EVALUATE = Target(f"{_TRAINING}:evaluate", ("forward_step_func", "data_iterator
 _SAVE = Target(f"{_TRAINING}:save_checkpoint_and_time", ("iteration", "model", "optimizer"))
 # Every capture ends here: Megatron's of a layer, of an iteration and of the optimizer, and Transformer Engine's.
 _CAPTURE = Target("torch.cuda.graphs:graph.__exit__", ("self",))
+_LOG = Target(f"{_TRAINING}:training_log", ("loss_dict", "total_loss_dict", "learning_rate", "iteration"))
 _INITIALIZE = Target(f"{_TRAINING}:initialize_megatron", ())
 
 
@@ -82,7 +86,39 @@ def _install(stack: contextlib.ExitStack) -> None:
 
     replace(stack, holder, name, initialize_then_start)
 
+    holder, name = _LOG.resolve()
+    log = getattr(holder, name)
+
+    @functools.wraps(log)
+    def log_figures_too(*args: Any, **kwargs: Any) -> Any:
+        result = log(*args, **kwargs)
+        if attached.figures is not None:
+            try:
+                _write_figures(kwargs["iteration"] if "iteration" in kwargs else args[3])
+            except Exception:
+                attached.figures = None
+                logger.exception("the figures of filling cannot be written any more; the training goes on")
+        return result
+
+    replace(stack, holder, name, log_figures_too)
+
     collectives.install(stack)
+
+
+def _write_figures(iteration: int) -> None:
+    """Write the figures of the run with Megatron's own writers, on the rank that has them, at each log interval."""
+    from megatron.training import get_args
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    board, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if not (board or wandb) or attached.figures is None or iteration % get_args().log_interval:
+        return
+    figures = {f"fill/{name.replace('_', '-')}": value for name, value in attached.figures().items()}
+    if board:
+        for name, value in figures.items():
+            board.add_scalar(name, value, iteration)
+    if wandb and figures:
+        wandb.log(figures, iteration)
 
 
 def _disturbing(original: Callable[..., Any], reason: str) -> Callable[..., Any]:
@@ -100,5 +136,5 @@ PATCH = Patch(
     "training_loop",
     "iterations begin and end in train_step; the drain hides in the collectives inside it",
     _install,
-    (_TRAIN_STEP, _EVALUATE, _SAVE, _CAPTURE, _INITIALIZE),
+    (_TRAIN_STEP, _EVALUATE, _SAVE, _CAPTURE, _INITIALIZE, _LOG),
 )

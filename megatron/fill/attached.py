@@ -1,4 +1,4 @@
-"""The observers of a training that the patches call: at its start, for offloading, and for held receives.
+"""The observers of a training that the patches call: at its start, for offloading, held receives, and its writers.
 
 Bubbles are reported to the bus instead (``hooks``).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -62,6 +63,7 @@ class Attached:
     lifecycle: Lifecycle | None = None
     offload: OffloadAdvice | None = None
     waits: HeldReceives | None = None
+    figures: Callable[[], Mapping[str, float]] | None = None  # returns the figures of the run that are known
 
     def parsed(self, args: Namespace) -> None:
         """Call ``Lifecycle.on_parse``."""

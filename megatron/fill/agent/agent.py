@@ -38,11 +38,12 @@ from megatron.fill.linux import host
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlPage, RunState
+from megatron.fill.pages.figures import Figures
 from megatron.fill.pages.gate import SharedGateReader
 from megatron.fill.pages.lastword import LastWord
 from megatron.fill.pages.watcher import ControlWatcher
 from megatron.fill.profiles import cycle_to_dict
-from megatron.fill.records import AgentFile
+from megatron.fill.records import AgentFile, Estimate, LiveSegment, last_segment
 from megatron.fill.store.port import DeviceEntry
 
 logger = logging.getLogger("pipefill.agent")
@@ -75,6 +76,7 @@ class Agent:
         judge = Judge()
         self.resident = Seat(station, self.crew, self.ledger, judge, idle=self._look_elsewhere)
         self.tail = Seat(station, self.crew, self.ledger, judge, beside=lambda: self.resident.resident)
+        self._live: LiveSegment | None = None
         self.mover = Mover(name, spec.run_dir, station.ranking, self.resident.may_run)
 
     def _station(self, spec: AgentSpec, name: str, dead: list[int]) -> Station:
@@ -215,11 +217,26 @@ class Agent:
         """
         while not self.station.over:
             self.resident.rest(_SHOW_S)
-            for show in (self.ledger.write, lambda: self.station.claims.ask(self.station.ranking.explain)):
+            for show in (self.ledger.write, self._show_reasons, self._show_figures):
                 try:
                     show()
                 except Exception:
                     logger.exception("what its jobs did, or why others wait, cannot be shown now")
+
+    def _show_reasons(self) -> None:
+        self.station.claims.ask(self.station.ranking.explain)
+
+    def _show_figures(self) -> None:
+        """Leave the figures of the whole run for a rank that has asked for them, which is the one with the writers."""
+        control = self.station.control
+        if not control.asked:
+            return
+        if self._live is None:
+            self._live = LiveSegment(last_segment(Path(self.station.spec.run_dir)))
+        live = self._live
+        live.look()
+        slowdown = live.slowdown or Estimate(math.nan, math.nan, math.nan, 0)
+        control.show(Figures(live.bubble_share, live.harvest_ratio, *slowdown[:3], live.jobs_done))
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron.fill.agent.spec import AgentSpec
 from megatron.fill.app.keptin import KeptIn
 from megatron.fill.app.listening import HostListening, Listening, RelayedListening, rank_spec
+from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon, Sharing
 from megatron.fill.device.emulated import Emulation
@@ -81,6 +82,7 @@ class Session:
                 self._announced = self.control.announce(run_dir, self.board.fd)
             except OSError as error:
                 logger.warning("rank %d cannot be paused from outside: %s", info.rank, error)
+            attached.figures = self.control.ask
             self.warden = self._start_warden(self.gate, self.board, self.control, store, jobs)
         try:
             self.listening = self._listen()

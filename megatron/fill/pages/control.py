@@ -12,14 +12,18 @@ Layout, in 64-bit words of the machine's byte order::
     5  the last word that the agent has acted on
     6  the start time of the agent's process, in ticks since boot: its pid may be reused
     7  1 once the jobs of all ranks have settled
+    8  1 once the rank has asked for the figures of the run
+    9  the figures (``Figures``), each a 64-bit float, NaN if it is not known
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import struct
+from array import array
 from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
@@ -30,11 +34,12 @@ from megatron.fill.folders import CONTROL
 from megatron.fill.linux import futex, memfd
 from megatron.fill.linux.files import write_text
 from megatron.fill.linux.tree import read_process
+from megatron.fill.pages.figures import Figures
 
 _PAGE_BYTES = 4096
 _LOOK_AGAIN_NS = 1_000_000_000
 _MAGIC = 0x50434F4E_00000001
-_WORD, _VERSION, _RANK, _PID, _AGENT, _ACKNOWLEDGED, _AGENT_BORN, _SETTLED = range(8)
+_WORD, _VERSION, _RANK, _PID, _AGENT, _ACKNOWLEDGED, _AGENT_BORN, _SETTLED, _ASKED, _FIGURES = range(10)
 _NAME = "control"
 
 
@@ -82,7 +87,7 @@ class ControlReader:
             page, self._address = memfd.map_page(fd, _PAGE_BYTES, writable=writable)
         except OSError as error:
             raise ControlError(f"descriptor {fd} cannot be mapped as a control page: {error}") from error
-        self._words, self._word = page.cast("Q"), page.cast("I")
+        self._words, self._word, self._floats = page.cast("Q"), page.cast("I"), page.cast("d")
         if self._words[_VERSION] != _MAGIC:
             raise ControlError(
                 f"descriptor {fd} is not a control page: found {self._words[_VERSION]:#x}, expected {_MAGIC:#x}"
@@ -176,6 +181,23 @@ class ControlPage(ControlReader):
     def settle(self) -> None:
         """Record that the first job of every rank has done a step."""
         self._words[_SETTLED] = 1
+
+    @property
+    def asked(self) -> bool:
+        """True if the rank has asked for the figures of the run."""
+        return bool(self._words[_ASKED])
+
+    def ask(self) -> dict[str, float]:
+        """Ask the agent for the figures of the run, and return those that it has shown and that are known, by name."""
+        if not self.asked:
+            self.show(Figures(*[math.nan] * len(Figures._fields)))
+            self._words[_ASKED] = 1
+        shown = self._floats[_FIGURES : _FIGURES + len(Figures._fields)]
+        return {name: value for name, value in zip(Figures._fields, shown, strict=True) if not math.isnan(value)}
+
+    def show(self, figures: Figures) -> None:
+        """Leave the figures of the run for the rank."""
+        self._floats[_FIGURES : _FIGURES + len(figures)] = memoryview(array("d", figures))
 
     def announce(self, run_dir: Path, board_fd: int | None = None) -> Path:
         """Write the note by which the operator finds the page; the caller removes it when the rank is done.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from megatron.fill.records.agent import AgentFile, attempts_text, read_agent, write_agent
 from megatron.fill.records.files import RECORD_VERSION, NothingRecorded
+from megatron.fill.records.live import Estimate, LiveRank, LiveSegment
 from megatron.fill.records.rank import RankWriter, add_up, as_bubbles, rank_file, read_rank, write_rank
 from megatron.fill.records.segment import (
     NoRecords,
@@ -33,6 +34,9 @@ from megatron.fill.records.unwritten import Unwritten
 __all__ = [
     "RECORD_VERSION",
     "AgentFile",
+    "Estimate",
+    "LiveRank",
+    "LiveSegment",
     "NoRecords",
     "NothingRecorded",
     "OpenSegment",

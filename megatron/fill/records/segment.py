@@ -147,10 +147,15 @@ class RankFiles:
         Raises:
             FillError: a record cannot be read.
         """
-        ended, running = ([one for path in paths for one in _read(path, steps)] for paths in (self.ended, self.running))
+        ended = [one for path in self.ended for one in _read(path, steps)]
+        running = self.running_attempts(steps)
         ended.sort(key=lambda one: one[0].ended_s)
         known = {(job.directory, job.attempt) for job, _ in ended}
         return ended + [(job, worker) for job, worker in running if (job.directory, job.attempt) not in known]
+
+    def running_attempts(self, steps: bool = False) -> Attempts:
+        """Return the attempts that run, or ran last, as they were then; ended ones may be among them."""
+        return [one for path in self.running for one in _read(path, steps)]
 
 
 def _read(path: Path, steps: bool) -> Attempts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from megatron.fill.cli import main
 from megatron.fill.cli.control import change
 from megatron.fill.errors import ControlError
 from megatron.fill.pages.control import _AGENT_BORN, ControlPage, ControlReader, RunState, damaged_notes, find_pages
+from megatron.fill.pages.figures import Figures
 from megatron.fill.pages.watcher import ControlWatcher
 from tests.support.waiting import until
 
@@ -263,3 +265,13 @@ class TestCommands:
         code, out, err = self.run(monkeypatch, capsys, "pause", tmp_path)
         assert (code, out) == (2, "")
         assert err == f"pipefill: error: {tmp_path}: none of its ranks runs on this node, {NODE}\n"
+
+
+def test_the_agent_shows_the_rank_its_figures_once_it_has_asked(tmp_path):
+    rank = ControlPage.create(3)
+    agent = ControlPage(rank.fd)
+    assert not agent.asked
+    assert rank.ask() == {}
+    assert agent.asked
+    agent.show(Figures(0.25, 0.5, math.nan, math.nan, math.nan, 2.0))
+    assert rank.ask() == {"bubble_share": 0.25, "harvest_ratio": 0.5, "jobs_done": 2.0}

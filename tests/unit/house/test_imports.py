@@ -274,6 +274,7 @@ OTHER_READS = {
     "pages/ready.py": {"os.open"},  # a rank's own, which it names to the others
     "pages/moving.py": {"os.open"},  # a page, through /proc
     "records/files.py": {"from_json", "os.open", "path.open"},
+    "records/live.py": {"self._path.open"},  # of ranks and agents
     "records/rank.py": {"os.open", "temporary.open"},
     "records/segment.py": {"os.open"},
     "records/unwritten.py": {"json.loads", "open"},  # of another rank; to write

@@ -1,0 +1,279 @@
+"""Sums over the records of a segment, kept up to date while the training goes on, for those who watch it.
+
+Each look reads only the lines that were added since the last one.  Everything counts from the start of the training,
+also while jobs settle, which the report leaves out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+
+from megatron.fill.errors import FillError
+from megatron.fill.records.agent import Attempts
+from megatron.fill.records.files import RECORD_VERSION
+from megatron.fill.records.segment import Segment
+from megatron.fill.types import BrakeEvent, RankInfo
+
+_RECENT = 4096  # iterations that the slowdown is estimated from
+_LONGEST_PROBE = 8  # unfilled iterations in a row; the brake's probes have 4, its pauses at least 64
+_FEWEST_PAIRS = 4
+
+
+class Estimate(NamedTuple):
+    """A mean over pairs, with its 95% interval by Student's t; 0.01 is 1%."""
+
+    mean: float
+    low: float
+    high: float
+    pairs: int
+
+
+class _Line(NamedTuple):
+    iteration: int
+    duration_ns: int
+    filling: bool
+    block: int
+
+
+@dataclass(slots=True)
+class LiveRank:
+    """The sums of one rank.
+
+    Attributes:
+        iteration: number of its last iteration.
+        ended_ns: end of its last iteration, by the monotonic clock of its node.
+        bubble_ns: duration of the bubbles of training iterations, by kind.
+        fillable_ns: duration of the bubbles, of evaluations too, while filling was on.
+        overruns: number of bubbles after which a step ran on.
+        ended: number of attempts that ended, by state and cause.
+        running: the attempts that run, as last recorded.
+    """
+
+    info: RankInfo
+    iterations: int = 0
+    iteration: int = 0
+    iteration_ns: int = 0
+    ended_ns: int = 0
+    bubble_ns: Counter[str] = field(default_factory=Counter)
+    fillable_ns: int = 0
+    harvested_ns: int = 0
+    overrun_ns: int = 0
+    overruns: int = 0
+    steps: int = 0
+    brakes: list[BrakeEvent] = field(default_factory=list)
+    ended: Counter[tuple[str, str]] = field(default_factory=Counter)
+    running: Attempts = field(default_factory=list)
+    recent: deque[_Line] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+
+class _Tail:
+    """Reads a record line by line, as it grows; lines that begin with ``but`` are skipped."""
+
+    def __init__(self, path: Path, but: str) -> None:
+        self._path = path
+        self._but = f'{{"{but}":'.encode()
+        self._at: tuple[int, int] | None = None  # inode and position
+
+    def lines(self) -> tuple[bool, Iterator[dict[str, Any]]]:
+        """Return True if the file is another than before, and the lines that are new.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        with self._path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            other = self._at is None or self._at[0] != inode
+            file.seek(0 if other or self._at is None else self._at[1])
+            data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._at = inode, file.tell() - len(data) + len(whole)
+        texts = (text for text in whole.splitlines() if not text.startswith(self._but))
+        return other, map(from_json, texts)
+
+
+class _RankTail:
+    """Follows the record of one rank; a record that was shortened, or deleted, is read again."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = _Tail(path, "spans")
+        self.rank: LiveRank | None = None
+
+    def look(self) -> None:
+        other, lines = self._tail.lines()
+        if other:
+            first = next(lines, None)
+            if first is None:
+                return
+            _check(first)
+            old, self.rank = self.rank, LiveRank(RankInfo(**first["info"]))
+            if old is not None:  # of its jobs
+                self.rank.ended, self.rank.overruns, self.rank.overrun_ns = old.ended, old.overruns, old.overrun_ns
+        for content in lines:
+            if self.rank is not None:
+                _add(self.rank, content)
+
+
+def _check(head: dict[str, Any]) -> None:
+    if head.get("version") != RECORD_VERSION:
+        raise FillError(f"a record has version {head.get('version')!r}; this PipeFill reads {RECORD_VERSION}")
+
+
+def _add(rank: LiveRank, content: dict[str, Any]) -> None:
+    if its := content.get("iterations"):
+        starts, ends = its["start_ns"], its["end_ns"]
+        durations = [end - start for start, end in zip(starts, ends, strict=True)]
+        rank.iterations += len(durations)
+        rank.iteration_ns += sum(durations)
+        rank.iteration, rank.ended_ns = its["iteration"][-1], ends[-1]
+        rank.recent.extend(map(_Line, its["iteration"], durations, its["filling"], its["block"]))
+    if its := content.get("bubbles"):
+        for kind, start, end, filling, forward_only in zip(
+            its["kind"], its["start_ns"], its["end_ns"], its["filling"], its["forward_only"], strict=True
+        ):
+            if not forward_only:
+                rank.bubble_ns[kind] += end - start
+            if filling:
+                rank.fillable_ns += end - start
+    if its := content.get("brakes"):
+        rank.brakes += map(BrakeEvent, *its.values())
+
+
+class LiveSegment:
+    """The sums of a segment's ranks, by rank.
+
+    Args:
+        nodes: nodes whose ranks are read; None for all.
+    """
+
+    def __init__(self, segment: Segment, nodes: Iterable[int] | None = None) -> None:
+        self._segment = segment
+        self._nodes = None if nodes is None else set(nodes)
+        self._tails: dict[int, _RankTail] = {}
+        self._seen: dict[tuple[int, str, int], int] = {}  # last bubble of each attempt whose overrun was counted
+        self._ended: dict[Path, _Tail] = {}
+        self._harvested: Counter[int] = Counter()  # ns of attempts that ended, by rank
+        self._steps: Counter[int] = Counter()
+        self._known: set[tuple[str, int]] = set()  # attempts that ended
+        self.ranks: dict[int, LiveRank] = {}
+
+    def look(self) -> None:
+        """Read what was added since the last look; files that cannot be read now are read at the next."""
+        for number, files in self._segment.files().items():
+            with suppress(OSError):
+                for path in files.seen:
+                    tail = self._tails.setdefault(number, _RankTail(path))
+                    tail.look()
+            tail_of = self._tails.get(number)
+            rank = tail_of.rank if tail_of is not None else None
+            if rank is None or (self._nodes is not None and rank.info.node not in self._nodes):
+                continue
+            self.ranks[number] = rank
+            with suppress(OSError, FillError):
+                self._look_at_jobs(number, files.ended, rank)
+                running = files.running_attempts()
+                rank.running = [one for one in running if (one[0].directory, one[0].attempt) not in self._known]
+            for job, worker in rank.running:
+                uses = [(use.seq, use.overrun_ns) for use in worker.uses]
+                self._overruns(rank, (number, job.directory, job.attempt), uses)
+            rank.harvested_ns = self._harvested[number] + sum(worker.harvested_ns for _, worker in rank.running)
+            rank.steps = self._steps[number] + sum(worker.steps_done for _, worker in rank.running)
+
+    def _look_at_jobs(self, number: int, paths: Sequence[Path], rank: LiveRank) -> None:
+        for path in paths:
+            _, lines = self._ended.setdefault(path, _Tail(path, "steps")).lines()
+            for content in lines:
+                if "job" not in content:
+                    continue
+                job, worker = content["job"], content["worker"]
+                self._known.add((job["directory"], job["attempt"]))
+                self._harvested[number] += worker["harvested_ns"]
+                self._steps[number] += worker["steps_done"]
+                rank.ended[job["status"]["state"], job["status"].get("cause") or ""] += 1
+                uses = zip(worker["uses"]["seq"], worker["uses"]["overrun_ns"], strict=True)
+                self._overruns(rank, (number, job["directory"], job["attempt"]), uses)
+
+    def _overruns(self, rank: LiveRank, key: tuple[int, str, int], uses: Iterable[tuple[int, int]]) -> None:
+        last = self._seen.get(key, -1)
+        new = [(seq, overrun_ns) for seq, overrun_ns in uses if seq > last]
+        self._seen[key] = max((seq for seq, _ in new), default=last)
+        rank.overrun_ns += sum(overrun_ns for _, overrun_ns in new)
+        rank.overruns += sum(overrun_ns > 0 for _, overrun_ns in new)
+
+    @property
+    def bubble_share(self) -> float:
+        """Bubble time over iteration time, of all ranks; NaN if unknown."""
+        bubbles = sum(rank.bubble_ns.total() for rank in self.ranks.values())
+        return _ratio(bubbles, sum(rank.iteration_ns for rank in self.ranks.values()))
+
+    @property
+    def harvest_ratio(self) -> float:
+        """Time inside steps and bubbles over fillable bubble time, of all ranks; NaN if unknown."""
+        harvested = sum(rank.harvested_ns for rank in self.ranks.values())
+        return _ratio(harvested, sum(rank.fillable_ns for rank in self.ranks.values()))
+
+    @property
+    def slowdown(self) -> Estimate | None:
+        """The slowdown of the training by filling, over the recent iterations; None before there are enough pairs."""
+        first = next(iter(self.ranks.values()), None)  # an iteration lasts equally long on all ranks
+        return None if first is None else slowdown(list(first.recent))
+
+    @property
+    def jobs_done(self) -> int:
+        """The number of jobs that succeeded since the training was started."""
+        return sum(n for rank in self.ranks.values() for (state, _), n in rank.ended.items() if state == "SUCCEEDED")
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else math.nan
+
+
+def slowdown(lines: Sequence[_Line]) -> Estimate | None:
+    """Return the slowdown by filling, from paired blocks or else from the brake's probes and their neighbours."""
+    changes = _over_blocks(lines) or _over_probes(lines)
+    count = len(changes)
+    if count < _FEWEST_PAIRS:
+        return None
+    mean, half = fmean(changes), _student(count - 1) * stdev(changes) / math.sqrt(count)
+    return Estimate(mean, mean - half, mean + half, count)
+
+
+def _over_blocks(lines: Sequence[_Line]) -> list[float]:
+    pairs: dict[int, tuple[list[int], list[int]]] = {}
+    for one in lines:
+        if one.block >= 0:
+            pairs.setdefault(one.block // 2, ([], []))[one.filling].append(one.duration_ns)
+    whole = [(on, off) for off, on in pairs.values() if on and off and 2 * min(len(on), len(off)) >= len(on)]
+    return [median(on) / median(off) - 1 for on, off in whole if median(off)]
+
+
+def _over_probes(lines: Sequence[_Line]) -> list[float]:
+    """Compare each short stretch of unfilled iterations with as many filled ones on either side."""
+    found, start = [], 0
+    for at in range(1, len(lines) + 1):
+        if at < len(lines) and lines[at].filling == lines[start].filling:
+            continue
+        size = at - start
+        around = [*lines[max(0, start - size) : start], *lines[at : at + size]]
+        whole = len(around) == 2 * size and all(one.filling for one in around)
+        if not lines[start].filling and size <= _LONGEST_PROBE and whole:
+            unfilled = median(one.duration_ns for one in lines[start:at])
+            found.append(median(one.duration_ns for one in around) / unfilled - 1)
+        start = at
+    return found
+
+
+def _student(degrees: int) -> float:
+    """Return the 97.5% quantile of Student's t, by the first terms of its expansion about the normal's."""
+    z = 1.959964
+    terms = [z, (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384]
+    return sum(term / degrees**power for power, term in enumerate(terms))
