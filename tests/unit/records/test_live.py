@@ -21,7 +21,7 @@ from megatron.fill.records import (
 from megatron.fill.records.live import slowdown
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.types import BrakeEvent, Iteration, RankRecord
-from tests.unit.synthetic import LAST, MS, report_of, synthetic_run
+from tests.support.synthetic import LAST, MS, report_of, synthetic_run
 
 
 def _segment(folder: Path, ranks: int = 2) -> Segment:
