@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 
 from megatron.fill.agent.admission import default_user, environment
-from megatron.fill.agent.crew import AHEAD
-from megatron.fill.agent.holder import Holder
+from megatron.fill.agent.workers import AHEAD, WorkerProcess
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlPage
@@ -77,21 +76,21 @@ def start(folder: Path, cage: Cage, search: Path, standby: bool) -> Start:
     path.write_text(spec.to_json(), encoding="utf-8")
     before = _children_cpu_s()
     began_ns = time.monotonic_ns()
-    holder = Holder("bench", fds, started_with, str(folder), idle=True, ahead=AHEAD if standby else ())
+    worker = WorkerProcess("bench", fds, started_with, str(folder), idle=True, ahead=AHEAD if standby else ())
     if standby:
-        _await_sleep(holder.pid)
+        _await_sleep(worker.pid)
         began_ns = time.monotonic_ns()
-    holder.give(path, log_fd)
-    confined = holder.confined(_WITHIN_S)
+    worker.give(path, log_fd)
+    confined = worker.confined(_WITHIN_S)
     confined_ns = time.monotonic_ns()
     if confined is None or confined.error:
         raise SystemExit(f"a worker could not be kept in: {confined.error if confined else 'it ended'}")
-    holder.let_go()
+    worker.let_go()
     while not log.ready_ns:
         time.sleep(0.0005)
     created_ns = log.ready_ns
     gate.end()
-    holder.process.wait()
+    worker.process.wait()
     for fd in (*fds, log_fd):
         os.close(fd)
     for page in (gate.fd, board.fd, control.fd):

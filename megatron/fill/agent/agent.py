@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.agent.claims import Claims
-from megatron.fill.agent.crew import Crew
+from megatron.fill.agent.claims import Claims, not_yet_submitted, note_submitted
+from megatron.fill.agent.context import AgentContext
+from megatron.fill.agent.ending import Judge
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.agent.mover import Mover
@@ -29,9 +30,7 @@ from megatron.fill.agent.ranking import Ranking
 from megatron.fill.agent.seat import Seat
 from megatron.fill.agent.settling import Settling
 from megatron.fill.agent.spec import AgentSpec
-from megatron.fill.agent.station import Station
-from megatron.fill.agent.submitted import not_yet_submitted, note_submitted
-from megatron.fill.agent.verdict import Judge
+from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.device import MpsDaemon, open_device
 from megatron.fill.device.meter import fingerprint
 from megatron.fill.linux import host
@@ -67,19 +66,19 @@ class Agent:
 
     def __init__(self, spec: AgentSpec, dead: list[int]) -> None:
         name = f"rank {spec.rank} of {spec.run_dir} on {os.uname().nodename}"
-        self.station = station = self._station(spec, name, dead)
-        self.crew = Crew(station)
+        self.context = context = self._context(spec, name, dead)
+        self.pool = WorkerPool(context)
         last_word = LastWord(spec.left_fd)
         if dead:
             last_word.succeed()
         self.ledger = AttemptLedger(AgentFile(Path(spec.records), spec.rank, len(dead)), last_word)
         judge = Judge()
-        self.resident = Seat(station, self.crew, self.ledger, judge, idle=self._look_elsewhere)
-        self.tail = Seat(station, self.crew, self.ledger, judge, beside=lambda: self.resident.resident)
+        self.resident = Seat(context, self.pool, self.ledger, judge, idle=self._look_elsewhere)
+        self.tail = Seat(context, self.pool, self.ledger, judge, beside=lambda: self.resident.resident)
         self._live: LiveSegment | None = None
-        self.mover = Mover(name, spec.run_dir, station.ranking, self.resident.may_run)
+        self.mover = Mover(name, spec.run_dir, context.ranking, self.resident.may_run)
 
-    def _station(self, spec: AgentSpec, name: str, dead: list[int]) -> Station:
+    def _context(self, spec: AgentSpec, name: str, dead: list[int]) -> AgentContext:
         mps = MpsDaemon.existing(Path(spec.mps_pipe)) if spec.mps_pipe is not None else None
         device = open_device(spec.device, spec.sharing, mps, spec.device_uuid, spec.parent)
         # A worker gives memory back between two steps, and a step may run beyond its bubble for the grace period.
@@ -87,7 +86,7 @@ class Agent:
         board, control, baton_fd = CycleBoardReader(spec.board_fd), ControlPage(spec.control_fd), Baton.create()
         margin_bytes = spec.margin_bytes + device.overhead_bytes
         ranking = Ranking(spec.policy, name, fingerprint(spec.device), board, margin_bytes, memory.room_bytes)
-        return Station(
+        return AgentContext(
             spec=spec,
             name=name,
             gate=SharedGateReader(spec.gate_fd),
@@ -119,23 +118,23 @@ class Agent:
 
     def describe(self) -> DeviceEntry:
         """Return the store's entry for this device."""
-        station = self.station
-        cycle = station.board.read()
-        paused = station.control.state is not RunState.RUNNING  # the device takes no job until an unknown time
+        context = self.context
+        cycle = context.board.read()
+        paused = context.control.state is not RunState.RUNNING  # the device takes no job until an unknown time
         return DeviceEntry(
-            name=station.name,
-            run=station.spec.run_dir,
+            name=context.name,
+            run=context.spec.run_dir,
             busy_until_s=math.inf if paused else self.resident.busy_until_s,
             job=self.resident.job_name,
             cycle=None if cycle is None else cycle_to_dict(cycle),
-            refuses=station.ranking.misfits.refused,
+            refuses=context.ranking.misfits.refused,
         )
 
     def run(self) -> None:
         """Serve until the training is over."""
-        station = self.station
-        station.claims.start()
-        ControlWatcher(station.control, self._control_changed).start()
+        context = self.context
+        context.claims.start()
+        ControlWatcher(context.control, self._control_changed).start()
         threading.Thread(target=self._show, name="records", daemon=True).start()
         threading.Thread(target=self._settle, name="settling", daemon=True).start()
         threads = [
@@ -144,16 +143,16 @@ class Agent:
         ]
         for thread in threads:
             thread.start()
-        self.crew.stand_by()
+        self.pool.stand_by()
         for thread in threads:
             thread.join()
-        self.crew.stand_down()
+        self.pool.stand_down()
         # Before the store is notified: the rank does not wait long for the agent's end.
         try:
             self.ledger.write()
         except OSError as error:
             logger.warning("what its jobs did cannot be written, and is left to the rank: %s", error)
-        station.claims.stop()
+        context.claims.stop()
 
     def _control_changed(self, state: RunState) -> None:
         """Handle a new state of the control page; after a kill, return once no worker is left.
@@ -165,20 +164,20 @@ class Agent:
         """
         logger.info("%s", state.name)
         if state is RunState.KILLED:
-            self.crew.stand_down()
+            self.pool.stand_down()
         end_s = time.monotonic() + _KILL_S
-        while state is RunState.KILLED and self.crew.working:
+        while state is RunState.KILLED and self.pool.working:
             if time.monotonic() > end_s:
-                raise TimeoutError(f"workers {self.crew.working} have not ended")
+                raise TimeoutError(f"workers {self.pool.working} have not ended")
             time.sleep(0.02)
 
     def _look_elsewhere(self) -> None:
         """Ask for the tail job of another rank, if this rank has no job at all."""
         if not self.tail.job_name:
-            self.station.claims.ask(self.mover.look)
+            self.context.claims.ask(self.mover.look)
 
     def _serve(self, seat: Seat, looks_s: float) -> None:
-        while not self.station.over:
+        while not self.context.over:
             try:
                 served = seat.serve()
                 if served:
@@ -191,11 +190,11 @@ class Agent:
 
     def _settle(self) -> None:
         """Notify the rank when jobs have settled: from then on paired blocks may begin, and the harvest counts."""
-        station = self.station
-        spec = station.spec
-        settling = Settling(Path(spec.records), spec.rank, spec.ranks, self._stepped, station.control)
+        context = self.context
+        spec = context.spec
+        settling = Settling(Path(spec.records), spec.rank, spec.ranks, self._stepped, context.control)
         failed = False
-        while not station.over:
+        while not context.over:
             try:
                 if settling.look():
                     return
@@ -206,7 +205,7 @@ class Agent:
             time.sleep(_SETTLE_S)
 
     def _stepped(self) -> bool | None:
-        if self.station.board.read() is None:  # in the warm-up
+        if self.context.board.read() is None:  # in the warm-up
             return False
         return self.resident.stepped
 
@@ -215,7 +214,7 @@ class Agent:
 
         The latest record is all that is left of an agent that is killed.
         """
-        while not self.station.over:
+        while not self.context.over:
             self.resident.rest(_SHOW_S)
             for show in (self.ledger.write, self._show_reasons, self._show_figures):
                 try:
@@ -224,15 +223,15 @@ class Agent:
                     logger.exception("what its jobs did, or why others wait, cannot be shown now")
 
     def _show_reasons(self) -> None:
-        self.station.claims.ask(self.station.ranking.explain)
+        self.context.claims.ask(self.context.ranking.explain)
 
     def _show_figures(self) -> None:
         """Leave the figures of the whole run for a rank that has asked for them, which is the one with the writers."""
-        control = self.station.control
+        control = self.context.control
         if not control.asked:
             return
         if self._live is None:
-            self._live = LiveSegment(last_segment(Path(self.station.spec.run_dir)))
+            self._live = LiveSegment(last_segment(Path(self.context.spec.run_dir)))
         live = self._live
         live.look()
         slowdown = live.slowdown or Estimate(math.nan, math.nan, math.nan, 0)
@@ -247,7 +246,7 @@ def main() -> None:
     agent = Agent(spec, [int(pid) for pid in dead.split(",") if pid])
 
     def on_term(number: int, frame: Any) -> None:
-        agent.station.orphaned.set()
+        agent.context.orphaned.set()
 
     signal.signal(signal.SIGTERM, on_term)
     host.ignore_notices()  # workers inherit this: USR1 must not end them before they handle it

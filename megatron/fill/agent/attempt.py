@@ -11,27 +11,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.fill.agent.claims import HeldClaim
-from megatron.fill.agent.crew import Crew
-from megatron.fill.agent.ending import How
-from megatron.fill.agent.enforcer import Enforcer
+from megatron.fill.agent.context import AgentContext
+from megatron.fill.agent.ending import End, How, starting
+from megatron.fill.agent.enforcer import Enforcer, Overtime
+from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.agent.forecast import JobForecast, progress_of
-from megatron.fill.agent.holder import Holder
 from megatron.fill.agent.ledger import Record
 from megatron.fill.agent.memory import MemoryShare
-from megatron.fill.agent.output import BoundedOutput
-from megatron.fill.agent.overtime import Overtime
 from megatron.fill.agent.ranking import Resident
-from megatron.fill.agent.station import Station
-from megatron.fill.agent.verdict import End, starting
 from megatron.fill.agent.watch import Orders, Watch
-from megatron.fill.agent.workerspec import write_spec
+from megatron.fill.agent.workers import WorkerPool, WorkerProcess, write_spec
 from megatron.fill.device.port import Limiter, Limits
 from megatron.fill.folders import output_file
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.status import Cause, JobState, Status, why
 from megatron.fill.store.port import Claim, Progress
 from megatron.fill.types import JobRecord, WorkerRecord
-from megatron.fill.worker.confined import Confined
+from megatron.fill.worker.spec import Confined
 
 logger = logging.getLogger("pipefill.agent")
 
@@ -49,7 +45,7 @@ class _Begun:
     """
 
     command: bool
-    holder: Holder
+    worker: WorkerProcess
     confined: Confined
     limiter: Limiter
     log: StepLog
@@ -59,7 +55,7 @@ class _Begun:
     def ask_to_stop(self) -> None:
         """Ask the job to stop: a task saves its state; the first process of a command's worker reports its progress."""
         if self.command:
-            self.holder.process.terminate()
+            self.worker.process.terminate()
         else:
             self._signal(signal.SIGTERM)
 
@@ -93,17 +89,23 @@ class Attempt:
     """
 
     def __init__(
-        self, station: Station, crew: Crew, claim: Claim, limits: Limits, directory: Path, beside: Resident | None
+        self,
+        context: AgentContext,
+        pool: WorkerPool,
+        claim: Claim,
+        limits: Limits,
+        directory: Path,
+        beside: Resident | None,
     ) -> None:
-        self.station = station
-        self.crew = crew
+        self.context = context
+        self.pool = pool
         self.job = claim.job
         self.limits = limits
         self.directory = directory
         self.beside = beside
         self.held = HeldClaim(claim, self.progress)
         self.started_ns, self.started_s = time.monotonic_ns(), time.time()
-        self.forecast = JobForecast(station, claim.job, directory, self.progress)
+        self.forecast = JobForecast(context, claim.job, directory, self.progress)
         self.resident: Resident | None = None
         self._begun: _Begun | None = None
 
@@ -139,14 +141,14 @@ class Attempt:
         if (begun := self._begun) is None:
             return None
         unit = begun.log.unit or self.job.progress.unit
-        worker = begun.log.record(self.job.name, self.station.spec.rank, _SHOWN)
+        worker = begun.log.record(self.job.name, self.context.spec.rank, _SHOWN)
         record = self._record(begun, worker, Status(JobState.RUNNING))
         return replace(record, unit=unit, total_work=begun.log.total_work), worker
 
     def record(self, status: Status, end: End) -> Record:
         """Return the record of a job that has ended."""
         assert self._begun is not None
-        outcome, worker = end.outcome, self._begun.log.record(self.job.name, self.station.spec.rank)
+        outcome, worker = end.outcome, self._begun.log.record(self.job.name, self.context.spec.rank)
         record = replace(
             self._record(self._begun, worker, status),
             unit=outcome.unit,
@@ -164,42 +166,42 @@ class Attempt:
             always: clean-up for the end of the attempt.
             on_failure: clean-up that comes before it if the attempt ends with an exception.
         """
-        station, job = self.station, self.job
-        station.claims.hold(self.held)  # on a busy machine a start may take longer than a lease
-        always.callback(station.claims.let_go, self.held)
-        holder = always.enter_context(self.crew.worker(job))
-        limiter = station.device.limiter(self.limits, holder.name)
+        context, job = self.context, self.job
+        context.claims.hold(self.held)  # on a busy machine a start may take longer than a lease
+        always.callback(context.claims.let_go, self.held)
+        worker = always.enter_context(self.pool.worker(job))
+        limiter = context.device.limiter(self.limits, worker.name)
         always.callback(limiter.close)
-        output = BoundedOutput(output_file(self.directory), station.spec.max_output_bytes)
+        output = BoundedOutput(output_file(self.directory), context.spec.max_output_bytes)
         always.callback(output.close)
         if self.beside is None:
-            always.callback(station.baton.drop)
-        on_failure.callback(self._abandon, holder)
+            always.callback(context.baton.drop)
+        on_failure.callback(self._abandon, worker)
         log_fd = create_log()
         try:
             log = StepLog(log_fd)
-            orders = Orders(station, self.held, log, self.started_ns)
-            spec = write_spec(station, job, self.limits, self.directory, limiter.environment, self.beside)
-            holder.give(spec, log_fd)
+            orders = Orders(context, self.held, log, self.started_ns)
+            spec = write_spec(context, job, self.limits, self.directory, limiter.environment, self.beside)
+            worker.give(spec, log_fd)
         finally:
             os.close(log_fd)
-        confined = self._confined(holder, orders)
-        limiter.adopt(confined.init, holder.pid)
+        confined = self._confined(worker, orders)
+        limiter.adopt(confined.init, worker.pid)
         on_failure.callback(limiter.kill)
-        holder.let_go()
-        self.crew.stand_by()
+        worker.let_go()
+        self.pool.stand_by()
         for lacking in confined.lacking:
             logger.info("job %s: %s", job.name, lacking)
-        return _Begun(job.work.command is not None, holder, confined, limiter, log, output, orders)
+        return _Begun(job.work.command is not None, worker, confined, limiter, log, output, orders)
 
-    def _confined(self, holder: Holder, orders: Orders) -> Confined:
+    def _confined(self, worker: WorkerProcess, orders: Orders) -> Confined:
         end_s = time.monotonic() + _CONFINED_S
         while time.monotonic() < end_s:
             ending = orders.look()
             if ending is not None and ending.how is How.CUT:
                 raise OSError(why(ending.cause, ending.detail))
             with contextlib.suppress(TimeoutError):
-                found = holder.confined(_LOOK_S)
+                found = worker.confined(_LOOK_S)
                 if found is None:
                     raise OSError("its worker ended before the job could begin")
                 if found.error:
@@ -207,27 +209,27 @@ class Attempt:
                 return found
         raise OSError(f"its worker was not ready within {_CONFINED_S:g} s")
 
-    def _abandon(self, holder: Holder) -> None:
+    def _abandon(self, worker: WorkerProcess) -> None:
         """End a worker whose attempt failed, with all that it started, and log its unread output."""
-        if said := holder.end():
+        if said := worker.end():
             logger.warning("job %s: its worker said: %s", self.job.name, said[-_MOST_SAID:])
 
     def _stay(self, begun: _Begun) -> End:
         """Watch the worker until it has ended."""
-        station, spec, log = self.station, self.station.spec, begun.log
+        context, spec, log = self.context, self.context.spec, begun.log
         enforcer = Enforcer(
             begun.confined.pid,
-            station.gate,
+            context.gate,
             log,
             spec.grace_ns,
             spec.max_overruns,
-            Overtime(begun.limiter.busy_s, station.gate, max(1, len(spec.cpus))),
-            off=lambda: station.gate.braked or not station.control.running,
+            Overtime(begun.limiter.busy_s, context.gate, max(1, len(spec.cpus))),
+            off=lambda: context.gate.braked or not context.control.running,
         )
         promised_bytes = self.job.work.memory_bytes or 0
-        with station.memory.shared(begun.limiter, promised_bytes, begun.ask_to_shrink, begun.shrinking) as memory:
+        with context.memory.shared(begun.limiter, promised_bytes, begun.ask_to_shrink, begun.shrinking) as memory:
             watch = Watch(
-                begun.holder.process,
+                begun.worker.process,
                 log,
                 self.directory,
                 begun.output,
@@ -254,7 +256,7 @@ class Attempt:
             saved=saved_s > self.started_s,
             kept=bool(saved_s or self.job.progress.checkpoint_s),
             request=memory.request,
-            over=self.station.over,
+            over=self.context.over,
             unfit=outcome.cause in (Cause.DOES_NOT_FIT, Cause.CROWDED) or memory.ending is not None,
             offences=watch.enforcer.offences,
             ended_ns=watch.ended_ns,

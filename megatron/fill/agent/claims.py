@@ -6,6 +6,8 @@ growing pause, and the agent's log says so.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import threading
 import time
@@ -13,9 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
+from pathlib import Path
 from typing import Any
 
-from megatron.fill.errors import JobError, StoreError
+from megatron.fill.errors import FillError, JobError, StoreError
+from megatron.fill.linux.files import write_text
 from megatron.fill.status import JobState, Status
 from megatron.fill.store import open_store
 from megatron.fill.store.port import Claim, DeviceEntry, JobStore, NewJob, Progress, Standing
@@ -24,6 +28,8 @@ logger = logging.getLogger("pipefill.agent")
 
 _BEAT_S = 3.0  # most time between two heartbeats, which also carry progress out and cancellations in
 _LAST_S = 5.0  # time for which a store that does not answer is tried at the end
+SUBMITTED = "submitted.json"  # in the run folder
+_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,3 +285,41 @@ def _firsts_first(jobs: Iterable[NewJob]) -> list[NewJob]:
     by_name = {job.name: job for job in jobs}
     before = {job.name: [first for first in job.work.after if first in by_name] for job in by_name.values()}
     return [by_name[name] for name in TopologicalSorter(before).static_order()]
+
+
+def not_yet_submitted(run_dir: Path, store: str, jobs: Sequence[NewJob]) -> list[NewJob]:
+    """Return those of ``jobs`` that this run has not submitted to this store; jobs are equal if name and work are.
+
+    Raises:
+        FillError: the run's file of submitted jobs cannot be read.
+    """
+    known = set(_read_submitted(run_dir))
+    return [job for job in jobs if _digest(store, job) not in known]
+
+
+def note_submitted(run_dir: Path, store: str, jobs: Iterable[NewJob]) -> None:
+    """Record that these jobs are in the store."""
+    digests = list(dict.fromkeys([*_read_submitted(run_dir), *(_digest(store, job) for job in jobs)]))
+    write_text(run_dir / SUBMITTED, json.dumps({"version": _VERSION, "jobs": digests}) + "\n")
+
+
+def forget_submitted(run_dir: Path) -> None:
+    """Delete the record, so that all jobs are submitted again."""
+    (run_dir / SUBMITTED).unlink(missing_ok=True)
+
+
+def _read_submitted(run_dir: Path) -> list[str]:
+    path = run_dir / SUBMITTED
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["version"] == _VERSION:
+            return [str(digest) for digest in content["jobs"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise FillError(f"{path} is not what a run notes of the jobs that it submitted; expected it whole, or not there")
+
+
+def _digest(store: str, job: NewJob) -> str:
+    return hashlib.sha256(json.dumps([store, job.name, job.work.identity()]).encode()).hexdigest()

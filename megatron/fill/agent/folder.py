@@ -1,4 +1,4 @@
-"""The folder of a job: made in the run folder, cleared of an earlier attempt's results, and locked while in use."""
+"""The folder of a job, cleared of an earlier attempt's results and locked while in use, and the job's output."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import re
 import stat
 import time
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 from megatron.fill.agent.admission import JobUser
+from megatron.fill.agent.ending import Ending, How
 from megatron.fill.folders import JOBS, lock_file, output_file
 from megatron.fill.linux import safefile
 from megatron.fill.sidetask.base import RESULT
+from megatron.fill.status import Cause
 from megatron.fill.store.port import Job
 from megatron.fill.worker.profiler import PROFILE
 
@@ -23,6 +26,7 @@ logger = logging.getLogger("pipefill.agent")
 
 _LEAVING_S, _LOOK_S = 2.0, 0.05
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+KEPT_BYTES = 512 * 1024
 
 
 def folder_name(job: Job) -> str:
@@ -120,3 +124,53 @@ def _hand_over(directory: Path, user: JobUser | None) -> None:
             os.fchown(fd, user.uid, user.gid)
     finally:
         os.close(fd)
+
+
+class BoundedOutput:
+    """Writes a job's output to a file: the first and the last ``KEPT_BYTES``, with a line on the bytes left out.
+
+    It is also a Watcher: a job that prints more than ``most_bytes`` is ended.
+    """
+
+    def __init__(self, path: Path, most_bytes: float = inf) -> None:
+        self.most_bytes = most_bytes
+        self._file = os.fdopen(safefile.create(path), "wb", buffering=0)
+        self._tail = bytearray()
+        self._unwritten_bytes = 0
+        self.total_bytes = 0
+
+    @property
+    def full(self) -> bool:
+        """True if no more output is to be read; a job that prints more then blocks until it is ended."""
+        return self.total_bytes > self.most_bytes
+
+    def look(self) -> Ending | None:
+        if not self.full:
+            return None
+        return Ending(How.FAIL, Cause.OUTPUT, f"{self.most_bytes / 2**20:g}")
+
+    def write(self, data: bytes) -> None:
+        room = max(0, KEPT_BYTES - self.total_bytes)
+        self.total_bytes += len(data)
+        if room:
+            self._put(data[:room])
+        if len(data) > room:
+            self._tail += data[room:]
+            del self._tail[:-KEPT_BYTES]
+
+    def close(self) -> None:
+        left_out = self.total_bytes - KEPT_BYTES - len(self._tail)
+        if left_out > 0:
+            self._put(f"\n[... {left_out} bytes left out ...]\n".encode())
+        self._put(bytes(self._tail))
+        if self._unwritten_bytes:
+            self._put(f"\n[{self._unwritten_bytes} bytes could not be written]\n".encode())
+        self._file.close()
+
+    def _put(self, data: bytes) -> None:
+        """Write as much as possible: a full disk loses output, and does no other harm."""
+        try:
+            written = self._file.write(data) or 0
+        except OSError:
+            written = 0
+        self._unwritten_bytes += len(data) - written

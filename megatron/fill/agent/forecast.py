@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.fill import untrusted
-from megatron.fill.agent.station import Station
+from megatron.fill.agent.context import AgentContext
 from megatron.fill.pages.steplog import StepLog
 from megatron.fill.profiles import MeasuredJob
 from megatron.fill.store.port import Job, JobStore, Progress
@@ -28,9 +28,9 @@ class JobForecast:
         done_at_s: expected end in seconds since the epoch; infinity if unknown.
     """
 
-    def __init__(self, station: Station, job: Job, directory: Path, progress: Callable[[], Progress]) -> None:
+    def __init__(self, context: AgentContext, job: Job, directory: Path, progress: Callable[[], Progress]) -> None:
         self.done_at_s = math.inf
-        self._station = station
+        self._context = context
         self._job = job
         self._directory = directory
         self._progress = progress
@@ -41,12 +41,12 @@ class JobForecast:
         """Update the forecast; called a few times a second."""
         if time.monotonic() - self._told_s > _TELL_S:
             self._told_s = time.monotonic()
-            self.done_at_s = self._station.ranking.done_at_s(self._progress(), self._directory)
+            self.done_at_s = self._context.ranking.done_at_s(self._progress(), self._directory)
         self.keep_profile()
 
     def keep_profile(self) -> None:
         """Keep the profile in the store once the worker has measured it."""
-        job, path, ranking = self._job, self._directory / PROFILE, self._station.ranking
+        job, path, ranking = self._job, self._directory / PROFILE, self._context.ranking
         if self._profile_kept or not os.path.lexists(path):
             return
         try:
@@ -61,7 +61,7 @@ class JobForecast:
             store.keep_profile(ranking.key(job), measured.to_dict())
             return True
 
-        self._profile_kept = bool(self._station.claims.ask(keep))
+        self._profile_kept = bool(self._context.claims.ask(keep))
 
 
 def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from megatron.fill.agent.admission import refusal
 from megatron.fill.agent.attempt import Attempt
-from megatron.fill.agent.crew import Crew
+from megatron.fill.agent.context import AgentContext
+from megatron.fill.agent.ending import Judge, NotStarted, starting
 from megatron.fill.agent.folder import job_folder, occupied
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.ranking import Resident
-from megatron.fill.agent.station import Station
-from megatron.fill.agent.verdict import Judge, NotStarted, starting
+from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.device.port import Limits
 from megatron.fill.device.pressure import NoRoom
 from megatron.fill.pages.control import RunState
@@ -44,15 +44,15 @@ class Seat:
 
     def __init__(
         self,
-        station: Station,
-        crew: Crew,
+        context: AgentContext,
+        pool: WorkerPool,
         ledger: AttemptLedger,
         judge: Judge,
         beside: Callable[[], Resident | None] | None = None,
         idle: Callable[[], object] = lambda: None,
     ) -> None:
-        self.station = station
-        self.crew = crew
+        self.context = context
+        self.pool = pool
         self.ledger = ledger
         self.judge = judge
         self.tail = beside is not None
@@ -91,61 +91,61 @@ class Seat:
 
     def serve(self) -> bool:
         """Run the next job, and return True; False if there is none for this seat."""
-        station, beside = self.station, self._beside()
-        if station.control.state is not RunState.RUNNING:
+        context, beside = self.context, self._beside()
+        if context.control.state is not RunState.RUNNING:
             return False
-        if self.tail and (beside is None or not station.baton.held):  # the resident job does not serve bubbles yet
+        if self.tail and (beside is None or not context.baton.held):  # the resident job does not serve bubbles yet
             return False
-        if station.device.name != "cpu" and station.board.read() is None:
+        if context.device.name != "cpu" and context.board.read() is None:
             return False  # before the first iterations, the memory that the training leaves at its peak is unknown
-        claim = station.claims.claim(lambda store: self._wanted(store, beside), station.name)
+        claim = context.claims.claim(lambda store: self._wanted(store, beside), context.name)
         if claim is None:
             self._idle()
             return False
         self.job_name = claim.job.name
-        station.claims.look_again()
+        context.claims.look_again()
         try:
             self._see_to(claim, beside)
         finally:
             self._has_stepped = bool(self.stepped)
             self.job_name, self._attempt = "", None
-            station.claims.look_again()
+            context.claims.look_again()
         return True
 
     def rest(self, seconds: float) -> None:
         """Wait for ``seconds``, at most until the training is over or the resident job next to this seat changes."""
         end_s, beside = time.monotonic() + seconds, self._neighbour
-        while not self.station.over and self._neighbour == beside and time.monotonic() < end_s:
+        while not self.context.over and self._neighbour == beside and time.monotonic() < end_s:
             time.sleep(_REST_S)
 
     @property
     def _neighbour(self) -> tuple[Resident | None, bool]:
         """The resident job next to this seat, and True if it serves bubbles."""
         beside = self._beside()
-        return beside, beside is not None and self.station.baton.held
+        return beside, beside is not None and self.context.baton.held
 
     def may_run(self, job: Job) -> bool:
         """True if the job may run here and there is memory for it now."""
-        return not refusal(job.work, self.station.spec.allow) and isinstance(self._limits(job), Limits)
+        return not refusal(job.work, self.context.spec.allow) and isinstance(self._limits(job), Limits)
 
     def _wanted(self, store: JobStore, beside: Resident | None) -> Sequence[int]:
         """Return the ids of the jobs to claim, best first.
 
         If there were none at the latest look, the store is asked again only after a change or ``_LOOK_AGAIN_S``.
         """
-        seen, now_s = (store.stamp(), self.station.board.version, beside), time.monotonic()
+        seen, now_s = (store.stamp(), self.context.board.version, beside), time.monotonic()
         if seen == self._seen and now_s - self._looked_s < _LOOK_AGAIN_S:
             return []
         store.recover()
-        wanted = self.station.ranking.wanted(store, beside)
+        wanted = self.context.ranking.wanted(store, beside)
         self._seen, self._looked_s = None if wanted else seen, now_s
         return wanted
 
     def _see_to(self, claim: Claim, beside: Resident | None) -> None:
         """Run the job if it may run here; an exception does not count as the job's failure."""
-        station, job = self.station, claim.job
+        context, job = self.context, claim.job
         try:
-            refused = refusal(job.work, station.spec.allow)
+            refused = refusal(job.work, context.spec.allow)
             if not refused:
                 self._run(claim, beside)
                 return
@@ -157,9 +157,9 @@ class Seat:
             raised = f"{type(error).__name__}: {error}"
             status = Status(JobState.QUEUED, Cause.AGENT_FAILED, raised, Then.TRIED_AGAIN)
         if status.state is JobState.QUEUED:
-            station.ranking.misfits.tried(job.id, self.tail)
+            context.ranking.misfits.tried(job.id, self.tail)
         logger.warning("job %s: %s %s", job.name, status.state, status.text)
-        station.claims.finish(claim, status, self._progress(job), {}, _SAY_S)
+        context.claims.finish(claim, status, self._progress(job), {}, _SAY_S)
 
     def _run(self, claim: Claim, beside: Resident | None) -> None:
         """Run one attempt of the job, and report its end to the store, the report and the log.
@@ -167,32 +167,32 @@ class Seat:
         Raises:
             NotStarted: the job did not begin.
         """
-        station, job = self.station, claim.job
+        context, job = self.context, claim.job
         with ExitStack() as always:
             with starting():
                 limits = self._limits(job)
                 if isinstance(limits, NoRoom):
                     raise NotStarted(Cause.NO_MEMORY, limits.reason)
-                directory = job_folder(station.run_dir, job, station.spec.user)
+                directory = job_folder(context.run_dir, job, context.spec.user)
                 if directory is None:
                     raise OSError("it has no folder; the agent's log says why")
-                if not station.claims.ask(lambda store: store.place(claim, str(directory)), _SAY_S):
+                if not context.claims.ask(lambda store: store.place(claim, str(directory)), _SAY_S):
                     return  # the claim is lost, or the store cannot be reached and the lease runs out
                 logger.info("job %s: starting as the %s", job.name, self)
                 always.enter_context(occupied(directory))
-            self._attempt = attempt = Attempt(station, self.crew, claim, limits, directory, beside)
+            self._attempt = attempt = Attempt(context, self.pool, claim, limits, directory, beside)
             always.enter_context(self.ledger.running(attempt.so_far))
             end = attempt.run()
             status, progress = self.judge.verdict(job, end), attempt.progress()
             if status.cause is Cause.DOES_NOT_FIT:
-                status = replace(status, device=station.name)
+                status = replace(status, device=context.name)
             if status.failed:
                 progress = replace(progress, failures=progress.failures + 1)
             if end.standing is not Standing.LOST:
-                heard = station.claims.finish(claim, status, progress, end.outcome.result, _SAY_S)
+                heard = context.claims.finish(claim, status, progress, end.outcome.result, _SAY_S)
                 status = replace(status, unheard=not heard)
             if end.unfit:
-                station.ranking.misfits.tried(job.id, self.tail)
+                context.ranking.misfits.tried(job.id, self.tail)
             logger.info("job %s: %s %s", job.name, status.state, status.text)
             self.ledger.keep(*attempt.record(status, end))
 
@@ -205,8 +205,8 @@ class Seat:
             return job.progress
 
     def _limits(self, job: Job) -> Limits | NoRoom:
-        station, spec = self.station, self.station.spec
-        memory_bytes = station.memory.cap(job.work.memory_bytes, station.board.read())
+        context, spec = self.context, self.context.spec
+        memory_bytes = context.memory.cap(job.work.memory_bytes, context.board.read())
         if isinstance(memory_bytes, NoRoom):
             return memory_bytes
         return Limits(memory_bytes, spec.processes, spec.files, spec.sm_percentage)

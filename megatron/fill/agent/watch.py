@@ -16,10 +16,10 @@ from typing import Any
 
 from megatron.fill import untrusted
 from megatron.fill.agent.claims import HeldClaim
+from megatron.fill.agent.context import AgentContext
 from megatron.fill.agent.ending import Ending, How, Watcher, harshest
 from megatron.fill.agent.enforcer import Enforcer
-from megatron.fill.agent.output import BoundedOutput
-from megatron.fill.agent.station import Station
+from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.device.port import Limiter
 from megatron.fill.pages.control import RunState
 from megatron.fill.pages.phases import Saving
@@ -53,8 +53,8 @@ class Orders:
         started_ns: start of the attempt, CLOCK_MONOTONIC.
     """
 
-    def __init__(self, station: Station, held: HeldClaim, log: StepLog, started_ns: int) -> None:
-        self._station = station
+    def __init__(self, context: AgentContext, held: HeldClaim, log: StepLog, started_ns: int) -> None:
+        self._context = context
         self._held = held
         self._log = log
         self._timeout_s = held.claim.job.work.timeout_s or math.inf
@@ -63,9 +63,9 @@ class Orders:
     def look(self) -> Ending | None:
         if self._held.standing is Standing.LOST:
             return Ending(How.CUT, Cause.CLAIM_LOST)
-        if self._station.control.state is RunState.KILLED:
+        if self._context.control.state is RunState.KILLED:
             return Ending(How.CUT, Cause.KILLED)
-        if self._station.over:
+        if self._context.over:
             return Ending(How.STOP, Cause.TRAINING_ENDED)
         if self._held.standing is Standing.CANCELLED:
             return Ending(How.STOP, Cause.CANCELLED)

@@ -24,7 +24,7 @@ from megatron.fill.sandbox.powers import limit_resources, tasks_of
 from megatron.fill.sidetask.examine import Examined, examine_command, examine_task
 from megatron.fill.trial.spec import CheckSpec
 from megatron.fill.untrusted import to_json
-from megatron.fill.worker.confined import apply_environment
+from megatron.fill.worker.sandboxed import apply_environment
 
 _MOST_TRACE = 4000  # most characters of a traceback, from its end
 

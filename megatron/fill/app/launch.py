@@ -18,7 +18,7 @@ from typing import Any
 
 import megatron.fill.device.before_cuda  # noqa: F401 -- before the script imports Megatron, which looks for CUDA
 import pipefill_patches
-from megatron.fill.agent.submitted import forget_submitted, not_yet_submitted
+from megatron.fill.agent.claims import forget_submitted, not_yet_submitted
 from megatron.fill.app.alone import measure_alone, turns
 from megatron.fill.app.closing import kept, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp

@@ -18,7 +18,7 @@ from megatron.fill.pages.watcher import ControlWatcher
 from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command
 from megatron.fill.status import Cause, Then
 from megatron.fill.types import BubbleUse, Lack
-from megatron.fill.worker.confined import apply_environment, jail
+from megatron.fill.worker.sandboxed import apply_environment, jail
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 
 _GUARD_NS = 500_000  # time before the bubble's expected end at which a command is stopped

@@ -1,8 +1,10 @@
-"""The spec file of a worker, written by the agent, and the worker's outcome, left in the step log."""
+"""Messages between an agent and a worker: the spec file, the report of the sandbox, and the outcome of the job."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,7 @@ _STATES = {
     Cause.CROWDED: JobState.QUEUED,
     Cause.DOES_NOT_FIT: JobState.QUEUED,
 }  # of a job whose worker reports this; it may report nothing else
+_MOST_REPORT_BYTES = 1 << 16
 _FOLLOWS = (Then.NONE, Then.SAVED, Then.RESTARTS, Then.COMMAND_RESTARTS, Then.MEASURED_SAVED, Then.MEASURED_RESTARTS)
 
 
@@ -123,3 +126,29 @@ class Outcome:
             and (total is None or is_amount(total))
         )
         return replace(outcome, detail=plain(outcome.detail), unit=plain(outcome.unit)) if sane else None
+
+
+@dataclass(frozen=True, slots=True)
+class Confined:
+    """The report of a worker's first process to its agent.
+
+    Attributes:
+        init: pid of the first process in the job's own process namespace.
+        pid: the job's process and process group.
+        lacking: the sandbox layers that are missing on this machine.
+        error: the reason why the job was not started; empty if it was.
+    """
+
+    init: int = 0
+    pid: int = 0
+    lacking: tuple[str, ...] = ()
+    error: str = ""
+
+    def send(self, channel: socket.socket) -> None:
+        channel.send(json.dumps(asdict(self)).encode()[:_MOST_REPORT_BYTES])
+
+    @classmethod
+    def receive(cls, channel: socket.socket) -> Confined | None:
+        """Return the next report; None if the other side ended before reporting."""
+        data = channel.recv(_MOST_REPORT_BYTES)
+        return cls(**json.loads(data)) if data else None

@@ -25,7 +25,7 @@ from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateReader, SharedGateReader
 from megatron.fill.pages.steplog import StepLog, map_log
 from megatron.fill.worker.command import CommandRun
-from megatron.fill.worker.confined import apply_environment, end_as, jail
+from megatron.fill.worker.sandboxed import apply_environment, end_as, jail
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 from megatron.fill.worker.taskrun import Shared, TaskRun
 
@@ -95,7 +95,7 @@ class Worker:
 
 
 def main(parent: str, channel_fd: str, ahead: str, _run_dir: str) -> None:
-    """Run the worker's first process; ``Holder`` gives the arguments."""
+    """Run the worker's first process; ``WorkerProcess`` gives the arguments."""
     host.die_with_parent(int(parent))
     host.adopt_orphans()
     # So that the agent's signal to look at the shared pages interrupts a sleep.

@@ -13,7 +13,7 @@ import pytest
 from megatron.fill.agent.admission import JobUser, check_reach, default_user, environment, find_user, refusal, told
 from megatron.fill.errors import ConfigError
 from megatron.fill.work import Work
-from megatron.fill.worker.confined import apply_environment
+from megatron.fill.worker.sandboxed import apply_environment
 from megatron.fill.worker.spec import WorkerSpec
 from tests.support.fakes import worker_spec
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 
 from megatron.fill.agent.attempt import Attempt, _Begun
-from megatron.fill.agent.ending import Ending, How
+from megatron.fill.agent.ending import End, Ending, How, Judge
+from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.agent.ledger import AttemptLedger
-from megatron.fill.agent.output import BoundedOutput
-from megatron.fill.agent.verdict import End, Judge
 from megatron.fill.agent.watch import Orders
 from megatron.fill.device.port import Limits
 from megatron.fill.pages.control import RunState
@@ -29,9 +28,8 @@ from megatron.fill.status import Cause, JobState, Status, Then
 from megatron.fill.store.port import Claim, Progress, Standing
 from megatron.fill.types import BubbleUse, JobRecord, WorkerRecord
 from megatron.fill.work import Work
-from megatron.fill.worker.confined import Confined
-from megatron.fill.worker.spec import Outcome
-from tests.support.stations import Post, post
+from megatron.fill.worker.spec import Confined, Outcome
+from tests.support.posts import Post, post
 
 DIED = Outcome(Cause.SIGNAL, "SIGSEGV in run_next_step()")
 GAVE_BACK = Outcome(Cause.STOPPED, then=Then.SAVED)
@@ -56,14 +54,14 @@ class Bench:
     def attempt(self, pid: int = 0, **spec: Any) -> Attempt:
         """One whose worker is the process ``pid``; the test speaks for it."""
         claim = self.post.claim("running", **spec)
-        attempt = Attempt(self.post.station, self.post.crew, claim, Limits(), self.post.folder, None)
+        attempt = Attempt(self.post.context, self.post.pool, claim, Limits(), self.post.folder, None)
         log = StepLog(create_log())
-        orders = Orders(self.post.station, attempt.held, log, attempt.started_ns)
-        limiter = self.post.station.device.limiter(Limits(), f"test-{claim.job.id}")
+        orders = Orders(self.post.context, attempt.held, log, attempt.started_ns)
+        limiter = self.post.context.device.limiter(Limits(), f"test-{claim.job.id}")
         output = BoundedOutput(self.post.folder / "output.log")
-        holder: Any = None
+        worker: Any = None
         command = claim.job.work.command is not None
-        attempt._begun = _Begun(command, holder, Confined(pid, pid), limiter, log, output, orders)
+        attempt._begun = _Begun(command, worker, Confined(pid, pid), limiter, log, output, orders)
         return attempt
 
 
@@ -173,7 +171,7 @@ def test_a_job_that_runs_for_too_long_has_failed(bench):
     orders = attempt._begun.orders
     assert orders.look() is None
     bench.job = attempt.job
-    ending = Orders(bench.post.station, attempt.held, attempt._begun.log, time.monotonic_ns() - 61 * 10**9).look()
+    ending = Orders(bench.post.context, attempt.held, attempt._begun.log, time.monotonic_ns() - 61 * 10**9).look()
     assert ending == stop(Cause.TIMEOUT, "60")
     failed = (JobState.FAILED, "it ran for longer than its timeout of 60 s")
     assert bench.judge(GAVE_BACK, ending=ending) == failed
@@ -310,7 +308,7 @@ def test_what_a_running_job_is_said_to_have_done_is_what_its_worker_is_said_to_h
 def test_one_that_has_not_begun_has_no_record_and_is_as_far_as_before(bench):
     claim = bench.post.claim("waits")
     claim = Claim(replace(claim.job, progress=Progress(work_done=3.0, failures=1)), "agent")
-    attempt = Attempt(bench.post.station, bench.post.crew, claim, Limits(), Path("/nowhere"), None)
+    attempt = Attempt(bench.post.context, bench.post.pool, claim, Limits(), Path("/nowhere"), None)
     assert attempt.so_far() is None
     assert attempt.progress() == claim.job.progress
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.agent import crew as crew_module
+from megatron.fill.agent import workers as workers_module
 from megatron.fill.agent.admission import environment
-from megatron.fill.agent.holder import Holder
+from megatron.fill.agent.workers import WorkerProcess
 from megatron.fill.linux.tree import OWN, marked
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoard
@@ -26,7 +26,7 @@ from megatron.fill.sandbox.cage import Cage
 from megatron.fill.status import Cause
 from megatron.fill.work import Work
 from megatron.fill.worker.spec import Outcome, WorkerSpec
-from tests.support.stations import Post, post
+from tests.support.posts import Post, post
 from tests.support.waiting import until
 
 WITHIN_S = 60.0  # on a machine that is busy
@@ -61,8 +61,8 @@ class Pages:
         self.log = StepLog(self.log_fd)
         self.fds = [self.gate.reader_fd(), self.board.reader_fd(), self.control.reader_fd(), self.baton_fd]
 
-    def holder(self, folder: Path, ahead: tuple[str, ...] = ()) -> Holder:
-        return Holder(
+    def worker(self, folder: Path, ahead: tuple[str, ...] = ()) -> WorkerProcess:
+        return WorkerProcess(
             "12-3", self.fds, environment(os.environ, {}, None, Path("/")), str(folder), idle=True, ahead=ahead
         )
 
@@ -77,34 +77,34 @@ class Pages:
 @pytest.mark.parametrize("ahead", [(), ("numpy", "no.such.module")])
 def test_a_first_process_waits_for_its_job_and_runs_it(tmp_path, ahead):
     pages = Pages()
-    holder = pages.holder(tmp_path, ahead)
+    worker = pages.worker(tmp_path, ahead)
     (tmp_path / "looks.py").write_text(TASK)
     given = environment(os.environ, {"WORD": "of the device"}, None, tmp_path) | {"HOME": "/of/its/own"}
-    holder.give(pages.spec(tmp_path, Work("looks:Look", search=(str(tmp_path),)), environment=given), pages.log_fd)
-    confined = holder.confined(WITHIN_S)
+    worker.give(pages.spec(tmp_path, Work("looks:Look", search=(str(tmp_path),)), environment=given), pages.log_fd)
+    confined = worker.confined(WITHIN_S)
     assert confined is not None
     assert not confined.error
-    assert holder.alive
-    holder.let_go()
+    assert worker.alive
+    worker.let_go()
     pages.gate.open(1 << 62, 0)
-    said, _ = holder.process.communicate(timeout=WITHIN_S)
+    said, _ = worker.process.communicate(timeout=WITHIN_S)
     outcome = Outcome.left(pages.log)
     assert outcome is not None, said
     expected = {"numpy": bool(ahead), "home": "/of/its/own", "word": "of the device", "cwd": str(tmp_path)}
     assert (outcome.cause, outcome.result) == (Cause.FINISHED, expected), outcome.detail
-    assert not holder.alive
+    assert not worker.alive
 
 
 def test_without_a_job_it_ends_when_it_is_told_or_its_agent_has_gone(tmp_path):
-    holder = Pages().holder(tmp_path)
-    assert holder.alive
-    assert holder.end() == ""
-    assert holder.process.returncode == -signal.SIGKILL
+    worker = Pages().worker(tmp_path)
+    assert worker.alive
+    assert worker.end() == ""
+    assert worker.process.returncode == -signal.SIGKILL
     with pytest.raises(OSError):  # noqa: PT011
-        holder.give(tmp_path, 0)
+        worker.give(tmp_path, 0)
     code = (
         "import sys, time; from pathlib import Path; from tests.unit.agent.test_holder import Pages; "
-        "print(Pages().holder(Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
+        "print(Pages().worker(Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
@@ -113,10 +113,10 @@ def test_without_a_job_it_ends_when_it_is_told_or_its_agent_has_gone(tmp_path):
         until(lambda: not left.exists())
 
 
-class FakeHolder:
+class FakeProcess:
     """Counts, and starts nothing."""
 
-    made: list[FakeHolder]
+    made: list[FakeProcess]
 
     def __init__(
         self, name: str, fds: Any, started_with: Any, run_dir: str, *, idle: bool, ahead: tuple[str, ...] = ()
@@ -134,14 +134,14 @@ class FakeHolder:
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path) -> Iterator[Post]:
-    monkeypatch.setattr(FakeHolder, "made", [], raising=False)
-    monkeypatch.setattr(crew_module, "Holder", FakeHolder)
+    monkeypatch.setattr(FakeProcess, "made", [], raising=False)
+    monkeypatch.setattr(workers_module, "WorkerProcess", FakeProcess)
     with post(tmp_path) as made:
         yield made
 
 
-def start(bench: Post, job: Any) -> FakeHolder:
-    found: Any = bench.crew._start(job)
+def start(bench: Post, job: Any) -> FakeProcess:
+    found: Any = bench.pool._start(job)
     return found
 
 
@@ -150,14 +150,14 @@ def job(**spec: Any) -> Any:
 
 
 def test_a_task_gets_the_process_that_stands_by(bench):
-    bench.crew.stand_by()
-    bench.crew.stand_by()  # one is enough
-    [ready] = FakeHolder.made
+    bench.pool.stand_by()
+    bench.pool.stand_by()  # one is enough
+    [ready] = FakeProcess.made
     assert ready.idle
     assert ready.ahead
     assert start(bench, job()) is ready
     anew = start(bench, job())
-    assert anew is FakeHolder.made[1]
+    assert anew is FakeProcess.made[1]
     assert anew.idle
     assert anew.name != ready.name
     assert not anew.ahead
@@ -165,8 +165,8 @@ def test_a_task_gets_the_process_that_stands_by(bench):
 
 @pytest.mark.parametrize(("spec", "idle"), [({"env": {"OMP_NUM_THREADS": "4"}}, True), ({"command": ("true",)}, False)])
 def test_a_command_and_a_job_with_variables_of_its_own_get_one_that_has_imported_nothing(bench, spec, idle):
-    bench.crew.stand_by()
-    [ready] = FakeHolder.made
+    bench.pool.stand_by()
+    [ready] = FakeProcess.made
     found = start(bench, job(**spec))
     assert found is not ready
     assert (found.idle, found.ahead) == (idle, ())
@@ -174,8 +174,8 @@ def test_a_command_and_a_job_with_variables_of_its_own_get_one_that_has_imported
 
 
 def test_one_that_has_died_meanwhile_is_not_given_a_job(bench):
-    bench.crew.stand_by()
-    [dead] = FakeHolder.made
+    bench.pool.stand_by()
+    [dead] = FakeProcess.made
     dead.alive = False
     assert start(bench, job()) is not dead
     assert dead.ended
@@ -183,40 +183,40 @@ def test_one_that_has_died_meanwhile_is_not_given_a_job(bench):
 
 def test_who_stands_by_is_no_orphan_and_goes_with_a_kill_or_the_end(bench, monkeypatch):
     spared: list[set[int]] = []
-    monkeypatch.setattr(crew_module.reap, "end_descendants", lambda: spared.append(OWN & {1, 2, 3}))
-    bench.crew.stand_by()
-    with bench.crew.worker(job()) as worker:
-        bench.crew.stand_by()
-        assert bench.crew.working == [worker.pid]
+    monkeypatch.setattr(workers_module.reap, "end_descendants", lambda: spared.append(OWN & {1, 2, 3}))
+    bench.pool.stand_by()
+    with bench.pool.worker(job()) as worker:
+        bench.pool.stand_by()
+        assert bench.pool.working == [worker.pid]
     assert worker.ended
-    assert bench.crew.working == []
-    standby = FakeHolder.made[-1]
+    assert bench.pool.working == []
+    standby = FakeProcess.made[-1]
     assert spared == [{standby.pid}]
     bench.control.change(RunState.KILLED)
-    bench.crew.stand_down()
+    bench.pool.stand_down()
     assert standby.ended
     assert standby.pid not in OWN
-    bench.crew.stand_by()
+    bench.pool.stand_by()
     bench.control.change(RunState.RUNNING)
-    bench.station.orphaned.set()
-    bench.crew.stand_by()
-    assert FakeHolder.made[-1] is standby
+    bench.context.orphaned.set()
+    bench.pool.stand_by()
+    assert FakeProcess.made[-1] is standby
 
 
 def test_that_none_can_be_started_beforehand_is_no_trouble(bench, monkeypatch):
     def fail(*args: Any, **more: Any) -> None:
         raise OSError(11, "no more processes")
 
-    monkeypatch.setattr(crew_module, "Holder", fail)
-    bench.crew.stand_by()
-    assert bench.crew._standby is None
+    monkeypatch.setattr(workers_module, "WorkerProcess", fail)
+    bench.pool.stand_by()
+    assert bench.pool._standby is None
 
 
 def test_its_command_line_says_whose_it_is_and_its_environment_who(tmp_path):
-    holder = Pages().holder(tmp_path)
+    worker = Pages().worker(tmp_path)
     try:
-        line = Path(f"/proc/{holder.pid}/cmdline")
+        line = Path(f"/proc/{worker.pid}/cmdline")
         until(lambda: line.read_text().endswith(f"\0{tmp_path}\0"))
-        assert marked(holder.pid, holder.name)
+        assert marked(worker.pid, worker.name)
     finally:
-        holder.end()
+        worker.end()

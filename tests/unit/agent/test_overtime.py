@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron.fill.agent.overtime import Overtime
+from megatron.fill.agent.enforcer import Overtime
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.agent import output
+from megatron.fill.agent import folder as folder_module
+from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.agent.forecast import progress_of
-from megatron.fill.agent.output import BoundedOutput
 from megatron.fill.errors import TaskError
 from megatron.fill.pages import steplog
 from megatron.fill.pages.phases import WorkerPhase
@@ -37,7 +37,7 @@ JOB = MemoryStore().submit([NewJob("job", Work())])[0]
 
 @given(st.lists(st.integers(0, 400), max_size=30))
 def test_output_keeps_the_beginning_and_the_end(tmp_path_factory, sizes):
-    kept, output.KEPT_BYTES = output.KEPT_BYTES, 500
+    kept, folder_module.KEPT_BYTES = folder_module.KEPT_BYTES, 500
     try:
         path: Path = tmp_path_factory.mktemp("out") / "log"
         bounded = BoundedOutput(path)
@@ -48,7 +48,7 @@ def test_output_keeps_the_beginning_and_the_end(tmp_path_factory, sizes):
             bounded.write(data)
         bounded.close()
     finally:
-        output.KEPT_BYTES = kept
+        folder_module.KEPT_BYTES = kept
     written = path.read_bytes()
     assert bounded.total_bytes == len(whole)
     if len(whole) <= 1000:

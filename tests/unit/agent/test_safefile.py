@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.fill.agent.admission import JobUser, default_user
-from megatron.fill.agent.folder import folder_name, job_folder, occupied
-from megatron.fill.agent.output import BoundedOutput
+from megatron.fill.agent.folder import BoundedOutput, folder_name, job_folder, occupied
 from megatron.fill.folders import lock_file, output_file
 from megatron.fill.linux import safefile
 from megatron.fill.store.port import Job, NewJob

@@ -14,15 +14,14 @@ from typing import Any
 import pytest
 
 from megatron.fill.agent import attempt as attempt_module
-from megatron.fill.agent.crew import Crew
+from megatron.fill.agent.ending import Judge
 from megatron.fill.agent.enforcer import Enforcer
 from megatron.fill.agent.forecast import JobForecast
-from megatron.fill.agent.holder import Holder
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.ranking import Resident
 from megatron.fill.agent.seat import Seat
-from megatron.fill.agent.verdict import Judge
 from megatron.fill.agent.watch import Orders, Watch
+from megatron.fill.agent.workers import WorkerPool, WorkerProcess
 from megatron.fill.device.cpu import CpuDevice, HostLimiter
 from megatron.fill.linux.cgroup import find_home
 from megatron.fill.linux.tree import OWN, children
@@ -30,7 +29,7 @@ from megatron.fill.pages.control import RunState
 from megatron.fill.records import read_agent
 from megatron.fill.types import JobState
 from tests.support.memory_store import MemoryStore
-from tests.support.stations import Post, post
+from tests.support.posts import Post, post
 
 LONG = {"task": None, "command": ["sleep", "600"]}
 SHORT = {"task": None, "command": ["true"]}
@@ -48,25 +47,25 @@ def left(bench: Post) -> dict[str, Any]:
     """All that an attempt holds while it runs."""
     gc.collect()
     home = find_home().path
-    station = bench.station
+    context = bench.context
     return {
         "descriptors": [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")],
         "children": sorted(children(os.getpid())),
         "own": sorted(OWN),
-        "workers": bench.crew.working,
-        "claims": list(station.claims._held),
-        "shares": list(station.memory._shares),
+        "workers": bench.pool.working,
+        "claims": list(context.claims._held),
+        "shares": list(context.memory._shares),
         "running": list(bench.ledger._running),
         "groups": [] if home is None else sorted(home.glob(f"*{os.getpid()}-*")),
-        "held": station.baton.held,
+        "held": context.baton.held,
     }
 
 
 def serve(bench: Post, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve one job; nobody stands by afterwards."""
-    monkeypatch.setattr(Crew, "stand_by", lambda self: None)
+    monkeypatch.setattr(WorkerPool, "stand_by", lambda self: None)
     bench.gate.open(1 << 62, 0)
-    bench.station.claims.ask(lambda store: None)
+    bench.context.claims.ask(lambda store: None)
     before = left(bench)
     assert bench.seat().serve()
     assert left(bench) == before
@@ -94,8 +93,8 @@ def test_a_failure_is_counted_in_what_the_store_hears(bench, monkeypatch):
 def test_an_empty_tail_seat_looks_again_once_the_job_beside_it_serves(bench):
     job = bench.submit(**LONG)
     besides: list[Resident | None] = [None]
-    tail = Seat(bench.station, bench.crew, bench.ledger, bench.judge, beside=lambda: besides[0])
-    for change in (lambda: besides.__setitem__(0, Resident(job, bench.folder)), bench.station.baton.hold):
+    tail = Seat(bench.context, bench.pool, bench.ledger, bench.judge, beside=lambda: besides[0])
+    for change in (lambda: besides.__setitem__(0, Resident(job, bench.folder)), bench.context.baton.hold):
         resting = threading.Thread(target=tail.rest, args=(600.0,))
         resting.start()
         time.sleep(0.05)
@@ -144,11 +143,11 @@ def broken(*args: object, **more: object) -> None:
 @pytest.mark.parametrize(
     ("where", "what"),
     [
-        (Holder, "__init__"),
+        (WorkerProcess, "__init__"),
         (CpuDevice, "limiter"),
         (HostLimiter, "adopt"),
-        (Holder, "give"),
-        (Holder, "let_go"),
+        (WorkerProcess, "give"),
+        (WorkerProcess, "let_go"),
         (attempt_module, "create_log"),
         (attempt_module, "StepLog"),
         (attempt_module, "BoundedOutput"),
@@ -161,14 +160,14 @@ def test_what_is_raised_at_the_start_means_not_started_and_leaves_nothing(bench,
     serve(bench, monkeypatch)
     told = bench.store.get(job.id)
     assert (told.state, told.reason) == (JobState.QUEUED, "it could not be started: KeyError: 'of ours'")
-    assert bench.station.ranking.misfits.refused == (job.id,)  # not here again
+    assert bench.context.ranking.misfits.refused == (job.id,)  # not here again
 
 
 def test_what_is_raised_when_the_next_worker_is_made_ready_means_not_started(bench, monkeypatch):
     job = bench.submit(**LONG)
     bench.gate.open(1 << 62, 0)
-    bench.station.claims.ask(lambda store: None)
-    monkeypatch.setattr(Crew, "stand_by", broken)
+    bench.context.claims.ask(lambda store: None)
+    monkeypatch.setattr(WorkerPool, "stand_by", broken)
     before = left(bench)
     assert bench.seat().serve()
     assert left(bench) == before
@@ -221,7 +220,7 @@ def test_a_watcher_that_breaks_after_the_start_puts_the_job_back(bench, monkeypa
 
     def look(self: Orders) -> Any:
         looks.append(1)
-        return broken() if bench.station.memory._shares else sound(self)
+        return broken() if bench.context.memory._shares else sound(self)
 
     monkeypatch.setattr(Orders, "look", look)
     serve(bench, monkeypatch)
@@ -253,7 +252,7 @@ def test_nothing_is_taken_while_filling_is_off_nor_by_a_tail_without_a_resident_
     bench.control.change(RunState.PAUSED)
     assert not bench.seat().serve()
     bench.control.change(RunState.RUNNING)
-    tail = type(bench.seat())(bench.station, bench.crew, bench.ledger, bench.judge, beside=lambda: None)
+    tail = type(bench.seat())(bench.context, bench.pool, bench.ledger, bench.judge, beside=lambda: None)
     assert not tail.serve()
     assert bench.store.get(job.id).state is JobState.QUEUED
     assert (str(tail), tail.busy_until_s, tail.resident) == ("tail job", None, None)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.fill.agent.submitted import FILE, forget_submitted, not_yet_submitted, note_submitted
+from megatron.fill.agent.claims import SUBMITTED, forget_submitted, not_yet_submitted, note_submitted
 from megatron.fill.errors import FillError
 from megatron.fill.store.port import NewJob
 from megatron.fill.work import Work
@@ -40,6 +40,6 @@ def test_all_can_be_forgotten(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"version": 2, "jobs": []}', '{"version": 1, "jobs": 3}', "\0"])
 def test_a_damaged_note_is_said_and_not_taken_for_an_empty_one(tmp_path, content):
-    (tmp_path / FILE).write_text(content)
+    (tmp_path / SUBMITTED).write_text(content)
     with pytest.raises(FillError, match=r"submitted\.json is not what a run notes"):
         not_yet_submitted(tmp_path, "store", [PI])

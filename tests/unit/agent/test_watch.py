@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.agent.ending import Ending, How
-from megatron.fill.agent.output import BoundedOutput
+from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.agent.watch import Watch
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog, create_log

@@ -279,13 +279,12 @@ OTHER_READS = {
     "records/segment.py": {"os.open"},
     "records/unwritten.py": {"json.loads", "open"},  # of another rank; to write
     "agent/agent.py": {"AgentSpec.from_json", "Path(spec_path).read_text"},
-    "worker/confined.py": {"json.loads"},  # of a worker's first process, which runs nothing of the job
-    "agent/folder.py": {"os.open"},  # folders themselves
-    "agent/output.py": {"os.fdopen"},  # to write
+    "worker/spec.py": {"json.loads"},  # of a worker's first process, which runs nothing of the job
+    "agent/folder.py": {"os.open", "os.fdopen"},  # folders themselves; to write
     "rank/listener.py": {"self.gate.open"},
     "rank/relay.py": {"RelaySpec.from_json", "log.open"},
     "rank/srun.py": {"Path(f'/proc/{pid}/status').read_text"},
-    "agent/submitted.py": {"json.loads", "path.read_text"},  # in the run folder
+    "agent/claims.py": {"json.loads", "path.read_text"},  # in the run folder
     "agent/warden.py": {"json.loads", "spec_path.read_text"},
     "trial/train.py": {"log.open"},  # to write
 }

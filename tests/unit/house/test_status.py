@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.fill import status as texts
-from megatron.fill.agent.crew import Crew
-from megatron.fill.agent.ending import Ending, How
-from megatron.fill.agent.verdict import End, Judge
-from megatron.fill.agent.waiting import Misfits
+from megatron.fill.agent.ending import End, Ending, How, Judge
+from megatron.fill.agent.ranking import Misfits
+from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.cli import main
 from megatron.fill.sidetask.examine import Examined
 from megatron.fill.status import CAUSES, FOLLOWS, Cause, JobState, Status, Then, why
@@ -28,7 +27,7 @@ from megatron.fill.trial import check, run
 from megatron.fill.work import Work
 from megatron.fill.worker.spec import Outcome
 from tests.support.memory_store import MemoryStore
-from tests.support.stations import post
+from tests.support.posts import post
 from tests.unit.house.test_imports import FILL
 from tests.unit.trial.test_judge import run as training
 
@@ -148,7 +147,7 @@ def test_a_note_of_another_cycle_is_withdrawn_by_the_device_that_left_it(words, 
     ],
 )
 def test_a_seat_tells_the_store_the_same_in_any_words(words, work, state, failures, tmp_path, monkeypatch):
-    monkeypatch.setattr(Crew, "stand_by", lambda self: None)
+    monkeypatch.setattr(WorkerPool, "stand_by", lambda self: None)
     with post(tmp_path) as bench:
         job = bench.submit(task=None, **work)
         bench.gate.open(1 << 62, 0)
@@ -156,7 +155,7 @@ def test_a_seat_tells_the_store_the_same_in_any_words(words, work, state, failur
         told = bench.store.get(job.id)
         assert (told.state, told.progress.failures) == (state, failures)
         unfit = (job.id,) if "memory_bytes" in work else ()
-        assert bench.station.ranking.misfits.refused == unfit
+        assert bench.context.ranking.misfits.refused == unfit
 
 
 @both

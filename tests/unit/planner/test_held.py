@@ -26,7 +26,7 @@ from megatron.fill.work import Work
 from megatron.fill.worker.nodes import NodeRun
 from tests.support.fake_device import FakeDevice
 from tests.support.fakes import worker_spec
-from tests.support.stations import post
+from tests.support.posts import post
 
 MS, MIB = 1_000_000, 1 << 20
 
@@ -136,7 +136,7 @@ def test_a_gpu_serves_no_job_before_it_is_known_what_the_main_job_leaves(monkeyp
         if cycle is not None:
             bench.board.show(cycle)
         asked: list[object] = []
-        monkeypatch.setattr(bench.station.claims, "claim", lambda *_: asked.append(None))
+        monkeypatch.setattr(bench.context.claims, "claim", lambda *_: asked.append(None))
         assert not bench.seat().serve()
         assert len(asked) == asks
 

@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from megatron.fill.errors import SandboxError
 from megatron.fill.linux import host
 from megatron.fill.sandbox.jail import Jail
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
-from megatron.fill.worker.spec import WorkerSpec
-
-_MOST_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Confined:
-    """The report of a worker's first process to its agent.
-
-    Attributes:
-        init: pid of the first process in the job's own process namespace.
-        pid: the job's process and process group.
-        lacking: the sandbox layers that are missing on this machine.
-        error: the reason why the job was not started; empty if it was.
-    """
-
-    init: int = 0
-    pid: int = 0
-    lacking: tuple[str, ...] = ()
-    error: str = ""
-
-    def send(self, channel: socket.socket) -> None:
-        channel.send(json.dumps(asdict(self)).encode()[:_MOST_BYTES])
-
-    @classmethod
-    def receive(cls, channel: socket.socket) -> Confined | None:
-        """Return the next report; None if the other side ended before reporting."""
-        data = channel.recv(_MOST_BYTES)
-        return cls(**json.loads(data)) if data else None
+from megatron.fill.worker.spec import Confined, WorkerSpec
 
 
 def jail(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> Jail:

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.fill.agent.claims import Claims
-from megatron.fill.agent.crew import Crew
+from megatron.fill.agent.context import AgentContext
+from megatron.fill.agent.ending import Judge
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.agent.ranking import Ranking
 from megatron.fill.agent.seat import Seat
 from megatron.fill.agent.spec import AgentSpec
-from megatron.fill.agent.station import Station
-from megatron.fill.agent.verdict import Judge
+from megatron.fill.agent.workers import WorkerPool
 from megatron.fill.device import Sharing
 from megatron.fill.device.cpu import CpuDevice
 from megatron.fill.device.port import WorkerDevice
@@ -36,7 +36,7 @@ WORK = Work("m:C")
 
 
 class Post:
-    """A station, its crew and its ledger, and the rank's ends of the pages."""
+    """A context, its pool and its ledger, and the rank's ends of the pages."""
 
     def __init__(self, folder: Path, device: WorkerDevice | None = None, **spec: Any) -> None:
         self.folder = folder
@@ -46,7 +46,7 @@ class Post:
         device = device or CpuDevice()
         memory = DeviceMemory(device, agent.margin_bytes, 1.0)
         board, baton_fd = CycleBoardReader(agent.board_fd), Baton.create()
-        self.station = Station(
+        self.context = AgentContext(
             spec=agent,
             name="rank 3",
             gate=SharedGateReader(agent.gate_fd),
@@ -67,7 +67,7 @@ class Post:
             ),
             ranking=Ranking(agent.policy, "rank 3", "cpu", board, 0, memory.room_bytes),
         )
-        self.crew = Crew(self.station)
+        self.pool = WorkerPool(self.context)
         self.ledger = AttemptLedger(AgentFile(folder, 3))
         self.judge = Judge()
 
@@ -122,7 +122,7 @@ class Post:
         return claim
 
     def seat(self) -> Seat:
-        return Seat(self.station, self.crew, self.ledger, self.judge)
+        return Seat(self.context, self.pool, self.ledger, self.judge)
 
 
 @contextmanager
@@ -134,6 +134,6 @@ def post(folder: Path, **spec: Any) -> Iterator[Post]:
     try:
         yield made
     finally:
-        made.crew.stand_down()
+        made.pool.stand_down()
         made.gate.end()
         OWN.difference_update(others)

@@ -18,7 +18,7 @@ from megatron.fill.pages.gate import SharedGateReader
 
 
 @dataclass(frozen=True, slots=True)
-class Station:
+class AgentContext:
     """The agent's shared objects, made before any of its threads starts.
 
     Gate, board, control and baton are pages in shared memory, which any thread may read; only the resident seat's

@@ -1,0 +1,287 @@
+"""Worker processes of an agent: those that have a job, and a spare one for the next job."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.fill.agent.admission import environment, told
+from megatron.fill.agent.context import AgentContext
+from megatron.fill.agent.ranking import Resident
+from megatron.fill.device.port import Limits
+from megatron.fill.folders import run_of
+from megatron.fill.linux import reap, safefile
+from megatron.fill.linux.isolated import program
+from megatron.fill.linux.tree import MARK, OWN
+from megatron.fill.pages.control import RunState
+from megatron.fill.profiles import cycle_to_dict
+from megatron.fill.sandbox.cage import Bind, Cage
+from megatron.fill.store.location import database_files, password_files
+from megatron.fill.store.port import Job
+from megatron.fill.worker.spec import Confined, WorkerSpec
+
+logger = logging.getLogger("pipefill.agent")
+
+AHEAD = ("numpy",)  # imported by most tasks, and costs little memory
+# A worker's start-up must not compete with the training either.
+_AT_IDLE_PRIORITY = [chrt, "--idle", "0"] if (chrt := shutil.which("chrt")) else []
+_MEMORY_FILES_BYTES = 1 << 30  # limit for a job without a memory cap
+
+
+class WorkerPool:
+    """Starts workers' first processes, and forgets them when they have ended; for any thread.
+
+    The lock is held while a process is started and while orphans are ended, so that a new process is not ended as an
+    orphan.
+    """
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        self._working: set[int] = set()  # pids of those that have a job
+        self._standby: WorkerProcess | None = None
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    @property
+    def working(self) -> list[int]:
+        """The pids of the processes that have a job."""
+        return sorted(self._working.copy())
+
+    @contextmanager
+    def worker(self, job: Job) -> Iterator[WorkerProcess]:
+        """Provide a worker's first process for this job; no process of the worker is left at the end.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        worker = self._start(job)
+        try:
+            yield worker
+        finally:
+            try:
+                worker.end()
+            finally:
+                self._forget(worker)
+
+    def stand_by(self) -> None:
+        """Start a spare process for the next job, if there is none."""
+        context = self._context
+        with self._lock:
+            if self._standby is None and not context.over and context.control.state is not RunState.KILLED:
+                try:
+                    self._standby = self._new(idle=True, ahead=AHEAD)
+                except OSError as error:  # this may succeed for the next job
+                    logger.warning("no worker stands by: %s", error)
+
+    def stand_down(self) -> None:
+        """End the spare process."""
+        with self._lock:
+            self._dismiss()
+
+    def _start(self, job: Job) -> WorkerProcess:
+        """Return the spare process if it suits the job, otherwise a new one."""
+        task, plain = job.work.command is None, not job.work.env
+        with self._lock:
+            # The spare process has imported libraries, which may have read variables; and it runs at idle priority,
+            # which is too low for watching a command.
+            worker = None
+            if task and plain and self._standby is not None:
+                if self._standby.alive:
+                    worker, self._standby = self._standby, None
+                else:
+                    self._dismiss()
+            worker = worker or self._new(idle=task)
+            self._working.add(worker.pid)
+            return worker
+
+    def _forget(self, worker: WorkerProcess) -> None:
+        """End processes of the worker that left its process group and are now children of this one."""
+        with self._lock:
+            self._working.discard(worker.pid)
+            OWN.discard(worker.pid)
+            reap.end_descendants()
+
+    def _dismiss(self) -> None:
+        if self._standby is not None:
+            self._standby.end()
+            OWN.discard(self._standby.pid)
+            self._standby = None
+
+    def _new(self, *, idle: bool, ahead: Sequence[str] = ()) -> WorkerProcess:
+        spec, fds = self._context.spec, self._context.worker_fds
+        started_with = environment(os.environ, {}, spec.user, Path("/"))
+        name = f"{os.getpid()}-{next(self._numbers)}"
+        worker = WorkerProcess(name, fds, started_with, spec.run_dir, idle=idle, ahead=ahead)
+        OWN.add(worker.pid)
+        return worker
+
+
+class WorkerProcess:
+    """Starts the process, which then waits for its job and ends when this process does.
+
+    The start does not depend on the job: neither on its variables nor on a folder that it can write to.
+
+    Args:
+        name: the worker's name, by which its limiter finds processes that it started; unique on this machine.
+        fds: descriptors that every worker of this agent maps.
+        environment: environment of the process and its libraries.
+        run_dir: the run folder, shown in the process's command line for people who look at it.
+        idle: start at idle priority; watching a command needs a higher one.
+        ahead: modules to import while it waits for a job.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        fds: Sequence[int],
+        environment: Mapping[str, str],
+        run_dir: str,
+        *,
+        idle: bool,
+        ahead: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        told = (str(os.getpid()), str(theirs.fileno()), ",".join(ahead), run_dir)
+        command = program("megatron.fill.worker.worker", *told)
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [*_AT_IDLE_PRIORITY, *command] if idle else command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    cwd="/",
+                    pass_fds=(*fds, theirs.fileno()),
+                    process_group=0,  # not a new session: that would be a new autogroup
+                    env={**environment, MARK: name},  # /proc/PID/environ shows this, whatever is changed later
+                )
+        except BaseException:
+            self._channel.close()
+            raise
+        self.pid = self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        """True while the process runs."""
+        return self.process.poll() is None
+
+    def give(self, spec_path: Path, log_fd: int) -> None:
+        """Send the job to the process, which then builds the sandbox and reports it (``confined``).
+
+        Raises:
+            OSError: the process has ended.
+        """
+        socket.send_fds(self._channel, [os.fsencode(spec_path)], [log_fd])
+
+    def confined(self, within_s: float) -> Confined | None:
+        """Return the sandbox that the worker reports, or None if it ended before reporting.
+
+        Raises:
+            TimeoutError: it has not reported within ``within_s`` seconds.
+        """
+        self._channel.settimeout(within_s)
+        return Confined.receive(self._channel)
+
+    def let_go(self) -> None:
+        """Let the job begin.
+
+        Raises:
+            OSError: the process has ended.
+        """
+        self._channel.send(b"x")
+        self._channel.close()
+
+    def end(self) -> str:
+        """Kill the process if it has not ended, and return its output that has not been read."""
+        self._channel.close()
+        self.process.kill()
+        assert self.process.stdout is not None
+        if self.process.stdout.closed:
+            self.process.wait()
+            return ""
+        return self.process.communicate()[0].decode(errors="replace").strip()
+
+
+def write_spec(
+    context: AgentContext,
+    job: Job,
+    limits: Limits,
+    directory: Path,
+    fixed: Mapping[str, str],
+    beside: Resident | None,
+) -> Path:
+    """Write the spec into the job's folder, and return its path.
+
+    Args:
+        fixed: variables that the device needs, which the job must not change.
+        beside: the resident job if this one is a tail job.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    agent, device = context.spec, context.device
+    spec = WorkerSpec(
+        name=job.name,
+        directory=str(directory),
+        gate_fd=agent.gate_fd,
+        board_fd=agent.board_fd,
+        control_fd=context.control_fd,
+        baton_fd=context.baton_fd,
+        environment=environment(os.environ, fixed, agent.user, directory),
+        cage=_cage(context, job, limits, directory),
+        tail=beside is not None,
+        cycle=_cycle(context, beside),
+        profiles=context.ranking.profile_of(job),
+        checkpoint_s=agent.checkpoint_s,
+        margin_bytes=agent.margin_bytes + device.overhead_bytes,
+        device=device.worker_name,
+        cpus=agent.cpus,
+        emulate=agent.emulate,
+        # A job could bring its own module with an allowed name, so an allowed module must be installed.
+        work=replace(job.work, search=()) if agent.allow else job.work,
+        limits=limits,
+        sharing=agent.sharing,
+        env={name: value for name, value in job.work.env.items() if name not in fixed}
+        | told(job, agent.run_dir, directory),
+    )
+    path = directory / "spec.json"
+    safefile.write_text(path, spec.to_json(), mode=0o600)
+    return path
+
+
+def _cage(context: AgentContext, job: Job, limits: Limits, directory: Path) -> Cage:
+    agent = context.spec
+    mps = (Bind(agent.mps_pipe, writable=True),) if agent.mps_pipe is not None else ()
+    return Cage(
+        namespaces=agent.namespaces,
+        directory=str(directory),
+        binds=(*(Bind(place) for place in job.work.search), *agent.binds, *mps),
+        runs=tuple({agent.run_dir, str(run_of(directory))}),
+        masked=(*database_files(agent.store), *password_files(agent.store)),
+        user=None if agent.user is None else agent.user.uid,
+        group=None if agent.user is None else agent.user.gid,
+        network=agent.network,
+        memory_files_bytes=limits.memory_bytes or _MEMORY_FILES_BYTES,
+        devices=context.device.nodes,
+        host_memory_files=agent.mps_pipe is not None,
+        real_time=agent.emulate is not None,
+    )
+
+
+def _cycle(context: AgentContext, beside: Resident | None) -> dict[str, Any] | None:
+    left = None if beside is None else context.ranking.leftover(beside)
+    return None if left is None else cycle_to_dict(left)
