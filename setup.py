@@ -37,7 +37,7 @@ setup(
     # megatron itself has no __init__.py: it is a namespace shared with pip's megatron-core.
     packages=find_namespace_packages(include=["megatron.fill*", "pipefill_patches*"]),
     entry_points={"console_scripts": ["pipefill = megatron.fill.cli:main"]},
-    package_data={"megatron.fill": ["py.typed"], "pipefill_patches": ["py.typed"]},
+    package_data={"megatron.fill": ["py.typed", "report/page.html"], "pipefill_patches": ["py.typed"]},
     install_requires=[
         "torch>=2.8",
         f"megatron-core[training]{oldest}",
@@ -59,9 +59,10 @@ setup(
         "json": ["llguidance>=1"],
         "lora": ["peft>=0.18"],
         "postgres": ["psycopg[binary]"],
+        "page": ["vl-convert-python>=1.7"],
         "docs": ["zensical", "mkdocstrings-python>=2"],
         "dev": [
-            "pipefill[tasks,models,json,lora,postgres,docs]",
+            "pipefill[tasks,models,json,lora,postgres,page,docs]",
             "hypothesis",
             "mypy",
             "psutil",

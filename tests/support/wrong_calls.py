@@ -85,6 +85,9 @@ plan jobs.yaml --bubbles b.json --profiles p.json --memory-margin-mib 1e300 => '
 plan jobs.yaml --bubbles b.json --profiles p.json --png folder => --png folder: cannot be written: Is a directory
 plan jobs.yaml --bubbles b.json --profiles p.json --png /proc/p.png => --png /proc/p.png: cannot be written
 report => Missing argument 'RUN'
+report folder --html page.html => folder/records: holds no records of a training
+report folder --compare folder => folder/records: holds no records of a training
+report folder --compare folder --json => --compare prints a table; expected neither --json nor --html with it
 report folder --price => Option '--price' requires an argument
 report folder --price 4 => --price is '4': expected what an hour costs, each above 0, such as main=3.96,side=0.18
 report folder --price main=4 => --price is 'main=4': expected what an hour costs

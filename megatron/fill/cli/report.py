@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatron.fill.cli.options import Json, warn_of_password
+from megatron.fill.cli.options import Json, check_writable, warn_of_password
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.quantities import parse_prices
 from megatron.fill.types import Prices
@@ -35,6 +35,14 @@ def report(
             "for the jobs.  [default: the run's own]",
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write it as a page with charts, too, which needs no network."),
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option("--compare", metavar="OTHER", help="Print the figures of OTHER and RUN side by side instead."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make the report of a run from what its ranks and agents have written so far.
@@ -46,26 +54,41 @@ def report(
 
     from megatron.fill.records import SegmentEnding, last_segment
     from megatron.fill.report import NotWritten, Report, compose, print_report
+    from megatron.fill.report.compare import print_compared
+    from megatron.fill.report.page import library
     from megatron.fill.store.standing import standing
 
     prices = None if price is None else _prices(price)
-    last = last_segment(run)
-    where = store or last.store
-    going = last.ending is SegmentEnding.RUNNING
+    if compare is not None and (as_json or html is not None):
+        raise ConfigError("--compare prints a table; expected neither --json nor --html with it")
+    if html is not None:
+        last_segment(run)  # before the file is touched
+        check_writable("--html", html)
+        library()
 
-    def show(made: Report) -> None:
+    def made(folder: Path, page: Path | None = None) -> Report:
+        last = last_segment(folder)
+        where, going = store or last.store, last.ending is SegmentEnding.RUNNING
+        if not where:
+            return compose(folder, prices=prices, page=page)
+        return compose(folder, partial(standing, where, folder, going), prices, page=page)
+
+    def show(report: Report) -> None:
         if as_json:
-            print(made.model_dump_json(indent=2))
+            print(report.model_dump_json(indent=2))
         else:
-            print_report(made, Console())
+            print_report(report, Console())
 
+    if compare is not None:
+        print_compared((str(compare), str(run)), made(compare), made(run), Console())
+        return
     try:
-        show(compose(run, partial(standing, where, run, going), prices) if where else compose(run, prices=prices))
+        show(made(run, html))
     except NotWritten as error:
         show(error.report)
         raise
     if not as_json:
-        print(f"report.json, trace.json and timeline.png in {run}")
+        print(f"report.json, trace.json and timeline.png in {run}" + (f", the page in {html}" if html else ""))
 
 
 def _prices(text: str) -> Prices:

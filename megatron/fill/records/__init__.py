@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from megatron.fill.records.agent import AgentFile, attempts_text, read_agent, write_agent
 from megatron.fill.records.files import RECORD_VERSION, NothingRecorded
-from megatron.fill.records.live import Estimate, LiveRank, LiveSegment
+from megatron.fill.records.live import Estimate, IterationTime, LiveRank, LiveSegment, slowdown
 from megatron.fill.records.rank import RankWriter, add_up, as_bubbles, rank_file, read_rank, write_rank
 from megatron.fill.records.segment import (
     NoRecords,
@@ -35,6 +35,7 @@ __all__ = [
     "RECORD_VERSION",
     "AgentFile",
     "Estimate",
+    "IterationTime",
     "LiveRank",
     "LiveSegment",
     "NoRecords",
@@ -57,6 +58,7 @@ __all__ = [
     "read_agent",
     "read_rank",
     "read_segments",
+    "slowdown",
     "write_agent",
     "write_rank",
 ]

@@ -38,7 +38,9 @@ class Estimate(NamedTuple):
     pairs: int
 
 
-class _Line(NamedTuple):
+class IterationTime(NamedTuple):
+    """The duration of an iteration, and whether and in which block it was filled."""
+
     iteration: int
     duration_ns: int
     filling: bool
@@ -73,7 +75,7 @@ class LiveRank:
     brakes: list[BrakeEvent] = field(default_factory=list)
     ended: Counter[tuple[str, str]] = field(default_factory=Counter)
     running: Attempts = field(default_factory=list)
-    recent: deque[_Line] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    recent: deque[IterationTime] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
 
 class _Tail:
@@ -135,7 +137,7 @@ def _add(rank: LiveRank, content: dict[str, Any]) -> None:
         rank.iterations += len(durations)
         rank.iteration_ns += sum(durations)
         rank.iteration, rank.ended_ns = its["iteration"][-1], ends[-1]
-        rank.recent.extend(map(_Line, its["iteration"], durations, its["filling"], its["block"]))
+        rank.recent.extend(map(IterationTime, its["iteration"], durations, its["filling"], its["block"]))
     if its := content.get("bubbles"):
         for kind, start, end, filling, forward_only in zip(
             its["kind"], its["start_ns"], its["end_ns"], its["filling"], its["forward_only"], strict=True
@@ -237,7 +239,7 @@ def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else math.nan
 
 
-def slowdown(lines: Sequence[_Line]) -> Estimate | None:
+def slowdown(lines: Sequence[IterationTime]) -> Estimate | None:
     """Return the slowdown by filling, from paired blocks or else from the brake's probes and their neighbours."""
     changes = _over_blocks(lines) or _over_probes(lines)
     count = len(changes)
@@ -247,7 +249,7 @@ def slowdown(lines: Sequence[_Line]) -> Estimate | None:
     return Estimate(mean, mean - half, mean + half, count)
 
 
-def _over_blocks(lines: Sequence[_Line]) -> list[float]:
+def _over_blocks(lines: Sequence[IterationTime]) -> list[float]:
     pairs: dict[int, tuple[list[int], list[int]]] = {}
     for one in lines:
         if one.block >= 0:
@@ -256,7 +258,7 @@ def _over_blocks(lines: Sequence[_Line]) -> list[float]:
     return [median(on) / median(off) - 1 for on, off in whole if median(off)]
 
 
-def _over_probes(lines: Sequence[_Line]) -> list[float]:
+def _over_probes(lines: Sequence[IterationTime]) -> list[float]:
     """Compare each short stretch of unfilled iterations with as many filled ones on either side."""
     found, start = [], 0
     for at in range(1, len(lines) + 1):

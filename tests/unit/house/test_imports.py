@@ -272,6 +272,7 @@ OTHER_READS = {
     "app/freeing.py": {"_BOOT.read_text"},  # the kernel's
     "pages/control.py": {"os.open"},
     "pages/ready.py": {"os.open"},  # a rank's own, which it names to the others
+    "report/page.py": {"files(__package__).joinpath('page.html').read_text"},  # installed with it
     "pages/moving.py": {"os.open"},  # a page, through /proc
     "records/files.py": {"from_json", "os.open", "path.open"},
     "records/live.py": {"self._path.open"},  # of ranks and agents

@@ -18,7 +18,7 @@ from megatron.fill.records import (
     write_agent,
     write_rank,
 )
-from megatron.fill.records.live import slowdown
+from megatron.fill.records.live import IterationTime, slowdown
 from megatron.fill.status import Cause, JobState, Status
 from megatron.fill.types import BrakeEvent, Iteration, RankRecord
 from tests.support.synthetic import LAST, MS, report_of, synthetic_run
@@ -154,10 +154,8 @@ def _line(number: int, ms: float, filling: bool, block: int = -1) -> Iteration:
     return Iteration(number, 0, int(ms * MS), filling, block)
 
 
-def _lines(iterations: list[Iteration]) -> list:
-    from megatron.fill.records.live import _Line
-
-    return [_Line(one.iteration, one.end_ns, one.filling, one.block) for one in iterations]
+def _lines(iterations: list[Iteration]) -> list[IterationTime]:
+    return [IterationTime(one.iteration, one.end_ns, one.filling, one.block) for one in iterations]
 
 
 def test_probes_are_compared_with_their_neighbours():

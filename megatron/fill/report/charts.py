@@ -1,0 +1,204 @@
+"""The charts of a run's page, as Vega-Lite specifications; colours suit light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron.fill.report.schema import Report
+from megatron.fill.report.series import Bin
+from megatron.fill.report.timeuse import TimeUse
+from megatron.fill.report.window import Window, choose_window, near
+from megatron.fill.types import RankRecord, WorkerRecord
+
+type Chart = dict[str, Any]
+
+MOST_MARKS = 12_000  # rectangles of the timeline: a browser draws them in a fraction of a second
+_COLOURS = {
+    "forward": "#0072b2",
+    "backward": "#56b4e9",
+    "fill bubble": "#e69f00",
+    "fwd-bwd bubble": "#d9b310",
+    "interior bubble": "#f0b95a",
+    "drain bubble": "#b87f00",
+    "rest": "#999999",
+    "step of a job": "#009e73",
+}
+_USES = {
+    TimeUse.STEPS: "#009e73",
+    TimeUse.RUNTIME: "#56b4e9",
+    TimeUse.LITTLE_TIME: "#e69f00",
+    TimeUse.PAST_PREDICTION: "#f0b95a",
+    TimeUse.LITTLE_MEMORY: "#cc79a7",
+    TimeUse.NO_JOB: "#999999",
+    TimeUse.TOO_SHORT: "#d55e00",
+    TimeUse.NOT_PREDICTED: "#a0522d",
+    TimeUse.NOT_KNOWN: "#bbbbbb",
+}
+_ZOOM: Chart = {"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales"}
+
+
+def timeline(ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord], iterations: int) -> Chart | None:
+    """Return the last iterations with steps of jobs, as far as marks allow; None if there is none."""
+    for count in range(iterations, 0, -1):
+        window = choose_window(ranks, workers, count)
+        marks = [] if window is None else _marks(window, ranks, workers)
+        if len(marks) <= MOST_MARKS or count == 1:
+            break
+    if window is None or not marks:
+        return None
+    rows = {"field": "rank", "type": "nominal", "sort": None, "title": None}
+    x = {"field": "from", "type": "quantitative", "title": "ms", "scale": {"domain": [0, window.duration_ns / 1e6]}}
+    color = _color("what", [name for name in _COLOURS if name != "rest"])
+    tooltip = [{"field": name} for name in ("what", "job", "iteration")]
+    tooltip.append({"field": "ms", "format": ".3f"})
+    layers = [
+        {
+            "transform": [{"filter": f"datum.what {relation} 'step of a job'"}],
+            "mark": {"type": "bar", "height": {"band": band}, "clip": True},
+            "encoding": {"y": rows, "x": x, "x2": {"field": "to"}, "color": color, "tooltip": tooltip},
+            **({"params": [_ZOOM]} if band == 0.9 else {}),
+        }
+        for relation, band in (("!=", 0.9), ("==", 0.45))
+    ]
+    return {"data": {"values": marks[:MOST_MARKS]}, "height": 34 * len(ranks), "layer": layers}
+
+
+def _marks(window: Window, ranks: Sequence[RankRecord], workers: Sequence[WorkerRecord]) -> list[Chart]:
+    found = []
+    for record in ranks:
+        rank, row = record.info.rank, f"rank {record.info.rank}, stage {record.info.stage}"
+        spans = [(one.name, one.start_ns, one.end_ns, one.iteration, "") for one in near(record.spans, window)]
+        waits = [
+            (f"{one.kind} bubble", one.start_ns, one.end_ns, one.iteration, "") for one in near(record.bubbles, window)
+        ]
+        steps = [
+            ("step of a job", start, end, 0, one.job) for one in workers if one.rank == rank for start, end in one.steps
+        ]
+        for what, start_ns, end_ns, iteration, job in [*spans, *waits, *steps]:
+            if placed := window.place(rank, start_ns, end_ns):
+                start, duration = placed[0] / 1e6, placed[1] / 1e6
+                mark = {"rank": row, "what": what, "from": round(start, 4), "to": round(start + duration, 4)}
+                mark |= {"ms": round(duration, 4)}
+                found.append(mark | ({"job": job} if job else {"iteration": iteration}))
+    return found
+
+
+def iteration_parts(parts: Sequence[tuple[int, str, float]]) -> Chart | None:
+    """Return the milliseconds of a mean iteration by stage and part; None without any."""
+    rows = [{"stage": f"stage {stage}", "what": name, "ms": round(ms, 3)} for stage, name, ms in parts]
+    return _stacked(rows, "ms", "ms of an iteration", _color("what", [name for name in _COLOURS if "job" not in name]))
+
+
+def time_uses(report: Report) -> Chart | None:
+    """Return the use of fillable bubble time by stage, in seconds; None if nothing was fillable."""
+    rows = [
+        {"stage": f"stage {stage.stage}", "what": use, "s": round(stage.time_use_ns[use] / 1e9, 3)}
+        for stage in report.stages
+        for use in TimeUse
+        if stage.time_use_ns.get(use)
+    ]
+    return _stacked(rows, "s", "s of fillable bubbles", _color("what", list(_USES)))
+
+
+def _stacked(rows: list[Chart], field: str, title: str, color: Chart) -> Chart | None:
+    if not rows:
+        return None
+    names = list(color["scale"]["domain"])
+    for row in rows:
+        row["order"] = names.index(row["what"])
+    encoding = {
+        "y": {"field": "stage", "type": "nominal", "title": None, "sort": None},
+        "x": {"field": field, "type": "quantitative", "title": title},
+        "order": {"field": "order"},
+        "color": color,
+        "tooltip": [{"field": "stage"}, {"field": "what"}, {"field": field}],
+    }
+    return {
+        "data": {"values": rows},
+        "height": 26 * len({row["stage"] for row in rows}),
+        "mark": "bar",
+        "encoding": encoding,
+    }
+
+
+def harvest(bins: Sequence[Bin]) -> Chart | None:
+    """Return the harvest ratio over the run; None if nothing was fillable."""
+    rows = [asdict(one) for one in bins if one.harvest is not None]
+    y = {"field": "harvest", "type": "quantitative", "title": "harvest ratio", "axis": {"format": "%"}}
+    return _lines(rows, {"y": y, "color": {"value": "#009e73"}})
+
+
+def iteration_times(bins: Sequence[Bin]) -> Chart | None:
+    """Return the mean iteration time over the run, with filling and without; None without iterations."""
+    rows = [
+        {"iteration": one.iteration, "what": what, "ms": ms}
+        for one in bins
+        for what, ms in (("filled", one.filled_ms), ("not filled", one.unfilled_ms))
+        if ms is not None
+    ]
+    y = {"field": "ms", "type": "quantitative", "title": "ms of an iteration", "scale": {"zero": False}}
+    colour = {
+        "field": "what",
+        "type": "nominal",
+        "title": None,
+        "legend": {"orient": "bottom"},
+        "scale": {"domain": ["filled", "not filled"], "range": ["#009e73", "#e69f00"]},
+    }
+    return _lines(rows, {"y": y, "color": colour})
+
+
+def _lines(rows: list[Chart], encoding: Chart) -> Chart | None:
+    if not rows:
+        return None
+    x = {"field": "iteration", "type": "quantitative", "title": "iteration", "scale": {"nice": False, "zero": False}}
+    mark = {"type": "line", "point": len(rows) < 3, "clip": True}
+    return {"data": {"values": rows}, "height": 180, "mark": mark, "params": [_ZOOM], "encoding": {"x": x, **encoding}}
+
+
+def predictions(cells: Sequence[tuple[float, float, float, float, int]]) -> Chart | None:
+    """Return measured durations of bubbles over predicted ones; None without predictions."""
+    if not cells:
+        return None
+    names = ("from", "to", "low", "high")
+    rows = []
+    for *edges, count in cells:
+        row: Chart = {name: float(f"{edge:.4g}") for name, edge in zip(names, edges, strict=True)}
+        rows.append(row | {"bubbles": count})
+    ends = [min(row["from"] for row in rows), max(row["high"] for row in rows)]
+    log = {"type": "log", "domain": ends, "nice": False}
+    axis = {"type": "quantitative", "scale": log, "axis": {"tickCount": 5, "format": "~g"}}
+    cell_layer: Chart = {
+        "mark": {"type": "rect"},
+        "encoding": {
+            "x": {"field": "from", "title": "predicted ms", **axis},
+            "x2": {"field": "to"},
+            "y": {"field": "low", "title": "measured ms", **axis},
+            "y2": {"field": "high"},
+            "color": {
+                "field": "bubbles",
+                "type": "quantitative",
+                "scale": {"type": "log", "range": ["#9ecae1", "#08519c"]},
+                "legend": None,
+            },
+            "tooltip": [{"field": name} for name in (*names, "bubbles")],
+        },
+    }
+    line: Chart = {
+        "data": {"values": [{"from": end, "low": end} for end in ends]},
+        "mark": {"type": "line", "color": "#d55e00", "strokeDash": [4, 3]},
+        "encoding": {"x": {"field": "from", **axis}, "y": {"field": "low", **axis}},
+    }
+    return {"data": {"values": rows}, "height": 260, "layer": [cell_layer, line]}
+
+
+def _color(field: str, names: Sequence[str]) -> Chart:
+    colours = {**_COLOURS, **_USES}
+    return {
+        "field": field,
+        "type": "nominal",
+        "title": None,
+        "scale": {"domain": list(names), "range": [colours[name] for name in names]},
+        "legend": {"orient": "bottom", "columns": {"expr": "width < 500 ? 2 : 5"}, "labelLimit": 140},
+    }
