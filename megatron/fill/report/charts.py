@@ -194,7 +194,7 @@ def predictions(cells: Sequence[tuple[float, float, float, float, int]]) -> Char
 
 
 def _color(field: str, names: Sequence[str]) -> Chart:
-    colours = {**_COLOURS, **_USES}
+    colours: dict[str, str] = _COLOURS | {str(use): colour for use, colour in _USES.items()}
     return {
         "field": field,
         "type": "nominal",
