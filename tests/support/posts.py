@@ -66,10 +66,11 @@ class Post:
                 connect=lambda url, create: self.store,
             ),
             ranking=Ranking(agent.policy, "rank 3", "cpu", board, 0, memory.room_bytes),
+            ledger=AttemptLedger(AgentFile(folder, 3)),
+            judge=Judge(),
         )
         self.pool = WorkerPool(self.context)
-        self.ledger = AttemptLedger(AgentFile(folder, 3))
-        self.judge = Judge()
+        self.ledger = self.context.ledger
 
     @staticmethod
     def _device() -> DeviceEntry:
@@ -122,7 +123,7 @@ class Post:
         return claim
 
     def seat(self) -> Seat:
-        return Seat(self.context, self.pool, self.ledger, self.judge)
+        return Seat(self.context, self.pool)
 
 
 @contextmanager

@@ -68,13 +68,8 @@ class Agent:
         name = f"rank {spec.rank} of {spec.run_dir} on {os.uname().nodename}"
         self.context = context = self._context(spec, name, dead)
         self.pool = WorkerPool(context)
-        last_word = LastWord(spec.left_fd)
-        if dead:
-            last_word.succeed()
-        self.ledger = AttemptLedger(AgentFile(Path(spec.records), spec.rank, len(dead)), last_word)
-        judge = Judge()
-        self.resident = Seat(context, self.pool, self.ledger, judge, idle=self._look_elsewhere)
-        self.tail = Seat(context, self.pool, self.ledger, judge, beside=lambda: self.resident.resident)
+        self.resident = Seat(context, self.pool, idle=self._look_elsewhere)
+        self.tail = Seat(context, self.pool, beside=lambda: self.resident.resident)
         self._live: LiveSegment | None = None
         self.mover = Mover(name, spec.run_dir, context.ranking, self.resident.may_run)
 
@@ -86,6 +81,9 @@ class Agent:
         board, control, baton_fd = CycleBoardReader(spec.board_fd), ControlPage(spec.control_fd), Baton.create()
         margin_bytes = spec.margin_bytes + device.overhead_bytes
         ranking = Ranking(spec.policy, name, fingerprint(spec.device), board, margin_bytes, memory.room_bytes)
+        last_word = LastWord(spec.left_fd)
+        if dead:
+            last_word.succeed()
         return AgentContext(
             spec=spec,
             name=name,
@@ -99,6 +97,8 @@ class Agent:
             memory=memory,
             claims=self._claims(spec, name, dead),
             ranking=ranking,
+            ledger=AttemptLedger(AgentFile(Path(spec.records), spec.rank, len(dead)), last_word),
+            judge=Judge(),
         )
 
     def _claims(self, spec: AgentSpec, name: str, dead: list[int]) -> Claims:
@@ -149,7 +149,7 @@ class Agent:
         self.pool.stand_down()
         # Before the store is notified: the rank does not wait long for the agent's end.
         try:
-            self.ledger.write()
+            self.context.ledger.write()
         except OSError as error:
             logger.warning("what its jobs did cannot be written, and is left to the rank: %s", error)
         context.claims.stop()
@@ -181,7 +181,7 @@ class Agent:
             try:
                 served = seat.serve()
                 if served:
-                    self.ledger.write()
+                    self.context.ledger.write()
             except Exception:  # an error in one seat must not stop the other
                 logger.exception("%s failed", seat)
                 served = False
@@ -216,7 +216,7 @@ class Agent:
         """
         while not self.context.over:
             self.resident.rest(_SHOW_S)
-            for show in (self.ledger.write, self._show_reasons, self._show_figures):
+            for show in (self.context.ledger.write, self._show_reasons, self._show_figures):
                 try:
                     show()
                 except Exception:

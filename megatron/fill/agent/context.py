@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.fill.agent.claims import Claims
+from megatron.fill.agent.ending import Judge
+from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.memory import DeviceMemory
 from megatron.fill.agent.ranking import Ranking
 from megatron.fill.agent.spec import AgentSpec
-from megatron.fill.device.port import WorkerDevice
+from megatron.fill.device.port import Limits, WorkerDevice
+from megatron.fill.device.pressure import NoRoom
 from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGateReader
+from megatron.fill.store.port import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,8 @@ class AgentContext:
     """The agent's shared objects, made before any of its threads starts.
 
     Gate, board, control and baton are pages in shared memory, which any thread may read; only the resident seat's
-    thread drops the baton.  ``claims``, ``memory`` and ``ranking`` are thread-safe.
+    thread drops the baton.  ``claims``, ``memory``, ``ranking`` and ``ledger`` are thread-safe; each job is
+    for one thread of ``judge`` at a time.
 
     Attributes:
         name: the device's name in the store.
@@ -44,6 +49,8 @@ class AgentContext:
     memory: DeviceMemory
     claims: Claims
     ranking: Ranking
+    ledger: AttemptLedger
+    judge: Judge
     orphaned: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -54,6 +61,13 @@ class AgentContext:
     def over(self) -> bool:
         """True if the training is over or the rank has died."""
         return self.gate.ended or self.orphaned.is_set()
+
+    def limits(self, job: Job) -> Limits | NoRoom:
+        """Return the limits of a worker for this job; NoRoom if there is too little memory for it now."""
+        memory_bytes = self.memory.cap(job.work.memory_bytes, self.board.read())
+        if isinstance(memory_bytes, NoRoom):
+            return memory_bytes
+        return Limits(memory_bytes, self.spec.processes, self.spec.files, self.spec.sm_percentage)
 
     @property
     def worker_fds(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The agent's watch over one worker, from its start to its end, and the requests from outside to end it."""
+"""A worker that has its job: watched to its end, asked to stop or to give memory back, ended where it must be."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron.fill.pages.phases import Saving
 from megatron.fill.pages.steplog import StepLog
 from megatron.fill.sidetask.base import RESULT
 from megatron.fill.status import Cause, why
-from megatron.fill.store.port import Standing
+from megatron.fill.store.port import Job, Progress, Standing
 from megatron.fill.worker.spec import Outcome
 
 TICK_S = 0.2
@@ -45,7 +45,7 @@ class _LimitWatcher:
         return Ending(How.FAIL, Cause.LIMIT, beyond) if beyond else None
 
 
-class Orders:
+class StopRequests:
     """Watches one job for requests to end it (Watcher).
 
     Args:
@@ -83,16 +83,16 @@ class Orders:
         return log.saving is Saving.SAVED
 
 
-class Watch:
-    """Watches one worker; for one thread.
+class JobWorker:
+    """A worker that has its job; for one thread.
 
     Args:
-        worker: the worker's first process, with its output on a pipe and in a process group of its own.
+        process: the worker's first process, with its output on a pipe and in a process group of its own.
+        pid: the job's process and process group.
         directory: the job's folder.
-        limiter, enforcer: enforce the limits until the worker is asked to stop.
-        ask_to_stop: asks the worker to save and stop.
-        watchers: further conditions under which it is ended.
-        tick: called every ``TICK_S`` seconds.
+        limiter: enforces the limits until the worker is asked to stop.
+        requests: requests from outside to end the job.
+        command: the job is a command.
         stop_s: time limit for the worker to save and stop.
 
     Attributes:
@@ -102,42 +102,62 @@ class Watch:
 
     def __init__(
         self,
-        worker: subprocess.Popen[bytes],
-        log: StepLog,
+        process: subprocess.Popen[bytes],
+        pid: int,
         directory: Path,
+        log: StepLog,
         output: BoundedOutput,
-        enforcer: Enforcer,
         limiter: Limiter,
-        ask_to_stop: Callable[[], None],
-        watchers: Sequence[Watcher],
-        tick: Callable[[], None],
+        requests: Watcher,
+        *,
+        command: bool,
         stop_s: float = STOP_S,
     ) -> None:
-        self.worker = worker
-        self.log = log
+        self.process = process
+        self.pid = pid
         self.directory = directory
+        self.log = log
         self.output = output
-        self.enforcer = enforcer
         self.limiter = limiter
-        self.ask_to_stop = ask_to_stop
-        self.tick = tick
+        self.requests = requests
+        self.command = command
         self.stop_s = stop_s
         self.ending: Ending | None = None
         self.ended_ns = 0
-        self._watchers = (*watchers, output)
-        self._rules: tuple[Watcher, ...] = (_LimitWatcher(limiter), enforcer)
         self._killed_by_kernel = ""  # the limiter's explanation of an end by the kernel
         self._deadline_s = 0.0  # latest time to stop
 
-    def watch(self) -> None:
+    def ask_to_stop(self) -> None:
+        """Ask the job to stop: a task saves its state; the first process of a command's worker reports its progress."""
+        if self.command:
+            self.process.terminate()
+        else:
+            self._signal(signal.SIGTERM)
+
+    def ask_to_shrink(self, to_bytes: int | None) -> None:
+        """Ask the task to give memory back; a signal makes it look at the request.  A command cannot give any back."""
+        if not self.command:
+            if to_bytes is not None:
+                self.log.wanted_bytes = to_bytes
+            self._signal(signal.SIGUSR1)
+
+    def shrinking(self) -> bool:
+        return self.log.wanted_bytes is not None
+
+    def watch(self, enforcer: Enforcer, memory: Watcher, tick: Callable[[], None]) -> None:
         """Wait for the worker's end, and end it if a watcher decides so.
 
         No process of the worker is left, whatever is raised.
+
+        Args:
+            enforcer: keeps it to the bubbles until it is asked to stop.
+            memory: watches the memory that it shares with the training.
+            tick: called every ``TICK_S`` seconds.
         """
-        assert self.worker.stdout is not None
-        with self.worker.stdout as stdout:
+        assert self.process.stdout is not None
+        with self.process.stdout as stdout:
             try:
-                self._stay(stdout.fileno())
+                self._stay(stdout.fileno(), enforcer, memory, tick)
                 self.ended_ns = time.monotonic_ns()
                 self._killed_by_kernel = self.limiter.explain()
             finally:
@@ -145,34 +165,35 @@ class Watch:
             while self._pump(stdout.fileno()) and not self.output.full:
                 pass
 
-    def _stay(self, pipe: int) -> None:
+    def _stay(self, pipe: int, enforcer: Enforcer, memory: Watcher, tick: Callable[[], None]) -> None:
         """Return when the worker's first process has ended."""
         os.set_blocking(pipe, False)
+        watchers = self.requests, memory, self.output
         tick_s, look_s = time.monotonic(), TICK_S
         with contextlib.ExitStack() as always:
-            exit_fd = os.pidfd_open(self.worker.pid)
+            exit_fd = os.pidfd_open(self.process.pid)
             always.callback(os.close, exit_fd)
             selector = always.enter_context(selectors.DefaultSelector())
             selector.register(exit_fd, selectors.EVENT_READ)
             selector.register(pipe, selectors.EVENT_READ)
-            while self.worker.poll() is None:
+            while self.process.poll() is None:
                 for key, _ in selector.select(min(look_s, TICK_S)):
                     if key.fd == pipe and (not self._pump(pipe) or self.output.full):
                         selector.unregister(pipe)
                 now_s = time.monotonic()
                 if now_s - tick_s >= TICK_S:
                     tick_s = now_s
-                    self.tick()
-                    self._decide(now_s)
+                    tick()
+                    self._decide(watchers, enforcer, now_s)
                 if self.ending is None:  # after the rules, which may have stopped the worker
-                    look_s = self.enforcer.check()
+                    look_s = enforcer.check()
 
-    def _decide(self, now_s: float) -> None:
-        before, found = self.ending, harshest(self._watchers)
+    def _decide(self, watchers: Sequence[Watcher], enforcer: Enforcer, now_s: float) -> None:
+        before, found = self.ending, harshest(watchers)
         if before is None:
-            self.ending = found = found or harshest(self._rules)
+            self.ending = found = found or harshest((_LimitWatcher(self.limiter), enforcer))
             if found is not None and found.how is How.STOP:
-                self.enforcer.release()
+                enforcer.release()
                 self.ask_to_stop()
                 self._deadline_s = now_s + self.stop_s
             elif found is not None:
@@ -200,17 +221,17 @@ class Watch:
         try:
             self.limiter.kill()
         finally:
-            if self.worker.poll() is None:
+            if self.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.worker.pid, signal.SIGKILL)
-                self.worker.wait()
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
 
-    def outcome(self, unit: str) -> Outcome:
-        """Return the worker's report; if it left none, or the agent killed it, the cause of its end instead.
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
-        Args:
-            unit: the unit of the job's work if the worker did not report any.
-        """
+    def outcome(self) -> Outcome:
+        """Return the worker's report; if it left none, or the agent killed it, the cause of its end instead."""
         left = Outcome.left(self.log)
         result = (left.result if left else {}) or _read_result(self.directory)
         if self.ending is not None and self.ending.how > How.STOP:
@@ -219,12 +240,12 @@ class Watch:
             return replace(left, result=result)
         else:
             cause, detail = self._death()
-        return Outcome(cause, detail, unit=left.unit if left else unit, result=result)
+        return Outcome(cause, detail, unit=left.unit if left else self.log.unit, result=result)
 
     def _death(self) -> tuple[Cause, str]:
         if self._killed_by_kernel:
             return Cause.OUT_OF_MEMORY, self._killed_by_kernel
-        code, callback = self.worker.returncode, self.log.phase.callback
+        code, callback = self.process.returncode, self.log.phase.callback
         where = f"{'in ' * callback.endswith(')')}{callback}"
         if code < 0:
             with contextlib.suppress(ValueError):
@@ -238,3 +259,30 @@ def _read_result(directory: Path) -> dict[str, Any]:
         return result if isinstance(result, dict) else {}
     except (OSError, ValueError):
         return {}
+
+
+def progress_of(job: Job, log: StepLog, began_s: float) -> Progress:
+    """Return the job's progress, from its worker's step log.
+
+    Args:
+        began_s: start of the attempt (``time.monotonic``).
+    """
+    # Before the checkpoint is loaded, the log does not include earlier work.
+    began = bool(log.serving_ns or log.step_count)
+    done = log.base_work + log.work_done if began else job.progress.work_done
+    elapsed_s = time.monotonic() - began_s
+    rate = log.work_done / elapsed_s if log.work_done and elapsed_s > 0 else job.progress.rate
+    before = job.progress
+    startup_s = log.serving_ns / 1e9 - began_s
+    return Progress(
+        work_done=done,
+        total_work=log.total_work or before.total_work,
+        unit=log.unit or before.unit,
+        rate=rate,
+        steps=before.steps + log.step_count,
+        harvested_s=before.harvested_s + log.harvested_ns / 1e9,
+        checkpoint_s=log.checkpoint_s or before.checkpoint_s,
+        resumable=log.resumable,
+        startup_s=startup_s if 0 <= startup_s <= elapsed_s else None,
+        failures=before.failures,
+    )

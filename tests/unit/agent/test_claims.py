@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.fill.agent.claims import Claims, HeldClaim, Patience
-from megatron.fill.agent.forecast import progress_of
+from megatron.fill.agent.watch import progress_of
 from megatron.fill.errors import StoreError
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.status import Status

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from megatron.fill.agent import folder as folder_module
 from megatron.fill.agent.folder import BoundedOutput
-from megatron.fill.agent.forecast import progress_of
+from megatron.fill.agent.watch import progress_of
 from megatron.fill.errors import TaskError
 from megatron.fill.pages import steplog
 from megatron.fill.pages.phases import WorkerPhase

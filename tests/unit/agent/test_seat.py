@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.agent import attempt as attempt_module
+from megatron.fill.agent import run as run_module
 from megatron.fill.agent.ending import Judge
 from megatron.fill.agent.enforcer import Enforcer
-from megatron.fill.agent.forecast import JobForecast
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.ranking import Resident
+from megatron.fill.agent.run import JobRun
 from megatron.fill.agent.seat import Seat
-from megatron.fill.agent.watch import Orders, Watch
+from megatron.fill.agent.watch import JobWorker, StopRequests
 from megatron.fill.agent.workers import WorkerPool, WorkerProcess
 from megatron.fill.device.cpu import CpuDevice, HostLimiter
 from megatron.fill.linux.cgroup import find_home
@@ -93,7 +93,7 @@ def test_a_failure_is_counted_in_what_the_store_hears(bench, monkeypatch):
 def test_an_empty_tail_seat_looks_again_once_the_job_beside_it_serves(bench):
     job = bench.submit(**LONG)
     besides: list[Resident | None] = [None]
-    tail = Seat(bench.context, bench.pool, bench.ledger, bench.judge, beside=lambda: besides[0])
+    tail = Seat(bench.context, bench.pool, beside=lambda: besides[0])
     for change in (lambda: besides.__setitem__(0, Resident(job, bench.folder)), bench.context.baton.hold):
         resting = threading.Thread(target=tail.rest, args=(600.0,))
         resting.start()
@@ -148,10 +148,11 @@ def broken(*args: object, **more: object) -> None:
         (HostLimiter, "adopt"),
         (WorkerProcess, "give"),
         (WorkerProcess, "let_go"),
-        (attempt_module, "create_log"),
-        (attempt_module, "StepLog"),
-        (attempt_module, "BoundedOutput"),
-        (attempt_module, "write_spec"),
+        (run_module, "create_log"),
+        (run_module, "StepLog"),
+        (run_module, "BoundedOutput"),
+        (run_module, "write_spec"),
+        (run_module, "JobWorker"),
     ],
 )
 def test_what_is_raised_at_the_start_means_not_started_and_leaves_nothing(bench, monkeypatch, where, what):
@@ -187,14 +188,13 @@ def test_a_disk_that_is_full_is_no_fault_of_the_job(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("where", "what"),
     [
-        (attempt_module, "Overtime"),
-        (attempt_module, "Watch"),
+        (run_module, "Overtime"),
         (Enforcer, "check"),
         (Enforcer, "look"),
         (HostLimiter, "look"),
-        (JobForecast, "look"),
-        (Watch, "_pump"),
-        (Watch, "outcome"),
+        (JobRun, "_forecast"),
+        (JobWorker, "_pump"),
+        (JobWorker, "outcome"),
     ],
 )
 def test_what_is_raised_while_a_job_runs_puts_it_back_and_leaves_nothing(bench, monkeypatch, where, what):
@@ -216,13 +216,13 @@ def test_what_is_raised_at_the_end_loses_no_job(bench, monkeypatch, where, what)
 
 def test_a_watcher_that_breaks_after_the_start_puts_the_job_back(bench, monkeypatch):
     job, looks = bench.submit(**LONG), []
-    sound = Orders.look
+    sound = StopRequests.look
 
-    def look(self: Orders) -> Any:
+    def look(self: StopRequests) -> Any:
         looks.append(1)
         return broken() if bench.context.memory._shares else sound(self)
 
-    monkeypatch.setattr(Orders, "look", look)
+    monkeypatch.setattr(StopRequests, "look", look)
     serve(bench, monkeypatch)
     assert len(looks) > 1
     assert bench.store.get(job.id).reason.startswith("its agent failed: KeyError")
@@ -252,7 +252,7 @@ def test_nothing_is_taken_while_filling_is_off_nor_by_a_tail_without_a_resident_
     bench.control.change(RunState.PAUSED)
     assert not bench.seat().serve()
     bench.control.change(RunState.RUNNING)
-    tail = type(bench.seat())(bench.context, bench.pool, bench.ledger, bench.judge, beside=lambda: None)
+    tail = type(bench.seat())(bench.context, bench.pool, beside=lambda: None)
     assert not tail.serve()
     assert bench.store.get(job.id).state is JobState.QUEUED
     assert (str(tail), tail.busy_until_s, tail.resident) == ("tail job", None, None)

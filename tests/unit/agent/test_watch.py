@@ -13,7 +13,7 @@ import pytest
 
 from megatron.fill.agent.ending import Ending, How
 from megatron.fill.agent.folder import BoundedOutput
-from megatron.fill.agent.watch import Watch
+from megatron.fill.agent.watch import JobWorker
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.status import Cause
@@ -54,28 +54,34 @@ class Limiter:
         self.calls.append("kill")
 
 
+class NoRequest:
+    def look(self) -> None:
+        return None
+
+
 class Bench:
     def __init__(self, folder: Path, code: str, most_output: int = 1 << 20, stop_s: float = 10.0) -> None:
-        worker = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
         )
-        self.folder, self.enforcer, self.ticks = folder, Enforcer(), 0
+        self.folder, self.ticks = folder, 0
+        self.enforcer: Any = Enforcer()
         self.log = StepLog(create_log())
         self.wants: list[Ending] = []  # once it is up, in this order
         self.limiter = Limiter()
         self.output = BoundedOutput(folder / "output.log", most_output)
-        self.run = Watch(
-            worker,
-            self.log,
+        self.worker = JobWorker(
+            process,
+            process.pid,
             folder,
+            self.log,
             self.output,
-            self.enforcer,  # type: ignore[arg-type]
             self.limiter,  # type: ignore[arg-type]
-            worker.terminate,
-            [self],
-            self.tick,
-            stop_s,
+            self,
+            command=True,
+            stop_s=stop_s,
         )
+        self.log.unit = "images"
 
     def look(self) -> Ending | None:
         if not (self.folder / "output.log").read_text() or not self.wants:
@@ -85,9 +91,12 @@ class Bench:
     def tick(self) -> None:
         self.ticks += 1
 
+    def watch(self) -> None:
+        self.worker.watch(self.enforcer, NoRequest(), self.tick)
+
     def outcome(self) -> tuple[Any, ...]:
-        self.run.watch()
-        outcome = self.run.outcome("images")
+        self.watch()
+        outcome = self.worker.outcome()
         return outcome.cause, outcome.status.text, outcome.unit
 
 
@@ -109,7 +118,7 @@ def test_a_worker_is_asked_to_stop(tmp_path):
     bench = Bench(tmp_path, f"{OBEYS}; time.sleep(60)")
     bench.wants = [Ending(How.STOP, Cause.CANCELLED)]
     assert bench.outcome()[0] is Cause.EXITED  # it left no word of its own, but it left
-    assert bench.run.ending == Ending(How.STOP, Cause.CANCELLED)
+    assert bench.worker.ending == Ending(How.STOP, Cause.CANCELLED)
     assert bench.enforcer.released
     assert bench.ticks > 0
 
@@ -120,21 +129,21 @@ def test_a_worker_that_does_not_stop_is_killed(tmp_path):
     cause, reason, _ = bench.outcome()
     assert cause is Cause.LATE
     assert reason.endswith("did not return within 0.5 s of the stop: the main job ended first")
-    assert bench.run.ending == Ending(How.LATE, Cause.LATE, reason, Cause.TRAINING_ENDED)
+    assert bench.worker.ending == Ending(How.LATE, Cause.LATE, reason, Cause.TRAINING_ENDED)
 
 
 def test_a_job_that_belongs_to_another_agent_ends_at_once(tmp_path):
     bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
     bench.wants = [Ending(How.CUT, Cause.CLAIM_LOST)]
     assert bench.outcome()[0] is Cause.CLAIM_LOST
-    assert bench.run.ending == Ending(How.CUT, Cause.CLAIM_LOST)
+    assert bench.worker.ending == Ending(How.CUT, Cause.CLAIM_LOST)
 
 
 def test_a_harsher_decision_takes_the_place_of_a_milder_one_and_names_it(tmp_path):
     bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
     bench.wants = [Ending(How.STOP, Cause.MOVES), Ending(How.CUT, Cause.KILLED)]
     assert bench.outcome()[1] == "ended by pipefill kill"
-    assert bench.run.ending == Ending(How.CUT, Cause.KILLED, stop=Cause.MOVES)
+    assert bench.worker.ending == Ending(How.CUT, Cause.KILLED, stop=Cause.MOVES)
 
 
 def test_one_that_is_asked_to_stop_is_held_to_no_more_rules(tmp_path):
@@ -142,16 +151,16 @@ def test_one_that_is_asked_to_stop_is_held_to_no_more_rules(tmp_path):
     bench = Bench(tmp_path, f"{OBEYS}; time.sleep(60)")
     bench.wants = [Ending(How.STOP, Cause.CANCELLED)]
     bench.limiter.beyond = "over its cap of 1 MiB"
-    bench.run._decide(0.0)  # nobody asks yet
-    assert bench.run.ending is not None
-    assert bench.run.ending.how is How.FAIL
-    bench.run.worker.communicate()
+    bench.worker._decide([bench, NoRequest()], bench.enforcer, 0.0)  # nobody asks yet
+    assert bench.worker.ending is not None
+    assert bench.worker.ending.how is How.FAIL
+    bench.worker.process.communicate()
     other = Bench(tmp_path, f"{OBEYS}; time.sleep(60)")
     other.wants = [Ending(How.STOP, Cause.CANCELLED)]
     (tmp_path / "output.log").write_text("up")
     other.limiter.beyond = "over its cap of 1 MiB"
     other.outcome()
-    assert other.run.ending == Ending(How.STOP, Cause.CANCELLED)
+    assert other.worker.ending == Ending(How.STOP, Cause.CANCELLED)
 
 
 def test_what_is_beyond_its_limits_ends(tmp_path):
@@ -166,8 +175,7 @@ def test_the_enforcer_is_asked_after_the_rules_which_may_have_stopped_the_worker
     calls: list[str] = []
     bench.limiter.look = lambda: calls.append("rules") or ""  # type: ignore[method-assign,func-returns-value]
     bench.enforcer.check = lambda: calls.append("enforcer") or 0.2  # type: ignore[method-assign,func-returns-value]
-    bench.tick = lambda: bench.run.worker.kill() if calls.count("rules") == 3 else None  # type: ignore[method-assign]
-    bench.run.tick = bench.tick
+    bench.tick = lambda: bench.worker.process.kill() if calls.count("rules") == 3 else None  # type: ignore[method-assign]
     bench.outcome()
     assert "rules" in calls
     assert all(after == "enforcer" for before, after in itertools.pairwise(calls) if before == "rules")
@@ -191,6 +199,6 @@ def test_what_is_raised_in_the_watch_leaves_no_worker(tmp_path, monkeypatch):
     bench = Bench(tmp_path, f"{IGNORES}; time.sleep(60)")
     bench.limiter.look = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(ZeroDivisionError):
-        bench.run.watch()
-    assert bench.run.worker.returncode == -signal.SIGKILL
+        bench.watch()
+    assert bench.worker.process.returncode == -signal.SIGKILL
     assert bench.limiter.calls == ["kill"]

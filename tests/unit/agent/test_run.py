@@ -9,16 +9,15 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.fill.agent.attempt import Attempt, _Begun
 from megatron.fill.agent.ending import End, Ending, How, Judge
 from megatron.fill.agent.folder import BoundedOutput
 from megatron.fill.agent.ledger import AttemptLedger
-from megatron.fill.agent.watch import Orders
+from megatron.fill.agent.run import JobRun
+from megatron.fill.agent.watch import JobWorker, StopRequests
 from megatron.fill.device.port import Limits
 from megatron.fill.pages.control import RunState
 from megatron.fill.pages.phases import Saving
@@ -28,7 +27,7 @@ from megatron.fill.status import Cause, JobState, Status, Then
 from megatron.fill.store.port import Claim, Progress, Standing
 from megatron.fill.types import BubbleUse, JobRecord, WorkerRecord
 from megatron.fill.work import Work
-from megatron.fill.worker.spec import Confined, Outcome
+from megatron.fill.worker.spec import Outcome
 from tests.support.posts import Post, post
 
 DIED = Outcome(Cause.SIGNAL, "SIGSEGV in run_next_step()")
@@ -51,18 +50,19 @@ class Bench:
         status = self.judge_.verdict(self.job, End(outcome, **more))
         return status.state, status.text
 
-    def attempt(self, pid: int = 0, **spec: Any) -> Attempt:
+    def run(self, pid: int = 0, **spec: Any) -> JobRun:
         """One whose worker is the process ``pid``; the test speaks for it."""
         claim = self.post.claim("running", **spec)
-        attempt = Attempt(self.post.context, self.post.pool, claim, Limits(), self.post.folder, None)
+        run = JobRun(self.post.context, self.post.pool, claim, None)
+        run.started_ns = time.monotonic_ns()
         log = StepLog(create_log())
-        orders = Orders(self.post.context, attempt.held, log, attempt.started_ns)
+        requests = StopRequests(self.post.context, run.held, log, run.started_ns)
         limiter = self.post.context.device.limiter(Limits(), f"test-{claim.job.id}")
         output = BoundedOutput(self.post.folder / "output.log")
-        worker: Any = None
+        process: Any = None
         command = claim.job.work.command is not None
-        attempt._begun = _Begun(command, worker, Confined(pid, pid), limiter, log, output, orders)
-        return attempt
+        run._worker = JobWorker(process, pid, self.post.folder, log, output, limiter, requests, command=command)
+        return run
 
 
 @pytest.fixture
@@ -167,11 +167,11 @@ def test_each_try_may_die_as_often_as_the_first(bench):
 
 
 def test_a_job_that_runs_for_too_long_has_failed(bench):
-    attempt = bench.attempt(timeout_s=60)
-    orders = attempt._begun.orders
-    assert orders.look() is None
-    bench.job = attempt.job
-    ending = Orders(bench.post.context, attempt.held, attempt._begun.log, time.monotonic_ns() - 61 * 10**9).look()
+    run = bench.run(timeout_s=60)
+    requests = run._worker.requests
+    assert requests.look() is None
+    bench.job = run.job
+    ending = StopRequests(bench.post.context, run.held, run._worker.log, time.monotonic_ns() - 61 * 10**9).look()
     assert ending == stop(Cause.TIMEOUT, "60")
     failed = (JobState.FAILED, "it ran for longer than its timeout of 60 s")
     assert bench.judge(GAVE_BACK, ending=ending) == failed
@@ -196,24 +196,24 @@ def test_a_task_is_asked_to_shrink_and_nobody_else(bench):
     task = subprocess.Popen([sys.executable, "-c", _ASKED], stdout=subprocess.PIPE, text=True)
     assert task.stdout is not None
     assert task.stdout.readline() == "up\n"
-    attempt = bench.attempt(task.pid)
-    attempt._begun.ask_to_shrink(0)  # all of it: that is a wish, too
-    assert attempt._begun.log.wanted_bytes == 0
-    assert attempt._begun.shrinking()
+    run = bench.run(task.pid)
+    run._worker.ask_to_shrink(0)  # all of it: that is a wish, too
+    assert run._worker.log.wanted_bytes == 0
+    assert run._worker.shrinking()
     assert task.stdout.readline() == "asked\n"
     assert task.wait() == 0
-    attempt._begun.ask_to_shrink(None)  # it has ended just now
-    assert attempt._begun.log.wanted_bytes == 0
-    attempt._begun.log.wanted_bytes = None
-    assert not attempt._begun.shrinking()
+    run._worker.ask_to_shrink(None)  # it has ended just now
+    assert run._worker.log.wanted_bytes == 0
+    run._worker.log.wanted_bytes = None
+    assert not run._worker.shrinking()
 
 
 def test_a_command_cannot_shrink_and_is_not_signalled(bench, monkeypatch):
     sent: list[signal.Signals] = []
-    attempt = bench.attempt(task=None, command=("sleep", "1"))
-    monkeypatch.setattr(_Begun, "_signal", lambda self, number: sent.append(number))
-    attempt._begun.ask_to_shrink(1)
-    assert (sent, attempt._begun.log.wanted_bytes) == ([], None)
+    run = bench.run(task=None, command=("sleep", "1"))
+    monkeypatch.setattr(JobWorker, "_signal", lambda self, number: sent.append(number))
+    run._worker.ask_to_shrink(1)
+    assert (sent, run._worker.log.wanted_bytes) == ([], None)
 
 
 def test_a_job_that_moves_goes_on_from_its_checkpoint(bench):
@@ -239,43 +239,43 @@ def test_one_that_is_too_slow_to_stop_moves_all_the_same(bench):
 
 
 def test_a_job_moves_only_after_it_was_saved_anew(bench):
-    attempt = bench.attempt()
-    log, look = attempt._begun.log, attempt._begun.orders.look
+    run = bench.run()
+    log, look = run._worker.log, run._worker.requests.look
     log.saving = Saving.SAVED  # for an earlier request, say
     assert (look(), log.saving) == (None, Saving.NONE)
-    attempt.held.standing = Standing.MOVE
+    run.held.standing = Standing.MOVE
     assert (look(), log.saving) == (None, Saving.WANTED)
     assert look() is None
     log.saving = Saving.SAVED
     assert look() == stop(Cause.MOVES)
     log.saving = Saving.FAILED
     assert (look(), log.saving) == (None, Saving.FAILED)
-    attempt.held.standing = Standing.HELD  # nobody waits for it any more
+    run.held.standing = Standing.HELD  # nobody waits for it any more
     assert (look(), log.saving) == (None, Saving.NONE)
 
 
 def test_why_a_worker_must_go(bench):
-    attempt = bench.attempt()
-    look = attempt._begun.orders.look
+    run = bench.run()
+    look = run._worker.requests.look
     assert look() is None
-    attempt.held.standing = Standing.CANCELLED
+    run.held.standing = Standing.CANCELLED
     assert look() == stop(Cause.CANCELLED)
     bench.post.gate.end()
     assert look() == stop(Cause.TRAINING_ENDED)
     bench.post.control.change(RunState.KILLED)
     assert look() == Ending(How.CUT, Cause.KILLED)
-    attempt.held.standing = Standing.LOST
+    run.held.standing = Standing.LOST
     assert look() == Ending(How.CUT, Cause.CLAIM_LOST)
 
 
 def test_what_runs_is_written_down_with_what_it_did_so_far(bench):
-    attempt = bench.attempt()
-    log = attempt._begun.log
+    run = bench.run()
+    log = run._worker.log
     for number in range(3000):
         log.step_ended(number, number + 1, 2.0, alone=False)
     log.leave_bubble(BubbleUse(1, 5, 3000, 0, 3000), alone=False)
     log.unit = "points"
-    job, worker = attempt.so_far()
+    job, worker = run.so_far()
     assert (job.name, job.state, job.reason, job.rank, job.attempt) == ("running", JobState.RUNNING, "", 3, 1)
     assert (job.work_done, job.unit, job.steps, job.directory) == (6000.0, "points", 3000, str(bench.post.folder))
     assert (worker.steps_done, worker.work_done, worker.harvested_ns, len(worker.uses)) == (3000, 6000.0, 3000, 1)
@@ -285,8 +285,8 @@ def test_what_runs_is_written_down_with_what_it_did_so_far(bench):
 
 def test_what_a_running_job_is_said_to_have_done_is_what_its_worker_is_said_to_have_done(bench):
     """Whatever it does while it is written down."""
-    attempt = bench.attempt()
-    log, done = attempt._begun.log, threading.Event()
+    run = bench.run()
+    log, done = run._worker.log, threading.Event()
     log.step_ended(1, 2, 1.0, alone=True)
 
     def step() -> None:
@@ -296,7 +296,7 @@ def test_what_a_running_job_is_said_to_have_done_is_what_its_worker_is_said_to_h
     thread = threading.Thread(target=step)
     thread.start()
     try:
-        found = [attempt.so_far() for _ in range(20)]
+        found = [run.so_far() for _ in range(20)]
     finally:
         done.set()
         thread.join()
@@ -308,9 +308,9 @@ def test_what_a_running_job_is_said_to_have_done_is_what_its_worker_is_said_to_h
 def test_one_that_has_not_begun_has_no_record_and_is_as_far_as_before(bench):
     claim = bench.post.claim("waits")
     claim = Claim(replace(claim.job, progress=Progress(work_done=3.0, failures=1)), "agent")
-    attempt = Attempt(bench.post.context, bench.post.pool, claim, Limits(), Path("/nowhere"), None)
-    assert attempt.so_far() is None
-    assert attempt.progress() == claim.job.progress
+    run = JobRun(bench.post.context, bench.post.pool, claim, None)
+    assert run.so_far() is None
+    assert run.progress() == claim.job.progress
 
 
 def test_an_agent_keeps_what_it_cannot_write_now(tmp_path):

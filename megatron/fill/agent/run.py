@@ -1,0 +1,327 @@
+"""A job's run: one attempt, from the claim to the end that the store hears of."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.fill import untrusted
+from megatron.fill.agent.admission import refusal
+from megatron.fill.agent.claims import HeldClaim
+from megatron.fill.agent.context import AgentContext
+from megatron.fill.agent.ending import End, How, NotStarted, starting
+from megatron.fill.agent.enforcer import Enforcer, Overtime
+from megatron.fill.agent.folder import BoundedOutput, job_folder, occupied
+from megatron.fill.agent.ledger import Record
+from megatron.fill.agent.memory import MemoryShare
+from megatron.fill.agent.ranking import Resident
+from megatron.fill.agent.watch import JobWorker, StopRequests, progress_of
+from megatron.fill.agent.workers import WorkerPool, WorkerProcess, write_spec
+from megatron.fill.device.port import Limits
+from megatron.fill.device.pressure import NoRoom
+from megatron.fill.folders import output_file
+from megatron.fill.pages.steplog import StepLog, create_log
+from megatron.fill.profiles import MeasuredJob
+from megatron.fill.status import Cause, JobState, Status, Then, why
+from megatron.fill.store.port import Claim, JobStore, Progress, Standing
+from megatron.fill.types import JobRecord, WorkerRecord
+from megatron.fill.worker.profiler import PROFILE
+from megatron.fill.worker.spec import Confined
+
+logger = logging.getLogger("pipefill.agent")
+
+_CONFINED_S, _LOOK_S = 60.0, 0.2  # time limit for setting up the sandbox, on a busy machine; time between two looks
+_SAY_S = 8.0  # time for which a store that does not answer is tried
+_TELL_S = 5.0  # time between two estimates of the job's end
+_MOST_SAID = 2000  # most characters of a worker's last output that are logged
+_SHOWN = 2000  # number of recent bubbles and steps in the record of a running job
+
+
+class JobRun:
+    """An attempt to run a claimed job.
+
+    The seat's thread calls ``run``; any thread may use the rest in the meantime.
+
+    Args:
+        beside: the resident job if this one is a tail job; None if it is itself the resident job.
+
+    Attributes:
+        resident: the job and its folder while it runs; None before and after.
+        done_at_s: its expected end in seconds since the epoch; infinity if unknown.
+    """
+
+    def __init__(self, context: AgentContext, pool: WorkerPool, claim: Claim, beside: Resident | None) -> None:
+        self.context = context
+        self.pool = pool
+        self.job = claim.job
+        self.beside = beside
+        self.held = HeldClaim(claim, self.progress)
+        self.resident: Resident | None = None
+        self.done_at_s = math.inf
+        self.started_ns, self.started_s = 0, 0.0  # set when the worker is about to be started
+        self._worker: JobWorker | None = None  # None until the job begins
+        self._told_s = 0.0
+        self._profile_kept = False
+
+    def run(self) -> None:
+        """Run the job if it may run here, and report its end; an exception does not count as the job's failure."""
+        context, job = self.context, self.job
+        try:
+            refused = refusal(job.work, context.spec.allow)
+            if not refused:
+                self._run()
+                return
+            status = Status(JobState.FAILED, Cause.NOT_ALLOWED, refused)
+        except NotStarted as error:
+            status = error.status
+        except Exception as error:
+            logger.exception("job %s: its agent failed", job.name)
+            raised = f"{type(error).__name__}: {error}"
+            status = Status(JobState.QUEUED, Cause.AGENT_FAILED, raised, Then.TRIED_AGAIN)
+        if status.state is JobState.QUEUED:
+            context.ranking.misfits.tried(job.id, self._is_tail)
+        logger.warning("job %s: %s %s", job.name, status.state, status.text)
+        context.claims.finish(self.held.claim, status, self._last_progress(), {}, _SAY_S)
+
+    @property
+    def stepped(self) -> bool:
+        """True if the job has done a step, according to its worker."""
+        return self._worker is not None and self._worker.log.step_count > 0
+
+    def progress(self) -> Progress:
+        """Return the job's progress."""
+        worker = self._worker
+        return self.job.progress if worker is None else progress_of(self.job, worker.log, self.started_ns / 1e9)
+
+    def so_far(self) -> Record | None:
+        """Return the record of a running job; None before it begins."""
+        if (worker := self._worker) is None:
+            return None
+        unit = worker.log.unit or self.job.progress.unit
+        steps = worker.log.record(self.job.name, self.context.spec.rank, _SHOWN)
+        record = self._record(worker, steps, Status(JobState.RUNNING))
+        return replace(record, unit=unit, total_work=worker.log.total_work), steps
+
+    @property
+    def _is_tail(self) -> bool:
+        return self.beside is not None
+
+    def _last_progress(self) -> Progress:
+        """Return the progress of a job whose run raised an unexpected exception."""
+        try:
+            return self.progress()
+        except Exception:
+            logger.exception("job %s: nobody knows how far it is", self.job.name)
+            return self.job.progress
+
+    def _run(self) -> None:
+        """Start the worker, watch it to its end, and report the end to the store, the records and the log.
+
+        Raises:
+            NotStarted: the job did not begin.
+        """
+        context, job, claim = self.context, self.job, self.held.claim
+        with ExitStack() as always:
+            with starting():
+                limits = context.limits(job)
+                if isinstance(limits, NoRoom):
+                    raise NotStarted(Cause.NO_MEMORY, limits.reason)
+                directory = job_folder(context.run_dir, job, context.spec.user)
+                if directory is None:
+                    raise OSError("it has no folder; the agent's log says why")
+                if not context.claims.ask(lambda store: store.place(claim, str(directory)), _SAY_S):
+                    return  # the claim is lost, or the store cannot be reached and the lease runs out
+                logger.info("job %s: starting as the %s job", job.name, "tail" if self._is_tail else "resident")
+                always.enter_context(occupied(directory))
+            self.held.beat_s = self._told_s = time.monotonic()
+            self.started_ns, self.started_s = time.monotonic_ns(), time.time()
+            always.enter_context(context.ledger.running(self.so_far))
+            worker, end = self._work(limits, directory)
+            status, progress = context.judge.verdict(job, end), self.progress()
+            if status.cause is Cause.DOES_NOT_FIT:
+                status = replace(status, device=context.name)
+            if status.failed:
+                progress = replace(progress, failures=progress.failures + 1)
+            if end.standing is not Standing.LOST:
+                heard = context.claims.finish(claim, status, progress, end.outcome.result, _SAY_S)
+                status = replace(status, unheard=not heard)
+            if end.unfit:
+                context.ranking.misfits.tried(job.id, self._is_tail)
+            logger.info("job %s: %s %s", job.name, status.state, status.text)
+            context.ledger.keep(*self._ended(worker, status, end))
+
+    def _work(self, limits: Limits, directory: Path) -> tuple[JobWorker, End]:
+        """Run the job until its worker has ended; no process of it is left, whatever is raised.
+
+        Raises:
+            NotStarted: the job did not begin.
+        """
+        with ExitStack() as always, ExitStack() as on_failure:
+            with starting():
+                self._worker = worker = self._start(limits, directory, always, on_failure)
+            self.resident = Resident(self.job, directory)
+            try:
+                end = self._watch(worker)
+            finally:
+                self.resident = None
+            on_failure.pop_all()
+            return worker, end
+
+    def _start(self, limits: Limits, directory: Path, always: ExitStack, on_failure: ExitStack) -> JobWorker:
+        """Start the worker, and let the job begin once it is in its sandbox.
+
+        Args:
+            always: clean-up for the end of the run.
+            on_failure: clean-up that comes before it if the run ends with an exception.
+        """
+        context, job = self.context, self.job
+        context.claims.hold(self.held)  # on a busy machine a start may take longer than a lease
+        always.callback(context.claims.let_go, self.held)
+        process = always.enter_context(self.pool.worker(job))
+        limiter = context.device.limiter(limits, process.name)
+        always.callback(limiter.close)
+        output = BoundedOutput(output_file(directory), context.spec.max_output_bytes)
+        always.callback(output.close)
+        if not self._is_tail:
+            always.callback(context.baton.drop)
+        on_failure.callback(self._abandon, process)
+        log_fd = create_log()
+        try:
+            log = StepLog(log_fd)
+            requests = StopRequests(context, self.held, log, self.started_ns)
+            spec = write_spec(context, job, limits, directory, limiter.environment, self.beside)
+            process.give(spec, log_fd)
+        finally:
+            os.close(log_fd)
+        confined = self._confined(process, requests)
+        limiter.adopt(confined.init, process.pid)
+        on_failure.callback(limiter.kill)
+        process.let_go()
+        self.pool.stand_by()
+        for lacking in confined.lacking:
+            logger.info("job %s: %s", job.name, lacking)
+        command = job.work.command is not None
+        return JobWorker(process.process, confined.pid, directory, log, output, limiter, requests, command=command)
+
+    def _confined(self, process: WorkerProcess, requests: StopRequests) -> Confined:
+        end_s = time.monotonic() + _CONFINED_S
+        while time.monotonic() < end_s:
+            ending = requests.look()
+            if ending is not None and ending.how is How.CUT:
+                raise OSError(why(ending.cause, ending.detail))
+            with contextlib.suppress(TimeoutError):
+                found = process.confined(_LOOK_S)
+                if found is None:
+                    raise OSError("its worker ended before the job could begin")
+                if found.error:
+                    raise OSError(f"it cannot be kept in: {found.error}")
+                return found
+        raise OSError(f"its worker was not ready within {_CONFINED_S:g} s")
+
+    def _abandon(self, process: WorkerProcess) -> None:
+        """End a worker whose run failed, with all that it started, and log its unread output."""
+        if said := process.end():
+            logger.warning("job %s: its worker said: %s", self.job.name, said[-_MOST_SAID:])
+
+    def _watch(self, worker: JobWorker) -> End:
+        """Watch the worker until it has ended."""
+        context, spec = self.context, self.context.spec
+        enforcer = Enforcer(
+            worker.pid,
+            context.gate,
+            worker.log,
+            spec.grace_ns,
+            spec.max_overruns,
+            Overtime(worker.limiter.busy_s, context.gate, max(1, len(spec.cpus))),
+            off=lambda: context.gate.braked or not context.control.running,
+        )
+        promised_bytes = self.job.work.memory_bytes or 0
+        with context.memory.shared(worker.limiter, promised_bytes, worker.ask_to_shrink, worker.shrinking) as memory:
+            try:
+                worker.watch(enforcer, memory, lambda: self._forecast(worker.directory))
+            finally:
+                enforcer.close()
+        self._keep_profile(worker.directory)
+        return self._end(worker, enforcer, memory)
+
+    def _end(self, worker: JobWorker, enforcer: Enforcer, memory: MemoryShare) -> End:
+        outcome = worker.outcome()
+        saved_s = worker.log.checkpoint_s or 0.0
+        return End(
+            outcome,
+            ending=worker.ending,
+            standing=self.held.standing,
+            saved=saved_s > self.started_s,
+            kept=bool(saved_s or self.job.progress.checkpoint_s),
+            request=memory.request,
+            over=self.context.over,
+            unfit=outcome.cause in (Cause.DOES_NOT_FIT, Cause.CROWDED) or memory.ending is not None,
+            offences=enforcer.offences,
+            ended_ns=worker.ended_ns,
+        )
+
+    def _forecast(self, directory: Path) -> None:
+        """Update the expected end, and keep the job's profile; called a few times a second."""
+        if time.monotonic() - self._told_s > _TELL_S:
+            self._told_s = time.monotonic()
+            self.done_at_s = self.context.ranking.done_at_s(self.progress(), directory)
+        self._keep_profile(directory)
+
+    def _keep_profile(self, directory: Path) -> None:
+        """Keep the job's profile in the store once the worker has measured it."""
+        job, path, ranking = self.job, directory / PROFILE, self.context.ranking
+        if self._profile_kept or not os.path.lexists(path):
+            return
+        try:
+            measured = MeasuredJob.from_dict(untrusted.read_json(path))
+        except (OSError, ValueError) as error:
+            logger.warning("job %s: its profile cannot be read: %s", job.name, error)
+            self._profile_kept = True
+            return
+        ranking.remember(job, measured)
+
+        def keep(store: JobStore) -> bool:
+            store.keep_profile(ranking.key(job), measured.to_dict())
+            return True
+
+        self._profile_kept = bool(self.context.claims.ask(keep))
+
+    def _ended(self, worker: JobWorker, status: Status, end: End) -> Record:
+        """Return the record of a job that has ended."""
+        outcome, steps = end.outcome, worker.log.record(self.job.name, self.context.spec.rank)
+        record = replace(
+            self._record(worker, steps, status),
+            unit=outcome.unit,
+            total_work=outcome.total_work,
+            result=outcome.result,
+            ended_ns=end.ended_ns,
+            offences=end.offences,
+        )
+        return record, steps
+
+    def _record(self, worker: JobWorker, steps: WorkerRecord, status: Status) -> JobRecord:
+        """Return the job's record; its counts are those of ``steps``, since the log itself has changed since then."""
+        job, log, now_ns = self.job, worker.log, time.monotonic_ns()
+        return JobRecord(
+            name=job.name,
+            what=job.work.what,
+            status=status,
+            work_done=steps.work_done + steps.alone_work,
+            unit="",
+            rank=steps.rank,
+            steps=steps.steps_done + log.alone_steps,
+            harvested_s=steps.harvested_ns / 1e9,
+            directory=str(worker.directory),
+            ended_s=time.time(),
+            attempt=job.attempt,
+            started_ns=self.started_ns,
+            ready_ns=log.ready_ns if self.started_ns <= log.ready_ns <= now_ns else 0,
+            peak_bytes=worker.limiter.peak_bytes,
+            side_throughput=job.work.side_throughput,
+        )
