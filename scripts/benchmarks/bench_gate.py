@@ -34,6 +34,7 @@ from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.worker.loop import StepLoop
+from megatron.fill.worker.pacing import StepDevice, StepPages
 from scripts.benchmarks.sidetasks import CpuStep
 
 _FAR_NS = 10**12
@@ -64,10 +65,8 @@ def work(gate_fd: int, log_fd: int, core: int, step_ms: float, launches: Launche
     machine = TaskMachine(CpuStep(), TaskContext("bench", Path("/")))
     machine.create({"step_ms": step_ms})
     machine.init()
-    loop = StepLoop(machine, SharedGateReader(gate_fd), StepLog(log_fd), lambda: False, preemptive=launches is None)
-    if launches is not None:
-        loop.launch, loop.land = launches.launch, launches.land
-    loop.run()
+    device = StepDevice(preemptive=True) if launches is None else StepDevice(launches.launch, land=launches.land)
+    StepLoop(machine, StepPages(SharedGateReader(gate_fd), StepLog(log_fd)), lambda: False, device).run()
 
 
 def start(gate_fd: int, log_fd: int, core: int, step_ms: float, how: Emulation | None) -> list[int]:

@@ -34,6 +34,7 @@ from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.types import Iteration
 from megatron.fill.worker.loop import StepLoop
+from megatron.fill.worker.pacing import StepPages
 from scripts.benchmarks.sidetasks import TASKS as SIDE_TASKS
 
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {"registers": ("scripts.benchmarks.sidetasks:CpuStep", {}), **SIDE_TASKS}
@@ -60,7 +61,7 @@ def work(gate_fd: int, log: StepLog, name: str, core: int, folder: Path) -> None
     machine = TaskMachine(load_task(path), TaskContext(name, folder))
     machine.create(args)
     machine.init()
-    StepLoop(machine, SharedGateReader(gate_fd), log, lambda: False).run()
+    StepLoop(machine, StepPages(SharedGateReader(gate_fd), log), lambda: False).run()
 
 
 def measure(name: str, cores: tuple[int, int], options: argparse.Namespace) -> dict[str, Any]:

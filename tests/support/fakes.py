@@ -15,8 +15,8 @@ from megatron.fill.pages.gate import GateReader, OpenBubble
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.sandbox.cage import Cage
 from megatron.fill.work import Work
+from megatron.fill.worker.pacing import StepPages
 from megatron.fill.worker.spec import WorkerSpec
-from megatron.fill.worker.taskrun import Shared
 
 
 class FakeGate:
@@ -79,13 +79,14 @@ class FakeGate:
         return self._ended
 
 
-def shared_pages(gate: GateReader, *, tail: bool = False) -> Shared:
-    """A worker's shared memory: real pages around a gate, with a board that shows nothing yet."""
+def shared_pages(gate: GateReader, *, tail: bool = False) -> tuple[StepPages, CycleBoardReader]:
+    """A worker's shared memory: real pages around a gate, and a board that shows nothing yet."""
     board = CycleBoard()
     reader = board.reader_fd()
-    shared = Shared(gate, StepLog(create_log()), CycleBoardReader(reader), None if tail else Baton(Baton.create()))
+    pages = StepPages(gate, StepLog(create_log()), None if tail else Baton(Baton.create()))
+    found = pages, CycleBoardReader(reader)
     os.close(reader)
-    return shared
+    return found
 
 
 def worker_spec(directory: Path | str, work: Work, name: str = "job", **values: Any) -> WorkerSpec:

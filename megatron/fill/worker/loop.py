@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from megatron.fill.pages.baton import Baton
-from megatron.fill.pages.control import AlwaysRunning, RunSwitch
-from megatron.fill.pages.gate import GateReader, OpenBubble
+from megatron.fill.pages.gate import OpenBubble
 from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import StepLog
 from megatron.fill.profiles import JobProfile
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.types import BubbleUse, Lack
 from megatron.fill.worker.estimate import NodeEstimators
-from megatron.fill.worker.pacing import Pacer, Turn
+from megatron.fill.worker.pacing import PLAIN, Pacer, StepDevice, StepPages, TakesTurn, Turn, at_once
 
-_PROBE_AT_MOST = 1024  # limit of ``probe_after``, which doubles after each probe that did not fit
+_PROBE_AT_MOST = 1024  # limit of ``StepRules.probe_after``, which doubles after each probe that did not fit
+
+
+@dataclass(frozen=True, slots=True)
+class StepRules:
+    """The rules by which a step that does not fit by its estimate is tried anyway.
+
+    Attributes:
+        probe_after: number of bubbles without a step after which one is tried.
+        patience: factor on ``probe_after`` after which a step is tried in a bubble that is not long, too.
+    """
+
+    probe_after: int = 32
+    patience: int = 4
 
 
 class StepLoop:
@@ -24,68 +35,55 @@ class StepLoop:
 
     Args:
         machine: the task, in state PAUSED.
+        pages: the baton in it is passed on in each bubble once the next step no longer fits.
         stopping: returns True once the worker was asked to stop; called between steps.
-        between: called after every bubble, outside of it, for example to save checkpoints.
-        baton: passed on in each bubble once the next step no longer fits; None if no other job waits for it.
-        control: read immediately before every step; None if filling cannot be paused.
-        launch: called before every step; undone by ``land``.
-        settle: waits until the device has done all work that a step has launched; the step ends then.
-        land: called after every step, once the time of its end is known.
-        breather_ns: wait after each step beyond the deadline, so that a training that needs the device for several
-            short periods can notice that its own wait is over.
-        preemptive: the training takes the device back at the end of a bubble, so the duration of a step or pause that
-            the end interrupts is not a measurement.
         pacer: for a device that does not preempt: holds steps of unknown duration between bubbles; None otherwise.
-        probe_after: number of bubbles without a step after which one is tried anyway.
-        patience: factor on ``probe_after`` after which a step is tried in a bubble that is not long, too.
+
+    Attributes:
+        between: called after every bubble, outside of it, for example to save checkpoints.
+        attend: called between bubbles, and after a signal from the agent.
+        hold_at_start: begin no new iteration, since the configuration is about to change.
     """
 
     def __init__(
         self,
         machine: TaskMachine,
-        gate: GateReader,
-        log: StepLog,
+        pages: StepPages,
         stopping: Callable[[], bool],
-        clock: Callable[[], int] = time.monotonic_ns,
-        between: Callable[[], None] | None = None,
-        baton: Baton | None = None,
-        control: RunSwitch | None = None,
-        launch: Callable[[], None] = lambda: None,
-        settle: Callable[[], None] = lambda: None,
-        land: Callable[[], None] = lambda: None,
-        breather_ns: int = 0,
-        preemptive: bool = False,
+        device: StepDevice = PLAIN,
         pacer: Pacer | None = None,
-        probe_after: int = 32,
-        patience: int = 4,
+        rules: StepRules = StepRules(),
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.machine = machine
-        self.gate = gate
-        self.log = log
+        self.pages = pages
         self.stopping = stopping
-        self.clock = clock
-        self.between = between
-        self.baton = baton
-        self.control = control or AlwaysRunning()
-        self.launch = launch
-        self.settle = settle
-        self.land = land
-        self.breather_ns = breather_ns
-        self.preemptive = preemptive
+        self.device = device
         self.pacer = pacer
-        self.probe_after = probe_after
-        self.patience = patience
-        self.attend: Callable[[], None] | None = None  # called between bubbles, and after a signal from the agent
-        self.hold_at_start = False  # begin no new iteration, since the configuration is about to change
+        self.rules = rules
+        self.clock = clock
+        self.gate, self.log, self.baton, self.control = pages.gate, pages.log, pages.baton, pages.control
+        self.between: Callable[[], None] | None = None
+        self.attend: Callable[[], None] | None = None
+        self.hold_at_start = False
         self.estimators = NodeEstimators()
         self._extra_bytes: Sequence[int] = ()
         self._shares: Sequence[float] = ()  # part of an iteration's work, by node
         self._pause_ns = 0
         self._skipped = 0
-        self._probe_after = self.probe_after
+        self._probe_after = rules.probe_after
         self._probing = False
         self._latest_ns = 0  # duration of the latest step
         self._last_end_ns = 0  # end of the latest step
+
+    @property
+    def turn(self) -> TakesTurn:
+        """The context manager in which the task uses the device between its steps."""
+        return at_once if self.pacer is None else self.pacer.turn
+
+    def like(self, machine: TaskMachine) -> StepLoop:
+        """Return a loop over another task, with the same pages and device."""
+        return StepLoop(machine, self.pages, self.stopping, self.device, self.pacer)
 
     def expect(self, profile: JobProfile) -> None:
         """Use a profile of the task's nodes: their durations, memory and shares of an iteration's work."""
@@ -146,7 +144,7 @@ class StepLoop:
                 self._skip(bubble, now_ns)
                 return False
         else:
-            self._probe_after = self.probe_after
+            self._probe_after = self.rules.probe_after
         self._skipped = 0
         log = self.log
         # A step that an earlier bubble's end interrupted may have continued into this one.
@@ -159,7 +157,7 @@ class StepLoop:
         before_ns = self.clock()
         self.machine.pause()
         now_ns = self.clock()
-        if not self.preemptive or self.gate.is_open(bubble.seq):
+        if not self.device.preemptive or self.gate.is_open(bubble.seq):
             self._pause_ns = now_ns - before_ns
         closed_ns = self.gate.closed_ns(bubble.seq)
         overrun_ns = max(0, last_ns - closed_ns) if closed_ns is not None and steps else 0
@@ -179,7 +177,7 @@ class StepLoop:
         """
         if self._skipped < self._probe_after:
             return False
-        patient = self._skipped < self.patience * self._probe_after
+        patient = self._skipped < self.rules.patience * self._probe_after
         return not patient or self.pacer is None or self.pacer.is_long(bubble, self.clock())
 
     def _skip(self, bubble: OpenBubble, now_ns: int) -> None:
@@ -192,13 +190,13 @@ class StepLoop:
         return Lack.TIME if self._has_room(bubble) else Lack.MEMORY
 
     def _steps(self, bubble: OpenBubble) -> tuple[bool, int, int, int, int]:
-        log, clock, machine, control = self.log, self.clock, self.machine, self.control
+        log, clock, machine, control, device = self.log, self.clock, self.machine, self.control, self.device
         log.phase = WorkerPhase.STEP
         first_ns = end_ns = spent_ns = steps = 0
         while control.running:
             node = machine.task.next_node
             held: Turn | None = None
-            self.launch()
+            device.launch()
             start_ns = clock()
             try:
                 if self.pacer is not None and self._is_doubtful(node):
@@ -209,9 +207,9 @@ class StepLoop:
             except StopIteration:
                 return True, first_ns, end_ns, spent_ns, steps
             finally:
-                self.settle()
+                device.settle()
                 ended_ns = clock()
-                self.land()
+                device.land()
             end_ns, took_ns = ended_ns, ended_ns - start_ns
             if held is not None and held.first_held_ns:
                 end_ns = held.first_held_ns  # the end of its part in this bubble; the rest was in others
@@ -220,7 +218,7 @@ class StepLoop:
             self._probing = False
             self._latest_ns = took_ns
             is_open = self.gate.is_open(bubble.seq)
-            if is_open or not self.preemptive:
+            if is_open or not device.preemptive:
                 self.estimators.observe(node, took_ns)
             counts, partial = self._credit(node, work)
             log.step_ended(start_ns, end_ns, counts, bubble.alone, partial)
@@ -228,8 +226,8 @@ class StepLoop:
             spent_ns += end_ns - start_ns
             steps += 1
             now_ns = clock()
-            if self.breather_ns and is_open and now_ns > bubble.deadline_ns:
-                self.gate.wait_change(bubble.seq, self.breather_ns)
+            if device.breather_ns and is_open and now_ns > bubble.deadline_ns:
+                self.gate.wait_change(bubble.seq, device.breather_ns)
                 is_open, now_ns = self.gate.is_open(bubble.seq), clock()
             if not (is_open and self._fits(bubble, now_ns) and self._may_run(bubble)) or self.stopping():
                 break

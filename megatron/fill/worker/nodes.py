@@ -14,9 +14,7 @@ from megatron.fill.device.meter import fingerprint, meter, resident_bytes
 from megatron.fill.errors import PlanError, StaleProfile
 from megatron.fill.linux.files import write_text
 from megatron.fill.pages.board import CycleBoardReader
-from megatron.fill.pages.gate import GateReader
 from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import StepLog
 from megatron.fill.planner.cycles import drifted
 from megatron.fill.planner.held import RESERVE_NS, held_cycle, room_bytes
 from megatron.fill.planner.plan import ExecutionPlan
@@ -26,7 +24,6 @@ from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.worker.loop import StepLoop
-from megatron.fill.worker.pacing import TakesTurn, at_once
 from megatron.fill.worker.profiler import MeasuringMachine, Profiler, write_profile
 from megatron.fill.worker.spec import WorkerSpec
 
@@ -45,7 +42,6 @@ class NodeRun:
         known: its profiles as JSON, one per configuration; None to measure them.
         loop: the loop that will run the task; gets the nodes' durations from the profile.
         enter: ``TaskMachine.enter`` of the machines that measure it.
-        turn: context manager in which the device is used.
     """
 
     def __init__(
@@ -54,22 +50,14 @@ class NodeRun:
         task: NodeTask,
         known: list[dict[str, Any]] | None,
         loop: StepLoop,
-        view: GateReader,
         board: CycleBoardReader,
-        log: StepLog,
-        stopping: Callable[[], bool],
         enter: Callable[[], None] = lambda: None,
-        turn: TakesTurn = at_once,
     ) -> None:
         self.spec = spec
         self.task = task
         self.known = known
-        self.turn = turn
         self.loop = loop
-        self.view = view
         self.board = board
-        self.log = log
-        self.stopping = stopping
         self.enter = enter
         self.directory = Path(spec.directory)
         self.profiles: list[JobProfile] = []
@@ -127,7 +115,7 @@ class NodeRun:
         if self._wanted is not None and self.task.next_node == 0:
             plan, self._wanted = self._wanted, None
             self.loop.hold_at_start = False
-            with self.turn("another configuration"):
+            with self.loop.turn("another configuration"):
                 self._take(plan)
             self.begin()
         if self.spec.tail or self.board.version == self._version or self._wanted is not None:
@@ -183,24 +171,10 @@ class NodeRun:
             return machine
 
         def run(machine: MeasuringMachine) -> bool:
-            loop = self.loop
-            return StepLoop(
-                machine,
-                self.view,
-                self.log,
-                self.stopping,
-                baton=loop.baton,
-                control=loop.control,
-                launch=loop.launch,
-                settle=loop.settle,
-                land=loop.land,
-                breather_ns=loop.breather_ns,
-                preemptive=loop.preemptive,
-                pacer=loop.pacer,
-            ).run()
+            return self.loop.like(machine).run()
 
         context = replace(self.spec.context(), aside=self.task.context.aside)
-        profiler = Profiler(make, run, context, self.spec.work.args, self.turn)
+        profiler = Profiler(make, run, context, self.spec.work.args, self.loop.turn)
         profiles = profiler.measure()
         if profiles is not None:
             write_profile(self.directory, profiles, profiler, fingerprint(self.spec.device))
@@ -208,12 +182,12 @@ class NodeRun:
 
     def _wait_for_cycle(self) -> BubbleCycle | None:
         """Wait for the cycle, which appears on the board some iterations before bubbles are filled; None at the end."""
-        while not (self.view.ended or self.stopping()):
+        while not (self.loop.gate.ended or self.loop.stopping()):
             self._version = self.board.version
             cycle = self._read_cycle()
             if cycle is not None:
                 return cycle
-            self.log.phase = WorkerPhase.ASLEEP
+            self.loop.log.phase = WorkerPhase.ASLEEP
             time.sleep(_LOOK_AGAIN_S)
         return None
 

@@ -18,12 +18,12 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
 from megatron.fill.pages.baton import Baton
-from megatron.fill.pages.control import RunSwitch
+from megatron.fill.pages.control import AlwaysRunning, RunSwitch
 from megatron.fill.pages.gate import GateReader, OpenBubble
 from megatron.fill.pages.phases import WorkerPhase
 from megatron.fill.pages.steplog import StepLog
@@ -37,6 +37,50 @@ _LONG, _LONG_ENOUGH = 0.8, 0.4  # shares of the longest bubble; the second one a
 _PATIENCE = 48  # number of bubbles to wait for a long one; after twice as many, any bubble is taken
 _NEVER_NS = 1 << 62
 _LATE_NS = 5_000_000  # time after the end of a bubble from which a warning is given
+
+
+def _nothing() -> None:
+    """Do nothing: this device needs no such call."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDevice:
+    """The device as a step uses it.
+
+    Attributes:
+        launch: called before every step, and when the device is taken.
+        settle: waits until the device has done all work that was launched; a step ends then.
+        land: undoes ``launch``; called after every step, once the time of its end is known.
+        breather_ns: wait after each step beyond the deadline, so that a training that needs the device for several
+            short periods can notice that its own wait is over.
+        preemptive: the training takes the device back at the end of a bubble, so the duration of a step or pause that
+            the end interrupts is not a measurement.
+    """
+
+    launch: Callable[[], None] = _nothing
+    settle: Callable[[], None] = _nothing
+    land: Callable[[], None] = _nothing
+    breather_ns: int = 0
+    preemptive: bool = False
+
+
+PLAIN = StepDevice()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPages:
+    """The pages in shared memory that a task's steps depend on.
+
+    Attributes:
+        gate: the gate as this job's seat sees it; in the tail seat, the rest of each bubble.
+        baton: used by the resident job to pass a bubble on; None in the tail seat.
+        control: read before every step.
+    """
+
+    gate: GateReader
+    log: StepLog
+    baton: Baton | None = None
+    control: RunSwitch = field(default_factory=AlwaysRunning)
 
 
 class Stopped(BaseException):
@@ -76,29 +120,19 @@ class Pacer:
     """Lets one worker's task use its device in bubbles only; for the main thread.
 
     Args:
+        pages: the baton in it is held from the first turn on, and passed on in each bubble that a turn no longer uses.
         stopping: returns True once the worker was asked to stop.
-        control: True in ``running`` while filling is on.
-        baton: held from the first turn on, and passed on in each bubble that a turn no longer uses; None if no other
-            job waits for it.
-        launch, land: called when the device is taken, and when it is given back.
-        settle: waits until the device has done all work that was launched.
     """
 
     def __init__(
         self,
-        gate: GateReader,
-        log: StepLog,
+        pages: StepPages,
         stopping: Callable[[], bool],
-        control: RunSwitch,
-        baton: Baton | None = None,
+        device: StepDevice = PLAIN,
         clock: Callable[[], int] = time.monotonic_ns,
-        launch: Callable[[], None] = lambda: None,
-        land: Callable[[], None] = lambda: None,
-        settle: Callable[[], None] = lambda: None,
     ) -> None:
-        self._gate, self._log, self._stopping, self._control = gate, log, stopping, control
-        self._baton, self._clock = baton, clock
-        self.launch, self.land, self.settle = launch, land, settle
+        self._gate, self._log, self._control, self._baton = pages.gate, pages.log, pages.control, pages.baton
+        self._stopping, self._device, self._clock = stopping, device, clock
         self._lengths_ns: deque[int] = deque(maxlen=_WINDOW)
         self._seq = 0  # the latest bubble seen
         self._bubble = OpenBubble(0, 0, 0, 0)  # the one that a turn is in
@@ -148,13 +182,13 @@ class Pacer:
         waited_ns = self._clock() - began_ns
         if bubble is None:
             yield Turn()
-            self.settle()
+            self._device.settle()
             return
-        self.launch()
+        self._device.launch()
         try:
             with self._paced(bubble) as turn:
                 yield turn
-                self.settle()
+                self._device.settle()
         finally:
             if self._taken:
                 self._give_back()
@@ -203,7 +237,7 @@ class Pacer:
             return
         self._rings = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        self.settle()
+        self._device.settle()
         self._give_back()
         since_ns = self._clock()
         try:
@@ -240,7 +274,7 @@ class Pacer:
         offers = count()
         following = self._next(lambda bubble, now_ns: bubble.deadline_ns > now_ns or next(offers) >= _LOOK)
         self._turn.held_ns += self._clock() - since_ns
-        self.launch()
+        self._device.launch()
         self._taken = True
         if following is not None:
             self._enter(following)
@@ -258,7 +292,7 @@ class Pacer:
         if closed_ns is not None:
             self._turn.late_ns = max(self._turn.late_ns, self._clock() - closed_ns)
         self._taken = False
-        self.land()
+        self._device.land()
         if self._baton is not None:
             self._baton.pass_on(self._bubble.seq)
 

@@ -8,7 +8,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,8 @@ from typing import TYPE_CHECKING, Any
 from megatron.fill.device.emulated import BREATHER_NS, Launches
 from megatron.fill.device.port import Limits, mib
 from megatron.fill.errors import FillError, PlanError, StaleProfile
-from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoardReader
-from megatron.fill.pages.control import AlwaysRunning, RunSwitch
-from megatron.fill.pages.gate import GateReader
 from megatron.fill.pages.phases import WorkerPhase
-from megatron.fill.pages.steplog import StepLog
 from megatron.fill.profiles import JobProfile
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.blame import task_traceback
@@ -32,7 +27,7 @@ from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.status import Cause, Then
 from megatron.fill.worker import checkpoint
 from megatron.fill.worker.loop import StepLoop
-from megatron.fill.worker.pacing import Pacer, Stopped, at_once
+from megatron.fill.worker.pacing import Pacer, StepDevice, StepPages, Stopped
 from megatron.fill.worker.saver import Saver
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 
@@ -52,35 +47,24 @@ _THEN = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """The pages in shared memory that a worker uses.
-
-    Attributes:
-        view: the gate as this job's seat sees it; in the tail seat, the rest of each bubble.
-        baton: used by the resident job to pass a bubble on; None in the tail seat.
-        control: read before every step.
-    """
-
-    view: GateReader
-    log: StepLog
-    board: CycleBoardReader
-    baton: Baton | None = None
-    control: RunSwitch = field(default_factory=AlwaysRunning)
-
-
 class TaskRun:
     """Runs one task to its end, or until the training is over.
 
     Args:
+        board: page with the rank's bubble cycle.
         asked_to_stop: returns True once the worker was asked to stop; called between steps.
         launches: launches of the emulated device; None on any other.
     """
 
     def __init__(
-        self, spec: WorkerSpec, shared: Shared, asked_to_stop: Callable[[], bool], launches: Launches | None = None
+        self,
+        spec: WorkerSpec,
+        pages: StepPages,
+        board: CycleBoardReader,
+        asked_to_stop: Callable[[], bool],
+        launches: Launches | None = None,
     ) -> None:
-        self.spec, self.shared, self.log = spec, shared, shared.log
+        self.spec, self.pages, self.board, self.log = spec, pages, board, pages.log
         self.directory = Path(spec.directory)
         self._asked_to_stop, self._launches = asked_to_stop, launches
         self._crowded = False  # the task could not give back memory that the training needs
@@ -163,8 +147,7 @@ class TaskRun:
             Stopped: the worker was asked to stop before the first step.
         """
         loop = self._new_loop(machine)
-        turn = at_once if loop.pacer is None else loop.pacer.turn
-        saver = Saver(machine, self.directory, self.spec.checkpoint_s, self.log, turn)
+        saver = Saver(machine, self.directory, self.spec.checkpoint_s, self.log, loop.turn)
         plans = self._new_plans(machine, loop, profiles)
         if plans is not None and not plans.choose():
             return False
@@ -177,7 +160,7 @@ class TaskRun:
         if plans is not None:
             plans.configure()
         self.log.phase = WorkerPhase.INIT
-        with turn("init()"):
+        with loop.turn("init()"):
             machine.init()
         self.log.total_work = machine.task.context.total_work
         if plans is not None:
@@ -195,31 +178,22 @@ class TaskRun:
 
     def _new_loop(self, machine: TaskMachine) -> StepLoop:
         """Return the loop for this device, with a pacer if the device does not preempt steps."""
-        shared, launches = self.shared, self._launches
-        preemptive = self.spec.device == "cpu" and launches is None
-        pacer = None
-        if not preemptive:
-            pacer = Pacer(shared.view, self.log, self._stopping, shared.control, shared.baton)
-        loop = StepLoop(
-            machine,
-            shared.view,
-            self.log,
-            self._stopping,
-            baton=shared.baton,
-            control=shared.control,
-            preemptive=preemptive,
-            pacer=pacer,
-        )
+        device = self._device()
+        if device.preemptive:
+            return StepLoop(machine, self.pages, self._stopping, device)
+        pacer = Pacer(self.pages, self._stopping, device)
+        machine.task.context.aside = pacer.aside
+        return StepLoop(machine, self.pages, self._stopping, device, pacer)
+
+    def _device(self) -> StepDevice:
+        launches = self._launches
         if launches is not None:
-            loop.launch, loop.land, loop.breather_ns = launches.launch, launches.land, BREATHER_NS
+            return StepDevice(launches.launch, land=launches.land, breather_ns=BREATHER_NS)
         if self.spec.device.startswith("cuda"):
             from megatron.fill.device import cuda
 
-            loop.settle = partial(cuda.settle, self.spec.device)
-        if pacer is not None:
-            pacer.launch, pacer.land, pacer.settle = loop.launch, loop.land, loop.settle
-            machine.task.context.aside = pacer.aside
-        return loop
+            return StepDevice(settle=partial(cuda.settle, self.spec.device))
+        return StepDevice(preemptive=self.spec.device == "cpu")
 
     def _new_plans(self, machine: TaskMachine, loop: StepLoop, profiles: list[dict[str, Any]] | None) -> NodeRun | None:
         if not isinstance(machine.task, NodeTask):
@@ -227,11 +201,7 @@ class TaskRun:
         from megatron.fill.worker.nodes import NodeRun
 
         self._measures = profiles is None
-        turn = at_once if loop.pacer is None else loop.pacer.turn
-        view, board = self.shared.view, self.shared.board
-        return NodeRun(
-            self.spec, machine.task, profiles, loop, view, board, self.log, self._stopping, machine.enter, turn
-        )
+        return NodeRun(self.spec, machine.task, profiles, loop, self.board, machine.enter)
 
     def _between(self, saver: Saver, plans: NodeRun | None) -> None:
         """Save and plan between two bubbles."""

@@ -25,9 +25,10 @@ from megatron.fill.pages.control import ControlReader
 from megatron.fill.pages.gate import GateReader, SharedGateReader
 from megatron.fill.pages.steplog import StepLog, map_log
 from megatron.fill.worker.command import CommandRun
+from megatron.fill.worker.pacing import StepPages
 from megatron.fill.worker.sandboxed import apply_environment, end_as, jail
 from megatron.fill.worker.spec import Outcome, WorkerSpec
-from megatron.fill.worker.taskrun import Shared, TaskRun
+from megatron.fill.worker.taskrun import TaskRun
 
 logger = logging.getLogger("pipefill.worker")
 
@@ -71,8 +72,8 @@ class Worker:
         """Run the task; called in its own process, once it may begin."""
         apply_environment(self.spec.env)
         baton = None if self.spec.tail else self.baton
-        shared = Shared(self.view, self.log, self.board, baton, self.control)
-        TaskRun(self.spec, shared, self.stopping, self._launches).run().leave(self.log)
+        pages = StepPages(self.view, self.log, baton, self.control)
+        TaskRun(self.spec, pages, self.board, self.stopping, self._launches).run().leave(self.log)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # threads that a task left behind must not keep the process

@@ -18,6 +18,7 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.pages.gate import OpenBubble, SharedGate, SharedGateReader
 from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.worker.loop import StepLoop
+from megatron.fill.worker.pacing import StepDevice, StepPages
 from tests.support.waiting import until
 
 needs_real_time = pytest.mark.skipif(bool(why_not()), reason="real-time priorities are refused here")
@@ -128,8 +129,8 @@ def test_every_step_is_launched_and_lands_however_it_ends(error):
         task=SimpleNamespace(next_node=0, idle=False), run_next_step=step, start=lambda: None, pause=lambda: None
     )
     gate: Any = SimpleNamespace(is_open=lambda seq: not said, closed_ns=lambda seq: None)
-    loop = StepLoop(machine, gate, StepLog(create_log()), lambda: False)
-    loop.launch, loop.land = lambda: said.append("launch"), lambda: said.append("land")
+    device = StepDevice(launch=lambda: said.append("launch"), land=lambda: said.append("land"))
+    loop = StepLoop(machine, StepPages(gate, StepLog(create_log())), lambda: False, device)
     bubble = OpenBubble(1, 0, 1 << 62, 1 << 40)
     if error is ValueError:
         with pytest.raises(ValueError):  # noqa: PT011

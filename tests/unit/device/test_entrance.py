@@ -36,7 +36,7 @@ class Bench(TaskRun):
     def __init__(self, folder, task, args):
         work = Work(task, args=args, search=(folder,))
         spec = worker_spec(folder, work, device="cuda:0", limits=Limits(memory_bytes=5))
-        super().__init__(spec, shared_pages(FakeGate()), lambda: True)
+        super().__init__(spec, *shared_pages(FakeGate()), lambda: True)
 
     def begin(self):
         return self.serve(self.new_machine(self.spec.context()), self.spec.profiles)

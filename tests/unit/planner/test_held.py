@@ -90,9 +90,10 @@ def test_a_worker_plans_with_what_it_is_held_to(tmp_path, limit_mib, margin_mib,
     )
     board = CycleBoard()
     board.show(ROOMY)
-    anything: Any = SimpleNamespace(ended=False)
+    anything: Any = SimpleNamespace()
+    loop: Any = SimpleNamespace(gate=SimpleNamespace(ended=False), stopping=lambda: False)
     reader = CycleBoardReader(board.reader_fd())
-    run = NodeRun(spec, anything, spec.profiles, anything, anything, reader, anything, lambda: False)
+    run = NodeRun(spec, anything, spec.profiles, loop, reader)
     assert run.choose()
     assert run.plan is not None
     assert str(run.plan.configuration) == expected
@@ -113,7 +114,7 @@ def test_a_gpus_worker_plans_with_the_very_number_that_its_limiter_keeps(free_mi
     limits = Limits(limit)
     spec = worker_spec("/", Work("m:C"), margin_bytes=margin_mib * MIB, device="cuda:0", limits=limits)
     anything: Any = SimpleNamespace()
-    run = NodeRun(spec, anything, anything, anything, anything, anything, anything, anything)
+    run = NodeRun(spec, anything, anything, anything, anything)
     assert {slot.free_bytes for slot in run._held(bubbles).slots} == {limit}
     said = allocator_environment(limit, 1000 * MIB, {}, "2.15.0")["PYTORCH_ALLOC_CONF"]
     assert float(said.partition(":")[2]) * 1000 * MIB == pytest.approx(limit, abs=0.001 * MIB)

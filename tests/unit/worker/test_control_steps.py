@@ -26,6 +26,7 @@ from megatron.fill.status import Cause, Then
 from megatron.fill.work import Work
 from megatron.fill.worker.command import CommandRun
 from megatron.fill.worker.loop import StepLoop
+from megatron.fill.worker.pacing import StepPages
 from megatron.fill.worker.spec import Outcome
 from tests.support.waiting import until
 
@@ -55,7 +56,8 @@ def test_no_step_starts_after_a_pause_and_the_next_bubble_after_resume_goes_on(c
         machine.create({})
         machine.init()
         control = ControlReader(page.reader_fd())
-        StepLoop(machine, SharedGateReader(gate.reader_fd()), StepLog(log_fd), lambda: False, control=control).run()
+        pages = StepPages(SharedGateReader(gate.reader_fd()), StepLog(log_fd), control=control)
+        StepLoop(machine, pages, lambda: False).run()
 
     worker = child(work)
     pauses = []

@@ -16,6 +16,7 @@ from megatron.fill.sidetask.base import SideTask, TaskContext, TaskState
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.types import BubbleUse, Lack
 from megatron.fill.worker.loop import StepLoop
+from megatron.fill.worker.pacing import PLAIN, StepDevice, StepPages
 from tests.support.clock import Clock
 
 MS = 1_000_000
@@ -71,7 +72,7 @@ class Switch:
 
 
 class Bench:
-    def __init__(self, *lengths_ms: float) -> None:
+    def __init__(self, *lengths_ms: float, device: StepDevice = PLAIN) -> None:
         self.clock = Clock(0)
         self.task = Scripted(self.clock, list(lengths_ms))
         machine = TaskMachine(self.task, TaskContext("t", Path("/")))
@@ -81,7 +82,8 @@ class Bench:
         self.gate = ScriptedGate(self.clock)
         self.stop = False
         self.switch = Switch()
-        self.loop = StepLoop(machine, self.gate, self.log, lambda: self.stop, self.clock, control=self.switch)
+        pages = StepPages(self.gate, self.log, control=self.switch)
+        self.loop = StepLoop(machine, pages, lambda: self.stop, device, clock=self.clock)
         self.seq = 0
 
     def bubble(
@@ -131,8 +133,7 @@ def test_where_overruns_may_cost_something_steps_go_on_beyond_the_deadline():
 
 
 def test_beyond_the_deadline_the_main_job_may_get_a_moment_between_two_steps():
-    bench = Bench(*[2.0] * 40)
-    bench.loop.breather_ns = MS
+    bench = Bench(*[2.0] * 40, device=StepDevice(breather_ns=MS))
     bench.bubble(9)
     ends_ns = tuple(bench.clock.now + n * 10 * MS for n in range(1, 9))
     bench.bubble(8, lasts_ms=13.5, ends_ns=ends_ns, overrun_ns=2 * MS)
@@ -172,8 +173,7 @@ def test_a_task_whose_steps_seem_too_long_gets_a_try_now_and_then():
 
 def test_where_the_main_job_takes_the_device_back_a_caught_step_says_nothing_of_its_length():
     starved = [2.0, 90.0] * 20
-    taken_back, waited_for = Bench(*starved), Bench(*starved)
-    taken_back.loop.preemptive = True
+    taken_back, waited_for = Bench(*starved, device=StepDevice(preemptive=True)), Bench(*starved)
     for bench in (taken_back, waited_for):
         for _ in range(10):
             bench.bubble(7, lasts_ms=3)
@@ -183,8 +183,7 @@ def test_where_the_main_job_takes_the_device_back_a_caught_step_says_nothing_of_
 
 @pytest.mark.parametrize(("preemptive", "steps"), [(True, 6), (False, 2)])
 def test_nor_does_a_caught_pause_and_the_next_bubbles_are_used(preemptive: bool, steps: int):
-    bench = Bench(*[2.0] * 20)
-    bench.loop.preemptive = preemptive
+    bench = Bench(*[2.0] * 20, device=StepDevice(preemptive=preemptive))
     bench.task.pauses_ms = [100.0]
     for _ in range(3):
         bench.bubble(5)
@@ -192,8 +191,7 @@ def test_nor_does_a_caught_pause_and_the_next_bubbles_are_used(preemptive: bool,
 
 
 def test_time_is_left_for_a_pause_that_fits():
-    bench = Bench(*[2.0] * 20)
-    bench.loop.preemptive = True
+    bench = Bench(*[2.0] * 20, device=StepDevice(preemptive=True))
     bench.task.pauses_ms = [1.0] * 3
     for _ in range(3):
         bench.bubble(6.5, lasts_ms=7.5)
@@ -201,8 +199,7 @@ def test_time_is_left_for_a_pause_that_fits():
 
 
 def test_a_use_says_when_the_worker_was_done_and_what_was_lacking():
-    bench = Bench(*[2.0] * 20)
-    bench.loop.preemptive = True
+    bench = Bench(*[2.0] * 20, device=StepDevice(preemptive=True))
     bench.task.pauses_ms = [0.5]
     bench.bubble(9)
     assert (bench.uses[0].left_ns, bench.uses[0].lack) == (8.5 * MS, Lack.TIME)
@@ -403,9 +400,8 @@ def test_the_baton_is_passed_on_in_every_bubble_and_there_is_a_break_after_it():
     bench, passed = Bench(*[4] * 5), Passed()
     gate = Queue(bench.clock)
     breaks: list[int] = []
-    loop = StepLoop(
-        bench.loop.machine, gate, bench.log, lambda: False, bench.clock, lambda: breaks.append(gate.seq), passed
-    )
+    loop = StepLoop(bench.loop.machine, StepPages(gate, bench.log, passed), lambda: False, clock=bench.clock)
+    loop.between = lambda: breaks.append(gate.seq)
     assert loop.run()
     assert passed.calls == ["hold", 1, 2, 3, "drop"]
     assert breaks == [1, 2]

@@ -17,6 +17,7 @@ from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.types import BubbleKind
 from megatron.fill.work import Work
 from megatron.fill.worker.nodes import NodeRun
+from megatron.fill.worker.pacing import at_once
 from tests.support.fakes import FakeGate, worker_spec
 
 MS = 1_000_000
@@ -48,16 +49,20 @@ class Bench:
     def __init__(self, folder: Path, *profiles: JobProfile) -> None:
         self.board = CycleBoard()
         self.task = Task()
+        self.stop = False
         self.loop = SimpleNamespace(
-            hold_at_start=False, expect=lambda profile: self.expected.append(profile), baton=None
+            hold_at_start=False,
+            expect=lambda profile: self.expected.append(profile),
+            gate=FakeGate(),
+            log=StepLog(create_log()),
+            stopping=lambda: self.stop,
+            turn=at_once,
         )
         self.expected: list[JobProfile] = []
-        self.stop = False
         given = [one.to_dict() for one in profiles]
         spec = worker_spec(folder, Work("m:C"), profiles=given)
         reader = CycleBoardReader(self.board.reader_fd())
-        log = StepLog(create_log())
-        self.run = NodeRun(spec, self.task, spec.profiles, self.loop, FakeGate(), reader, log, lambda: self.stop)  # type: ignore[arg-type]
+        self.run = NodeRun(spec, self.task, spec.profiles, self.loop, reader)  # type: ignore[arg-type]
 
     def show(self, bubble_ms: float) -> None:
         self.board.show(BubbleCycle(100 * MS, (BubbleSlot(BubbleKind.FILL, int(bubble_ms * MS), 10**6),)))

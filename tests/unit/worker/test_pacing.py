@@ -19,8 +19,8 @@ from megatron.fill.pages.steplog import StepLog, create_log
 from megatron.fill.profiles import Configuration
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
-from megatron.fill.worker.loop import StepLoop
-from megatron.fill.worker.pacing import Pacer, Stopped
+from megatron.fill.worker.loop import StepLoop, StepRules
+from megatron.fill.worker.pacing import Pacer, StepDevice, StepPages, Stopped
 from megatron.fill.worker.profiler import Profiler
 from megatron.fill.worker.saver import Saver
 from tests.support.fakes import FakeGate
@@ -75,9 +75,13 @@ class Bench:
         self.baton = SimpleNamespace(
             hold=lambda: self.said.append("hold"), pass_on=lambda seq: self.said.append(f"pass {seq}")
         )
-        self.pacer = Pacer(self.gate, self.log, lambda: self.stop, self.control, self.baton, self.gate.clock)  # type: ignore[arg-type]
-        self.pacer.launch, self.pacer.land = lambda: self.said.append("launch"), lambda: self.said.append("land")
-        self.pacer.settle = lambda: self.said.append("settle")
+        self.pages = StepPages(self.gate, self.log, self.baton, self.control)  # type: ignore[arg-type]
+        device = StepDevice(
+            launch=lambda: self.said.append("launch"),
+            settle=lambda: self.said.append("settle"),
+            land=lambda: self.said.append("land"),
+        )
+        self.pacer = Pacer(self.pages, lambda: self.stop, device, self.gate.clock)
 
     def ring(self) -> None:
         """Outside of turns the timer does not run."""
@@ -245,7 +249,7 @@ def test_once_the_main_job_is_over_nothing_is_waited_for(monkeypatch):
 
 def test_the_timer_rings_and_its_handler_goes_away():
     gate, over = FakeGate(), threading.Event()
-    pacer = Pacer(gate, StepLog(create_log()), lambda: False, SimpleNamespace(running=True))
+    pacer = Pacer(StepPages(gate, StepLog(create_log())), lambda: False)
 
     def train() -> None:
         while not over.is_set():
@@ -285,7 +289,9 @@ def loop_over(bench: Bench, lengths_ms: list[float], **settings: int) -> StepLoo
     machine = TaskMachine(Stepping(bench, lengths_ms), TaskContext("t", Path("/")))
     machine.create({})
     machine.init()
-    return StepLoop(machine, bench.gate, bench.log, lambda: False, bench.gate.clock, pacer=bench.pacer, **settings)  # type: ignore[arg-type]
+    pages = StepPages(bench.gate, bench.log)
+    rules = StepRules(**settings)
+    return StepLoop(machine, pages, lambda: False, pacer=bench.pacer, rules=rules, clock=bench.gate.clock)
 
 
 def test_a_step_that_nobody_knows_begins_in_a_long_bubble_only(monkeypatch):

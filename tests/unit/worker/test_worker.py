@@ -22,7 +22,7 @@ class Bench(TaskRun):
     """A task that does nothing but what is said."""
 
     def __init__(self, directory: Path, measures: bool, work: float) -> None:
-        super().__init__(spec_of(directory), shared_pages(FakeGate()), lambda: True)
+        super().__init__(spec_of(directory), *shared_pages(FakeGate()), lambda: True)
         self.now_measures, self.work = measures, work
 
     def serve(self, machine: TaskMachine, profiles: Any) -> bool:
@@ -61,7 +61,7 @@ def test_a_job_that_is_stopped_while_it_waits_to_change_over_is_saved(tmp_path, 
         raise Stopped
 
     monkeypatch.setattr("megatron.fill.worker.taskrun.StepLoop.run", stopped)
-    run = TaskRun(spec_of(tmp_path), shared_pages(FakeGate()), lambda: False)
+    run = TaskRun(spec_of(tmp_path), *shared_pages(FakeGate()), lambda: False)
     assert not run.serve(TaskMachine(Counting(), TaskContext("job", tmp_path)), None)
     saved = checkpoint.load(tmp_path)
     assert saved is not None

@@ -20,6 +20,7 @@ from megatron.fill.rank.recorder import Recorder
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.types import Bubble, CycleKey, RankInfo
 from megatron.fill.worker.loop import StepLoop
+from megatron.fill.worker.pacing import StepDevice, StepPages
 from scripts.benchmarks.studies.truth.steps import StepTimes
 from scripts.benchmarks.studies.truth.virtual import Core, Replayed, VirtualGate, VirtualLog, VirtualMachine
 
@@ -120,9 +121,8 @@ def replay(opened: Opened, times: StepTimes, preemptive: bool = True) -> Replaye
     gate = VirtualGate(core, opened.told, cycle(times.wakes_ns))
     machine = VirtualMachine(core, times)
     # These have all methods of a task, gate and log that the loop calls; it never checks their types.
-    loop = StepLoop(
-        cast(Any, machine), gate, cast(Any, log), lambda: core.over, lambda: core.now_ns, preemptive=preemptive
-    )
+    pages, device = StepPages(gate, cast(Any, log)), StepDevice(preemptive=preemptive)
+    loop = StepLoop(cast(Any, machine), pages, lambda: core.over, device, clock=lambda: core.now_ns)
     loop.estimators.expect(times.profile_ns)
     loop.run()
     return done
