@@ -174,7 +174,7 @@ def test_the_enforcer_is_asked_after_the_rules_which_may_have_stopped_the_worker
     bench = Bench(tmp_path, "print('up', flush=True); import time; time.sleep(60)")
     calls: list[str] = []
     bench.limiter.look = lambda: calls.append("rules") or ""  # type: ignore[method-assign,func-returns-value]
-    bench.enforcer.check = lambda: calls.append("enforcer") or 0.2  # type: ignore[method-assign,func-returns-value]
+    bench.enforcer.check = lambda: calls.append("enforcer") or 0.2  # type: ignore[func-returns-value]
     bench.tick = lambda: bench.worker.process.kill() if calls.count("rules") == 3 else None  # type: ignore[method-assign]
     bench.outcome()
     assert "rules" in calls
