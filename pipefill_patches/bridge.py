@@ -48,23 +48,28 @@ _PIPELINE_CALLS = tuple(Target(f"{_PIPELINE}.{name}", ("self",)) for name in _CA
 class _Call:
     """The outermost call in progress."""
 
-    depth = 0
-    for_backward = False
+    __slots__ = ("depth", "for_backward")
+
+    def __init__(self) -> None:
+        self.depth, self.for_backward = 0, False
+
+
+_call = _Call()
 
 
 def _outermost(original: Callable[..., Any], for_backward: bool, bridge: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _Call.depth:
-            _Call.for_backward = for_backward
+        if not _call.depth:
+            _call.for_backward = for_backward
         if bridge and self.comm_map[self.current_rank].role.value == "MEMBER":
-            bus.open(for_backward=_Call.for_backward)  # it exchanges no shapes: its leader broadcasts everything
-        _Call.depth += 1
+            bus.open(for_backward=_call.for_backward)  # it exchanges no shapes: its leader broadcasts everything
+        _call.depth += 1
         try:
             return original(self, *args, **kwargs)
         finally:
-            _Call.depth -= 1
-            if not _Call.depth:
+            _call.depth -= 1
+            if not _call.depth:
                 bus.close()
 
     return run
@@ -73,7 +78,7 @@ def _outermost(original: Callable[..., Any], for_backward: bool, bridge: bool) -
 def _opening(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def communicate_shapes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return bus.wait(functools.partial(original, self, *args, **kwargs), for_backward=_Call.for_backward)
+        return bus.wait(functools.partial(original, self, *args, **kwargs), for_backward=_call.for_backward)
 
     return communicate_shapes
 

@@ -45,7 +45,7 @@ _POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _PARAMETERS)
 
 def _holds() -> bool:
     """True if receives of the call in progress may be held."""
-    return p2p_communicator.waits_at_once() or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
+    return p2p_communicator.transfers.waits or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
 
 def _announce(waits: HeldReceives, transfers: dict[str, Any]) -> None:

@@ -26,29 +26,62 @@ _COMMUNICATE = Target(
 _TRANSFERS = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
 _POST = Target(f"{_MODULE}:_p2p_ops", _TRANSFERS)
 _POST_BATCHED = Target(f"{_MODULE}:_batched_p2p_ops", _TRANSFERS)
-
-
 _SHAPES = Target(
     f"{_MODULE}:P2PCommunicator._communicate_shapes",
     ("self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"),
 )
 
 
-class _Call:
-    """The ``_communicate`` call in progress.
+class Transfers:
+    """The rank's pipeline transfers, and the ``_communicate`` call that is in progress.
 
     Attributes:
-        waits: True if it waits for its transfers itself.
-        for_backward: True if it waits for an output gradient.
+        waits: True if the call waits for its transfers itself.
+        for_backward: True if the call waits for an output gradient.
     """
 
-    waits = False
-    for_backward = False
+    __slots__ = ("for_backward", "waits")
+
+    def __init__(self) -> None:
+        self.waits = self.for_backward = False
+
+    def communicate(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def communicate(this: Any, *, recv_next: bool, wait_on_reqs: bool = True, **kwargs: Any) -> Any:
+            self.waits, self.for_backward = wait_on_reqs, recv_next
+            try:
+                return original(this, recv_next=recv_next, wait_on_reqs=wait_on_reqs, **kwargs)
+            finally:
+                if wait_on_reqs:
+                    bus.close()
+
+        return communicate
+
+    def exchange(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def communicate_shapes(*args: Any, **kwargs: Any) -> Any:
+            bus.open(for_backward=self.for_backward)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if not self.waits:
+                    bus.close()
+
+        return communicate_shapes
+
+    def post(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def post(**kwargs: Any) -> Any:
+            requests, closes = original(**kwargs), not self.waits
+            if isinstance(requests, dict):
+                for_backward = {key: key == "recv_next" if closes else self.for_backward for key in requests}
+                return {key: _WatchedRequest(request, for_backward[key], closes) for key, request in requests.items()}
+            return [_WatchedRequest(request, self.for_backward, closes) for request in requests]
+
+        return post
 
 
-def waits_at_once() -> bool:
-    """True if the ``_communicate`` call in progress waits for its transfers itself."""
-    return _Call.waits
+transfers = Transfers()
 
 
 class _WatchedRequest:
@@ -56,10 +89,10 @@ class _WatchedRequest:
 
     __slots__ = ("_closes", "_for_backward", "_request")
 
-    def __init__(self, request: Any, for_backward: bool) -> None:
+    def __init__(self, request: Any, for_backward: bool, closes: bool) -> None:
         self._request = request
         self._for_backward = for_backward
-        self._closes = not _Call.waits
+        self._closes = closes
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         bus.open(for_backward=self._for_backward)
@@ -73,50 +106,15 @@ class _WatchedRequest:
         return getattr(self._request, name)
 
 
-def _watching(post: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(post)
-    def run(**kwargs: Any) -> Any:
-        requests = post(**kwargs)
-        if isinstance(requests, dict):
-            for_backward = {key: _Call.for_backward if _Call.waits else key == "recv_next" for key in requests}
-            return {key: _WatchedRequest(request, for_backward[key]) for key, request in requests.items()}
-        return [_WatchedRequest(request, _Call.for_backward) for request in requests]
-
-    return run
-
-
-def _exchanging(shapes: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(shapes)
-    def communicate_shapes(*args: Any, **kwargs: Any) -> Any:
-        bus.open(for_backward=_Call.for_backward)
-        try:
-            return shapes(*args, **kwargs)
-        finally:
-            if not _Call.waits:
-                bus.close()
-
-    return communicate_shapes
-
-
 def _install(stack: contextlib.ExitStack) -> None:
-    holder, name = _COMMUNICATE.resolve()
-    original = getattr(holder, name)
-
-    @functools.wraps(original)
-    def communicate(self: Any, *, recv_next: bool, wait_on_reqs: bool = True, **kwargs: Any) -> Any:
-        _Call.waits, _Call.for_backward = wait_on_reqs, recv_next
-        try:
-            return original(self, recv_next=recv_next, wait_on_reqs=wait_on_reqs, **kwargs)
-        finally:
-            if wait_on_reqs:
-                bus.close()
-
-    replace(stack, holder, name, communicate)
-    holder, name = _SHAPES.resolve()
-    replace(stack, holder, name, _exchanging(getattr(holder, name)))
-    for target in (_POST, _POST_BATCHED):
+    for target, watched in (
+        (_COMMUNICATE, transfers.communicate),
+        (_SHAPES, transfers.exchange),
+        (_POST, transfers.post),
+        (_POST_BATCHED, transfers.post),
+    ):
         holder, name = target.resolve()
-        replace(stack, holder, name, _watching(getattr(holder, name)))
+        replace(stack, holder, name, watched(getattr(holder, name)))
 
 
 PATCH = Patch(

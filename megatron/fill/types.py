@@ -46,7 +46,8 @@ class CycleKey:
         return text + (", forward only" if self.forward_only else "")
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: the rank makes one in every bubble, and a frozen one takes three times as long to make.
+@dataclass(slots=True, unsafe_hash=True)
 class Bubble:
     """An observed bubble of a rank.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 
 from megatron.fill.pages.board import CycleBoard
@@ -22,6 +23,26 @@ from megatron.fill.types import Bubble, BubbleKind, CycleKey, Iteration, fills_b
 
 _SHOW_EVERY = 20  # iterations between two updates of the board
 _FREED_BYTES = 64 << 20  # increase in free memory after which the board is updated at once
+
+
+@dataclass(slots=True)
+class _Opened:
+    """A bubble that is open.
+
+    Attributes:
+        promised_bytes: free memory that the schedule promises in it; None if it does not.
+        predicted_ns: predicted length.
+        seq: its number at the gate; 0 if it is not filled.
+        filling: bubbles were filled when it opened.
+    """
+
+    kind: BubbleKind
+    index: int
+    start_ns: int
+    promised_bytes: int | None
+    predicted_ns: int
+    seq: int
+    filling: bool
 
 
 class RankListener:
@@ -81,7 +102,7 @@ class RankListener:
         self._counts = False  # this iteration is past the warm-up and could be filled
         self._odd = False  # it was disturbed, so its time is not comparable
         self._paused = False  # filling was paused at some time in it
-        self._bubble: tuple[BubbleKind, int, int, int | None, int, int, bool] | None = None
+        self._bubble: _Opened | None = None
 
     def iteration_started(self, iteration: int, now_ns: int, watched: bool | None = None) -> None:
         """Begin a training iteration.
@@ -183,30 +204,29 @@ class RankListener:
             seq = self.gate.open(deadline_ns, free, ends_ns, forecast.overrun_ns)
         elif self.filling and not filling:
             self._paused = True
-        self._bubble = (kind, index, now_ns, free_bytes, forecast.shortest_ns, seq, filling)
+        self._bubble = _Opened(kind, index, now_ns, free_bytes, forecast.shortest_ns, seq, filling)
 
     def bubble_closed(self, now_ns: int) -> None:
-        if self._bubble is None:
+        bubble, self._bubble = self._bubble, None
+        if bubble is None:
             return
-        kind, index, start_ns, promised, predicted_ns, seq, filling = self._bubble
-        self._bubble = None
-        if seq and self.gate is not None:
+        if bubble.seq and self.gate is not None:
             self.gate.close(now_ns)
-        self.predictor.observe(kind, index, start_ns, now_ns)
-        free_bytes = self.free_bytes() if promised is None else promised
+        self.predictor.observe(bubble.kind, bubble.index, bubble.start_ns, now_ns)
+        free_bytes = self.free_bytes() if bubble.promised_bytes is None else bubble.promised_bytes
         if not self._forward_only:
-            self._free_bytes[index] = free_bytes
+            self._free_bytes[bubble.index] = free_bytes
         self.recorder.bubble(
             Bubble(
                 self.iteration,
-                index,
-                kind,
-                start_ns,
+                bubble.index,
+                bubble.kind,
+                bubble.start_ns,
                 now_ns,
-                predicted_ns,
-                seq,
+                bubble.predicted_ns,
+                bubble.seq,
                 free_bytes,
-                filling,
+                bubble.filling,
                 self._forward_only,
             )
         )
@@ -223,7 +243,7 @@ class RankListener:
     def waits(self) -> tuple[BubbleKind, int] | None:
         """The kind of the open bubble and the time of its opening in ns; None outside bubbles.  For any thread."""
         bubble = self._bubble
-        return None if bubble is None else (bubble[0], bubble[2])
+        return None if bubble is None else (bubble.kind, bubble.start_ns)
 
     @property
     def longest_ns(self) -> int:

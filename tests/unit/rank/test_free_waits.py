@@ -106,12 +106,12 @@ class Caller:
 
 @contextlib.contextmanager
 def called(waits: bool) -> Iterator[None]:
-    before = p2p_communicator._Call.waits
-    p2p_communicator._Call.waits = waits
+    before = p2p_communicator.transfers.waits
+    p2p_communicator.transfers.waits = waits
     try:
         yield
     finally:
-        p2p_communicator._Call.waits = before
+        p2p_communicator.transfers.waits = before
 
 
 @contextlib.contextmanager
