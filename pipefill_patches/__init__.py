@@ -26,7 +26,7 @@ from pipefill_patches import (
     training_loop,
     wheel,
 )
-from pipefill_patches.registry import Patch
+from pipefill_patches.patch import Patch
 
 # In the order in which they are applied: the CPU backend before any code looks for a device, and the patches that stage
 # the pipeline's transfers, or play the other stages, before those that watch them.

@@ -11,7 +11,7 @@ import sys
 
 from megatron.fill.errors import PatchError
 from pipefill_patches import PATCHES
-from pipefill_patches.registry import upstream
+from pipefill_patches.patch import upstream
 
 _USAGE = f"""usage: python -m pipefill_patches [--only PATCH,...] SCRIPT ARGS...
        python -m pipefill_patches --check

@@ -17,7 +17,7 @@ from megatron.fill.config import FillSettings
 from megatron.fill.errors import exit_saying
 from megatron.fill.given.jobs import JobSpec
 from megatron.fill.given.settings import FLAG
-from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace
 
 _ADD = Target("megatron.training.arguments:add_megatron_arguments", ("parser",))
 _PARSE = Target("megatron.training.arguments:parse_args", ("extra_args_provider", "ignore_unknown_args"))

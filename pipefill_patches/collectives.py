@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakSet
 
 from megatron.fill.hooks import bus
-from pipefill_patches.registry import replace
+from pipefill_patches.patch import replace
 
 _ALWAYS = ("allreduce", "broadcast", "barrier")
 # The names in all versions of torch.

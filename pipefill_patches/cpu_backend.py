@@ -19,7 +19,7 @@ import torch
 from megatron.fill.errors import ConfigError
 from megatron.fill.launcher import cores_by_srun, local_rank, ranks_here
 from pipefill_patches import cpu_gloo, cpu_layers, cpu_processes, cpu_torch, wheel
-from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace
 
 __all__ = ["PATCH", "needed", "pin_to_core"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from pipefill_patches.registry import replace
+from pipefill_patches.patch import replace
 
 _THREADS = 2  # threads for asynchronous operations, for each device of a group; torch's own default
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipefill_patches.registry import Target, replace
+from pipefill_patches.patch import Target, replace
 
 _NORM = Target("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", ("cls", "config", "hidden_size"))
 _ATTENTION_INIT = Target(

@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from pipefill_patches import cpu_torch
-from pipefill_patches.registry import Target, replace
+from pipefill_patches.patch import Target, replace
 
 _WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 PREPARE = Target(f"{_WRITER}.prepare_write_data", ("self", "plan", "planner"), uses=("write_buckets",))

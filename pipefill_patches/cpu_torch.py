@@ -26,7 +26,7 @@ import torch.utils.data.dataloader
 from torch.overrides import TorchFunctionMode
 
 from megatron.fill.hooks import BubbleBus
-from pipefill_patches.registry import replace
+from pipefill_patches.patch import replace
 
 _CPU = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from typing import Any
 from megatron.fill.attached import HeldReceives, attached
 from megatron.fill.errors import FillError, PatchError
 from pipefill_patches import p2p_communicator
-from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace
 
 logger = logging.getLogger("pipefill")
 

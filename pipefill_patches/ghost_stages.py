@@ -28,7 +28,7 @@ from megatron.fill.pipeline.schedules import make_schedule
 from pipefill_patches import collectives, cpu_backend, ghost_flags, p2p_communicator, training_loop
 from pipefill_patches.ghost_flags import GhostSettings
 from pipefill_patches.ghost_waits import GhostRequest, HostWaits, StreamWaits, Waits
-from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace
 
 _TRAINING = "megatron.training.training"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"

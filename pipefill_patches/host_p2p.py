@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.fill.errors import ConfigError, PatchError
 from pipefill_patches import p2p_communicator
-from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace
 
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 # The order in which the batched function posts them.

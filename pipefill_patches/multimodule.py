@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.hooks import bus
-from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace
 from pipefill_patches.schedules import spanned
 
 _PIPELINE = "megatron.core.pipeline_parallel.multimodule_communicator:MultiModulePipelineCommunicator"

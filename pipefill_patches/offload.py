@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.fill.attached import attached
 from megatron.fill.hooks import bus
-from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace
 
 _SETUP = Target("megatron.training.training:setup_model_and_optimizer", ())  # its arguments are only passed on
 _OFFLOAD = Target("megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu", ("self",))

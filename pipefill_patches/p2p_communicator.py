@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.fill.hooks import bus
-from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace
 
 _MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 _COMMUNICATE = Target(

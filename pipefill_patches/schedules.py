@@ -16,7 +16,7 @@ from typing import Any
 from megatron.fill.errors import PatchError
 from megatron.fill.hooks import bus
 from megatron.fill.types import CycleKey
-from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace
 
 _MODULE = "megatron.core.pipeline_parallel.schedules"
 _KEYWORDS = ("forward_step_func", "data_iterator", "model", "num_microbatches")

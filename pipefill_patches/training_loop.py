@@ -14,7 +14,7 @@ from megatron.fill.hooks import bus
 from megatron.fill.launcher import local_rank, ranks_here
 from megatron.fill.types import RankInfo
 from pipefill_patches import collectives, cpu_backend
-from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace
 
 logger = logging.getLogger("pipefill")
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron.fill.errors import PatchError
-from pipefill_patches.registry import Patch, Target, replace
+from pipefill_patches.patch import Patch, Target, replace
 
 # The module that a parser's default needs, the dest, its default without the module, and the equivalent flag.
 _NEEDS: tuple[tuple[str, str, Any, str], ...] = (

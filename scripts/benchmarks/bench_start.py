@@ -35,7 +35,7 @@ from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate
 from megatron.fill.pages.steplog import StepLog, create_log
-from megatron.fill.sandbox import Bind, Cage, look
+from megatron.fill.sandbox import Bind, Sandbox, look
 from megatron.fill.work import Work
 from megatron.fill.worker.spec import WorkerSpec
 
@@ -54,7 +54,7 @@ class Start:
     cpu_s: float
 
 
-def start(folder: Path, cage: Cage, search: Path, standby: bool) -> Start:
+def start(folder: Path, sandbox: Sandbox, search: Path, standby: bool) -> Start:
     """Start one worker, beforehand or when its job is there, and end it once its task was created."""
     gate, board, control, log_fd = SharedGate(), CycleBoard(), ControlPage.create(0), create_log()
     log, baton_fd = StepLog(log_fd), Baton.create()
@@ -68,7 +68,7 @@ def start(folder: Path, cage: Cage, search: Path, standby: bool) -> Start:
         board_fd=board_fd,
         control_fd=control_fd,
         baton_fd=baton_fd,
-        cage=cage,
+        sandbox=sandbox,
         environment=started_with,
         work=Work("nothing:Nothing", search=(str(search),)),
     )
@@ -81,10 +81,10 @@ def start(folder: Path, cage: Cage, search: Path, standby: bool) -> Start:
         _await_sleep(worker.pid)
         began_ns = time.monotonic_ns()
     worker.give(path, log_fd)
-    confined = worker.confined(_WITHIN_S)
+    report = worker.sandbox_report(_WITHIN_S)
     confined_ns = time.monotonic_ns()
-    if confined is None or confined.error:
-        raise SystemExit(f"a worker could not be kept in: {confined.error if confined else 'it ended'}")
+    if report is None or report.error:
+        raise SystemExit(f"a worker could not be kept in: {report.error if report else 'it ended'}")
     worker.let_go()
     while not log.ready_ns:
         time.sleep(0.0005)
@@ -161,7 +161,7 @@ def main() -> None:
         parser.error(f"--busy is {options.busy:g}: expected a share of at least 0 and less than 1")
     user = default_user()
     ids = (None, None) if user is None else (user.uid, user.gid)
-    walls = look(*ids)
+    support = look(*ids)
     with tempfile.TemporaryDirectory(prefix="pipefill-start-") as base:
         search, folder = Path(base) / "search", Path(base) / "job"
         os.chmod(base, 0o755)
@@ -170,8 +170,8 @@ def main() -> None:
         (search / "nothing.py").write_text(_TASK, encoding="utf-8")
         if user is not None:
             os.chown(folder, user.uid, user.gid)
-        inside = Cage(walls.namespaces, str(folder), (Bind(str(search)),), user=ids[0], group=ids[1])
-        outside = Cage((), str(folder))
+        inside = Sandbox(support.namespaces, str(folder), (Bind(str(search)),), user=ids[0], group=ids[1])
+        outside = Sandbox((), str(folder))
         ways = {
             "walls, stood by": (inside, True),
             "walls, started anew": (inside, False),
@@ -179,15 +179,15 @@ def main() -> None:
             "no namespaces, started anew": (outside, False),
         }
         kinds: dict[str, list[Start]] = {name: [] for name in ways}
-        for cage, standby in ways.values():
-            start(folder, cage, search, standby)  # warms the caches
+        for sandbox, standby in ways.values():
+            start(folder, sandbox, search, standby)  # warms the caches
         with load(options.busy) if options.busy else contextlib.nullcontext():
             for number in range(options.pairs):
                 for name in sorted(ways, reverse=bool(number % 2)):
                     kinds[name].append(start(folder, ways[name][0], search, ways[name][1]))
     result = {
         "command": "python scripts/benchmarks/bench_start.py " + " ".join(sys.argv[1:]),
-        "namespaces": list(walls.namespaces),
+        "namespaces": list(support.namespaces),
         "kinds": {name: summary(starts) for name, starts in kinds.items()},
         "walls_cost_ms": _difference_ms(kinds["walls, stood by"], kinds["no namespaces, stood by"]),
         "standing_by_saves_ms": _difference_ms(kinds["walls, started anew"], kinds["walls, stood by"]),

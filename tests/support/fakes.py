@@ -13,7 +13,7 @@ from megatron.fill.pages.baton import Baton
 from megatron.fill.pages.board import CycleBoard, CycleBoardReader
 from megatron.fill.pages.gate import GateReader, OpenBubble
 from megatron.fill.pages.steplog import StepLog, create_log
-from megatron.fill.sandbox.cage import Cage
+from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.work import Work
 from megatron.fill.worker.pacing import StepPages
 from megatron.fill.worker.spec import WorkerSpec
@@ -91,4 +91,4 @@ def shared_pages(gate: GateReader, *, tail: bool = False) -> tuple[StepPages, Cy
 
 def worker_spec(directory: Path | str, work: Work, name: str = "job", **values: Any) -> WorkerSpec:
     """A worker's specification without pages."""
-    return WorkerSpec(name, str(directory), -1, -1, -1, -1, Cage(), work, **values)
+    return WorkerSpec(name, str(directory), -1, -1, -1, -1, Sandbox(), work, **values)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.sandbox import Walls, look
-from tests.support.caged import GUEST, Inside
+from megatron.fill.sandbox import SandboxSupport, look
 from tests.support.children import Child
+from tests.support.sandboxed import GUEST, Inside
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def child() -> Iterator[Callable[[Callable[[int], None]], Child]]:
 
 
 @pytest.fixture(scope="session")
-def walls() -> Walls:
+def support() -> SandboxSupport:
     """What this machine gives."""
     return look(GUEST.uid if GUEST else None, GUEST.gid if GUEST else None)
 
@@ -41,5 +41,5 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def inside(folder: Path, walls: Walls) -> Inside:
-    return Inside(folder, walls)
+def inside(folder: Path, support: SandboxSupport) -> Inside:
+    return Inside(folder, support)

@@ -32,11 +32,11 @@ from megatron.fill.status import Cause, JobState, Status, Then, why
 from megatron.fill.store.port import Claim, JobStore, Progress, Standing
 from megatron.fill.types import JobRecord, WorkerRecord
 from megatron.fill.worker.profiler import PROFILE
-from megatron.fill.worker.spec import Confined
+from megatron.fill.worker.spec import SandboxReport
 
 logger = logging.getLogger("pipefill.agent")
 
-_CONFINED_S, _LOOK_S = 60.0, 0.2  # time limit for setting up the sandbox, on a busy machine; time between two looks
+_SANDBOX_S, _LOOK_S = 60.0, 0.2  # time limit for setting up the sandbox, on a busy machine; time between two looks
 _SAY_S = 8.0  # time for which a store that does not answer is tried
 _TELL_S = 5.0  # time between two estimates of the job's end
 _MOST_SAID = 2000  # most characters of a worker's last output that are logged
@@ -199,30 +199,30 @@ class JobRun:
             process.give(spec, log_fd)
         finally:
             os.close(log_fd)
-        confined = self._confined(process, requests)
-        limiter.adopt(confined.init, process.pid)
+        report = self._await_sandbox(process, requests)
+        limiter.adopt(report.init, process.pid)
         on_failure.callback(limiter.kill)
         process.let_go()
         self.pool.stand_by()
-        for lacking in confined.lacking:
+        for lacking in report.lacking:
             logger.info("job %s: %s", job.name, lacking)
         command = job.work.command is not None
-        return JobWorker(process.process, confined.pid, directory, log, output, limiter, requests, command=command)
+        return JobWorker(process.process, report.pid, directory, log, output, limiter, requests, command=command)
 
-    def _confined(self, process: WorkerProcess, requests: StopRequests) -> Confined:
-        end_s = time.monotonic() + _CONFINED_S
+    def _await_sandbox(self, process: WorkerProcess, requests: StopRequests) -> SandboxReport:
+        end_s = time.monotonic() + _SANDBOX_S
         while time.monotonic() < end_s:
             ending = requests.look()
             if ending is not None and ending.how is How.CUT:
                 raise OSError(why(ending.cause, ending.detail))
             with contextlib.suppress(TimeoutError):
-                found = process.confined(_LOOK_S)
+                found = process.sandbox_report(_LOOK_S)
                 if found is None:
                     raise OSError("its worker ended before the job could begin")
                 if found.error:
                     raise OSError(f"it cannot be kept in: {found.error}")
                 return found
-        raise OSError(f"its worker was not ready within {_CONFINED_S:g} s")
+        raise OSError(f"its worker was not ready within {_SANDBOX_S:g} s")
 
     def _abandon(self, process: WorkerProcess) -> None:
         """End a worker whose run failed, with all that it started, and log its unread output."""

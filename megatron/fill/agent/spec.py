@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.fill.agent.admission import JobUser
 from megatron.fill.device import Sharing
 from megatron.fill.device.emulated import Emulation
-from megatron.fill.sandbox.cage import Bind
+from megatron.fill.sandbox.config import Bind
 from megatron.fill.spec import Spec
 from megatron.fill.store.port import NewJob
 
@@ -25,7 +25,7 @@ class AgentSpec(Spec):
         store: the URL of the job store.
         submit: jobs to put into it.
         user: user that the jobs run as; None for the agent's user.
-        namespaces: namespaces that this machine provides for sandboxes (``Cage``).
+        namespaces: namespaces that this machine provides for sandboxes (``Sandbox``).
         binds: paths that jobs may use besides their own folders.
         network: jobs share the machine's network.
         allow: patterns of the jobs that may run (``admission.refusal``); empty for all.

@@ -25,10 +25,10 @@ from megatron.fill.linux.isolated import program
 from megatron.fill.linux.tree import MARK, OWN
 from megatron.fill.pages.control import RunState
 from megatron.fill.profiles import cycle_to_dict
-from megatron.fill.sandbox.cage import Bind, Cage
+from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.store.location import database_files, password_files
 from megatron.fill.store.port import Job
-from megatron.fill.worker.spec import Confined, WorkerSpec
+from megatron.fill.worker.spec import SandboxReport, WorkerSpec
 
 logger = logging.getLogger("pipefill.agent")
 
@@ -180,21 +180,21 @@ class WorkerProcess:
         return self.process.poll() is None
 
     def give(self, spec_path: Path, log_fd: int) -> None:
-        """Send the job to the process, which then builds the sandbox and reports it (``confined``).
+        """Send the job to the process, which then builds the sandbox and reports it (``sandbox_report``).
 
         Raises:
             OSError: the process has ended.
         """
         socket.send_fds(self._channel, [os.fsencode(spec_path)], [log_fd])
 
-    def confined(self, within_s: float) -> Confined | None:
+    def sandbox_report(self, within_s: float) -> SandboxReport | None:
         """Return the sandbox that the worker reports, or None if it ended before reporting.
 
         Raises:
             TimeoutError: it has not reported within ``within_s`` seconds.
         """
         self._channel.settimeout(within_s)
-        return Confined.receive(self._channel)
+        return SandboxReport.receive(self._channel)
 
     def let_go(self) -> None:
         """Let the job begin.
@@ -242,7 +242,7 @@ def write_spec(
         control_fd=context.control_fd,
         baton_fd=context.baton_fd,
         environment=environment(os.environ, fixed, agent.user, directory),
-        cage=_cage(context, job, limits, directory),
+        sandbox=_sandbox(context, job, limits, directory),
         tail=beside is not None,
         cycle=_cycle(context, beside),
         profiles=context.ranking.profile_of(job),
@@ -263,10 +263,10 @@ def write_spec(
     return path
 
 
-def _cage(context: AgentContext, job: Job, limits: Limits, directory: Path) -> Cage:
+def _sandbox(context: AgentContext, job: Job, limits: Limits, directory: Path) -> Sandbox:
     agent = context.spec
     mps = (Bind(agent.mps_pipe, writable=True),) if agent.mps_pipe is not None else ()
-    return Cage(
+    return Sandbox(
         namespaces=agent.namespaces,
         directory=str(directory),
         binds=(*(Bind(place) for place in job.work.search), *agent.binds, *mps),

@@ -14,13 +14,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron.fill.app.keptin import KeptIn, keep_in
+from megatron.fill.app.sandboxing import RunSandbox, find_sandbox
 from megatron.fill.config import FillSettings
 from megatron.fill.errors import FillError
 from megatron.fill.linux import host
-from megatron.fill.sandbox.cage import Bind, Cage
-from megatron.fill.sandbox.jail import Jail
+from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
+from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.sidetask.examine import Examined, examine_command, examine_task
 from megatron.fill.trial.spec import CheckSpec
 from megatron.fill.untrusted import to_json
@@ -36,32 +36,37 @@ def main() -> None:
     host.adopt_orphans()
     settings = FillSettings(store=spec.folder, report=spec.folder, **spec.settings)
     try:
-        walls = keep_in(settings, None, spec.search)
+        run_sandbox = find_sandbox(settings, None, spec.search)
         directory = Path(spec.folder) / "job"
         directory.mkdir()
-        if walls.user is not None:
-            os.chown(directory, walls.user.uid, walls.user.gid)
+        if run_sandbox.user is not None:
+            os.chown(directory, run_sandbox.user.uid, run_sandbox.user.gid)
         first = 0
         for group in spec.groups:
-            _tell(1, ended=_look(group, spec.search, settings, walls, str(directory), first))
+            _tell(1, ended=_look(group, spec.search, settings, run_sandbox, str(directory), first))
             first += len(group["jobs"])
     except FillError as error:
         sys.exit(str(error))
 
 
 def _look(
-    group: dict[str, Any], search: Sequence[str], settings: FillSettings, walls: KeptIn, directory: str, first: int
+    group: dict[str, Any],
+    search: Sequence[str],
+    settings: FillSettings,
+    run_sandbox: RunSandbox,
+    directory: str,
+    first: int,
 ) -> int:
     """Check the jobs that share an environment, in a process of their own; return its exit code.
 
     Args:
         first: number of the first job in ``group``.
     """
-    user = walls.user
-    cage = Cage(
-        namespaces=walls.namespaces,
+    user = run_sandbox.user
+    sandbox = Sandbox(
+        namespaces=run_sandbox.namespaces,
         directory=directory,
-        binds=(*map(Bind, search), *walls.binds),
+        binds=(*map(Bind, search), *run_sandbox.binds),
         user=None if user is None else user.uid,
         group=None if user is None else user.gid,
         network=settings.network,
@@ -80,7 +85,7 @@ def _look(
             _tell(answers, of=number, **asdict(_examine(job, search, known)))
         os._exit(0)  # in spite of threads that an import has started
 
-    held = Jail(cage, lambda: limit_resources(None, tasks, settings.max_files), body)
+    held = SandboxedProcess(sandbox, lambda: limit_resources(None, tasks, settings.max_files), body)
     held.let_go()
     return held.wait()
 

@@ -23,7 +23,6 @@ from megatron.fill.app.alone import measure_alone, turns
 from megatron.fill.app.closing import kept, tell_of_jobs
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.freeing import Freed, check_free_waits
-from megatron.fill.app.keptin import KeptIn, check_emulation, check_flags, keep_in
 from megatron.fill.app.lastwords import collect, hand_in
 from megatron.fill.app.placing import Place, world_size
 from megatron.fill.app.reporting import report_end
@@ -38,6 +37,7 @@ from megatron.fill.app.runfolder import (
     store_of,
 )
 from megatron.fill.app.runlock import RunLock, exit_together, hold
+from megatron.fill.app.sandboxing import RunSandbox, check_emulation, check_flags, find_sandbox
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share, why_no_client
 from megatron.fill.attached import attached
@@ -74,7 +74,7 @@ class Launch:
         self._new_jobs: list[NewJob] = []  # on rank 0: the jobs that no earlier run in this folder has submitted
         self._turns = 0  # number of rounds in which jobs are measured alone
         self.mps: MpsDaemon | None = None
-        self.walls = KeptIn()
+        self.sandbox = RunSandbox()
         self._freed: Freed | None = None
 
     def on_parse(self, args: Namespace) -> None:
@@ -105,7 +105,9 @@ class Launch:
             self.mps = share(settings, pipefill_patches.PATCHES["cpu_backend"].applied)
         search = [] if args.fill_jobs is None else [str(Path(args.fill_jobs).resolve().parent), os.getcwd()]
         if settings.serves:
-            self.walls = keep_in(settings, self.mps, search, on_gpu=not pipefill_patches.PATCHES["cpu_backend"].applied)
+            self.sandbox = find_sandbox(
+                settings, self.mps, search, on_gpu=not pipefill_patches.PATCHES["cpu_backend"].applied
+            )
         if args.fill_jobs is not None:
             self._jobs = [new_job(job, search, submitter()) for job in settings.jobs]
         if settings.pipeline_schedule == "gpipe":
@@ -179,7 +181,7 @@ class Launch:
             store,
             self._new_jobs,
             self.mps,
-            self.walls,
+            self.sandbox,
             owns_margin=settings.serves and not args.empty_unused_memory_level,  # emptying the cache would release it
         )
         bus.listener = self.session.listening.listener
@@ -189,7 +191,7 @@ class Launch:
         agreed: list[Any] = ["", turns(settings, info)]
         if info.rank == 0:
             try:
-                make_run_folder(run_dir, self.walls.seen)
+                make_run_folder(run_dir, self.sandbox.seen)
                 store = store_of(settings, run_dir)
                 file = database_file(store)
                 if settings.resubmit or not (file is None or file.exists()):
@@ -218,7 +220,7 @@ class Launch:
             info.world_size,
             jobs=[job.name for job in self._jobs],
             store=shown(locate(store_of(settings, run_dir))) if settings.serves else "",
-            walls={layer.name: layer.lacks for layer in self.walls.layers},
+            walls={layer.name: layer.lacks for layer in self.sandbox.layers},
             trace_iterations=settings.trace_iterations,
             prices=settings.price,
             warmup=settings.warmup_iterations if settings.serves else None,

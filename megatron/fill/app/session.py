@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from megatron.fill.agent.spec import AgentSpec
-from megatron.fill.app.keptin import KeptIn
 from megatron.fill.app.listening import HostListening, Listening, RelayedListening, rank_spec
+from megatron.fill.app.sandboxing import RunSandbox
 from megatron.fill.attached import attached
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon, Sharing
@@ -43,7 +43,7 @@ class Session:
         store: the URL of the job store that this run serves.
         jobs: jobs that this rank's agent submits to it.
         mps: the MPS daemon that this rank uses; None without MPS.
-        walls: the sandbox of the jobs.
+        sandbox: the sandbox of the jobs.
         owns_margin: on a GPU, this process keeps the memory margin in its own allocator.
     """
 
@@ -56,7 +56,7 @@ class Session:
         store: str,
         jobs: list[NewJob],
         mps: MpsDaemon | None,
-        walls: KeptIn,
+        sandbox: RunSandbox,
         owns_margin: bool = False,
     ) -> None:
         self.settings = settings
@@ -64,7 +64,7 @@ class Session:
         # Memory that the rank reserves for itself need not also be free in the driver.
         self._owned_bytes = margin_bytes if owns_margin and info.device != "cpu" else 0
         self._margin_bytes = min(margin_bytes, DRIVER_BYTES) if self._owned_bytes else margin_bytes
-        self.walls = walls
+        self.sandbox = sandbox
         self.info = info
         self.run_dir = run_dir
         self.segment = segment
@@ -166,9 +166,9 @@ class Session:
             grace_ns=int(settings.grace_ms * 1e6),
             max_overruns=settings.max_overruns,
             max_output_bytes=int(settings.max_output_mib * 2**20),
-            user=self.walls.user,
-            namespaces=self.walls.namespaces,
-            binds=self.walls.binds,
+            user=self.sandbox.user,
+            namespaces=self.sandbox.namespaces,
+            binds=self.sandbox.binds,
             network=settings.network,
             allow=list(settings.allow),
             margin_bytes=self._margin_bytes,

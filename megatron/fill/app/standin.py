@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.fill.app.keptin import keep_in
 from megatron.fill.app.runfolder import make_run_folder
+from megatron.fill.app.sandboxing import find_sandbox
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share
 from megatron.fill.config import FillSettings
@@ -58,11 +58,11 @@ def _serve(spec: StandInSpec) -> None:
     settings = FillSettings(store=spec.store, report=spec.run_dir, max_slowdown=0.0, **spec.settings)
     on_cpu = spec.device == "cpu"
     mps = share(settings, on_cpu)
-    walls = keep_in(settings, mps, spec.search, on_gpu=not on_cpu)
-    make_run_folder(run_dir, walls.seen)
+    sandbox = find_sandbox(settings, mps, spec.search, on_gpu=not on_cpu)
+    make_run_folder(run_dir, sandbox.seen)
     segment = begin_segment(run_dir, "pipefill try", ranks=1)
     info = RankInfo(0, 1, 0, 1, 0, 1, stage=0, stages=1, device=spec.device)
-    session = Session(settings, info, run_dir, segment.segment.folder, spec.store, [], mps, walls)
+    session = Session(settings, info, run_dir, segment.segment.folder, spec.store, [], mps, sandbox)
     try:
         wait_in_bubbles(session.listening.listener, spec.bubble_s, spec.period_s, _told_to_end)
     except BaseException:

@@ -24,7 +24,7 @@ def doctor(as_json: Json = False) -> None:
     --json prints an object: walls (the layers: name, keeps, lacks: why it is missing), abilities (name, has: yes,
     partly or no, detail), bindings (limit, uses, instead: why nothing better) and notes (faults not contained).
     """
-    from megatron.fill.agent.walls import find_walls, why_no_cuda_for_jobs
+    from megatron.fill.agent.sandbox import find_support, why_no_cuda_for_jobs
     from megatron.fill.device.doctor import diagnose
     from megatron.fill.device.probes import gather
     from megatron.fill.errors import SandboxError
@@ -32,7 +32,7 @@ def doctor(as_json: Json = False) -> None:
 
     facts = gather()
     try:
-        user, found = find_walls()
+        user, found = find_support()
         walls = found.layers
         if facts.gpus:
             facts = replace(facts, cuda_lacks=why_no_cuda_for_jobs(user, found.namespaces))

@@ -3,7 +3,7 @@
 The kernel takes the core from a worker at idle priority at any instant, so on a CPU a step that is caught by the end of
 its bubble delays no rank.  A GPU does not preempt: launched kernels run to their end.  Here a worker has the lowest
 real-time priority while a step is in flight, so that the training cannot interrupt it, and idle priority between steps.
-Its sandbox must allow that (``Cage.real_time``) and trust the worker, which could keep the core permanently.
+Its sandbox must allow that (``Sandbox.real_time``) and trust the worker, which could keep the core permanently.
 
 Limitation: a step takes a whole core, so work that a GPU does at the same time is not emulated.
 """

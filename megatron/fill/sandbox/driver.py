@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from megatron.fill.errors import SandboxError
 from megatron.fill.linux import host
 from megatron.fill.linux.isolated import program
-from megatron.fill.sandbox.cage import Cage
-from megatron.fill.sandbox.jail import Jail
+from megatron.fill.sandbox.config import Sandbox
+from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.spec import Spec
 
 LIBRARY = "libcuda.so.1"
-_LEFT_OUT = ("proc", "landlock", "system calls")  # the layers of cage.LEFT_OUT that can affect a driver
+_LEFT_OUT = ("proc", "landlock", "system calls")  # the layers of config.LEFT_OUT that can affect a driver
 _LOOK_S = 120.0  # for all attempts, on a machine that is busy
 _MOST_BYTES = 1000
 
@@ -30,11 +30,11 @@ class DriverTrial(Spec):
     """The input of a trial.
 
     Attributes:
-        cage: sandbox like that of a job on the GPU.
+        sandbox: sandbox like that of a job on the GPU.
         library: name of the driver's library.
     """
 
-    cage: Cage
+    sandbox: Sandbox
     library: str = LIBRARY
 
 
@@ -64,31 +64,31 @@ def main(text: str) -> None:
 
 
 def _judge(trial: DriverTrial) -> str:
-    wrong = _behind(trial.cage, trial.library)
+    wrong = _behind(trial.sandbox, trial.library)
     if not wrong:
         return ""
     if _behind(None, trial.library):
         return f"{wrong}, and without any wall too"
-    helps = [name for name, cage in _with_one_less(trial.cage) if not _behind(cage, trial.library)]
+    helps = [name for name, sandbox in _with_one_less(trial.sandbox) if not _behind(sandbox, trial.library)]
     if not helps:
         return f"{wrong} behind the walls, and with any one of them left out; it starts without all of them"
     return f"{wrong} behind the walls; it starts with this one left out: {' or '.join(helps)}"
 
 
-def _with_one_less(cage: Cage) -> Iterator[tuple[str, Cage]]:
+def _with_one_less(sandbox: Sandbox) -> Iterator[tuple[str, Sandbox]]:
     """Yield the sandbox without one of its layers, for each layer, with the name that ``pipefill doctor`` prints."""
-    for name, wall in (("net", "network"), ("cgroup", "control groups"), ("ipc", "ipc"), ("pid", "processes")):
-        if name in cage.namespaces:
-            yield wall, replace(cage, namespaces=tuple(one for one in cage.namespaces if one != name))
-    if "mount" in cage.namespaces:
-        yield "files", replace(cage, namespaces=tuple(n for n in cage.namespaces if n not in ("mount", "pid")))
-    for wall in _LEFT_OUT:
-        yield wall, replace(cage, without=(wall,))
-    if cage.user is not None:
-        yield "user", replace(cage, user=None, group=None)
+    for name, layer in (("net", "network"), ("cgroup", "control groups"), ("ipc", "ipc"), ("pid", "processes")):
+        if name in sandbox.namespaces:
+            yield layer, replace(sandbox, namespaces=tuple(one for one in sandbox.namespaces if one != name))
+    if "mount" in sandbox.namespaces:
+        yield "files", replace(sandbox, namespaces=tuple(n for n in sandbox.namespaces if n not in ("mount", "pid")))
+    for layer in _LEFT_OUT:
+        yield layer, replace(sandbox, without=(layer,))
+    if sandbox.user is not None:
+        yield "user", replace(sandbox, user=None, group=None)
 
 
-def _behind(cage: Cage | None, library: str) -> str:
+def _behind(sandbox: Sandbox | None, library: str) -> str:
     """The error of ``cuInit`` in this sandbox, or without one; empty if it succeeds."""
     told_r, told_w = os.pipe()
 
@@ -97,13 +97,13 @@ def _behind(cage: Cage | None, library: str) -> str:
         os._exit(0)  # without the exit handlers that the driver has registered
 
     try:
-        if cage is None:
+        if sandbox is None:
             child = os.fork()
             if child == 0:
                 start()
             os.waitpid(child, 0)
         else:
-            held = Jail(cage, lambda: None, start)
+            held = SandboxedProcess(sandbox, lambda: None, start)
             held.let_go()
             held.wait()
     except SandboxError as error:

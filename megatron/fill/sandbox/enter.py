@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.fill.sandbox import mounts, view
-from megatron.fill.sandbox.cage import Cage
+from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sandbox.landlock import enter_rules
 from megatron.fill.sandbox.naming import hand_over
 from megatron.fill.sandbox.powers import bar_powers, become, forgo_privileges, give_up_powers, hide_memory
@@ -38,24 +38,24 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
 _ALWAYS_WRITABLE = ("/tmp", "/dev/shm")  # the view or file permissions limit writing there
 
 
-def open_outer(cage: Cage) -> None:
+def open_outer(sandbox: Sandbox) -> None:
     """Do step 1, in the outer process.
 
     Raises:
         OSError: a namespace cannot be created.
     """
-    if "user" in cage.namespaces:
+    if "user" in sandbox.namespaces:
         user, group = os.geteuid(), os.getegid()
         os.unshare(os.CLONE_NEWUSER)
         # The user is mapped to itself: files keep their owners, and no other user exists inside.
         Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
-    if "pid" in cage.namespaces:
+    if "pid" in sandbox.namespaces:
         os.unshare(os.CLONE_NEWPID)
 
 
-def open_inner(cage: Cage) -> int:
+def open_inner(sandbox: Sandbox) -> int:
     """Do step 2, in the init.
 
     Returns:
@@ -65,8 +65,8 @@ def open_inner(cage: Cage) -> int:
         OSError: a namespace or the view cannot be created.
     """
     os.umask(0o022)
-    inner = [name for name in cage.namespaces if name not in ("user", "pid")]
-    if cage.network and "net" in inner:
+    inner = [name for name in sandbox.namespaces if name not in ("user", "pid")]
+    if sandbox.network and "net" in inner:
         inner.remove("net")
     flags = 0
     for name in inner:
@@ -75,27 +75,27 @@ def open_inner(cage: Cage) -> int:
         os.unshare(flags)
     if "net" in inner:
         _raise_loopback()
-        if "uncounted memory" not in cage.without:
+        if "uncounted memory" not in sandbox.without:
             _fix_buffers()
     if "mount" not in inner:
         return os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     proc = mounts.take("/proc")  # while it is writable: after this, everything is read-only
-    view.build(cage)
-    if "pid" in cage.namespaces:
+    view.build(sandbox)
+    if "pid" in sandbox.namespaces:
         os.close(proc)
         proc = view.see_own_processes()
-    if "proc" in cage.without:
+    if "proc" in sandbox.without:
         mounts.put(os.dup(proc), "/proc")
     return proc
 
 
-def give_everything_up(cage: Cage, names: socket.socket | None = None) -> list[str]:
+def give_everything_up(sandbox: Sandbox, names: socket.socket | None = None) -> list[str]:
     """Do step 3, in the process that becomes the job; return the reasons for layers that are missing.
 
     The process must have no other thread yet.
 
     Args:
-        cage: sandbox of the job.
+        sandbox: sandbox of the job.
         names: socket to the init, which lets the job name its threads (``naming``); None without devices.
 
     Raises:
@@ -103,26 +103,26 @@ def give_everything_up(cage: Cage, names: socket.socket | None = None) -> list[s
     """
     lacking = [forgo_privileges()]
     bar_powers()
-    if cage.user is not None and cage.group is not None:
-        become(cage.user, cage.group, keeping=cage.real_time)
-    network = cage.network or "net" in cage.namespaces
-    if "landlock" not in cage.without:
-        lacking += enter_rules(_writable(cage), network)
-    lacking.append(give_up_powers(cage.real_time))
+    if sandbox.user is not None and sandbox.group is not None:
+        become(sandbox.user, sandbox.group, keeping=sandbox.real_time)
+    network = sandbox.network or "net" in sandbox.namespaces
+    if "landlock" not in sandbox.without:
+        lacking += enter_rules(_writable(sandbox), network)
+    lacking.append(give_up_powers(sandbox.real_time))
     hide_memory(False)  # the change of user has made the process unreadable, also to the job
-    if "system calls" not in cage.without:
+    if "system calls" not in sandbox.without:
         asked = None if names is None else partial(hand_over, names)
-        counted = None if "uncounted memory" in cage.without else not cage.devices
-        lacking.append(load_filter(cage.real_time, counted, asked))
+        counted = None if "uncounted memory" in sandbox.without else not sandbox.devices
+        lacking.append(load_filter(sandbox.real_time, counted, asked))
     if len(os.listdir("/proc/self/task")) > 1:
         lacking.append("a thread that runs already keeps its powers")  # the kernel confines threads one by one
     return [reason for reason in lacking if reason]
 
 
-def _writable(cage: Cage) -> list[str]:
+def _writable(sandbox: Sandbox) -> list[str]:
     """The paths that Landlock leaves writable: none in ``/proc``, and in ``/dev`` the devices that the view shows."""
-    kernel = ("/proc",) if "proc" in cage.without else ()
-    return [*cage.writable, *_ALWAYS_WRITABLE, *view.nodes(cage), *kernel]
+    kernel = ("/proc",) if "proc" in sandbox.without else ()
+    return [*sandbox.writable, *_ALWAYS_WRITABLE, *view.nodes(sandbox), *kernel]
 
 
 def _fix_buffers() -> None:

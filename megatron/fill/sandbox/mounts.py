@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from megatron.fill.linux.libc import system_call
-from megatron.fill.sandbox.calls import mount, unmount
+from megatron.fill.sandbox.syscalls import mount, unmount
 
 # The same numbers on every architecture that Linux got since 2019, and on x86-64.
 _OPEN_TREE, _MOVE_MOUNT, _MOUNT_SETATTR = 428, 429, 442

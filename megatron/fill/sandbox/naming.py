@@ -22,7 +22,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 
-from megatron.fill.sandbox.cage import Cage
+from megatron.fill.sandbox.config import Sandbox
 
 _NOTICE = struct.Struct("=QIIiIQ6Q")  # id, thread, flags; call, architecture, instruction, arguments
 _ANSWER = struct.Struct("=QqiI")  # id, result, error, flags
@@ -40,13 +40,13 @@ def hand_over(channel: socket.socket, notices: int) -> None:
     os.close(notices)
 
 
-def answer(channel: socket.socket, proc: int, cage: Cage, calls: Callable[[], Mapping[int, int]]) -> None:
+def answer(channel: socket.socket, proc: int, sandbox: Sandbox, calls: Callable[[], Mapping[int, int]]) -> None:
     """Start a thread of this process, the init, that answers the kernel; do nothing if the job's side is closed.
 
     Args:
         channel: socket to the job's side.
         proc: descriptor of a writable ``/proc`` of the job.
-        cage: sandbox of the job.
+        sandbox: sandbox of the job.
         calls: returns the system calls that open a file: by number, the index of the argument that is the path.
 
     Raises:
@@ -55,11 +55,11 @@ def answer(channel: socket.socket, proc: int, cage: Cage, calls: Callable[[], Ma
     _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
     if not descriptors:
         return
-    if cage.user is not None and cage.group is not None:
+    if sandbox.user is not None and sandbox.group is not None:
         # Without power over other users' processes, it can read only those of its own user.
         os.setgroups([])
-        os.setegid(cage.group)
-        os.seteuid(cage.user)
+        os.setegid(sandbox.group)
+        os.seteuid(sandbox.user)
     threading.Thread(target=_serve, args=(descriptors[0], proc, calls()), daemon=True).start()
 
 

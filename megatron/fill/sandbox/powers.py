@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 from megatron.fill.linux.libc import prctl
-from megatron.fill.sandbox.calls import capabilities
+from megatron.fill.sandbox.syscalls import capabilities
 
 _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 4, 8, 24, 38, 47
 _CLEAR_ALL = 4

@@ -13,7 +13,7 @@ from functools import partial
 
 from megatron.fill.errors import SandboxError
 from megatron.fill.linux.isolated import program
-from megatron.fill.sandbox.cage import Cage
+from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sandbox.enter import NAMESPACES, give_everything_up, open_inner, open_outer
 from megatron.fill.sandbox.remedy import remedy
 
@@ -51,11 +51,11 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Walls:
+class SandboxSupport:
     """The sandbox layers of this machine.
 
     Attributes:
-        namespaces: supported namespaces, for ``Cage.namespaces``.
+        namespaces: supported namespaces, for ``Sandbox.namespaces``.
         layers: all layers, including missing ones.
     """
 
@@ -68,7 +68,7 @@ class Walls:
         return [layer for layer in self.layers if layer.lacks]
 
 
-def look(user: int | None, group: int | None, why_same_user: str | None = "", network: bool = False) -> Walls:
+def look(user: int | None, group: int | None, why_same_user: str | None = "", network: bool = False) -> SandboxSupport:
     """Try every layer, in a separate process, since this one may have threads and must keep its powers.
 
     Args:
@@ -95,7 +95,7 @@ def look(user: int | None, group: int | None, why_same_user: str | None = "", ne
     except ValueError:
         said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise SandboxError(f"what this machine has for keeping jobs in cannot be found out: {said}") from None
-    return Walls(tuple(found["namespaces"]), tuple(Layer(**layer) for layer in found["layers"]))
+    return SandboxSupport(tuple(found["namespaces"]), tuple(Layer(**layer) for layer in found["layers"]))
 
 
 def main(asked: str) -> None:
@@ -103,23 +103,23 @@ def main(asked: str) -> None:
     print(json.dumps(asdict(probe(*json.loads(asked)))))
 
 
-def probe(user: int | None, group: int | None, why_same_user: str | None, network: bool) -> Walls:
+def probe(user: int | None, group: int | None, why_same_user: str | None, network: bool) -> SandboxSupport:
     """Try every layer, as ``look`` does, from this process, which must have a single thread."""
     base = () if os.geteuid() == 0 else ("user",)
     with _folder() as folder:
-        cage = Cage(directory=folder, user=user, group=group, network=network)
-        given, reasons = _namespaces(cage, base)
+        sandbox = Sandbox(directory=folder, user=user, group=group, network=network)
+        given, reasons = _namespaces(sandbox, base)
         layers = [_layer(_LAYERS[name], _KEEPS[name], reasons.get(name, "")) for name in _LAYERS]
         if network:
             layers = [layer for layer in layers if layer.name != "network"]
-        lacking = _try(lambda: give_everything_up(replace(cage, namespaces=given)))
+        lacking = _try(lambda: give_everything_up(replace(sandbox, namespaces=given)))
     if why_same_user is not None:
         layers.append(Layer("user", "a user without rights over the training", why_same_user))
     # A reason that names no layer comes from an error before all layers were set up.
     raised = next((reason for reason in lacking if not any(word in reason for _, _, word in _GIVEN_UP)), "")
     for name, keeps, word in _GIVEN_UP:
         layers.append(_layer(name, keeps, next((reason for reason in lacking if word in reason), raised)))
-    return Walls(given, tuple(layers))
+    return SandboxSupport(given, tuple(layers))
 
 
 def _layer(name: str, keeps: str, lacks: str) -> Layer:
@@ -142,7 +142,7 @@ def _folder() -> Iterator[str]:
         yield folder
 
 
-def _namespaces(cage: Cage, base: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+def _namespaces(sandbox: Sandbox, base: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     """The namespaces that can be created together, and the reasons why the others cannot."""
     given = list(base)
     reasons: dict[str, str] = {}
@@ -150,9 +150,9 @@ def _namespaces(cage: Cage, base: Sequence[str]) -> tuple[tuple[str, ...], dict[
         if name == "pid" and "mount" not in given:  # it needs its own /proc
             reasons[name] = "it needs a mount namespace"
             continue
-        if name == "net" and cage.network:
+        if name == "net" and sandbox.network:
             continue
-        trial = replace(cage, namespaces=_ordered([*given, name]))
+        trial = replace(sandbox, namespaces=_ordered([*given, name]))
         failures = _try(partial(_enter, trial))
         if failures:
             reasons[name] = failures[0]
@@ -165,11 +165,11 @@ def _ordered(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in NAMESPACES if name in names)
 
 
-def _enter(cage: Cage) -> list[str]:
-    open_outer(cage)
+def _enter(sandbox: Sandbox) -> list[str]:
+    open_outer(sandbox)
 
     def inside() -> list[str]:
-        open_inner(cage)
+        open_inner(sandbox)
         return []
 
     return _try(inside)

@@ -17,30 +17,30 @@ _PROC = "in a container --security-opt systempaths=unconfined"
 _KERNEL = "Linux 5.13 with landlock in its parameter lsm=, and in a container --security-opt seccomp=unconfined"
 
 
-def remedy(wall: str, lacks: str, proc: Path = Path("/proc")) -> str:
+def remedy(layer: str, lacks: str, proc: Path = Path("/proc")) -> str:
     """The remedy for a missing layer; empty if none is known.
 
     Args:
-        wall: name of the layer.
+        layer: name of the layer.
         lacks: reason why it is missing.
         proc: another /proc, for tests.
     """
-    if wall in ("files", "processes"):  # the same remedy enables the other namespaces
-        return _namespaces(wall, lacks, proc)
-    if wall == "system calls" and "cannot be loaded" in lacks:
+    if layer in ("files", "processes"):  # the same remedy enables the other namespaces
+        return _namespaces(layer, lacks, proc)
+    if layer == "system calls" and "cannot be loaded" in lacks:
         return "the package libseccomp2 (libseccomp in some distributions)"
-    if wall == "landlock" and "not there" in lacks:
+    if layer == "landlock" and "not there" in lacks:
         return _KERNEL
     return ""
 
 
-def _namespaces(wall: str, lacks: str, proc: Path) -> str:
+def _namespaces(layer: str, lacks: str, proc: Path) -> str:
     if "mount namespace" in lacks:  # the remedy is given for the layer ``files``
         return ""
     status = _fields(proc / "self/status")
     powerful = int(status.get("CapEff", "0"), 16) & _SYSTEM_ADMINISTRATOR
     if powerful:
-        return _PROC if wall == "processes" else _MOUNTS if wall == "files" else ""
+        return _PROC if layer == "processes" else _MOUNTS if layer == "files" else ""
     shut = [f"sysctl -w {setting}" for file, value, setting in _SWITCHES if _read(proc / "sys" / file) == value]
     if os.geteuid() != 0 and shut:
         return f"{' and '.join(shut)}, or the training as root"

@@ -14,8 +14,8 @@ from pathlib import Path
 import megatron.fill
 from megatron.fill.folders import PARTS, RUN_LOCK
 from megatron.fill.sandbox import mounts
-from megatron.fill.sandbox.cage import Cage
-from megatron.fill.sandbox.calls import mount
+from megatron.fill.sandbox.config import Sandbox
+from megatron.fill.sandbox.syscalls import mount
 
 _NODES = ("null", "zero", "full", "random", "urandom")
 _ZERO, _ENDLESS_BYTES = "/dev/zero", 1 << 62
@@ -37,21 +37,21 @@ class _Place:
     writable: bool
 
 
-def build(cage: Cage) -> None:
+def build(sandbox: Sandbox) -> None:
     """Turn this mount namespace into the job's view; called by the init, which has power over it and runs no job code.
 
     Raises:
         OSError: a part of it failed; the namespace must not be used then.
     """
     mounts.make_private()
-    hidden = _hidden(cage)
-    places = [_take(path, writable) for path, writable in _wanted(cage, hidden).items()]
-    zeros = not cage.devices and "uncounted memory" not in cage.without
-    seen = [path for path in nodes(cage) if path != _ZERO or not zeros]
+    hidden = _hidden(sandbox)
+    places = [_take(path, writable) for path, writable in _wanted(sandbox, hidden).items()]
+    zeros = not sandbox.devices and "uncounted memory" not in sandbox.without
+    seen = [path for path in nodes(sandbox) if path != _ZERO or not zeros]
     devices = [_Place(path, mounts.take(path), True) for path in seen]
-    shared = mounts.take("/dev/shm") if cage.host_memory_files else None
+    shared = mounts.take("/dev/shm") if sandbox.host_memory_files else None
     mounts.restrict("/", mounts.READ_ONLY | _LIMITED)
-    temporary, shared = _memory_files(cage, shared)
+    temporary, shared = _memory_files(sandbox, shared)
     covered = _lay_out(hidden, places, temporary)
     for place in devices:
         mounts.put(place.fd, place.path)
@@ -62,7 +62,7 @@ def build(cage: Cage) -> None:
         os.symlink(target, f"/dev/{name}")
     for path in covered:
         mounts.restrict(path, mounts.READ_ONLY, recursive=False)
-    _mask((*cage.masked, *(f"{run}/{RUN_LOCK}" for run in cage.runs)))
+    _mask((*sandbox.masked, *(f"{run}/{RUN_LOCK}" for run in sandbox.runs)))
 
 
 def _lay_out(hidden: list[str], places: list[_Place], temporary: int) -> list[str]:
@@ -119,19 +119,19 @@ def _mask(files: tuple[str, ...]) -> None:
         mounts.put(fd, path)
 
 
-def _hidden(cage: Cage) -> list[str]:
+def _hidden(sandbox: Sandbox) -> list[str]:
     """The folders that are hidden, with links resolved."""
-    wanted = (*_HIDDEN, *_closed_folders(cage), *_closed_runs(cage))
+    wanted = (*_HIDDEN, *_closed_folders(sandbox), *_closed_runs(sandbox))
     return sorted({os.path.realpath(path) for path in wanted if os.path.isdir(path)})
 
 
-def _closed_runs(cage: Cage) -> list[str]:
+def _closed_runs(sandbox: Sandbox) -> list[str]:
     """The run folders; if a run folder is itself needed by the job (as a module path, say), only PipeFill's parts of
     it."""
-    if "run folder" in cage.without:
+    if "run folder" in sandbox.without:
         return []
-    needed = {os.path.realpath(path) for path in (*_programs(), *(bind.path for bind in cage.binds))}
-    runs = {os.path.realpath(run) for run in cage.runs}
+    needed = {os.path.realpath(path) for path in (*_programs(), *(bind.path for bind in sandbox.binds))}
+    runs = {os.path.realpath(run) for run in sandbox.runs}
     return [*(runs - needed), *(f"{run}/{part}" for run in runs & needed for part in PARTS)]
 
 
@@ -139,19 +139,19 @@ def _take(path: str, writable: bool) -> _Place:
     return _Place(path, mounts.take(path), writable)
 
 
-def _wanted(cage: Cage, hidden: list[str]) -> dict[str, bool]:
+def _wanted(sandbox: Sandbox, hidden: list[str]) -> dict[str, bool]:
     """The paths to mount; the value is True if the job may write there."""
     wanted: dict[str, bool] = {}
-    for path in (*_programs(), *_SEEN_ALL_THE_SAME, *(bind.path for bind in cage.binds)):
+    for path in (*_programs(), *_SEEN_ALL_THE_SAME, *(bind.path for bind in sandbox.binds)):
         real = os.path.realpath(path)
         # A path outside of hidden folders is visible anyway, and one above a hidden folder would make it visible again.
-        if os.path.exists(real) and any(_is_below(real, folder) for folder in hidden) and _open_to(real, cage):
+        if os.path.exists(real) and any(_is_below(real, folder) for folder in hidden) and _open_to(real, sandbox):
             wanted.setdefault(real, False)
-    return wanted | {os.path.realpath(path): True for path in cage.writable}
+    return wanted | {os.path.realpath(path): True for path in sandbox.writable}
 
 
-def _open_to(path: str, cage: Cage) -> bool:
-    return cage.user is None or not os.path.isdir(path) or may_enter(Path(path), cage.user, cage.group)
+def _open_to(path: str, sandbox: Sandbox) -> bool:
+    return sandbox.user is None or not os.path.isdir(path) or may_enter(Path(path), sandbox.user, sandbox.group)
 
 
 def _programs() -> list[str]:
@@ -160,19 +160,19 @@ def _programs() -> list[str]:
     return [sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(os.path.isabs, sys.path), *ours]
 
 
-def _closed_folders(cage: Cage) -> list[str]:
+def _closed_folders(sandbox: Sandbox) -> list[str]:
     """The folders that the job's user may not enter although paths below are needed.
 
     Each is hidden, and only the needed paths below it are mounted again.
     """
-    if cage.user is None:
+    if sandbox.user is None:
         return []
     found = set()
-    for path in (*_programs(), *(bind.path for bind in cage.binds), *cage.writable):
+    for path in (*_programs(), *(bind.path for bind in sandbox.binds), *sandbox.writable):
         place = Path(os.path.realpath(path))
         # A needed folder may be closed itself, while needed paths below it are not.
         for folder in [*reversed(place.parents), *([place] if place.is_dir() else [])]:
-            if not may_enter(folder, cage.user, cage.group):
+            if not may_enter(folder, sandbox.user, sandbox.group):
                 found.add(str(folder))
                 break
     return list(found)
@@ -185,23 +185,23 @@ def may_enter(folder: Path, user: int | None, group: int | None) -> bool:
     return bool(at.st_mode & bit)
 
 
-def nodes(cage: Cage) -> list[str]:
+def nodes(sandbox: Sandbox) -> list[str]:
     """The devices that a job may use: the harmless ones, and those of its sandbox."""
-    paths = [*(f"/dev/{name}" for name in _NODES), *cage.devices]
+    paths = [*(f"/dev/{name}" for name in _NODES), *sandbox.devices]
     return [path for path in paths if os.path.exists(path)]
 
 
-def _memory_files(cage: Cage, shared: int | None) -> tuple[int, int]:
+def _memory_files(sandbox: Sandbox, shared: int | None) -> tuple[int, int]:
     """Create a file system in memory for both ``/tmp`` and ``/dev/shm``, so that they share one limit.
 
     Args:
-        cage: sandbox of the job.
+        sandbox: sandbox of the job.
         shared: clone of the machine's ``/dev/shm`` to use instead; None for the job's own.
 
     Returns:
         Descriptors of the mounts for ``/tmp`` and ``/dev/shm``.
     """
-    mounts.new_memory(_SCRATCH, f"mode=755,size={cage.memory_files_bytes},nr_inodes=65536")
+    mounts.new_memory(_SCRATCH, f"mode=755,size={sandbox.memory_files_bytes},nr_inodes=65536")
     for name in ("tmp", "shm"):
         os.mkdir(f"{_SCRATCH}/{name}")
         os.chmod(f"{_SCRATCH}/{name}", 0o1777)

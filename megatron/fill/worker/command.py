@@ -18,7 +18,7 @@ from megatron.fill.pages.watcher import ControlWatcher
 from megatron.fill.sidetask.imperative import NOT_FOUND, StoppedCommand, become_command
 from megatron.fill.status import Cause, Then
 from megatron.fill.types import BubbleUse, Lack
-from megatron.fill.worker.sandboxed import apply_environment, jail
+from megatron.fill.worker.sandboxed import apply_environment, start_sandboxed
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 
 _GUARD_NS = 500_000  # time before the bubble's expected end at which a command is stopped
@@ -65,7 +65,7 @@ class CommandRun:
     def run(self) -> Outcome:
         # This process only watches the clock, and must get the core when the bubble ends: it runs at normal priority,
         # while the command itself yields to the training.
-        command = StoppedCommand(jail(self.spec, self.channel, self._become))
+        command = StoppedCommand(start_sandboxed(self.spec, self.channel, self._become))
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the command's end interrupts the wait
         # The command stops itself, at idle priority: continued before that, it would be stopped for the whole bubble.
         while not (command.await_stop(0.1, every_s=0.005) or self.gate.ended or self.stopping()):

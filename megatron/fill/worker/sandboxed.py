@@ -11,12 +11,12 @@ from typing import NoReturn
 
 from megatron.fill.errors import SandboxError
 from megatron.fill.linux import host
-from megatron.fill.sandbox.jail import Jail
 from megatron.fill.sandbox.powers import limit_resources, tasks_of
-from megatron.fill.worker.spec import Confined, WorkerSpec
+from megatron.fill.sandbox.process import SandboxedProcess
+from megatron.fill.worker.spec import SandboxReport, WorkerSpec
 
 
-def jail(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> Jail:
+def start_sandboxed(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> SandboxedProcess:
     """Start ``body`` in the spec's sandbox, report that, and let it run once the agent agrees.
 
     Args:
@@ -25,7 +25,7 @@ def jail(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> 
     Raises:
         SystemExit: the sandbox cannot be set up, which is reported; or the agent has ended or gives the job up.
     """
-    limits, user = spec.limits, spec.cage.user if spec.cage.user is not None else os.getuid()
+    limits, user = spec.limits, spec.sandbox.user if spec.sandbox.user is not None else os.getuid()
     # The kernel counts all tasks of the user, including those of other jobs, and those may become more.  The exact
     # limit is the watch over this worker's own tasks; this one stops a job that creates them faster than that.
     tasks = tasks_of(user) + 2 * limits.processes
@@ -40,11 +40,11 @@ def jail(spec: WorkerSpec, channel: socket.socket, body: Callable[[], None]) -> 
         body()
 
     try:
-        held = Jail(spec.cage, prepare, run)
+        held = SandboxedProcess(spec.sandbox, prepare, run)
     except SandboxError as error:
-        Confined(error=str(error)).send(channel)
+        SandboxReport(error=str(error)).send(channel)
         sys.exit(1)
-    Confined(held.init, held.pid, tuple(held.lacking)).send(channel)
+    SandboxReport(held.init, held.pid, tuple(held.lacking)).send(channel)
     wanted = channel.recv(1)
     channel.close()
     if not wanted:

@@ -13,7 +13,7 @@ from megatron.fill.device.emulated import Emulation
 from megatron.fill.device.port import Limits, Sharing
 from megatron.fill.pages.steplog import MOST_WORD_BYTES, StepLog
 from megatron.fill.profiles import is_amount
-from megatron.fill.sandbox.cage import Cage
+from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.spec import Spec
 from megatron.fill.status import Cause, JobState, Status, Then
@@ -45,7 +45,7 @@ class WorkerSpec(Spec):
     board_fd: int
     control_fd: int
     baton_fd: int
-    cage: Cage
+    sandbox: Sandbox
     work: Work
     environment: dict[str, str] = field(default_factory=dict)
     tail: bool = False
@@ -129,7 +129,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Confined:
+class SandboxReport:
     """The report of a worker's first process to its agent.
 
     Attributes:
@@ -148,7 +148,7 @@ class Confined:
         channel.send(json.dumps(asdict(self)).encode()[:_MOST_REPORT_BYTES])
 
     @classmethod
-    def receive(cls, channel: socket.socket) -> Confined | None:
+    def receive(cls, channel: socket.socket) -> SandboxReport | None:
         """Return the next report; None if the other side ended before reporting."""
         data = channel.recv(_MOST_REPORT_BYTES)
         return cls(**json.loads(data)) if data else None

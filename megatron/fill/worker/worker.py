@@ -26,7 +26,7 @@ from megatron.fill.pages.gate import GateReader, SharedGateReader
 from megatron.fill.pages.steplog import StepLog, map_log
 from megatron.fill.worker.command import CommandRun
 from megatron.fill.worker.pacing import StepPages
-from megatron.fill.worker.sandboxed import apply_environment, end_as, jail
+from megatron.fill.worker.sandboxed import apply_environment, end_as, start_sandboxed
 from megatron.fill.worker.spec import Outcome, WorkerSpec
 from megatron.fill.worker.taskrun import TaskRun
 
@@ -60,7 +60,7 @@ class Worker:
             return 0
         if self.spec.emulate is not None:
             self._launches = Launches(self.spec.emulate)
-        held = jail(self.spec, self.channel, self._inside)
+        held = start_sandboxed(self.spec, self.channel, self._inside)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the task handles it
         if self._launches is not None and self._launches.turns is not None:
             self._launches.turns.serve(

@@ -187,7 +187,7 @@ class Actions:
         """Enter Landlock's rules as a job does, for good.
 
         Of ``/proc``, which is closed to jobs, the driver writes the names of its threads; a job's init opens these for
-        it.  Here it is open: the whole of a cage is what ``pipefill try`` has.
+        it.  Here it is open: the whole of a sandbox is what ``pipefill try`` has.
         """
         lacking = [forgo_privileges(), *enter_rules([folder, "/tmp", "/dev", "/proc"], network=False)]
         return {"lacking": [reason for reason in lacking if reason]}

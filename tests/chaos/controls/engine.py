@@ -203,20 +203,20 @@ def _try(world: World, attack: Attack, control: Control, walls: Collection[Wall]
     """Run the attack, as the world's first process, and observe its effect."""
     read_fd, write_fd = os.pipe()
     with control.prepared(world):
-        jail = confine(world, attack, walls, write_fd)
+        sandboxed = confine(world, attack, walls, write_fd)
         os.close(write_fd)
-        world.init, world.job = jail.init, jail.pid
+        world.init, world.job = sandboxed.init, sandboxed.pid
         if control.proof is not None and (seen := control.proof(world)):
             return Tried("error", f"before the attack there is: {seen}")
-        jail.let_go()
+        sandboxed.let_go()
         ready, _, _ = select.select([read_fd], [], [], control.within_s)
         data = os.read(read_fd, _READ_BYTES) if ready else None
         if data is None:
             word, detail = "stays", f"it went on for {control.within_s:g} s"
         elif data:
             word, detail = json.loads(data)
-        elif _until(lambda: "" if (code := jail.poll()) is None else str(code), _LAST_S):
-            word, detail = "died", f"its process ended with {jail.poll()}"
+        elif _until(lambda: "" if (code := sandboxed.poll()) is None else str(code), _LAST_S):
+            word, detail = "died", f"its process ended with {sandboxed.poll()}"
         else:
             word, detail = "stays", "it is another program"
         world.text = detail

@@ -7,7 +7,7 @@ from enum import StrEnum
 from types import ModuleType
 from typing import Any
 
-from megatron.fill.sandbox import enter, jail
+from megatron.fill.sandbox import enter, process
 
 
 class Wall(StrEnum):
@@ -54,14 +54,14 @@ NAMESPACES = {
     "cgroup": Wall.CGROUP,
     "net": Wall.NETWORK,
 }
-# Layers that ``Cage.without`` can name, by those names.
+# Layers that ``Sandbox.without`` can name, by those names.
 CAGE = {"system calls": Wall.CALLS, "landlock": Wall.RULES, "proc": Wall.PROC, "run folder": Wall.RUN}
 # Functions that set up each other layer: module, name, and a replacement that does nothing.
 _STEPS: dict[Wall, tuple[tuple[ModuleType, str, Callable[..., Any]], ...]] = {
     Wall.USER: ((enter, "become", lambda *given, **named: None),),
     Wall.POWERS: ((enter, "bar_powers", lambda: None), (enter, "give_up_powers", lambda *given: "")),
     Wall.PRIVILEGES: ((enter, "forgo_privileges", lambda: ""),),
-    Wall.HIDING: ((jail, "hide_memory", lambda hidden: None),),
+    Wall.HIDING: ((process, "hide_memory", lambda hidden: None),),
 }
 
 

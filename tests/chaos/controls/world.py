@@ -20,10 +20,10 @@ from megatron.fill.linux import host, memfd
 from megatron.fill.linux.libc import PR_SET_PDEATHSIG, prctl
 from megatron.fill.pages import steplog
 from megatron.fill.sandbox import mounts
-from megatron.fill.sandbox.cage import Bind, Cage
-from megatron.fill.sandbox.calls import mount
-from megatron.fill.sandbox.jail import Jail
+from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.sandbox.powers import limit_resources
+from megatron.fill.sandbox.process import SandboxedProcess
+from megatron.fill.sandbox.syscalls import mount
 from tests.chaos.attacks.base import Attack, Ground, NoTargetError, Refused
 from tests.chaos.controls.walls import CAGE, KERNEL, NAMESPACES, Wall, leave_out
 from tests.chaos.programs import agent_program, warden_program
@@ -185,7 +185,7 @@ def _sleeper(world: World, terminal: int, *words: str) -> int:
     return pid
 
 
-def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) -> Jail:
+def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) -> SandboxedProcess:
     """Start the job behind all layers but ``walls``; once released it commits its attack, and stays.
 
     Args:
@@ -195,7 +195,7 @@ def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) ->
         walls = (*walls, *KERNEL)
     leave_out(walls)
     root = os.geteuid() == 0
-    cage = Cage(
+    sandbox = Sandbox(
         namespaces=tuple(name for name, wall in NAMESPACES.items() if wall not in walls),
         directory=str(world.directory),
         binds=(Bind(str(world.marks), writable=True),),
@@ -232,7 +232,7 @@ def confine(world: World, attack: Attack, walls: Collection[Wall], tell: int) ->
         time.sleep(_STAYS_S)
 
     host.adopt_orphans()
-    return Jail(cage, prepare, body)
+    return SandboxedProcess(sandbox, prepare, body)
 
 
 def _map_pages(world: World, *, writable: bool) -> None:

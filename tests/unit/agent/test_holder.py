@@ -22,7 +22,7 @@ from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlPage, RunState
 from megatron.fill.pages.gate import SharedGate
 from megatron.fill.pages.steplog import StepLog, create_log
-from megatron.fill.sandbox.cage import Cage
+from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.status import Cause
 from megatron.fill.work import Work
 from megatron.fill.worker.spec import Outcome, WorkerSpec
@@ -68,9 +68,9 @@ class Pages:
 
     def spec(self, folder: Path, work: Work, **more: Any) -> Path:
         gate, board, control, baton = self.fds
-        cage = Cage((), str(folder))
+        sandbox = Sandbox((), str(folder))
         path = folder / "spec.json"
-        path.write_text(WorkerSpec("look", str(folder), gate, board, control, baton, cage, work, **more).to_json())
+        path.write_text(WorkerSpec("look", str(folder), gate, board, control, baton, sandbox, work, **more).to_json())
         return path
 
 
@@ -81,9 +81,9 @@ def test_a_first_process_waits_for_its_job_and_runs_it(tmp_path, ahead):
     (tmp_path / "looks.py").write_text(TASK)
     given = environment(os.environ, {"WORD": "of the device"}, None, tmp_path) | {"HOME": "/of/its/own"}
     worker.give(pages.spec(tmp_path, Work("looks:Look", search=(str(tmp_path),)), environment=given), pages.log_fd)
-    confined = worker.confined(WITHIN_S)
-    assert confined is not None
-    assert not confined.error
+    report = worker.sandbox_report(WITHIN_S)
+    assert report is not None
+    assert not report.error
     assert worker.alive
     worker.let_go()
     pages.gate.open(1 << 62, 0)

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from megatron.fill.agent import walls
-from megatron.fill.app import keptin
+from megatron.fill.agent import sandbox
+from megatron.fill.app import sandboxing
 from megatron.fill.app.expected import warn_of_few_bubbles, warn_of_no_ramp
 from megatron.fill.app.launch import Launch, _counted
 from megatron.fill.app.runfolder import check_store, new_run_folder, served, store_of
@@ -22,7 +22,7 @@ from megatron.fill.app.session import Session
 from megatron.fill.config import FillSettings
 from megatron.fill.device import DeviceError, MpsDaemon, meter
 from megatron.fill.errors import ConfigError, StoreError
-from megatron.fill.sandbox import Layer, Walls
+from megatron.fill.sandbox import Layer, SandboxSupport
 from megatron.fill.types import RankInfo
 from tests.support.flags import flags
 
@@ -84,43 +84,43 @@ def test_bubbles_are_not_filled_where_shared_memory_needs_barriers(monkeypatch):
     Launch().on_parse(flags())
 
 
-def lacking(*names: str) -> Walls:
-    return Walls(
+def lacking(*names: str) -> SandboxSupport:
+    return SandboxSupport(
         ("pid",), tuple(Layer(name, "keeps", "not here" if name in names else "") for name in ("files", "ipc"))
     )
 
 
 def test_a_wall_that_is_missing_is_said_or_with_strict_refused(monkeypatch, capsys):
-    monkeypatch.setattr(walls, "look", lambda *asked: lacking("ipc"))
-    found = keptin.keep_in(FillSettings(store="x"), mps=DAEMON)
+    monkeypatch.setattr(sandbox, "look", lambda *asked: lacking("ipc"))
+    found = sandboxing.find_sandbox(FillSettings(store="x"), mps=DAEMON)
     assert "jobs are kept in less well here (pipefill doctor says more): ipc: not here" in capsys.readouterr().out
     assert (found.namespaces, found.user) == (("pid",), None)
     with pytest.raises(ConfigError, match=r"strict is set: this machine cannot keep jobs in .*: ipc: not here"):
-        keptin.keep_in(FillSettings(store="x", strict=True), mps=DAEMON)
-    monkeypatch.setattr(walls, "look", lambda *asked: lacking())
-    keptin.keep_in(FillSettings(store="x", strict=True), mps=DAEMON)
+        sandboxing.find_sandbox(FillSettings(store="x", strict=True), mps=DAEMON)
+    monkeypatch.setattr(sandbox, "look", lambda *asked: lacking())
+    sandboxing.find_sandbox(FillSettings(store="x", strict=True), mps=DAEMON)
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_first_rank_of_a_node_with_gpus_tries_whether_jobs_can_use_them(monkeypatch, capsys, rank):
     monkeypatch.setenv("LOCAL_RANK", rank)
-    monkeypatch.setattr(walls, "look", lambda *asked: lacking())
-    monkeypatch.setattr(keptin, "why_no_cuda_for_jobs", lambda user, namespaces, network, pipe: f"304 {pipe}")
-    keptin.keep_in(FillSettings(store="x"), None)
+    monkeypatch.setattr(sandbox, "look", lambda *asked: lacking())
+    monkeypatch.setattr(sandboxing, "why_no_cuda_for_jobs", lambda user, namespaces, network, pipe: f"304 {pipe}")
+    sandboxing.find_sandbox(FillSettings(store="x"), None)
     assert "no job can use a GPU" not in capsys.readouterr().out
-    keptin.keep_in(FillSettings(store="x"), DAEMON, on_gpu=True)
+    sandboxing.find_sandbox(FillSettings(store="x"), DAEMON, on_gpu=True)
     assert ("no job can use a GPU: 304 /nowhere" in capsys.readouterr().out) == (rank == "0")
     if rank == "0":
         with pytest.raises(ConfigError, match=r"strict is set: on .* no job can use a GPU: 304 None"):
-            keptin.keep_in(FillSettings(store="x", strict=True), None, on_gpu=True)
+            sandboxing.find_sandbox(FillSettings(store="x", strict=True), None, on_gpu=True)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's jobs run as another user")
 def test_a_folder_of_modules_that_jobs_may_not_enter_is_said(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(walls, "look", lambda *asked: Walls(("pid", "mount"), ()))
+    monkeypatch.setattr(sandbox, "look", lambda *asked: SandboxSupport(("pid", "mount"), ()))
     tmp_path.chmod(0o700)
-    keptin.keep_in(FillSettings(store="x"), mps=None, modules=[str(tmp_path), "/"])
+    sandboxing.find_sandbox(FillSettings(store="x"), mps=None, modules=[str(tmp_path), "/"])
     assert capsys.readouterr().out == (
         f"PipeFill: jobs run as nobody, who may not enter {tmp_path}: a module there is not found (chmod o+rx helps)\n"
     )
@@ -234,7 +234,7 @@ def test_a_session_whose_folder_cannot_be_written_any_more_waits_for_its_agent(m
 
     (tmp_path / "agents").mkdir()
     info = RankInfo(0, 2, 0, 2, 0, 1, 0, 2)
-    session = Serving(FillSettings(store="x"), info, tmp_path, tmp_path, "x", [], None, keptin.KeptIn())
+    session = Serving(FillSettings(store="x"), info, tmp_path, tmp_path, "x", [], None, sandboxing.RunSandbox())
 
     def read_only(path: Path, missing_ok: bool = False) -> None:
         raise OSError(30, "Read-only file system")
@@ -259,7 +259,7 @@ def test_a_session_whose_listening_fails_leaves_no_agent_behind(tmp_path, monkey
     (tmp_path / "agents").mkdir()
     info = RankInfo(0, 2, 0, 2, 0, 1, 0, 2, device="cuda:0")
     with pytest.raises(DeviceError, match="the driver refuses"):
-        Failing(FillSettings(store="x"), info, tmp_path, tmp_path, "x", [], None, keptin.KeptIn())
+        Failing(FillSettings(store="x"), info, tmp_path, tmp_path, "x", [], None, sandboxing.RunSandbox())
     assert ended == [True]
 
 

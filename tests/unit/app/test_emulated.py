@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.app.keptin import check_emulation
+from megatron.fill.app.sandboxing import check_emulation
 from megatron.fill.device.emulated import Emulation, Launches, Turns, why_not
 from megatron.fill.errors import ConfigError
 from megatron.fill.pages.gate import OpenBubble, SharedGate, SharedGateReader
@@ -143,6 +143,6 @@ def test_every_step_is_launched_and_lands_however_it_ends(error):
 def test_it_is_refused_where_it_cannot_be(monkeypatch):
     with pytest.raises(ConfigError, match="the setting emulate is slices: the training is on a GPU"):
         check_emulation("slices", on_cpu=False)
-    monkeypatch.setattr("megatron.fill.app.keptin.why_not", lambda: "real-time priorities are refused here")
+    monkeypatch.setattr("megatron.fill.app.sandboxing.why_not", lambda: "real-time priorities are refused here")
     with pytest.raises(ConfigError, match="the setting emulate is completion: real-time priorities are refused"):
         check_emulation("completion", on_cpu=True)

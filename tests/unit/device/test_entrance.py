@@ -24,7 +24,7 @@ from megatron.fill.worker.spec import WorkerSpec
 from megatron.fill.worker import taskrun as module
 from megatron.fill.worker.pacing import at_once
 from megatron.fill.worker.taskrun import TaskRun
-from megatron.fill.sandbox import Cage
+from megatron.fill.sandbox import Sandbox
 from tests.support.fakes import FakeGate, shared_pages, worker_spec
 
 assert "torch" not in sys.modules

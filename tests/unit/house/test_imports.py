@@ -95,7 +95,7 @@ TORCH_FREE = [
     "device",
     "device.cpu",
     "device.cuda",
-    "sandbox.jail",
+    "sandbox.process",
     "sandbox.probe",
     "device.doctor",
     "device.pressure",

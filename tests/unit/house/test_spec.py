@@ -7,14 +7,14 @@ from megatron.fill.device.port import Limits, Sharing
 from megatron.fill.rank.relay import RelaySpec
 from megatron.fill.rank.rule import FillRule
 from megatron.fill.rank.spec import RankSpec
-from megatron.fill.sandbox.cage import Bind, Cage
+from megatron.fill.sandbox.config import Bind, Sandbox
 from megatron.fill.trial.spec import CheckSpec
 from megatron.fill.types import RankInfo
 from megatron.fill.work import Work
 from megatron.fill.worker.measure import MeasureSpec
 from megatron.fill.worker.spec import WorkerSpec
 
-CAGE = Cage(namespaces=("pid", "mount"), binds=(Bind("/data"), Bind("/out", True)), user=3, devices=("nvidia0",))
+CAGE = Sandbox(namespaces=("pid", "mount"), binds=(Bind("/data"), Bind("/out", True)), user=3, devices=("nvidia0",))
 
 
 def test_values_in_values_enums_and_tuples():
@@ -35,13 +35,13 @@ def test_values_in_values_enums_and_tuples():
     )
     assert WorkerSpec.from_json(worker.to_json()) == worker
     found = WorkerSpec.from_json(worker.to_json())
-    assert (type(found.emulate), type(found.sharing), type(found.cage.binds[0])) == (Emulation, Sharing, Bind)
+    assert (type(found.emulate), type(found.sharing), type(found.sandbox.binds[0])) == (Emulation, Sharing, Bind)
     relay = RelaySpec(RankSpec(RankInfo(0, 2, 0, 2, 0, 1, 0, 2), "rank0", FillRule(warmup=3)), 1, 2, gate_fd=3)
     assert RelaySpec.from_json(relay.to_json()) == relay
 
 
 def test_what_is_not_there_stays_none():
-    worker = WorkerSpec("job", "/jobs/job", 3, 4, 5, 6, Cage(), Work(command=("true",)))
+    worker = WorkerSpec("job", "/jobs/job", 3, 4, 5, 6, Sandbox(), Work(command=("true",)))
     assert WorkerSpec.from_json(worker.to_json()) == worker
     measure = MeasureSpec("job", "m:C", {"a": [1, None]}, None, ["/"], "cpu", "/jobs/job")
     assert MeasureSpec.from_json(measure.to_json()) == measure

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from megatron.fill.sandbox import Bind, Cage
+from megatron.fill.sandbox import Bind, Sandbox
 from megatron.fill.sandbox.driver import DriverTrial, why_no_cuda
-from tests.support.caged import GUEST, needs
+from tests.support.sandboxed import GUEST, needs
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler (cc)")
 SOURCE = """
@@ -29,7 +29,7 @@ int cuGetErrorName(int code, const char **name) { *name = "CUDA_ERROR_OPERATING_
 
 
 @pytest.fixture
-def tried(tmp_path, folder, walls):
+def tried(tmp_path, folder, support):
     """Tries a driver that opens this file, with %d for its thread, to write."""
 
     def look(pattern: str, *, devices: tuple[str, ...] = ("/dev/null",)) -> str:
@@ -38,15 +38,15 @@ def tried(tmp_path, folder, walls):
         define = f'-DPATTERN="{pattern}"'
         compiler = ["cc", "-shared", "-fPIC", define, "-x", "c", "-o", str(library), "-"]
         subprocess.run(compiler, input=SOURCE, text=True, check=True)
-        cage = Cage(
-            namespaces=walls.namespaces,
+        sandbox = Sandbox(
+            namespaces=support.namespaces,
             directory=str(folder),
             binds=(Bind(str(library.parent)),),
             user=GUEST.uid if GUEST else None,
             group=GUEST.gid if GUEST else None,
             devices=devices,
         )
-        return why_no_cuda(DriverTrial(cage, str(library)))
+        return why_no_cuda(DriverTrial(sandbox, str(library)))
 
     return look
 
@@ -55,15 +55,15 @@ def test_a_driver_that_names_its_threads_starts_behind_all_walls(tried):
     assert tried("/proc/self/task/%d/comm") == ""
 
 
-def test_without_devices_it_may_not_and_the_wall_is_named(tried, walls):
-    needs(walls, "mount")
+def test_without_devices_it_may_not_and_the_wall_is_named(tried, support):
+    needs(support, "mount")
     found = tried("/proc/self/task/%d/comm", devices=())
     assert found.startswith("cuInit gives 304 (CUDA_ERROR_OPERATING_SYSTEM) behind the walls; it starts with this one ")
     assert found.endswith("left out: proc")
 
 
-def test_a_driver_that_needs_what_several_walls_hide_is_said_to(tried, walls, tmp_path):
-    needs(walls, "mount")
+def test_a_driver_that_needs_what_several_walls_hide_is_said_to(tried, support, tmp_path):
+    needs(support, "mount")
     hidden = tmp_path / "hidden" / "state"
     hidden.parent.mkdir()
     hidden.touch()
@@ -76,6 +76,6 @@ def test_a_driver_that_never_starts_is_nobody_s_wall(tried):
 
 
 def test_a_machine_without_the_library_says_so_in_one_line(folder):
-    found = why_no_cuda(DriverTrial(Cage(directory=str(folder)), "libnothing.so.1"))
+    found = why_no_cuda(DriverTrial(Sandbox(directory=str(folder)), "libnothing.so.1"))
     assert "libnothing.so.1" in found
     assert "\n" not in found

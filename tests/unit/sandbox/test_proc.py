@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.fill.sandbox import Cage, Walls
+from megatron.fill.sandbox import Sandbox, SandboxSupport
 
 _OPEN_ALL = """
 def write(path):
@@ -34,40 +34,40 @@ print(json.dumps({came: sorted(set(names)) for came, names in found.items()}))""
 _STANDING = {"oom_score_adj", "oom_adj", "coredump_filter", "clear_refs", "mem"}
 
 
-def _namespaces(walls: Walls, kind: str) -> tuple[str, ...]:
+def _namespaces(support: SandboxSupport, kind: str) -> tuple[str, ...]:
     """Those of a machine that gives all of them, all but that of processes, or none."""
     if kind == "none":
         return ()
-    if "mount" not in walls.namespaces:
+    if "mount" not in support.namespaces:
         pytest.skip("this machine gives no mount namespace")
-    return tuple(name for name in walls.namespaces if kind == "all" or name != "pid")
+    return tuple(name for name in support.namespaces if kind == "all" or name != "pid")
 
 
 @pytest.mark.parametrize(
     ("kind", "without"),
     [("all", ()), ("all", ("landlock",)), ("no pid", ()), ("no pid", ("landlock",)), ("none", ())],
 )
-def test_nothing_of_a_process_can_be_written_in_proc(inside, walls, kind, without):
-    found = inside.run(_OPEN_ALL, namespaces=_namespaces(walls, kind), without=without)
+def test_nothing_of_a_process_can_be_written_in_proc(inside, support, kind, without):
+    found = inside.run(_OPEN_ALL, namespaces=_namespaces(support, kind), without=without)
     assert found["opened"] == []
     assert set(found["refused"]) >= _STANDING
 
 
 @pytest.mark.parametrize("kind", ["all", "none"])
-def test_with_that_wall_left_out_it_can(inside, walls, kind):
+def test_with_that_wall_left_out_it_can(inside, support, kind):
     """The control: what is refused above would otherwise go through."""
-    found = inside.run(_OPEN_ALL, namespaces=_namespaces(walls, kind), without=("proc",))
+    found = inside.run(_OPEN_ALL, namespaces=_namespaces(support, kind), without=("proc",))
     assert set(found["opened"]) >= {*_STANDING, "comm"}
 
 
-def test_a_job_is_the_first_to_be_ended_and_cannot_change_that(inside, walls):
+def test_a_job_is_the_first_to_be_ended_and_cannot_change_that(inside, support):
     found = inside.run(
         """
 def stay():
     open("/proc/self/oom_score_adj", "w").write("0")
 print(json.dumps([attempt(stay), int(open("/proc/self/oom_score_adj").read())]))"""
     )
-    assert found == ["OSError" if "mount" in walls.namespaces else "PermissionError", 1000]
+    assert found == ["OSError" if "mount" in support.namespaces else "PermissionError", 1000]
 
 
 _MEASURE = """
@@ -81,18 +81,18 @@ print(json.dumps([first, meter.stop()[1]]))"""
 
 
 @pytest.mark.parametrize("kind", ["all", "no pid", "none"])
-def test_the_peak_of_a_step_is_measured_all_the_same(inside, walls, kind):
+def test_the_peak_of_a_step_is_measured_all_the_same(inside, support, kind):
     found = inside.run(
         _MEASURE,
         prepare="__import__('megatron.fill.device.meter')",  # its user may not be able to read the files of it
-        namespaces=_namespaces(walls, kind),
+        namespaces=_namespaces(support, kind),
     )
     assert found[0] - found[1] > 60 << 20
 
 
 def test_a_wall_of_an_unknown_name_cannot_be_left_out():
     with pytest.raises(ValueError, match="'moat'"):
-        Cage(without=("moat",))
+        Sandbox(without=("moat",))
 
 
 _NAME_THREADS = """
@@ -133,9 +133,9 @@ def _open_above(folder: Path) -> None:
 
 @pytest.mark.parametrize("same_user", [False, True])
 @pytest.mark.parametrize("kind", ["all", "no pid", "none"])
-def test_a_job_on_a_gpu_names_its_own_threads_and_writes_nothing_else_in_proc(inside, walls, kind, same_user):
+def test_a_job_on_a_gpu_names_its_own_threads_and_writes_nothing_else_in_proc(inside, support, kind, same_user):
     user = {"user": None, "group": None} if same_user else {}
-    options = {"namespaces": _namespaces(walls, kind), "devices": ("/dev/full",), **user}
+    options = {"namespaces": _namespaces(support, kind), "devices": ("/dev/full",), **user}
     if same_user:
         os.chown(inside.folder, os.getuid(), os.getgid())
     elif kind == "none":
@@ -162,10 +162,10 @@ ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user")
 @pytest.mark.parametrize("devices", [(), ("/dev/full",)])
 @pytest.mark.parametrize("kind", ["all", "none"])
-def test_the_training_of_a_user_without_rights_keeps_its_jobs_in_as_well(inside, walls, kind, devices):
+def test_the_training_of_a_user_without_rights_keeps_its_jobs_in_as_well(inside, support, kind, devices):
     if kind == "all" and Path("/proc/sys/user/max_user_namespaces").read_text().strip() == "0":
         pytest.skip("this machine gives users no namespaces")
-    names = _namespaces(walls, kind)
+    names = _namespaces(support, kind)
     os.chown(inside.folder, _A_USER, _A_USER)
     _open_above(inside.folder)
     options = {"namespaces": ("user", *names) if names else (), "user": None, "group": None, "devices": devices}

@@ -17,19 +17,19 @@ from megatron.fill.device.emulated import why_not
 from megatron.fill.device.port import DeviceError, Limits
 from megatron.fill.errors import ConfigError
 from megatron.fill.linux.oom import OomLog
-from megatron.fill.sandbox import Bind, Cage, parse_bind
-from tests.support.caged import GUEST, MIB, PROGRAM, Inside, needs
+from megatron.fill.sandbox import Bind, Sandbox, parse_bind
+from tests.support.sandboxed import GUEST, MIB, PROGRAM, Inside, needs
 
 
-def test_this_machine_names_every_wall_and_what_it_lacks(walls):
-    names = [layer.name for layer in walls.layers]
+def test_this_machine_names_every_wall_and_what_it_lacks(support):
+    names = [layer.name for layer in support.layers]
     assert names[:5] == ["processes", "files", "ipc", "control groups", "network"]
-    assert all(layer.keeps for layer in walls.layers)
-    assert bool(walls.lacking) == any(layer.lacks for layer in walls.layers)
+    assert all(layer.keeps for layer in support.layers)
+    assert bool(support.lacking) == any(layer.lacks for layer in support.layers)
 
 
-def test_no_process_outside_can_be_named(inside, walls):
-    needs(walls, "pid")
+def test_no_process_outside_can_be_named(inside, support):
+    needs(support, "pid")
     found = inside.run(
         """
 print(json.dumps({
@@ -47,8 +47,8 @@ print(json.dumps({
     assert inside.code == 0  # the init was not stopped either
 
 
-def test_files_are_read_only_but_for_the_job_s_own_folder(inside, walls, tmp_path):
-    needs(walls, "mount")
+def test_files_are_read_only_but_for_the_job_s_own_folder(inside, support, tmp_path):
+    needs(support, "mount")
     (tmp_path / "secret").write_text("of others in /tmp")
     found = inside.run(
         f"""
@@ -107,39 +107,39 @@ OWN = ["jobs/own-1/result.json"]
 
 
 @pytest.mark.parametrize("bound", ["", "above", "above, writable", "below", "the folder itself"])
-def test_of_its_run_a_job_sees_its_own_folder_only(walls, run_folder, bound):
-    needs(walls, "mount")
+def test_of_its_run_a_job_sees_its_own_folder_only(support, run_folder, bound):
+    needs(support, "mount")
     binds = {
         "above": (Bind(str(run_folder.parent)),),
         "above, writable": (Bind(str(run_folder.parent), writable=True),),
         "below": (Bind(str(run_folder / "checkpoints")),),
         "the folder itself": (Bind(str(run_folder)),),
     }.get(bound, ())
-    inside = Inside(run_folder / "jobs" / "own-1", walls)
+    inside = Inside(run_folder / "jobs" / "own-1", support)
     found = inside.run(SEEN.format(run=str(run_folder)), binds=binds, runs=(str(run_folder),))
     besides = {"below": ["checkpoints/model"], "the folder itself": ["checkpoints/model", "tensorboard/events"]}
     assert found["found"] == sorted(OWN + besides.get(bound, []))
     assert (found["writes"], found["module"]) == ("done", True)
 
 
-def test_without_that_wall_it_sees_what_its_user_may(walls, run_folder):
-    inside = Inside(run_folder / "jobs" / "own-1", walls)
+def test_without_that_wall_it_sees_what_its_user_may(support, run_folder):
+    inside = Inside(run_folder / "jobs" / "own-1", support)
     found = inside.run(SEEN.format(run=str(run_folder)), runs=(str(run_folder),), without=("run folder",))
     private = [name for name in EVERYTHING if name.startswith("agents")] if GUEST is not None else []
     assert found["found"] == [name for name in EVERYTHING if name not in private]
 
 
-def test_another_user_without_a_view_of_its_own_is_kept_out_by_modes(walls, run_folder):
+def test_another_user_without_a_view_of_its_own_is_kept_out_by_modes(support, run_folder):
     if GUEST is None:
         pytest.skip("jobs are the training's own user")
     make_run_folder(run_folder, seen=True)
-    inside = Inside(run_folder / "jobs" / "own-1", walls)
+    inside = Inside(run_folder / "jobs" / "own-1", support)
     found = inside.run(SEEN.format(run=str(run_folder)), namespaces=())
     assert [name for name in found["found"] if name.split("/")[0] in ("agents", "records", "output", "locks")] == []
 
 
-def test_a_place_that_is_bound_can_be_read_or_written(inside, walls, tmp_path):
-    needs(walls, "mount")
+def test_a_place_that_is_bound_can_be_read_or_written(inside, support, tmp_path):
+    needs(support, "mount")
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
     out.mkdir()
@@ -156,8 +156,8 @@ print(json.dumps([
     assert (out / "new").exists()
 
 
-def test_a_masked_file_cannot_be_opened_wherever_it_lies(inside, walls, tmp_path):
-    if "mount" not in walls.namespaces:
+def test_a_masked_file_cannot_be_opened_wherever_it_lies(inside, support, tmp_path):
+    if "mount" not in support.namespaces:
         pytest.skip("this machine gives no mount namespace")
     bound, names = tmp_path / "bound", ("store.db", "store.db-wal")
     bound.mkdir()
@@ -174,8 +174,8 @@ def test_a_masked_file_cannot_be_opened_wherever_it_lies(inside, walls, tmp_path
     assert (bound / "store.db").read_text() == "secret"
 
 
-def test_a_job_s_folder_is_reached_though_one_above_it_is_closed_to_its_user(inside, walls, tmp_path):
-    needs(walls, "mount")
+def test_a_job_s_folder_is_reached_though_one_above_it_is_closed_to_its_user(inside, support, tmp_path):
+    needs(support, "mount")
     tmp_path.chmod(0o700)
     (tmp_path / "secret").write_text("not for jobs")
     found = inside.run(
@@ -188,8 +188,8 @@ print(json.dumps([os.getcwd(), os.path.exists({str(tmp_path / "secret")!r})]))""
     assert found == [str(inside.folder), GUEST is None]
 
 
-def test_its_files_in_memory_have_one_limit(inside, walls):
-    needs(walls, "mount")
+def test_its_files_in_memory_have_one_limit(inside, support):
+    needs(support, "mount")
     found = inside.run(
         """
 def fill(path):
@@ -202,8 +202,8 @@ print(json.dumps([attempt(fill, "/tmp/a"), attempt(fill, "/dev/shm/b"), os.statv
     assert found == ["OSError", "OSError", 0]
 
 
-def test_there_is_no_network_but_its_own(inside, walls):
-    needs(walls, "net")
+def test_there_is_no_network_but_its_own(inside, support):
+    needs(support, "net")
     server = subprocess.Popen(
         [sys.executable, "-c", "import socket; s = socket.create_server(('127.0.0.1', 0));"
          "print(s.getsockname()[1], flush=True); s.accept()"],
@@ -242,8 +242,8 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of the system calls are x86-64's")
-def test_system_calls_that_reach_beyond_a_job_are_refused(inside, walls):
-    if any(layer.name == "system calls" for layer in walls.lacking):
+def test_system_calls_that_reach_beyond_a_job_are_refused(inside, support):
+    if any(layer.name == "system calls" for layer in support.lacking):
         pytest.skip("this machine has no libseccomp.so.2")
     threads = "import threading\ndef start_threads():\n    one = threading.Thread(target=print, kwargs={'end': ''})\n"
     found = inside.run(f"{threads}    one.start(); one.join(); return [one]\n{REFUSED.strip()}")
@@ -322,11 +322,11 @@ def test_how_the_job_ended_is_told(inside, end):
     assert inside.code == {"_": 7, "k": 100 + signal.SIGKILL, "s": 100 + signal.SIGSEGV}[end.split(".")[1][0]]
 
 
-def test_nothing_inside_outlives_its_holder(folder, walls):
-    needs(walls, "pid")
-    cage = Cage(walls.namespaces, str(folder))
+def test_nothing_inside_outlives_its_holder(folder, support):
+    needs(support, "pid")
+    sandbox = Sandbox(support.namespaces, str(folder))
     body = "subprocess.Popen(['sleep', '87654']); print(held_by, flush=True); signal.pause()"
-    program = PROGRAM.format(body=body, cage=cage, prepare="[]", become="").replace("held_by", "os.getpid()")
+    program = PROGRAM.format(body=body, sandbox=sandbox, prepare="[]", become="").replace("held_by", "os.getpid()")
     holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "2\n"
@@ -347,7 +347,7 @@ def _all_commands() -> bytes:
     return b"\n".join(found)
 
 
-def test_without_any_namespace_the_other_walls_stand(inside, walls):
+def test_without_any_namespace_the_other_walls_stand(inside, support):
     """As in a container that refuses them all."""
     os.chown(inside.folder, os.getuid(), os.getgid())
     outside = subprocess.Popen(["sleep", "60"])
@@ -368,7 +368,7 @@ print(json.dumps({{
         outside.wait()
     assert found["own"] == "done"
     assert found["etc"] == found["signal"] == found["memory"] == "PermissionError"
-    landlock = next(layer for layer in walls.layers if layer.name == "landlock")
+    landlock = next(layer for layer in support.layers if layer.name == "landlock")
     assert found["tcp"] == "PermissionError" or landlock.lacks
 
 
@@ -458,8 +458,8 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of the system calls are x86-64's")
-def test_memory_that_nobody_can_count_is_refused(inside, walls):
-    needs(walls, "mount", "net")
+def test_memory_that_nobody_can_count_is_refused(inside, support):
+    needs(support, "mount", "net")
     found = inside.run(_UNCOUNTED)
     assert set(found.pop("refused").values()) == {"ENOSYS", "EPERM", "PermissionError"}
     assert found == {

@@ -19,7 +19,7 @@ from megatron.fill.linux import host
 from megatron.fill.pages.control import ControlPage, ControlReader, RunState
 from megatron.fill.pages.gate import SharedGate, SharedGateReader
 from megatron.fill.pages.steplog import StepLog, create_log
-from megatron.fill.sandbox import Cage
+from megatron.fill.sandbox import Sandbox
 from megatron.fill.sidetask.base import SideTask, TaskContext
 from megatron.fill.sidetask.machine import TaskMachine
 from megatron.fill.status import Cause, Then
@@ -83,7 +83,7 @@ def test_no_step_starts_after_a_pause_and_the_next_bubble_after_resume_goes_on(c
 
 
 def command_spec(folder: Path, script: str) -> Any:
-    """Of a command in a cage without namespaces, so that its number is the same everywhere."""
+    """Of a command in a sandbox without namespaces, so that its number is the same everywhere."""
     return SimpleNamespace(
         work=Work(command=("sh", "-c", script)),
         directory=str(folder),
@@ -91,7 +91,7 @@ def command_spec(folder: Path, script: str) -> Any:
         env={},
         device="cpu",
         limits=Limits(),
-        cage=Cage(directory=str(folder)),
+        sandbox=Sandbox(directory=str(folder)),
     )
 
 

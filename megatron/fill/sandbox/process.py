@@ -28,7 +28,7 @@ from megatron.fill.linux import peak
 from megatron.fill.linux.libc import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 from megatron.fill.linux.state import state_in
 from megatron.fill.sandbox import naming
-from megatron.fill.sandbox.cage import Cage
+from megatron.fill.sandbox.config import Sandbox
 from megatron.fill.sandbox.enter import give_everything_up, open_inner, open_outer
 from megatron.fill.sandbox.powers import be_first_to_die, hide_memory
 from megatron.fill.sandbox.seccomp import opening_calls
@@ -36,13 +36,13 @@ from megatron.fill.sandbox.seccomp import opening_calls
 _READ_BYTES = 1 << 16
 
 
-class Jail:
+class SandboxedProcess:
     """A sandboxed job, which waits for ``let_go``.
 
     The caller must have a single thread, and must adopt orphans (``host.adopt_orphans``).
 
     Args:
-        cage: sandbox of the job.
+        sandbox: sandbox of the job.
         prepare: called in the job's process before it gives up its powers (limits, priority).
         body: code of the job, called after ``let_go`` in the complete sandbox.  Its process ends when it returns.
 
@@ -55,8 +55,8 @@ class Jail:
         SandboxError: the sandbox cannot be set up; no process is left.
     """
 
-    def __init__(self, cage: Cage, prepare: Callable[[], None], body: Callable[[], None]) -> None:
-        self._cage = cage
+    def __init__(self, sandbox: Sandbox, prepare: Callable[[], None], body: Callable[[], None]) -> None:
+        self._sandbox = sandbox
         self._prepare = prepare
         self._body = body
         self.init = 0
@@ -146,7 +146,7 @@ class Jail:
     def _run_opener(self, alive_r: int, told_w: int, go_r: int) -> NoReturn:
         """Run the short-lived child that opens the outer namespaces."""
         try:
-            open_outer(self._cage)
+            open_outer(self._sandbox)
             init = os.fork()
             if init == 0:
                 self._run_init(alive_r, told_w, go_r)
@@ -166,7 +166,7 @@ class Jail:
                 os._exit(1)
             prctl(PR_SET_CHILD_SUBREAPER, 1)  # so that orphans come here even without a process namespace
             lacking = be_first_to_die()  # while /proc is writable
-            proc = open_inner(self._cage)
+            proc = open_inner(self._sandbox)
             hide_memory(True)
             init = os.getpid()
             ours, theirs = socket.socketpair()
@@ -177,8 +177,8 @@ class Jail:
                 self._run_job(init, told_w, go_r, proc, theirs, lacking)
             os.close(go_r)
             theirs.close()
-            if self._cage.devices:
-                naming.answer(ours, proc, self._cage, opening_calls)
+            if self._sandbox.devices:
+                naming.answer(ours, proc, self._sandbox, opening_calls)
             _tell(told_w, status=_reap_until(child))
         except BaseException as error:
             _tell(told_w, error=f"{type(error).__name__}: {error}")
@@ -203,7 +203,7 @@ class Jail:
             peak.keep(proc)
             os.close(proc)
             with names:
-                lacking += give_everything_up(self._cage, names if self._cage.devices else None)
+                lacking += give_everything_up(self._sandbox, names if self._sandbox.devices else None)
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which resets it
             if os.getppid() != init:
                 os._exit(1)

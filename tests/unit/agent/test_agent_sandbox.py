@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron.fill.agent import walls
-from megatron.fill.agent.walls import find_walls
+from megatron.fill.agent import sandbox
+from megatron.fill.agent.sandbox import find_support
 from megatron.fill.cli import main
 from megatron.fill.errors import ConfigError, SandboxError
 from megatron.fill.linux import host
-from megatron.fill.sandbox import Walls, probe
+from megatron.fill.sandbox import SandboxSupport, probe
 from megatron.fill.sandbox.remedy import remedy
 
 ALL = ("pid", "mount")
@@ -27,11 +27,11 @@ def machine(monkeypatch):
     asked: list[tuple[Any, ...]] = []
 
     def make(namespaces: tuple[str, ...] = ALL, user: int = 0) -> list[tuple[Any, ...]]:
-        def look(*wanted: Any) -> Walls:
+        def look(*wanted: Any) -> SandboxSupport:
             asked.append(wanted)
-            return Walls(namespaces, ())
+            return SandboxSupport(namespaces, ())
 
-        monkeypatch.setattr(walls, "look", look)
+        monkeypatch.setattr(sandbox, "look", look)
         monkeypatch.setattr(os, "geteuid", lambda: user)
         return asked
 
@@ -40,7 +40,7 @@ def machine(monkeypatch):
 
 def test_jobs_of_root_are_nobody(machine):
     asked = machine()
-    user, _ = find_walls()
+    user, _ = find_support()
     assert user is not None
     assert asked == [(user.uid, user.gid, "", False)]
 
@@ -54,13 +54,13 @@ def test_jobs_of_root_are_nobody(machine):
 )
 def test_where_jobs_are_the_training_s_user_that_wall_is_said_to_be_missing(machine, euid, how, why):
     asked = machine(user=euid)
-    assert find_walls(**how)[0] is None
+    assert find_support(**how)[0] is None
     assert asked[0][2].startswith(why)
 
 
 def test_who_asks_for_the_training_s_own_user_is_not_told_of_that_wall(machine):
     asked = machine(user=65534)
-    assert find_walls("65534")[0] is None
+    assert find_support("65534")[0] is None
     assert asked == [(None, None, None, False)]
     assert "user" not in [layer.name for layer in probe.probe(None, None, None, False).layers]
 
@@ -71,14 +71,14 @@ def test_an_interpreter_that_nobody_can_enter_is_said(machine, monkeypatch, tmp_
     closed.touch()
     monkeypatch.setattr(sys, "executable", str(closed))
     asked = machine(("pid",))
-    user, _ = find_walls(places=[])
+    user, _ = find_support(places=[])
     assert user is None
     assert asked[-1][0] is None
     assert asked[-1][2].startswith("user nobody cannot enter /")
     with pytest.raises(ConfigError, match="nobody cannot enter"):
-        find_walls("nobody", places=[])
+        find_support("nobody", places=[])
     machine()
-    assert find_walls(places=[])[0] is not None  # a view of its own shows what is needed
+    assert find_support(places=[])[0] is not None  # a view of its own shows what is needed
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_the_doctor_says_what_it_can(monkeypatch, capsys):
     def broken() -> None:
         raise SandboxError("nothing can be started")
 
-    monkeypatch.setattr(walls, "find_walls", broken)
+    monkeypatch.setattr(sandbox, "find_support", broken)
     monkeypatch.setattr(sys, "argv", ["pipefill", "doctor"])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -1,4 +1,4 @@
-"""Code that is run in a cage, and what it says."""
+"""Code that is run in a sandbox, and what it says."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from megatron.fill.agent.admission import default_user
-from megatron.fill.sandbox import Bind, Cage, Walls
+from megatron.fill.sandbox import Bind, Sandbox, SandboxSupport
 
 MIB = 2**20
 GUEST = default_user()
 PROGRAM = """
 import ctypes, errno, json, os, resource, signal, socket, subprocess, sys
 from megatron.fill.linux import host
-from megatron.fill.sandbox.cage import Bind, Cage
-from megatron.fill.sandbox.jail import Jail
+from megatron.fill.sandbox.config import Bind, Sandbox
+from megatron.fill.sandbox.process import SandboxedProcess
 from megatron.fill.sandbox.powers import limit_resources
 
 def attempt(act, *arguments):
@@ -39,7 +39,7 @@ def body():
 
 {become}
 host.adopt_orphans()
-held = Jail({cage!r}, lambda: {prepare}, body)
+held = SandboxedProcess({sandbox!r}, lambda: {prepare}, body)
 held.let_go()
 code = held.wait()
 sys.exit(code if code >= 0 else 100 - code)
@@ -47,10 +47,10 @@ sys.exit(code if code >= 0 else 100 - code)
 
 
 class Inside:
-    """Runs code in a cage, and gives what it printed as JSON."""
+    """Runs code in a sandbox, and gives what it printed as JSON."""
 
-    def __init__(self, folder: Path, walls: Walls) -> None:
-        self.folder, self.namespaces, self.code = folder, walls.namespaces, 0
+    def __init__(self, folder: Path, support: SandboxSupport) -> None:
+        self.folder, self.namespaces, self.code = folder, support.namespaces, 0
 
     def run(
         self, body: str, prepare: str = "[]", binds: tuple[Bind, ...] = (), become: str = "", **changes: Any
@@ -58,16 +58,16 @@ class Inside:
         user = GUEST.uid if GUEST else None
         group = GUEST.gid if GUEST else None
         options = {"namespaces": self.namespaces, "user": user, "group": group} | changes
-        cage = Cage(directory=str(self.folder), binds=binds, **options)
+        sandbox = Sandbox(directory=str(self.folder), binds=binds, **options)
         lines = "\n    ".join(body.strip().splitlines())
-        program = PROGRAM.format(body=lines, cage=cage, prepare=prepare, become=become)
+        program = PROGRAM.format(body=lines, sandbox=sandbox, prepare=prepare, become=become)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
         self.code = done.returncode
         assert done.stdout, done.stderr
         return json.loads(done.stdout)
 
 
-def needs(walls: Walls, *names: str) -> None:
-    lacking = [name for name in names if name not in walls.namespaces]
+def needs(support: SandboxSupport, *names: str) -> None:
+    lacking = [name for name in names if name not in support.namespaces]
     if lacking:
         pytest.skip(f"this machine gives no namespace for {', '.join(lacking)}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.fill.agent.admission import JobUser, check_reach, default_user, find_user
 from megatron.fill.device.cuda import device_nodes
 from megatron.fill.errors import ConfigError
-from megatron.fill.sandbox import Bind, Cage, Walls, look
+from megatron.fill.sandbox import Bind, Sandbox, SandboxSupport, look
 from megatron.fill.sandbox.driver import DriverTrial, why_no_cuda
 
 _MPS = "MPS serves one user only: jobs run as the training's, and read what it can read"
@@ -25,9 +25,9 @@ _NOBODY_ELSE = (
 )
 
 
-def find_walls(
+def find_support(
     named: str | None = None, mps: bool = False, network: bool = False, places: Sequence[Path] = (Path("runs"),)
-) -> tuple[JobUser | None, Walls]:
+) -> tuple[JobUser | None, SandboxSupport]:
     """Return the user that jobs run as (None for the training's) and the layers of their sandbox.
 
     Args:
@@ -42,9 +42,9 @@ def find_walls(
     """
     own = named is not None and find_user(named).uid == os.geteuid()
     user = None if own else find_user(named) if named is not None else None if mps else default_user()
-    walls = _look(user, None if own else _MPS if mps else _NOT_ROOT if os.geteuid() else _NOBODY_ELSE, network)
-    if user is None or "mount" in walls.namespaces:
-        return user, walls
+    support = _look(user, None if own else _MPS if mps else _NOT_ROOT if os.geteuid() else _NOBODY_ELSE, network)
+    if user is None or "mount" in support.namespaces:
+        return user, support
     # Without a mount namespace, the user needs the rights to enter every folder on the path.
     try:
         for place in (*places, Path(sys.executable)):
@@ -53,10 +53,10 @@ def find_walls(
         if named is not None:
             raise
         return None, _look(None, f"{error} (chmod o+x helps): jobs run as the training's user", network)
-    return user, walls
+    return user, support
 
 
-def _look(user: JobUser | None, why_same_user: str | None, network: bool) -> Walls:
+def _look(user: JobUser | None, why_same_user: str | None, network: bool) -> SandboxSupport:
     if user is None:
         return look(None, None, why_same_user, network)
     return look(user.uid, user.gid, "", network)
@@ -68,14 +68,14 @@ def why_no_cuda_for_jobs(
     """Return the reason why a sandboxed job cannot use this node's GPUs, by a trial; empty if it can.
 
     Args:
-        namespaces: namespaces that this machine provides (``Walls``).
+        namespaces: namespaces that this machine provides (``SandboxSupport``).
         network: the jobs share the machine's network.
         mps_pipe: pipe directory of the MPS daemon that the ranks use; None without MPS.
     """
     with tempfile.TemporaryDirectory(prefix="pipefill-cuda-") as folder:
         if user is not None:
             os.chown(folder, user.uid, user.gid)
-        cage = Cage(
+        sandbox = Sandbox(
             namespaces=tuple(namespaces),
             directory=folder,
             binds=() if mps_pipe is None else (Bind(mps_pipe, writable=True),),
@@ -85,4 +85,4 @@ def why_no_cuda_for_jobs(
             devices=device_nodes(""),
             host_memory_files=mps_pipe is not None,
         )
-        return why_no_cuda(DriverTrial(cage))
+        return why_no_cuda(DriverTrial(sandbox))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.fill.errors import ConfigError
 
-# The sandbox layers that ``Cage.without`` can name.
+# The sandbox layers that ``Sandbox.without`` can name.
 LEFT_OUT = ("proc", "landlock", "system calls", "run folder", "uncounted memory")
 
 
@@ -44,7 +44,7 @@ def parse_bind(text: str) -> Bind:
 
 
 @dataclass(frozen=True, slots=True)
-class Cage:
+class Sandbox:
     """The sandbox of a job.
 
     Attributes:
@@ -83,7 +83,7 @@ class Cage:
 
     def __post_init__(self) -> None:
         if unknown := set(self.without).difference(LEFT_OUT):
-            raise ValueError(f"walls {sorted(unknown)} cannot be left out: expected some of {LEFT_OUT}")
+            raise ValueError(f"layers {sorted(unknown)} cannot be left out: expected some of {LEFT_OUT}")
 
     @property
     def writable(self) -> list[str]:

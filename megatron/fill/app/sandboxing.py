@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.fill.agent.admission import JobUser, find_user
-from megatron.fill.agent.walls import find_walls, why_no_cuda_for_jobs
+from megatron.fill.agent.sandbox import find_support, why_no_cuda_for_jobs
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon
 from megatron.fill.device.emulated import why_not
@@ -19,12 +19,12 @@ from megatron.fill.sandbox.view import may_enter
 
 
 @dataclass(frozen=True, slots=True)
-class KeptIn:
+class RunSandbox:
     """The sandbox of this run's jobs.
 
     Attributes:
         user: user that the jobs run as; None for the training's user.
-        namespaces: namespaces that this machine provides (``Cage``).
+        namespaces: namespaces that this machine provides (``Sandbox``).
         binds: paths that jobs may use besides their own folders.
         layers: all layers of the sandbox, each with what it lacks here.
     """
@@ -63,7 +63,9 @@ def check_emulation(how: str, on_cpu: bool) -> None:
         raise ConfigError(f"the setting emulate is {how}: {why}")
 
 
-def keep_in(settings: FillSettings, mps: MpsDaemon | None, modules: Sequence[str] = (), on_gpu: bool = False) -> KeptIn:
+def find_sandbox(
+    settings: FillSettings, mps: MpsDaemon | None, modules: Sequence[str] = (), on_gpu: bool = False
+) -> RunSandbox:
     """Determine the sandbox that this machine provides, and print what it lacks.
 
     Args:
@@ -76,15 +78,15 @@ def keep_in(settings: FillSettings, mps: MpsDaemon | None, modules: Sequence[str
             use a GPU.
     """
     binds = tuple(parse_bind(text) for text in settings.bind)
-    user, walls = find_walls(settings.user, mps is not None, settings.network, [Path(settings.report or "runs")])
-    lacking = "; ".join(f"{layer.name}: {layer.lacks}" for layer in walls.lacking)
+    user, support = find_support(settings.user, mps is not None, settings.network, [Path(settings.report or "runs")])
+    lacking = "; ".join(f"{layer.name}: {layer.lacks}" for layer in support.lacking)
     if lacking and settings.strict:
         raise ConfigError(f"strict is set: this machine cannot keep jobs in as well as it should: {lacking}")
     if lacking:
         _say(f"jobs are kept in less well here (pipefill doctor says more): {lacking}")
     if on_gpu and os.environ.get("LOCAL_RANK", "0") == "0":
         pipe = None if mps is None else str(mps.pipe)
-        why = why_no_cuda_for_jobs(user, walls.namespaces, settings.network, pipe)
+        why = why_no_cuda_for_jobs(user, support.namespaces, settings.network, pipe)
         if why and settings.strict:
             raise ConfigError(f"strict is set: on {socket.gethostname()} no job can use a GPU: {why}")
         if why:
@@ -92,7 +94,7 @@ def keep_in(settings: FillSettings, mps: MpsDaemon | None, modules: Sequence[str
     for folder in modules:
         if user is not None and not may_enter(Path(folder), user.uid, user.gid):
             _say(f"jobs run as {user.name}, who may not enter {folder}: a module there is not found (chmod o+rx helps)")
-    return KeptIn(user, walls.namespaces, binds, walls.layers)
+    return RunSandbox(user, support.namespaces, binds, support.layers)
 
 
 def _say(text: str) -> None:

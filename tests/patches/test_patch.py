@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import pipefill_patches
-from pipefill_patches.registry import Target
+from pipefill_patches.patch import Target
 from pipefill_patches.versions import TESTED
 from tests.patches.fresh import python
 
@@ -235,7 +235,7 @@ def test_an_unknown_patch_is_refused():
 def test_a_patch_that_fails_half_way_takes_its_changes_back():
     run("""
     import types
-    from pipefill_patches.registry import Patch, replace
+    from pipefill_patches.patch import Patch, replace
     holder = types.SimpleNamespace(value=1)
     def install(stack):
         replace(stack, holder, "value", 2)
