@@ -72,7 +72,7 @@ class End:
         request: reason of a request to give memory back to the training; empty if there was none.
         over: the training has ended.
         unfit: the job must not be tried here again before the bubble cycle changes.
-        offences: number of violations of the worker's bubbles (``Enforcer``).
+        violations: number of violations of the worker's bubbles (``Enforcer``).
         ended_ns: time of the end, CLOCK_MONOTONIC.
     """
 
@@ -84,7 +84,7 @@ class End:
     request: str = ""
     over: bool = False
     unfit: bool = False
-    offences: int = 0
+    violations: int = 0
     ended_ns: int = 0
 
 
@@ -111,7 +111,7 @@ class Judge:
             return outcome.status
         if end.standing is Standing.CANCELLED:
             return Status(JobState.CANCELLED, Cause.CANCELLED_RUNNING)
-        gave_up = outcome.cause in (Cause.STOPPED, Cause.CROWDED)
+        gave_back = outcome.cause in (Cause.STOPPED, Cause.CROWDED)
         again = Then.RESUMES if end.kept else Then.BEGINS_AGAIN
         match end.ending:
             case Ending(How.STOP, Cause.TIMEOUT) | Ending(stop=Cause.TIMEOUT):
@@ -123,13 +123,13 @@ class Judge:
                 return Status(JobState.QUEUED, cause, then=again)
             case Ending(How.STOP, cause, detail) if outcome.cause.died:
                 return Status(JobState.QUEUED, cause, detail, again)
-            case Ending(How.STOP, cause, detail) if gave_up:
+            case Ending(How.STOP, cause, detail) if gave_back:
                 return Status(JobState.QUEUED, cause, detail, outcome.then)
-        if gave_up and end.over:
+        if gave_back and end.over:
             return Status(JobState.QUEUED, Cause.TRAINING_ENDED, then=outcome.then)
         if outcome.cause is Cause.CROWDED and end.request:
             return Status(JobState.QUEUED, Cause.MEMORY_NEEDED, end.request, outcome.then)
-        if gave_up:
+        if gave_back:
             return self._died(job, Status(JobState.FAILED, Cause.GAVE_UP), end.saved)
         return self._died(job, outcome.status, end.saved) if outcome.cause.died else outcome.status
 

@@ -54,7 +54,7 @@ class Enforcer:
     is off.
 
     The thread that watches the worker calls all methods.  A second thread lets the worker run in bubbles only: it reads
-    the attributes set here, and writes ``offences``, ``ending`` and the opportunity of the step.
+    the attributes set here, and writes ``violations``, ``ending`` and the opportunity of the step.
 
     Args:
         pid: the worker's process and process group, which it cannot leave.
@@ -64,7 +64,7 @@ class Enforcer:
         hung_ns: time that a step has to end, in further bubbles, once it has used up its grace period.
 
     Attributes:
-        offences: number of violations so far.
+        violations: number of violations so far.
         ending: the decision to end the worker; None while it may go on.
     """
 
@@ -87,7 +87,7 @@ class Enforcer:
         self.overtime = overtime
         self.off = off
         self.hung_ns = hung_ns
-        self.offences = 0
+        self.violations = 0
         self.ending: Ending | None = None
         self._overdue: int | None = None  # the bubble that has ended, and that it has not left
         self._looked_ns, self._core = 0, _Core()  # time of the latest sample of the worker, and the sample
@@ -221,11 +221,11 @@ class Enforcer:
     def _charge(self) -> None:
         """Count a violation if the overdue step had more opportunity than the grace period."""
         if self._opportunity_ns >= self.grace_ns:
-            self.offences += 1
+            self.violations += 1
             if self._overdue_in not in self._blamed:
                 self._blamed.append(self._overdue_in)
-        if self.offences >= self.max_overruns:
-            times = f"{self.offences} times" if self.offences > 1 else "once"
+        if self.violations >= self.max_overruns:
+            times = f"{self.violations} times" if self.violations > 1 else "once"
             self._fail(
                 Cause.OVERRUN,
                 f"{', '.join(self._blamed)} ran on after its bubble by more than {self.grace_ns / 1e9:g} s "

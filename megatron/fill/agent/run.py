@@ -262,7 +262,7 @@ class JobRun:
             request=memory.request,
             over=self.context.over,
             unfit=outcome.cause in (Cause.DOES_NOT_FIT, Cause.CROWDED) or memory.ending is not None,
-            offences=enforcer.offences,
+            violations=enforcer.violations,
             ended_ns=worker.ended_ns,
         )
 
@@ -301,7 +301,7 @@ class JobRun:
             total_work=outcome.total_work,
             result=outcome.result,
             ended_ns=end.ended_ns,
-            offences=end.offences,
+            offences=end.violations,
         )
         return record, steps
 

@@ -13,6 +13,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable, Collection
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -70,12 +71,22 @@ _SOCKETS = (*range(3, 10), *range(11, 16))
 _LAST_SOCKET = 16
 
 
+class Uncounted(Enum):
+    """Memory that no watch can count, as a filter treats it."""
+
+    ALLOWED = "allowed"
+    ALL_BUT_SHARED_REFUSED = "refused, except shared memory without a file, which CUDA's driver may use"
+    REFUSED = "refused"
+
+
 class _Condition(ctypes.Structure):
     _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
 def load_filter(
-    real_time: bool = False, counted: bool | None = None, asked: Callable[[int], None] | None = None
+    real_time: bool = False,
+    uncounted: Uncounted = Uncounted.ALLOWED,
+    asked: Callable[[int], None] | None = None,
 ) -> str:
     """Refuse those calls for this thread and all that it starts, permanently.
 
@@ -83,8 +94,7 @@ def load_filter(
 
     Args:
         real_time: True to allow the choice of the scheduling class, as far as capabilities allow it.
-        counted: False to refuse memory that no watch can count; True to also refuse shared memory without a file, which
-            CUDA's driver may use; None to refuse neither.
+        uncounted: the filter's treatment of memory that no watch can count.
         asked: called with a descriptor on which the kernel asks about each file opened for writing (``naming``); None
             to not ask.
 
@@ -101,8 +111,8 @@ def load_filter(
     try:
         library.seccomp_attr_set(context, _OPTIMIZE, 2)  # a version without it is only slower
         _add_rules(library, context, (_CLASS,) if real_time else ())
-        if counted is not None:
-            _add_uncounted(library, context, shared=counted)
+        if uncounted is not Uncounted.ALLOWED:
+            _add_uncounted(library, context, shared=uncounted is Uncounted.REFUSED)
         if asked is not None and _can_ask(library):
             _add_questions(library, context)
         if code := library.seccomp_load(context):

@@ -125,7 +125,7 @@ def test_what_ends_in_a_later_bubble_has_offended_and_is_named_when_it_is_over(b
         bench.gate.close(time.monotonic_ns())
         bench.check_until(lambda: not bench.enforcer._rationing.is_alive())
         assert later > step
-    assert bench.enforcer.offences == 2
+    assert bench.enforcer.violations == 2
     assert bench.enforcer.ending.detail == (
         f"{callbacks} ran on after its bubble by more than 0.03 s (grace_ms) 2 times (max_overruns)"
     )
