@@ -169,14 +169,14 @@ def _measure(spec: JobSpec, search: list[str], device: str) -> Measured:
         raise NoSteps(spec.name)
     from megatron.fill.agent.admission import LIBRARY_SETTINGS
     from megatron.fill.profiles import MeasuredJob
+    from megatron.fill.store.submit import new_job
     from megatron.fill.untrusted import read_json
     from megatron.fill.worker.measure import NO_STEPS, MeasureSpec
     from megatron.fill.worker.profiler import PROFILE
     from megatron.fill.worker.steptimes import STEP_TIMES, KindTimes
 
     with tempfile.TemporaryDirectory(prefix="pipefill-profile-") as folder:
-        array = None if spec.array is None else list(spec.array)
-        measured = MeasureSpec(spec.name, spec.task, spec.args, spec.memory, search, device, folder, array)
+        measured = MeasureSpec(spec.name, new_job(spec, search, "").work, device, folder)
         path = Path(folder) / "spec.json"
         path.write_text(measured.to_json(), encoding="utf-8")
         print(f"measuring {spec.name} on {device}", file=sys.stderr)

@@ -10,7 +10,6 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron.fill.device import cuda
 from megatron.fill.device.meter import fingerprint, meter
@@ -23,6 +22,7 @@ from megatron.fill.sidetask.loader import load_task
 from megatron.fill.sidetask.nodes import NodeTask
 from megatron.fill.spec import Spec
 from megatron.fill.untrusted import to_json
+from megatron.fill.work import Work
 from megatron.fill.worker.profiler import PROFILE, MeasuringMachine, Profiler, write_profile
 from megatron.fill.worker.steptimes import measure_steps, write_step_times
 
@@ -35,20 +35,12 @@ class NoStepsError(TaskError):
 
 @dataclass(frozen=True, slots=True)
 class MeasureSpec(Spec):
-    """The job to measure, and the folder for its profile (``directory``).
-
-    Attributes:
-        array: index and count of this instance, for a job with a count.
-    """
+    """The job to measure, and the folder for its profile (``directory``)."""
 
     name: str
-    task: str
-    args: dict[str, Any]
-    memory_bytes: int | None
-    search: list[str]
+    work: Work
     device: str
     directory: str
-    array: list[int] | None = None
 
 
 def measure(spec: MeasureSpec) -> None:
@@ -60,23 +52,24 @@ def measure(spec: MeasureSpec) -> None:
     """
     meters = meter(spec.device)
     directory, device = Path(spec.directory), fingerprint(spec.device)
-    index, count = spec.array or (0, 1)
-    context = TaskContext(spec.name, directory, spec.device, spec.memory_bytes, index=index, count=count)
-    first = load_task(spec.task, tuple(spec.search))
+    work, task = spec.work, spec.work.task or ""
+    index, count = work.array or (0, 1)
+    context = TaskContext(spec.name, directory, spec.device, work.memory_bytes, index=index, count=count)
+    first = load_task(task, work.search)
     if isinstance(first, ImperativeTask):
-        raise NoStepsError(f"{spec.task} is an ImperativeTask")
+        raise NoStepsError(f"{task} is an ImperativeTask")
     if not isinstance(first, NodeTask):
-        measured, kinds = measure_steps(first, context, spec.args, meters)
+        measured, kinds = measure_steps(first, context, work.args, meters)
         write_text(directory / PROFILE, to_json(replace(measured, device=device).to_dict()) + "\n")
         write_step_times(directory, kinds)
         return
 
     def make(context: TaskContext) -> MeasuringMachine:
-        task = load_task(spec.task, tuple(spec.search))
-        assert isinstance(task, NodeTask)
-        return MeasuringMachine(task, context, meters)
+        loaded = load_task(task, work.search)
+        assert isinstance(loaded, NodeTask)
+        return MeasuringMachine(loaded, context, meters)
 
-    profiler = Profiler(make, _run, context, spec.args)
+    profiler = Profiler(make, _run, context, work.args)
     profiles = profiler.measure()
     assert profiles is not None  # there is no training that could end first
     write_profile(directory, profiles, profiler, device)
@@ -97,9 +90,9 @@ def main() -> None:
     spec = MeasureSpec.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     if spec.device == "cpu":
-        host.cap_memory(spec.memory_bytes)
+        host.cap_memory(spec.work.memory_bytes)
     else:  # the cap is on device memory: CUDA's libraries take gigabytes of host memory
-        cuda.cap_memory(spec.device, spec.memory_bytes)
+        cuda.cap_memory(spec.device, spec.work.memory_bytes)
     os.chdir(spec.directory)
     try:
         measure(spec)

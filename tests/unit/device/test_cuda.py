@@ -19,6 +19,7 @@ from megatron.fill.device.nvml import Gpu, Nvml, uuid_of
 from megatron.fill.device.port import DeviceError, Limits, Sharing
 from megatron.fill.linux.cgroup import CgroupHome
 from megatron.fill.linux.tree import MARK
+from megatron.fill.work import Work
 
 GIB = 2**30
 GPUS = [Gpu(0, "GPU-aaaa-1", "H200", 141 * GIB), Gpu(1, "GPU-bbbb-2", "H200", 141 * GIB)]
@@ -305,7 +306,7 @@ def test_what_is_measured_is_held_to_its_cap_where_its_memory_is(monkeypatch, tm
     monkeypatch.setattr(measure.cuda, "cap_memory", lambda name, cap: found.append(("device", cap)))
     monkeypatch.setattr(measure, "measure", lambda spec: None)
     path = tmp_path / "spec.json"
-    path.write_text(measure.MeasureSpec("job", "m:C", {}, 5 * GIB, [], device, str(tmp_path)).to_json())
+    path.write_text(measure.MeasureSpec("job", Work("m:C", memory_bytes=5 * GIB), device, str(tmp_path)).to_json())
     monkeypatch.setattr(sys, "argv", ["measure", str(path)])
     monkeypatch.chdir(tmp_path)
     measure.main()

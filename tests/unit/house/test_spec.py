@@ -43,7 +43,7 @@ def test_values_in_values_enums_and_tuples():
 def test_what_is_not_there_stays_none():
     worker = WorkerSpec("job", "/jobs/job", 3, 4, 5, 6, Sandbox(), Work(command=("true",)))
     assert WorkerSpec.from_json(worker.to_json()) == worker
-    measure = MeasureSpec("job", "m:C", {"a": [1, None]}, None, ["/"], "cpu", "/jobs/job")
+    measure = MeasureSpec("job", Work("m:C", args={"a": [1, None]}, search=("/",), array=(1, 2)), "cpu", "/jobs/job")
     assert MeasureSpec.from_json(measure.to_json()) == measure
     check = CheckSpec(1, "/trial", [], [{"env": {}, "jobs": [{"task": None}]}])
     assert CheckSpec.from_json(check.to_json()) == check
