@@ -59,10 +59,11 @@ setup(
         "json": ["llguidance>=1"],
         "lora": ["peft>=0.18"],
         "postgres": ["psycopg[binary]"],
+        "metrics": ["prometheus-client", "opentelemetry-exporter-otlp-proto-http"],
         "page": ["vl-convert-python>=1.7"],
         "docs": ["zensical", "mkdocstrings-python>=2"],
         "dev": [
-            "pipefill[tasks,models,json,lora,postgres,page,docs]",
+            "pipefill[tasks,models,json,lora,postgres,metrics,page,docs]",
             "hypothesis",
             "mypy",
             "psutil",

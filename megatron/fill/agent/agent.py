@@ -25,6 +25,7 @@ from megatron.fill.agent.context import AgentContext
 from megatron.fill.agent.ending import Judge
 from megatron.fill.agent.ledger import AttemptLedger
 from megatron.fill.agent.memory import DeviceMemory
+from megatron.fill.agent.metrics import MetricsServer
 from megatron.fill.agent.mover import Mover
 from megatron.fill.agent.ranking import Ranking
 from megatron.fill.agent.seat import Seat
@@ -71,6 +72,7 @@ class Agent:
         self.resident = Seat(context, self.pool, idle=self._look_elsewhere)
         self.tail = Seat(context, self.pool, beside=lambda: self.resident.resident)
         self._live: LiveSegment | None = None
+        self._metrics = None if spec.metrics is None else MetricsServer(spec.metrics)
         self.mover = Mover(name, spec.run_dir, context.ranking, self.resident.may_run)
 
     def _context(self, spec: AgentSpec, name: str, dead: list[int]) -> AgentContext:
@@ -214,13 +216,16 @@ class Agent:
 
         The latest record is all that is left of an agent that is killed.
         """
+        shows = [self.context.ledger.write, self._show_reasons, self._show_figures]
+        if self._metrics is not None:
+            shows.append(self._metrics.keep)
         while not self.context.over:
             self.resident.rest(_SHOW_S)
-            for show in (self.context.ledger.write, self._show_reasons, self._show_figures):
+            for show in shows:
                 try:
                     show()
                 except Exception:
-                    logger.exception("what its jobs did, or why others wait, cannot be shown now")
+                    logger.exception("what its jobs did, why others wait, or metrics cannot be shown now")
 
     def _show_reasons(self) -> None:
         self.context.claims.ask(self.context.ranking.explain)

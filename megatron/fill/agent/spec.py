@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.fill.agent.admission import JobUser
 from megatron.fill.device import Sharing
 from megatron.fill.device.emulated import Emulation
+from megatron.fill.operate.spec import MetricsSpec
 from megatron.fill.sandbox.config import Bind
 from megatron.fill.spec import Spec
 from megatron.fill.store.port import NewJob
@@ -32,6 +33,7 @@ class AgentSpec(Spec):
         device_uuid: the GPU's UUID; None on the CPU.
         margin_bytes: device memory that the jobs leave free beyond the training's peak.
         emulate: emulation of a device that does not preempt, on the CPU; None for no emulation.
+        metrics: settings of the node's metrics server, on one rank of each node; None for none.
         policy: scheduling policy, as text for ``parse_policy``.
         lease_s: time in seconds after which a silent agent's jobs go back to the queue.
         checkpoint_s: time in seconds between two checkpoints of a resumable job.
@@ -69,3 +71,4 @@ class AgentSpec(Spec):
     sharing: Sharing
     mps_pipe: str | None
     sm_percentage: int
+    metrics: MetricsSpec | None = None

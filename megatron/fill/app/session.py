@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.fill.agent.spec import AgentSpec
@@ -22,6 +23,7 @@ from megatron.fill.device.margin import DRIVER_BYTES
 from megatron.fill.folders import AGENTS
 from megatron.fill.hooks import bus
 from megatron.fill.linux.tree import descendants
+from megatron.fill.operate.spec import OTLP, MetricsSpec
 from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate
@@ -177,6 +179,7 @@ class Session:
             sharing=self._sharing,
             mps_pipe=None if self.mps is None else str(self.mps.pipe),
             sm_percentage=settings.sm_percentage,
+            metrics=self._metrics_spec(store),
         )
         agents = self.run_dir / AGENTS
         spec_path = agents / f"spec{self.info.rank}.json"
@@ -194,6 +197,16 @@ class Session:
         os.close(gate_fd)
         os.close(board_fd)
         return warden
+
+    def _metrics_spec(self, store: str) -> MetricsSpec | None:
+        """Return the settings of the node's metrics server; None on its other ranks, and where nobody asks for one."""
+        metrics = self.settings.metrics
+        if self.info.local_rank or not (metrics or os.environ.get(OTLP)):
+            return None
+        spec = MetricsSpec(str(self.run_dir.resolve()), self.info.node, store if self.info.rank == 0 else "")
+        if metrics is None:
+            return spec
+        return replace(spec, address=metrics.address, port=metrics.port, token_file=metrics.token_file or "")
 
     def _wait_for_warden(self) -> None:
         if self.warden is None:

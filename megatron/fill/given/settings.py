@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron.fill.errors import ConfigError
 from megatron.fill.given.files import read_yaml
@@ -15,6 +16,7 @@ from megatron.fill.given.problems import Place, explain, shown
 from megatron.fill.given.quantities import checked_prices
 from megatron.fill.types import Prices
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FLAG = "--fill-settings"
 MOST_AMOUNT = 10**9  # largest value in its unit: more is a slip
 
@@ -30,6 +32,29 @@ def _setting(default: Any, text: str, **limits: Any) -> Any:
 
 def _above_0(prices: Prices) -> Prices:
     return checked_prices(prices, "{main: 3.96, side: 0.18}")
+
+
+class Metrics(BaseModel):
+    """The address of a node's metrics endpoint; a number stands for its port."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    port: int = Field(ge=1, le=65535)
+    address: Annotated[str, matching(r"\S+", "an address such as 127.0.0.1")] = "127.0.0.1"
+    token_file: Annotated[str, matching(r".*\S.*", "a file with the token")] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _port(cls, value: object) -> object:
+        return {"port": value} if isinstance(value, int | str) else value
+
+    @model_validator(mode="after")
+    def _checked(self) -> Metrics:
+        if self.token_file is None and self.address not in _LOOPBACK:
+            raise ValueError(f"others reach {self.address}; expected a token_file with it")
+        if importlib.util.find_spec("prometheus_client") is None:
+            raise ValueError("prometheus_client is missing; expected: pip install 'pipefill[metrics]'")
+        return self
 
 
 class SiteSettings(BaseModel):
@@ -79,6 +104,11 @@ class SiteSettings(BaseModel):
         None,
         "{main: M, side: S}: what an hour costs, in any currency, for the saving in the report: of all that the "
         "training runs on, and of one of the cheaper devices that the jobs would otherwise run on",
+    )
+    metrics: Metrics | None = _setting(
+        None,
+        "a port: each node then answers GET /metrics there, for Prometheus, on 127.0.0.1 only; or {port: P, address: "
+        "0.0.0.0, token_file: FILE}, which answers to requests with the bearer token in that file (docs/operate.md)",
     )
     trace_iterations: Count = _setting(3, "last iterations that trace.json holds")
     emulate: Literal["completion", "slices", "free-slices"] | None = _setting(

@@ -45,14 +45,15 @@ RULES: dict[str, set[str]] = {
     "scheduler": {"errors", "planner", "profiles"},
     # What runs: a rank with its relay, an agent, its workers.
     "records": {"errors", "folders", "linux", "status", "types"},
+    "operate": {"errors", "linux", "pages", "records", "spec", "store", "types"},
     "rank": {"device", "errors", "linux", "pages", "profiles", "records", "spec", "types"},
     "worker": {
         *("device", "errors", "linux", "pages", "planner", "profiles", "sandbox", "sidetask", "spec"),
         *("status", "types", "untrusted", "work"),
     },
     "agent": {
-        *("device", "errors", "folders", "linux", "pages", "planner", "profiles", "records", "sandbox", "scheduler"),
-        *("sidetask", "spec", "status", "store", "types", "untrusted", "work", "worker"),
+        *("device", "errors", "folders", "linux", "operate", "pages", "planner", "profiles", "records", "sandbox"),
+        *("scheduler", "sidetask", "spec", "status", "store", "types", "untrusted", "work", "worker"),
     },
     # What is seen of it, and tried out.
     "report": {"display", "errors", "linux", "records", "status", "types"},
@@ -272,6 +273,7 @@ OTHER_READS = {
     "app/freeing.py": {"_BOOT.read_text"},  # the kernel's
     "pages/control.py": {"os.open"},
     "pages/ready.py": {"os.open"},  # a rank's own, which it names to the others
+    "operate/serve.py": {"MetricsSpec.from_json", "Path(path).read_bytes"},  # of who starts it; the operator's own
     "report/page.py": {"files(__package__).joinpath('page.html').read_text"},  # installed with it
     "pages/moving.py": {"os.open"},  # a page, through /proc
     "records/files.py": {"from_json", "os.open", "path.open"},
@@ -306,7 +308,7 @@ def outside(path: Path) -> bool:
     """Whether a file runs outside of a job's process, and reads what others wrote."""
     return (
         "commands" in (path.stem, path.parent.name)
-        or room(path) in {"report", "cli", "pages", "records", "app", "trial", "agent", "rank"}
+        or room(path) in {"report", "operate", "cli", "pages", "records", "app", "trial", "agent", "rank"}
         or (room(path) == "worker" and path.stem not in WORKER_SIDE)
     )
 

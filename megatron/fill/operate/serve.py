@@ -1,0 +1,154 @@
+"""A node's metrics server: ``python -m megatron.fill.operate.serve``, with its settings on standard input.
+
+Its agent starts it.  It answers ``GET /metrics`` in Prometheus' formats, and sends the same by OTLP where
+``OTEL_EXPORTER_OTLP_ENDPOINT`` names a collector.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.exposition import choose_encoder
+
+from megatron.fill.linux import host
+from megatron.fill.operate.metrics import RunMetrics
+from megatron.fill.operate.spec import OTLP, MetricsSpec
+
+logger = logging.getLogger("pipefill.metrics")
+
+_AGAIN_S = 30.0  # time between two attempts to listen
+_FRESH_S = 1.0  # age up to which what was collected for OTLP is used again
+
+
+class Collected:
+    """The metrics of a run, for any thread: they are collected by one at a time."""
+
+    def __init__(self, metrics: RunMetrics) -> None:
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._at_s = -_FRESH_S
+        self._families: dict[str, Metric] = {}
+
+    def collect(self) -> Iterable[Metric]:
+        with self._lock:
+            return list(self._metrics.collect())
+
+    def family(self, name: str) -> Metric:
+        """Return a family, which may be a second old."""
+        if time.monotonic() - self._at_s > _FRESH_S:
+            self._families = {family.name: family for family in self.collect()}
+            self._at_s = time.monotonic()
+        return self._families[name]
+
+
+def handler(collected: Collected, token: bytes) -> type[BaseHTTPRequestHandler]:
+    """Return the class that answers requests; with a token, only to those that have it."""
+    registry = CollectorRegistry()
+    registry.register(collected)
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10  # for a client that sends nothing
+
+        def do_GET(self) -> None:
+            given = self.headers.get("Authorization", "").encode()
+            if token and not hmac.compare_digest(given, b"Bearer " + token):
+                self._answer(401, "text/plain", b"expected the header Authorization: Bearer TOKEN\n")
+            elif self.path.partition("?")[0] != "/metrics":
+                self._answer(404, "text/plain", b"expected /metrics\n")
+            else:
+                encode, kind = choose_encoder(self.headers.get("Accept", ""))
+                self._answer(200, kind, encode(registry))
+
+        def _answer(self, status: int, kind: str, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            if status == 401:
+                self.send_header("WWW-Authenticate", "Bearer")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing of each request."""
+
+    return Handler
+
+
+def read_token(path: str) -> bytes:
+    """Return the token of a file, its first line; empty without a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it has no token.
+    """
+    if not path:
+        return b""
+    token = Path(path).read_bytes().partition(b"\n")[0].strip()
+    if not token:
+        raise ValueError(f"{path} has no token in its first line")
+    return token
+
+
+def listen(spec: MetricsSpec, collected: Collected) -> ThreadingHTTPServer:
+    """Return a server that listens; while the port is taken, try again.
+
+    Raises:
+        OSError, ValueError: the token cannot be read.
+    """
+    answers, said = handler(collected, read_token(spec.token_file)), False
+    while True:
+        try:
+            return ThreadingHTTPServer((spec.address, spec.port), answers)
+        except OSError as error:
+            if not said:
+                logger.warning("%s:%d: %s; tried again until it is free", spec.address, spec.port, error)
+            said = True
+            time.sleep(_AGAIN_S)
+
+
+def push(collected: Collected) -> None:
+    """Send all metrics by OTLP from now on, as often as ``OTEL_METRIC_EXPORT_INTERVAL`` says."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+        from opentelemetry.metrics import CallbackOptions, Observation
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+    except ImportError as error:
+        logger.warning("%s: %s needs pip install 'pipefill[metrics]'", error, OTLP)
+        return
+    provider = MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())])
+    meter = provider.get_meter("pipefill")
+
+    def observe(name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        return lambda options: [Observation(one.value, one.labels) for one in collected.family(name).samples]
+
+    for family in collected.collect():
+        make = meter.create_observable_counter if family.type == "counter" else meter.create_observable_gauge
+        make(family.name, [observe(family.name)], description=family.documentation)
+
+
+def main() -> None:
+    parent = os.getppid()
+    host.die_with_parent(parent)
+    spec = MetricsSpec.from_json(sys.stdin.read())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s metrics: %(message)s")
+    collected = Collected(RunMetrics(spec))
+    if os.environ.get(OTLP):
+        push(collected)
+    if spec.port:
+        listen(spec, collected).serve_forever()
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

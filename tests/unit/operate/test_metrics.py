@@ -1,0 +1,267 @@
+"""The metrics of a run: their names and values, the endpoint, and what Prometheus itself makes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.given.settings import load_settings
+from megatron.fill.operate.spec import OTLP, MetricsSpec
+from megatron.fill.records import begin_segment, rank_file, read_segments, write_agent, write_rank
+from megatron.fill.store import NewJob, open_store
+from megatron.fill.types import BrakeEvent
+from megatron.fill.work import Work
+from tests.support.extras import needs
+from tests.support.synthetic import LAST, MS, report_of, synthetic_run
+from tests.support.waiting import until
+
+needs("prometheus_client", "metrics")
+from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+from megatron.fill.operate.metrics import RunMetrics  # noqa: E402
+from megatron.fill.operate.serve import Collected, handler, read_token  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """The synthetic run with a brake, and a store with three jobs of two users."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    ranks, workers, jobs = synthetic_run()
+    begin_segment(folder, "train", 2)
+    records = read_segments(folder)[-1].folder
+    named = {job.name: job for job in jobs}
+    for record in ranks:
+        brakes = [BrakeEvent(LAST, 0.03, 8, LAST + 64, MS)]
+        write_rank(rank_file(records, record.info.rank), replace(record, brakes=brakes))
+        its = [(named[one.job], one) for one in workers if one.rank == record.info.rank]
+        write_agent(records / f"agent{record.info.rank}.jsonl", its)
+    store = open_store(folder)
+    store.submit([NewJob(name, Work("m:C"), user=user) for name, user in (("a", "ada"), ("b", "ada"), ("c", "bob"))])
+    store.close()
+    return folder
+
+
+def text(run: Path) -> str:
+    registry = CollectorRegistry()
+    registry.register(RunMetrics(MetricsSpec(str(run), 0, str(run))))
+    return generate_latest(registry).decode()
+
+
+def values(text: str) -> dict[str, float]:
+    """The samples, by name and labels as they are written."""
+    return {
+        sample.name + "".join(f" {label}" for _, label in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_figures_are_those_of_the_report(run):
+    found, report = values(text(run)), report_of(*synthetic_run())
+    for stage in report.stages:
+        for kind, seconds in stage.bubble_s.items():
+            assert found[f"pipefill_bubble_seconds_total {kind} {stage.stage}"] == pytest.approx(seconds)
+        assert found[f"pipefill_harvested_seconds_total {stage.stage}"] == pytest.approx(stage.harvested_s)
+        assert found[f"pipefill_fillable_seconds_total {stage.stage}"] == pytest.approx(stage.fillable_s)
+    assert found["pipefill_iterations_total"] == LAST
+    assert found["pipefill_brakes_total"] == found["pipefill_brake_engaged"] == 1
+    assert found["pipefill_jobs queued ada"] == 2
+    assert found["pipefill_jobs queued bob"] == 1
+    assert found["pipefill_store_up"] == 1
+    assert found["pipefill_queue_age_seconds"] >= 0
+    assert sum(value for name, value in found.items() if name.startswith("pipefill_attempts_total")) == 3
+
+
+def test_the_dashboard_and_the_alerts_name_only_what_there_is(run):
+    there = set(re.findall(r"pipefill_\w+", text(run)))
+    for name in ("dashboard.json", "alerts.yml"):
+        asked = set(re.findall(r"\bpipefill_\w+", (ROOT / "docs" / "operate" / name).read_text(encoding="utf-8")))
+        assert asked
+        assert asked <= there, name
+    json.loads((ROOT / "docs" / "operate" / "dashboard.json").read_text(encoding="utf-8"))
+
+
+def test_many_users_are_one(run):
+    store = open_store(run)
+    store.submit([NewJob(f"j{at}", Work("m:C"), user=f"u{at}") for at in range(50)])
+    store.close()
+    families = {family.name: family for family in text_string_to_metric_families(text(run))}
+    labels = {sample.labels["user"] for sample in families["pipefill_jobs"].samples}
+    assert len(labels) == 21
+    assert "others" in labels
+
+
+def test_a_store_that_does_not_answer_is_said(run):
+    for path in run.glob("jobs.db*"):
+        path.unlink()
+    assert values(text(run))["pipefill_store_up"] == 0
+
+
+@contextmanager
+def served(run: Path, token: bytes = b"") -> Iterator[str]:
+    collected = Collected(RunMetrics(MetricsSpec(str(run), 0, str(run))))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(collected, token))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def get(where: str, path: str = "/metrics", **headers: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"http://{where}{path}", headers=headers)) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_the_endpoint_wants_its_token(run):
+    with served(run, b"secret") as where:
+        assert get(where)[0] == 401
+        assert get(where, Authorization="Bearer wrong")[0] == 401
+        status, body = get(where, Authorization="Bearer secret")
+        assert status == 200
+        assert "pipefill_bubble_seconds_total" in body
+    with served(run) as where:
+        assert get(where)[0] == 200
+        assert get(where, "/other") == (404, "expected /metrics\n")
+
+
+def test_a_token_is_the_first_line_of_its_file(tmp_path):
+    (tmp_path / "token").write_text(" secret \nmore\n")
+    assert read_token(str(tmp_path / "token")) == b"secret"
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(ValueError, match="has no token"):
+        read_token(str(tmp_path / "empty"))
+
+
+def test_a_port_alone_means_this_machine():
+    metrics = load_settings(["{metrics: 9400}"], ())["metrics"]
+    assert (metrics.address, metrics.port, metrics.token_file) == ("127.0.0.1", 9400, None)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
+def test_promtool_likes_names_alerts_and_configuration(run):
+    for arguments, given in (
+        (["check", "metrics"], text(run)),
+        (["check", "rules", "alerts.yml"], ""),
+        (["check", "config", "prometheus.yml"], ""),
+    ):
+        done = subprocess.run(
+            ["promtool", *arguments], cwd=ROOT / "docs" / "operate", input=given, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert not done.stderr, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
+def test_a_real_prometheus_scrapes_it(run, tmp_path):
+    with served(run, b"secret") as where, served(run) as free:
+        listen = free  # a port that is free once this server has ended
+    (tmp_path / "token").write_text("secret")
+    with served(run, b"secret") as where:
+        config = {
+            "global": {"scrape_interval": "1s"},
+            "rule_files": [str(ROOT / "docs" / "operate" / "alerts.yml")],
+            "scrape_configs": [
+                {
+                    "job_name": "pipefill",
+                    "authorization": {"credentials_file": str(tmp_path / "token")},
+                    "static_configs": [{"targets": [where]}],
+                }
+            ],
+        }
+        (tmp_path / "prometheus.yml").write_text(json.dumps(config))
+        command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+        with subprocess.Popen([*command, f"--web.listen-address={listen}"], stderr=subprocess.DEVNULL) as prometheus:
+            try:
+
+                def answer() -> list:
+                    try:
+                        _, body = get(listen, "/api/v1/query?query=sum(pipefill_bubble_seconds_total)")
+                    except OSError:
+                        return []
+                    return json.loads(body).get("data", {}).get("result", [])
+
+                until(lambda: prometheus.poll() is not None or bool(answer()), 30, 0.2)
+                total = sum(report_of(*synthetic_run()).total.bubble_s.values())
+                assert float(answer()[0]["value"][1]) == pytest.approx(total)
+            finally:
+                prometheus.terminate()
+
+
+def test_they_go_out_by_otlp(run):
+    needs("opentelemetry.exporter.otlp.proto.http", "metrics")
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    seen: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            seen.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environ = os.environ | {
+        OTLP: f"http://127.0.0.1:{server.server_port}",
+        "OTEL_METRIC_EXPORT_INTERVAL": "200",
+        "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
+    }
+    command = [sys.executable, "-m", "megatron.fill.operate.serve"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=environ) as process:
+        assert process.stdin is not None
+        process.stdin.write(MetricsSpec(str(run), 0, str(run)).to_json().encode())
+        process.stdin.close()
+        until(lambda: bool(seen) or process.poll() is not None, 30)
+        process.kill()
+    server.shutdown()
+    request = ExportMetricsServiceRequest.FromString(seen[0])
+    metrics = {
+        one.name: one for its in request.resource_metrics for scope in its.scope_metrics for one in scope.metrics
+    }
+    points = metrics["pipefill_bubble_seconds"].sum
+    total = sum(report_of(*synthetic_run()).total.bubble_s.values())
+    assert points.is_monotonic
+    assert sum(point.as_double for point in points.data_points) == pytest.approx(total)
+
+
+def test_the_agent_starts_it_again():
+    from megatron.fill.agent.metrics import MetricsServer
+
+    server = MetricsServer(MetricsSpec("/nonexistent", 0, ""))  # ends at once
+    server.keep()
+    first = server._process
+    assert first is not None
+    first.wait()
+    server.keep()
+    assert server._process is not None
+    assert server._process.pid != first.pid
+    server._process.kill()
+    server._process.wait()
