@@ -25,6 +25,7 @@ from megatron.fill.cli import (
     plan,
     profile,
     report,
+    top,
     trial,
 )
 from megatron.fill.cli.typed import App, Group
@@ -61,6 +62,7 @@ app.command("pause")(control.pause)
 app.command("resume")(control.resume)
 app.command("drain")(control.drain)
 app.command("kill")(control.kill)
+app.command("top")(top.top)
 app.command("report")(report.report)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
