@@ -6,8 +6,9 @@ in the barrier with which ``--timing-log-level 1`` begins a schedule.
 
 All functions of ``torch.distributed`` end, also if imported, in methods of two classes, ``ProcessGroup`` and ``Work``.
 So these methods are wrapped: a blocking call is a bubble from before it is posted, and an asynchronous one is a bubble
-during its ``wait``.  Collectives inside a pass or within one stage (data or tensor parallel) open no pipeline bubble.
-Functional collectives, which torch dispatches in C++, are not intercepted.
+during its ``wait``.  Collectives inside a pass or within one stage (data or tensor parallel) open no pipeline bubble;
+the account of the rank's time has them under the name of their group.  Functional collectives, which torch dispatches
+in C++, are not intercepted.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from megatron.fill.hooks import bus
 from pipefill_patches.patch import replace
@@ -30,6 +32,8 @@ _CALLS = (
     *("monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single"),
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
+
+_NOBODY = ""  # name of a wait that is not in the account
 
 Call = Callable[..., Any]
 
@@ -45,6 +49,35 @@ def spans_stages(group: Any) -> bool:
         return False
     ranks = torch.distributed.get_process_group_ranks(group)
     return len(set(ranks) & set(torch.distributed.get_process_group_ranks(pipeline))) > 1
+
+
+# Functions of parallel_state that return a group, in the order in which names count where groups have the same ranks.
+_NAMED: tuple[tuple[str, dict[str, bool], str], ...] = (
+    ("get_tensor_model_parallel_group", {}, "tensor group"),
+    ("get_context_parallel_group", {}, "context group"),
+    ("get_data_parallel_group", {}, "data group"),
+    ("get_data_parallel_group", {"with_context_parallel": True}, "data group"),
+    ("get_expert_model_parallel_group", {}, "expert group"),
+    ("get_expert_tensor_parallel_group", {}, "expert group"),
+    ("get_expert_tensor_and_model_parallel_group", {}, "expert group"),
+    ("get_expert_data_parallel_group", {}, "data group"),
+)
+
+
+@functools.cache
+def wait_name(group: Any) -> str:
+    """Return the name in the account of a wait in this group; empty for a group of one rank, which never waits."""
+    import torch
+    from megatron.core import parallel_state
+
+    ranks = set(torch.distributed.get_process_group_ranks(group))
+    if len(ranks) == 1:
+        return _NOBODY
+    for getter, arguments, name in _NAMED:
+        with contextlib.suppress(AssertionError, AttributeError, TypeError):  # not made, or not in this version
+            if ranks == set(torch.distributed.get_process_group_ranks(getattr(parallel_state, getter)(**arguments))):
+                return name
+    return "all ranks" if len(ranks) == torch.distributed.get_world_size() else "other groups"
 
 
 def blocks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -73,27 +106,47 @@ def install(stack: contextlib.ExitStack) -> None:
     import torch
 
     pending: WeakSet[Any] = WeakSet()  # work across stages that has not been waited for
+    others: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # all other work, with its name in the account
+    account = bus.account
 
     def watched_wait(wait: Call) -> Call:
         @functools.wraps(wait)
         def run(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if not bus.between_passes or work not in pending:
+            if bus.between_passes and work in pending:
+                pending.discard(work)
+                return bus.blocked(functools.partial(wait, work, *args, **kwargs))
+            name = others.get(work)
+            if name is None or account.thread != get_ident():
                 return wait(work, *args, **kwargs)
-            pending.discard(work)
-            return bus.blocked(functools.partial(wait, work, *args, **kwargs))
+            depth = account.enter(name)
+            try:
+                return wait(work, *args, **kwargs)
+            finally:
+                account.leave(depth)
 
         return run
 
     def watched(call: Call, name: str) -> Call:
         @functools.wraps(call)
         def run(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if not bus.between_passes or not spans_stages(group):
+            across = bus.between_passes and spans_stages(group)
+            whose = wait_name(group) if across or (account.settled and account.thread == get_ident()) else _NOBODY
+            if not whose:
                 return call(group, *args, **kwargs)
             if blocks(name, args, kwargs):
-                return bus.blocked(functools.partial(_finished, call, group, *args, **kwargs))
+                if across:
+                    return bus.blocked(functools.partial(_finished, call, group, *args, **kwargs))
+                depth = account.enter(whose)
+                try:
+                    return _finished(call, group, *args, **kwargs)
+                finally:
+                    account.leave(depth)
             work = call(group, *args, **kwargs)
             if work is not None:
-                pending.add(work)
+                if across:
+                    pending.add(work)
+                else:
+                    others[work] = whose
             return work
 
         return run
@@ -103,6 +156,7 @@ def install(stack: contextlib.ExitStack) -> None:
         replace(stack, kind, "wait", watched_wait(kind.wait))
     wrap_calls(stack, watched)
     stack.callback(spans_stages.cache_clear)
+    stack.callback(wait_name.cache_clear)
 
 
 def _kinds(work: type[Any]) -> Iterator[type[Any]]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from megatron.fill.account import HOST
 from megatron.fill.errors import PatchError
 from megatron.fill.hooks import bus
 from megatron.fill.types import CycleKey
@@ -40,7 +41,8 @@ def _bracketed(original: Callable[..., Any], schedule: str) -> Callable[..., Any
         name = "graph" if hasattr(kwargs.get("p2p_communicator"), "rank_module_map") else schedule
         bus.begin_schedule(CycleKey(name, kwargs["num_microbatches"], chunks, kwargs.get("forward_only", False)))
         try:
-            return original(**kwargs)
+            with bus.account.within(bus.computing(HOST)):
+                return original(**kwargs)
         finally:
             bus.end_schedule()
 
@@ -48,13 +50,18 @@ def _bracketed(original: Callable[..., Any], schedule: str) -> Callable[..., Any
 
 
 def spanned(original: Callable[..., Any], report: Callable[[int], None]) -> Callable[..., Any]:
-    """Wrap a pass; after it has ended, ``report`` is called with the time of its start."""
+    """Wrap a pass; after it has ended, ``report`` (of the bus) is called with the time of its start."""
+    account = bus.account
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         start_ns = time.monotonic_ns()
-        with bus.in_pass:
-            result = original(*args, **kwargs)
+        depth = account.enter(bus.computing(report.__name__))
+        try:
+            with bus.in_pass:
+                result = original(*args, **kwargs)
+        finally:
+            account.leave(depth)
         report(start_ns)
         return result
 
@@ -67,11 +74,12 @@ def _combined(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         start_ns = time.monotonic_ns()
-        with bus.in_pass:
+        backward = kwargs.get("b_virtual_microbatch_id") is not None
+        with bus.in_pass, bus.account.within(bus.computing("backward" if backward else "forward")):
             result = original(*args, **kwargs)
         if kwargs.get("f_virtual_microbatch_id") is not None:
             bus.forward(start_ns)
-        if kwargs.get("b_virtual_microbatch_id") is not None:
+        if backward:
             bus.backward(start_ns)
         return result
 

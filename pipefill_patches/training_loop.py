@@ -1,4 +1,4 @@
-"""Iteration boundaries, disturbances, and the collectives of an iteration (``collectives.py``)."""
+"""Iteration boundaries, disturbances, the account outside of schedules, and collectives (``collectives.py``)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
+from megatron.fill.account import EVALUATION
 from megatron.fill.attached import attached
 from megatron.fill.hooks import bus
 from megatron.fill.launcher import local_rank, ranks_here
@@ -29,6 +31,12 @@ _SAVE = Target(f"{_TRAINING}:save_checkpoint_and_time", ("iteration", "model", "
 # Every capture ends here: Megatron's of a layer, of an iteration and of the optimizer, and Transformer Engine's.
 _CAPTURE = Target("torch.cuda.graphs:graph.__exit__", ("self",))
 _LOG = Target(f"{_TRAINING}:training_log", ("loss_dict", "total_loss_dict", "learning_rate", "iteration"))
+_LOAD = Target(f"{_TRAINING}:load_checkpoint", ("ddp_model", "optimizer", "opt_param_scheduler"))
+_LOG = Target(f"{_TRAINING}:training_log", ())
+_GRADIENTS = Target(f"{_TRAINING}:finalize_model_grads", ("model", "num_tokens"))
+_NEXT_BATCH = Target("megatron.core.rerun_state_machine:RerunDataIterator.__next__", ("self",))
+_ZERO_GRADIENTS = Target("megatron.core.distributed:DistributedDataParallel.zero_grad_buffer", ("self",))
+_OPTIMIZER = Target("megatron.core.optimizer.optimizer:MegatronOptimizer.step", ("self",))
 _INITIALIZE = Target(f"{_TRAINING}:initialize_megatron", ())
 
 
@@ -69,9 +77,10 @@ def _install(stack: contextlib.ExitStack) -> None:
 
     replace(stack, holder, name, watched_step)
 
-    for target, reason in ((_EVALUATE, "evaluation"), (_SAVE, "checkpoint"), (_CAPTURE, "graph capture")):
+    for target, reason in ((_EVALUATE, EVALUATION), (_SAVE, "checkpoint"), (_CAPTURE, "graph capture")):
         holder, name = target.resolve()
         replace(stack, holder, name, _disturbing(getattr(holder, name), reason))
+    _install_account(stack)
 
     holder, name = _INITIALIZE.resolve()
     initialize = getattr(holder, name)
@@ -119,6 +128,43 @@ def _write_figures(iteration: int) -> None:
             board.add_scalar(name, value, iteration)
     if wandb and figures:
         wandb.log(figures, iteration)
+
+
+def _install_account(stack: contextlib.ExitStack) -> None:
+    """Bracket what a training does outside of passes and waits."""
+    for target, what, whole in (
+        (_EVALUATE, EVALUATION, False),
+        (_SAVE, "save", True),
+        (_LOAD, "load", True),
+        (_LOG, "logging", False),
+        (_GRADIENTS, "gradients", False),
+        (_ZERO_GRADIENTS, "gradients", False),
+        (_NEXT_BATCH, "data loading", True),
+    ):
+        holder, name = target.resolve()
+        replace(stack, holder, name, _accounted(getattr(holder, name), what, whole))
+    base, _ = _OPTIMIZER.resolve()
+    kinds = [base]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name in {"step", "zero_grad"} & vars(kind).keys():
+            replace(stack, kind, name, _accounted(getattr(kind, name), "optimizer", False))
+
+
+def _accounted(original: Callable[..., Any], what: str, whole: bool) -> Callable[..., Any]:
+    account = bus.account
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if account.thread != get_ident():
+            return original(*args, **kwargs)
+        depth = account.enter(what, whole=whole)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            account.leave(depth)
+
+    return run
 
 
 def _disturbing(original: Callable[..., Any], reason: str) -> Callable[..., Any]:

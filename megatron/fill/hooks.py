@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Protocol
 
+from megatron.fill.account import EVALUATION, EVALUATION_WAIT, Account
 from megatron.fill.types import BubbleKind, CycleKey
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,8 @@ class BubbleBus:
         own_work: done before jobs in every wait of a training iteration; its errors are not caught, since the training
             needs it.
         in_pass: entered by the patches while a forward or backward pass runs.
+        account: the account of the rank's time, by what it went to.
+        waited: a wait for another stage has been seen.
     """
 
     def __init__(self) -> None:
@@ -110,6 +113,9 @@ class BubbleBus:
         self.own_work: OwnWork | None = None
         self.clock: Callable[[], int] = time.monotonic_ns
         self.in_pass = _InPass()
+        self.account = Account()
+        self.waited = False
+        self._depth = 0  # of the present wait in the account
         self._training = False
         self._watching = True  # the listener is notified of the events inside this iteration
         self._in_cycle = False
@@ -128,6 +134,7 @@ class BubbleBus:
     def begin_iteration(self, iteration: int) -> None:
         if self.on_iteration is not None:
             self.on_iteration()
+        self.account.settle()
         self._training = True
         if self.listener is not None:
             self._guarded(self._start, self.listener, iteration)
@@ -166,8 +173,11 @@ class BubbleBus:
         A second call before ``close`` continues the same bubble.
         """
         if self._in_cycle:
-            self._waits = True
-            self._begin(self._kind(for_backward), None)
+            kind = self._kind(for_backward)
+            if not self._waits:
+                self._waits = self.waited = True
+                self._depth = self.account.enter(kind if self._training else EVALUATION_WAIT)
+            self._begin(kind, None)
 
     def wait[T](self, call: Callable[[], T], *, for_backward: bool = False) -> T:
         """Make a call that waits for another stage.  The rank's own work comes first; the rest of the wait is a bubble.
@@ -190,7 +200,9 @@ class BubbleBus:
 
     def close(self) -> None:
         """End the wait and its bubble, unless the bubble is marked by hand."""
-        self._waits = False
+        if self._waits:
+            self._waits = False
+            self.account.leave(self._depth)
         if not self._marked:
             self._end()
 
@@ -202,9 +214,12 @@ class BubbleBus:
             self._passes = _NOT_KNOWN  # hence the author has to mark the drain, too
         begun = self._in_cycle and self._begin(kind, free_bytes)
         self._marked |= begun
+        self.waited |= self._in_cycle
+        depth = self.account.enter(kind)
         try:
             yield
         finally:
+            self.account.leave(depth)
             if begun:
                 self._marked = False
                 self._end()
@@ -243,6 +258,10 @@ class BubbleBus:
     def disturb(self, reason: str) -> None:
         if self.listener is not None:
             self._guarded(self.listener.disturbed, reason)
+
+    def computing(self, name: str) -> str:
+        """Return the name in the account of a pass that begins now."""
+        return EVALUATION if self._in_cycle and not self._training else name
 
     @property
     def in_drain(self) -> bool:

@@ -48,6 +48,7 @@ from megatron.fill.errors import ConfigError, FillError, RunTaken, exit_saying
 from megatron.fill.given.rankorder import load_rank_order
 from megatron.fill.hooks import bus
 from megatron.fill.linux.architecture import unordered
+from megatron.fill.linux.host import process_started_ns
 from megatron.fill.planner.offload import weigh_offload
 from megatron.fill.records import OpenSegment, SegmentEnding, Unwritten, begin_segment
 from megatron.fill.scheduler.policies import parse_policy
@@ -303,6 +304,7 @@ def launch(main: Callable[[], Any], patches: tuple[str, ...] | None = None) -> N
     if attached.lifecycle is not None:  # `python -m pipefill_patches` runs this script inside its own `launch`
         main()
         return
+    bus.account.begin(process_started_ns())
     run = Launch()
     attached.lifecycle = run
     try:

@@ -29,6 +29,7 @@ def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritte
     if settings.profile_only:
         cycles = report.profile(segment, unwritten)
         report.print_cycle(cycles, console)
+        report.print_account(report.account([segment]), console)
         report.write_cycles(run_dir / "bubbles.json", cycles)
         print(f"PipeFill: bubble cycles in {run_dir / 'bubbles.json'}")
         return

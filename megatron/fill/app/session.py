@@ -28,7 +28,7 @@ from megatron.fill.pages.board import CycleBoard
 from megatron.fill.pages.control import ControlPage
 from megatron.fill.pages.gate import SharedGate
 from megatron.fill.pages.lastword import LastWord, Left
-from megatron.fill.records import Unwritten, rank_file
+from megatron.fill.records import AccountWriter, Unwritten, rank_file
 from megatron.fill.store import NewJob
 from megatron.fill.types import RankInfo
 
@@ -77,6 +77,7 @@ class Session:
         self.warden: subprocess.Popen[bytes] | None = None
         self._announced: Path | None = None
         self._last_word = LastWord.create()  # the agent's
+        self._account = AccountWriter(segment.resolve(), info, bus.account, lambda: bus.waited)
         self._seen = b""  # the part of this rank's record that could not be written
         if settings.serves:
             self.gate, self.board, self.control = SharedGate(), CycleBoard(), ControlPage.create(info.rank)
@@ -109,6 +110,7 @@ class Session:
     def finish(self) -> None:
         """Write this rank's records after a complete training; ``measure_alone`` may follow, then ``close``."""
         bus.listener = None
+        self._account.close()
         self._seen = self.listening.finish()
 
     def measure_alone(self, seconds: float) -> None:
@@ -123,6 +125,7 @@ class Session:
     def abort(self) -> None:
         """End all processes of PipeFill after the training has failed."""
         bus.listener = None
+        self._account.close()
         self.listening.abort()
         self.close()
 

@@ -5,6 +5,7 @@
                  agent0.jsonl            the record of its jobs: a head, then the lines of each ended attempt
                  agent0.running.jsonl    the progress of the attempts that run
                  agent0.behind           exists while the agent could not write all that it knows
+                 account0.json           the account of rank 0's time
                  failed, deleted         a rank has noted that the training failed, that the records were deleted
 
 A line is JSON.  Long lists in it (bubbles, iterations, spans, uses) are tables by column.  A last line that was cut off
@@ -13,6 +14,7 @@ with its process is ignored.
 
 from __future__ import annotations
 
+from megatron.fill.records.account import BLIND, AccountRecord, AccountWriter, read_accounts
 from megatron.fill.records.agent import AgentFile, attempts_text, read_agent, write_agent
 from megatron.fill.records.files import RECORD_VERSION, NothingRecorded
 from megatron.fill.records.live import Estimate, IterationTime, LiveRank, LiveSegment, slowdown
@@ -32,7 +34,10 @@ from megatron.fill.records.tables import Table, column
 from megatron.fill.records.unwritten import Unwritten
 
 __all__ = [
+    "BLIND",
     "RECORD_VERSION",
+    "AccountRecord",
+    "AccountWriter",
     "AgentFile",
     "Estimate",
     "IterationTime",
@@ -55,6 +60,7 @@ __all__ = [
     "last_segment",
     "note_failure",
     "rank_file",
+    "read_accounts",
     "read_agent",
     "read_rank",
     "read_segments",

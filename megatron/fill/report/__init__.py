@@ -8,9 +8,11 @@ from pathlib import Path
 from megatron.fill.errors import FillError
 from megatron.fill.linux.files import write_text
 from megatron.fill.records import NoRecords, RankFiles, Segment, Unwritten, read_segments
+from megatron.fill.report.account import account
 from megatron.fill.report.build import Part, ReportBuilder
 from megatron.fill.report.cycle import bubble_cycle, write_cycles
 from megatron.fill.report.drawn import Drawn, choose_drawn
+from megatron.fill.report.idle import print_account
 from megatron.fill.report.jobs import Ask, job_reports
 from megatron.fill.report.page import write_page
 from megatron.fill.report.schema import RankCycle, Report, Slowdown
@@ -29,10 +31,12 @@ __all__ = [
     "Report",
     "ReportBuilder",
     "Slowdown",
+    "account",
     "bubble_cycle",
     "compose",
     "draw_timeline",
     "paired_slowdown",
+    "print_account",
     "print_cycle",
     "print_report",
     "profile",

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megatron.fill.records import Segment, Unwritten
+from megatron.fill.report.account import account
 from megatron.fill.report.cost import cost_of
 from megatron.fill.report.cycle import bubble_cycle
 from megatron.fill.report.part import RankPart, part_of
@@ -173,6 +174,7 @@ class ReportBuilder:
             ),
             jobs=list(jobs),
             cycle=self._cycles,
+            account=account(segments),
             walls=[Wall(name=name, lacks=why) for name, why in (last.walls if last else {}).items()],
         )
 

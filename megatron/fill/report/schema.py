@@ -286,6 +286,29 @@ class SegmentReport(_Model):
     cut: list[int] = Field(default=[], description="ranks of unwritten with more records than memory could hold")
 
 
+class NamedTime(_Model):
+    """Time of one kind, from the account of the ranks' time."""
+
+    name: str = Field(description="what it went to; unnamed if nothing says that")
+    compute: bool = Field(description="true for the training's own computation, false for idle time")
+    time_s: float = Field(description="seconds")
+    share: float = Field(description="time_s / wall_s")
+    long_s: float = Field(description="seconds in stretches of 1 ms or more")
+
+
+class AccountReport(_Model):
+    """The account of a rank's wall time over all segments, or of all ranks together."""
+
+    rank: int | None = Field(description="the rank; null for all ranks together")
+    stage: int | None = Field(description="its pipeline stage; null for all ranks together")
+    wall_s: float = Field(description="seconds from the start of its process to the end, and between segments")
+    named_share: float = Field(description="(compute + named idle time) / wall_s")
+    idle_share: float = Field(description="named idle time / wall_s")
+    long_idle_s: float = Field(description="seconds of named idle time in stretches of 1 ms or more")
+    blind: bool = Field(description="true if no wait was seen in a training of several stages")
+    times: list[NamedTime] = Field(description="the wall time by what it went to, longest first")
+
+
 class Report(_Model):
     """The content of ``report.json``."""
 
@@ -299,4 +322,7 @@ class Report(_Model):
     cost: Cost = Field(description="the cost of filling to the training, and the saving from it")
     jobs: list[JobReport] = Field(description="the outcome of each job")
     cycle: list[RankCycle] = Field(description="the bubble cycle of each rank")
+    account: list[AccountReport] = Field(
+        default=[], description="the account of each rank's wall time, then that of all ranks; empty without a record"
+    )
     walls: list[Wall] = Field(description="the layers of the sandbox of jobs on rank 0's node; empty without jobs")

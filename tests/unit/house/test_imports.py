@@ -24,7 +24,8 @@ RULES: dict[str, set[str]] = {
     "profiles": {"types"},
     "work": set(),
     "display": {"types"},
-    "hooks": {"types"},
+    "account": set(),
+    "hooks": {"account", "types"},
     "attached": {"errors", "types"},
     "spec": set(),
     "launcher": set(),
@@ -44,7 +45,7 @@ RULES: dict[str, set[str]] = {
     "planner": {"errors", "given", "profiles", "types"},
     "scheduler": {"errors", "planner", "profiles"},
     # What runs: a rank with its relay, an agent, its workers.
-    "records": {"errors", "folders", "linux", "status", "types"},
+    "records": {"account", "errors", "folders", "linux", "status", "types"},
     "operate": {"errors", "linux", "pages", "records", "spec", "store", "types"},
     "rank": {"device", "errors", "linux", "pages", "profiles", "records", "spec", "types"},
     "worker": {
@@ -56,7 +57,7 @@ RULES: dict[str, set[str]] = {
         *("scheduler", "sidetask", "spec", "status", "store", "types", "untrusted", "work", "worker"),
     },
     # What is seen of it, and tried out.
-    "report": {"display", "errors", "linux", "records", "status", "types"},
+    "report": {"account", "display", "errors", "linux", "records", "status", "types"},
     # Nothing of a job is imported in it; it starts processes that do.
     "trial": {
         *("agent", "config", "display", "errors", "folders", "given", "linux", "records", "sidetask", "spec", "status"),
@@ -227,7 +228,7 @@ def test_only_the_trainings_of_graphs_know_megatron(path):
 
 
 def test_patches_import_only_the_hooks_schedules_settings_and_values():
-    allowed = {"attached", "config", "given", "hooks", "launcher", "types", "errors", "pipeline"}
+    allowed = {"account", "attached", "config", "given", "hooks", "launcher", "types", "errors", "pipeline"}
     for path in (ROOT / "pipefill_patches").glob("*.py"):
         if path.name == "__main__.py":  # an entry point, which starts the app
             continue

@@ -1,0 +1,149 @@
+"""The account of a rank's time: what its main thread did, from the start of the process on.
+
+The patches bracket what a rank does (passes, waits, saves), and each bracket's own time, without the brackets inside
+it, is added to its name.  Nothing is worked out as a remainder: time in no bracket is ``UNNAMED``.
+
+The account is the host's.  On CUDA, where the host runs ahead of the device, it says where the host waited.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+
+UNNAMED = "unnamed"
+START = "start-up"
+HOST = "host"  # Megatron's own code in a schedule, between passes and waits
+EVALUATION = "evaluation"
+EVALUATION_WAIT = "evaluation wait"
+# The training's own computation.  All other names but UNNAMED are idle time of its device.
+COMPUTE = frozenset({"forward", "backward", "gradients", "optimizer", EVALUATION})
+LONG_NS = 1_000_000  # a stretch from this length on is long
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """The time of one name, in ns.
+
+    Attributes:
+        ns: all of it.
+        long_ns: the part in stretches of ``LONG_NS`` or longer.
+        count: number of stretches.
+    """
+
+    ns: int
+    long_ns: int = 0
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The account at one time; times are CLOCK_MONOTONIC nanoseconds."""
+
+    start_ns: int
+    end_ns: int
+    spent: Mapping[str, Spent]
+
+
+class Account:
+    """Own times of nested brackets.  Only the thread that made it may enter and leave; any may take a snapshot.
+
+    Attributes:
+        thread: number of that thread.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.clock = clock
+        self.begin(clock())
+
+    def begin(self, start_ns: int) -> None:
+        """Begin anew: until the first ``settle``, time in no bracket is the start-up."""
+        self.thread = get_ident()
+        self._start_ns = self._since_ns = start_ns
+        self._stack = [START]
+        self._whole = 0  # depth of a bracket that counts as a whole; 0 for none
+        self._changes = 0
+        self._spent: dict[str, list[int]] = {}
+
+    @property
+    def settled(self) -> bool:
+        """True once the start-up is over."""
+        return self._stack[0] is not START
+
+    def settle(self) -> None:
+        """End the start-up."""
+        if self._stack[0] is START:
+            self._cut()
+            self._stack[0] = UNNAMED
+
+    def enter(self, name: str, *, whole: bool = False) -> int:
+        """Begin a bracket.
+
+        Args:
+            whole: True if the brackets inside it count as parts of it.
+
+        Returns:
+            The bracket's depth, for ``leave``.
+        """
+        stack = self._stack
+        depth = len(stack)
+        if self._whole:
+            stack.append(name)
+            return depth
+        self._cut()
+        stack.append(name)
+        if whole:
+            self._whole = depth
+        return depth
+
+    def leave(self, depth: int) -> None:
+        """End the bracket of this depth, and all that are left inside it."""
+        if depth <= self._whole:
+            self._cut()
+            self._whole = 0
+        elif not self._whole:
+            self._cut()
+        del self._stack[depth:]
+
+    @contextmanager
+    def within(self, name: str, *, whole: bool = False) -> Iterator[None]:
+        """Bracket a block."""
+        depth = self.enter(name, whole=whole)
+        try:
+            yield
+        finally:
+            self.leave(depth)
+
+    def _cut(self) -> None:
+        """Add the time since the last cut to the innermost bracket."""
+        now_ns = self.clock()
+        name = self._stack[self._whole or -1]
+        taken_ns = now_ns - self._since_ns
+        self._since_ns = now_ns
+        self._changes += 1
+        spent = self._spent.get(name)
+        if spent is None:
+            spent = self._spent[name] = [0, 0, 0]
+        spent[0] += taken_ns
+        spent[2] += 1
+        if taken_ns >= LONG_NS:
+            spent[1] += taken_ns
+        self._changes += 1
+
+    def snapshot(self) -> Snapshot:
+        """Return the account up to now."""
+        while True:
+            changes = self._changes
+            spent = {name: tuple(values) for name, values in list(self._spent.items())}
+            name, since_ns = self._stack[self._whole or -1], self._since_ns
+            if changes == self._changes and not changes % 2:
+                break
+            time.sleep(0)
+        now_ns = self.clock()
+        ns, long_ns, count = spent.get(name, (0, 0, 0))
+        running_ns = max(0, now_ns - since_ns)
+        spent[name] = (ns + running_ns, long_ns + (running_ns if running_ns >= LONG_NS else 0), count + 1)
+        return Snapshot(self._start_ns, now_ns, {name: Spent(*values) for name, values in spent.items()})

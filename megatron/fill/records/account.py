@@ -1,0 +1,117 @@
+"""The account of one rank's time in one segment: ``account0.json``, replaced every few seconds while it trains."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megatron.fill.account import Account, Spent
+from megatron.fill.errors import FillError
+from megatron.fill.linux.files import replacing
+from megatron.fill.records.files import head, read_lines
+from megatron.fill.types import RankInfo
+
+logger = logging.getLogger("pipefill")
+
+_WRITE_S = 10.0
+BLIND = (
+    "NO WAIT FOR ANOTHER STAGE WAS SEEN: this training's waits do not go through torch.distributed as PipeFill knows "
+    "it, so nothing can be filled there; megatron.fill.bubble marks bubbles by hand"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AccountRecord:
+    """The account of a rank from the start of its process to the latest write.
+
+    Attributes:
+        rank, stage, stages: the rank's place.
+        wall_ns: the time from the start of its process.
+        waited: False if no wait for another stage was seen.
+        spent: the time by name.
+    """
+
+    rank: int
+    stage: int
+    stages: int
+    wall_ns: int
+    waited: bool
+    spent: Mapping[str, Spent] = field(default_factory=dict)
+
+    @property
+    def blind(self) -> bool:
+        """True if an optimizer step of several stages has ended and no wait was seen."""
+        return self.stages > 1 and not self.waited and "optimizer" in self.spent
+
+
+def account_file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's account in a segment's folder."""
+    return folder / f"account{rank}.json"
+
+
+def read_accounts(folder: Path) -> list[AccountRecord]:
+    """Return the accounts of a segment's ranks, ascending by rank; ranks that left none are missing.
+
+    Raises:
+        FillError: an account cannot be read, or is damaged.
+    """
+    found = []
+    for path in folder.glob("account*.json"):
+        content = next(read_lines(path, "account"))
+        try:
+            spent = {name: Spent(**values) for name, values in content.pop("spent").items()}
+            del content["version"], content["kind"]
+            found.append(AccountRecord(**content, spent=spent))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FillError(f"{path}: is damaged: {type(error).__name__}: {error}") from error
+    return sorted(found, key=lambda one: one.rank)
+
+
+class AccountWriter:
+    """Writes the account of this process, in a thread of its own; a slow or full disk delays nobody.
+
+    Args:
+        waited: returns True once a wait for another stage has been seen.
+    """
+
+    def __init__(self, folder: Path, info: RankInfo, account: Account, waited: Callable[[], bool]) -> None:
+        self._path = account_file(folder, info.rank)
+        self._info = info
+        self._account = account
+        self._waited = waited
+        self._warned = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="account", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write the account a last time."""
+        self._over.set()
+        self._thread.join(_WRITE_S)
+
+    def _run(self) -> None:
+        while not self._over.wait(_WRITE_S):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        taken, info = self._account.snapshot(), self._info
+        record = AccountRecord(
+            info.rank,
+            info.stage,
+            info.stages,
+            taken.end_ns - taken.start_ns,
+            self._waited(),
+            taken.spent,
+        )
+        if record.blind and not self._warned:
+            self._warned = True
+            logger.error("rank %d (stage %d): %s", info.rank, info.stage, BLIND)
+        try:
+            with replacing(self._path) as temporary:
+                temporary.write_bytes(head("account", **asdict(record)))
+        except OSError as error:
+            logger.debug("%s cannot be written: %s", self._path, error)

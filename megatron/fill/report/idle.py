@@ -1,0 +1,66 @@
+"""The account of the ranks' time on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron.fill.records import BLIND
+from megatron.fill.report.account import GAP
+from megatron.fill.report.rows import new_table
+from megatron.fill.report.schema import AccountReport
+from megatron.fill.types import BubbleKind
+
+_BUBBLES = "--fill-jobs"
+# Flags that make a kind of idle time shorter, or fill it.
+_REMEDIES = {
+    **{str(kind): _BUBBLES for kind in BubbleKind},
+    "drain": "--fill-jobs; --overlap-grad-reduce",
+    "tensor group": "--tp-comm-overlap",
+    "data group": "--overlap-grad-reduce, --overlap-param-gather",
+    "expert group": "--overlap-moe-expert-parallel-comm",
+    "context group": "--cp-comm-type",
+    "all ranks": "a higher --log-interval; fewer timers",
+    "data loading": "--num-workers; faster storage",
+    "save": "--async-save; a higher --save-interval",
+    "evaluation wait": _BUBBLES,
+    "logging": "a higher --log-interval",
+    GAP: "a shorter requeue",
+}
+
+
+def print_account(accounts: Sequence[AccountReport], console: Console) -> None:
+    """Print the account; nothing if no rank left one."""
+    if accounts:
+        console.print(_table(accounts), "")
+    for line in _blind_lines(accounts):
+        console.print(line, style="bold red", highlight=False)
+
+
+def _table(accounts: Sequence[AccountReport]) -> Table:
+    """Return a table of the time of all ranks, and of what helps against each kind of idle time."""
+    whole, ranks = accounts[-1], accounts[:-1]
+    table = new_table(f"Where the time of the ranks went: {whole.wall_s:,.1f} s, {whole.named_share:.2%} of it named")
+    table.add_column("what", no_wrap=True)
+    for heading in ("share", "least", "most", "in stretches\nover 1 ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("what helps", overflow="fold")
+    shares = [{one.name: one.share for one in rank.times} for rank in ranks]
+    for compute in (True, False):
+        for one in whole.times:
+            if one.compute is compute:
+                its = [share.get(one.name, 0.0) for share in shares]
+                cells = (f"{share:.1%}" for share in (one.share, min(its), max(its), one.long_s / whole.wall_s))
+                table.add_row(one.name, *cells, _REMEDIES.get(one.name, ""))
+        table.add_section()
+    return table
+
+
+def _blind_lines(accounts: Sequence[AccountReport]) -> list[str]:
+    """Return a line that says that no wait was seen in a training of several stages; none if some were."""
+    blind = [one.rank for one in accounts if one.blind and one.rank is not None]
+    if not blind:
+        return []
+    return [f"on {len(blind)} of {len(accounts) - 1} ranks: {BLIND}"]
