@@ -53,8 +53,8 @@ from scripts.benchmarks.configure_baselines import amp, rule_of_thumb, varuna
 from scripts.benchmarks.configure_studies import measure_studies
 from scripts.benchmarks.configure_vtrain import measure_vtrain
 from scripts.benchmarks.configuring import event_times, random_iteration, random_links
+from scripts.benchmarks.harness import Results, opened
 from scripts.benchmarks.memory_figures import measure_learned, measure_limits, measure_memory
-from scripts.benchmarks.results import Results, opened
 
 MODEL_FLAGS = {
     "0.1b": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 "

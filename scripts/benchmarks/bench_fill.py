@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import why_not
 from megatron.fill.records import last_segment
 from megatron.fill.types import Bubble, BubbleUse
-from scripts.benchmarks.results import Results, opened
+from scripts.benchmarks.harness import Results, opened
 from scripts.benchmarks.trainings import Blocks, filled, identical, iterations_of, jobs_file, p99_slowdown, settings
 
 PARTS = ("profile", "cpu", "emulated", "identity")

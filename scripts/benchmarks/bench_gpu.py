@@ -43,8 +43,8 @@ from megatron.fill.errors import ConfigError
 from megatron.fill.given.quantities import parse_bytes
 from scripts.benchmarks.gpu_models import MODELS
 from scripts.benchmarks.gpu_parts import PARTS, Bench
+from scripts.benchmarks.harness import Results, opened
 from scripts.benchmarks.one_gpu import mps
-from scripts.benchmarks.results import Results, opened
 
 _LEAST_S = 5.0  # of the budget, to begin a part
 _LONGEST = 2000  # characters of an error that are kept

@@ -43,7 +43,7 @@ from scripts.benchmarks.graph_filling import BLOCKS, fill
 from scripts.benchmarks.graph_runs import launch
 from scripts.benchmarks.graph_topologies import TOPOLOGIES
 from scripts.benchmarks.graph_truth import least_bottleneck_s, random_cluster, random_model
-from scripts.benchmarks.results import Results, opened
+from scripts.benchmarks.harness import Results, opened
 
 _GPU, _NETWORK = GPUS["v100-16gb"], NETWORKS["p3.16xlarge"]
 ENCODERS = (28, 2), (20, 2)  # layers of the larger frozen tower, and micro-batches

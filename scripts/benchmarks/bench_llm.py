@@ -32,8 +32,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.benchmarks.harness import opened
 from scripts.benchmarks.llm import answers, bubbles, draws, kills, lag, room, trained, trees, tuned
-from scripts.benchmarks.results import opened
 
 PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "identical": answers.measure,

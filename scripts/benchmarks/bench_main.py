@@ -47,7 +47,7 @@ from megatron.fill.device.emulated import why_not
 from scripts.benchmarks.beside import Way, When, beside
 from scripts.benchmarks.colocated import colocated
 from scripts.benchmarks.gpu_figures import harvest_in_blocks
-from scripts.benchmarks.results import Results, opened
+from scripts.benchmarks.harness import Results, opened
 from scripts.benchmarks.sidetasks import TASKS, tasks_of
 from scripts.benchmarks.trainings import (
     Blocks,

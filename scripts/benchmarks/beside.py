@@ -42,7 +42,6 @@ from megatron.fill.rank.listener import RankListener
 from megatron.fill.records import last_segment
 from megatron.fill.types import BubbleKind
 from scripts.benchmarks.sidetasks import started, tasks_of
-from scripts.benchmarks.studies.freeride.reserving import MANAGER_NS, PYTHON, reserved_ns
 from scripts.benchmarks.trainings import (
     ROOT,
     Blocks,
@@ -51,7 +50,8 @@ from scripts.benchmarks.trainings import (
     train,
 )
 
-MANAGER_POLL_S, TASK_POLL_S = MANAGER_NS / 1e9, PYTHON.sleep_ns / 1e9
+MANAGER_POLL_S, TASK_POLL_S = 0.010, 0.005
+_STEP_NS = 10_000_000  # steps' profiled times are rounded up to multiples of it
 PROFILED_ITERATIONS, PROFILED_STEPS = 5, 50
 FAR_NS = 10**15
 
@@ -246,6 +246,11 @@ def profiled_ns(step: Callable[[], object]) -> float:
         step()
         times.append(time.process_time_ns() - before_ns)
     return statistics.median(times)
+
+
+def reserved_ns(median_ns: int) -> int:
+    """Time that must be left of a bubble for a step to begin."""
+    return -(-median_ns // _STEP_NS) * _STEP_NS * 12 // 10
 
 
 def step_as_freeride(step: Callable[[], None], gate: SharedGateReader, reserve_ns: int) -> None:

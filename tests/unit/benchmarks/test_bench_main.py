@@ -13,7 +13,7 @@ from megatron.fill.sidetask.base import TaskContext
 from megatron.fill.types import BubbleKind, Iteration
 from scripts.benchmarks import beside
 from scripts.benchmarks.bench_main import PARTS
-from scripts.benchmarks.results import Results
+from scripts.benchmarks.harness import Results
 from scripts.benchmarks.sidetasks import Metered, tasks_of
 from scripts.benchmarks.trainings import Blocks, p99_slowdown, startup_s
 

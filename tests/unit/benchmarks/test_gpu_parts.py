@@ -13,7 +13,7 @@ from megatron.fill.report import compose
 from scripts.benchmarks import bench_gpu, gpu_parts
 from scripts.benchmarks.day_figures import figures
 from scripts.benchmarks.gpu_figures import not_settled, of_run
-from scripts.benchmarks.results import Results
+from scripts.benchmarks.harness import Results
 from scripts.benchmarks.trainings import Blocks
 from tests.support.segments import write_segment
 from tests.support.synthetic import synthetic_run

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.fill.linux.ports import free_port
 from scripts.benchmarks import bench_gpu, one_gpu
-from scripts.benchmarks.results import Results
+from scripts.benchmarks.harness import Results
 from tests.support.mps_control import install
 
 RANK = """

@@ -1,4 +1,4 @@
-"""The JSON file of a benchmark whose parts are measured by calls of their own."""
+"""What all benchmarks share: their arguments, and the JSON file, to which calls for single parts add."""
 
 from __future__ import annotations
 
@@ -56,6 +56,13 @@ class Results:
             return
         content = {"commands": self.commands, "summary": self.summary, "details": self.details}
         write_text(self._path, json.dumps(content, indent=2) + "\n")  # a call may be killed while it writes
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a benchmark, with ``--json``; the module's docstring is its help."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="add the figures to this file")
+    return parser
 
 
 def opened(parser: argparse.ArgumentParser, path: Path | None) -> Results:

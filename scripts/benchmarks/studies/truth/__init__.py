@@ -1,1 +1,0 @@
-"""Real runs replayed in virtual time and compared with the simulator's predictions."""
