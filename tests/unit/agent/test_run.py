@@ -1,4 +1,4 @@
-"""How an attempt at a job is judged: what was cut off goes back, what only ever dies does not."""
+"""How a job runs and how its end is judged: what was cut off goes back, what only ever dies does not."""
 
 from __future__ import annotations
 

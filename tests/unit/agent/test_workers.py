@@ -103,7 +103,7 @@ def test_without_a_job_it_ends_when_it_is_told_or_its_agent_has_gone(tmp_path):
     with pytest.raises(OSError):  # noqa: PT011
         worker.give(tmp_path, 0)
     code = (
-        "import sys, time; from pathlib import Path; from tests.unit.agent.test_holder import Pages; "
+        "import sys, time; from pathlib import Path; from tests.unit.agent.test_workers import Pages; "
         "print(Pages().worker(Path(sys.argv[1])).pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as agent:
