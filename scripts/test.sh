@@ -42,7 +42,7 @@ if ! ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 && ! command -v initdb 
         mkdir -p /etc/postgresql-common
         echo 'create_main_cluster = false' >/etc/postgresql-common/createcluster.conf
     fi
-    install PostgreSQL postgresql
+    install PostgreSQL postgresql pgbouncer
 fi
 if ! command -v slurmctld >/dev/null && [ ! -e /usr/sbin/slurmctld ]; then
     install SLURM slurm-wlm munge

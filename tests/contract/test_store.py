@@ -1,4 +1,4 @@
-"""What every job store does: the in-memory twin, SQLite, PostgreSQL."""
+"""What every job store does: the in-memory twin, SQLite, PostgreSQL, PostgreSQL behind PgBouncer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from megatron.fill.types import JobState
 from megatron.fill.work import Work
 from tests.support.clock import Clock
 from tests.support.memory_store import MemoryStore
+from tests.support.postgres import NoPostgres
 
 WORK = Work("tasks:Pi", args={"points": 10}, search=("/jobs",))
 FINISHED = [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED]
@@ -38,15 +39,23 @@ class Backend:
         return self.opened[-1]
 
 
-@pytest.fixture(params=["memory", "sqlite", "postgresql"])
+@pytest.fixture(params=["memory", "sqlite", "postgresql", "pgbouncer"])
 def backend(request: pytest.FixtureRequest, tmp_path) -> Iterator[Backend]:
     clock = Clock(1_000_000.0)
     if request.param == "memory":
         twin = MemoryStore(clock)
         made = Backend(clock, lambda: twin)
     else:
-        sqlite = request.param == "sqlite"
-        url = f"sqlite:///{tmp_path}/jobs.db" if sqlite else request.getfixturevalue("postgres").new_database()
+        if request.param == "sqlite":
+            url = f"sqlite:///{tmp_path}/jobs.db"
+        else:
+            postgres = request.getfixturevalue("postgres")
+            url = postgres.new_database()
+            if request.param == "pgbouncer":
+                try:
+                    url = postgres.pooled(url)
+                except NoPostgres as reason:
+                    pytest.skip(str(reason))
         made = Backend(clock, lambda: SqlStore(url, clock=clock))
     yield made
     for store in made.opened:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 _START_S = 60
+_POOLER_PORT = 6432
 _PROGRAMS = ("initdb", "postgres", "pg_isready", "createdb")
 
 
@@ -33,6 +34,7 @@ class PrivatePostgres:
         self._binaries = _binaries()
         self._durable = durable
         self._databases = 0
+        self._pooler: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> PrivatePostgres:
         self.folder = Path(tempfile.mkdtemp(prefix="pipefill-postgres-"))
@@ -47,6 +49,9 @@ class PrivatePostgres:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._pooler is not None:
+            self._pooler.kill()
+            self._pooler.wait()
         self.stop()
         shutil.rmtree(self.folder)
 
@@ -59,6 +64,16 @@ class PrivatePostgres:
         name = f"db{self._databases}"
         self._call("createdb", "--host", str(self.folder), "--username", "pipefill", name)
         return self.url(name)
+
+    def pooled(self, url: str) -> str:
+        """The URL of the same database by way of PgBouncer, which gives each transaction another connection.
+
+        Raises:
+            NoPostgres: PgBouncer is not installed, or does not start.
+        """
+        if self._pooler is None:
+            self._pooler = self._start_pooler()
+        return url.replace(f"?host={self.folder}", f"?host={self.folder}&port={_POOLER_PORT}")
 
     def start(self) -> None:
         log = (self.folder / "log").open("ab")
@@ -82,6 +97,29 @@ class PrivatePostgres:
         """Shut it down at once; its clients lose their connections."""
         self._server.send_signal(2)  # SIGINT: fast shutdown
         self._server.wait(_START_S)
+
+    def _start_pooler(self) -> subprocess.Popen[bytes]:
+        program = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+        if program is None:
+            raise NoPostgres("PgBouncer is not installed")
+        settings = self.folder / "pgbouncer.ini"
+        # auth_type any forgets who the client is, so the database names the user.
+        settings.write_text(
+            f"[databases]\n* = host={self.folder} user=pipefill\n"
+            f"[pgbouncer]\npool_mode = transaction\nauth_type = any\ndefault_pool_size = 3\nserver_idle_timeout = 1\n"
+            f"listen_port = {_POOLER_PORT}\nunix_socket_dir = {self.folder}\n"
+        )
+        with (self.folder / "pgbouncer.log").open("ab") as log:
+            pooler = subprocess.Popen(
+                [*_as_other_user("--pdeathsig", "KILL"), program, settings], stdout=log, stderr=log, cwd="/"
+            )
+        socket = self.folder / f".s.PGSQL.{_POOLER_PORT}"
+        until = time.monotonic() + _START_S
+        while not socket.exists():
+            if pooler.poll() is not None or time.monotonic() > until:
+                raise NoPostgres(f"PgBouncer does not start: {(self.folder / 'pgbouncer.log').read_text()[-400:]}")
+            time.sleep(0.05)
+        return pooler
 
     def _initialise(self) -> None:
         if os.geteuid() == 0:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
+import tempfile
 from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
@@ -34,3 +37,13 @@ def _lines() -> list[str]:
         return MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
+
+
+def has_locks(folder: Path) -> bool:
+    """True unless a file in ``folder`` cannot be locked, as on Lustre that is mounted without ``flock``."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+    return True

@@ -20,7 +20,7 @@ from sqlalchemy.engine import URL, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
 
 from megatron.fill.errors import StoreError
-from megatron.fill.store.filesystem import network_file_system
+from megatron.fill.store.filesystem import has_locks, network_file_system
 from megatron.fill.store.location import locate, shown
 from megatron.fill.store.migrate import migrate
 from megatron.fill.store.queue import JobQueue
@@ -130,6 +130,11 @@ def _sqlite(url: URL, where: str, create: bool) -> Engine:
             path.touch()
     except OSError as error:
         raise StoreError(f"job store {where}: cannot be made: {error.strerror}") from error
+    if not has_locks(path.parent):
+        raise StoreError(
+            f"job store {where}: its file system has no file locks, so two processes could take one job; "
+            "expected: a file on a local disk, or postgresql+psycopg://USER@HOST/DATABASE"
+        )
     # A connection that finds the file missing for a moment must not create it: it would keep using the new file.
     # WAL needs memory that all processes share, so a single machine; rollback journals need only file locks.
     journal = "DELETE" if network_file_system(path) else "WAL"
@@ -158,15 +163,25 @@ def _postgresql(url: URL, where: str, patience_s: float) -> Engine:
     if importlib.util.find_spec("psycopg") is None:
         raise StoreError(f"job store {where}: PostgreSQL needs psycopg; expected: pip install 'pipefill[postgres]'")
     limit_ms = max(1, round(patience_s * 1000))
+    # Nothing may outlive a transaction on the server: a pooler such as PgBouncer gives each transaction another
+    # connection, which knows neither prepared statements nor settings of the last one.
     settings = {
         "connect_timeout": _CONNECT_S,
         "tcp_user_timeout": 2 * limit_ms,  # detects that the server's machine is gone
-        # An agent that is stopped in the middle of a transaction must not block the others.
-        "options": f"-c lock_timeout={limit_ms} -c idle_in_transaction_session_timeout={4 * limit_ms}",
+        "prepare_threshold": None,
         "application_name": "pipefill",
     }
     own = {name: value for name, value in settings.items() if name not in url.query}
-    return create_engine(url, connect_args=own)
+    engine = create_engine(url, connect_args=own)
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        # An agent that is stopped in the middle of a transaction must not block the others.
+        connection.exec_driver_sql(
+            f"SET LOCAL lock_timeout = {limit_ms}; SET LOCAL idle_in_transaction_session_timeout = {4 * limit_ms}"
+        )
+
+    return engine
 
 
 def _reason(error: SQLAlchemyError) -> str:

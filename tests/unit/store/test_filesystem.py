@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 
 import pytest
 
+from megatron.fill.errors import StoreError
 from megatron.fill.store import NewJob, filesystem, open_store
 from megatron.fill.store.filesystem import network_file_system
 from megatron.fill.work import Work
@@ -63,3 +65,21 @@ def test_a_store_that_several_machines_may_see_has_no_write_ahead_log(mounts, tm
     assert connection.execute("PRAGMA journal_mode").fetchone() == (journal,)
     connection.close()
     store.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused(monkeypatch, tmp_path, number):
+    def lockf(file, operation):
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(filesystem.fcntl, "lockf", lockf)
+    with pytest.raises(StoreError, match=r"no file locks, .*expected: a file on a local disk"):
+        open_store(tmp_path / "jobs.db")
+
+
+def test_a_lock_that_another_process_has_is_a_lock(monkeypatch, tmp_path):
+    def lockf(file, operation):
+        raise BlockingIOError(errno.EAGAIN, "somebody has it")
+
+    monkeypatch.setattr(filesystem.fcntl, "lockf", lockf)
+    open_store(tmp_path / "jobs.db").close()
