@@ -13,15 +13,12 @@
 - ``limits``: proposals that hold more than there is room for, by that truth, and layouts that fit and are refused.
 - ``baselines``: the iteration of the layouts that AMP's and Varuna's models and Megatron's rule of thumb choose, over
   ours, by the timeline.
-- ``studies``: what each part brings and costs, on two clusters as data (``configure_studies.py``).
 - ``blind``: one profiled training predicts twelve others, which are then made (``configure_blind.py``).
 - ``vtrain``: trainings on GPUs that vTrain's authors measured (``--vtrain FILE``; ``configure_vtrain.py``).
-- ``netns``: rank orders on four hosts with unequal links, predicted and then trained (``configure_netns.py``; root).
 
-    python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication baselines studies --json FILE
+    python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication baselines --json FILE
     python scripts/benchmarks/bench_configure.py --parts vtrain --vtrain ground_truth_single.csv --json FILE
     python scripts/benchmarks/bench_configure.py --parts blind --json FILE
-    python scripts/benchmarks/bench_configure.py --parts netns --json FILE
 """
 
 from __future__ import annotations
@@ -50,7 +47,6 @@ from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.model import MODELS
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from scripts.benchmarks.configure_baselines import amp, rule_of_thumb, varuna
-from scripts.benchmarks.configure_studies import measure_studies
 from scripts.benchmarks.configure_vtrain import measure_vtrain
 from scripts.benchmarks.configuring import event_times, random_iteration, random_links
 from scripts.benchmarks.harness import Results, opened
@@ -69,8 +65,8 @@ LARGE = (
     "--global-batch-size 1024 --bf16"
 )
 CLUSTERS = ((1, 4, "a100-40gb"), (1, 8, "v100-16gb"), (2, 8, "a100-80gb"), (4, 4, "v100-32gb"), (8, 8, "a100-40gb"))
-PARTS = ("timeline", "search", "speed", "memory", "learned", "limits", "dedication", "baselines", "studies")
-TRAINED = ("blind", "netns")  # on this machine, which should do nothing else meanwhile
+PARTS = ("timeline", "search", "speed", "memory", "learned", "limits", "dedication", "baselines")
+TRAINED = ("blind",)  # on this machine, which should do nothing else meanwhile
 
 
 def cluster(nodes: int, gpus: int, gpu: str) -> Cluster:
@@ -180,19 +176,12 @@ def measure_baselines() -> dict[str, Any]:
 def trained(part: str, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """The figures of a part that trains, and its details."""
     with tempfile.TemporaryDirectory(prefix="pipefill-") as folder:
-        if part == "blind":
-            from scripts.benchmarks.configure_blind import measure_blind
+        from scripts.benchmarks.configure_blind import measure_blind
 
-            found = measure_blind(Path(folder), options.rounds, options.each)
-        else:
-            from scripts.benchmarks.configure_netns import measure_netns
-
-            found = measure_netns(Path(folder), options.iterations, options.orders)
+        found = measure_blind(Path(folder), options.rounds, options.each)
     rows = found.pop(part, {})
     for name, row in rows.items():
         print(f"{name}: " + ", ".join(f"{key} {its:.4g}" for key, its in row.items() if isinstance(its, int | float)))
-        for one in row.get("orders", ()):
-            print(f"  {one['order']}: {one['measured_s']:.4g} s, error {one['error']:+.1%}")
     return found, {part: rows} if rows else {}
 
 
@@ -219,8 +208,6 @@ def main() -> None:
     parser.add_argument("--vtrain", metavar="FILE", type=Path, help="vTrain's ground_truth_single.csv, for vtrain")
     parser.add_argument("--rounds", type=int, default=24, help="turns of each of blind's trainings (default: 24)")
     parser.add_argument("--each", type=int, default=4, help="iterations of a turn, the first not counted (default: 4)")
-    parser.add_argument("--iterations", type=int, default=6, help="of each of netns' trainings (default: 6)")
-    parser.add_argument("--orders", type=int, default=7, help="that netns trains of each layout (default: 7)")
     parser.add_argument("--samples", type=int, default=60, help="random trainings of learned (default: 60)")
     parser.add_argument(
         "--truths", metavar="FILE", type=Path, help="keep the truths here, and take those that are here"
@@ -253,10 +240,6 @@ def main() -> None:
             rows = measure_baselines()
             report(part, rows)
             results.add(part, rows, "baselines")
-        elif part == "studies":
-            for study, rows in measure_studies().items():
-                report(study, rows)
-                results.add(part, rows, "studies", study)
         elif part in TRAINED:
             figures, details = trained(part, options)
             report(part, figures)

@@ -1,7 +1,6 @@
 """Graph pipelines, measured: the planner's validity, quality and time to search, speed-ups by its own costs, trainings.
 
     python scripts/benchmarks/bench_graph.py [PART...] [--json FILE]
-    python scripts/benchmarks/bench_graph.py --png docs/images
 
 The parts are
 
@@ -9,10 +8,7 @@ The parts are
 - ``large``: 100 random models of up to 14 operators on up to 8 devices, for the validity of their plans;
 - ``simulated``: graph against sequential pipelines, with backward passes of two forward passes, without communication;
 - ``speedup``: the same for the built-in models with communication, on V100s, over devices and batches;
-- ``filled``: what filling their bubbles adds, with graph and with sequential pipelines (graph_filled.py);
-- ``ablation``: the same over the number of branches, and with one size of micro-batches for all stages;
 - ``search``: how long a search takes for 32 devices;
-- ``ratio``: how much longer a planner takes that tries all lines of operators (Piper);
 - ``gradients``: small graphs of modules over three to five processes, against one process (graph_runs.py);
 - ``filling``: plans that are trained with jobs in their bubbles, and without (graph_filling.py);
 - ``encoder``: frozen towers in the bubbles of the language model behind them (graph_ahead.py).
@@ -20,35 +16,27 @@ The parts are
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import time
-from collections.abc import Callable
-from math import inf
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from megatron.fill.errors import GraphError
-from megatron.fill.wings.graph.baselines import plan_exhaustive, plan_sequential
+from megatron.fill.wings.graph.baselines import plan_sequential
 from megatron.fill.wings.graph.cost import Cluster
-from megatron.fill.wings.graph.draw import draw_plan
 from megatron.fill.wings.graph.model import ModelGraph, Operator
 from megatron.fill.wings.graph.search import Found, micro_batches, plan_graph
-from megatron.fill.wings.graph.zoo import MODELS, candle, dlrm, mmt
+from megatron.fill.wings.graph.zoo import MODELS, candle, mmt
 from megatron.fill.wings.mainjob.hardware import GPUS, NETWORKS
 from scripts.benchmarks.graph_ahead import measure as measure_ahead
-from scripts.benchmarks.graph_filled import measure as measure_filled
 from scripts.benchmarks.graph_filling import BLOCKS, fill
 from scripts.benchmarks.graph_runs import launch
 from scripts.benchmarks.graph_topologies import TOPOLOGIES
 from scripts.benchmarks.graph_truth import least_bottleneck_s, random_cluster, random_model
-from scripts.benchmarks.harness import Results, opened
+from scripts.benchmarks.harness import Results, arguments, opened
 
 _GPU, _NETWORK = GPUS["v100-16gb"], NETWORKS["p3.16xlarge"]
 ENCODERS = (28, 2), (20, 2)  # layers of the larger frozen tower, and micro-batches
 ROUNDS, EACH = 6, 4  # turns of each of encoder's trainings, and the iterations of a turn
-_LIMIT_S = 60.0  # for the planner that tries everything
 _SWEEP = ((8, 128), (8, 256), (16, 256), (16, 512), (32, 256), (32, 512))  # devices and batch
 
 
@@ -122,13 +110,6 @@ def simulated(results: Results) -> None:
     results.write()
 
 
-def draw_case_study(folder: Path) -> None:
-    """Two branches of four layers on eight devices, as a graph and as a sequential pipeline; eight micro-batches."""
-    arguments = _even(mmt(2, 4, joined=False)), Cluster(devices=8, gpu=_GPU, network=None), 8, (1,)
-    for name, planner in (("graph", plan_graph), ("sequential", plan_sequential)):
-        draw_plan(folder / f"graph-case-{name}.png", planner(*arguments).timeline)
-
-
 def speedup(results: Results) -> None:
     """Throughput of the graph pipeline over that of the sequential one, by the same costs."""
     best: dict[str, float] = {}
@@ -158,97 +139,14 @@ def speedup(results: Results) -> None:
     results.add("speedup", {"best_speedup": max(best.values()), "speedup_by_model": best}, rows=rows)
 
 
-def ablation(results: Results) -> None:
-    """What branches bring, and what a micro-batch for each stage: iterations of the one over those of the other."""
-    for branches in (1, 2, 4, 8):
-        cluster = Cluster(devices=16, gpu=_GPU, network=_NETWORK)
-        arguments = mmt(branches, 32 // branches), cluster, 256, micro_batches(256)
-        found, line = (planner(*arguments).timeline.period_ns for planner in (plan_graph, plan_sequential))
-        print(f"ablation: {branches} branches of {32 // branches} layers: {line / found:.3f}", flush=True)
-        results.add("ablation", {str(branches): line / found}, "speedup_by_branches")
-    for name, make in MODELS.items():
-        cluster = Cluster(devices=16, gpu=_GPU, network=_NETWORK)
-        free = plan_graph(make(), cluster, 256, micro_batches(256)).timeline.period_ns
-        uniform = min(_period_ns(make(), cluster, size) for size in micro_batches(256))
-        print(f"ablation: {name}, one size of micro-batches for all stages: {uniform / free:.3f}", flush=True)
-        results.add("ablation", {name: uniform / free}, "uniform_micro_batches")
-
-
-def _period_ns(graph: ModelGraph, cluster: Cluster, size: int) -> float:
-    """With one size of micro-batches; infinite if there is no such plan."""
-    try:
-        return plan_graph(graph, cluster, 256, (size,)).timeline.period_ns
-    except GraphError:
-        return inf
-
-
-def filled(results: Results) -> None:
-    """Models whose bubbles are filled with inference of BERT-base."""
-    for name, make in MODELS.items():
-        rows = measure_filled(make(), Cluster(devices=32, gpu=_GPU, network=_NETWORK), 256)
-        for planner, row in rows.items():
-            print(
-                f"filled: {name}, {planner}: " + ", ".join(f"{key} {its:.4g}" for key, its in row.items()), flush=True
-            )
-            results.add("filled", row, "filled", name, planner)
-
-
 def search(results: Results) -> None:
     for name, make in MODELS.items():
         cluster = Cluster(devices=32, gpu=_GPU, network=_NETWORK)
-        found, seconds = _timed(plan_graph, make(), cluster, 512, micro_batches(512))
+        begin_s = time.perf_counter()
+        found = plan_graph(make(), cluster, 512, micro_batches(512))
+        seconds = time.perf_counter() - begin_s
         print(f"search: {name}, 32 devices: {seconds:.1f} s, {found.steps} limits")
         results.add("search", {name: seconds}, "search_s")
-
-
-def _timed(planner: Callable[..., Found], *arguments: Any) -> tuple[Found, float]:
-    begin = time.perf_counter()
-    found = planner(*arguments)
-    return found, time.perf_counter() - begin
-
-
-def ratio(results: Results) -> None:
-    """Where the other planner is not done in time, its time is at least the limit."""
-    cases = {
-        "mmt, 2 branches": mmt(2),
-        "candle, 3 branches": candle(3),
-        "dlrm, 2 + 2 branches": dlrm(2, 2),
-        **{name: make() for name, make in MODELS.items()},
-    }
-    for name, graph in cases.items():
-        arguments = graph, Cluster(devices=8, gpu=_GPU, network=_NETWORK), 128, micro_batches(128, 16)
-        found, mine_s = _timed(plan_graph, *arguments)
-        other = _limited(arguments)
-        other_s, other_bottleneck_s = (_LIMIT_S, None) if other is None else other
-        quality = None if other_bottleneck_s is None else found.bottleneck_s / other_bottleneck_s
-        said = "not done in time" if quality is None else f"our time per sample is {quality:.3f} of its"
-        print(f"ratio: {name}: {mine_s:.2f} s, {other_s:.1f} s: {other_s / mine_s:.0f} times; {said}", flush=True)
-        results.add("ratio", {name: other_s / mine_s}, "search_ratio")
-        results.details.setdefault("ratio_cases", {})[name] = {
-            "graph_s": mine_s,
-            "exhaustive_s": other_s,
-            "exhaustive_done": other is not None,
-            "bottleneck_of_exhaustive": quality,
-        }
-    results.write()
-
-
-def _limited(arguments: tuple[Any, ...]) -> tuple[float, float] | None:
-    """Seconds and least time per sample of the planner that tries everything; None if it is not done in time."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, arguments))
-    process.start()
-    done = receiver.poll(_LIMIT_S)
-    if not done:
-        process.kill()
-    process.join()
-    return receiver.recv() if done else None
-
-
-def _send(sender: Any, arguments: tuple[Any, ...]) -> None:
-    found, seconds = _timed(plan_exhaustive, *arguments)
-    sender.send((seconds, found.bottleneck_s))
 
 
 def gradients(results: Results) -> None:
@@ -275,21 +173,14 @@ def encoder(results: Results) -> None:
     results.add("encoder", {"encoder_gain": {case: row["gain"] for case, row in results.summary["encoder"].items()}})
 
 
-_ALL = truth, large, simulated, speedup, ablation, filled, search, ratio, gradients, filling, encoder
+_ALL = truth, large, simulated, speedup, search, gradients, filling, encoder
 PARTS = {its.__name__: its for its in _ALL}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, and keep those of other parts")
-    parser.add_argument("--png", type=Path, metavar="DIR", help="only draw the case study into this folder")
     given = parser.parse_args()
-    if given.png is not None:
-        if not given.png.is_dir():
-            parser.error(f"--png is {given.png}: expected a folder")
-        draw_case_study(given.png)
-        return
     if unknown := [part for part in given.parts if part not in PARTS]:
         parser.error(f"PART is {unknown[0]!r}; expected some of {', '.join(PARTS)}")
     results = opened(parser, given.json)

@@ -14,15 +14,10 @@ Python's standard library, with this project, into ``--folder``, once.  The part
     killed      a job that is killed again and again: requests lost, answered twice, tokens that differ
     bubbles     tokens a second in the bubbles of a training, against the same job alone
     lag         how many checkpoints the evaluation of a training's checkpoints is behind, in its own bubbles
-    room_mixed  tokens a second with little memory for keys and values: a long request and many short ones; with
-                ``--against`` those of another version in turn
-    room_equal, room_limited, room_early  requests of equal lengths, without a limit and with one; answers that end
-                early
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -32,8 +27,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.benchmarks.harness import opened
-from scripts.benchmarks.llm import answers, bubbles, draws, kills, lag, room, trained, trees, tuned
+from scripts.benchmarks.harness import arguments, opened
+from scripts.benchmarks.llm import answers, bubbles, draws, kills, lag, trained, trees, tuned
 
 PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "identical": answers.measure,
@@ -46,28 +41,22 @@ PARTS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "bubbles": bubbles.measure,
     "lag": lag.measure,
 }
-ROOM = tuple(room.CASES)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = [*PARTS, *ROOM]
-    parser.add_argument("--parts", default=",".join(every), help="which ones, separated by commas (default: all)")
+    parser = arguments(__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help="which ones, separated by commas (default: all)")
     parser.add_argument("--folder", type=Path, default=Path("runs/llm"), help="for the models (default: %(default)s)")
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of another version, for room_*")
-    parser.add_argument("--json", type=Path, help="keep the figures here; parts of earlier calls stay")
     args = parser.parse_args()
     parts = args.parts.split(",")
-    unknown = [part for part in parts if part not in every]
+    unknown = [part for part in parts if part not in PARTS]
     if unknown:
-        parser.error(f"--parts has {unknown[0]!r}: expected some of {', '.join(every)}")
-    if args.against is not None and not (args.against / "megatron" / "fill").is_dir():  # else this version is measured
-        parser.error(f"--against {args.against}: expected a checkout of PipeFill, with megatron/fill")
+        parser.error(f"--parts has {unknown[0]!r}: expected some of {', '.join(PARTS)}")
     results = opened(parser, args.json)
-    if set(parts) - {"lag", *ROOM}:  # these have models of their own
+    if set(parts) - {"lag"}:  # it has models of its own
         trained.train(args.folder)
     for part in parts:
-        summary, details = room.measure(part, args.against) if part in ROOM else PARTS[part](args.folder)
+        summary, details = PARTS[part](args.folder)
         results.add(part, summary, **details)
         print(f"{part}: " + ", ".join(f"{name} {value}" for name, value in summary.items()), flush=True)
 

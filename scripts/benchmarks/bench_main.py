@@ -7,9 +7,8 @@ pairs of blocks within one run each, on the CPU as it is:
 * ``identity``: whether the losses of every iteration are bit-identical to the same run without jobs, and to the same
   run with no patch but the CPU backend; and ``startup_s``, how much longer the warm-up takes the main job with jobs
   than without, since they start in it (three trainings, of four pairs at most);
-* ``colocated``, ``colocated-idle``: the slowdown of running the tasks beside the training instead, as they are and at
-  the lowest priority of the operating system, both in a session of their own;
-* ``idle-in-session``: the same at that priority in the rank's own session: what the kernel does by itself.
+* ``idle-in-session``: the tasks beside the training at the lowest priority, in the rank's own session, ungated: what
+  the kernel does by itself.
 
 A CPU takes a core back from an idle-class process at any instant, so that these figures say little of a GPU, which does
 not.  Therefore also on an emulated device that does not preempt (the setting ``emulate``, which takes the right to
@@ -45,7 +44,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.fill.device.emulated import why_not
 from scripts.benchmarks.beside import Way, When, beside
-from scripts.benchmarks.colocated import colocated
 from scripts.benchmarks.gpu_figures import harvest_in_blocks
 from scripts.benchmarks.harness import Results, opened
 from scripts.benchmarks.sidetasks import TASKS, tasks_of
@@ -109,10 +107,6 @@ def without(folder: Path, blocks: Blocks, step_ms: float | None, *, way: Way, na
     return beside(folder, name, replace(way, step_ms=step_ms), blocks)
 
 
-def ungated(folder: Path, blocks: Blocks, step_ms: float | None, *, idle: bool) -> dict[str, Any]:
-    return colocated(folder, "colocated-idle" if idle else "colocated", idle, blocks)
-
-
 type Part = tuple[tuple[str, ...], Callable[[Path, Blocks, float | None], dict[str, Any]]]
 
 
@@ -121,8 +115,6 @@ def parts() -> dict[str, Part]:
     found: dict[str, Part] = {
         "filled": ((), on_cpu),
         "identity": ((), identity),
-        "colocated": (("colocated",), partial(ungated, idle=False)),
-        "colocated-idle": (("colocated_idle_priority",), partial(ungated, idle=True)),
         "idle-in-session": (
             ("emulated", "baselines", "idle_in_session"),
             partial(without, way=Way(None, When.ALWAYS), name="idle-in-session"),

@@ -11,7 +11,6 @@ import gc
 import os
 import runpy
 import signal
-import socket
 import sys
 import threading
 import time
@@ -36,8 +35,6 @@ class ForkedRanks:
         log: for the output of all of them.
         ranks: how many.
         environment: of each rank, beside the launcher's variables.
-        namespaces: files of network namespaces, one per rank, that they enter; their host names are ``node0`` and so on
-            then.
         core: which of the machine's cores the first of them takes.
     """
 
@@ -47,7 +44,6 @@ class ForkedRanks:
         log: Path,
         ranks: int,
         environment: Mapping[str, str] | None = None,
-        namespaces: Sequence[int] = (),
         core: int = 0,
     ) -> None:
         self.log = log
@@ -55,15 +51,15 @@ class ForkedRanks:
         self._port = ExitStack()
         port = self._port.enter_context(free_port())
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-        shared |= {"LOCAL_WORLD_SIZE": "1" if namespaces else str(ranks), **(environment or {})}
+        shared |= {"LOCAL_WORLD_SIZE": str(ranks), **(environment or {})}
         self._pids = {}
         sys.stdout.flush()
         sys.stderr.flush()
         for rank in range(ranks):
-            own = shared | {"RANK": str(rank), "LOCAL_RANK": "0" if namespaces else str(core + rank)}
+            own = shared | {"RANK": str(rank), "LOCAL_RANK": str(core + rank)}
             pid = os.fork()
             if pid == 0:
-                _become(program, log, own, (namespaces[rank], f"node{rank}") if namespaces else None)
+                _become(program, log, own)
             self._pids[pid] = rank
 
     def hold(self) -> None:
@@ -158,9 +154,7 @@ def preload() -> None:
     gc.freeze()  # else the first collection in a rank copies all of it
 
 
-def _become(
-    program: Sequence[str], log: Path, environment: Mapping[str, str], inside: tuple[int, str] | None
-) -> NoReturn:
+def _become(program: Sequence[str], log: Path, environment: Mapping[str, str]) -> NoReturn:
     """Turn this child into a rank."""
     code = 1
     try:
@@ -171,10 +165,6 @@ def _become(
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        if inside is not None:
-            os.setns(inside[0], os.CLONE_NEWNET)
-            os.unshare(os.CLONE_NEWUTS)
-            socket.sethostname(inside[1])
         os.environ.update(_OWN | dict(environment))
         os.chdir(ROOT)
         sys.path[0] = str(ROOT)

@@ -271,7 +271,6 @@ gpu_micro.py --seconds 0 => argument --seconds: 0: expected 0.1 to 60
 gpu_micro.py --seconds nan => argument --seconds: nan: expected 0.1 to 60
 gpu_micro.py --marks 0 => argument --marks: 0: expected 1 to 100000
 gpu_micro.py --json folder => argument --json: folder: Is a directory; expected a file that can be written
-bench_llm.py --parts room_equal --against folder => --against folder: expected a checkout of PipeFill
 bench_main.py --parts odd => argument --parts: invalid choice: 'odd'
 bench_main.py --parts filled --pairs 0 => --pairs is 0: expected at least 1
 bench_main.py --parts filled --block -1 => --block is -1: expected at least 1

@@ -14,7 +14,6 @@ import pytest
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.passes import Both, Profile
 from scripts.benchmarks.configure_blind import OTHERS, REFERENCE, flags, mean_profile
-from scripts.benchmarks.configure_netns import HOSTS, LAYOUTS, MBITS, sample
 from scripts.benchmarks.configure_vtrain import COLUMNS, TIME, least_squares, measure_vtrain, read_rows
 from scripts.benchmarks.trainings import ROOT
 from scripts.benchmarks.turns import Turn, median_error, periods_s
@@ -113,14 +112,3 @@ def test_turns_that_tell_nothing_are_refused(flag, value, least):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"{flag} is {value}: expected {least} or more" in done.stderr
-
-
-def test_the_chosen_order_the_hosts_own_and_the_worst_are_trained():
-    orders = list(itertools.permutations(range(HOSTS)))
-    predicted = {order: float(number) for number, order in enumerate(reversed(orders))}
-    found = sample(predicted, (2, 0, 3, 1), 6)
-    assert {(2, 0, 3, 1), (0, 1, 2, 3)} <= set(found)
-    assert max(predicted, key=predicted.__getitem__) in found
-    assert len(found) == len(set(found)) == 6
-    assert set(MBITS) == set(itertools.combinations(range(HOSTS), 2))
-    assert all(its.gpus == HOSTS for its in LAYOUTS.values())
