@@ -27,6 +27,7 @@ from megatron.fill.cli import (
     report,
     top,
     trial,
+    usage,
 )
 from megatron.fill.cli.typed import App, Group
 from megatron.fill.cli.version import print_version
@@ -64,6 +65,7 @@ app.command("drain")(control.drain)
 app.command("kill")(control.kill)
 app.command("top")(top.top)
 app.command("report")(report.report)
+app.command("usage")(usage.usage)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)

@@ -1,0 +1,141 @@
+"""``pipefill usage``: the device time and money that jobs took, by user, job or run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron.fill.cli.options import Json, Store, opened
+from megatron.fill.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.fill.store import Job
+
+_DEVICE = re.compile(r"rank \d+ of (?P<run>.*) on \S+")
+
+
+class By(StrEnum):
+    """The key that usage is summed by."""
+
+    USER = "user"
+    JOB = "job"
+    RUN = "run"
+
+
+@dataclass(slots=True)
+class Used:
+    """The usage of one user, job or run.
+
+    Attributes:
+        jobs: number of its jobs.
+        device_s: seconds inside steps and inside bubbles.
+        cost: their price; None without one.
+    """
+
+    jobs: int = 0
+    device_s: float = 0.0
+    steps: int = 0
+    cost: float | None = None
+
+
+def usage(
+    store: Store = None,
+    by: Annotated[By, typer.Option("--by", help="What to sum by.")] = By.USER,
+    since: Annotated[
+        str | None, typer.Option("--since", metavar="TIME", help="Only jobs that ended since or go on, such as 7d.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", metavar="P", min=0, max=1e9, help="What a device-hour costs.")
+    ] = None,
+    as_json: Json = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, and nothing else.")] = False,
+) -> None:
+    """Show the device time that jobs took in bubbles, and what it costs.
+
+    The time is that inside steps and inside bubbles, of all attempts of a job; a job counts whole, and for the run that
+    had it last.  The rows add up to the total.
+    """
+    if as_json and as_csv:
+        raise ConfigError("--json and --csv exclude each other; expected one of them")
+    span_s = None if since is None else _span_s(since)
+    with opened(store) as opened_store:
+        first_s = None if span_s is None else opened_store.now_s() - span_s
+        jobs = [job for job in opened_store.list() if _within(job, first_s)]
+    found = used(jobs, by, price)
+    total = Used(
+        sum(one.jobs for one in found.values()),
+        sum(one.device_s for one in found.values()),
+        sum(one.steps for one in found.values()),
+        None if price is None else sum(one.cost or 0.0 for one in found.values()),
+    )
+    if as_json:
+        rows = [{by.value: name, **asdict(one)} for name, one in found.items()]
+        print(json.dumps({"by": by, "rows": rows, "total": asdict(total)}, indent=2))
+    elif as_csv:
+        writer = csv.writer(sys.stdout)
+        writer.writerow([by.value, *asdict(total)])
+        writer.writerows([name, *asdict(one).values()] for name, one in found.items())
+    else:
+        _print(by, {**found, "all": total}, price is not None)
+
+
+def _span_s(text: str) -> float:
+    from megatron.fill.given.problems import shown
+    from megatron.fill.given.quantities import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise ConfigError(f"--since is {shown(text)}: {error}") from None
+
+
+def _within(job: Job, first_s: float | None) -> bool:
+    return job.progress.steps > 0 and (first_s is None or job.finished_s is None or job.finished_s >= first_s)
+
+
+def used(jobs: Iterable[Job], by: By, price: float | None) -> dict[str, Used]:
+    """Return the usage by name, most device time first."""
+    found: defaultdict[str, Used] = defaultdict(Used)
+    for job in jobs:
+        one = found[_name(job, by)]
+        one.jobs += 1
+        one.device_s += job.progress.harvested_s
+        one.steps += job.progress.steps
+        if price is not None:
+            one.cost = one.device_s / 3600 * price
+    return dict(sorted(found.items(), key=lambda item: -item[1].device_s))
+
+
+def _name(job: Job, by: By) -> str:
+    if by is By.USER:
+        return job.user or "-"
+    if by is By.JOB:
+        return job.name
+    match = _DEVICE.fullmatch(job.device)
+    return match["run"] if match else "-"
+
+
+def _print(by: By, rows: dict[str, Used], priced: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from megatron.fill.display import one_line
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column(by.upper(), overflow="fold")
+    for heading in ("JOBS", "DEVICE S", "STEPS", *(["COST"] if priced else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, one in rows.items():
+        cost = [f"{one.cost or 0:,.4f}"] if priced else []
+        table.add_row(Text(one_line(name)), str(one.jobs), f"{one.device_s:,.1f}", f"{one.steps:,}", *cost)
+    Console(highlight=False).print(table)

@@ -1,0 +1,67 @@
+"""``pipefill usage``: sums by user, job and run, which add up to the total."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.cli import main
+from megatron.fill.status import Cause, JobState, Status
+from megatron.fill.store import NewJob, Progress, open_store
+from megatron.fill.work import Work
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    """Four jobs of two users in two runs, of which one waits, with 10, 20 and 30 device seconds."""
+    queue = open_store(tmp_path)
+    for name, user, run, seconds in (("a", "ada", "r1", 10), ("b", "ada", "r2", 20), ("c", "bob", "r2", 30)):
+        [job] = queue.submit([NewJob(name, Work("m:C"), user=user)])
+        claim = queue.claim("agent", [job.id], 3600, f"rank 0 of {run} on host")
+        assert claim is not None
+        queue.finish(claim, Status(JobState.SUCCEEDED, Cause.FINISHED), Progress(1, steps=5, harvested_s=seconds), {})
+    queue.submit([NewJob("waits", Work("m:C"), user="eve")])
+    queue.close()
+    return tmp_path
+
+
+@pytest.fixture
+def usage(store, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["pipefill", "usage", "--store", str(store), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [("user", {"ada": 30, "bob": 30}), ("job", {"a": 10, "b": 20, "c": 30}), ("run", {"r1": 10, "r2": 50})],
+)
+def test_the_rows_add_up(usage, by, expected):
+    said = json.loads(usage("--by", by, "--price", "3600", "--json"))
+    assert {row[by]: row["device_s"] for row in said["rows"]} == expected
+    assert said["total"] == {"jobs": 3, "device_s": 60, "steps": 15, "cost": 60}
+    assert sum(row["cost"] for row in said["rows"]) == pytest.approx(60)
+
+
+def test_the_table_fits_80_columns(usage):
+    out = usage()
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.split()[-4:] == ["all", "3", "60.0", "15"]
+
+
+def test_csv_has_a_head(usage):
+    rows = list(csv.reader(io.StringIO(usage("--csv", "--since", "1d"))))
+    assert rows[0] == ["user", "jobs", "device_s", "steps", "cost"]
+    assert len(rows) == 3
