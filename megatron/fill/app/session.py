@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import signal
@@ -205,6 +206,9 @@ class Session:
         """Return the settings of the node's metrics server; None on its other ranks, and where nobody asks for one."""
         metrics = self.settings.metrics
         if self.info.local_rank or not (metrics or os.environ.get(OTLP)):
+            return None
+        if importlib.util.find_spec("prometheus_client") is None:  # with the setting, this is an error before the start
+            logger.warning("no metrics go to %s: expected pip install 'pipefill[metrics]'", OTLP)
             return None
         spec = MetricsSpec(str(self.run_dir.resolve()), self.info.node, store if self.info.rank == 0 else "")
         if metrics is None:
