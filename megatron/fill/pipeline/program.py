@@ -137,7 +137,7 @@ def rendezvous(schedule: Schedule) -> list[Program]:
     if schedule.name == "interleaved":
         write = partial(_interleaved, _group_size(schedule))
     else:
-        write = _zero_bubble if schedule.splits_backward else _plain
+        write = _plain if schedule.name in ("gpipe", "1f1b") else _overlapped
     programs = []
     for rank, row in enumerate(schedule.order):
         program = Program(rank, len(row))
@@ -179,11 +179,11 @@ def _plain(schedule: Schedule, transfers: Transfers, program: Program) -> None:
             program.exchange([], receives)
 
 
-def _zero_bubble(schedule: Schedule, transfers: Transfers, program: Program) -> None:
-    """Build the program of a schedule with split backwards.
+def _overlapped(schedule: Schedule, transfers: Transfers, program: Program) -> None:
+    """Build the program of a schedule that Megatron does not have.
 
-    A send and the next receive are posted together, and weight passes run while both are pending.  Megatron has no such
-    schedule; this applies 1F1B's steady state to warm-up and cool-down too.
+    A send and the next receive are posted together, and weight passes run while both are pending.  This applies 1F1B's
+    steady state to warm-up and cool-down too.
     """
     rank = program.rank
     row = schedule.order[rank]

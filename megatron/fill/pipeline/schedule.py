@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise, product
 
 
 class Pass(StrEnum):
@@ -45,9 +46,24 @@ class Op:
         return cls(Pass(match[1]), int(match[2]), int(match[3] or 0))
 
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 _HEAD = re.compile(r"(\S+): (\d+) stages, (\d+) microbatches, (\d+) chunks:")
 _LINE = re.compile(r"(\d+):((?: \S+)*)")
+
+
+class ScheduleError(ValueError):
+    """An order of passes that is not a schedule.
+
+    Attributes:
+        problem: what is wrong, without the schedule.
+        rank: rank with the problem; None if it is not one rank's.
+        at: position of the pass in the rank's order; None if it is not one pass's.
+    """
+
+    def __init__(self, problem: str, rank: int | None = None, at: int | None = None) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.rank = rank
+        self.at = at
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +77,17 @@ class Schedule:
         1: F0 B0 F1 B1
 
     Attributes:
-        name: name of the schedule, one of ``NAMES``.
+        name: name of the schedule.
         stages: number of ranks.
         microbatches: number of microbatches.
         chunks: number of virtual stages per rank.
         order: passes of each rank, in order.
+        placement: rank of each virtual stage, along the model; empty for Megatron's, ``0 1 2 0 1 2``.
+        together: rank and position of each pass that forms one action with the next (torch's ``OVERLAP_F_B``).  Such
+            passes run one after the other here, as they do in torch without a function for both.
 
     Raises:
-        ValueError: the schedule is not valid; the message shows it.
+        ScheduleError: the schedule is not valid; the message shows it.
     """
 
     name: str
@@ -76,10 +95,24 @@ class Schedule:
     microbatches: int
     chunks: int
     order: tuple[tuple[Op, ...], ...]
+    placement: tuple[int, ...] = ()
+    together: frozenset[tuple[int, int]] = frozenset()
+    _held: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
-        if problem := self._problem():
-            raise ValueError(f"{problem}; the schedule is\n{self}")
+        if min(self.stages, self.microbatches, self.chunks) < 1:
+            raise ScheduleError(f"expected at least one stage, microbatch and chunk; the schedule is\n{self}")
+        if not self.placement:
+            object.__setattr__(self, "placement", tuple(range(self.stages)) * self.chunks)
+        held: list[list[int]] = [[] for _ in range(self.stages)]
+        for virtual, rank in enumerate(self.placement):
+            held[rank].append(virtual)
+        object.__setattr__(self, "_held", tuple(map(tuple, held)))
+        try:
+            self._check()
+        except ScheduleError as error:
+            where = "" if error.rank is None else f"rank {error.rank}: "
+            raise ScheduleError(f"{where}{error.problem}; the schedule is\n{self}", error.rank, error.at) from error
 
     @property
     def splits_backward(self) -> bool:
@@ -92,7 +125,7 @@ class Schedule:
 
     def virtual_stage(self, rank: int, op: Op) -> int:
         """The virtual stage of a rank's pass, from 0."""
-        return op.chunk * self.stages + rank
+        return self._held[rank][op.chunk]
 
     def sources(self) -> list[list[int | None]]:
         """The number of the pass whose output each pass takes, per rank; None at the model's ends and for ``W``.
@@ -116,45 +149,64 @@ class Schedule:
 
         return [[source(rank, op) for op in row] for rank, row in enumerate(self.order)]
 
-    def _problem(self) -> str:
-        if self.name not in NAMES:
-            return f"name is {self.name!r}; expected one of {', '.join(NAMES)}"
-        if min(self.stages, self.microbatches, self.chunks) < 1:
-            return "expected at least one stage, microbatch and chunk"
+    def _check(self) -> None:
         if len(self.order) != self.stages:
-            return f"there are {len(self.order)} rows; expected {self.stages}, one per rank"
+            raise ScheduleError(f"there are {len(self.order)} rows; expected {self.stages}, one per rank")
+        if [len(held) for held in self._held] != [self.chunks] * self.stages:
+            raise ScheduleError(f"placement is {self.placement}; expected {self.chunks} virtual stages on each rank")
         for rank, row in enumerate(self.order):
-            if problem := self._row_problem(row):
-                return f"rank {rank}: {problem}"
+            self._check_row(rank, row)
         needs = [[() if number is None else (number,) for number in row] for row in self.sources()]
         _, stuck = execution_order(needs)
         if stuck:
-            places = ", ".join(f"rank {rank} at {self.order[rank][at]}" for rank, at in stuck)
-            return f"it cannot be executed: each waits for another: {places}"
-        return ""
+            self._explain_cycle(needs, dict(stuck))
 
-    def _row_problem(self, row: tuple[Op, ...]) -> str:
+    def _check_row(self, rank: int, row: tuple[Op, ...]) -> None:
         seen: set[Op] = set()
-        for op in row:
+        for at, op in enumerate(row):
             cell = op.microbatch, op.chunk
+            problem = ""
             if not (op.microbatch < self.microbatches and op.chunk < self.chunks):
-                return f"{op} is outside of {self.microbatches} microbatches and {self.chunks} chunks"
-            if op in seen:
-                return f"{op} runs twice"
-            if op.kind in (Pass.BACKWARD, Pass.INPUT):
+                problem = f"is outside of {self.microbatches} microbatches and {self.chunks} chunks"
+            elif op in seen:
+                problem = "runs twice"
+            elif op.kind in (Pass.BACKWARD, Pass.INPUT):
                 if Op(Pass.FORWARD, *cell) not in seen:
-                    return f"{op} runs before its forward pass"
-                if Op(Pass.BACKWARD if op.kind is Pass.INPUT else Pass.INPUT, *cell) in seen:
-                    return f"{op} is both whole and split"
+                    problem = "runs before its forward pass"
+                elif Op(Pass.BACKWARD if op.kind is Pass.INPUT else Pass.INPUT, *cell) in seen:
+                    problem = "is both whole and split"
             elif op.kind is Pass.WEIGHT and Op(Pass.INPUT, *cell) not in seen:
-                return f"{op} runs before its I pass"
+                problem = "runs before its I pass"
+            if problem:
+                raise ScheduleError(f"{op} {problem}", rank, at)
             seen.add(op)
-        for cell in ((microbatch, chunk) for microbatch in range(self.microbatches) for chunk in range(self.chunks)):
-            if Op(Pass.FORWARD, *cell) not in seen:
-                return f"{Op(Pass.FORWARD, *cell)} is missing"
-            if Op(Pass.BACKWARD, *cell) not in seen and Op(Pass.WEIGHT, *cell) not in seen:
-                return f"microbatch {cell[0]}, chunk {cell[1]} has no whole backward pass; expected B, or I and W"
-        return ""
+        for microbatch, chunk in product(range(self.microbatches), range(self.chunks)):
+            forward, whole, weight = (
+                Op(kind, microbatch, chunk) for kind in (Pass.FORWARD, Pass.BACKWARD, Pass.WEIGHT)
+            )
+            if forward not in seen:
+                raise ScheduleError(f"{forward} is missing", rank)
+            if whole not in seen and weight not in seen:
+                raise ScheduleError(
+                    f"microbatch {microbatch}, chunk {chunk} has no whole backward pass; expected B, or I and W", rank
+                )
+
+    def _explain_cycle(self, needs: Sequence[Sequence[tuple[int, ...]]], stuck: dict[int, int]) -> None:
+        """Raise the error that names a cycle of passes of which each waits for the next."""
+        ranks = [rank for rank, row in enumerate(self.order) for _ in row]
+        passes = [op for row in self.order for op in row]
+        path = [next(iter(stuck))]
+        while path[-1] not in path[:-1]:
+            path.append(ranks[needs[path[-1]][stuck[path[-1]]][0]])
+        cycle = path[path.index(path[-1]) :]
+        links = []
+        for rank, other in pairwise(cycle):
+            source = passes[needs[rank][stuck[rank]][0]]
+            before = self.order[other][stuck[other]]
+            after = f", which comes after {before}" if before != source else ""
+            links.append(f"rank {rank} at {self.order[rank][stuck[rank]]} waits for {source} of rank {other}{after}")
+        first = cycle[0]
+        raise ScheduleError(f"it cannot be executed: a cycle: {'; '.join(links)}", first, stuck[first])
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.stages} stages, {self.microbatches} microbatches, {self.chunks} chunks:"]

@@ -1,10 +1,11 @@
-"""The schedules that Megatron runs (1F1B, interleaved 1F1B, GPipe by a patch) and ZB-H1, as data."""
+"""The schedules that Megatron runs (1F1B, interleaved 1F1B, GPipe by a patch), and published ones that it does not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
-from megatron.fill.pipeline.schedule import NAMES, Op, Pass, Schedule
+from megatron.fill.pipeline.schedule import Op, Pass, Schedule
 
 F, B, INPUT, WEIGHT = Pass.FORWARD, Pass.BACKWARD, Pass.INPUT, Pass.WEIGHT
 
@@ -81,6 +82,18 @@ def interleaved_warmup(stages: int, microbatches: int, chunks: int, group_size: 
     return min((stages - rank - 1) * 2 + (chunks - 1) * group_size, microbatches * chunks)
 
 
+def looped_bfs(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """Breadth-first looped pipeline (Lamy-Poirier 2022, arXiv 2211.05953): all microbatches on a chunk, then the next.
+
+    Raises:
+        ValueError: there is not at least one stage, microbatch and chunk.
+    """
+    _check_counts(stages, microbatches)
+    forwards = [Op(F, microbatch, chunk) for chunk in range(chunks) for microbatch in range(microbatches)]
+    row = forwards + [Op(B, op.microbatch, op.chunk) for op in reversed(forwards)]
+    return _schedule("looped-bfs", microbatches, chunks, (row for _ in range(stages)))
+
+
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """ZB-H1 (Qi et al. 2023, arXiv 2401.10241, section 2.1): 1F1B with split backwards.
 
@@ -107,6 +120,85 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     return _schedule("zb-h1", microbatches, 1, rows)
 
 
+def zb_v(stages: int, microbatches: int) -> Schedule:
+    """ZB-V (Qi et al. 2024, arXiv 2405.15362, V-ZB): two chunks in the shape of a V, weight passes right behind.
+
+    The schedule is that of at least ``2 * stages - 1`` microbatches, without those that there are not.
+
+    Raises:
+        ValueError: there is not at least one stage and one microbatch.
+    """
+    _check_counts(stages, microbatches)
+    count = max(2 * stages - 1, microbatches)
+    rows = (
+        _in_phases(
+            [
+                (2 * (stages - rank) - 1, "F0"),
+                (rank, "F1 F0"),
+                (stages - rank, "F1 I1 W1"),
+                (count - 2 * stages + rank + 1, "F0 I0 W0 F1 I1 W1"),
+                (stages - rank - 1, "I0 W0 F1 I1 W1"),
+                (rank, "I0 I1"),
+                (stages - rank, "I0 W0"),
+                (rank, "W1"),
+                (rank, "W0"),
+            ]
+        )
+        for rank in range(stages)
+    )
+    there = ([op for op in row if op.microbatch < microbatches] for row in rows)
+    return _schedule("zb-v", microbatches, 2, there, _v_shape(stages))
+
+
+def dualpipe_v(stages: int, microbatches: int) -> Schedule:
+    """DualPipeV (DeepSeek 2025): DualPipe cut in half, so that a rank holds two chunks and no weights twice.
+
+    A forward and a backward pass of different chunks form one action, to overlap one's communication with the other.
+
+    Raises:
+        ValueError: there is not at least one stage, or there are fewer than two microbatches per stage.
+    """
+    _check_counts(stages, microbatches)
+    if microbatches < 2 * stages:
+        raise ValueError(f"dualpipe-v with {microbatches} microbatches; expected at least {2 * stages}, two per stage")
+    rows, together = [], set()
+    for rank in range(stages):
+        later, main = stages - rank - 1, microbatches - 2 * stages + rank + 1
+        first = "F0 B1 F1+B0" if rank == stages - 1 else "F0+B1 F1+B0"  # the last rank has nothing to overlap with yet
+        whole, odd = (rank + 1) // 2, rank % 2
+        phases = [
+            (2 * later, "F0"),
+            (rank + 1, "F0 F1"),
+            (later, "I1 W F1"),
+            (1, first),
+            (main - 1, "F0+B1 F1+B0"),
+            (later, "B1 F1+B0"),
+            (whole, "B1 B0"),
+            (1 - odd, "B1 I0"),
+            (whole, "I1 I0"),
+            (later, "W I0"),
+            (rank + 1, "W"),
+        ]
+        rows.append(_in_phases(phases))
+        tokens = [token for times, pattern in phases for _ in range(times) for token in pattern.split()]
+        together |= {(rank, at) for at in _joined(tokens)}
+    return _schedule("dualpipe-v", microbatches, 2, rows, _v_shape(stages), frozenset(together))
+
+
+_ONE_CHUNK: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "zb-h1": zb_h1,
+}
+_V_SHAPED: dict[str, Callable[[int, int], Schedule]] = {"zb-v": zb_v, "dualpipe-v": dualpipe_v}
+NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v")
+
+
+def usual_chunks(name: str) -> int:
+    """The number of chunks per rank that a schedule of this name has unless it is given: the least that it accepts."""
+    return 1 if name in _ONE_CHUNK else 2
+
+
 def make_schedule(
     name: str, stages: int, microbatches: int, chunks: int = 1, group_size: int | None = None
 ) -> Schedule:
@@ -119,11 +211,53 @@ def make_schedule(
         return interleaved(stages, microbatches, chunks, group_size)
     if name not in NAMES:
         raise ValueError(f"{name!r} is not a schedule; expected one of {', '.join(NAMES)}")
-    if chunks != 1:
-        raise ValueError(f"{name} with {chunks} chunks; expected 1: only interleaved has more")
     if group_size is not None:
         raise ValueError(f"{name} with a group_size of {group_size}; expected none: only interleaved has one")
-    return {"gpipe": gpipe, "1f1b": one_forward_one_backward, "zb-h1": zb_h1}[name](stages, microbatches)
+    if name == "looped-bfs":
+        return looped_bfs(stages, microbatches, chunks)
+    if chunks != usual_chunks(name):
+        raise ValueError(f"{name} with {chunks} chunks; expected {usual_chunks(name)}")
+    return (_ONE_CHUNK | _V_SHAPED)[name](stages, microbatches)
+
+
+def _in_phases(phases: Iterable[tuple[int, str]]) -> list[Op]:
+    """Write out a rank's passes, phase by phase: the number of repetitions, and the pattern.
+
+    ``F0`` is the next forward pass on chunk 0, ``I0`` and ``B0`` the next backward pass, ``W0`` the oldest weight pass
+    of the chunk that is due, ``W`` that of any chunk, and nothing if none is due.  ``F0+B1`` is one action.
+    """
+    counts: Counter[tuple[bool, int]] = Counter()
+    due: list[Op] = []
+    row = []
+    for times, pattern in phases:
+        for token in pattern.replace("+", " ").split() * max(0, times):
+            kind = Pass(token[0])
+            if kind is WEIGHT:
+                op = next((op for op in due if token[1:] in ("", str(op.chunk))), None)
+                if op is not None:
+                    due.remove(op)
+                    row.append(op)
+                continue
+            chunk = int(token[1:])
+            microbatch = counts[kind is F, chunk]
+            counts[kind is F, chunk] += 1
+            row.append(Op(kind, microbatch, chunk))
+            if kind is INPUT:
+                due.append(Op(WEIGHT, microbatch, chunk))
+    return row
+
+
+def _joined(tokens: Iterable[str]) -> Iterable[int]:
+    """Yield the position of each pass that forms one action with the next."""
+    at = 0
+    for token in tokens:
+        if "+" in token:
+            yield at
+        at += 1 + token.count("+")
+
+
+def _v_shape(stages: int) -> tuple[int, ...]:
+    return (*range(stages), *reversed(range(stages)))
 
 
 def _in_turn(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
@@ -137,6 +271,13 @@ def _check_counts(stages: int, microbatches: int) -> None:
         raise ValueError(f"{stages} stages and {microbatches} microbatches; expected at least 1 of each")
 
 
-def _schedule(name: str, microbatches: int, chunks: int, rows: Iterable[list[Op]]) -> Schedule:
+def _schedule(
+    name: str,
+    microbatches: int,
+    chunks: int,
+    rows: Iterable[list[Op]],
+    placement: tuple[int, ...] = (),
+    together: frozenset[tuple[int, int]] = frozenset(),
+) -> Schedule:
     order = tuple(map(tuple, rows))
-    return Schedule(name, len(order), microbatches, chunks, order)
+    return Schedule(name, len(order), microbatches, chunks, order, placement, together)

@@ -130,7 +130,6 @@ class Compiled:
             ValueError: the costs are for another number of ranks or chunks.
         """
         self._check(costs)
-        ranks = self.schedule.stages
         table: list[dict[Pass, int]] = [
             {
                 Pass.FORWARD: stage.forward_ns,
@@ -140,7 +139,8 @@ class Compiled:
             }
             for stage in costs.stages
         ]
-        return [[table[op.chunk * ranks + rank][op.kind] for op in row] for rank, row in enumerate(self.schedule.order)]
+        stage = self.schedule.virtual_stage
+        return [[table[stage(rank, op)][op.kind] for op in row] for rank, row in enumerate(self.schedule.order)]
 
     def run(
         self,

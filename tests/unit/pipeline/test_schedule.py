@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.fill.pipeline.schedule import NAMES, Op, Pass, Schedule, execution_order
+from megatron.fill.pipeline.schedule import Op, Pass, Schedule, execution_order
 from megatron.fill.pipeline.schedules import (
     gpipe,
     interleaved,
@@ -23,8 +23,8 @@ TWO = """1f1b: 2 stages, 4 microbatches, 1 chunks:
 
 @st.composite
 def schedules(draw: st.DrawFn, most_stages: int = 5, most_microbatches: int = 8) -> Schedule:
-    """Any that the generators make."""
-    name = draw(st.sampled_from(NAMES))
+    """Any that the generators make of the schedules whose transfers may hold both ends."""
+    name = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1"]))
     if name != "interleaved":
         return make_schedule(name, draw(st.integers(1, most_stages)), draw(st.integers(1, most_microbatches)))
     stages = draw(st.integers(2, most_stages))
@@ -101,7 +101,6 @@ def test_a_schedule_without_one_of_its_passes_is_refused(schedule: Schedule, dat
         ("1f1b: 1 stages", "line 1 is '1f1b: 1 stages'"),
         ("1f1b: 1 stages, 1 microbatches, 1 chunks:\n1: F0 B0", "line 2 .* rank 0"),
         ("1f1b: 1 stages, 1 microbatches, 1 chunks:\n0: F0 X0", "line 2: 'X0' is not a pass"),
-        ("2f2b: 1 stages, 1 microbatches, 1 chunks:\n0: F0 B0", "name is '2f2b'; expected one of gpipe"),
         ("1f1b: 0 stages, 1 microbatches, 1 chunks:", "at least one stage"),
         ("1f1b: 2 stages, 1 microbatches, 1 chunks:\n0: F0 B0", "1 rows; expected 2"),
         ("1f1b: 1 stages, 1 microbatches, 1 chunks:\n0: F0 F0 B0", "F0 runs twice"),
@@ -114,7 +113,7 @@ def test_a_schedule_without_one_of_its_passes_is_refused(schedule: Schedule, dat
         ("zb-h1: 1 stages, 1 microbatches, 1 chunks:\n0: F0 I0 W0 B0", "B0 is both whole and split"),
         (
             "1f1b: 2 stages, 2 microbatches, 1 chunks:\n0: F0 B0 F1 B1\n1: F0 F1 B0 B1",
-            r"each waits for another: rank 0 at B0, rank 1 at F1; the schedule is\n1f1b",
+            r"a cycle: rank 0 at B0 waits for B0 of rank 1, which comes after F1; rank 1 .* is\n1f1b",
         ),
         ("interleaved: 1 stages, 1 microbatches, 2 chunks:\n0: F0 F0.1 B0 B0.1", "rank 0 at B0"),
         ("interleaved: 1 stages, 1 microbatches, 2 chunks:\n0: F0.1 F0 B0.1 B0", "rank 0 at F0.1"),
@@ -133,7 +132,7 @@ def test_whole_and_split_backwards_may_meet():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("dualpipe", 2, 2), "'dualpipe' is not a schedule; expected one of gpipe, 1f1b, interleaved, zb-h1"),
+        (("dualpipe", 2, 2), "'dualpipe' is not a schedule; expected one of gpipe, 1f1b, interleaved, looped-bfs"),
         (("1f1b", 2, 2, 2), "1f1b with 2 chunks; expected 1"),
         (("zb-h1", 2, 2, 1, 2), "zb-h1 with a group_size of 2; expected none"),
         (("gpipe", 0, 2), "0 stages and 2 microbatches; expected at least 1 of each"),

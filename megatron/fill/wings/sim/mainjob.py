@@ -184,7 +184,10 @@ class MainJob:
 
 @lru_cache(maxsize=64)
 def _schedule(name: str, stages: int, microbatches: int, chunks: int, group_size: int | None) -> Schedule:
-    return make_schedule(name, stages, microbatches, chunks, group_size)
+    schedule = make_schedule(name, stages, microbatches, chunks, group_size)
+    if schedule.placement != tuple(range(stages)) * chunks:  # costs and memory are those of Megatron's placement
+        raise ValueError(f"schedule is {name}; expected one with the first stage on rank 0 and the last on rank pp - 1")
+    return schedule
 
 
 @lru_cache(maxsize=64)

@@ -16,8 +16,8 @@ from megatron.fill.given.files import read_json
 from megatron.fill.given.problems import explain
 from megatron.fill.pipeline.bubbles import bubble_cycle, peak_activation_bytes
 from megatron.fill.pipeline.costs import PipelineCosts
-from megatron.fill.pipeline.schedule import NAMES, Schedule
-from megatron.fill.pipeline.schedules import make_schedule
+from megatron.fill.pipeline.schedule import Schedule
+from megatron.fill.pipeline.schedules import NAMES, make_schedule
 from megatron.fill.pipeline.timeline import simulate
 from megatron.fill.profiles import BubbleCycle, BubbleSlot
 from megatron.fill.records import last_segment
