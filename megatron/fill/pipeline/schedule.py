@@ -54,7 +54,7 @@ class ScheduleError(ValueError):
     """An order of passes that is not a schedule.
 
     Attributes:
-        problem: what is wrong, without the schedule.
+        problem: the problem without the schedule's text.
         rank: rank with the problem; None if it is not one rank's.
         at: position of the pass in the rank's order; None if it is not one pass's.
     """
