@@ -37,7 +37,10 @@ setup(
     # megatron itself has no __init__.py: it is a namespace shared with pip's megatron-core.
     packages=find_namespace_packages(include=["megatron.fill*", "pipefill_patches*"]),
     entry_points={"console_scripts": ["pipefill = megatron.fill.cli:main"]},
-    package_data={"megatron.fill": ["py.typed", "report/page.html"], "pipefill_patches": ["py.typed"]},
+    package_data={
+        "megatron.fill": ["py.typed", "report/page.html", "wings/configure/megatron_flags.txt"],
+        "pipefill_patches": ["py.typed"],
+    },
     install_requires=[
         "torch>=2.8",
         f"megatron-core[training]{oldest}",

@@ -203,3 +203,23 @@ def test_pays_says_when_it_does_and_when_it_does_not():
     assert "Filling does not pay" in pays("--gpus", "8", "--", *FLAGS.split(), "--tensor-model-parallel-size", "8")
     with pytest.raises(ConfigError, match="--gpu is 'abacus'"):
         pays("--gpu", "abacus", "--", *layout)
+
+
+def test_flags_that_are_not_weighed_are_named():
+    for command in (["configure", "c.yaml", "--top", "1"], ["pays", "--gpus", "8"]):
+        run("--top", "1")
+        result = CliRunner().invoke(app, [*command, "--", *FLAGS.split(), "--use-flash-attn", "--lr", "1e-3"])
+        assert result.exit_code == 0, result.output
+        assert "Not weighed, though they change time or memory: --use-flash-attn." in result.output
+
+
+def test_stages_of_unlike_layers_are_named():
+    lines = run("--top", "1", flags=f"{FLAGS} --num-layers 30 --pipeline-model-parallel-size 4").splitlines()
+    assert lines[2] == "Row 1: the first of its stages has 7 layers, the last 7."
+
+
+def test_layers_that_megatron_cannot_divide_do_not_pay():
+    flags = f"{FLAGS} --num-layers 30 --pipeline-model-parallel-size 4"
+    result = CliRunner().invoke(app, ["pays", "--gpus", "8", "--", *flags.split()])
+    assert isinstance(result.exception, ConfigError)
+    assert "--num-layers is 30: expected a multiple of the 4 stages" in str(result.exception)

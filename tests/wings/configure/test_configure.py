@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -209,11 +210,58 @@ def test_when_nothing_fits_it_says_what_excludes_all():
         (FLAGS + " --num-query-groups 3", "query_groups is 3; expected a divisor of heads, 8"),
         ("12 " + FLAGS, "'12' belongs to no flag"),
         (FLAGS + " --recompute-granularity some", "expected selective or full"),
+        (FLAGS + " --misspelt-flag 3", "--misspelt-flag is no flag of Megatron"),
+        (FLAGS + " --num-layer 3", "--num-layer is no flag of Megatron; expected --num-layers"),
+        (FLAGS + " --recompute-method block", "'block': expected uniform"),
+        (FLAGS + " --optimizer sgd", "'sgd': expected adam"),
+        *(
+            (f"{FLAGS} {flag}", f"{flag.split()[0]}: .* is not weighed")
+            for flag in (
+                "--mtp-num-layers 1",
+                "--hybrid-layer-pattern MM",
+                "--moe-shared-expert-intermediate-size 64",
+                "--fp4-format e2m1",
+                "--optimizer-cpu-offload",
+                "--recompute-modules mlp",
+                "--account-for-loss-in-pipeline-split",
+            )
+        ),
     ],
 )
 def test_wrong_flags_are_named(flags, expected):
     with pytest.raises(ConfigError, match=expected):
         read_flags(flags.split())
+
+
+def test_flags_are_neutral_or_named_as_not_weighed():
+    neutral = "--lr 1e-3 --save x --data-path a b --transformer-impl local --tensorboard-dir t --fill-jobs jobs.yaml"
+    assert read_flags([*FLAGS.split(), *neutral.split()]).ignored == ()
+    unweighed = ("--transformer-impl", "--use-flash-attn", "--attention-backend", "--use-precision-aware-optimizer")
+    given = "--transformer-impl transformer_engine --use-flash-attn --attention-backend flash"
+    found = read_flags([*FLAGS.split(), *given.split(), "--use-precision-aware-optimizer", "--use-flash-attn"])
+    assert found.ignored == unweighed
+    assert all(flag in found.others for flag in unweighed)
+
+
+def test_a_run_may_have_flags_of_its_own_script():
+    assert read_flags([*FLAGS.split(), "--its-own", "3"], ends=True).ignored == ("--its-own",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tp", "expected"),
+    [
+        ("--tokenizer-type GPT2BPETokenizer", 2, 50432),
+        ("--padded-vocab-size 50304", 1, 50304),
+        ("--vocab-size 1000 --tokenizer-type GPT2BPETokenizer --make-vocab-size-divisible-by 8", 1, 1000),
+    ],
+)
+def test_the_vocabulary_is_what_the_flags_say(flags, tp, expected):
+    model = re.sub("--vocab-size [0-9]+ ?", "", FLAGS)
+    assert read_flags([*model.split(), *flags.split()]).padded(tp) == expected
+
+
+def test_selective_recomputation_has_an_older_name():
+    assert read_flags([*FLAGS.split(), "--recompute-activations"]).fixed["recompute"] is Recompute.SELECTIVE
 
 
 @pytest.mark.parametrize("memory", ["80GiB", "2700MB"])

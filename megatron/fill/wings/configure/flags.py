@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.wings.configure.known import check_name, is_neutral
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 
@@ -22,6 +23,7 @@ _MODEL = {
     "--moe-router-topk": "experts_per_token",
 }
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size")
+_NUMBERS = ("--global-batch-size", "--make-vocab-size-divisible-by", "--padded-vocab-size")
 _LAYOUT = {
     "--tensor-model-parallel-size": "tp",
     "--pipeline-model-parallel-size": "pp",
@@ -33,21 +35,14 @@ _LAYOUT = {
 }
 _ENDS = {"--decoder-first-pipeline-num-layers": "first_layers", "--decoder-last-pipeline-num-layers": "last_layers"}
 _SWITCHES = {"--sequence-parallel": "sequence_parallel", "--use-distributed-optimizer": "distributed_optimizer"}
-_RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
-# What changes costs or memory in ways that are not modelled.
-_REFUSED = {
-    "--kv-channels": "heads times channels other than the hidden size",
-    "--moe-ffn-hidden-size": "experts of another width than --ffn-hidden-size",
-    "--moe-layer-freq": "layers without experts between those with them",
-    "--expert-tensor-parallel-size": "experts divided otherwise than --tensor-model-parallel-size",
-    "--pipeline-model-parallel-layout": "a layout given by hand",
-    **dict.fromkeys(_ENDS, "layers given by hand"),
-    "--fp8-format": "FP8",
-    "--use-torch-fsdp2": "FSDP",
-    "--use-megatron-fsdp": "FSDP",
-    "--multi-latent-attention": "multi-latent attention",
-}
+_RECOMPUTE = ("--recompute-method", "--recompute-num-layers")  # a layout has its own
 _DIVISOR = 128  # Megatron's default of --make-vocab-size-divisible-by
+# Tokenizers whose vocabulary is known without their files.
+_VOCABULARIES = {
+    "GPT2BPETokenizer": 50257,
+    "BertWordPieceLowerCase": 30522,
+    "BertWordPieceCase": 28996,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +52,8 @@ class Training:
     Attributes:
         fixed: fields of ``Parallel`` that the flags already decide.
         others: all flags but those of the layout, as they were.
+        divisor: multiple that the vocabulary is padded to, per tensor-parallel rank.
+        ignored: flags that change time or memory in ways that are not weighed.
     """
 
     model: ModelSpec
@@ -64,10 +61,12 @@ class Training:
     precision: Precision
     fixed: Mapping[str, Any]
     others: tuple[str, ...]
+    divisor: int = _DIVISOR
+    ignored: tuple[str, ...] = ()
 
     def padded(self, tp: int) -> int:
         """The vocabulary as Megatron pads it."""
-        unit = _DIVISOR * tp
+        unit = self.divisor * tp
         return -(-self.model.vocabulary // unit) * unit
 
 
@@ -75,7 +74,8 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     """Read a training from Megatron's flags.
 
     Args:
-        ends: True if they may set the layers of the first and the last stage, as for a training that ran.
+        ends: True if they are those of a training that ran: they may set the layers of the first and the last stage,
+            and its script may have had flags of its own.
 
     Raises:
         ConfigError: naming the flag, its value, and what was expected.
@@ -85,10 +85,11 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     others: list[str] = []
     given = _pairs(tokens)
     layout = _LAYOUT | _ENDS if ends else _LAYOUT
+    ignored: list[str] = []
     for flag, value in given:
-        if flag in _REFUSED and flag not in layout:
-            raise ConfigError(f"{flag}: {_REFUSED[flag]} is not weighed; expected it to be left out")
-        if flag in _MODEL or flag == "--global-batch-size":
+        if not ends:
+            check_name(flag)
+        if flag in _MODEL or flag in _NUMBERS:
             values[flag] = _number(flag, value)
         elif flag in layout:
             fixed[layout[flag]] = _number(flag, value)
@@ -96,14 +97,21 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
         elif flag in _SWITCHES:
             fixed[_SWITCHES[flag]] = True
             continue
-        elif flag in _RECOMPUTE:
-            if flag == "--recompute-granularity":
-                fixed["recompute"] = _recompute(value)
+        elif flag in ("--recompute-granularity", "--recompute-activations"):
+            fixed["recompute"] = Recompute.SELECTIVE if flag == "--recompute-activations" else _recompute(value)
+            continue
+        elif not is_neutral(flag, " ".join(value or ())):
+            ignored.append(flag)
+        if flag in _RECOMPUTE:
             continue
         others += [flag] if value is None else [flag, *value]
+    _fill_vocabulary(values, {flag: " ".join(value or ()) for flag, value in given})
     for flag in (*_NEEDED, "--global-batch-size"):
         if flag not in values:
-            raise ConfigError(f"{flag} is missing; expected Megatron's flags of the model and --global-batch-size")
+            unless = ", unless --tokenizer-type says how large it is" if flag == "--vocab-size" else ""
+            raise ConfigError(
+                f"{flag} is missing; expected Megatron's flags of the model and --global-batch-size{unless}"
+            )
     names = {flag for flag, _ in given}
     fields: dict[str, Any] = {name: values[flag] for flag, name in _MODEL.items() if flag in values}
     if "experts" in fields:
@@ -126,7 +134,19 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     except ValueError as error:
         raise ConfigError(f"the flags describe no model: {error}") from error
     precision = Precision.BF16 if "--bf16" in names else Precision.FP16 if "--fp16" in names else Precision.FP32
-    return Training(model, values["--global-batch-size"], precision, fixed, tuple(others))
+    divisor = values.get("--make-vocab-size-divisible-by", _DIVISOR)
+    return Training(
+        model, values["--global-batch-size"], precision, fixed, tuple(others), divisor, tuple(dict.fromkeys(ignored))
+    )
+
+
+def _fill_vocabulary(values: dict[str, int], given: Mapping[str, str]) -> None:
+    """Add the vocabulary that a tokenizer's name says, or the size that is given after padding."""
+    if "--padded-vocab-size" in values:
+        values["--vocab-size"] = values["--padded-vocab-size"]
+    known = _VOCABULARIES.get(given.get("--tokenizer-type", ""))
+    if known is not None:
+        values.setdefault("--vocab-size", known)
 
 
 def layout_flags(parallel: Parallel) -> list[str]:

@@ -29,6 +29,12 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str) -> Val
     for option, name, known in (("--gpu", gpu, GPUS), ("--network", network, NETWORKS)):
         _check_known(option, name, list(known))
     fixed: dict[str, Any] = dict.fromkeys(_ONE, 1) | {"recompute": Recompute.NONE} | dict(training.fixed)
+    stages = fixed["pp"] * fixed["chunks"]
+    if training.model.layers % stages:
+        raise ConfigError(
+            f"--num-layers is {training.model.layers}: expected a multiple of the {stages} stages, virtual ones "
+            "included, among which Megatron divides the layers"
+        )
     count = gpus or fixed["tp"] * fixed["pp"] * fixed["cp"]
     node = min(NETWORKS[network].gpus_per_node, count)
     if count % node:

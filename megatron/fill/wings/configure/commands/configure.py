@@ -13,6 +13,7 @@ from megatron.fill.errors import ConfigError
 if TYPE_CHECKING:
     from megatron.fill.wings.configure.choose import Choice
     from megatron.fill.wings.configure.cluster import Cluster
+    from megatron.fill.wings.configure.flags import Training
     from megatron.fill.wings.configure.passes import Profile
     from megatron.fill.wings.configure.value import Valued
 
@@ -58,7 +59,8 @@ def configure(
     time, FILL the number of GPUs that the jobs would need for the same work without bubbles. On a measured network,
     ranks are placed for the shortest iteration. With --profile, passes take as long as in that run.
 
-    --json writes "configurations", "timed" and a list "best", each with its layout, rank order, flags and figures.
+    --json writes "configurations", "timed", "ignored" (flags) and a list "best", each with its layout, rank order,
+    flags and figures.
     """
     from megatron.fill.wings.configure.choose import choose
     from megatron.fill.wings.configure.cluster import load_cluster
@@ -82,10 +84,11 @@ def configure(
     correction = None if memory_model is None else Correction.load(memory_model)
     choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes, correction)
     _print_choice(choice, there)
+    _print_ignored(training)
     for one in passes.profiles if passes else ():
         _print_untold(one)
     if json_path is not None:
-        _write_json(json_path, choice, there)
+        _write_json(json_path, choice, there, training)
     if png is not None:
         from megatron.fill.wings.configure.picture import draw_best
 
@@ -106,16 +109,18 @@ def pays(
 ) -> None:
     """Print the value of a training's bubbles, or that filling does not pay; without GPUs, in a second.
 
-    The layout is that of the flags. --json prints gpus, iteration_s, bubble_share, memory_bytes, gpus_worth and pays.
+    The layout is that of the flags. --json prints gpus, iteration_s, bubble_share, memory_bytes, gpus_worth, pays and
+    ignored (flags).
     """
     from megatron.fill.cli.views import print_json
     from megatron.fill.wings.configure.flags import read_flags
     from megatron.fill.wings.configure.pays import figures
 
-    found = figures(read_flags(flags), gpus, gpu, network)
+    training = read_flags(flags)
+    found = figures(training, gpus, gpu, network)
     worth = found.gpus_worth / found.proposal.parallel.gpus
     if as_json:
-        print_json(_figures(found) | {"pays": worth >= _PAYS})
+        print_json(_figures(found) | {"pays": worth >= _PAYS, "ignored": training.ignored})
         return
     its = found.proposal
     print(f"An iteration takes {its.iteration_s:.3g} s on {its.parallel.gpus} GPUs; {its.bubble_share:.1%} is bubbles.")
@@ -125,6 +130,13 @@ def pays(
         print(f"Filling does not pay: inference of BERT-base would do the work of {found.gpus_worth:.2f} GPUs in them.")
         if its.parallel.chunks > 1 or its.bubble_share < _PAYS:
             print("With virtual stages or many micro-batches, too little time is left between passes.")
+    _print_ignored(training)
+
+
+def _print_ignored(training: Training) -> None:
+    """Print the flags that the figures leave out."""
+    if training.ignored:
+        print(f"Not weighed, though they change time or memory: {', '.join(training.ignored)}.")
 
 
 def _figures(one: Valued) -> dict[str, Any]:
@@ -138,7 +150,7 @@ def _figures(one: Valued) -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, choice: Choice, cluster: Cluster) -> None:
+def _write_json(path: Path, choice: Choice, cluster: Cluster, training: Training) -> None:
     import json
     from dataclasses import asdict
 
@@ -150,7 +162,7 @@ def _write_json(path: Path, choice: Choice, cluster: Cluster) -> None:
         its = one.proposal
         entry = _figures(one) | {"cost": _cost(one, cluster), "parallel": asdict(its.parallel)}
         best.append(entry | {"flags": layout_flags(its.parallel), "order": list(its.order)})
-    data = {"configurations": choice.configurations, "timed": choice.timed, "best": best}
+    data = {"configurations": choice.configurations, "timed": choice.timed, "ignored": training.ignored, "best": best}
     write_text(path, json.dumps(data, indent=2) + "\n")
 
 
@@ -187,4 +199,8 @@ def _print_choice(choice: Choice, cluster: Cluster) -> None:
         row += [f"{its.bubble_share:.1%}", f"{one.gpus_worth:.2f}"]
         table.add_row(*row, *([f"{_cost(one, cluster):.3g}"] if priced else []))
     Console(width=80 if not priced else 90).print(table)
+    for number, one in enumerate(choice.best, 1):
+        first, last = one.proposal.parallel.first_layers, one.proposal.parallel.last_layers
+        if first is not None or last is not None:
+            print(f"Row {number}: the first of its stages has {first} layers, the last {last}.")
     print(f"The best of {choice.configurations} configurations, {choice.timed} of which were timed.")

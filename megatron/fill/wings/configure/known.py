@@ -1,0 +1,106 @@
+"""The effect of Megatron's flags on costs and memory: none, not weighed, or so large that a training is refused."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+
+from megatron.fill.errors import ConfigError
+
+# Refused: the figures would be those of another training.
+_REFUSED = {
+    "--kv-channels": "heads times channels other than the hidden size",
+    "--moe-ffn-hidden-size": "experts of another width than --ffn-hidden-size",
+    "--moe-layer-freq": "layers without experts between those with them",
+    "--moe-latent-size": "experts of another width than the hidden size",
+    "--moe-shared-expert-intermediate-size": "shared experts",
+    "--expert-tensor-parallel-size": "experts divided otherwise than --tensor-model-parallel-size",
+    "--pipeline-model-parallel-layout": "a layout given by hand",
+    "--decoder-first-pipeline-num-layers": "layers given by hand",
+    "--decoder-last-pipeline-num-layers": "layers given by hand",
+    "--account-for-embedding-in-pipeline-split": "an embedding counted as a layer",
+    "--account-for-loss-in-pipeline-split": "a loss counted as a layer",
+    "--use-tp-pp-dp-mapping": "another order of ranks",
+    "--fp8-format": "FP8",
+    "--fp4-format": "FP4",
+    "--use-torch-fsdp2": "FSDP",
+    "--use-megatron-fsdp": "FSDP",
+    "--multi-latent-attention": "multi-latent attention",
+    "--experimental-attention-variant": "another attention",
+    "--window-size": "sliding-window attention",
+    "--mtp-num-layers": "multi-token prediction",
+    "--hybrid-layer-pattern": "layers of several kinds",
+    "--hybrid-override-pattern": "layers of several kinds",
+    "--is-hybrid-model": "layers of several kinds",
+    "--heterogeneous-layers-config-path": "layers of several kinds",
+    "--heterogeneous-layers-config-encoded-json": "layers of several kinds",
+    "--recompute-modules": "a choice of what is computed again",
+    "--optimizer-cpu-offload": "an optimizer on the CPU",
+    "--cpu-offloading-num-layers": "activations on the CPU",
+    "--fine-grained-activation-offloading": "activations on the CPU",
+    "--rampup-batch-size": "a batch that grows",
+    "--yaml-cfg": "a file in the place of flags",
+}
+# Flags that are neutral with the one value that is counted.
+_COUNTED = {
+    "--transformer-impl": "local",
+    "--attention-backend": "unfused",
+    "--recompute-num-layers": "1",
+}
+_NEUTRAL = re.compile(
+    "--(?:"
+    # the model, its numbers and its precision, as far as they are counted
+    "bf16|fp16|swiglu|untie-embeddings-and-output-weights|position-embedding-type|use-rotary-position-embeddings|"
+    "max-position-embeddings|hidden-dropout|attention-dropout|group-query-attention|disable-bias-linear|"
+    "make-vocab-size-divisible-by|padded-vocab-size|norm-epsilon|rotary-.*|rope-.*|use-rope-scaling|init-method-.*|"
+    # data and tokenizers
+    "(?:train-|valid-|test-)?data-path|data-cache-path|(?:data|per-split-data)-args-path|mock-data|split|dataloader-.*|"
+    "num-workers|num-dataset-builder-threads|no-mmap-bin-files|tokenizer-.*|vocab-file|merge-file|tiktoken-.*|"
+    "null-tokenizer-.*|"
+    # learning
+    "lr|lr-.*|min-lr|decoupled-.*|(?:start-|end-)?weight-decay.*|adam-.*|clip-grad|seed|finetune|override-.*|"
+    "train-iters|train-samples|eval-.*|data-parallel-random-init|(?:initial-|min-)?loss-scale.*|hysteresis|"
+    "moe-aux-loss-coeff|moe-z-loss-coeff|moe-router-load-balancing-type|"
+    # checkpoints, logs and the process
+    "save|save-.*|load|load-.*|no-(?:save|load)-.*|ckpt-.*|dist-ckpt-.*|async-.*|non-persistent-.*|use-checkpoint-.*|"
+    "auto-detect-ckpt-format|pretrained-checkpoint|log-.*|tensorboard-.*|wandb-.*|.*one-logger.*|timing-log-.*|"
+    "logging-level|app-tag-.*|exit-.*|distributed-(?:backend|timeout-.*)|local-rank|use-cpu-initialization|"
+    "use-mcore-models|manual-gc.*|rerun-mode|check-for-.*|no-check-for-nan-in-loss-and-grad|disable-msc|"
+    "fill-.*)"
+)
+
+
+def is_neutral(flag: str, value: str | None) -> bool:
+    """Return True if the figures hold with a flag, False if they hold but for what it changes.
+
+    Raises:
+        ConfigError: they would be those of another training.
+    """
+    if flag in _REFUSED:
+        raise ConfigError(f"{flag}: {_REFUSED[flag]} is not weighed; expected it to be left out")
+    if flag == "--optimizer" and value != "adam":
+        raise ConfigError(f"{flag} is {(value or '')[:60]!r}: expected adam, whose memory alone is counted")
+    if flag == "--recompute-method" and value != "uniform":
+        raise ConfigError(f"{flag} is {(value or '')[:60]!r}: expected uniform, which alone is weighed")
+    if flag in _COUNTED:
+        return value == _COUNTED[flag]
+    return flag in ("--optimizer", "--recompute-method") or _NEUTRAL.fullmatch(flag) is not None
+
+
+def check_name(flag: str) -> None:
+    """Check that Megatron or PipeFill has a flag.
+
+    Raises:
+        ConfigError: neither has; the message names the nearest that one has.
+    """
+    if flag in _names() or flag.startswith("--fill-"):
+        return
+    near = get_close_matches(flag, _names(), 1)
+    raise ConfigError(f"{flag[:60]} is no flag of Megatron; expected {near[0] if near else 'one that it has'}")
+
+
+@cache
+def _names() -> frozenset[str]:
+    return frozenset(files(__package__).joinpath("megatron_flags.txt").read_text(encoding="utf-8").split())
