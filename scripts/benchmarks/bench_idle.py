@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.benchmarks.results import opened
+
 from scripts.benchmarks.sidetasks import TASKS
 from scripts.benchmarks.trainings import GPT, Blocks, MainJob, filled, jobs_file, settings, train
 
