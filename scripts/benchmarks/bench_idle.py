@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.benchmarks.results import opened
-
+from scripts.benchmarks.harness import opened
 from scripts.benchmarks.sidetasks import TASKS
 from scripts.benchmarks.trainings import GPT, Blocks, MainJob, filled, jobs_file, settings, train
 
