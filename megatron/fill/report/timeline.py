@@ -29,6 +29,7 @@ _LEGEND_IN = 0.47  # its top, from the figure's bottom
 _LANE_TOP, _LANE, _SIDE_TOP, _SIDE = 0.08, 0.5, 0.62, 0.26  # in rows; a row is one rank
 _CHARACTER_IN = 0.075  # width of a letter of a bubble's label
 _VISIBLE_EDGE_IN = 0.04  # a narrower bar would be all edge
+_OVERRUN_ALPHA = 0.3  # a step outside of bubbles: on a CPU it mostly waits for the core there
 _JOIN_IN = 0.012  # steps less than a pixel apart are drawn as one
 _NUMBER_IN = 0.95  # width of an iteration's number
 _NAME_LENGTH = 26
@@ -170,9 +171,14 @@ def _draw_main(axes: Axes, row: int, lanes: _Lanes, window: Window) -> None:
 
 def _draw_side(axes: Axes, row: int, lanes: _Lanes, colours: dict[str, str], window: Window) -> None:
     lane = (row + _SIDE_TOP, _SIDE)
+    waits = [bar for bar, _ in lanes.bubbles]
     for job, steps in lanes.steps.items():
         bars = join(steps, _JOIN_IN / _scale(window))
-        axes.broken_barh(bars, lane, facecolors=colours[job], edgecolors="white", linewidth=_edge(bars, window))
+        overruns = subtract(bars, waits)
+        for part, alpha in ((subtract(bars, overruns), 1.0), (overruns, _OVERRUN_ALPHA)):
+            axes.broken_barh(
+                part, lane, facecolors=colours[job], alpha=alpha, edgecolors="white", linewidth=_edge(part, window)
+            )
 
 
 def _scale(window: Window) -> float:
@@ -241,6 +247,8 @@ def _add_legend(figure: Figure, jobs: Iterable[tuple[str, str]]) -> None:
     handles = [Patch(facecolor=colour, label=label) for label, colour in entries.items()]
     handles.append(Patch(facecolor=_BUBBLE, edgecolor=_BUBBLE_HATCH, hatch="////", label="bubble"))
     handles += [Patch(facecolor=colour, label=label) for label, colour in jobs]
+    if handles[-1].get_label() != "bubble":
+        handles.append(Patch(facecolor=_INK, alpha=_OVERRUN_ALPHA, label="pale: a step outside of bubbles"))
     figure.legend(
         handles=handles,
         loc="upper left",
