@@ -109,14 +109,15 @@ def test_the_sdist_has_what_the_checkout_has(sdist):
     assert {path for path in shipped - tracked if ".egg-info" not in path} == {"PKG-INFO", "setup.cfg"}
 
 
-def test_the_wheel_has_all_of_the_packages_and_nothing_else(files):
+def test_the_wheel_has_all_files_of_the_packages_and_nothing_else(files):
     modules = {
         str(path.relative_to(ROOT))
         for folder in ("megatron", "pipefill_patches")
-        for path in (ROOT / folder).rglob("*.py")
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix not in (".pyc", ".pyo")
     }
     found = {name for name in files if ".dist-info/" not in name}
-    assert found == modules | {"megatron/fill/py.typed", "pipefill_patches/py.typed"}
+    assert found == modules
     assert "megatron/__init__.py" not in found  # it would hide pip's megatron.core
     assert any(name.startswith("megatron/fill/store/migrations/versions/") for name in found)
 
