@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import ref
 
 from megatron.fill.hooks import bus
 from pipefill_patches.patch import replace
@@ -105,18 +105,25 @@ def install(stack: contextlib.ExitStack) -> None:
     """Open bubbles in collectives until ``stack`` is closed."""
     import torch
 
-    pending: WeakSet[Any] = WeakSet()  # work across stages that has not been waited for
-    others: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # all other work, with its name in the account
+    # The name in the account of work that was not waited for when it was posted; None for work across stages.
+    pending: dict[ref[Any], str | None] = {}
     account = bus.account
+
+    def forget(work: ref[Any]) -> None:
+        pending.pop(work, None)
 
     def watched_wait(wait: Call) -> Call:
         @functools.wraps(wait)
         def run(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if bus.between_passes and work in pending:
-                pending.discard(work)
+            if not pending or (key := ref(work)) not in pending:
+                return wait(work, *args, **kwargs)
+            name = pending[key]
+            if name is None:
+                if not bus.between_passes:
+                    return wait(work, *args, **kwargs)
+                del pending[key]
                 return bus.blocked(functools.partial(wait, work, *args, **kwargs))
-            name = others.get(work)
-            if name is None or account.thread != get_ident():
+            if account.thread != get_ident():
                 return wait(work, *args, **kwargs)
             depth = account.enter(name)
             try:
@@ -133,21 +140,18 @@ def install(stack: contextlib.ExitStack) -> None:
             whose = wait_name(group) if across or (account.settled and account.thread == get_ident()) else _NOBODY
             if not whose:
                 return call(group, *args, **kwargs)
-            if blocks(name, args, kwargs):
-                if across:
-                    return bus.blocked(functools.partial(_finished, call, group, *args, **kwargs))
-                depth = account.enter(whose)
-                try:
-                    return _finished(call, group, *args, **kwargs)
-                finally:
-                    account.leave(depth)
-            work = call(group, *args, **kwargs)
-            if work is not None:
-                if across:
-                    pending.add(work)
-                else:
-                    others[work] = whose
-            return work
+            if not blocks(name, args, kwargs):
+                work = call(group, *args, **kwargs)
+                if work is not None:
+                    pending[ref(work, forget)] = None if across else whose
+                return work
+            if across:
+                return bus.blocked(functools.partial(_finished, call, group, *args, **kwargs))
+            depth = account.enter(whose)
+            try:
+                return _finished(call, group, *args, **kwargs)
+            finally:
+                account.leave(depth)
 
         return run
 

@@ -40,10 +40,11 @@ def _bracketed(original: Callable[..., Any], schedule: str) -> Callable[..., Any
         chunks = len(model) if isinstance(model, list) else 1
         name = "graph" if hasattr(kwargs.get("p2p_communicator"), "rank_module_map") else schedule
         bus.begin_schedule(CycleKey(name, kwargs["num_microbatches"], chunks, kwargs.get("forward_only", False)))
+        depth = bus.account.enter(bus.computing(HOST))
         try:
-            with bus.account.within(bus.computing(HOST)):
-                return original(**kwargs)
+            return original(**kwargs)
         finally:
+            bus.account.leave(depth)
             bus.end_schedule()
 
     return run

@@ -53,6 +53,7 @@ class Account:
 
     Attributes:
         thread: number of that thread.
+        settled: True once the start-up is over.
     """
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
@@ -62,22 +63,19 @@ class Account:
     def begin(self, start_ns: int) -> None:
         """Begin anew: until the first ``settle``, time in no bracket is the start-up."""
         self.thread = get_ident()
+        self.settled = False
         self._start_ns = self._since_ns = start_ns
-        self._stack = [START]
+        # By name: all ns, those in long stretches, the number of stretches.  The stack has the same lists.
+        self._spent: dict[str, list[int]] = {START: [0, 0, 0], UNNAMED: [0, 0, 0]}
+        self._stack = [self._spent[START]]
         self._whole = 0  # depth of a bracket that counts as a whole; 0 for none
-        self._changes = 0
-        self._spent: dict[str, list[int]] = {}
-
-    @property
-    def settled(self) -> bool:
-        """True once the start-up is over."""
-        return self._stack[0] is not START
 
     def settle(self) -> None:
         """End the start-up."""
-        if self._stack[0] is START:
-            self._cut()
-            self._stack[0] = UNNAMED
+        if not self.settled:
+            self.settled = True
+            self._cut(self._stack[self._whole or -1])
+            self._stack[0] = self._spent[UNNAMED]
 
     def enter(self, name: str, *, whole: bool = False) -> int:
         """Begin a bracket.
@@ -90,23 +88,25 @@ class Account:
         """
         stack = self._stack
         depth = len(stack)
-        if self._whole:
-            stack.append(name)
-            return depth
-        self._cut()
-        stack.append(name)
-        if whole:
-            self._whole = depth
+        spent = self._spent.get(name)
+        if spent is None:
+            spent = self._spent[name] = [0, 0, 0]
+        if not self._whole:
+            self._cut(stack[-1])
+            if whole:
+                self._whole = depth
+        stack.append(spent)
         return depth
 
     def leave(self, depth: int) -> None:
         """End the bracket of this depth, and all that are left inside it."""
-        if depth <= self._whole:
-            self._cut()
+        stack, whole = self._stack, self._whole
+        if not whole:
+            self._cut(stack[-1])
+        elif depth <= whole:
+            self._cut(stack[whole])
             self._whole = 0
-        elif not self._whole:
-            self._cut()
-        del self._stack[depth:]
+        del stack[depth:]
 
     @contextmanager
     def within(self, name: str, *, whole: bool = False) -> Iterator[None]:
@@ -117,33 +117,28 @@ class Account:
         finally:
             self.leave(depth)
 
-    def _cut(self) -> None:
-        """Add the time since the last cut to the innermost bracket."""
+    def _cut(self, spent: list[int]) -> None:
+        """Add the time since the last cut to a bracket's."""
         now_ns = self.clock()
-        name = self._stack[self._whole or -1]
         taken_ns = now_ns - self._since_ns
-        self._since_ns = now_ns
-        self._changes += 1
-        spent = self._spent.get(name)
-        if spent is None:
-            spent = self._spent[name] = [0, 0, 0]
-        spent[0] += taken_ns
+        spent[0] += taken_ns  # first, and _since_ns last: see snapshot
         spent[2] += 1
         if taken_ns >= LONG_NS:
             spent[1] += taken_ns
-        self._changes += 1
+        self._since_ns = now_ns
 
     def snapshot(self) -> Snapshot:
         """Return the account up to now."""
-        while True:
-            changes = self._changes
+        while True:  # until no cut came in between: the sum is then the time until the last cut
             spent = {name: tuple(values) for name, values in list(self._spent.items())}
-            name, since_ns = self._stack[self._whole or -1], self._since_ns
-            if changes == self._changes and not changes % 2:
+            running, since_ns = self._stack[self._whole or -1], self._since_ns
+            if sum(values[0] for values in spent.values()) == since_ns - self._start_ns:
                 break
             time.sleep(0)
         now_ns = self.clock()
-        ns, long_ns, count = spent.get(name, (0, 0, 0))
         running_ns = max(0, now_ns - since_ns)
+        name = next(name for name, values in list(self._spent.items()) if values is running)
+        ns, long_ns, count = spent.get(name, (0, 0, 0))
         spent[name] = (ns + running_ns, long_ns + (running_ns if running_ns >= LONG_NS else 0), count + 1)
-        return Snapshot(self._start_ns, now_ns, {name: Spent(*values) for name, values in spent.items()})
+        taken = {name: Spent(*values) for name, values in spent.items() if values[2]}
+        return Snapshot(self._start_ns, now_ns, taken)
