@@ -1,0 +1,114 @@
+"""The CSV form of torch's pipelining schedules: a line per rank, an action per cell, such as ``0F1`` or ``3I0``.
+
+Empty cells are time steps without an action, and lines may differ in length, as in what torch writes.  Transfers and
+collectives (``1RECV_F0``, ``2UNSHARD``) are left out when a file is read: the timeline has its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.pipeline.schedule import Op, Pass, Schedule, ScheduleError
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_TOGETHER = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
+_OTHERS = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
+_EXPECTED = "expected such as 0F1, 1B0, 0I3, 0W3 or (0F0;1B0)OVERLAP_F_B"
+
+
+def load_csv(path: Path) -> Schedule:
+    """Read a schedule, and check it.
+
+    Raises:
+        ConfigError: the file is not a schedule; the message names the file, line, cell, and what was expected.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            lines = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: {error}: expected a CSV file of torch's pipelining schedules") from error
+    rows: list[list[tuple[int, Pass, int]]] = []
+    cells: list[list[int]] = []
+    together = set()
+    for rank, line in enumerate(lines):
+        rows.append([])
+        cells.append([])
+        for cell, text in enumerate(map(str.strip, line), 1):
+            found = list(_actions(text))
+            if text and not found and not _OTHERS.fullmatch(text):
+                raise ConfigError(f"{path}, line {rank + 1}, cell {cell}: {text!r} is not an action: {_EXPECTED}")
+            if len(found) == 2:
+                together.add((rank, len(rows[rank])))
+            rows[rank] += found
+            cells[rank] += [cell] * len(found)
+        if not rows[rank]:
+            raise ConfigError(f"{path}, line {rank + 1}: it has no pass: expected the actions of rank {rank}")
+    if not rows:
+        raise ConfigError(f"{path}: it is empty: expected a line per rank")
+    placement = _placement(path, rows, cells)
+    held = [[stage for stage, holder in enumerate(placement) if holder == rank] for rank in range(len(rows))]
+    order = tuple(
+        tuple(Op(kind, microbatch, held[rank].index(stage)) for stage, kind, microbatch in row)
+        for rank, row in enumerate(rows)
+    )
+    microbatches = 1 + max(op.microbatch for row in order for op in row)
+    try:
+        return Schedule(path.stem, len(rows), microbatches, len(held[0]), order, tuple(placement), frozenset(together))
+    except ScheduleError as error:
+        problem = str(error).split("; the schedule is\n")[0].removeprefix(f"rank {error.rank}: ")
+        if error.rank is None:
+            raise ConfigError(f"{path}: {problem}") from error
+        where = f"{path}, line {error.rank + 1}"
+        if error.at is not None:
+            where += f", cell {cells[error.rank][error.at]}"
+        raise ConfigError(f"{where}: {problem} (F1.2 is microbatch 1 on the rank's third stage)") from error
+
+
+def dump_csv(path: Path, schedule: Schedule) -> None:
+    """Write a schedule's passes, as torch's ``_load_csv`` reads them with ``format="compute_only"``."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(_cells(schedule, rank) for rank in range(schedule.stages))
+
+
+def _actions(text: str) -> Iterator[tuple[int, Pass, int]]:
+    both = _TOGETHER.fullmatch(text)
+    for part in both.groups() if both else (text,):
+        if match := _ACTION.fullmatch(part):
+            yield int(match[1]), Pass(match[2]), int(match[3])
+
+
+def _placement(path: Path, rows: list[list[tuple[int, Pass, int]]], cells: list[list[int]]) -> list[int]:
+    """The rank of each stage, each of which is on one rank, and as many on each."""
+    count = len({stage for row in rows for stage, _, _ in row})
+    ranks: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for (stage, _, _), cell in zip(row, cells[rank], strict=True):
+            where = f"{path}, line {rank + 1}, cell {cell}: stage {stage}"
+            if stage >= count:
+                raise ConfigError(f"{where} is unknown: expected 0 to {count - 1}, as {count} stages are named")
+            if ranks.setdefault(stage, rank) != rank:
+                raise ConfigError(f"{where} is on rank {rank}: expected it on rank {ranks[stage]} only")
+    for rank in range(len(rows)):
+        own = sum(holder == rank for holder in ranks.values())
+        if own * len(rows) != count:
+            raise ConfigError(
+                f"{path}, line {rank + 1}: rank {rank} has {own} of {count} stages: expected as many on each of the "
+                f"{len(rows)} ranks"
+            )
+    return [ranks[stage] for stage in range(count)]
+
+
+def _cells(schedule: Schedule, rank: int) -> Iterator[str]:
+    actions = [f"{schedule.virtual_stage(rank, op)}{op.kind}{op.microbatch}" for op in schedule.order[rank]]
+    at = 0
+    while at < len(actions):
+        if (rank, at) in schedule.together:
+            yield f"({actions[at]};{actions[at + 1]})OVERLAP_F_B"
+            at += 2
+        else:
+            yield actions[at]
+            at += 1

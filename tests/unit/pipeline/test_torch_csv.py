@@ -1,0 +1,56 @@
+"""Schedules in torch's CSV form: round trips, and errors with their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.pipeline.schedules import NAMES, make_schedule, usual_chunks
+from megatron.fill.pipeline.torch_csv import dump_csv, load_csv
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_round_trips(name: str, tmp_path: Path):
+    path = tmp_path / f"{name}.csv"
+    schedule = make_schedule(name, 4, 8, usual_chunks(name))
+    dump_csv(path, schedule)
+    assert load_csv(path) == schedule
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_reads_each_cell(name: str, tmp_path: Path):
+    action = pytest.importorskip("torch.distributed.pipelining.schedules")._Action
+    dump_csv(tmp_path / "own.csv", make_schedule(name, 2, 4, usual_chunks(name)))
+    cells = (tmp_path / "own.csv").read_text().replace("\n", ",").replace("\r", "").strip(",").split(",")
+    assert [str(action.from_str(cell)) for cell in cells] == cells
+
+
+def test_transfers_and_empty_cells_are_left_out(tmp_path: Path):
+    path = tmp_path / "own.csv"
+    path.write_text("0UNSHARD,0F0,0SEND_F0,,0RECV_B0,0B0,0REDUCE_GRAD\n,1RECV_F0,1F0,1I0,1SEND_B0,1W0\n")
+    assert str(load_csv(path)).splitlines()[1:] == ["0: F0 B0", "1: F0 I0 W0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "own.csv: it is empty: expected a line per rank"),
+        ("0F0,0B0\n\n", "own.csv, line 2: it has no pass: expected the actions of rank 1"),
+        ("0F0,0X0\n", "own.csv, line 1, cell 2: '0X0' is not an action: expected such as 0F1"),
+        ("0F0,0F0,0B0\n", "own.csv, line 1, cell 2: F0 runs twice"),
+        ("0F0,0B0,0F2,0B2\n", "own.csv, line 1: F1 is missing"),
+        ("0F0,,0B1,0F1\n", "own.csv, line 1, cell 3: B1 runs before its forward pass"),
+        ("0F0,0W0\n", "own.csv, line 1, cell 2: W0 runs before its I pass"),
+        ("0F0,0B0\n7F0,7B0\n", "own.csv, line 2, cell 1: stage 7 is unknown: expected 0 to 1"),
+        ("0F0,0B0\n0F0,1F0\n", "own.csv, line 2, cell 1: stage 0 is on rank 1: expected it on rank 0 only"),
+        ("0F0,1F0,1B0,0B0\n2F0,2B0\n", "own.csv, line 1: rank 0 has 2 of 3 stages: expected as many on each"),
+        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "own.csv, line 1, cell 2: it cannot be executed: a cycle: rank 0 at B0"),
+    ],
+)
+def test_an_error_has_its_place(text: str, message: str, tmp_path: Path):
+    (tmp_path / "own.csv").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_csv(tmp_path / "own.csv")
+    assert message in str(error.value)
