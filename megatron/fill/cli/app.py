@@ -25,6 +25,7 @@ from megatron.fill.cli import (
     plan,
     profile,
     report,
+    schedule,
     top,
     trial,
     usage,
@@ -68,6 +69,7 @@ app.command("report")(report.report)
 app.command("usage")(usage.usage)
 app.command("profile")(profile.profile)
 app.command("plan")(plan.plan)
+app.command("schedule")(schedule.schedule)
 app.command("doctor")(doctor.doctor)
 
 

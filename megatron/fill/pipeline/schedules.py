@@ -48,12 +48,15 @@ def interleaved(stages: int, microbatches: int, chunks: int, group_size: int | N
             ``--microbatch-group-size-per-virtual-pipeline-stage``; None for ``stages``.
 
     Raises:
-        ValueError: Megatron refuses to run it: there are fewer than two stages or chunks, the group size is outside of
-            ``stages`` to ``microbatches``, or the last group is smaller than ``stages``.
+        ValueError: Megatron refuses to run it: there are fewer than two stages or chunks, or fewer microbatches than
+            stages; the group size is outside of ``stages`` to ``microbatches``; or the last group is smaller than
+            ``stages``.
     """
     _check_counts(stages, microbatches)
     if stages < 2 or chunks < 2:
         raise ValueError(f"interleaved with {stages} stages and {chunks} chunks; expected at least 2 of each")
+    if microbatches < stages:
+        raise ValueError(f"interleaved with {microbatches} microbatches; expected at least {stages}, one per stage")
     group = stages if group_size is None else group_size
     if not stages <= group <= microbatches:
         raise ValueError(f"group_size is {group}; expected {stages} (stages) to {microbatches} (microbatches)")

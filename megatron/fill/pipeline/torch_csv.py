@@ -30,7 +30,8 @@ def load_csv(path: Path) -> Schedule:
         with path.open(newline="", encoding="utf-8") as file:
             lines = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path}: {error}: expected a CSV file of torch's pipelining schedules") from error
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read: {problem}; expected a CSV file, a line per rank") from error
     rows: list[list[tuple[int, Pass, int]]] = []
     cells: list[list[int]] = []
     together = set()

@@ -64,8 +64,8 @@ RULES: dict[str, set[str]] = {
         *("store", "types", "untrusted", "worker"),
     },
     "cli": {
-        *("agent", "device", "display", "errors", "folders", "given", "linux", "pages", "planner", "profiles"),
-        *("records", "report", "sandbox", "store", "trial", "types", "untrusted", "worker"),
+        *("agent", "device", "display", "errors", "folders", "given", "linux", "pages", "pipeline", "planner"),
+        *("profiles", "records", "report", "sandbox", "store", "trial", "types", "untrusted", "worker"),
     },
     "__init__": {"errors", "hooks", "sidetask", "types"},
 }

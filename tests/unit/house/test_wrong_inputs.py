@@ -49,6 +49,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "jobs.yaml": "jobs: [{name: a, command: ls}]\n",
         "twice.yaml": "jobs:\n  - {name: a, command: ls, name: b}\n",
         "b.json": wrong_files.bubbles(),
+        "own.csv": "0F0,0B0\n1F0,1B0\n",
+        "wrong.csv": "0F0,0B0\n1F0,1Z0\n",
         "p.json": wrong_files.profiles(),
         "sim.yaml": (ROOT / "examples" / "simulate.yaml").read_text(encoding="utf-8"),
     }

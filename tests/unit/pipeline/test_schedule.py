@@ -139,7 +139,7 @@ def test_whole_and_split_backwards_may_meet():
         (("zb-h1", 2, 0), "2 stages and 0 microbatches"),
         (("interleaved", 2, 2, 1), "2 stages and 1 chunks; expected at least 2 of each"),
         (("interleaved", 1, 2, 2), "1 stages and 2 chunks; expected at least 2 of each"),
-        (("interleaved", 4, 2, 2), r"group_size is 4; expected 4 \(stages\) to 2 \(microbatches\)"),
+        (("interleaved", 4, 2, 2), "interleaved with 2 microbatches; expected at least 4, one per stage"),
         (("interleaved", 4, 8, 2, 3), "group_size is 3; expected 4"),
         (("interleaved", 4, 10, 2), "the last of the groups of 4 has 2 of 10 microbatches; expected at least 4"),
     ],
