@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron.fill.cli import main
 from megatron.fill.pipeline.bubbles import ideal_bubble_share
 from megatron.fill.pipeline.schedules import NAMES
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")
+MEASURED = "--times", "29.802,29.428,19.530", "--transfer", "0.577", "--min-bubble", "5"
 
 
 @pytest.fixture
@@ -58,3 +64,43 @@ def test_short_bubbles_are_not_fillable(schedule):
     found = json.loads(schedule("zb-h1", "--stages", "3", "--microbatches", "6", "--min-bubble", "1.5", "--json"))
     assert [(row["bubbles"], row["longest_ms"]) for row in found["ranks"]] == [(1, 2), (2, 1), (1, 2)]
     assert [row["fillable_share"] for row in found["ranks"]] == pytest.approx([2 / 20, 0, 2 / 20])
+
+
+def rows(heading: str) -> dict[str, list[str]]:
+    """The cells of a section's table, by the schedule's name."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    found = re.findall(r"^\| `([\w-]+)` \| (.*) \|$", section, re.MULTILINE)
+    assert {name for name, _ in found} == set(NAMES)
+    return {name: cells.split(" | ") for name, cells in found}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_has_the_figures(schedule, name):
+    for cell, (stages, microbatches) in zip(
+        rows("Bubbles of equal passes")[name], (("4", "8"), ("4", "32"), ("8", "8"), ("8", "32")), strict=True
+    ):
+        if cell != "-":
+            found = json.loads(schedule(name, "--stages", stages, "--microbatches", microbatches, "--json"))
+            assert cell == f"{found['bubble_share']:.1%}"
+    found = json.loads(schedule(name, "--stages", "8", "--microbatches", "32", *MEASURED, "--json"))
+    longest_ms = [row["longest_ms"] for row in found["ranks"]]
+    assert rows("Bubbles of measured passes")[name] == [
+        f"{found['iteration_ms']:,.0f}",
+        f"{found['bubble_share']:.1%}",
+        f"{found['fillable_share']:.1%}",
+        f"{min(longest_ms):.0f} to {max(longest_ms):.0f}",
+        f"{max(row['peak_activations'] for row in found['ranks']):.3g}",
+    ]
+
+
+def test_the_schedule_of_the_page_is_faster_than_1f1b(schedule):
+    [script] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    subprocess.run([sys.executable, "-c", script], check=True)
+    own = json.loads(schedule("own.csv", *MEASURED, "--json"))
+    assert f"It takes {own['iteration_ms']:,.0f} ms an iteration" in PAGE
+    assert max(row["peak_activations"] for row in own["ranks"]) == 15
+
+
+def test_the_page_shows_what_is_printed(schedule):
+    printed = [line.rstrip() for line in schedule("zb-h1", "--stages", "4", "--microbatches", "8").splitlines()]
+    assert "\n".join(printed) in PAGE
