@@ -12,6 +12,7 @@ import pytest
 from matplotlib.image import imread
 
 from megatron.fill.errors import ConfigError, NetworkError
+from megatron.fill.wings.configure.commands import network as command
 from megatron.fill.wings.configure.draw import draw_network
 from megatron.fill.wings.configure.drift import MOST_DAYS, again_days, drifts
 from megatron.fill.wings.configure.measure import groups
@@ -158,6 +159,19 @@ def test_times_that_make_no_network_are_refused():
         network_of(measured(timed(1e9, 1e-6, sizes=(8,))))
     with pytest.raises(NetworkError, match="a:0 to a:1: 80 bytes were not slower than 8; expected larger sizes"):
         network_of(measured((Transfer(0, 1, 8, (2.0,)), Transfer(0, 1, 80, (1.0,)))))
+
+
+@pytest.mark.parametrize(("csv", "kept"), [(None, "n.json.csv"), ("given.csv", "given.csv")])
+def test_times_that_make_no_network_are_kept(tmp_path, monkeypatch, csv, kept):
+    """The measurement itself needs a launcher; what comes after it does not."""
+    unlucky = measured((Transfer(0, 1, 8, (2.0,)), Transfer(0, 1, 80, (1.0,))))
+    monkeypatch.setattr(command, "_measure", lambda *_: unlucky)
+    with pytest.raises(NetworkError, match=f"80 bytes were not slower than 8.* are in {tmp_path / kept}$"):
+        command.network(
+            measured=None, output=tmp_path / "n.json", png=None, csv=tmp_path / csv if csv else None, compare=None
+        )
+    assert len((tmp_path / kept).read_text(encoding="utf-8").splitlines()) == 1 + 2 + 1
+    assert not (tmp_path / "n.json").exists()
 
 
 def test_the_csv_has_each_size(tmp_path):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megatron.fill.cli.options import check_writable
-from megatron.fill.errors import ConfigError
+from megatron.fill.errors import ConfigError, NetworkError
 
 if TYPE_CHECKING:
     from megatron.fill.wings.configure.network import Network
@@ -68,16 +68,11 @@ def network(
     if measured is not None:
         found = Network.load(measured)
     else:
-        from megatron.fill.wings.configure.samples import network_of, write_csv
-
         samples = _measure(sizes, repeats, timeout, backend)
         if samples is None:
             return
-        found = network_of(samples)
         assert output is not None
-        found.save(output)
-        if csv is not None:
-            write_csv(csv, samples)
+        found = _saved(samples, output, csv)
         _print(found, samples)
     if png is not None:
         from megatron.fill.wings.configure.draw import draw_network
@@ -101,6 +96,23 @@ def _measure(sizes: str, repeats: int, timeout_s: float, backend: str | None) ->
     if why:
         raise ConfigError(f"cannot measure: {why}")
     return measure(parsed, repeats, timeout_s, backend, lambda text: print(f"PipeFill: {text}", file=sys.stderr))
+
+
+def _saved(samples: Measured, output: Path, csv: Path | None) -> Network:
+    """Write the network that the samples make; samples that make none are kept, since measuring them took long."""
+    from megatron.fill.wings.configure.samples import network_of, write_csv
+
+    if csv is not None:
+        write_csv(csv, samples)
+    try:
+        found = network_of(samples)
+    except NetworkError as error:
+        kept = csv or output.with_name(f"{output.name}.csv")
+        if csv is None:
+            write_csv(kept, samples)
+        raise NetworkError(f"{error}; the times that were measured are in {kept}") from error
+    found.save(output)
+    return found
 
 
 def _print(network: Network, samples: Measured) -> None:
