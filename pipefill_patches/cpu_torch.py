@@ -296,8 +296,8 @@ def install(stack: contextlib.ExitStack) -> None:
 
     @functools.wraps(beside)
     def wait(self: BubbleBus, *args: Any, **kwargs: Any) -> Any:
-        # A collective is a torch function too, and the training's own work during its wait needs the mode.
-        with mode if self.own_work is not None else contextlib.nullcontext():
+        # A collective is a torch function too, and a callback may compute during its wait, in the mode.
+        with mode if self.callbacks else contextlib.nullcontext():
             return beside(self, *args, **kwargs)
 
     replace(stack, BubbleBus, "wait", wait)

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from megatron.fill.errors import ConfigError, PatchError
-from megatron.fill.hooks import Listener, bus
+from megatron.fill.hooks import Callback, Listener, bus
 from megatron.fill.pipeline.costs import PipelineCosts, StageCost
 from megatron.fill.pipeline.ghosts import GhostWaits, ghost_waits
 from megatron.fill.pipeline.schedules import make_schedule
@@ -51,7 +51,7 @@ _SCALES = {"recv_prev": 0.02, "recv_next": 1e-4}  # standard deviations of the r
 _UNKNOWN = ("overlap_moe_expert_parallel_comm", "variable_seq_lengths", "mtp_standalone", "use_ring_exchange_p2p")
 
 
-class _Ghosts:
+class _Ghosts(Callback):
     """The stages around the real one."""
 
     def __init__(self, settings: GhostSettings, args: Namespace) -> None:
@@ -79,12 +79,12 @@ class _Ghosts:
         for unknown in _UNKNOWN:
             if getattr(config, unknown, False):
                 raise ConfigError(f"ghosts: there is no timeline for {unknown}; expected a run without it")
-        bus.on_iteration = self.begin_iteration
+        bus.callbacks.append(self)
         self._listener, bus.listener = bus.listener, None
         self._chunks = len(model)
         self._group_size = config.microbatch_group_size_per_vp_stage if self._chunks > 1 else None
 
-    def begin_iteration(self) -> None:
+    def on_iteration(self) -> None:
         self._iterations += 1
         if not self._waiting and self._iterations > _WARMUP + _MEASURED:
             self._begin_waiting()
@@ -242,7 +242,7 @@ def _install(stack: contextlib.ExitStack) -> None:
         try:
             result = train(*args, **kwargs)
         finally:
-            bus.on_iteration = None
+            bus.callbacks.remove(ghosts[0])
         print(f"PipeFill: ghosts: {ghosts[0].told_weights(given['model'])}", flush=True)
         return result
 

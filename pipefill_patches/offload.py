@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from megatron.fill.attached import attached
-from megatron.fill.hooks import bus
+from megatron.fill.hooks import Callback, bus
 from pipefill_patches.patch import Patch, Target, replace
 
 _SETUP = Target("megatron.training.training:setup_model_and_optimizer", ())  # its arguments are only passed on
@@ -26,7 +26,7 @@ _TRIAL_STEPS = 10
 _READERS = ("state_dict", "sharded_state_dict", "load_state_dict", "reload_model_params", "save_parameter_state")
 
 
-class OffloadedOptimizer:
+class OffloadedOptimizer(Callback):
     """Moves an optimizer's state to the host and back.
 
     Args:
@@ -63,6 +63,9 @@ class OffloadedOptimizer:
             self._away = True
             self._move(self.optimizer.offload_to_cpu)
         return result
+
+    def on_last_backward(self) -> None:
+        self.prefetch()
 
     def prefetch(self) -> None:
         """Start moving the state back, since the next optimizer step is near."""
@@ -136,11 +139,12 @@ def _install(stack: contextlib.ExitStack) -> None:
     def setup_with_offload(*args: Any, **kwargs: Any) -> Any:
         result = setup(*args, **kwargs)
         if result[1] is not None:
-            bus.on_last_backward = OffloadedOptimizer(result[1], attached.offload_pays).prefetch
+            offloaded = OffloadedOptimizer(result[1], attached.offload_pays)
+            bus.callbacks.append(offloaded)
+            stack.callback(bus.callbacks.remove, offloaded)
         return result
 
     replace(stack, holder, name, setup_with_offload)
-    stack.callback(setattr, bus, "on_last_backward", None)
 
 
 PATCH = Patch(

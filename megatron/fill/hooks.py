@@ -65,18 +65,31 @@ class Listener(Protocol):
         """Called when the listener is removed after a failure: no bubble may open any more."""
 
 
-class OwnWork(Protocol):
-    """The training's own work that a rank can do while it waits."""
+class Callback:
+    """A part of the training that acts at moments of its iterations.
 
-    def cycle_started(self) -> None:
-        """Called when a schedule of a training iteration begins: the waits that follow are numbered from 0 again."""
+    It is called before the listener.  Its errors are not caught, since the training needs it.
+    """
 
-    def beside[T](self, call: Callable[[], T]) -> Callable[[], T]:
-        """Work while ``call`` runs in a thread, until it has ended or no work is left; without work, do nothing.
+    def on_iteration(self) -> None:
+        """Called when an iteration begins."""
+
+    def on_schedule(self) -> None:
+        """Called when a schedule of an iteration begins."""
+
+    def on_wait[T](self, call: Callable[[], T]) -> Callable[[], T]:
+        """Called before a wait for another stage, of a schedule of an iteration.
+
+        Args:
+            call: waits.
 
         Returns:
-            A function that finishes the call, or makes it if it was not begun, and returns its result.
+            The function to call in its place, with the same result; a bubble is open meanwhile.
         """
+        return call
+
+    def on_last_backward(self) -> None:
+        """Called when an iteration's last backward pass has ended."""
 
 
 class _InPass:
@@ -98,9 +111,7 @@ class BubbleBus:
     """Follows one rank through its schedule.
 
     Attributes:
-        on_iteration, on_last_backward: callbacks of patches at these moments; their errors are not caught.
-        own_work: done before jobs in every wait of a training iteration; its errors are not caught, since the training
-            needs it.
+        callbacks: parts of the training itself, called in this order.
         in_pass: entered by the patches while a forward or backward pass runs.
         account: the account of the rank's time, by what it went to.
         waited: a wait for another stage has been seen.
@@ -108,9 +119,7 @@ class BubbleBus:
 
     def __init__(self) -> None:
         self.listener: Listener | None = None
-        self.on_iteration: Callable[[], None] | None = None
-        self.on_last_backward: Callable[[], None] | None = None
-        self.own_work: OwnWork | None = None
+        self.callbacks: list[Callback] = []
         self.clock: Callable[[], int] = time.monotonic_ns
         self.in_pass = _InPass()
         self.account = Account()
@@ -132,8 +141,8 @@ class BubbleBus:
     # The patches call the methods below in the order of the events.
 
     def begin_iteration(self, iteration: int) -> None:
-        if self.on_iteration is not None:
-            self.on_iteration()
+        for callback in self.callbacks:
+            callback.on_iteration()
         self.account.settle()
         self._training = True
         if self.listener is not None:
@@ -157,8 +166,9 @@ class BubbleBus:
         self._forward_only = key.forward_only
         self._index = self._forwards = self._backwards = 0
         self._passes = key.microbatches * key.chunks
-        if self.own_work is not None and self._training:
-            self.own_work.cycle_started()
+        if self._training:
+            for callback in self.callbacks:
+                callback.on_schedule()
         if (listener := self._heard) is not None:
             self._guarded(listener.cycle_started, key, self.clock())
 
@@ -180,12 +190,13 @@ class BubbleBus:
             self._begin(kind, None)
 
     def wait[T](self, call: Callable[[], T], *, for_backward: bool = False) -> T:
-        """Make a call that waits for another stage.  The rank's own work comes first; the rest of the wait is a bubble.
+        """Make a call that waits for another stage.  Callbacks come first; the rest of the wait is a bubble.
 
         The bubble lasts until ``close``, or the next wait.
         """
-        if self.own_work is not None and self._in_cycle and self._training:
-            call = self.own_work.beside(call)
+        if self._in_cycle and self._training:
+            for callback in self.callbacks:
+                call = callback.on_wait(call)
         self.open(for_backward=for_backward)
         return call()
 
@@ -250,8 +261,9 @@ class BubbleBus:
     def backward(self, start_ns: int) -> None:
         """Report the end of a backward pass that began at ``start_ns``."""
         self._backwards += 1
-        if self._backwards == self._passes and self._training and self.on_last_backward is not None:
-            self.on_last_backward()
+        if self._backwards == self._passes and self._training:
+            for callback in self.callbacks:
+                callback.on_last_backward()
         if self._in_cycle and (listener := self._heard) is not None:
             self._guarded(listener.computed, "backward", start_ns, self.clock())
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megatron.fill.hooks import BubbleBus
+from megatron.fill.hooks import BubbleBus, Callback
 from megatron.fill.types import CycleKey
 
 
@@ -40,43 +40,53 @@ def wait(bus: BubbleBus, for_backward: bool = False) -> None:
     bus.close()
 
 
-class Working:
-    """Own work that says what it does."""
+class Noting(Callback):
+    """A callback that writes down what it is called for."""
 
     def __init__(self, events: list[tuple[Any, ...]]) -> None:
         self._events = events
 
-    def cycle_started(self) -> None:
-        self._events.append(("own work begins anew",))
+    def on_iteration(self) -> None:
+        self._events.append(("on_iteration",))
 
-    def beside[T](self, call: Callable[[], T]) -> Callable[[], T]:
-        self._events.append(("own work",))
+    def on_schedule(self) -> None:
+        self._events.append(("on_schedule",))
+
+    def on_wait[T](self, call: Callable[[], T]) -> Callable[[], T]:
+        self._events.append(("on_wait",))
         return call
 
+    def on_last_backward(self) -> None:
+        self._events.append(("on_last_backward",))
 
-def test_own_work_comes_before_the_bubble_and_only_in_training():
+
+def test_callbacks_come_before_the_listener_and_only_in_training():
     bus, heard = make()
-    bus.own_work = Working(heard.events)
+    bus.callbacks += [Callback(), Noting(heard.events)]
     bus.begin_iteration(1)
     bus.begin_schedule(CycleKey("1f1b", 2))
-    assert bus.wait(lambda: len(heard.events)) == 5
+    assert bus.wait(lambda: len(heard.events)) == 6
     bus.close()
+    bus.backward(0)
+    assert heard.events[-1][0] == "computed"
+    bus.backward(0)
     bus.end_schedule()
     bus.end_iteration()
     names = [event[0] for event in heard.events]
-    expected = ["own work begins anew", "cycle_started", "own work", "bubble_opened", "bubble_closed"]
-    assert names[1:6] == expected
+    begins = ["on_iteration", "iteration_started", "on_schedule", "cycle_started"]
+    passes = ["computed", "on_last_backward", "computed"]
+    assert names == [*begins, "on_wait", "bubble_opened", "bubble_closed", *passes, "cycle_ended", "iteration_ended"]
     bus.begin_schedule(CycleKey("1f1b", 2, forward_only=True))  # an evaluation
     assert bus.wait(lambda: 7) == 7
     bus.close()
     bus.end_schedule()
-    assert "own work" not in [event[0] for event in heard.events[len(names) :]]
+    assert not [event[0] for event in heard.events[len(names) :] if event[0].startswith("on_")]
     assert bus.wait(lambda: 8) == 8
 
 
 def test_what_blocks_is_a_bubble_of_its_own_unless_it_is_part_of_one():
     bus, heard = make()
-    bus.own_work = Working(heard.events)
+    bus.callbacks.append(Noting(heard.events))
     bus.begin_iteration(1)
     assert not bus.between_passes
     bus.begin_schedule(CycleKey("1f1b", 2))
@@ -89,7 +99,7 @@ def test_what_blocks_is_a_bubble_of_its_own_unless_it_is_part_of_one():
     assert [event[0] for event in heard.events].count("bubble_closed") == 1
     bus.close()
     assert heard.bubbles == [("fill", 0), ("fill", 1)]
-    assert [event[0] for event in heard.events].count("own work") == 1
+    assert [event[0] for event in heard.events].count("on_wait") == 1
     bus.end_schedule()
     bus.end_iteration()
     assert not bus.between_passes

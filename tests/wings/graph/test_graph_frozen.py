@@ -166,7 +166,7 @@ class Alone:
 
         Passes themselves take no time.
         """
-        self.ahead.cycle_started()
+        self.ahead.on_schedule()
         found = [self.forward() for _ in range(self.microbatches)]
         self.waits += 1
         wanted = self.may_be_done() if self.waits > KNOWN else 0
@@ -180,7 +180,7 @@ class Alone:
             then()
 
         start = self.clock.now
-        self.ahead.beside(wait)()
+        self.ahead.on_wait(wait)()
         self.clock.now = start + LONG_NS
         return found
 
@@ -189,9 +189,9 @@ class Alone:
         return min(self.microbatches * (self.waits + 2), self.total)
 
     def iterate_without_waiting(self) -> list[float]:
-        self.ahead.cycle_started()
+        self.ahead.on_schedule()
         found = [self.forward() for _ in range(self.microbatches)]
-        self.ahead.beside(lambda: None)()
+        self.ahead.on_wait(lambda: None)()
         return found
 
 
@@ -235,7 +235,7 @@ def test_a_rank_is_at_most_two_iterations_ahead_and_never_beyond_the_run():
 @pytest.mark.parametrize("slack", [0, 1, 2])
 def test_what_another_stage_may_wait_for_already_is_late(slack):
     run = Alone(slack=slack)
-    run.ahead.cycle_started()
+    run.ahead.on_schedule()
     for _ in range(2):
         run.forward()
     done = threading.Event()
@@ -248,7 +248,7 @@ def test_what_another_stage_may_wait_for_already_is_late(slack):
                 return
             time.sleep(1e-3)
 
-    run.ahead.beside(wait)()
+    run.ahead.on_wait(wait)()
     assert done.is_set()
     assert run.second.calls == wanted
     assert run.ahead.late == 2 * (slack + 1)
@@ -261,7 +261,7 @@ def test_an_output_of_another_shape_than_the_script_says_is_refused():
     for _ in range(2):
         ahead.next_batch(source, True)
     with pytest.raises(GraphError, match=r"first returns \(1, 1, 1\) in torch.float32; expected \(1, 2, 1\)"):
-        ahead.beside(lambda: time.sleep(0.5))()
+        ahead.on_wait(lambda: time.sleep(0.5))()
 
 
 def test_an_evaluation_computes_its_own():

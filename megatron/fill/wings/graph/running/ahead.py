@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fill.errors import GraphError
+from megatron.fill.hooks import Callback
 from megatron.fill.wings.graph.running.calls import CallThread
 
 _REMEMBERED = 8  # number of recent waits kept per place in the schedule
@@ -52,7 +53,7 @@ class _Sent(NamedTuple):
     tensor: torch.Tensor  # to be kept until it is received
 
 
-class Ahead:
+class Ahead(Callback):
     """Runs one rank's share of the frozen operators.
 
     Microbatches are numbered from the first of the run.  Those of the first iteration are computed where they are
@@ -115,10 +116,10 @@ class Ahead:
 
     # Called by the bus.
 
-    def cycle_started(self) -> None:
+    def on_schedule(self) -> None:
         self._wait = 0
 
-    def beside[T](self, call: Callable[[], T]) -> Callable[[], T]:
+    def on_wait[T](self, call: Callable[[], T]) -> Callable[[], T]:
         """Run operators while ``call`` waits, as long as the next one should end before this wait usually does.
 
         The wait may end during an operator, which is short; if it was not run now, all of it would be left for later.

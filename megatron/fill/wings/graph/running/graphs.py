@@ -187,7 +187,8 @@ class GraphRun:
         groups = ProcessGroupCollection.use_mpu_process_groups()
         multimodule.use(self._pipeline(config, groups))
         if self.plan.graph.ahead:
-            self.ahead = bus.own_work = self._ahead(config)
+            self.ahead = self._ahead(config)
+            bus.callbacks.append(self.ahead)
         return _Stage(self, mpu.get_pipeline_model_parallel_rank(), config, groups)
 
     def build(self, name: str, config: Any) -> torch.nn.Module:
