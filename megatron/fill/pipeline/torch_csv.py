@@ -9,12 +9,16 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.given.files import read_text
+from megatron.fill.given.problems import shown
 from megatron.fill.pipeline.schedule import Op, Pass, Schedule, ScheduleError
 
-_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_MOST_BYTES = 8 << 20  # a million passes
+_ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 _TOGETHER = re.compile(r"\((\d+F\d+);(\d+B\d+)\)OVERLAP_F_B")
 _OTHERS = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
 _EXPECTED = "expected such as 0F1, 1B0, 0I3, 0W3 or (0F0;1B0)OVERLAP_F_B"
@@ -26,12 +30,13 @@ def load_csv(path: Path) -> Schedule:
     Raises:
         ConfigError: the file is not a schedule; the message names the file, line, cell, and what was expected.
     """
+    expected = "a CSV file with a line per rank"
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            lines = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        problem = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: cannot be read: {problem}; expected a CSV file, a line per rank") from error
+        lines = list(csv.reader(StringIO(read_text(path, expected, _MOST_BYTES), newline="")))
+    except csv.Error as error:
+        raise ConfigError(f"{path}: is not CSV: {error}; expected {expected}") from error
+    while lines and not lines[-1]:
+        lines.pop()
     rows: list[list[tuple[int, Pass, int]]] = []
     cells: list[list[int]] = []
     together = set()
@@ -41,7 +46,7 @@ def load_csv(path: Path) -> Schedule:
         for cell, text in enumerate(map(str.strip, line), 1):
             found = list(_actions(text))
             if text and not found and not _OTHERS.fullmatch(text):
-                raise ConfigError(f"{path}, line {rank + 1}, cell {cell}: {text!r} is not an action: {_EXPECTED}")
+                raise ConfigError(f"{path}, line {rank + 1}, cell {cell}: {shown(text)} is not an action: {_EXPECTED}")
             if len(found) == 2:
                 together.add((rank, len(rows[rank])))
             rows[rank] += found
@@ -66,7 +71,8 @@ def load_csv(path: Path) -> Schedule:
         where = f"{path}, line {error.rank + 1}"
         if error.at is not None:
             where += f", cell {cells[error.rank][error.at]}"
-        raise ConfigError(f"{where}: {problem} (F1.2 is microbatch 1 on the rank's third stage)") from error
+        meaning = " (F1.2 is microbatch 1 on the rank's third stage)" if len(held[0]) > 1 else ""
+        raise ConfigError(f"{where}: {problem}{meaning}") from error
 
 
 def dump_csv(path: Path, schedule: Schedule) -> None:

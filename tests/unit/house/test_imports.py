@@ -41,7 +41,7 @@ RULES: dict[str, set[str]] = {
     "client": {"errors", "given", "store", "types"},
     "sidetask": {"errors", "linux", "models", "profiles", "untrusted"},
     # What is decided.
-    "pipeline": {"errors", "profiles", "types"},
+    "pipeline": {"errors", "given", "profiles", "types"},
     "planner": {"errors", "given", "profiles", "types"},
     "scheduler": {"errors", "planner", "profiles"},
     # What runs: a rank with its relay, an agent, its workers.

@@ -33,12 +33,21 @@ def test_transfers_and_empty_cells_are_left_out(tmp_path: Path):
     assert str(load_csv(path)).splitlines()[1:] == ["0: F0 B0", "1: F0 I0 W0"]
 
 
+def test_a_file_of_a_spreadsheet_is_read(tmp_path: Path):
+    """It begins with a mark of the encoding, and may end with an empty line."""
+    path = tmp_path / "own.csv"
+    path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n1F0,1B0\r\n\r\n")
+    assert str(load_csv(path)).splitlines()[1:] == ["0: F0 B0", "1: F0 B0"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "own.csv: it is empty: expected a line per rank"),
-        ("0F0,0B0\n\n", "own.csv, line 2: it has no pass: expected the actions of rank 1"),
+        ("0F0,0B0\n\n1F0,1B0\n", "own.csv, line 2: it has no pass: expected the actions of rank 1"),
         ("0F0,0X0\n", "own.csv, line 1, cell 2: '0X0' is not an action: expected such as 0F1"),
+        ("0F" + "1" * 5000, "own.csv, line 1, cell 1: '0F111"),
+        ("x" * 200_000, "own.csv: is not CSV: field larger than field limit"),
         ("0F0,0F0,0B0\n", "own.csv, line 1, cell 2: F0 runs twice"),
         ("0F0,0B0,0F2,0B2\n", "own.csv, line 1: F1 is missing"),
         ("0F0,,0B1,0F1\n", "own.csv, line 1, cell 3: B1 runs before its forward pass"),
@@ -54,3 +63,4 @@ def test_an_error_has_its_place(text: str, message: str, tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         load_csv(tmp_path / "own.csv")
     assert message in str(error.value)
+    assert len(str(error.value)) < 400
