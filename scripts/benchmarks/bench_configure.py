@@ -14,6 +14,7 @@
 - ``baselines``: the iteration of the layouts that AMP's and Varuna's models and Megatron's rule of thumb choose, over
   ours, by the timeline.
 - ``blind``: one profiled training predicts twelve others, which are then made (``configure_blind.py``).
+- ``gpu_memory``: peaks that others measured on GPUs (``--truth FOLDER``; ``configure_gpu_memory.py``).
 - ``vtrain``: trainings on GPUs that vTrain's authors measured (``--vtrain FILE``; ``configure_vtrain.py``).
 
     python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication baselines --json FILE
@@ -47,6 +48,7 @@ from megatron.fill.wings.mainjob.hardware import GPUS
 from megatron.fill.wings.mainjob.model import MODELS
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 from scripts.benchmarks.configure_baselines import amp, rule_of_thumb, varuna
+from scripts.benchmarks.configure_gpu_memory import TRUTH, measure_gpu_memory
 from scripts.benchmarks.configure_vtrain import measure_vtrain
 from scripts.benchmarks.configuring import event_times, random_iteration, random_links
 from scripts.benchmarks.harness import Results, opened
@@ -198,14 +200,15 @@ def _shown(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    help_text = "which (default: without vtrain, and without what trains)"
-    every = (*PARTS, "vtrain", *TRAINED)
+    help_text = "which (default: without gpu_memory, vtrain and what trains)"
+    every = (*PARTS, "gpu_memory", "vtrain", *TRAINED)
     parser.add_argument("--parts", nargs="+", choices=every, default=list(PARTS), help=help_text)
     parser.add_argument("--cases", type=int, default=10_000, help="of the timeline (default: 10000)")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64], help="multiples of 8, of dedication")
     parser.add_argument("--seconds", type=float, default=5.0, help="for our rank order (default: 5)")
     parser.add_argument("--pipette-seconds", type=float, default=60.0, help="for Pipette's (default: 60)")
     parser.add_argument("--vtrain", metavar="FILE", type=Path, help="vTrain's ground_truth_single.csv, for vtrain")
+    parser.add_argument("--truth", metavar="FOLDER", type=Path, default=TRUTH, help="for gpu_memory (%(default)s)")
     parser.add_argument("--rounds", type=int, default=24, help="turns of each of blind's trainings (default: 24)")
     parser.add_argument("--each", type=int, default=4, help="iterations of a turn, the first not counted (default: 4)")
     parser.add_argument("--samples", type=int, default=60, help="random trainings of learned (default: 60)")
@@ -232,6 +235,11 @@ def main() -> None:
             rows = figures.pop("rows")
             report(part, figures)
             results.add(part, figures, rows=rows)
+        elif part == "gpu_memory":
+            figures = measure_gpu_memory(options.truth)
+            rows, groups = figures.pop("rows"), figures.pop("groups")
+            report(part, figures | groups)
+            results.add(part, figures, part, rows=rows, groups=groups)
         elif part == "learned":
             figures = measure_learned(options.samples, options.truths)
             report(part, figures)

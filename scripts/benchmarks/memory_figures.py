@@ -176,8 +176,8 @@ class _Tried:
 def _with_room(
     shape: tuple[int, int], flags: str, share: float, sample: int, source: random.Random
 ) -> Iterator[_Tried]:
-    # Megatron's local layers, of which the truth is, have no context parallelism.
-    training = read_flags([*flags.split(), "--context-parallel-size", "1"])
+    # The truth is of Megatron's local layers, which have no context parallelism.
+    training = read_flags([*flags.split(), "--transformer-impl", "local", "--context-parallel-size", "1"])
     plain = _cluster(*shape, 80 * GIB)
     evaluator = Evaluator(training, plain, plain.links(Path()))
     there = list(layouts(training, plain.gpus, plain.gpus_per_node, Counter()))

@@ -208,9 +208,11 @@ def test_pays_says_when_it_does_and_when_it_does_not():
 def test_flags_that_are_not_weighed_are_named():
     for command in (["configure", "c.yaml", "--top", "1"], ["pays", "--gpus", "8"]):
         run("--top", "1")
-        result = CliRunner().invoke(app, [*command, "--", *FLAGS.split(), "--use-flash-attn", "--lr", "1e-3"])
+        result = CliRunner().invoke(
+            app, [*command, "--", *FLAGS.split(), "--use-precision-aware-optimizer", "--lr", "1e-3"]
+        )
         assert result.exit_code == 0, result.output
-        assert "Not weighed, though they change time or memory: --use-flash-attn." in result.output
+        assert "Not weighed, though they change time or memory: --use-precision-aware-optimizer." in result.output
 
 
 def test_stages_of_unlike_layers_are_named():

@@ -223,7 +223,7 @@ def test_when_nothing_fits_it_says_what_excludes_all():
                 "--fp4-format e2m1",
                 "--optimizer-cpu-offload",
                 "--recompute-modules mlp",
-                "--account-for-loss-in-pipeline-split",
+                "--pipeline-model-parallel-layout Et|tL",
             )
         ),
     ],
@@ -234,13 +234,13 @@ def test_wrong_flags_are_named(flags, expected):
 
 
 def test_flags_are_neutral_or_named_as_not_weighed():
-    neutral = "--lr 1e-3 --save x --data-path a b --transformer-impl local --tensorboard-dir t --fill-jobs jobs.yaml"
+    neutral = "--lr 1e-3 --save x --data-path a b --attention-backend flash --tensorboard-dir t --fill-jobs jobs.yaml"
     assert read_flags([*FLAGS.split(), *neutral.split()]).ignored == ()
-    unweighed = ("--transformer-impl", "--use-flash-attn", "--attention-backend", "--use-precision-aware-optimizer")
-    given = "--transformer-impl transformer_engine --use-flash-attn --attention-backend flash"
-    found = read_flags([*FLAGS.split(), *given.split(), "--use-precision-aware-optimizer", "--use-flash-attn"])
-    assert found.ignored == unweighed
-    assert all(flag in found.others for flag in unweighed)
+    given = "--expert-tensor-parallel-size 1 --use-precision-aware-optimizer"
+    found = read_flags([*FLAGS.split(), *given.split(), "--use-precision-aware-optimizer"])
+    assert found.ignored == ("--expert-tensor-parallel-size", "--use-precision-aware-optimizer")
+    assert found.fixed["expert_tp"] == 1
+    assert "--use-precision-aware-optimizer" in found.others
 
 
 def test_a_run_may_have_flags_of_its_own_script():

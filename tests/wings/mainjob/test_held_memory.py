@@ -12,7 +12,8 @@ from megatron.fill.pipeline.schedules import make_schedule
 from megatron.fill.wings.configure.details import detailed
 from megatron.fill.wings.configure.room import memory
 from megatron.fill.wings.mainjob.held import held_memory, micro_batch, passes
-from megatron.fill.wings.mainjob.memory import layer_activation_bytes
+from megatron.fill.wings.mainjob.kernels import Kernels
+from megatron.fill.wings.mainjob.memory import expert_parameters, layer_activation_bytes
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Precision, Recompute
 from megatron.fill.wings.mainjob.tape import Step, kept_bytes, layer_tape, peak_bytes
@@ -106,3 +107,82 @@ def test_positions_are_on_the_first_stage_whole():
     with_them, without = (memory(replace(GPT, positions=count), its) for count in (1024, 0))
     assert with_them[0].weights_bytes - without[0].weights_bytes == 2 * 1024 * 1024
     assert with_them[1].weights_bytes == without[1].weights_bytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "flash", "turned"),
+    [
+        ("--bf16", True, True),
+        ("--fp16 --attention-backend fused", True, False),
+        ("", False, False),  # single precision
+        ("--bf16 --attention-backend unfused", False, False),
+        ("--bf16 --transformer-impl local --attention-backend flash --use-flash-attn", False, False),
+    ],
+)
+def test_attention_follows_from_the_flags(flags, flash, turned):
+    found = detailed(GPT, flags.split()).kernels
+    assert (found.flash, found.turned) == (flash, turned)
+    assert not detailed(replace(GPT, heads=2), ["--bf16"]).kernels.flash  # heads of 512 channels
+
+
+def test_flash_attention_keeps_statistics_in_the_place_of_scores():
+    cudnn = replace(GPT, kernels=Kernels(transformer_engine=True, flash=True))
+    selective = kept_bytes(layer_tape(GPT, replace(ONE, recompute=Recompute.SELECTIVE)))
+    statistics = 4 * GPT.sequence * GPT.heads
+    assert kept_bytes(layer_tape(cudnn, ONE)) == selective + statistics
+    library = replace(GPT, kernels=Kernels(transformer_engine=True, flash=True, turned=True))
+    output = 2 * GPT.sequence * GPT.hidden
+    assert kept_bytes(layer_tape(library, ONE)) == selective + statistics + output
+    rotated = replace(cudnn, positions=0)  # the projection stays, as values are a view of it
+    assert kept_bytes(layer_tape(rotated, ONE)) == kept_bytes(layer_tape(cudnn, ONE)) + 2 * output
+
+
+def test_a_softmax_that_is_not_fused_keeps_single_precision():
+    plain = replace(GPT, kernels=Kernels(fused_softmax=False))
+    scores = 2 * GPT.heads * GPT.sequence**2
+    assert kept_bytes(layer_tape(plain, ONE)) == kept_bytes(layer_tape(GPT, ONE)) + scores
+
+
+def test_the_loss_and_deferred_gradients_are_on_the_last_stage():
+    its = Parallel(pp=2, global_batch=4)
+    base = memory(GPT, its)
+    logits = GPT.sequence * GPT.vocabulary
+    for flags, expected in (
+        ("--cross-entropy-loss-fusion", 4 * logits),
+        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", 0),
+        ("--defer-embedding-wgrad-compute", 4 * 2 * (logits + GPT.sequence * GPT.hidden)),
+        ("--defer-embedding-wgrad-compute --wgrad-deferral-limit 3", 3 * 2 * (logits + GPT.sequence * GPT.hidden)),
+    ):
+        found = memory(detailed(GPT, ["--transformer-impl", "local", *flags.split()]), its)
+        assert found[0] == base[0]
+        assert found[1].total_bytes - base[1].total_bytes == expected
+
+
+def test_workspaces_follow_the_generation():
+    mib = 1 << 20
+    engine = Kernels(transformer_engine=True)
+    assert [engine.workspace_bytes(major) / mib for major in (8, 9, 10)] == [20.25, 96, 48.25]
+    assert Kernels(deterministic=True).workspace_bytes(8) == 64 * mib
+
+
+def test_experts_of_fewer_tensor_ranks_are_larger_and_have_fewer_replicas():
+    model = replace(GPT, experts=4, swiglu=True)
+    its = Parallel(pp=2, tp=4, dp=2, ep=2, global_batch=4, sequence_parallel=True, distributed_optimizer=True)
+    alone = replace(its, expert_tp=1)
+    alone.check(model)
+    assert expert_parameters(model, alone, 0) == 4 * expert_parameters(model, its, 0)
+    assert (its.expert_replicas, alone.expert_replicas) == (1, 4)
+    kept, other = (kept_bytes(layer_tape(model, one)) for one in (its, alone))
+    assert kept - other == 2 * GPT.sequence * GPT.hidden * 3 / 4  # tokens that are not gathered
+    with pytest.raises(ValueError, match="expert_tp is 3; expected a divisor of tp \\* cp \\* dp, 8"):
+        replace(its, expert_tp=3).check(model)
+    with pytest.raises(ValueError, match="ep is 8; expected a divisor of the 4 ranks of experts"):
+        replace(its, ep=8, expert_tp=2).check(model)
+
+
+def test_embedding_and_loss_count_as_layers():
+    its = Parallel(pp=4, chunks=2, global_batch=4, schedule="interleaved", embedding_is_layer=True, loss_is_layer=True)
+    assert its.layers(replace(GPT, layers=6)) == (0, 1, 1, 1, 1, 1, 1, 0)
+    assert replace(its, loss_is_layer=False).layers(replace(GPT, layers=15)) == (1, 2, 2, 2, 2, 2, 2, 2)
+    with pytest.raises(ValueError, match="pp \\* chunks is 4 \\* 2; expected a divisor of the model's 10"):
+        its.layers(GPT)

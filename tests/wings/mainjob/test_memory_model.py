@@ -156,6 +156,7 @@ def test_a_training_is_read_back_from_its_flags():
         flags = list(asked((model, its), 0).flags)
         at = flags.index("--vocab-size") + 1
         flags[at] = str(model.vocabulary)  # the benchmark's tokenizer adds one
+        flags += ["--transformer-impl", "local"]
         assert laid_out(flags, its.gpus) == (replace(model, ffn_hidden=model.ffn), its)
 
 

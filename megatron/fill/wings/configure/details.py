@@ -1,11 +1,14 @@
-"""Settings in Megatron's flags that decide memory, but not time."""
+"""Settings in Megatron's flags that decide memory, but not time: dropout, position embeddings and kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron.fill.wings.mainjob.kernels import Kernels
 from megatron.fill.wings.mainjob.model import ModelSpec
+
+_MOST_HEAD = 256  # channels of a head that flash attention takes
 
 
 def detailed(model: ModelSpec, flags: Sequence[str]) -> ModelSpec:
@@ -22,6 +25,35 @@ def detailed(model: ModelSpec, flags: Sequence[str]) -> ModelSpec:
         positions=positions,
         hidden_dropout=_is_some(_value(flags, "--hidden-dropout")),
         attention_dropout=_is_some(_value(flags, "--attention-dropout")),
+        kernels=_kernels(model, flags),
+    )
+
+
+def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
+    """The kernels that flags choose, by Megatron's defaults where they say nothing.
+
+    Local layers have unfused attention, whatever backend is asked for.  Transformer Engine takes flash attention, its
+    own library's or cuDNN's, for 16-bit numbers and heads of up to 256 channels, with or without dropout.
+    """
+    impl = _value(flags, "--transformer-impl") or "transformer_engine"
+    engine = impl != "local" and _value(flags, "--spec") != "local"
+    backend = _value(flags, "--attention-backend") or "auto"
+    half = "--bf16" in flags or "--fp16" in flags
+    flash = engine and half and backend not in ("unfused", "local") and model.hidden // model.heads <= _MOST_HEAD
+    deferred: int | None = 0
+    if "--defer-embedding-wgrad-compute" in flags:
+        given = _value(flags, "--wgrad-deferral-limit") or "0"
+        deferred = int(given) or None if given.isdecimal() and given.isascii() else None
+    fused_loss = "--cross-entropy-loss-fusion" in flags and _value(flags, "--cross-entropy-fusion-impl") != "te"
+    return Kernels(
+        transformer_engine=engine,
+        flash=flash,
+        fused_softmax="--no-masked-softmax-fusion" not in flags,
+        turned=flash and backend != "fused",
+        masked="--no-create-attention-mask-in-dataloader" not in flags,
+        fused_loss=fused_loss,
+        deferred=deferred,
+        deterministic="--deterministic-mode" in flags,
     )
 
 

@@ -32,10 +32,19 @@ _LAYOUT = {
     "--micro-batch-size": "microbatch",
     "--num-virtual-stages-per-pipeline-rank": "chunks",
     "--num-layers-per-virtual-pipeline-stage": "chunk_layers",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "group_size",
+    "--expert-tensor-parallel-size": "expert_tp",
 }
 _ENDS = {"--decoder-first-pipeline-num-layers": "first_layers", "--decoder-last-pipeline-num-layers": "last_layers"}
-_SWITCHES = {"--sequence-parallel": "sequence_parallel", "--use-distributed-optimizer": "distributed_optimizer"}
+_SWITCHES = {
+    "--sequence-parallel": "sequence_parallel",
+    "--use-distributed-optimizer": "distributed_optimizer",
+    "--account-for-embedding-in-pipeline-split": "embedding_is_layer",
+    "--account-for-loss-in-pipeline-split": "loss_is_layer",
+}
 _RECOMPUTE = ("--recompute-method", "--recompute-num-layers")  # a layout has its own
+_UNTIMED = ("--expert-tensor-parallel-size",)  # weighed in memory, not in time
+_RANK_ORDER = "--use-tp-pp-dp-mapping"
 _DIVISOR = 128  # Megatron's default of --make-vocab-size-divisible-by
 # Tokenizers whose vocabulary is known without their files.
 _VOCABULARIES = {
@@ -93,6 +102,8 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
             values[flag] = _number(flag, value)
         elif flag in layout:
             fixed[layout[flag]] = _number(flag, value)
+            if flag in _UNTIMED:
+                ignored.append(flag)
             continue
         elif flag in _SWITCHES:
             fixed[_SWITCHES[flag]] = True
@@ -100,6 +111,8 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
         elif flag in ("--recompute-granularity", "--recompute-activations"):
             fixed["recompute"] = Recompute.SELECTIVE if flag == "--recompute-activations" else _recompute(value)
             continue
+        elif flag == _RANK_ORDER and ends:
+            pass  # it decides links, not memory
         elif not is_neutral(flag, " ".join(value or ())):
             ignored.append(flag)
         if flag in _RECOMPUTE:
@@ -116,6 +129,8 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
     fields: dict[str, Any] = {name: values[flag] for flag, name in _MODEL.items() if flag in values}
     if "experts" in fields:
         fields.setdefault("experts_per_token", min(2, fields["experts"]))  # Megatron's default
+    if "--swiglu" in names and "ffn_hidden" not in fields:  # Megatron's default: as many parameters as without a gate
+        fields["ffn_hidden"] = int(4 * fields["hidden"] * 2 / 3 / 64) * 64
     if "chunk_layers" in fixed:
         per_chunk = fixed.pop("chunk_layers")
         stages = fixed.get("pp")
@@ -157,6 +172,10 @@ def layout_flags(parallel: Parallel) -> list[str]:
         *("--context-parallel-size", str(parallel.cp)),
         *("--micro-batch-size", str(parallel.microbatch)),
     ]
+    if parallel.expert_tp is not None:
+        flags += ["--expert-tensor-parallel-size", str(parallel.expert_tp)]
+    if parallel.group_size is not None:
+        flags += ["--microbatch-group-size-per-virtual-pipeline-stage", str(parallel.group_size)]
     if parallel.ep > 1:
         flags += ["--expert-model-parallel-size", str(parallel.ep)]
     if parallel.chunks > 1:

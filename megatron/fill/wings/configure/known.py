@@ -16,12 +16,9 @@ _REFUSED = {
     "--moe-layer-freq": "layers without experts between those with them",
     "--moe-latent-size": "experts of another width than the hidden size",
     "--moe-shared-expert-intermediate-size": "shared experts",
-    "--expert-tensor-parallel-size": "experts divided otherwise than --tensor-model-parallel-size",
     "--pipeline-model-parallel-layout": "a layout given by hand",
     "--decoder-first-pipeline-num-layers": "layers given by hand",
     "--decoder-last-pipeline-num-layers": "layers given by hand",
-    "--account-for-embedding-in-pipeline-split": "an embedding counted as a layer",
-    "--account-for-loss-in-pipeline-split": "a loss counted as a layer",
     "--use-tp-pp-dp-mapping": "another order of ranks",
     "--fp8-format": "FP8",
     "--fp4-format": "FP4",
@@ -45,14 +42,15 @@ _REFUSED = {
 }
 # Flags that are neutral with the one value that is counted.
 _COUNTED = {
-    "--transformer-impl": "local",
-    "--attention-backend": "unfused",
     "--recompute-num-layers": "1",
 }
 _NEUTRAL = re.compile(
     "--(?:"
     # the model, its numbers and its precision, as far as they are counted
     "bf16|fp16|swiglu|untie-embeddings-and-output-weights|position-embedding-type|use-rotary-position-embeddings|"
+    "transformer-impl|attention-backend|use-flash-attn|deterministic-mode|no-create-attention-mask-in-dataloader|"
+    "defer-embedding-wgrad-compute|wgrad-deferral-limit|cross-entropy-loss-fusion|cross-entropy-fusion-impl|"
+    "no-masked-softmax-fusion|"
     "max-position-embeddings|hidden-dropout|attention-dropout|group-query-attention|disable-bias-linear|"
     "make-vocab-size-divisible-by|padded-vocab-size|norm-epsilon|rotary-.*|rope-.*|use-rope-scaling|init-method-.*|"
     # data and tokenizers

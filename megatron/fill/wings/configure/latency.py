@@ -255,12 +255,14 @@ def compiled_schedule(its: Parallel, rendezvous: bool = False) -> tuple[Compiled
     what it receives only.  In 1F1B, mostly the later stage comes last; so it is taken here.
     """
     name = "interleaved" if its.chunks > 1 else its.schedule
-    return _compiled(name, its.pp, its.microbatches, its.chunks, rendezvous)
+    return _compiled(name, its.pp, its.microbatches, its.chunks, its.group_size, rendezvous)
 
 
 @lru_cache(maxsize=128)
-def _compiled(name: str, stages: int, microbatches: int, chunks: int, both_wait: bool) -> tuple[Compiled, Waits]:
-    schedule = make_schedule(name, stages, microbatches, chunks)
+def _compiled(
+    name: str, stages: int, microbatches: int, chunks: int, group_size: int | None, both_wait: bool
+) -> tuple[Compiled, Waits]:
+    schedule = make_schedule(name, stages, microbatches, chunks, group_size)
     rows = []
     for program in (rendezvous if both_wait else eager)(schedule):
         waits = []

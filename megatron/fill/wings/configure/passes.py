@@ -205,7 +205,7 @@ def flags_of_run(folder: Path, command: str) -> Training:
 
 def _check_same(folder: Path, ran: Training, training: Training) -> None:
     """The models are the same but for the number of layers."""
-    for name in ModelSpec.__dataclass_fields__:
+    for name in sorted(ModelSpec.__dataclass_fields__, key="ffn_hidden".__eq__):  # it may follow from the others
         there, here = getattr(ran.model, name), getattr(training.model, name)
         if name != "layers" and there != here:
             raise ConfigError(f"{folder}: the run's model has {name} {there}; expected {here}, as in the flags")

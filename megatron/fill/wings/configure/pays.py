@@ -30,7 +30,8 @@ def figures(training: Training, gpus: int | None, gpu: str, network: str) -> Val
         _check_known(option, name, list(known))
     fixed: dict[str, Any] = dict.fromkeys(_ONE, 1) | {"recompute": Recompute.NONE} | dict(training.fixed)
     stages = fixed["pp"] * fixed["chunks"]
-    if training.model.layers % stages:
+    counted = training.model.layers + sum(name in fixed for name in ("embedding_is_layer", "loss_is_layer"))
+    if counted % stages:
         raise ConfigError(
             f"--num-layers is {training.model.layers}: expected a multiple of the {stages} stages, virtual ones "
             "included, among which Megatron divides the layers"

@@ -27,7 +27,7 @@ def _held(its: Parallel, own: list[Pass], stage: int) -> float:
     m, pp = its.microbatches, its.pp
     count = min(pp - stage, m)
     if its.chunks > 1:
-        count = min(interleaved_warmup(pp, m, its.chunks, pp, stage) + 1, m * its.chunks)
+        count = min(interleaved_warmup(pp, m, its.chunks, its.group_size or pp, stage) + 1, m * its.chunks)
     return (count - 1) * min(one.kept_bytes for one in own) + min(one.peak_bytes for one in own)
 
 

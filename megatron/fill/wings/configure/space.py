@@ -63,7 +63,9 @@ def layouts(training: Training, gpus: int, gpus_per_node: int, excluded: Counter
 
 def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, excluded: Counter[str]) -> Iterator[Parallel]:
     model, fixed = training.model, training.fixed
-    ends = _uneven(model.layers, pp)
+    embedding, loss = (name in fixed for name in ("embedding_is_layer", "loss_is_layer"))
+    layers = model.layers + embedding + loss
+    ends = {} if embedding or loss else _uneven(layers, pp)
     experts = [its for its in divisors(dp * cp) if model.experts % its == 0] if model.experts else [1]
     for microbatch, ep in product(
         _choices("microbatch", divisors(training.global_batch // dp), fixed), _choices("ep", experts, fixed)
@@ -72,10 +74,16 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
             excluded["--micro-batch-size divides the batch of a replica, and is at most 64"] += 1
             continue
         microbatches = training.global_batch // dp // microbatch
-        chunks = [1, *(its for its in divisors(model.layers // pp) if its > 1)] if not ends else [1]
+        chunks = [1, *(its for its in divisors(layers // pp) if its > 1)] if not ends else [1]
         for chunk in _choices("chunks", chunks, fixed):
-            if chunk > 1 and (pp == 1 or microbatches % pp or ends or model.layers % (pp * chunk)):
-                excluded["virtual stages: several stages, and micro-batches that are a multiple of them"] += 1
+            if chunk > 1 and (pp == 1 or ends or layers % (pp * chunk)):
+                excluded["virtual stages: several stages, and layers that divide among them"] += 1
+                continue
+            if chunk > 1 and not _grouped(microbatches, fixed.get("group_size", pp), pp):
+                excluded["virtual stages: micro-batches in groups that have at least as many as there are stages"] += 1
+                continue
+            if dp * cp % ep:
+                excluded["--expert-model-parallel-size divides the replicas, whose links alone are modelled"] += 1
                 continue
             if ends is None:
                 excluded["--num-layers is divided among the stages, but for the first and the last"] += 1
@@ -95,13 +103,24 @@ def _with_batches(training: Training, tp: int, cp: int, pp: int, dp: int, exclud
                     recompute=fixed.get("recompute", Recompute.NONE),
                     precision=training.precision,
                     distributed_optimizer=dp * cp > 1,
-                    **ends,
+                    expert_tp=fixed.get("expert_tp"),
+                    group_size=fixed.get("group_size") if chunk > 1 else None,
+                    embedding_is_layer=embedding,
+                    loss_is_layer=loss,
+                    first_layers=ends.get("first_layers"),
+                    last_layers=ends.get("last_layers"),
                 )
                 found.check(model)
             except ValueError as error:
                 excluded[str(error)] += 1
                 continue
             yield found
+
+
+def _grouped(microbatches: int, group_size: int, pp: int) -> bool:
+    """Return True if the interleaved schedule takes microbatches in groups of this size."""
+    rest = microbatches % group_size
+    return pp <= group_size <= microbatches and (rest == 0 or rest >= pp)
 
 
 def _choices(name: str, found: list[int], fixed: Any) -> list[int]:

@@ -62,7 +62,8 @@ class MicroBatch:
 def micro_batch(model: ModelSpec, its: Parallel) -> MicroBatch:
     """Return the parts' memory; it is cached for layouts with equal microbatches."""
     return _micro_batch(
-        *(model, its.tp, its.cp, its.ep, its.sequence_parallel, its.microbatch, its.recompute, its.precision)
+        *(model, its.tp, its.cp, its.ep, its.expert_width, its.sequence_parallel, its.microbatch),
+        *(its.recompute, its.precision),
     )
 
 
@@ -72,6 +73,7 @@ def _micro_batch(
     tp: int,
     cp: int,
     ep: int,
+    expert_tp: int,
     sequence_parallel: bool,
     microbatch: int,
     recompute: Recompute,
@@ -82,6 +84,7 @@ def _micro_batch(
         pp=1,
         cp=cp,
         ep=ep,
+        expert_tp=expert_tp,
         microbatch=microbatch,
         global_batch=microbatch,
         sequence_parallel=sequence_parallel,
@@ -89,7 +92,7 @@ def _micro_batch(
         precision=precision,
     )
     size = sizes(model, its)
-    mask = model.sequence**2 / its.cp
+    mask = model.sequence**2 / its.cp if model.kernels.masked else 0.0
     work = size.residual + size.whole + _embedding_bytes(model, its) + _positions_bytes(model, its)
     output, output_peak = _output(model, its, size)
     there = bool(model.vocabulary)
@@ -158,7 +161,8 @@ def _output(model: ModelSpec, its: Parallel, size: Sizes) -> tuple[float, float]
     copied = number * logits if number < 4 else 0.0
     product = (copied or 4 * logits) + size.whole + _embedding_bytes(model, its)
     kept = 2 * size.residual + 4 * logits
-    return kept, max(kept + copied, 2 * size.residual + product)
+    replaced = 4 * logits if model.kernels.fused_loss else 0.0  # the loss's gradient, beside the logits
+    return kept, max(kept + copied + replaced, 2 * size.residual + product)
 
 
 def _embedding_bytes(model: ModelSpec, its: Parallel) -> float:
@@ -171,11 +175,11 @@ def _positions_bytes(model: ModelSpec, its: Parallel) -> float:
 
 
 def _buffer_bytes(model: ModelSpec, its: Parallel, size: Sizes) -> int:
-    """Return the bytes of Megatron's global buffer, for attention scores and gathered sequences."""
+    """Return the bytes of Megatron's global buffer, for local layers' attention scores and gathered sequences."""
     gathered = size.whole if its.tp > 1 and its.sequence_parallel else 0.0
     if model.experts and (its.tp > 1 or its.ep > 1):
         gathered = size.whole * its.ep
-    return round(max(size.scores, gathered))
+    return round(max(0.0 if model.kernels.transformer_engine else size.scores, gathered))
 
 
 def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, peak: float) -> StageMemory:
@@ -187,15 +191,29 @@ def held_memory(model: ModelSpec, its: Parallel, parts: MicroBatch, rank: int, p
     parameters = stage_parameters(model, its, rank)
     experts = expert_parameters(model, its, rank)
     divisor = its.replicas if its.distributed_optimizer else 1
-    expert_divisor = its.replicas // its.ep if its.distributed_optimizer else 1
+    expert_divisor = its.expert_replicas if its.distributed_optimizer else 1
     divided = (parameters - experts) / divisor + experts / expert_divisor
     precision = its.precision
     # With half-precision gradients, their single-precision copies exist in the optimizer's step only, when there are no
     # activations.
     step = divided * (precision.optimizer_bytes - min(12, precision.optimizer_bytes))
+    peak += _deferred_bytes(model, its, rank)
     return StageMemory(
         weights_bytes=round(parameters * precision.weight_bytes),
         gradients_bytes=round(parameters * precision.gradient_bytes),
         optimizer_bytes=round(divided * min(12, precision.optimizer_bytes)),
         activations_bytes=round(max(peak, step)) + parts.buffer,
     )
+
+
+def _deferred_bytes(model: ModelSpec, its: Parallel, rank: int) -> float:
+    """Return the bytes that microbatches keep for a deferred gradient of the output layer's weights.
+
+    Each keeps the output layer's input and the gradient of its logits, until the last stage would have to wait.
+    """
+    most = model.kernels.deferred
+    if rank != its.pp - 1 or most == 0 or its.pp == 1:
+        return 0.0
+    count = its.microbatches if most is None else min(most, its.microbatches)
+    rows = model.sequence / its.cp * its.microbatch
+    return count * rows * (model.hidden + model.vocabulary / its.tp) * its.precision.weight_bytes

@@ -52,7 +52,7 @@ def expert_parameters(model: ModelSpec, parallel: Parallel, rank: int) -> float:
     if not model.experts:
         return 0.0
     layers = sum(parallel.layers(model)[rank :: parallel.pp])
-    return layers * model.expert_parameters / (parallel.tp * parallel.ep)
+    return layers * model.expert_parameters / (parallel.expert_width * parallel.ep)
 
 
 def layer_activation_bytes(model: ModelSpec, parallel: Parallel, recompute: Recompute | None = None) -> float:
@@ -110,7 +110,7 @@ def stage_memory(model: ModelSpec, parallel: Parallel, rank: int, activations_by
     precision = parallel.precision
     experts = expert_parameters(model, parallel, rank)
     divisor = parallel.replicas if parallel.distributed_optimizer else 1
-    expert_divisor = parallel.replicas // parallel.ep if parallel.distributed_optimizer else 1
+    expert_divisor = parallel.expert_replicas if parallel.distributed_optimizer else 1
     divided = (parameters - experts) / divisor + experts / expert_divisor
     return StageMemory(
         weights_bytes=round(parameters * precision.weight_bytes),

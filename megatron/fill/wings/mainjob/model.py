@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from megatron.fill.wings.mainjob.kernels import LOCAL, Kernels
+
 _LAYER_NORM = 2  # parameters per hidden unit: scale and shift
 
 
@@ -29,6 +31,7 @@ class ModelSpec:
         positions: number of learned position embeddings; 0 for rotary or unknown ones.
         hidden_dropout: True if the residual stream has dropout, and keeps its masks.
         attention_dropout: likewise of the attention scores.
+        kernels: the kernels of its layers and its loss.
         source: origin of the shape.
     """
 
@@ -46,6 +49,7 @@ class ModelSpec:
     positions: int = 0
     hidden_dropout: bool = True
     attention_dropout: bool = True
+    kernels: Kernels = LOCAL
     source: str = ""
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 

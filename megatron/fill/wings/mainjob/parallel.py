@@ -49,7 +49,8 @@ class Parallel:
         pp: number of pipeline-parallel ranks.
         dp: number of data-parallel ranks.
         cp: number of context-parallel ranks; each has a part of every sequence.
-        ep: number of expert-parallel ranks among the data- and context-parallel ones; each has a part of the experts.
+        ep: number of expert-parallel ranks; each has a part of the experts.
+        expert_tp: number of tensor-parallel ranks of an expert; None for ``tp``.
         chunks: virtual stages per rank.
         microbatch: samples per microbatch.
         global_batch: samples per iteration, over all data-parallel ranks.
@@ -59,6 +60,8 @@ class Parallel:
         distributed_optimizer: True if the optimizer's state is divided over the data-parallel ranks.
         first_layers: number of layers of the first rank, in all its chunks; None for that of the other ranks.
         last_layers: number of layers of the last rank; None for that of the other ranks.
+        embedding_is_layer: True if the embedding counts as a layer of the first virtual stage.
+        loss_is_layer: True if the loss counts as a layer of the last virtual stage.
     """
 
     tp: int = 1
@@ -66,6 +69,7 @@ class Parallel:
     dp: int = 1
     cp: int = 1
     ep: int = 1
+    expert_tp: int | None = None
     chunks: int = 1
     microbatch: int = 1
     global_batch: int
@@ -77,10 +81,12 @@ class Parallel:
     distributed_optimizer: bool = False
     first_layers: int | None = None
     last_layers: int | None = None
+    embedding_is_layer: bool = False
+    loss_is_layer: bool = False
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "cp", "ep", "chunks", "microbatch", "global_batch", "group_size"):
+        for name in ("tp", "pp", "dp", "cp", "ep", "chunks", "microbatch", "global_batch", "group_size", "expert_tp"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
@@ -113,6 +119,16 @@ class Parallel:
         """The number of ranks with the same attention weights, which reduce their gradients together."""
         return self.dp * self.cp
 
+    @property
+    def expert_width(self) -> int:
+        """The number of tensor-parallel ranks of an expert."""
+        return self.expert_tp or self.tp
+
+    @property
+    def expert_replicas(self) -> float:
+        """The number of ranks with the same experts, which reduce their gradients together."""
+        return self.tp * self.replicas / (self.expert_width * self.ep)
+
     def check(self, model: ModelSpec) -> None:
         """Check that the model can be divided over this layout.
 
@@ -126,10 +142,18 @@ class Parallel:
             raise ValueError(f"tp is {self.tp}; expected a divisor of the model's sequence, {model.sequence}")
         if self.cp > 1 and model.sequence % (2 * self.cp):
             raise ValueError(f"cp is {self.cp}; expected a divisor of half the model's sequence, {model.sequence}")
-        if self.ep > 1 and (self.replicas % self.ep or not model.experts or model.experts % self.ep):
+        ranks = self.tp * self.replicas
+        if model.experts and (ranks % self.expert_width or model.ffn % self.expert_width):
             raise ValueError(
-                f"ep is {self.ep}; expected a divisor of dp * cp, {self.dp} * {self.cp}, and of the model's experts, "
-                f"{model.experts}"
+                f"expert_tp is {self.expert_width}; expected a divisor of tp * cp * dp, {ranks}, and of ffn_hidden, "
+                f"{model.ffn}"
+            )
+        among = ranks // self.expert_width
+        if self.ep > 1 and (among % self.ep or not model.experts or model.experts % self.ep):
+            given = self.expert_width != self.tp
+            ways = f"the {among} ranks of experts" if given else f"dp * cp, {self.dp} * {self.cp}"
+            raise ValueError(
+                f"ep is {self.ep}; expected a divisor of {ways}, and of the model's experts, {model.experts}"
             )
         if model.experts and self.tp > 1 and not self.sequence_parallel:
             raise ValueError(f"tp is {self.tp} with experts; expected sequence_parallel, as Megatron does")
@@ -143,13 +167,18 @@ class Parallel:
         """
         first, last = self.first_layers, self.last_layers
         if first is None and last is None:
-            stages = self.pp * self.chunks
-            if model.layers % stages:
+            stages, counted = self.pp * self.chunks, model.layers + self.embedding_is_layer + self.loss_is_layer
+            if counted % stages:
                 raise ValueError(
-                    f"pp * chunks is {self.pp} * {self.chunks}; expected a divisor of the model's {model.layers} "
+                    f"pp * chunks is {self.pp} * {self.chunks}; expected a divisor of the model's {counted} "
                     "layers, or first_layers and last_layers"
                 )
-            return (model.layers // stages,) * stages
+            each = [counted // stages] * stages
+            each[0] -= self.embedding_is_layer
+            each[-1] -= self.loss_is_layer
+            if min(each) < 0:
+                raise ValueError(f"layers is {model.layers}; expected more, as embedding or loss are layers too")
+            return tuple(each)
         for name, value in (("first_layers", first), ("last_layers", last)):
             if value is not None and not 0 < value < model.layers:
                 raise ValueError(f"{name} is {value}; expected 1 to {model.layers - 1}")

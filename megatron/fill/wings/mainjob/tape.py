@@ -101,7 +101,15 @@ def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> li
     # Views of the projection's output, unless rotary positions are applied or heads repeat the keys of their group.
     given = projected + (size.query if rotated or grouped else 0.0) + (size.keys / 2 if rotated else 0.0)
     plain = size.query if grouped else given
-    core = [Step("split", plain, 2 * projected + repeated), *_core(model, size, repeated, mask_bytes)]
+    if model.kernels.flash:
+        # The library's copies of query, keys and values replace the projection; cuDNN takes them where they are.
+        given = projected + (size.query + size.keys / 2) * rotated
+        plain = projected if model.kernels.turned else given
+        core = [Step("split", plain, 2 * projected), *_flash(model, its, size)]
+    else:
+        softmax = size.scores * (1 if model.kernels.fused_softmax else 4 / its.precision.weight_bytes)
+        unfused = _core(model, size, repeated, mask_bytes, softmax)
+        core = [Step("split", plain, 2 * projected + repeated), *unfused]
     if its.recompute is Recompute.SELECTIVE:
         core[0] = Step("split", 0.0, core[0].working_bytes)
         core = [Step("core", given, peak_bytes(core) + _again(size.query))]
@@ -121,7 +129,7 @@ def _again(output_bytes: float) -> float:
     return 2 * output_bytes
 
 
-def _core(model: ModelSpec, size: Sizes, repeated: float, mask_bytes: float) -> list[Step]:
+def _core(model: ModelSpec, size: Sizes, repeated: float, mask_bytes: float, softmax: float) -> list[Step]:
     """Return the operations of the attention's core: from query, keys and values to their mixture.
 
     Scores are masked in place, in a view, for which autograd copies their gradient twice.
@@ -131,10 +139,21 @@ def _core(model: ModelSpec, size: Sizes, repeated: float, mask_bytes: float) -> 
     return [
         Step("product", repeated, 2 * size.query + per_head + size.scores),
         Step("causal mask", mask_bytes, values + 4 * size.scores),
-        Step("softmax", size.scores, values + 2 * size.scores),
+        Step("softmax", softmax, values + 2 * size.scores),
         Step("dropout", size.score_mask, values + 2 * size.scores),
         Step("mixture", size.scores if model.attention_dropout else 0.0, 2 * size.query + size.scores),
     ]
+
+
+def _flash(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
+    """Return flash attention's core: it keeps the softmax's statistics, one single-precision number per head and token.
+
+    Its backward pass computes the scores again block by block, and sums the gradient of queries in single precision.
+    """
+    statistics = 4 * model.sequence / its.cp * its.microbatch * model.heads / its.tp
+    summed = 4 / its.precision.weight_bytes * size.query
+    copied = size.query if model.kernels.turned else 0.0
+    return [Step("flash", statistics + copied, 2 * size.query + size.keys + summed + statistics)]
 
 
 def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
@@ -152,12 +171,16 @@ def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
         ]
     passes = model.experts_per_token
     each = passes * its.ep / model.experts  # share of a microbatch that one expert gets
-    routed = passes * size.whole
+    gathered = its.expert_width / its.tp  # experts of fewer ranks gather fewer tokens, and have more of their width
+    routed = passes * size.whole * gathered
+    weights /= gathered
+    # Without a fused gate, the activation's output is kept to scale it by the router's probability.
+    scaled = 0.0 if model.swiglu else passes * size.ffn
     return [
         norm,
         Step("routing", size.residual + routed, gradient + routed + its.ep * size.whole),
         Step("into", 0.0, gradient + 2 * routed + each * size.gated + gates * weights),
-        Step("activation", passes * size.gated, gradient + 2 * routed + each * (size.ffn + size.gated)),
+        Step("activation", passes * size.gated + scaled, gradient + 2 * routed + each * (size.ffn + size.gated)),
         Step("out of", passes * size.ffn, gradient + 2 * routed + each * size.ffn + weights),
     ]
 

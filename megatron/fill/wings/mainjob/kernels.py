@@ -1,0 +1,52 @@
+"""The kernels of a training's layers and loss, as far as they decide its memory.
+
+Sources: Dao et al. 2022 (arXiv 2205.14135), section 3, for what flash attention keeps; Transformer Engine's
+``attention/dot_product_attention`` for the choice of a backend; Megatron's ``tensor_parallel/layers.py`` for the
+deferred gradient, and PyTorch's ``CUDABlas`` and Transformer Engine's ``module/base.py`` for workspaces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MIB = 1 << 20
+# Work of the forward and of the backward pass's thread: a handle of cuBLAS each, and so a workspace each.
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """The kernels of a training; the defaults are Megatron's local layers.
+
+    Attributes:
+        transformer_engine: True for Transformer Engine's layers.
+        flash: True if attention keeps its softmax's statistics and no scores.
+        fused_softmax: True if unfused attention's softmax takes scores in the precision that they have.
+        turned: True if attention's output is copied into the layers' order, and kept twice (FlashAttention's library).
+        masked: True if the data loader makes a causal mask for each microbatch.
+        fused_loss: True for Megatron's fused cross entropy, whose gradient is not in place of the logits.
+        deferred: microbatches whose gradient of the output layer's weights waits for the end; None for all of them.
+        deterministic: True if cuBLAS has the large workspace that determinism takes.
+    """
+
+    transformer_engine: bool = False
+    flash: bool = False
+    fused_softmax: bool = True
+    turned: bool = False
+    masked: bool = True
+    fused_loss: bool = False
+    deferred: int | None = 0
+    deterministic: bool = False
+
+    def workspace_bytes(self, capability: int) -> int:
+        """Return the bytes of the workspaces of matrix products.
+
+        Args:
+            capability: the GPUs' major compute capability; 9 is Hopper.
+        """
+        torch = 32 * _MIB if capability == 9 or self.deterministic else 8 * _MIB + 128 * 1024
+        own = (32 if capability >= 9 else 4) * _MIB if self.transformer_engine else 0
+        return _THREADS * torch + own
+
+
+LOCAL = Kernels()

@@ -1,0 +1,158 @@
+"""Peaks that others have measured on GPUs with Megatron: the errors of the configurator's predictions.
+
+The folder holds ``megatron_functional_tests.csv``: NVIDIA's functional tests, each with its flags and the bytes that
+torch's allocator had at most on the last rank.  It is read where it is.  A row whose flags the configurator refuses
+counts as not expressible.
+
+A measurement is *superseded* if it is 10% or more from the median of its recipe's: the flags do not tell the two apart.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from megatron.fill.errors import ConfigError
+from megatron.fill.given.files import read_text
+from megatron.fill.wings.configure.peaks import laid_out
+from megatron.fill.wings.configure.room import memory
+from megatron.fill.wings.mainjob.model import ModelSpec
+from megatron.fill.wings.mainjob.parallel import Parallel
+
+TRUTH = Path(__file__).resolve().parents[2].parent / "shared" / "truth"
+_FILE = "megatron_functional_tests.csv"
+_PEAK = "mem_max_allocated_bytes_last_rank"
+_NODE = 8  # GPUs of a test, unless its layout needs more; half of them in recipes of one GB200 node
+_CAPABILITY = {"a100": 8, "h100": 9, "gb200": 10}  # major, by the platform's name
+_GPUS = {"mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release": 64}  # as the bytes between its iterations tell
+_VOCABULARY = {"bert": "28996"}  # BERT's cased word pieces; the others have GPT-2's
+_BELOW = 0.02
+_SUPERSEDED = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A measured training.
+
+    Attributes:
+        refused: reason why it cannot be expressed, or "".
+        predicted_bytes: 0 if it is refused.
+    """
+
+    recipe: str
+    platform: str
+    group: tuple[str, ...]
+    measured_bytes: int
+    predicted_bytes: int
+    refused: str
+
+    @property
+    def error(self) -> float:
+        """The prediction's relative error; below 0 if the GPU held more."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """Read and predict the rows.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    path = folder / _FILE
+    lines = list(csv.DictReader(read_text(path, "a table of measured trainings").splitlines()))
+    if not lines or not {"recipe", "platform", "flags", _PEAK} <= lines[0].keys():
+        raise ConfigError(f"{path}: expected columns recipe, platform, flags and {_PEAK}")
+    return [_row(line) for line in lines if line[_PEAK]]
+
+
+def _row(line: dict[str, str]) -> Row:
+    flags = _flags(json.loads(line["flags"]), line)
+    predicted, refused = 0, ""
+    group: tuple[str, ...] = ("refused",)
+    tp, pp, cp, ep = (int(line[name] or 1) for name in ("tp", "pp", "cp", "ep"))
+    expert_tp = int(json.loads(line["flags"]).get("--expert-tensor-parallel-size", tp))
+    unit = lcm(tp * cp, expert_tp * ep if ep > 1 else 1) * pp
+    node = _NODE // 2 if line["recipe"].endswith("1node") else _NODE
+    gpus = _GPUS.get(line["recipe"], -(-node // unit) * unit)
+    try:
+        model, its = laid_out(flags, gpus)
+        capability = next((number for name, number in _CAPABILITY.items() if name in line["platform"]), 8)
+        predicted = memory(model, its)[-1].total_bytes + model.kernels.workspace_bytes(capability)
+        group = _group(model, its, line["recipe"])
+    except ConfigError as error:
+        refused = str(error)
+    return Row(line["recipe"], line["platform"], group, int(line[_PEAK]), predicted, refused)
+
+
+def _flags(given: dict[str, str], line: dict[str, str]) -> list[str]:
+    found = []
+    for flag, value in given.items():
+        found += [flag] if value == "true" else [flag, value]
+    vocabulary = _VOCABULARY.get(line["recipe"].split("/")[0], "50257")
+    for flag, value in (("--vocab-size", vocabulary), ("--transformer-impl", line["impl"])):
+        if flag not in given and value:
+            found += [flag, value]
+    if line["tp"] != given.get("--tensor-model-parallel-size"):
+        found += ["--tensor-model-parallel-size", line["tp"]]
+    return found
+
+
+def _group(model: ModelSpec, its: Parallel, recipe: str) -> tuple[str, ...]:
+    return (
+        "te" if model.kernels.transformer_engine else "local",
+        "flash" if model.kernels.flash else "unfused",
+        its.recompute.value,
+        its.precision.value,
+        "experts" if model.experts else "bert" if recipe.startswith("bert") else "dense",
+        f"cp{its.cp}",
+    )
+
+
+def measure_gpu_memory(folder: Path) -> dict[str, Any]:
+    """The figures, and all rows as "rows"."""
+    rows = read_rows(folder)
+    told = [row for row in rows if not row.refused]
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row in told:
+        groups[" ".join(row.group)].append(row.error)
+    recipes: dict[str, list[int]] = defaultdict(list)
+    for row in rows:
+        recipes[row.recipe].append(row.measured_bytes)
+    usual = {recipe: median(peaks) for recipe, peaks in recipes.items()}
+    current = [row for row in told if abs(row.measured_bytes / usual[row.recipe] - 1) < _SUPERSEDED]
+    dense, experts = (_of(told, "experts", there) for there in (False, True))
+    return {
+        "dense_mean": _mean(dense),
+        "dense_worst": max((abs(row.error) for row in dense), default=None),
+        "dense_mean_current": _mean(_of(current, "experts", False)),
+        "dense_worst_current": max((abs(row.error) for row in _of(current, "experts", False)), default=None),
+        "below_truth": fmean(row.error < -_BELOW for row in told),
+        "experts_mean": _mean(experts),
+        "context_mean": _mean([row for row in told if "cp1" not in row.group]),
+        "expressible": len(told) / len(rows),
+        "groups": {name: _shown(errors) for name, errors in sorted(groups.items())},
+        "rows": [
+            [row.recipe, row.platform, row.measured_bytes, row.predicted_bytes, round(row.error, 4), row.refused]
+            for row in rows
+        ],
+    }
+
+
+def _of(rows: Sequence[Row], name: str, there: bool) -> list[Row]:
+    return [row for row in rows if (name in row.group) == there]
+
+
+def _mean(rows: Sequence[Row]) -> float | None:
+    return fmean(abs(row.error) for row in rows) if rows else None
+
+
+def _shown(errors: Sequence[float]) -> str:
+    mean = fmean(abs(error) for error in errors)
+    return f"{len(errors)} rows, mean {mean:.1%}, from {min(errors):+.1%} to {max(errors):+.1%}"
