@@ -52,13 +52,13 @@ def records(schedule: Schedule, timelines: list[Timeline], tails_ns: list[int]) 
 
 
 def cycle_bubble(
-    kind: BubbleKind, free_bytes: int, index: int = 0, median_ms: float = 9, p10_ms: float = 1
+    kind: BubbleKind, free_bytes: int, index: int = 0, median_ms: float = 9, p10_ms: float = 1, mean_ms: float = 9
 ) -> CycleBubble:
     """One bubble of a cycle as a report has it."""
     return CycleBubble(
         index=index,
         kind=kind,
-        mean_ms=9,
+        mean_ms=mean_ms,
         median_ms=median_ms,
         p10_ms=p10_ms,
         p90_ms=9,

@@ -81,7 +81,7 @@ def run(data: dict[str, Any] | None, *arguments: str) -> str:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     assert done.exit_code == 0, done.output
-    return done.output
+    return done.stdout
 
 
 def problem(data: dict[str, Any] | None, *arguments: str) -> str:
@@ -132,9 +132,10 @@ def test_a_straggler_makes_more_bubbles_elsewhere():
     assert slow["groups"][1]["bubble"] < slow["groups"][0]["bubble"]
 
 
-def test_a_real_runs_report_scaled_up():
+def run_of_two_ranks(**more: object) -> None:
+    """Write the report of a run whose mean bubble is longer than its median one."""
     bubble = {
-        **{"index": 0, "kind": "drain", "mean_ms": 100.0, "median_ms": 100.0, "p10_ms": 90.0, "p90_ms": 110.0},
+        **{"index": 0, "kind": "drain", "mean_ms": 100.0, "median_ms": 60.0, "p10_ms": 90.0, "p90_ms": 110.0},
         **{"offset_ms": 0.0, "share": 0.25, "free_bytes": 10**9, "count": 9},
     }
     rank = {"stage": 0, "iteration_ms": 400.0, "training": [bubble], "evaluation": []}
@@ -144,13 +145,32 @@ def test_a_real_runs_report_scaled_up():
         "directory": "d",
     }
     report = {"cycle": [rank | {"rank": number} for number in range(2)], "jobs": [job]}
-    Path("report.json").write_text(json.dumps(report))
+    Path("report.json").write_text(json.dumps(report | more))
+
+
+def test_a_real_runs_report_scaled_up():
+    run_of_two_ranks()
     (one,) = json.loads(run(None, "--from", "report.json", "--gpus", "1000", "--json"))
     assert one["total"]["devices"] == 1000
     assert one["total"]["bubble"] == pytest.approx(0.25)
     # Nine steps of 10 ms in 99.7 ms, 2 texts each, at 200 texts a second: 0.09 s of 0.4.
     assert one["total"]["gpus_worth"] == pytest.approx(1000 * 0.09 / 0.4, rel=1e-3)
     assert "expected a multiple" in problem(None, "--from", "report.json", "--gpus", "3")
+
+
+def test_a_real_run_is_harvested_as_it_was():
+    """The time without a job is left out: in the simulation there always is one."""
+    run_of_two_ranks(total={"bubble_share": 0.4, "time_use_ns": {"steps": 9, "runtime": 81, "no_job": 900}})
+    (one,) = json.loads(run(None, "--from", "report.json", "--json"))
+    assert one["total"]["fill"] / one["total"]["bubble"] == pytest.approx(0.1, rel=1e-3)
+    said = " ".join(run(None, "--from", "report.json").split())
+    assert "harvested as in the run: 10.0%, where the planner's estimate is 90.0%" in said
+    assert "Bubbles are 40.0% of all of the run's iterations; of the usual ones, which are repeated here, 25.0%" in said
+
+
+def test_a_report_without_harvest_says_what_is_assumed():
+    run_of_two_ranks()
+    assert "assumed: all work of a plan is done" in run(None, "--from", "report.json")
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ COSTS = PipelineCosts(STAGES, MS // 4, (2 * MS, 2 * MS), (3 * MS, 4 * MS))
 
 def recorded(iteration_ms: float | None = 100.0) -> list[RankCycle]:
     bubbles = [
-        cycle_bubble(BubbleKind.FILL, 1000, median_ms=2.5),
-        cycle_bubble(BubbleKind.DRAIN, 0, index=1, median_ms=4.0),
+        cycle_bubble(BubbleKind.FILL, 1000, mean_ms=2.5),
+        cycle_bubble(BubbleKind.DRAIN, 0, index=1, mean_ms=4.0),
     ]
     return [
         RankCycle(rank=rank, stage=rank, iteration_ms=iteration_ms, training=bubbles, evaluation=[]) for rank in (0, 1)

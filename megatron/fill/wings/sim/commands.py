@@ -45,19 +45,23 @@ def simulate(
     """Simulate trainings, their bubbles, and the jobs in them, with PipeFill's own planner and scheduler.
 
     MAIN is the share of the devices' time in which trainings compute, FILL the share that the jobs' work would take on
-    such devices alone. With --from, jobs like each of the report's are always waiting.
+    such devices alone. With --from, jobs like each of the report's are always waiting, and bubbles are harvested as
+    they were in that run.
 
     --json prints a list with an entry per simulation; docs/simulator.md explains its fields.
     """
+    from rich.console import Console
+
     from megatron.fill.cli.views import print_json
     from megatron.fill.wings.sim.run import from_report, load, plan_runs, run_one
     from megatron.fill.wings.sim.sweep import parse_sweep, run_all
     from megatron.fill.wings.sim.terminal import print_comparison, print_result
 
+    notes: list[str] = []
     if config is not None and report is None and gpus is None:
         source, data = load(config)
     elif config is None and report is not None:
-        source, data = from_report(report, gpus)
+        source, data, notes = from_report(report, gpus)
     else:
         raise ConfigError("expected a CONFIG file, or --from with a report.json and perhaps --gpus")
     tasks = plan_runs(source, data, [parse_sweep(text) for text in sweep or ()], policy or (), price)
@@ -72,6 +76,9 @@ def simulate(
         print_result(results[0])
     else:
         print_comparison(results)
+    console = Console(highlight=False, markup=False, stderr=as_json)
+    for note in notes:
+        console.print(note)
 
 
 def _write_files(results: list[SimResult], png: Path | None, csv: Path | None) -> None:

@@ -23,6 +23,7 @@ from megatron.fill.wings.sim.filljobs.generate import generate
 from megatron.fill.wings.sim.filljobs.jobs import jobs_from_file, jobs_from_store
 from megatron.fill.wings.sim.filljobs.trace import load_trace
 from megatron.fill.wings.sim.filljobs.whatif import jobs_without_end, kinds_of_report
+from megatron.fill.wings.sim.recorded.measured import measured
 from megatron.fill.wings.sim.results import SimResult, summarise
 from megatron.fill.wings.sim.sweep import Sweep, variants
 from megatron.fill.wings.sim.values import FillKind, MainJobRun, Scenario, SimJob
@@ -59,17 +60,41 @@ def load(path: Path) -> tuple[str, PlainYaml]:
     return str(path), read
 
 
-def from_report(report: Path, gpus: int | None) -> tuple[str, PlainYaml]:
-    """Return the configuration that scales a real run up, with its bubbles and an endless supply of its jobs."""
+def from_report(report: Path, gpus: int | None) -> tuple[str, PlainYaml, list[str]]:
+    """Return the configuration that scales a real run up, with its bubbles and an endless supply of its jobs.
+
+    So much of a plan's work counts that the recorded devices harvest what the run did while it had jobs.
+
+    Returns:
+        Its name, the configuration, and lines that say what is assumed.
+    """
     path = str(report.resolve())
-    main = {"name": "main", "report": path} | ({} if gpus is None else {"gpus": gpus})
-    return str(report), PlainYaml(
-        {
-            "duration": _WHAT_IF,
-            "main_jobs": [main],
-            "fill": {"report": path, "saturate": True},
-        }
-    )
+    recorded: dict[str, Any] = {
+        "duration": _WHAT_IF,
+        "main_jobs": [{"name": "main", "report": path}],
+        "fill": {"report": path, "saturate": True},
+    }
+    (task,) = plan_runs(str(report), PlainYaml(recorded), (), (), None)
+    planned = run_one(task).total
+    found = measured(report)
+    runtime = {}
+    notes = []
+    if found.harvest is None:
+        notes.append("The report has no harvest; assumed: all work of a plan is done.")
+    elif planned.fill > 0 and planned.bubble:
+        of_plan = planned.fill / planned.bubble
+        runtime["harvest"] = min(1.0, found.harvest / of_plan)
+        notes.append(
+            f"Assumed: with a job always there, bubbles are harvested as in the run: {found.harvest:.1%}, "
+            f"where the planner's estimate is {of_plan:.1%}."
+        )
+    if found.bubble_share is not None and planned.bubble is not None:
+        notes.append(
+            f"Bubbles are {found.bubble_share:.1%} of all of the run's iterations; of the usual ones, which are "
+            f"repeated here, {planned.bubble:.1%}."
+        )
+    main = recorded["main_jobs"][0] | ({} if gpus is None else {"gpus": gpus})
+    return str(report), PlainYaml(recorded | {"main_jobs": [main], "runtime": runtime}), notes
 
 
 def plan_runs(

@@ -60,8 +60,9 @@ class Reschedule:
 def recorded_groups(path: str | Path, gpus: int | None = None) -> tuple[DeviceGroup, ...]:
     """Return the devices of a recorded run, replicated by data parallelism.
 
-    Each rank's bubbles have their median durations, and are the same on all its replicas; the longer gradient reduction
-    of a larger data-parallel group is not modelled.
+    Each rank's bubbles have their mean durations, as its iteration has: medians would leave out what few long bubbles
+    add to the mean iteration.  They are the same on all its replicas; the longer gradient reduction of a larger
+    data-parallel group is not modelled.
 
     Args:
         path: a ``report.json``, or the ``bubbles.json`` of ``--fill-profile-only``.
@@ -80,7 +81,7 @@ def recorded_groups(path: str | Path, gpus: int | None = None) -> tuple[DeviceGr
             )
         period_ns = round(rank.iteration_ms * 1e6)
         slots = tuple(
-            BubbleSlot(one.kind, round(one.median_ms * 1e6), one.free_bytes or _NOT_MEASURED) for one in rank.training
+            BubbleSlot(one.kind, round(one.mean_ms * 1e6), one.free_bytes or _NOT_MEASURED) for one in rank.training
         )
         groups.append(DeviceGroup(f"rank {rank.rank}", replicas, BubbleCycle(period_ns, slots)))
     return tuple(groups)
