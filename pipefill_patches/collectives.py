@@ -6,9 +6,10 @@ in the barrier with which ``--timing-log-level 1`` begins a schedule.
 
 All functions of ``torch.distributed`` end, also if imported, in methods of two classes, ``ProcessGroup`` and ``Work``.
 So these methods are wrapped: a blocking call is a bubble from before it is posted, and an asynchronous one is a bubble
-during its ``wait``.  Collectives inside a pass or within one stage (data or tensor parallel) open no pipeline bubble;
-the account of the rank's time has them under the name of their group.  Functional collectives, which torch dispatches
-in C++, are not intercepted.
+during its ``wait``.  A send or receive between passes is to another stage, whatever its group: a bridge between the
+modules of a pipeline has a group that no stage knows.  Collectives inside a pass or within one stage (data or tensor
+parallel) open no pipeline bubble; the account of the rank's time has them under the name of their group.  Functional
+collectives, which torch dispatches in C++, are not intercepted.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _CALLS = (
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
 )
 
+_TRANSFERS = frozenset({"send", "recv", "recv_anysource"})
 _NOBODY = ""  # name of a wait that is not in the account
 
 Call = Callable[..., Any]
@@ -108,9 +110,16 @@ def install(stack: contextlib.ExitStack) -> None:
     # The name in the account of work that was not waited for when it was posted; None for work across stages.
     pending: dict[ref[Any], str | None] = {}
     account = bus.account
+    latest = ""  # name of the latest call between passes
 
     def forget(work: ref[Any]) -> None:
         pending.pop(work, None)
+
+    def posts_transfer(name: str) -> bool:
+        """True for a transfer, and for the end of a batch of them."""
+        nonlocal latest
+        before, latest = latest, name
+        return name in _TRANSFERS or (name == "_end_coalescing" and before in _TRANSFERS)
 
     def watched_wait(wait: Call) -> Call:
         @functools.wraps(wait)
@@ -136,7 +145,7 @@ def install(stack: contextlib.ExitStack) -> None:
     def watched(call: Call, name: str) -> Call:
         @functools.wraps(call)
         def run(group: Any, *args: Any, **kwargs: Any) -> Any:
-            across = bus.between_passes and spans_stages(group)
+            across = bus.between_passes and (posts_transfer(name) or spans_stages(group))
             whose = wait_name(group) if across or (account.settled and account.thread == get_ident()) else _NOBODY
             if not whose:
                 return call(group, *args, **kwargs)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import get_ident
 from typing import Protocol
 
@@ -159,7 +160,10 @@ class BubbleBus:
             self._guarded(self.listener.iteration_ended, self.clock())
 
     def begin_schedule(self, key: CycleKey) -> None:
-        """Begin a schedule of ``key.microbatches`` forwards (and backwards) per model chunk."""
+        """Begin a schedule of ``key.microbatches`` forwards (and backwards) per model chunk.
+
+        A training iteration may have forwards only (``--freeze-all-layers``), but is no evaluation to the listener.
+        """
         self._end_cycle()
         self._in_cycle = True
         self._thread = get_ident()
@@ -167,6 +171,7 @@ class BubbleBus:
         self._index = self._forwards = self._backwards = 0
         self._passes = key.microbatches * key.chunks
         if self._training:
+            key = replace(key, forward_only=False)
             for callback in self.callbacks:
                 callback.on_schedule()
         if (listener := self._heard) is not None:
@@ -277,8 +282,8 @@ class BubbleBus:
 
     @property
     def in_drain(self) -> bool:
-        """True between the last backward and the iteration's end, where a collective's wait is a drain bubble."""
-        return self._in_cycle and self._training and self._backwards >= self._passes
+        """True between the last pass and the iteration's end, where a collective's wait is a drain bubble."""
+        return self._in_cycle and self._training and self._passed
 
     @property
     def between_passes(self) -> bool:
@@ -288,11 +293,16 @@ class BubbleBus:
     def _kind(self, for_backward: bool) -> BubbleKind:
         if self._forwards == 0:
             return BubbleKind.FILL
-        if (self._forwards if self._forward_only else self._backwards) >= self._passes:
+        if self._passed:
             return BubbleKind.DRAIN
         if for_backward and self._backwards == 0:
             return BubbleKind.FWD_BWD
         return BubbleKind.INTERIOR
+
+    @property
+    def _passed(self) -> bool:
+        """True if the schedule's last pass has ended."""
+        return (self._forwards if self._forward_only else self._backwards) >= self._passes
 
     @property
     def _heard(self) -> Listener | None:

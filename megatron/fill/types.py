@@ -32,7 +32,11 @@ class BubbleKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CycleKey:
-    """The key of a bubble cycle: two iterations with equal keys have the same bubbles in the same order."""
+    """The key of a bubble cycle: two iterations with equal keys have the same bubbles in the same order.
+
+    Attributes:
+        forward_only: True for a schedule without backwards; to a listener, for an evaluation.
+    """
 
     schedule: str
     microbatches: int

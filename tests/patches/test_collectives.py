@@ -75,6 +75,11 @@ def batched():
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, one, 2), dist.P2POp(dist.irecv, one, 2)]):
         work.wait()
 
+def bridged():
+    with dist.distributed_c10d._coalescing_manager(stage, one.device, async_ops=True) as manager:
+        dist.isend(one, 1, stage)
+    manager.wait()
+
 def within():
     bus.open()
     bound_before(one)
@@ -110,6 +115,7 @@ found = {
     "not waited for": bubbles(lambda: dist.all_reduce(one, async_op=True)),
     "one stage": bubbles(lambda: (dist.all_reduce(one, group=stage), dist.barrier(stage))),
     "batched": bubbles(batched),
+    "bridged": bubbles(bridged),
     "within": bubbles(within),
 }
 pipefill_patches.PATCHES["training_loop"].revert()
@@ -157,6 +163,7 @@ def test_no_bubble_where_nobody_waits_or_for_the_own_stage(found):
 
 def test_each_wait_for_a_transfer_is_a_bubble_and_none_inside_another(found):
     assert kinds(found["batched"]) == ["drain", "drain"]
+    assert kinds(found["bridged"]) == ["drain"]
     assert kinds(found["within"]) == ["drain"]
 
 

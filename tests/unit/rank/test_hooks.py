@@ -105,6 +105,26 @@ def test_what_blocks_is_a_bubble_of_its_own_unless_it_is_part_of_one():
     assert not bus.between_passes
 
 
+def test_an_iteration_without_backwards_has_a_drain_and_is_no_evaluation():
+    bus, heard = make()
+    noted: list[tuple[Any, ...]] = []
+    bus.callbacks.append(Noting(noted))
+    bus.begin_iteration(1)
+    bus.begin_schedule(CycleKey("1f1b", 2, forward_only=True))  # --freeze-all-layers
+    wait(bus)
+    bus.forward(0)
+    wait(bus)
+    assert not bus.in_drain
+    bus.forward(0)
+    assert bus.in_drain
+    bus.end_schedule()
+    wait(bus)
+    bus.end_iteration()
+    assert heard.bubbles == [("fill", 0), ("interior", 1), ("drain", 2)]
+    assert ("on_last_backward",) not in noted
+    assert [event[1] for event in heard.events if event[0] == "cycle_started"] == [CycleKey("1f1b", 2)]
+
+
 def test_another_thread_is_in_no_schedule():
     bus, _ = make()
     bus.begin_schedule(CycleKey("1f1b", 2))
