@@ -236,6 +236,14 @@ def test_wrong_calls(capsys, monkeypatch, arguments, reason):
     assert reason in err
 
 
+def test_one_data_parallel_stage_is_proposed_where_it_is_faster(capsys, monkeypatch):
+    proposal = "one data-parallel stage on 8 devices"
+    _, output, _ = pipefill(capsys, monkeypatch, "plan", "two-tower", "--devices", "8", "--batch", "8")
+    assert proposal in output
+    assert max(map(len, output.splitlines())) <= 80
+    assert proposal not in pipefill(capsys, monkeypatch, "plan", "mmt", "--devices", "8", "--batch", "8")[1]
+
+
 def test_what_is_not_series_parallel_is_said(capsys, monkeypatch):
     operators = [("a", "[]"), ("b", "[]"), ("c", "[a]"), ("d", "[a, b]")]
     rows = "".join(f"  - {{name: {name}, inputs: {inputs}, forward_s: 1}}\n" for name, inputs in operators)

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from megatron.fill.errors import GraphError
-from megatron.fill.wings.graph.baselines import plan_atomic, plan_exhaustive, plan_sequential
+from megatron.fill.wings.graph.baselines import plan_atomic, plan_data_parallel, plan_exhaustive, plan_sequential
 from megatron.fill.wings.graph.cost import Cluster
 from megatron.fill.wings.graph.model import ModelGraph, Operator
 from megatron.fill.wings.graph.plan import Plan
@@ -130,6 +130,21 @@ def test_micro_batches_that_do_not_fit_anywhere():
     graph = ModelGraph("m", tuple(replace(its, kept_bytes=1e9) for its in unit(mmt(2, 2)).operators))
     with pytest.raises(GraphError, match=r"no plan fits 2 devices of 1.86 GiB with micro-batches of 1; expected more"):
         plan_graph(graph, replace(CLUSTER, devices=2, memory_bytes=2 * 10**9), 8, (1,))
+
+
+def test_a_model_as_one_data_parallel_stage():
+    """Each of eight devices has a sample of three seconds; a model that fits no device has no such stage."""
+    found = plan_data_parallel(unit(chain(1)), CLUSTER, 8, (1, 2, 4, 8))
+    assert found is not None
+    assert (found.period_ns, found.plan.devices, len(found.plan.stages)) == (3_000_000_000, 8, 1)
+    large = ModelGraph("large", tuple(Operator(name=name, parameters=10**9, forward_s=1) for name in "abc"))
+    assert plan_data_parallel(large, CLUSTER, 8, (8,)) is None
+
+
+def test_a_model_that_takes_no_time_is_refused():
+    free = ModelGraph("free", (Operator(name="a", forward_s=0), *(Operator(name=name) for name in "bcd")))
+    with pytest.raises(GraphError, match=r"forward_s 0 of a, forward_flops 0 and output_bytes 0 of b, .* of 1 more"):
+        plan_graph(free, CLUSTER, 8, (8,))
 
 
 def test_sizes_of_micro_batches():

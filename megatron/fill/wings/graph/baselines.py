@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from megatron.fill.wings.graph.cost import Cluster, Costs
 from megatron.fill.wings.graph.model import ModelGraph, members
-from megatron.fill.wings.graph.options import Entry, Link, Options, best
-from megatron.fill.wings.graph.search import Found, search, search_chain
+from megatron.fill.wings.graph.options import Choice, Entry, Link, Options, best
+from megatron.fill.wings.graph.search import Found, build, search, search_chain
+from megatron.fill.wings.graph.timeline import GraphTimeline, simulate
 from megatron.fill.wings.graph.tree import line
 
 
@@ -21,6 +22,17 @@ def plan_sequential(graph: ModelGraph, cluster: Cluster, batch: int, sizes: Sequ
         GraphError: as ``plan_graph``.
     """
     return search_chain(graph, cluster, batch, sizes, line(graph, graph.everything), sequential=True)
+
+
+def plan_data_parallel(graph: ModelGraph, cluster: Cluster, batch: int, sizes: Sequence[int]) -> GraphTimeline | None:
+    """Time the whole model as one stage, replicated over the devices; None if it does not fit."""
+    costs, everything = Costs(graph, cluster, batch), graph.everything
+    timelines = []
+    for size in sizes:
+        replicas = max(count for count in range(1, min(size, cluster.devices) + 1) if size % count == 0)
+        if costs.most_in_flight(everything, replicas) >= size:
+            timelines.append(simulate(build(costs, [Choice(everything, size, replicas)])))
+    return min(timelines, key=lambda its: its.period_ns, default=None)
 
 
 def plan_atomic(graph: ModelGraph, cluster: Cluster, batch: int, sizes: Sequence[int]) -> Found:

@@ -31,6 +31,7 @@ Efficiency = Annotated[
 ]
 Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw stages and timeline into this file.")]
 _GPU, _NETWORK, _EFFICIENCY = "a100-80gb", "dgx-a100", 0.45
+_FASTER = 0.01  # shorter by at least this share, one data-parallel stage is proposed
 
 
 def plan(
@@ -63,10 +64,10 @@ def plan(
     stages that it takes from (AFTER); its first and last operator.
     """
     from megatron.fill.linux.files import write_text
-    from megatron.fill.wings.graph.baselines import plan_atomic, plan_sequential
+    from megatron.fill.wings.graph.baselines import plan_atomic, plan_data_parallel, plan_sequential
     from megatron.fill.wings.graph.draw import draw_plan
     from megatron.fill.wings.graph.files import plan_text
-    from megatron.fill.wings.graph.printed import print_comparison, print_timeline
+    from megatron.fill.wings.graph.printed import print_comparison, print_faster, print_timeline
     from megatron.fill.wings.graph.search import micro_batches as sizes_of
     from megatron.fill.wings.graph.search import plan_graph
 
@@ -88,6 +89,9 @@ def plan(
     for group in best.lined:
         print(f"not series-parallel, so taken one after another: {' '.join(group)}")
     print_timeline(best.timeline)
+    replicated = plan_data_parallel(graph, cluster, batch, sizes)
+    if replicated is not None and replicated.period_ns < (1 - _FASTER) * best.timeline.period_ns:
+        print_faster(replicated, best.timeline)
     if compare:
         print_comparison(found, seconds)
     if png is not None:

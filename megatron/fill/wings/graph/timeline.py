@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.fill.errors import GraphError
 from megatron.fill.pipeline.schedule import Op, Pass, execution_order
 from megatron.fill.pipeline.timeline import PassSpan, Wait
 from megatron.fill.types import BubbleKind
+from megatron.fill.wings.graph.model import ModelGraph
 from megatron.fill.wings.graph.plan import Plan
+
+_NAMED = 3  # operators that an error names
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,11 @@ class GraphTimeline:
 
 
 def simulate(plan: Plan) -> GraphTimeline:
-    """Time one iteration.  A transfer takes its time between two passes; its stages compute in the meantime."""
+    """Time one iteration.  A transfer takes its time between two passes; its stages compute in the meantime.
+
+    Raises:
+        GraphError: an iteration takes no time; the error names costs that are 0.
+    """
     costs, stages = plan.costs, plan.stages
     passes_ns = []
     for mask, its in zip(plan.masks, stages, strict=True):
@@ -76,8 +84,22 @@ def simulate(plan: Plan) -> GraphTimeline:
         spans.append(tuple(PassSpan(op, starts[first + at], ends[first + at]) for at, op in enumerate(row)))
         first += len(row)
     period_ns = max(row[-1].end_ns + reduce_ns for row, reduce_ns in zip(spans, reduces, strict=True))
+    if period_ns == 0:
+        raise GraphError(
+            f"{plan.graph.name}: an iteration takes no time: {_costless(plan.graph)}; expected more than 0"
+        )
     waits = tuple(_waits(row, reduce_ns, period_ns) for row, reduce_ns in zip(spans, reduces, strict=True))
     return GraphTimeline(plan, period_ns, tuple(spans), waits, tuple(reduces))
+
+
+def _costless(graph: ModelGraph) -> str:
+    """Costs of the first operators of a model in which nothing takes time."""
+    named = []
+    for its in graph.operators[:_NAMED]:
+        fields = ("forward_flops", "output_bytes") if its.forward_s is None else ("forward_s",)
+        named.append(f"{' and '.join(f'{field} {getattr(its, field):g}' for field in fields)} of {its.name}")
+    more = len(graph.operators) - len(named)
+    return ", ".join(named) + (f", and of {more} more operators" if more else "")
 
 
 def _waits(spans: tuple[PassSpan, ...], reduce_ns: int, period_ns: int) -> tuple[Wait, ...]:
