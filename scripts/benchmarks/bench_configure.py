@@ -237,9 +237,9 @@ def main() -> None:
             results.add(part, figures, rows=rows)
         elif part == "gpu_memory":
             figures = measure_gpu_memory(options.truth)
-            rows, groups = figures.pop("rows"), figures.pop("groups")
-            report(part, figures | groups)
-            results.add(part, figures, part, rows=rows, groups=groups)
+            groups, recipes = figures.pop("groups"), figures.pop("recipes")
+            report(part, figures | groups | recipes)
+            results.add(part, figures, part, groups=groups)
         elif part == "learned":
             figures = measure_learned(options.samples, options.truths)
             report(part, figures)

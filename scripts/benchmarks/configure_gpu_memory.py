@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from megatron.fill.errors import ConfigError
@@ -57,6 +57,11 @@ class Row:
     def error(self) -> float:
         """The prediction's relative error; below 0 if the GPU held more."""
         return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def ratio(self) -> float:
+        """The measured over the predicted peak."""
+        return self.measured_bytes / self.predicted_bytes
 
 
 def read_rows(folder: Path) -> list[Row]:
@@ -116,16 +121,18 @@ def _group(model: ModelSpec, its: Parallel, recipe: str) -> tuple[str, ...]:
 
 
 def measure_gpu_memory(folder: Path) -> dict[str, Any]:
-    """The figures, and all rows as "rows"."""
+    """The figures; those of "recipes" are for reading, as a file with them would repeat the measurements."""
     rows = read_rows(folder)
     told = [row for row in rows if not row.refused]
     groups: dict[str, list[float]] = defaultdict(list)
+    recipes: dict[str, list[float]] = defaultdict(list)
+    peaks: dict[str, list[int]] = defaultdict(list)
+    for row in rows:
+        peaks[row.recipe].append(row.measured_bytes)
     for row in told:
         groups[" ".join(row.group)].append(row.error)
-    recipes: dict[str, list[int]] = defaultdict(list)
-    for row in rows:
-        recipes[row.recipe].append(row.measured_bytes)
-    usual = {recipe: median(peaks) for recipe, peaks in recipes.items()}
+        recipes[row.recipe].append(row.error)
+    usual = {recipe: median(measured) for recipe, measured in peaks.items()}
     current = [row for row in told if abs(row.measured_bytes / usual[row.recipe] - 1) < _SUPERSEDED]
     dense, experts = (_of(told, "experts", there) for there in (False, True))
     return {
@@ -137,16 +144,40 @@ def measure_gpu_memory(folder: Path) -> dict[str, Any]:
         "experts_mean": _mean(experts),
         "context_mean": _mean([row for row in told if "cp1" not in row.group]),
         "expressible": len(told) / len(rows),
+        "held_by_interval": _held(told, current),
+        "held_by_interval_current": _held(current, current),
+        "quantiles": _quantiles(current),
         "groups": {name: _shown(errors) for name, errors in sorted(groups.items())},
-        "rows": [
-            [row.recipe, row.platform, row.measured_bytes, row.predicted_bytes, round(row.error, 4), row.refused]
-            for row in rows
-        ],
+        "recipes": {name: _shown(errors) for name, errors in recipes.items()}
+        | {row.recipe: row.refused for row in rows if row.refused},
     }
 
 
 def _of(rows: Sequence[Row], name: str, there: bool) -> list[Row]:
     return [row for row in rows if (name in row.group) == there]
+
+
+def _held(rows: Sequence[Row], current: Sequence[Row]) -> float:
+    """Return the share of rows in the interval that current rows of other recipes give, for their kind of model."""
+    held = 0
+    for row in rows:
+        there = "experts" in row.group
+        others = [one.ratio for one in _of(current, "experts", there) if one.recipe != row.recipe]
+        low, high = _ends(others)
+        held += low <= row.ratio <= high
+    return held / len(rows)
+
+
+def _quantiles(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """Return the interval of dense models and of those with experts, as ``room.margins`` has it."""
+    kinds = {"dense": False, "experts": True}
+    return {name: _ends([row.ratio for row in _of(rows, "experts", there)]) for name, there in kinds.items()}
+
+
+def _ends(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return the 5% and the 95% quantile."""
+    cuts = quantiles(ratios, n=20, method="inclusive")
+    return cuts[0], cuts[-1]
 
 
 def _mean(rows: Sequence[Row]) -> float | None:

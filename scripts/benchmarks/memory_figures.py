@@ -21,7 +21,7 @@ from megatron.fill.wings.configure.cluster import Cluster
 from megatron.fill.wings.configure.correction import Network, features
 from megatron.fill.wings.configure.flags import read_flags
 from megatron.fill.wings.configure.peaks import Peak, errors_on, fitted
-from megatron.fill.wings.configure.room import memory
+from megatron.fill.wings.configure.room import margins, memory
 from megatron.fill.wings.configure.search import Evaluator, search
 from megatron.fill.wings.configure.space import layouts, padded
 from megatron.fill.wings.mainjob.hardware import GIB
@@ -155,7 +155,7 @@ def measure_limits(sample: int, cache: Path | None) -> dict[str, Any]:
             over += not fits
         else:
             feasible += fits
-            refused += fits and max(its) > one.room.limit_bytes
+            refused += fits and max(its) * margins(one.case[0]).high > one.room.room_bytes
     return {
         "proposals": proposals,
         "over_limit": over,

@@ -23,7 +23,7 @@ from megatron.fill.wings.configure.layout import lay_out
 from megatron.fill.wings.configure.links import Links, all_reduce_s
 from megatron.fill.wings.configure.many import ManyOrders
 from megatron.fill.wings.configure.passes import Both, Passes, Profile
-from megatron.fill.wings.configure.room import least_bytes, memory
+from megatron.fill.wings.configure.room import least_bytes, margins, memory
 from megatron.fill.wings.configure.search import Evaluator, search
 from megatron.fill.wings.configure.space import layouts
 from megatron.fill.wings.configure.value import fill_kinds, valued
@@ -194,7 +194,9 @@ def test_layouts_can_be_read_back_from_their_flags():
 
 
 def test_when_nothing_fits_it_says_what_excludes_all():
-    with pytest.raises(ConfigError, match=r"the smallest needs [\d.]+ GiB of a GPU; expected at most 0.0\d GiB"):
+    with pytest.raises(
+        ConfigError, match=r"the smallest needs [\d.]+ GiB of a GPU, at most [\d.]+ GiB; expected at most 0.0\d GiB"
+    ):
         search(read_flags(FLAGS.split()), cluster(memory="2100MiB"), links(cluster()))
     odd = read_flags([*FLAGS.split(), "--tensor-model-parallel-size", "3"])
     with pytest.raises(ConfigError, match="--tensor-model-parallel-size stays inside a node and divides the GPUs"):
@@ -386,6 +388,25 @@ def test_with_one_kind_of_link_annealing_has_nothing_to_do():
     assert anneal(Energy(SMALL, A100, 0.45, its, there), its, 4).moves == 0
 
 
+def test_what_may_not_fit_is_dropped_by_the_upper_end_of_its_interval():
+    training = read_flags([*FLAGS.split(), "--pipeline-model-parallel-size", "2"])
+    plain = cluster()
+    best = search(training, plain, links(plain), 1).proposals[0]
+    low, high = best.interval_bytes
+    assert low < best.peak_bytes < high
+    evaluator = Evaluator(training, plain, links(plain))
+    most = int(plain.room_bytes / best.margins.high)
+    assert evaluator.fits(most)
+    assert not evaluator.fits(most + 2)
+    assert best.cycles()[0].slots
+    assert all(slot.free_bytes < plain.room_bytes - best.memory[0].total_bytes for slot in best.cycles()[0].slots)
+
+
+def test_experts_and_corrections_have_intervals_of_their_own():
+    experts, dense = margins(replace(SMALL, experts=8)), margins(SMALL)
+    assert experts.high > dense.high > margins(SMALL, corrected=True).high > 1 > dense.low
+
+
 # The value of bubbles
 
 
@@ -401,7 +422,7 @@ def test_bubbles_are_worth_no_more_than_their_share_and_nothing_without_any():
     full = valued(one, kinds)
     assert 0.5 * one.bubble_share * 8 < full.gpus_worth < one.bubble_share * 8
     assert full.net_gpu_s == pytest.approx(one.iteration_s * (8 - full.gpus_worth))
-    assert valued(replace(one, room_bytes=one.peak_bytes), kinds).gpus_worth < full.gpus_worth
+    assert valued(replace(one, room_bytes=one.interval_bytes[1]), kinds).gpus_worth < full.gpus_worth
     none = replace(training, fixed={"pp": 1, "tp": 4})
     assert valued(search(none, its, links(its), 1).proposals[0], kinds).gpus_worth == 0
 

@@ -17,8 +17,6 @@ from megatron.fill.wings.configure.network import Network
 from megatron.fill.wings.mainjob.hardware import GIB, GPUS, NETWORKS, GpuKind
 from megatron.fill.wings.mainjob.hardware import Network as NodeNetwork
 
-_ESTIMATE_ERROR = 0.01  # more than the worst that docs/configure.md has, of what configurations hold
-
 
 class Cluster(BaseModel):
     """Nodes that are all alike.
@@ -58,11 +56,6 @@ class Cluster(BaseModel):
     def room_bytes(self) -> int:
         """Bytes that a training may take of one GPU."""
         return (self.memory or self.gpu.memory_bytes) - self.memory_reserve
-
-    @property
-    def limit_bytes(self) -> int:
-        """Most bytes that a configuration may be estimated to hold: below the room, as estimates err a little."""
-        return int(self.room_bytes * (1 - _ESTIMATE_ERROR))
 
     def links(self, folder: Path) -> Links:
         """Return the links between its GPUs, node after node.

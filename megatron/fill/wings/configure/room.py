@@ -1,6 +1,8 @@
-"""Check that a layout fits the GPUs' memory: a bound that takes no schedule, and the peak of the schedule itself."""
+"""Check that a layout fits the GPUs' memory: a bound that takes no schedule, the peak of the schedule, its interval."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from megatron.fill.pipeline.bubbles import peak_pass_bytes
 from megatron.fill.pipeline.schedules import interleaved_warmup
@@ -9,6 +11,31 @@ from megatron.fill.wings.mainjob.held import Pass, held_memory, micro_batch, pas
 from megatron.fill.wings.mainjob.memory import StageMemory
 from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Margins:
+    """The ends of an interval that nine in ten measured peaks are in, relative to the accounting."""
+
+    low: float
+    high: float
+
+
+# The 5% and the 95% quantile of measured over predicted peaks (scripts/benchmarks/configure_gpu_memory.py).
+_DENSE = Margins(0.99, 1.04)
+_EXPERTS = Margins(0.99, 1.05)  # tokens are not routed evenly
+_CORRECTED = Margins(0.99, 1.01)  # a learned correction has its own margin
+
+
+def margins(model: ModelSpec, corrected: bool = False) -> Margins:
+    """Return the interval of a model's peaks.
+
+    Args:
+        corrected: True if a correction was learned from peaks on the GPUs in question.
+    """
+    if corrected:
+        return _CORRECTED
+    return _EXPERTS if model.experts else _DENSE
 
 
 def least_bytes(model: ModelSpec, its: Parallel) -> int:

@@ -23,7 +23,7 @@ from megatron.fill.wings.configure.latency import Iteration, bound_ns, iteration
 from megatron.fill.wings.configure.layout import Layout, lay_out
 from megatron.fill.wings.configure.links import Links
 from megatron.fill.wings.configure.passes import Passes
-from megatron.fill.wings.configure.room import least_bytes, memory
+from megatron.fill.wings.configure.room import Margins, least_bytes, margins, memory
 from megatron.fill.wings.configure.space import layouts, padded
 from megatron.fill.wings.mainjob.hardware import GIB
 from megatron.fill.wings.mainjob.memory import StageMemory
@@ -40,6 +40,7 @@ class Proposal:
         order: the physical rank of each logical one.
         memory: memory of a GPU of each stage.
         room_bytes: bytes that a training may take of a GPU.
+        margins: interval of the memory, relative to it.
     """
 
     parallel: Parallel
@@ -47,6 +48,7 @@ class Proposal:
     timeline: Timeline
     memory: tuple[StageMemory, ...]
     room_bytes: int
+    margins: Margins
 
     @property
     def iteration_s(self) -> float:
@@ -61,10 +63,15 @@ class Proposal:
         """Peak of the fullest GPU."""
         return max(its.total_bytes for its in self.memory)
 
+    @property
+    def interval_bytes(self) -> tuple[int, int]:
+        """The ends of the interval of ``peak_bytes``."""
+        return int(self.peak_bytes * self.margins.low), int(self.peak_bytes * self.margins.high)
+
     def cycles(self) -> list[BubbleCycle]:
-        """The bubbles of each stage's GPUs, with what the training leaves of their memory."""
+        """The bubbles of each stage's GPUs, with the memory that the upper end of the training's interval leaves."""
         return [
-            bubble_cycle(self.timeline, stage, self.room_bytes - its.total_bytes)
+            bubble_cycle(self.timeline, stage, self.room_bytes - int(its.total_bytes * self.margins.high))
             for stage, its in enumerate(self.memory)
         ]
 
@@ -107,6 +114,7 @@ class Evaluator:
         self.links = links
         self.passes = passes
         self.correction = correction
+        self.margins = margins(training.model, correction is not None)
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._models = {tp: padded(training, tp) for tp in range(1, cluster.gpus_per_node + 1)}
 
@@ -127,16 +135,20 @@ class Evaluator:
         model, cluster = self._models[its.tp], self.cluster
         return iteration(model, cluster.gpu, cluster.efficiency, its, layout, self.passes)
 
+    def fits(self, held_bytes: int) -> bool:
+        """Return True if the upper end of a peak's interval is within the room."""
+        return held_bytes * self.margins.high <= self.cluster.room_bytes
+
     def proposal(self, times: Iteration, order: Sequence[int] | None = None) -> Proposal | None:
         """It timed; None if it does not fit after all."""
         its = times.parallel
         held = memory(self._models[its.tp], its)
         if self.correction is not None:
             held = self.correction.corrected(self._models[its.tp], its, held)
-        if max(one.total_bytes for one in held) > self.cluster.limit_bytes:
+        if not self.fits(max(one.total_bytes for one in held)):
             return None
         chosen = tuple(range(its.gpus) if order is None else order)
-        return Proposal(its, chosen, timeline(times), held, self.cluster.room_bytes)
+        return Proposal(its, chosen, timeline(times), held, self.cluster.room_bytes, self.margins)
 
     def candidates(self, gpus: int, excluded: Counter[str]) -> Iterator[Parallel]:
         """Those that may fit; each with the least recomputation with which it does."""
@@ -147,7 +159,7 @@ class Evaluator:
             kinds = [its.recompute] if "recompute" in self.training.fixed else list(Recompute)
             for kind in kinds:
                 one = its if kind is its.recompute else replace(its, recompute=kind)
-                if self.least_bytes(one) <= self.cluster.limit_bytes:
+                if self.fits(self.least_bytes(one)):
                     yield one
                     break
                 excluded[_MEMORY] += 1
@@ -221,8 +233,9 @@ def _nothing(evaluator: Evaluator, excluded: Counter[str], gpus: int) -> str:
             for its in layouts(evaluator.training, gpus, cluster.gpus_per_node, others)
         )
         return (
-            f"{head}: of the {excluded[_MEMORY]} that Megatron would start, the smallest needs {least / GIB:.2f} GiB "
-            f"of a GPU; expected at most {cluster.limit_bytes / GIB:.2f} GiB"
+            f"{head}: of the {excluded[_MEMORY]} that Megatron would start, the smallest needs "
+            f"{least / GIB:.2f} GiB of a GPU, at most {least * evaluator.margins.high / GIB:.2f} GiB; expected at most "
+            f"{cluster.room_bytes / GIB:.2f} GiB"
         )
     reasons = "; ".join(f"{count} for: {reason}" for reason, count in excluded.most_common(3))
     return f"{head}: excluded are {reasons}"

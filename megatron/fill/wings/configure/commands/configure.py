@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron.fill.wings.configure.cluster import Cluster
     from megatron.fill.wings.configure.flags import Training
     from megatron.fill.wings.configure.passes import Profile
+    from megatron.fill.wings.configure.search import Proposal
     from megatron.fill.wings.configure.value import Valued
 
 _PAYS = 0.02  # share of the GPUs that fill work must be worth for filling to pay
@@ -109,8 +110,8 @@ def pays(
 ) -> None:
     """Print the value of a training's bubbles, or that filling does not pay; without GPUs, in a second.
 
-    The layout is that of the flags. --json prints gpus, iteration_s, bubble_share, memory_bytes, gpus_worth, pays and
-    ignored (flags).
+    The layout is that of the flags. --json prints gpus, iteration_s, bubble_share, memory_bytes,
+    memory_interval_bytes, gpus_worth, pays and ignored (flags).
     """
     from megatron.fill.cli.views import print_json
     from megatron.fill.wings.configure.flags import read_flags
@@ -146,6 +147,7 @@ def _figures(one: Valued) -> dict[str, Any]:
         "iteration_s": its.iteration_s,
         "bubble_share": its.bubble_share,
         "memory_bytes": its.peak_bytes,
+        "memory_interval_bytes": its.interval_bytes,
         "gpus_worth": one.gpus_worth,
     }
 
@@ -183,6 +185,11 @@ def _print_untold(one: Profile) -> None:
         print(f"{run} does not tell {' or '.join(untold)}.")
 
 
+def _gib(its: Proposal) -> str:
+    low, high = (end / 2**30 for end in its.interval_bytes)
+    return f"{its.peak_bytes / 2**30:.1f} ({low:.1f}-{high:.1f})"
+
+
 def _print_choice(choice: Choice, cluster: Cluster) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -195,7 +202,7 @@ def _print_choice(choice: Choice, cluster: Cluster) -> None:
     for one in choice.best:
         its, para = one.proposal, one.proposal.parallel
         sizes = (para.gpus, para.tp, para.pp, para.chunks, para.dp, para.cp, para.ep, para.microbatch)
-        row = [*map(str, sizes), para.recompute.value, f"{its.iteration_s:.4g}", f"{its.peak_bytes / 2**30:.1f}"]
+        row = [*map(str, sizes), para.recompute.value, f"{its.iteration_s:.4g}", _gib(its)]
         row += [f"{its.bubble_share:.1%}", f"{one.gpus_worth:.2f}"]
         table.add_row(*row, *([f"{_cost(one, cluster):.3g}"] if priced else []))
     Console(width=80 if not priced else 90).print(table)
