@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 
 import pytest
 
 from megatron.fill.app import closing
 from megatron.fill.app.closing import kept, tell_of_jobs
+from megatron.fill.app.launch import Launch
 from megatron.fill.errors import StoreError
 from megatron.fill.records import SegmentEnding, note_failure, read_segments
 from megatron.fill.status import Status
@@ -84,3 +86,16 @@ def test_a_fault_of_our_own_is_told_with_where_it_is(caplog):
     with kept("the report could not be made"):
         raise KeyError("of ours")
     assert "Traceback" in caplog.text
+
+
+def test_a_failed_training_ends_its_part_whatever_handler_the_script_has_chained(tmp_path):
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))  # as core 0.20's pretrain has one
+    try:
+        run = Launch()
+        run._records = tmp_path
+        run.abort()
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher's, after another rank has failed
+        assert not received
+    finally:
+        signal.signal(signal.SIGTERM, before)
