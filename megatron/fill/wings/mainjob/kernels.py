@@ -22,7 +22,8 @@ class Kernels:
         transformer_engine: True for Transformer Engine's layers.
         flash: True if attention keeps its softmax's statistics and no scores.
         fused_softmax: True if unfused attention's softmax takes scores in the precision that they have.
-        turned: True if attention's output is copied into the layers' order, and kept twice (FlashAttention's library).
+        turned: True if attention's output is copied into the layers' order, and kept twice, as FlashAttention's library
+            does for more than one sample.
         masked: True if the data loader makes a causal mask for each microbatch.
         fused_loss: True for Megatron's fused cross entropy, whose gradient is not in place of the logits.
         deferred: microbatches whose gradient of the output layer's weights waits for the end; None for all of them.

@@ -104,7 +104,7 @@ def _tape(model: ModelSpec, its: Parallel, size: Sizes, mask_bytes: float) -> li
     if model.kernels.flash:
         # The library's copies of query, keys and values replace the projection; cuDNN takes them where they are.
         given = projected + (size.query + size.keys / 2) * rotated
-        plain = projected if model.kernels.turned else given
+        plain = projected if _is_turned(model, its) else given
         core = [Step("split", plain, 2 * projected), *_flash(model, its, size)]
     else:
         softmax = size.scores * (1 if model.kernels.fused_softmax else 4 / its.precision.weight_bytes)
@@ -152,8 +152,13 @@ def _flash(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
     """
     statistics = 4 * model.sequence / its.cp * its.microbatch * model.heads / its.tp
     summed = 4 / its.precision.weight_bytes * size.query
-    copied = size.query if model.kernels.turned else 0.0
+    copied = size.query if _is_turned(model, its) else 0.0
     return [Step("flash", statistics + copied, 2 * size.query + size.keys + summed + statistics)]
+
+
+def _is_turned(model: ModelSpec, its: Parallel) -> bool:
+    """Return True if attention's tensors are copied from one order to the other; one sample is in both orders."""
+    return model.kernels.turned and its.microbatch > 1
 
 
 def _mlp(model: ModelSpec, its: Parallel, size: Sizes) -> list[Step]:
