@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
+import json
 import random
 import statistics
 import subprocess
@@ -14,6 +16,8 @@ import pytest
 from megatron.fill.errors import ConfigError
 from megatron.fill.wings.configure.passes import Both, Profile
 from scripts.benchmarks.configure_blind import OTHERS, REFERENCE, flags, mean_profile
+from scripts.benchmarks.configure_gpu_memory import measure_gpu_memory
+from scripts.benchmarks.configure_gpu_memory import read_rows as read_peaks
 from scripts.benchmarks.configure_vtrain import COLUMNS, TIME, least_squares, measure_vtrain, read_rows
 from scripts.benchmarks.trainings import ROOT
 from scripts.benchmarks.turns import Turn, median_error, periods_s
@@ -112,3 +116,55 @@ def test_turns_that_tell_nothing_are_refused(flag, value, least):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"{flag} is {value}: expected {least} or more" in done.stderr
+
+
+PEAK = "mem_max_allocated_bytes_last_rank"
+GPT = {
+    "--num-layers": "4",
+    "--hidden-size": "64",
+    "--num-attention-heads": "4",
+    "--seq-length": "64",
+    "--global-batch-size": "8",
+    "--tensor-model-parallel-size": "1",
+    "--pipeline-model-parallel-size": "2",
+    "--bf16": "true",
+}
+
+
+def peaks(folder, rows):
+    names = ["recipe", "platform", "tp", "pp", "cp", "ep", "impl", PEAK, "flags"]
+    with (folder / "megatron_functional_tests.csv").open("w", encoding="utf-8") as file:
+        table = csv.DictWriter(file, names)
+        table.writeheader()
+        for recipe, platform, peak, more in rows:
+            its = {"tp": 1, "pp": 2, "cp": 1, "ep": "", "impl": "transformer_engine"}
+            table.writerow(its | dict(zip(names[:2], (recipe, platform), strict=True)) | {PEAK: peak, "flags": more})
+
+
+def test_measured_peaks_are_grouped_and_superseded_ones_told_apart(tmp_path):
+    experts = GPT | {"--num-experts": "4", "--moe-router-topk": "1"}
+    kinds = [(f"gpt/{name}", GPT) for name in "ab"] + [(f"moe/{name}", experts) for name in "ab"]
+    peaks(tmp_path, [(name, "a100", 1, json.dumps(flags)) for name, flags in kinds])
+    exact = [row.predicted_bytes for row in read_peaks(tmp_path)]
+    rows = [
+        (name, "a100", size, json.dumps(flags)) for (name, flags), size in zip(kinds, exact, strict=True) for _ in "123"
+    ]
+    old = ("gpt/a", "old", 2 * exact[0], json.dumps(GPT))
+    odd = ("gpt/odd", "a100", exact[0], json.dumps(GPT | {"--fp8-format": "hybrid"}))
+    peaks(tmp_path, [*rows, old, odd])
+    found = measure_gpu_memory(tmp_path)
+    assert found["expressible"] == 13 / 14
+    assert found["dense_mean"] == pytest.approx(0.5 / 7)
+    assert found["dense_worst"] == 0.5
+    assert found["below_truth"] == 1 / 13
+    assert found["dense_mean_current"] == found["experts_mean"] == 0
+    assert found["held_by_interval"] == 12 / 13
+    assert found["held_by_interval_current"] == 1
+    assert "te flash none bf16 experts cp1" in found["groups"]
+    assert "FP8" in found["recipes"]["gpt/odd"]
+
+
+def test_a_table_without_peaks_is_refused(tmp_path):
+    (tmp_path / "megatron_functional_tests.csv").write_text("recipe,flags\na,{}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="expected columns recipe, platform, flags and mem_max"):
+        measure_gpu_memory(tmp_path)

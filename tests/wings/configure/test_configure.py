@@ -402,6 +402,15 @@ def test_what_may_not_fit_is_dropped_by_the_upper_end_of_its_interval():
     assert all(slot.free_bytes < plain.room_bytes - best.memory[0].total_bytes for slot in best.cycles()[0].slots)
 
 
+def test_old_gpus_have_no_flash_attention():
+    training = read_flags([*FLAGS.split(), "--bf16", "--attention-backend", "flash"])
+    its = Parallel(pp=2, microbatch=1, global_batch=training.global_batch)
+    new, old = cluster(gpu="a100-40gb"), cluster(gpu="v100-32gb")
+    flash, scores = (Evaluator(training, one, links(one)).least_bytes(its) for one in (new, old))
+    unfused = read_flags([*FLAGS.split(), "--bf16", "--attention-backend", "unfused"])
+    assert flash < scores == Evaluator(unfused, new, links(new)).least_bytes(its)
+
+
 def test_experts_and_corrections_have_intervals_of_their_own():
     experts, dense = margins(replace(SMALL, experts=8)), margins(SMALL)
     assert experts.high > dense.high > margins(SMALL, corrected=True).high > 1 > dense.low

@@ -27,6 +27,7 @@ from megatron.fill.wings.configure.room import Margins, least_bytes, margins, me
 from megatron.fill.wings.configure.space import layouts, padded
 from megatron.fill.wings.mainjob.hardware import GIB
 from megatron.fill.wings.mainjob.memory import StageMemory
+from megatron.fill.wings.mainjob.model import ModelSpec
 from megatron.fill.wings.mainjob.parallel import Parallel, Recompute
 
 _MEMORY = "memory"
@@ -116,7 +117,14 @@ class Evaluator:
         self.correction = correction
         self.margins = margins(training.model, correction is not None)
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._models = {tp: padded(training, tp) for tp in range(1, cluster.gpus_per_node + 1)}
+        self._models = {tp: self._model(tp) for tp in range(1, cluster.gpus_per_node + 1)}
+
+    def _model(self, tp: int) -> ModelSpec:
+        """The model on the cluster's GPUs, which may be too old for the attention that flags choose."""
+        model = padded(self.training, tp)
+        if self.cluster.gpu.flash_attention:
+            return model
+        return replace(model, kernels=replace(model.kernels, flash=False, turned=False))
 
     def least_bytes(self, its: Parallel) -> int:
         """Least bytes that the fullest GPU holds."""

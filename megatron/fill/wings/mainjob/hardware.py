@@ -20,6 +20,7 @@ class GpuKind:
         memory_bandwidth: bytes per second to and from device memory.
         host_bytes_s: bytes per second to or from the host's memory, in one direction.
         source: title of the data sheet.
+        flash_attention: False for generations before Ampere, which its kernels do not run on.
     """
 
     name: str
@@ -28,6 +29,7 @@ class GpuKind:
     memory_bandwidth: float
     host_bytes_s: float
     source: str = ""
+    flash_attention: bool = True
     __pydantic_config__: ClassVar = {"extra": "forbid"}  # in a configuration file, a misspelt field is an error
 
     def __post_init__(self) -> None:
@@ -85,8 +87,8 @@ _A100 = "NVIDIA A100 Tensor Core GPU data sheet, A100 SXM"
 GPUS: dict[str, GpuKind] = {
     gpu.name: gpu
     for gpu in (
-        GpuKind("v100-16gb", 125e12, 16 * GIB, 900e9, _PCIE3, _V100),
-        GpuKind("v100-32gb", 125e12, 32 * GIB, 900e9, _PCIE3, _V100),
+        GpuKind("v100-16gb", 125e12, 16 * GIB, 900e9, _PCIE3, _V100, flash_attention=False),
+        GpuKind("v100-32gb", 125e12, 32 * GIB, 900e9, _PCIE3, _V100, flash_attention=False),
         GpuKind("a100-40gb", 312e12, 40 * GIB, 1555e9, _PCIE4, _A100),
         GpuKind("a100-80gb", 312e12, 80 * GIB, 2039e9, _PCIE4, _A100),
         GpuKind("h100-80gb", 989.5e12, 80 * GIB, 3350e9, _PCIE5, "NVIDIA H100 Tensor Core GPU data sheet, H100 SXM"),
