@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron.fill.wings.configure.flags import Training
     from megatron.fill.wings.configure.passes import Profile
     from megatron.fill.wings.configure.search import Proposal
-    from megatron.fill.wings.configure.value import Valued
+    from megatron.fill.wings.configure.value import Objective, Valued
 
 _PAYS = 0.02  # share of the GPUs that fill work must be worth for filling to pay
 
@@ -56,19 +56,23 @@ def configure(
 ) -> None:
     """Find the best layouts of a training on a cluster, before a GPU-hour is spent.
 
-    All layouts that Megatron starts and that fit the GPUs' memory are compared. BUBBLES is their share of the GPUs'
-    time, FILL the number of GPUs that the jobs would need for the same work without bubbles. On a measured network,
-    ranks are placed for the shortest iteration. With --profile, passes take as long as in that run.
+    All layouts that Megatron starts and that fit the GPUs' memory are compared. BUBBLE SHARE is that of the GPUs' time,
+    FILL the number of GPUs that the jobs would need for the same work without bubbles. Rows of one rank (1=) differ by
+    less than predictions err. On a measured network, ranks are placed for the shortest iteration. With --profile,
+    passes take as long as in that run.
 
     --json writes "configurations", "timed", "ignored" (flags) and a list "best", each with its layout, rank order,
     flags and figures.
     """
+    from rich.console import Console
+
     from megatron.fill.wings.configure.choose import choose
     from megatron.fill.wings.configure.cluster import load_cluster
     from megatron.fill.wings.configure.correction import Correction
     from megatron.fill.wings.configure.flags import read_flags
     from megatron.fill.wings.configure.launch import write_launch
     from megatron.fill.wings.configure.passes import load_passes
+    from megatron.fill.wings.configure.ranked import why
     from megatron.fill.wings.configure.value import Objective, fill_kinds
 
     if objective not in list(Objective):
@@ -84,7 +88,10 @@ def configure(
     passes = load_passes(profile, training) if profile else None
     correction = None if memory_model is None else Correction.load(memory_model)
     choice = choose(training, there, links, kinds, Objective(objective), top, seed, moves, passes, correction)
-    _print_choice(choice, there)
+    _print_choice(choice, there, Objective(objective))
+    if len(choice.best) > 1:
+        first, second = choice.best[:2]
+        Console(highlight=False).print(f"Why row 1 before row 2: {why(first, second, training, there, passes)}.")
     _print_ignored(training)
     for one in passes.profiles if passes else ():
         _print_untold(one)
@@ -190,22 +197,29 @@ def _gib(its: Proposal) -> str:
     return f"{its.peak_bytes / 2**30:.1f} ({low:.1f}-{high:.1f})"
 
 
-def _print_choice(choice: Choice, cluster: Cluster) -> None:
+def _print_choice(choice: Choice, cluster: Cluster, objective: Objective) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from megatron.fill.wings.configure.ranked import ERROR, ranks
+
     priced = cluster.price_per_gpu_hour is not None
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    headings = ("GPUS", "TP", "PP", "VPP", "DP", "CP", "EP", "MB", "RECOMPUTE", "SECONDS", "GIB", "BUBBLES", "FILL")
-    for heading in (*headings, *(["COST"] if priced else [])):
+    headings = ["#", "GPUS", "TP", "PP", "VPP", "DP", "CP", "EP", "MB", "RECOMPUTE"]
+    headings += ["TIME\nS", "MEMORY\nGIB", "BUBBLE\nSHARE", "FILL\nGPUS", *(["COST\n/ITER"] if priced else [])]
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "RECOMPUTE" else "right", no_wrap=True)
-    for one in choice.best:
+    main = objective == "main"
+    ranked = ranks([one.proposal.iteration_s if main else one.net_gpu_s for one in choice.best])
+    for rank, one in zip(ranked, choice.best, strict=True):
         its, para = one.proposal, one.proposal.parallel
         sizes = (para.gpus, para.tp, para.pp, para.chunks, para.dp, para.cp, para.ep, para.microbatch)
-        row = [*map(str, sizes), para.recompute.value, f"{its.iteration_s:.4g}", _gib(its)]
-        row += [f"{its.bubble_share:.1%}", f"{one.gpus_worth:.2f}"]
+        row = [f"{rank}{'=' if ranked.count(rank) > 1 else ' '}", *map(str, sizes), para.recompute.value]
+        row += [f"{its.iteration_s:.4g}", _gib(its), f"{its.bubble_share:.1%}", f"{one.gpus_worth:.2f}"]
         table.add_row(*row, *([f"{_cost(one, cluster):.3g}"] if priced else []))
     Console(width=80 if not priced else 90).print(table)
+    if len(set(ranked)) < len(ranked):
+        print(f"= marks ties: rows within {ERROR:.1%} of a rank's first, the predictions' mean error.")
     for number, one in enumerate(choice.best, 1):
         first, last = one.proposal.parallel.first_layers, one.proposal.parallel.last_layers
         if first is not None or last is not None:

@@ -1,0 +1,67 @@
+"""Ranks of configurations with their ties, and the reason why one comes before another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.fill.wings.configure.cluster import Cluster
+from megatron.fill.wings.configure.flags import Training
+from megatron.fill.wings.configure.latency import stage_times
+from megatron.fill.wings.configure.passes import Passes
+from megatron.fill.wings.configure.search import Proposal
+from megatron.fill.wings.configure.space import padded
+from megatron.fill.wings.configure.value import Valued
+from megatron.fill.wings.mainjob.hardware import GIB
+
+ERROR = 0.013  # mean error of blind predictions from a measured profile: docs/configure.md
+_LEAST_S, _LEAST_GIB, _LEAST_GPUS = 0.00005, 0.05, 0.005  # smaller differences are not named
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of an iteration, in seconds, as the mean over its GPUs.
+
+    Attributes:
+        passes_s: computation of forward and backward passes; measured ones have their tensor-parallel exchange in them.
+        step_s: all else: communication outside bubbles and the optimizer.
+    """
+
+    passes_s: float
+    bubbles_s: float
+    step_s: float
+
+
+def ranks(values: Sequence[float]) -> list[int]:
+    """Rank of each ascending value, from 1; within the error of the first of a rank, they are tied."""
+    found: list[int] = []
+    for at, value in enumerate(values):
+        tied = at > 0 and value - values[found[-1] - 1] <= ERROR * values[found[-1] - 1]
+        found.append(found[-1] if tied else at + 1)
+    return found
+
+
+def parts(proposal: Proposal, training: Training, cluster: Cluster, passes: Passes | None) -> Parts:
+    """Split an iteration of a configuration."""
+    its = proposal.parallel
+    alone = [(0.0, 0.0)] * its.pp  # seconds exchanged in a pass
+    stages = stage_times(padded(training, its.tp), cluster.gpu, cluster.efficiency, its, alone, passes)
+    passes_s = its.microbatches * sum(one.forward_ns + one.backward_ns for one in stages) / its.pp / 1e9
+    bubbles_s = proposal.bubble_share * proposal.iteration_s
+    return Parts(passes_s, bubbles_s, proposal.iteration_s - passes_s - bubbles_s)
+
+
+def why(first: Valued, second: Valued, training: Training, cluster: Cluster, passes: Passes | None) -> str:
+    """Differences of one configuration to another: time by parts, memory, and fill work."""
+    one, other = (parts(each.proposal, training, cluster, passes) for each in (first, second))
+    seconds = {
+        "bubbles": one.bubbles_s - other.bubbles_s,
+        "communication and step": one.step_s - other.step_s,
+        "passes": one.passes_s - other.passes_s,
+    }
+    named = [f"{name} {value * 1e3:+,.4g} ms" for name, value in seconds.items() if abs(value) >= _LEAST_S]
+    gib = (first.proposal.peak_bytes - second.proposal.peak_bytes) / GIB
+    named += [f"memory {gib:+.1f} GiB"] if abs(gib) >= _LEAST_GIB else []
+    gpus = first.gpus_worth - second.gpus_worth
+    named += [f"fill {gpus:+.2f} GPUs"] if abs(gpus) >= _LEAST_GPUS else []
+    return ", ".join(named) or "no difference"
