@@ -208,7 +208,7 @@ def test_when_nothing_fits_it_says_what_excludes_all():
     [
         (FLAGS.replace("--hidden-size 512 ", ""), "--hidden-size is missing"),
         (FLAGS + " --micro-batch-size x", "--micro-batch-size is 'x': expected a whole number above 0"),
-        (FLAGS + " --kv-channels 7", "--kv-channels: heads times channels"),
+        (FLAGS + " --kv-channels 7", "--kv-channels is 7: expected --hidden-size over --num-attention-heads, 64;"),
         (FLAGS + " --num-query-groups 3", "query_groups is 3; expected a divisor of heads, 8"),
         ("12 " + FLAGS, "'12' belongs to no flag"),
         (FLAGS + " --recompute-granularity some", "expected selective or full"),
@@ -233,6 +233,14 @@ def test_when_nothing_fits_it_says_what_excludes_all():
 def test_wrong_flags_are_named(flags, expected):
     with pytest.raises(ConfigError, match=expected):
         read_flags(flags.split())
+
+
+def test_widths_that_follow_from_others_are_taken_and_experts_have_their_own():
+    plain = read_flags(FLAGS.split()).model
+    assert read_flags([*FLAGS.split(), "--kv-channels", "64", "--moe-ffn-hidden-size", "96"]).model == plain
+    experts = [*FLAGS.split(), "--num-experts", "8", "--ffn-hidden-size", "512", "--moe-ffn-hidden-size", "96"]
+    assert read_flags(experts).model.ffn == 96
+    assert read_flags([*FLAGS.split(), "--swiglu"]).model.ffn == 1344  # two thirds, a multiple of 64
 
 
 def test_flags_are_neutral_or_named_as_not_weighed():

@@ -23,7 +23,8 @@ _MODEL = {
     "--moe-router-topk": "experts_per_token",
 }
 _NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--vocab-size")
-_NUMBERS = ("--global-batch-size", "--make-vocab-size-divisible-by", "--padded-vocab-size")
+_CHANNELS, _EXPERT_WIDTH = "--kv-channels", "--moe-ffn-hidden-size"
+_NUMBERS = ("--global-batch-size", "--make-vocab-size-divisible-by", "--padded-vocab-size", _CHANNELS, _EXPERT_WIDTH)
 _LAYOUT = {
     "--tensor-model-parallel-size": "tp",
     "--pipeline-model-parallel-size": "pp",
@@ -131,6 +132,13 @@ def read_flags(tokens: Sequence[str], ends: bool = False) -> Training:
         fields.setdefault("experts_per_token", min(2, fields["experts"]))  # Megatron's default
     if "--swiglu" in names and "ffn_hidden" not in fields:  # Megatron's default: as many parameters as without a gate
         fields["ffn_hidden"] = int(4 * fields["hidden"] * 2 / 3 / 64) * 64
+    if _EXPERT_WIDTH in values and "experts" in fields:  # all layers have experts, so nothing else has a width
+        fields["ffn_hidden"] = values[_EXPERT_WIDTH]
+    if values.get(_CHANNELS, 0) * fields["heads"] not in (0, fields["hidden"]):
+        raise ConfigError(
+            f"{_CHANNELS} is {values[_CHANNELS]}: expected --hidden-size over --num-attention-heads, "
+            f"{fields['hidden'] / fields['heads']:g}; other heads are not weighed"
+        )
     if "chunk_layers" in fixed:
         per_chunk = fixed.pop("chunk_layers")
         stages = fixed.get("pp")

@@ -11,8 +11,6 @@ from megatron.fill.errors import ConfigError
 
 # Refused: the figures would be those of another training.
 _REFUSED = {
-    "--kv-channels": "heads times channels other than the hidden size",
-    "--moe-ffn-hidden-size": "experts of another width than --ffn-hidden-size",
     "--moe-layer-freq": "layers without experts between those with them",
     "--moe-latent-size": "experts of another width than the hidden size",
     "--moe-shared-expert-intermediate-size": "shared experts",
