@@ -87,7 +87,7 @@ class BubblePredictor:
         shortest_ns = max(0, shortest_ns)
         usual_ns = max(0, sum(ends_ns)) // CASES
         share_ns = self.overrun * cycle.period_ns * cycle.share(usual_ns)
-        overrun_ns = int(among_replicas(share_ns, rule.replicas, cycle.scale_ns(rule)))
+        overrun_ns = int(among_replicas(share_ns, rule.replicas, cycle.scale_ns))
         if usual_ns >= rule.min_bubble_ns:
             cycle.weight += sqrt(usual_ns)
         fills = (usual_ns if overrun_ns else shortest_ns) >= rule.min_bubble_ns
@@ -151,16 +151,17 @@ class _Cycle:
     Attributes:
         histories: the history of each position.
         period_ns: shortest recent time from start to start; 0 if unknown.
+        scale_ns: scale in ns of the Gumbel distribution that fits the lower part of the periods; 0 without spread.
         weight: sum of the square roots of usual durations, over the present cycle's bubbles so far that were worth
             filling.
     """
 
-    __slots__ = ("_periods", "_start_ns", "_whole", "histories", "period_ns", "weight")
+    __slots__ = ("_periods", "_start_ns", "_whole", "histories", "period_ns", "scale_ns", "weight")
 
     def __init__(self) -> None:
         self.histories: list[_History] = []
         self.period_ns = 0
-        self.weight = self._whole = 0.0
+        self.scale_ns = self.weight = self._whole = 0.0
         self._periods = _Window()
         self._start_ns = 0
 
@@ -168,17 +169,16 @@ class _Cycle:
         if follows:
             self._periods.add(now_ns - self._start_ns, rule.window)
             self.period_ns = min(islice(reversed(self._periods.recent), ENOUGH_TO_PLAN))
+            self.scale_ns = self._scale_ns(rule)
         self._start_ns = now_ns
         self._whole, self.weight = self.weight, 0.0
 
-    def scale_ns(self, rule: FillRule) -> float:
-        """Return the scale in ns of the Gumbel distribution that fits the lower part of the periods; 0 without spread.
+    def _scale_ns(self, rule: FillRule) -> float:
+        """Return ``scale_ns``.
 
         Between its quantile ``p`` and its median lie log(log(1/p) / log(2)) scales.  The upper part is not used:
         occasional stalls of a training are not noise of its replicas.
         """
-        if not self._periods.ordered:
-            return 0.0
         return self._periods.low(rule)[1] / log(log(1 / rule.quantile) / log(2))
 
     def share(self, usual_ns: int) -> float:
