@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 
 from megatron.fill.errors import ConfigError
+from megatron.fill.wings.configure.flags import read_flags
 from megatron.fill.wings.configure.passes import Both, Profile
+from scripts.benchmarks.bench_configure import LARGE, MODEL_FLAGS
 from scripts.benchmarks.configure_blind import OTHERS, REFERENCE, flags, mean_profile
 from scripts.benchmarks.configure_gpu_memory import measure_gpu_memory
 from scripts.benchmarks.configure_gpu_memory import read_rows as read_peaks
 from scripts.benchmarks.configure_vtrain import COLUMNS, TIME, least_squares, measure_vtrain, read_rows
+from scripts.benchmarks.memory_figures import MODELS
 from scripts.benchmarks.trainings import ROOT
 from scripts.benchmarks.turns import Turn, median_error, periods_s
 
@@ -38,6 +41,11 @@ def table() -> list[str]:
         lines.append(",".join(map(str, numbers)))
     random.Random(0).shuffle(lines)
     return lines
+
+
+@pytest.mark.parametrize("text", [*MODEL_FLAGS.values(), LARGE, *MODELS])
+def test_the_flags_of_the_benchmarks_are_known_and_weighed(text):
+    assert read_flags(text.split()).ignored == ()
 
 
 def test_what_is_known_exactly_is_predicted_exactly(tmp_path):
