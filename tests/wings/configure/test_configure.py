@@ -419,6 +419,27 @@ def test_old_gpus_have_no_flash_attention():
     assert flash < scores == Evaluator(unfused, new, links(new)).least_bytes(its)
 
 
+def test_a_deterministic_training_may_keep_its_scores():
+    """Its interval reaches to that of unfused attention, unless a backend is asked for."""
+    flags = [*FLAGS.split(), "--pipeline-model-parallel-size", "2", "--micro-batch-size", "4"]
+    its = Parallel(pp=2, dp=2, microbatch=4, global_batch=16)
+
+    def found(*more: str, **changes: str):
+        one = cluster(**changes)
+        evaluator = Evaluator(read_flags([*flags, *more]), one, links(one))
+        return evaluator.proposal(evaluator.iteration(its))
+
+    flash, scores, given = (found("--attention-backend", name) for name in ("flash", "unfused", "fused"))
+    left = found("--deterministic-mode")
+    assert left.memory == flash.memory
+    assert left.interval_bytes[1] == pytest.approx(scores.interval_bytes[1], abs=2)
+    assert left.interval_bytes[0] == flash.interval_bytes[0]
+    assert found().margins == found("--deterministic-mode", "--attention-backend", "fused").margins == given.margins
+    between = f"{(flash.interval_bytes[1] + scores.interval_bytes[1]) // 2 + (2 << 30)}"
+    assert found("--attention-backend", "flash", memory=between) is not None
+    assert found("--deterministic-mode", memory=between) is None
+
+
 def test_experts_and_corrections_have_intervals_of_their_own():
     experts, dense = margins(replace(SMALL, experts=8)), margins(SMALL)
     assert experts.high > dense.high > margins(SMALL, corrected=True).high > 1 > dense.low

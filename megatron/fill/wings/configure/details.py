@@ -40,6 +40,7 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
     backend = _value(flags, "--attention-backend") or "auto"
     half = "--bf16" in flags or "--fp16" in flags
     flash = engine and half and backend not in ("unfused", "local") and model.hidden // model.heads <= _MOST_HEAD
+    deterministic = "--deterministic-mode" in flags
     deferred: int | None = 0
     if "--defer-embedding-wgrad-compute" in flags:
         given = _value(flags, "--wgrad-deferral-limit") or "0"
@@ -53,7 +54,8 @@ def _kernels(model: ModelSpec, flags: Sequence[str]) -> Kernels:
         masked="--no-create-attention-mask-in-dataloader" not in flags,
         fused_loss=fused_loss,
         deferred=deferred,
-        deterministic="--deterministic-mode" in flags,
+        deterministic=deterministic,
+        undecided=flash and deterministic and backend == "auto",
     )
 
 

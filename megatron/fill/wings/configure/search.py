@@ -94,6 +94,11 @@ class Found:
     excluded: Counter[str]
 
 
+def unfused(model: ModelSpec) -> ModelSpec:
+    """The model with attention that keeps its scores."""
+    return replace(model, kernels=replace(model.kernels, flash=False, turned=False, undecided=False))
+
+
 class Evaluator:
     """Costs of a training's configurations on a cluster; links of one layout are looked up once.
 
@@ -124,7 +129,7 @@ class Evaluator:
         model = padded(self.training, tp)
         if self.cluster.gpu.flash_attention:
             return model
-        return replace(model, kernels=replace(model.kernels, flash=False, turned=False))
+        return unfused(model)
 
     def least_bytes(self, its: Parallel) -> int:
         """Least bytes that the fullest GPU holds."""
@@ -153,10 +158,20 @@ class Evaluator:
         held = memory(self._models[its.tp], its)
         if self.correction is not None:
             held = self.correction.corrected(self._models[its.tp], its, held)
-        if not self.fits(max(one.total_bytes for one in held)):
+        most = max(one.total_bytes for one in held)
+        interval = self._interval(its, most)
+        if most * interval.high > self.cluster.room_bytes:
             return None
         chosen = tuple(range(its.gpus) if order is None else order)
-        return Proposal(its, chosen, timeline(times), held, self.cluster.room_bytes, self.margins)
+        return Proposal(its, chosen, timeline(times), held, self.cluster.room_bytes, interval)
+
+    def _interval(self, its: Parallel, peak_bytes: int) -> Margins:
+        """The interval of a layout's peak, up to that of unfused attention where flags leave it open."""
+        model = self._models[its.tp]
+        if not model.kernels.undecided or self.correction is not None:
+            return self.margins
+        most = max(one.total_bytes for one in memory(unfused(model), its))
+        return replace(self.margins, high=self.margins.high * max(1.0, most / peak_bytes))
 
     def candidates(self, gpus: int, excluded: Counter[str]) -> Iterator[Parallel]:
         """Those that may fit; each with the least recomputation with which it does."""

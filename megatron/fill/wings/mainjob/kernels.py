@@ -28,6 +28,8 @@ class Kernels:
         fused_loss: True for Megatron's fused cross entropy, whose gradient is not in place of the logits.
         deferred: microbatches whose gradient of the output layer's weights waits for the end; None for all of them.
         deterministic: True if cuBLAS has the large workspace that determinism takes.
+        undecided: True if Transformer Engine may take unfused attention instead, as its flash kernels are not all
+            deterministic.
     """
 
     transformer_engine: bool = False
@@ -38,6 +40,7 @@ class Kernels:
     fused_loss: bool = False
     deferred: int | None = 0
     deterministic: bool = False
+    undecided: bool = False
 
     def workspace_bytes(self, capability: int) -> int:
         """Return the bytes of the workspaces of matrix products.
