@@ -1,0 +1,143 @@
+"""How fast does the report's page of a long run open, and do the parts of `pipefill usage` add up to the whole?
+
+``page``: the records of a made-up run (as ``bench_report.py`` makes them, 1F1B in four stages of four microbatches),
+the page that ``pipefill report --html`` makes of it, and headless Chromium that opens it from the disk.  The time is
+from Chromium's start to its end with all charts drawn, so ``page_empty_opens_s``, that of an empty page, is beside it.
+
+``usage``: a store whose jobs have known device times, of several users and runs.  ``usage_off_s`` is the largest
+difference, over ``--by user``, ``job`` and ``run``, between the sum of the rows and what the jobs had, and between the
+total and what they had.
+
+    python scripts/benchmarks/bench_operate.py --json docs/benchmarks/operate.json
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from megatron.fill.status import Status
+from megatron.fill.store import NewJob, Progress, open_store
+from megatron.fill.types import JobState
+from megatron.fill.work import Work
+from scripts.benchmarks.bench_report import write_run
+from scripts.benchmarks.harness import arguments, opened
+
+_CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=20000"]
+_OFFLINE = "--host-resolver-rules=MAP * ~NOTFOUND"
+_STAGES = _MICROBATCHES = 4
+_USERS, _RUNS = 7, 5
+
+
+def pipefill(*args: str) -> str:
+    """Run the command; return what it prints."""
+    code = "from megatron.fill.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True).stdout
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes."""
+    began_s = time.monotonic()
+    call()
+    return time.monotonic() - began_s
+
+
+def browse(page: Path, profile: Path) -> str:
+    """Return the page's document once Chromium has drawn it."""
+    command = [str(_CHROMIUM), *_FLAGS, _OFFLINE, f"--user-data-dir={profile}", f"file://{page}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def opening_s(page: Path, profile: Path, turns: int) -> list[float]:
+    """Return the seconds of each turn; a first one, which makes the browser's profile, does not count."""
+    browse(page, profile)
+    return [round(timed(lambda: browse(page, profile)), 3) for _ in range(turns)]
+
+
+def measure_page(folder: Path, ranks: int, iterations: int, turns: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the page's figures, and the details of them."""
+    run, page, empty = folder / "run", folder / "page.html", folder / "empty.html"
+    made = write_run(run, ranks, _STAGES, _MICROBATCHES, iterations)
+    seconds = timed(lambda: pipefill("report", str(run), "--html", str(page)))
+    figures: dict[str, Any] = {
+        "page_ranks": ranks,
+        "page_iterations": iterations,
+        "page_bytes": page.stat().st_size,
+        "page_report_s": round(seconds, 1),
+    }
+    details: dict[str, Any] = {"records": made}
+    if _CHROMIUM is not None:
+        if "data-drawn=" not in browse(page, folder / "chromium"):
+            raise RuntimeError(f"{_CHROMIUM} did not draw the page")
+        empty.write_text("<!doctype html><title>empty</title>", encoding="utf-8")
+        details["opens_s"] = opening_s(page, folder / "chromium", turns)
+        details["empty_opens_s"] = opening_s(empty, folder / "chromium", turns)
+        figures["page_opens_s"] = round(statistics.median(details["opens_s"]), 2)
+        figures["page_empty_opens_s"] = round(statistics.median(details["empty_opens_s"]), 2)
+    return figures, details
+
+
+def measure_usage(folder: Path, jobs: int) -> dict[str, Any]:
+    """Return the largest error of the sums of `pipefill usage`, and the time of a call."""
+    draw, url = random.Random(0), str(folder / "jobs.db")
+    store = open_store(url)
+    whole_s = 0.0
+    for number in range(jobs):
+        new = NewJob(f"job-{number}", Work("bench:Job"), user=f"user-{draw.randrange(_USERS)}")
+        (job,) = store.submit([new])
+        claim = store.claim("agent", [job.id], 600, device=f"rank 0 of runs/run-{draw.randrange(_RUNS)} on node0")
+        assert claim is not None
+        harvested_s = draw.expovariate(1 / 100)
+        whole_s += harvested_s
+        store.finish(claim, Status(JobState.SUCCEEDED), Progress(1.0, 1.0, steps=1, harvested_s=harvested_s), {})
+    store.close()
+    off_s, seconds = 0.0, []
+    for by in ("user", "job", "run"):
+        began_s = time.monotonic()
+        found = json.loads(pipefill("usage", "--store", url, "--by", by, "--json"))
+        seconds.append(time.monotonic() - began_s)
+        rows_s = sum(row["device_s"] for row in found["rows"])
+        off_s = max(off_s, abs(rows_s - whole_s), abs(found["total"]["device_s"] - whole_s))
+    return {
+        "usage_jobs": jobs,
+        "usage_device_s": round(whole_s, 3),
+        "usage_off_s": round(off_s, 6),
+        "usage_s": round(statistics.median(seconds), 2),
+    }
+
+
+def main() -> None:
+    """Measure the parts that are asked for."""
+    parser = arguments(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=("page", "usage"), default=["page", "usage"])
+    parser.add_argument("--ranks", type=int, default=64, help=f"a multiple of {_STAGES} (default: 64)")
+    parser.add_argument("--iterations", type=int, default=10_000, help="(default: 10000)")
+    parser.add_argument("--turns", type=int, default=5, help="times that each page is opened (default: 5)")
+    parser.add_argument("--jobs", type=int, default=1000, help="jobs of the usage's store (default: 1000)")
+    options = parser.parse_args()
+    if options.ranks < 1 or options.ranks % _STAGES:
+        parser.error(f"--ranks is {options.ranks}; expected a multiple of the {_STAGES} stages")
+    results = opened(parser, options.json)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if "page" in options.parts:
+            figures, details = measure_page(folder, options.ranks, options.iterations, options.turns)
+            results.add("page", figures, **details)
+        if "usage" in options.parts:
+            results.add("usage", measure_usage(folder, options.jobs))
+    print(json.dumps(results.summary, indent=2))
+
+
+if __name__ == "__main__":
+    main()
