@@ -61,6 +61,8 @@ def submit(
     if there:
         names = ", ".join(job.name for job in there[:_NAMED]) + (", ..." if len(there) > _NAMED else "")
         print(f"Already there, and left as they are: {len(there)} of {len(found)}: {names}")
+    if found:
+        views.print_next(store, "list", f"show {found[0].name}", f"logs {found[0].name}")
 
 
 def _look_at(jobs_file: Path, specs: list[JobSpec], search: list[str]) -> None:

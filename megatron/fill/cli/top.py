@@ -39,7 +39,8 @@ def top(
     """Watch a run: its ranks on all nodes, their bubbles and jobs, the queue and the slowdown.
 
     Keys: p pauses filling on this node, r resumes it, d drains it, q ends the view.  The figures are as old as the
-    records: 10 iterations and 10 seconds.
+    records: 10 iterations and 10 seconds.  The harvest counts the time in which jobs settle (start, import, make their
+    models), too, which the report leaves out; so it is lower than the report's while a training is young.
     """
     from rich.console import Console
     from rich.live import Live

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -153,6 +154,19 @@ def print_job(job: Job, now_s: float, firsts: Mapping[str, JobState]) -> None:
         if value.strip():
             table.add_row(name, _text(value.strip()))
     _console().print(table)
+
+
+def print_next(store: str | None, *commands: str) -> None:
+    """Print the commands that one wants next, with the store filled in; for people only, so not into a pipe."""
+    from megatron.fill.store.location import ENVIRONMENT, shown
+
+    if not sys.stdout.isatty():
+        return
+    known = not store or store == os.environ.get(ENVIRONMENT)
+    option = "" if known else f" --store {shlex.quote(shown(str(store)))}"
+    print("Next:")
+    for command in commands:
+        print(f"  pipefill {command}{option}")
 
 
 def _console() -> Any:

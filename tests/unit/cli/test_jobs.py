@@ -144,6 +144,16 @@ class TestSubmit:
         assert [(job["id"], job["already_there"]) for job in again] == [(1, True), (2, True), (4, True), (3, True)]
         assert len(pipefill("list", "--json").json) == 4
 
+    def test_on_a_terminal_the_next_commands_follow(self, pipefill, tmp_path, monkeypatch):
+        (tmp_path / "jobs.yaml").write_text("jobs: [{name: one, command: ls}]")
+        assert "Next:" not in pipefill("submit", "jobs.yaml", "--no-check", "--store", "my run").out
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        lines = pipefill("submit", "jobs.yaml", "--no-check", "--store", "my run").out.splitlines()
+        commands = [f"  pipefill {command} --store 'my run'" for command in ("list", "show one", "logs one")]
+        assert lines[-4:] == ["Next:", *commands]
+        assert pipefill("submit", "jobs.yaml", "--no-check").out.splitlines()[-3] == "  pipefill list"
+        assert "Next:" not in pipefill("submit", "jobs.yaml", "--no-check", "--json").out
+
     def test_of_many_the_first_are_shown(self, pipefill, tmp_path):
         (tmp_path / "jobs.yaml").write_text("jobs: [{name: many, command: ls, count: 60}]")
         *rows, last = pipefill("submit", "jobs.yaml", "--no-check").out.splitlines()
