@@ -59,6 +59,17 @@ def finish(folder, state=JobState.SUCCEEDED, reason=""):
         store.finish(claim, Status(state, detail=reason), Progress(2.0, 2.0, harvested_s=2.0), {})
 
 
+def test_on_a_terminal_the_next_commands_follow(pipefill, tmp_path, monkeypatch):
+    assert "Next:" not in pipefill()[1]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    *_, head, show, logs = pipefill()[1].splitlines()
+    with closing(open_store(tmp_path / "run")) as store:
+        (job,) = store.list()
+    assert head == "Next:"
+    assert show.startswith(f"  pipefill show {job.name}")
+    assert logs.startswith(f"  pipefill logs {job.name}")
+
+
 def test_it_submits_a_job_and_writes_the_output_once_it_is_there(pipefill, tmp_path):
     status, out, _ = pipefill("--draft", "small", "--tree", "1,2", "--memory", "1GiB")
     assert status == 0
