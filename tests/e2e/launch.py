@@ -107,7 +107,9 @@ class Warm:
         return self._socket.fileno()
 
     def poll(self) -> int | None:
-        ended = self._code is not None or select.select([self], [], [], 0)[0]
+        waiting = select.poll()  # select() takes no descriptor beyond 1,023, and a chaos driver may have more
+        waiting.register(self, select.POLLIN)
+        ended = self._code is not None or waiting.poll(0)
         return self.wait() if ended else None
 
     def wait(self) -> int:
