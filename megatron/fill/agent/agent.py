@@ -228,7 +228,9 @@ class Agent:
                     logger.exception("what its jobs did, why others wait, or metrics cannot be shown now")
 
     def _show_reasons(self) -> None:
-        self.context.claims.ask(self.context.ranking.explain)
+        """Say why jobs wait; after ``pipefill pause`` and ``kill`` they wait for that, and keep what they ended with."""
+        if self.context.control.state is RunState.RUNNING:
+            self.context.claims.ask(self.context.ranking.explain)
 
     def _show_figures(self) -> None:
         """Leave the figures of the whole run for a rank that has asked for them, which is the one with the writers."""
