@@ -228,7 +228,7 @@ class Agent:
                     logger.exception("what its jobs did, why others wait, or metrics cannot be shown now")
 
     def _show_reasons(self) -> None:
-        """Say why jobs wait; after ``pipefill pause`` and ``kill`` they wait for that, and keep what they ended with."""
+        """Say why jobs wait. After ``pipefill pause`` and ``kill`` they keep what they ended with."""
         if self.context.control.state is RunState.RUNNING:
             self.context.claims.ask(self.context.ranking.explain)
 
