@@ -424,7 +424,7 @@ def test_a_deterministic_training_may_keep_its_scores():
     flags = [*FLAGS.split(), "--pipeline-model-parallel-size", "2", "--micro-batch-size", "4"]
     its = Parallel(pp=2, dp=2, microbatch=4, global_batch=16)
 
-    def found(*more: str, **changes: str):
+    def found(*more: str, **changes):
         one = cluster(**changes)
         evaluator = Evaluator(read_flags([*flags, *more]), one, links(one))
         return evaluator.proposal(evaluator.iteration(its))
