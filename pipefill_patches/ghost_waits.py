@@ -89,13 +89,13 @@ class StreamWaits:
     def start(self, duration_ns: int, arrive: Callable[[], None]) -> GhostRequest:
         import torch
 
-        assert self._kernel is not None
         if self._streams is None:
             self._streams = itertools.cycle([torch.cuda.Stream() for _ in range(_STREAMS)])
         stream = next(self._streams)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            if duration_ns:
+            if duration_ns:  # not in the first iterations, before ``prepare``
+                assert self._kernel is not None
                 self._kernel(args=[float(duration_ns)])
             arrive()
         return _StreamRequest(stream.record_event())

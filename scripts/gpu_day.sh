@@ -95,19 +95,19 @@ bench() {
 
 look() {
     step machine 20 "$python" scripts/benchmarks/gpu_look.py --json @
-    step imports 55 "$python" -c "import megatron.training, megatron.fill.app, pretrain_gpt; print('imported')"
+    step imports 45 "$python" -c "import megatron.training, megatron.fill.app, pretrain_gpt; print('imported')"
     # shellcheck disable=SC2016  # they are of that shell
     step try 60 bash -c '"$0" -c "from megatron.fill.cli import main; main()" try "$@"' "$python" \
         scripts/benchmarks/gpu_task.py:Products "size=$size" --memory 4GiB --device "$where" --seconds 3 --keep "$work/keep/try"
     # shellcheck disable=SC2016
     step doctor 30 bash -c '"$0" -c "from megatron.fill.cli import main; main()" doctor --json >"$1"' "$python" @
-    step tests 105 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
+    step tests 60 "$python" -m pytest -q --timeout 60 tests/gpu/test_bubbles.py tests/gpu/test_cuda.py tests/gpu/test_device.py
     step micro 135 "$python" scripts/benchmarks/gpu_micro.py --json @ --keep "$work/keep/micro" --seconds 1
 }
 
 smoke() {
     local model=(--model "$smaller" --waits "$waits")
-    bench profile 45 --parts profile --model "$smaller"
+    bench profile 75 --parts profile --model "$smaller"
     bench bubbles 60 --parts bubbles "${model[@]}"
     bench filled 125 --parts filled "${model[@]}" "${few[@]}"
     bench filled-mps 100 --parts filled "${model[@]}" --sharing "$mps" "${few[@]}"
@@ -115,7 +115,7 @@ smoke() {
 
 figures1() {
     local model=(--model "$larger" --waits "$waits")
-    bench profile 45 --parts profile --model "$larger"
+    bench profile 75 --parts profile --model "$larger"
     bench filled 140 --parts filled "${model[@]}" "${some[@]}"
     bench filled-mps 115 --parts filled "${model[@]}" --sharing "$mps" "${some[@]}"
     bench no-gate 95 --parts no-gate "${model[@]}" "${some[@]}"

@@ -27,6 +27,11 @@ class StepEstimator:
         """True if there are more observations than the first few, which are slow (lazy imports, cold caches)."""
         return len(self._ordered) > 4
 
+    @property
+    def lone(self) -> bool:
+        """True if there is a single observation."""
+        return len(self._ordered) == 1
+
     def observe(self, duration_ns: int) -> None:
         recent, ordered = self._recent, self._ordered
         recent.append(duration_ns)
@@ -57,6 +62,11 @@ class NodeEstimators:
     def has_seen(self, node: int) -> bool:
         """True if the node has run here, apart from its profile."""
         return node in self._estimators
+
+    def seen_once(self, node: int) -> bool:
+        """True if the estimate for this node comes from a single step, and from no profile."""
+        estimator = self._estimators.get(node)
+        return node >= len(self._profile_ns) and estimator is not None and estimator.lone
 
     def estimate_ns(self, node: int) -> int:
         """Return the estimate for this node; 0 if unknown."""

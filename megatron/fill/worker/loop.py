@@ -23,10 +23,13 @@ class StepRules:
 
     Attributes:
         probe_after: number of bubbles without a step after which one is tried.
+        first_after: the same while the estimate is of one step only: the first loads kernels and libraries, and may have
+            taken many times as long as the others will.
         patience: factor on ``probe_after`` after which a step is tried in a bubble that is not long, too.
     """
 
     probe_after: int = 32
+    first_after: int = 4
     patience: int = 4
 
 
@@ -175,9 +178,12 @@ class StepLoop:
 
         The estimate may come from a few slow steps, and could not be corrected without a try.
         """
-        if self._skipped < self._probe_after:
+        after = self._probe_after
+        if self.estimators.seen_once(self.machine.task.next_node):
+            after = min(after, self.rules.first_after)
+        if self._skipped < after:
             return False
-        patient = self._skipped < self.rules.patience * self._probe_after
+        patient = self._skipped < self.rules.patience * after
         return not patient or self.pacer is None or self.pacer.is_long(bubble, self.clock())
 
     def _skip(self, bubble: OpenBubble, now_ns: int) -> None:

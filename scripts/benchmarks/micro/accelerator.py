@@ -77,6 +77,7 @@ class Cuda:
         self._matrices: Any = None
         self._base = torch.cuda.Event(enable_timing=True)
         self._base_ns = 0
+        self._pages: list[mmap.mmap] = []  # registered with the driver, so they stay mapped
         self.clock_error_ns = 0
 
     def warm(self) -> None:
@@ -110,6 +111,7 @@ class Cuda:
 
     def gate(self, behind_event: bool) -> tuple[Callable[[], None], Callable[[], None]]:
         torch, page = self._torch, mmap.mmap(-1, mmap.PAGESIZE)
+        self._pages.append(page)
         driver, at = _mapped(page)
         ours = torch.cuda.current_stream(self._device)
         stream = torch.cuda.Stream(self._device) if behind_event else ours

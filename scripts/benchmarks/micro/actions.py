@@ -143,7 +143,10 @@ class Actions:
                 bus.listener = listener
                 opened = [self._iteration(bus, iteration) for iteration in range(1, count + WARMUP + 1)]
                 listener.end()
-                relay.finish()
+                if not relay.finish():
+                    said = (Path(folder) / "relay.log").read_text(encoding="utf-8").strip()
+                    print(said)  # into this process's log
+                    raise RuntimeError(f"the relay died: {said.splitlines()[-1] if said else 'it said nothing'}")
             finally:
                 relay.kill()
             bubbles = read_rank(record).bubbles
