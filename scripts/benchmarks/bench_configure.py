@@ -14,7 +14,7 @@
 - ``baselines``: the iteration of the layouts that AMP's and Varuna's models and Megatron's rule of thumb choose, over
   ours, by the timeline.
 - ``blind``: one profiled training predicts twelve others, which are then made (``configure_blind.py``).
-- ``gpu_memory``: peaks that others measured on GPUs (``--truth FOLDER``; ``configure_gpu_memory.py``).
+- ``gpu-memory``: peaks that others measured on GPUs (``--truth FOLDER``; ``configure_gpu_memory.py``).
 - ``vtrain``: trainings on GPUs that vTrain's authors measured (``--vtrain FILE``; ``configure_vtrain.py``).
 
     python scripts/benchmarks/bench_configure.py --parts timeline search speed dedication baselines --json FILE
@@ -200,15 +200,15 @@ def _shown(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    help_text = "which (default: without gpu_memory, vtrain and what trains)"
-    every = (*PARTS, "gpu_memory", "vtrain", *TRAINED)
+    help_text = "which (default: without gpu-memory, vtrain and what trains)"
+    every = (*PARTS, "gpu-memory", "vtrain", *TRAINED)
     parser.add_argument("--parts", nargs="+", choices=every, default=list(PARTS), help=help_text)
     parser.add_argument("--cases", type=int, default=10_000, help="of the timeline (default: 10000)")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64], help="multiples of 8, of dedication")
     parser.add_argument("--seconds", type=float, default=5.0, help="for our rank order (default: 5)")
     parser.add_argument("--pipette-seconds", type=float, default=60.0, help="for Pipette's (default: 60)")
     parser.add_argument("--vtrain", metavar="FILE", type=Path, help="vTrain's ground_truth_single.csv, for vtrain")
-    parser.add_argument("--truth", metavar="FOLDER", type=Path, default=TRUTH, help="for gpu_memory (%(default)s)")
+    parser.add_argument("--truth", metavar="FOLDER", type=Path, default=TRUTH, help="for gpu-memory (%(default)s)")
     parser.add_argument("--rounds", type=int, default=24, help="turns of each of blind's trainings (default: 24)")
     parser.add_argument("--each", type=int, default=4, help="iterations of a turn, the first not counted (default: 4)")
     parser.add_argument("--samples", type=int, default=60, help="random trainings of learned (default: 60)")
@@ -235,11 +235,11 @@ def main() -> None:
             rows = figures.pop("rows")
             report(part, figures)
             results.add(part, figures, rows=rows)
-        elif part == "gpu_memory":
+        elif part == "gpu-memory":
             figures = measure_gpu_memory(options.truth)
             groups, recipes = figures.pop("groups"), figures.pop("recipes")
             report(part, figures | groups | recipes)
-            results.add(part, figures, part, groups=groups)
+            results.add(part, figures, "gpu_memory", groups=groups)
         elif part == "learned":
             figures = measure_learned(options.samples, options.truths)
             report(part, figures)
