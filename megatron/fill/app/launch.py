@@ -41,6 +41,7 @@ from megatron.fill.app.sandboxing import RunSandbox, check_emulation, check_flag
 from megatron.fill.app.session import Session
 from megatron.fill.app.share import share, why_no_client
 from megatron.fill.attached import attached
+from megatron.fill.cli.views import print_next
 from megatron.fill.config import FillSettings
 from megatron.fill.device import MpsDaemon
 from megatron.fill.device.meter import own_version
@@ -205,6 +206,9 @@ class Launch:
                     print(served(settings, run_dir), flush=True)
                 if settings.serves and not settings.jobs:
                     print("PipeFill: no --fill-jobs: it runs what is in that store, and what pipefill submit adds")
+                if settings.serves:
+                    name = shlex.quote(str(run_dir))
+                    print_next(None, f"top {name}", f"pause {name}")
             except (OSError, FillError) as error:
                 logger.warning("the run folder %s cannot be used, so nothing is filled: %s", run_dir, error)
         if info.world_size > 1:

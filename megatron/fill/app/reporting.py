@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron.fill.app.runfolder import store_of
+from megatron.fill.cli.views import print_next
 from megatron.fill.config import FillSettings
 from megatron.fill.records import Segment, Unwritten
 from megatron.fill.store.standing import standing
@@ -46,3 +48,8 @@ def report_end(settings: FillSettings, run_dir: Path, segment: Segment, unwritte
         raise
     report.print_report(made, console)
     print(f"PipeFill: report.json, trace.json and timeline.png in {run_dir}")
+    page = f"report {shlex.quote(str(run_dir))} --html {shlex.quote(str(run_dir / 'report.html'))}"
+    if settings.serves:
+        print_next(store, "list", "usage --by job", plain=[page])
+    else:
+        print_next(None, page)
